@@ -1,7 +1,7 @@
 //! `cargo xtask package`: packages for Linux distributions, the C library, service units, samples.
 //!
-//! `packaging/make.py` makes the packages and `packaging/check.py` checks them and everything beside
-//! them; its lines are outcomes, as those of the clients' scripts are.
+//! `packaging/make.py` makes the packages and `packaging/check.py` checks them and everything
+//! beside them; its lines are outcomes, as those of the clients' scripts are.
 
 use std::path::PathBuf;
 use std::process::Command;

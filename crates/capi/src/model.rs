@@ -56,8 +56,8 @@ pub struct PacelineOptions {
 pub type PacelineTextCallback =
     Option<unsafe extern "C" fn(text: *const c_char, user: *mut c_void) -> bool>;
 
-/// Loads the model at `path`: a GGUF file, or a folder of Hugging Face's form. `threads` 0 takes all
-/// cores, `context` 0 takes 4096 positions. Blocks while weights are read.
+/// Loads the model at `path`: a GGUF file, or a folder of Hugging Face's form. `threads` 0 takes
+/// all cores, `context` 0 takes 4096 positions. Blocks while weights are read.
 ///
 /// # Safety
 /// `path` is a text, `out` a place for a pointer.
@@ -135,8 +135,8 @@ pub unsafe extern "C" fn paceline_model_free(model: *mut PacelineModel) {
 }
 
 /// Generates text after `prompt` and hands it to `callback` piece by piece, on the calling thread.
-/// Returns when the answer is complete, the callback returned false (`PACELINE_STATUS_CANCELLED`) or the
-/// deadline passed. Several threads may generate at once: their steps are computed together.
+/// Returns when the answer is complete, the callback returned false (`PACELINE_STATUS_CANCELLED`)
+/// or the deadline passed. Several threads may generate at once: their steps are computed together.
 ///
 /// # Safety
 /// `model` is a model that was not freed, `prompt` a text, `options` null or options.

@@ -266,8 +266,8 @@ impl LayerShape {
     }
 
     /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps it
-    /// all along, so that a sequence leaves the state of its last full page to the next one.
+    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps
+    /// it all along, so that a sequence leaves the state of its last full page to the next one.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
@@ -313,7 +313,8 @@ impl LayerShape {
     }
 
     /// Bytes of its states for a sequence, with the rows that came since they changed; `None` where
-    /// it keeps none. A sequence has two pages of a gated delta net: the last full one's, and its own.
+    /// it keeps none. A sequence has two pages of a gated delta net: the last full one's, and its
+    /// own.
     pub fn state_bytes(&self) -> Option<u64> {
         let pages = match self.cache {
             LayerCache::State(_) => 1,

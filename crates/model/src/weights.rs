@@ -709,8 +709,8 @@ impl Loader<'_> {
         })
     }
 
-    /// Refuses a matrix of an expert whose weights are not all numbers: a row that chose it would be
-    /// none, and others, in its batch or not, would not tell.
+    /// Refuses a matrix of an expert whose weights are not all numbers: a row that chose it would
+    /// be none, and others, in its batch or not, would not tell.
     fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.names.as_stored(role, shape)?;
         match stored.not_finite(self.pool) {

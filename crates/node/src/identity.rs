@@ -1,8 +1,8 @@
 //! Which model some files are: a hash that differs when another file lies in the model's place.
 //!
-//! An instance takes the identity of the files that it was loaded from. Each worker compares it with
-//! that of the files that it has opened, before it computes anything: a worker that starts again
-//! after the file was replaced refuses it. Clients see it in `system_fingerprint`.
+//! An instance takes the identity of the files that it was loaded from. Each worker compares it
+//! with that of the files that it has opened, before it computes anything: a worker that starts
+//! again after the file was replaced refuses it. Clients see it in `system_fingerprint`.
 //!
 //! Hashed are, of each weight file, its length, everything before its weights (in a GGUF file that
 //! is also the tokenizer and the chat template), and [`SAMPLES`] pages of its weights: another

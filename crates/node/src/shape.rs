@@ -210,8 +210,8 @@ impl Fields<'_> {
             .unwrap_or(own)
     }
 
-    /// Bytes of a gated delta net's state in one layer: two pages of a sequence, each with the state
-    /// at its start, the inputs of its convolution, keys and what changed.
+    /// Bytes of a gated delta net's state in one layer: two pages of a sequence, each with the
+    /// state at its start, the inputs of its convolution, keys and what changed.
     fn state_bytes(&self) -> Option<f64> {
         const PAGE: f64 = 64.0;
         let size = |gguf, hf| self.get(gguf, hf).map(f64::from);

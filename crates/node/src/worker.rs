@@ -433,8 +433,8 @@ fn protection(key: Option<&EpochKey>) -> Protection {
     key.map_or(Protection::Loopback, keyed)
 }
 
-/// Gives a link-local address the interface of `own`, if that has one: the number of an interface is another one on
-/// each machine.
+/// Gives a link-local address the interface of `own`, if that has one: the number of an interface
+/// is another one on each machine.
 fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
     if let (SocketAddr::V6(addr), SocketAddr::V6(own)) = (addr, own)
         && addr.ip().is_unicast_link_local()

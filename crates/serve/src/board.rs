@@ -9,8 +9,8 @@
 //!                   invite, join, forget, keys, new_key, revoke_key
 //! ```
 //!
-//! All but the page itself need an API key where keys are in use, and commands one of an admin. Where
-//! none are, commands are for loopback clients only. Every other path goes to the API below.
+//! All but the page itself need an API key where keys are in use, and commands one of an admin.
+//! Where none are, commands are for loopback clients only. Every other path goes to the API below.
 
 use std::convert::Infallible;
 use std::net::IpAddr;

@@ -186,7 +186,8 @@ impl Keys {
         Ok(Self { path, keys })
     }
 
-    /// Makes a key for its holder to do what `role` allows, and writes the file. The key itself is returned and kept nowhere.
+    /// Makes a key for its holder to do what `role` allows, and writes the file. The key itself is
+    /// returned and kept nowhere.
     ///
     /// # Errors
     /// [`Error::Full`], [`Error::Name`], [`Error::Random`], [`Error::Write`]; nothing has changed

@@ -34,7 +34,8 @@
 //! Modules in reading order: `spec` (what MODEL means), `catalogue`, `usual` (names that other
 //! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
 //! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
-//! `engine`, which does the same for MLX's libraries, `child`, other programs, and `audit`, the log.
+//! `engine`, which does the same for MLX's libraries, `child`, other programs, and `audit`, the
+//! log.
 
 mod audit;
 mod catalogue;

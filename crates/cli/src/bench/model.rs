@@ -106,37 +106,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         Some(instance) => args.at(instance)?,
         None => open(args.compute, &args.split)?,
     };
-    let mut peer = match &args.against {
-        Some(given) => {
-            let task = Task {
-                threads: loaded.threads,
-                prompt: args.prompt as usize,
-                generate: args.r#gen as usize,
-                depth: args.depth(),
-            };
-            Some(Peer::Other(if given == Path::new("mlx-lm") {
-                Served::mlx_lm(&path, task)?
-            } else {
-                Served::llama_cpp(given, &path, task)?
-            }))
-        }
-        None if args.against_local => {
-            let local = open(args.compute, &args.split)?;
-            Some(Peer::Local(Box::new((limit(&local)?, local))))
-        }
-        None if args.against_one || args.against_process => {
-            let nodes = if args.against_one {
-                1
-            } else {
-                loaded.nodes() as usize
-            };
-            let mut compute = args.compute;
-            compute.threads = Some(u16::try_from(loaded.threads * nodes)?);
-            let one = open(compute, &SplitArgs::one_node())?;
-            Some(Peer::OneNode(Box::new((limit(&one)?, one))))
-        }
-        None => None,
-    };
+    let mut peer = peer(args, &path, &loaded, &open)?;
     let limit = limit(&loaded)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=args.runs {
@@ -161,6 +131,46 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         report.json().to_string()
     } else {
         report.table()
+    })
+}
+
+/// What is measured beside `loaded`, the model at `path`, if anything; `open` loads it once more.
+fn peer(
+    args: &Args,
+    path: &Path,
+    loaded: &Loaded,
+    open: &dyn Fn(ComputeArgs, &SplitArgs) -> anyhow::Result<Loaded>,
+) -> anyhow::Result<Option<Peer>> {
+    Ok(match &args.against {
+        Some(given) => {
+            let task = Task {
+                threads: loaded.threads,
+                prompt: args.prompt as usize,
+                generate: args.r#gen as usize,
+                depth: args.depth(),
+            };
+            Some(Peer::Other(if given == Path::new("mlx-lm") {
+                Served::mlx_lm(path, task)?
+            } else {
+                Served::llama_cpp(given, path, task)?
+            }))
+        }
+        None if args.against_local => {
+            let local = open(args.compute, &args.split)?;
+            Some(Peer::Local(Box::new((limit(&local)?, local))))
+        }
+        None if args.against_one || args.against_process => {
+            let nodes = if args.against_one {
+                1
+            } else {
+                loaded.nodes() as usize
+            };
+            let mut compute = args.compute;
+            compute.threads = Some(u16::try_from(loaded.threads * nodes)?);
+            let one = open(compute, &SplitArgs::one_node())?;
+            Some(Peer::OneNode(Box::new((limit(&one)?, one))))
+        }
+        None => None,
     })
 }
 

@@ -1,4 +1,5 @@
-//! `paceline doctor --peer HOST`: what keeps this machine and another one apart, in both directions.
+//! `paceline doctor --peer HOST`: what keeps this machine and another one apart, in both
+//! directions.
 
 use std::time::Duration;
 

@@ -176,13 +176,23 @@ fn placements_are_previewed_and_one_is_loaded_over_http() {
         "{apart}"
     );
     assert_eq!(one.told(&["ps", "--json"]), "[]", "nothing was loaded");
+    commit_is_what_was_previewed(&one, &two, &api, (&user, &admin), apart);
+}
 
+/// Loads the placement `apart` by HTTP: the user's key may not, the admin's may.
+fn commit_is_what_was_previewed(
+    one: &Machine,
+    two: &Machine,
+    api: &str,
+    (user, admin): (&str, &str),
+    apart: &Value,
+) {
     let commit = serde_json::json!({
         "model": MODEL, "nodes": apart["nodes"], "split": apart["split"], "threads": 1,
     });
     let load = "/v1/paceline/load";
-    assert_eq!(post(&api, Some(&user), load, &commit).0, 403);
-    assert_eq!(post(&api, Some(&admin), load, &commit).0, 200);
+    assert_eq!(post(api, Some(user), load, &commit).0, 403);
+    assert_eq!(post(api, Some(admin), load, &commit).0, 200);
     until("it is ready", || {
         let all: Value = serde_json::from_str(&two.told(&["ps", "--json"])).unwrap();
         all[0]["state"] == "ready" && all[0]["split"] == apart["split"]

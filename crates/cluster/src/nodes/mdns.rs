@@ -3,8 +3,8 @@
 //!
 //! Each node announces the service [`SERVICE`] by its id. The record's text has a beacon (see
 //! [`discovery`](super::discovery)), so that only members of a cluster believe it and it says
-//! nothing of the cluster but that it is there. Link-local addresses are left to beacons, which know
-//! the interface that they came over.
+//! nothing of the cluster but that it is there. Link-local addresses are left to beacons, which
+//! know the interface that they came over.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

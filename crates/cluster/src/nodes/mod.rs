@@ -16,8 +16,8 @@
 //! - [`Member`]: who lives, what they say, which sessions there should be.
 //! - [`placement`]: who owns an instance, by the map alone.
 //! - [`paths`]: ways to other nodes, measured, and which of them is used.
-//! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same by
-//!   multicast DNS.
+//! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same
+//!   by multicast DNS.
 //! - [`pairing`]: a short code instead of a token.
 //! - [`agent`]: the threads and sockets that drive all of it.
 

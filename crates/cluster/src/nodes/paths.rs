@@ -5,7 +5,8 @@
 //! the shared map, so that every node knows the ways of every pair.
 //!
 //! ```text
-//! unknown --answers--> up --two misses--> down --answers--> up      a miss is measured again at once
+//! unknown --answers--> up --two misses--> down --answers--> up      a miss is measured again at
+//! once
 //! ```
 //! The *preferred* way of a node is kept until another one costs less than [`GAIN`] of it, so that
 //! noise moves nothing. Its loss, and the return to it, are news that people are told.

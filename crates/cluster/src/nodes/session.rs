@@ -441,8 +441,8 @@ impl Session {
         self.stream.local_addr()
     }
 
-    /// Bytes of a segment that the connection sends at most, headers and options not counted; `None`
-    /// where the system does not tell.
+    /// Bytes of a segment that the connection sends at most, headers and options not counted;
+    /// `None` where the system does not tell.
     pub fn segment_bytes(&self) -> Option<u32> {
         socket2::SockRef::from(&self.stream).tcp_mss().ok()
     }

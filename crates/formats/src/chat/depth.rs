@@ -2,7 +2,8 @@
 //!
 //! minijinja bounds brackets and blocks (150 levels), but its parser, its compiler and the drop of
 //! its tree recurse once for each operator of a chain (`- - - x`, `a if b else a if b else ...`,
-//! `a + a + ...`) and for each `elif`. Without these bounds 64 KB of text overflow a thread's stack.
+//! `a + a + ...`) and for each `elif`. Without these bounds 64 KB of text overflow a thread's
+//! stack.
 
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;

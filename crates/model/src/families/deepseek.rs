@@ -1,8 +1,8 @@
 //! DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4, and DeepSeek V3.2 and GLM 5 as far as
 //! their indexers take all positions: all heads share one latent vector of
 //! each position, which queries meet after their own expansion (the absorbed form, for every row);
-//! the first layers are dense; a shared expert without a gate, routers that may choose groups first.
-//! Source: DeepSeek-AI 2024 (DeepSeek-V2, V3); `src/models/deepseek2.cpp` of llama.cpp,
+//! the first layers are dense; a shared expert without a gate, routers that may choose groups
+//! first. Source: DeepSeek-AI 2024 (DeepSeek-V2, V3); `src/models/deepseek2.cpp` of llama.cpp,
 //! `modeling_deepseek_v3.py`, `modeling_deepseek_v2.py`, `modeling_mistral4.py` of transformers.
 
 use super::{Family, Fields, FileNames, Half, LayerStep, feed_forward};

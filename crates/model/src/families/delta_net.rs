@@ -1,8 +1,8 @@
-//! Qwen3-Next and Qwen 3.5 to 3.8, text: most layers are gated delta nets, every fourth is attention
-//! whose heads have gates, with a part of each head turned. Dense, or experts with a shared one.
-//! Blocks that predict several tokens, and vision, are left out.
-//! Source: Yang, Kautz and Hatamizadeh 2024; `src/models/qwen3next.cpp` and `qwen35.cpp` of
-//! llama.cpp, `modeling_qwen3_next.py` and `modeling_qwen3_5.py` of transformers.
+//! Qwen3-Next and Qwen 3.5 to 3.8, text: most layers are gated delta nets, every fourth is
+//! attention whose heads have gates, with a part of each head turned. Dense, or experts with a
+//! shared one. Blocks that predict several tokens, and vision, are left out. Source: Yang, Kautz
+//! and Hatamizadeh 2024; `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp,
+//! `modeling_qwen3_next.py` and `modeling_qwen3_5.py` of transformers.
 
 use paceline_tensor::RopePairs;
 

@@ -9,8 +9,8 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix};
 use super::{AsStored, Linear, Loader, pack_error};
 use crate::{Error, Nth, Part, Role, config};
 
-/// The projections that make keys and values of latent attention, and each head's expansions; shapes
-/// in [`Part`].
+/// The projections that make keys and values of latent attention, and each head's expansions;
+/// shapes in [`Part`].
 #[derive(Debug)]
 pub(crate) struct Latent {
     /// The compression of queries and its norm.

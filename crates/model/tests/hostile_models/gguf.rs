@@ -370,6 +370,7 @@ fn numbers_of_sigmoid_experts_that_lie_are_refused() {
     );
 }
 
+// long: a table of cases
 #[test]
 fn numbers_of_latent_attention_and_groups_that_lie_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -449,6 +450,7 @@ fn numbers_of_latent_attention_and_groups_that_lie_are_refused() {
     }
 }
 
+// long: a table of cases
 #[test]
 fn numbers_of_gemma4_that_lie_are_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -208,6 +208,7 @@ fn numbers_of_gemma_that_lie_are_refused() {
     );
 }
 
+// long: a table of cases
 #[test]
 fn numbers_of_gemma4_that_lie_are_refused() {
     let folder = Folder::copy("gemma4-e-bf16");

@@ -122,8 +122,9 @@ impl Inner {
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }
 
-    /// Living nodes that compute as this one does, this one first, then those that are reached best;
-    /// of those that are reached alike, the one with the most memory. Also which were left out.
+    /// Living nodes that compute as this one does, this one first, then those that are reached
+    /// best; of those that are reached alike, the one with the most memory. Also which were left
+    /// out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
         let own = all

@@ -1,3 +1,5 @@
+//! The child that renders templates and matches grammars: its answers, its death, its limits.
+
 use std::sync::Arc;
 use std::thread;
 

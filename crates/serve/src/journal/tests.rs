@@ -1,3 +1,5 @@
+//! What a journal of streams keeps, forgets and hands on.
+
 use paceline_base::SplitMix64;
 
 use super::*;

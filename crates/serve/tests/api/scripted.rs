@@ -129,6 +129,7 @@ impl Scripted {
         self.seen().cancelled.contains(&ticket)
     }
 
+    // long: one arm for each script
     fn play(
         &self,
         script: Script,

@@ -8,7 +8,8 @@
 //!
 //! | the prompt | the answer |
 //! |---|---|
-//! | asks for a round trip, of a tool that runs commands | a call of it; after that `Done: RESULT` |
+//! | asks for a round trip, of a tool that runs commands | a call of it; after that `Done: RESULT`
+//! |
 //! | ends with a tool's result | `It has RESULT degrees.` |
 //! | has the tool `look` | a thought, a word and a call of `look` |
 //! | is held to a schema | `{"name": "Ada", "age": 36}` |

@@ -82,8 +82,8 @@ pub struct Attention<'a> {
 pub struct AttentionScratch {
     /// Of a step that is cut by page, for each (row, head, page).
     partials: Vec<f32>,
-    /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer, and behind them
-    /// the values of a page, where these are part of the keys.
+    /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer, and behind
+    /// them the values of a page, where these are part of the keys.
     running: Vec<Mutex<Vec<f32>>>,
 }
 

@@ -1,9 +1,9 @@
 //! A step over a layer that is a gated delta net ([`crate::delta`]).
 //!
 //! ```text
-//! rows in parallel                     inputs (q | k | v) -> convolution over the last ones -> silu
-//!                                      q and k of each key head to length 1
-//! sequences and heads in parallel      page by page: the state before it, then its rows in order
+//! rows in parallel                     inputs (q | k | v) -> convolution over the last ones ->
+//! silu q and k of each key head to length 1 sequences and heads in parallel      page by page: the
+//! state before it, then its rows in order
 //! ```
 //!
 //! A page keeps what later rows need: inputs of the convolution, keys, the differences that were

@@ -136,8 +136,8 @@ impl Inputs {
         out
     }
 
-    /// What the kernels give, in chunks that end at `ends`; behind each, some rows are computed that
-    /// are taken back.
+    /// What the kernels give, in chunks that end at `ends`; behind each, some rows are computed
+    /// that are taken back.
     fn fast(&self, kernels: &Kernels, ends: &[usize], back: usize) -> Vec<f32> {
         let store = LayerStore::Delta(self.shape);
         let n = self.rows();

@@ -2,11 +2,10 @@
 //!
 //! ```text
 //! measurer -> a session of its own to one address of the node, service "paths"
-//!          -> "e" and 8 bytes      the node sends them back; the shortest of some round trips counts
-//!          -> "b" and bytes        any number, for BURST at most
-//!          -> "f"                  <- bytes since the first "b" (u64), nanoseconds (u64)
-//!          -> "m" or "l"           the node measures its own ways now, with bandwidth or without;
-//!                               <- the same when it has
+//!          -> "e" and 8 bytes      the node sends them back; the shortest of some round trips
+//!          counts -> "b" and bytes        any number, for BURST at most -> "f"                  <-
+//!          bytes since the first "b" (u64), nanoseconds (u64) -> "m" or "l"           the node
+//!          measures its own ways now, with bandwidth or without; <- the same when it has
 //! ```
 //! One thread measures, one way after the other: measurements at a time would disturb each other.
 

@@ -1,5 +1,5 @@
-//! Beacons, multicast DNS, changed addresses, and files that follow the state: all that comes around some times a
-//! second.
+//! Beacons, multicast DNS, changed addresses, and files that follow the state: all that comes
+//! around some times a second.
 
 use std::sync::Arc;
 use std::thread;
