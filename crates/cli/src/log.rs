@@ -28,7 +28,7 @@ static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
 pub(crate) struct LogArgs {
     /// Least severe events to log: `info`, or by module, such as `warn,paceline_node=debug`; text
     /// of prompts for `prompts=trace` only [default: PACELINE_LOG, else error]
-    #[arg(long, global = true, value_name = "LEVELS", help_heading = "Logs")]
+    #[arg(long, global = true, value_name = "LEVELS")]
     log: Option<String>,
     /// How logs are written to standard error: human, or json for an object a line
     #[arg(
@@ -37,8 +37,7 @@ pub(crate) struct LogArgs {
         value_name = "FORMAT",
         value_enum,
         default_value_t,
-        hide_possible_values = true,
-        help_heading = "Logs"
+        hide_possible_values = true
     )]
     log_format: Format,
 }

@@ -33,7 +33,6 @@ const EXAMPLES: &str = "\
 Examples:
   paceline run smollm2                              chat
   paceline run smollm2 \"Why is the sky blue?\"       one answer
-  paceline run smollm2 < question.txt               the same, from a file
   paceline run smollm2 --temperature 0 --json \"Hi\"  reproducible, for programs
   paceline run smollm2 --nodes 2 \"Hi\"               over two nodes, the same answer
   paceline run model.gguf --raw \"Once upon a time\"  continue a text
