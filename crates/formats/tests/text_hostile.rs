@@ -251,8 +251,8 @@ fn metadata_that_contradicts_itself_is_an_error() {
     for (entries, expected) in [
         (vec![], "metadata key tokenizer.ggml.model is missing"),
         (
-            vec![model("bert")],
-            "tokenizer model bert is not supported, expected gpt2, llama or gemma4",
+            vec![model("rwkv")],
+            "tokenizer model rwkv is not supported, expected gpt2, llama, bert or gemma4",
         ),
         (
             vec![model("gpt2"), pre("x")],

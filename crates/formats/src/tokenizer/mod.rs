@@ -6,17 +6,18 @@
 //! id --> bytes (always the same for an id) --> text::StreamDecoder --> text
 //! ```
 //!
-//! Four ways of encoding a fragment of text:
+//! Five ways of encoding a fragment of text:
 //! - `bpe`: byte-level byte-pair encoding of a GGUF (`tokenizer.ggml.model` = `gpt2`): words cut
 //!   by `pretokenize`, merged by the `tokenizers` crate;
 //! - `bpe` too: pairs over the characters of a line (`gemma4`), merged by the same crate;
 //! - `spm`: SentencePiece by scores of a GGUF (`llama`), our own, for the crate cannot express it;
+//! - WordPiece of a GGUF (`bert`), run by the crate;
 //! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
 //! Invariant: with [`Specials::AsText`] no id of a control token comes out, whatever the text.
 //!
 //! Not here: which turns a conversation has ([`crate::chat`]), and vocabularies of other kinds
-//! (WordPiece, Unigram and RWKV of a GGUF), which are refused by name.
+//! (Unigram and RWKV of a GGUF), which are refused by name.
 
 mod bpe;
 mod ends;
@@ -43,7 +44,7 @@ pub enum Error {
     #[error(transparent)]
     Metadata(#[from] crate::gguf::Error),
     /// `tokenizer.ggml.model` names a kind of vocabulary that is not supported.
-    #[error("tokenizer model {name} is not supported, expected gpt2, llama or gemma4")]
+    #[error("tokenizer model {name} is not supported, expected gpt2, llama, bert or gemma4")]
     UnknownModel {
         /// The name.
         name: String,

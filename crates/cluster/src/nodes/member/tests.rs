@@ -63,7 +63,7 @@ fn a_node_that_does_not_answer_is_suspect_then_dead() {
         panic!("{seen:?}");
     };
     assert!((400..1600).contains(&suspect), "{suspect}");
-    assert!((1900..2200).contains(&(dead - suspect)), "{suspect} {dead}");
+    assert!((900..1200).contains(&(dead - suspect)), "{suspect} {dead}");
 }
 
 #[test]

@@ -71,7 +71,8 @@ impl Dice {
         let closes = |id: &&u32| {
             tokenizer
                 .token_bytes(**id)
-                .is_some_and(|b| b"\"]}".contains(&b[0]))
+                .and_then(<[u8]>::first)
+                .is_some_and(|first| b"\"]}".contains(first))
         };
         let closing: Vec<u32> = all
             .iter()
