@@ -103,6 +103,8 @@ struct State {
     text: Vec<u8>,
     /// Bytes that another node has.
     mirrored: usize,
+    /// Whether a node has said so since the last reader began: the one that had them may be gone.
+    is_sure: bool,
     /// Choices whose prompt was read.
     read: Vec<usize>,
     /// Since when nobody reads it.
@@ -130,6 +132,7 @@ impl Journal {
         let state = State {
             text,
             mirrored: 0,
+            is_sure: false,
             read,
             left: Some(now),
             alone_until: None,
@@ -171,7 +174,7 @@ impl Journal {
     /// A defect of ours, or of the node that kept it.
     pub(crate) fn take_over(&self) -> Result<(Reader, Vec<Line>), serde_json::Error> {
         let mut state = self.state();
-        state.left = None;
+        (state.left, state.is_sure) = (None, false);
         let life = *self.life.borrow() + 1;
         self.life.send_replace(life);
         let superseded = self.life.subscribe();
@@ -229,7 +232,8 @@ impl Journal {
             match kept {
                 Kept::Yes => {
                     let mut state = self.state();
-                    (state.mirrored, state.alone_until) = (end, None);
+                    (state.mirrored, state.is_sure) = (end, true);
+                    state.alone_until = None;
                     return None;
                 }
                 Kept::Gap => self.state().mirrored = 0,
@@ -249,7 +253,8 @@ impl Journal {
     fn next_piece(&self, now: Instant) -> Option<Piece> {
         let state = self.state();
         let waits = state.alone_until.is_some_and(|until| now < until);
-        if state.is_cut || waits || state.mirrored == state.text.len() {
+        let lacks_nothing = state.is_sure && state.mirrored == state.text.len();
+        if state.is_cut || waits || lacks_nothing {
             return None;
         }
         Some(Piece {

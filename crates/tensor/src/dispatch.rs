@@ -529,7 +529,7 @@ kernels!(
 kernels!(
     #[cfg(all(test, target_arch = "x86_64"))]
     emulated,
-    isa::Scalar,
+    isa::Called,
     InstructionSet::AmxInt8,; registers crate::batch::emulated::Emulated
 );
 

@@ -23,6 +23,8 @@ pub(crate) use avx2::{Avx2, AvxVnni};
 pub(crate) use avx512::{Avx512, Dpbf16};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::{Neon, smmla};
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) use scalar::Called;
 pub(crate) use scalar::Scalar;
 
 /// Lanes of [`Isa::F`] and [`Isa::I`].
