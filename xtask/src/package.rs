@@ -54,10 +54,11 @@ fn python(tally: &mut Tally) -> Result<PathBuf> {
     })
 }
 
-/// Builds `libpaceline_c`, beside the program.
+/// Builds `libpaceline_c`, beside the program. All libraries are asked for, since the features of
+/// one package alone differ from the workspace's, and everything would be compiled again.
 fn library(see: &mut impl FnMut(&str)) -> Result<()> {
     let mut command = repo::cargo();
-    command.args(["build", "--release", "-p", "paceline-capi"]);
+    command.args(["build", "--release", "--lib"]);
     let built = process::stream(command, &process::log_path("package-build"), |line| {
         if !steps::is_progress(line) {
             see(line);

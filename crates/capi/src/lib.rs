@@ -12,7 +12,8 @@
 //! not freed while another thread uses them.
 //!
 //! - `group`: ranks that compute together; `model`: text out of a model on this machine.
-//! - `status`: failures. `include/paceline.h` is made by `scripts/capi/header` with cbindgen.
+//! - `status`: failures. `include/paceline.h` is made of all three by cbindgen
+//!   (the first line of `cbindgen.toml`).
 
 #![allow(
     unsafe_code,

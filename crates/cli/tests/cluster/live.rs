@@ -60,7 +60,7 @@ fn form(hosts: &[Machine]) {
         let seen = || host.sees("alive") == ["n0", "n1", "n2"];
         until("all see all", seen);
         // One that was told of first is found by itself within a second.
-        let hears = |node: &Value| {
+        let hears = |node: &serde_json::Value| {
             node["found_by"] == "self" || node["heard_by"].to_string().contains("\"beacon")
         };
         until("all find all", || host.nodes().iter().all(hears));
