@@ -112,9 +112,11 @@ fn the_best_cable_is_used_left_and_taken_again() {
         "{}",
         said(&problems)
     );
-    until("the instance is there again", || {
-        let all: Value = serde_json::from_str(&hosts[0].told(&["ps", "--json"])).unwrap();
-        all[0]["state"] == "ready" && hosts[0].sees("alive").len() == 2
+    until("the instance is there again, for both", || {
+        hosts.iter().all(|host| {
+            let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+            all[0]["state"] == "ready" && host.sees("alive").len() == 2
+        })
     });
     assert_eq!(asked(&hosts[1]), before, "over the other cable");
     set("up").unwrap();
