@@ -68,7 +68,7 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     ],
     &[&[Step::Unit]],
     &[&[Step::Doc, Step::Mpi], &[Step::MlxTools]],
-    &[&[Step::Sdk, Step::Wheel, Step::Package]],
+    &[&[Step::Sdk, Step::Wheel]],
 ];
 
 /// How much the tests do.

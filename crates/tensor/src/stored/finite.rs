@@ -38,9 +38,15 @@ pub fn not_finite(block_type: BlockType, bytes: &[u8]) -> Option<f32> {
             let value = bf16::from_le_bytes(half(block, 0)).to_f32();
             (!value.is_finite()).then_some(value)
         }),
-        // Of its powers of two, that of 255 is NaN by its definition and infinite by llama.cpp's.
+        // Of its powers of two, that of 255 is NaN by its definition and infinite by llama.cpp's;
+        // 6, its largest number, is infinite from 2^126 on.
         BlockType::MXFP4 | BlockType::MXFP4_SPLIT => {
-            blocks.any(|block| block[0] == u8::MAX).then_some(f32::NAN)
+            let largest = blocks.map(|block| block[0]).max()?;
+            match largest {
+                255 => Some(f32::NAN),
+                253.. => Some(f32::INFINITY),
+                _ => None,
+            }
         }
         other => blocks.find_map(halves(places(other))),
     }
