@@ -38,17 +38,19 @@ impl Mac {
             .map(|sampler| sampler.get_metrics(LOOK_MS));
         let Some(Ok(metrics)) = metrics else { return };
         sample.cpu_busy = Some(metrics.cpu_active_ratio.into());
-        let cores = metrics.pcpu_cores.iter().chain(&metrics.ecpu_cores);
+        // From the lowest kind of core to the highest.
+        let cores = metrics.cpu_tiers.iter().flat_map(|tier| &tier.cores);
         sample.core_busy = cores.map(|core| core.active_ratio.into()).collect();
-        sample.cpu_mhz = Some(metrics.pcpu_freq_mhz.into());
+        sample.cpu_mhz = metrics.cpu_tiers.last().map(|tier| tier.freq_mhz.into());
         let memory = &metrics.memory;
         sample.memory_bytes = Some(memory.ram_total);
         sample.memory_available_bytes = Some(memory.ram_total.saturating_sub(memory.ram_usage));
         sample.swap_bytes = Some(memory.swap_total).filter(|bytes| *bytes > 0);
         sample.swap_used_bytes = sample.swap_bytes.map(|_| memory.swap_usage);
-        let degrees = [metrics.temp.cpu_temp_avg, metrics.temp.gpu_temp_avg].map(f64::from);
-        // A sensor that is not there reads 0.
-        let known = degrees.into_iter().filter(|c| (1.0..150.0).contains(c));
+        let degrees = [metrics.temp.cpu_temp_avg, metrics.temp.gpu_temp_avg];
+        // A sensor that is not there is none, or reads 0.
+        let known = degrees.into_iter().flatten().map(f64::from);
+        let known = known.filter(|c| (1.0..150.0).contains(c));
         sample.temperature_c = known.reduce(f64::max);
         sample.package_watts = Some(f64::from(metrics.cpu_power + metrics.ane_power));
         sample.gpus.push(Gpu {
