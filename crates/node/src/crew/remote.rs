@@ -608,8 +608,10 @@ mod tests {
         let heard = loop {
             match crew.receive(WAIT) {
                 // Of the time when it was a spare; it may come behind the loss.
-                Some(Event::Message { message, .. })
-                    if matches!(message, FromWorker::Loading { .. }) => {}
+                Some(Event::Message {
+                    message: FromWorker::Loading { .. },
+                    ..
+                }) => {}
                 other => break other,
             }
         };
