@@ -146,7 +146,8 @@ pub(crate) fn for_clients() -> anyhow::Result<Puller> {
         let plan = match resolve(&settings.home, name) {
             Ok(Resolved::Path(_)) => return Ok(true),
             Ok(Resolved::NeedsDownload(plan)) => plan,
-            Err(Error::UnknownModel { .. }) => return Ok(false),
+            // Which files this machine has is not the clients' business.
+            Err(Error::UnknownModel { .. } | Error::NoSuchPath { .. }) => return Ok(false),
             Err(error) => return Err(error.to_string()),
         };
         let cancel = Cancel::default();

@@ -27,7 +27,7 @@ mod preview;
 mod speed;
 mod traced;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -701,9 +701,8 @@ impl Inner {
         }
         let own = self.agent.id();
         nodes.sort_by_key(|id| *id != own);
-        let n = nodes.len();
-        nodes.dedup();
-        match nodes.len() == n {
+        let each: BTreeSet<_> = nodes.iter().collect();
+        match each.len() == nodes.len() {
             true => Ok(nodes),
             false => Err("a node is named twice".to_owned()),
         }

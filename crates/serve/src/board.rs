@@ -243,7 +243,7 @@ impl Shared {
             expected: "the number of an event".into(),
         })?;
         let permit = Arc::clone(&self.streams).try_acquire_owned();
-        let permit = permit.map_err(|_| Rejection::TooManyOfOne { limit: STREAMS_MAX })?;
+        let permit = permit.map_err(|_| Rejection::TooManyRequests { limit: STREAMS_MAX })?;
         let feed = Feed {
             seen: after,
             newest: self.config.live.events().subscribe(),

@@ -21,6 +21,7 @@ use crate::config::Config;
 use crate::field::{Fields, Notes};
 use crate::journal::Head;
 use crate::json;
+use crate::keys::Watched;
 use crate::log;
 use crate::places::Place;
 use crate::rejection::{Rejection, Style};
@@ -477,11 +478,7 @@ pub(super) async fn remove(
             why: "the server was started without --allow-delete",
         });
     };
-    if let (Some(keys), Some(Client::Key(id))) = (&app.keys, request.extensions().get())
-        && !keys.is_admin(id)
-    {
-        return Err(Rejection::NoAdmin);
-    }
+    check_admin(app.keys.as_deref(), &request)?;
     let (fields, is_served) = named(&app, request).await?;
     let Some(model) = fields.text("model").or(fields.text("name")) else {
         let (param, expected) = ("model".into(), "the name of a model".into());
@@ -498,6 +495,18 @@ pub(super) async fn remove(
         Ok(true) => Ok(StatusCode::OK.into_response()),
         Ok(false) => Err(Rejection::NotKept { model }),
         Err(reason) => Err(Rejection::Invalid { reason }),
+    }
+}
+
+/// Whether the client may manage models: where keys are in use, with an admin's.
+///
+/// # Errors
+/// [`Rejection::NoAdmin`].
+pub(super) fn check_admin(keys: Option<&Watched>, request: &Request) -> Result<(), Rejection> {
+    let Some(keys) = keys else { return Ok(()) };
+    match request.extensions().get() {
+        Some(Client::Key(id)) if keys.is_admin(id) => Ok(()),
+        _ => Err(Rejection::NoAdmin),
     }
 }
 

@@ -19,6 +19,7 @@ use tower::ServiceExt;
 
 use super::asking::body_in_time;
 use super::{App, idle, json_response};
+use crate::access::check_origin;
 use crate::config::{Config, Status};
 use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
@@ -172,6 +173,11 @@ async fn choose<'a>(
     request: Request,
 ) -> Result<(&'a Door, Request), Rejection> {
     if doors.len() == 1 {
+        return Ok((&doors[0], request));
+    }
+    // Nobody's body is read whom the first door turns away; its guard says why.
+    let is_stranger = check_origin(&request, &config.access).is_err();
+    if is_stranger || doors[0].app.client(&request).is_err() {
         return Ok((&doors[0], request));
     }
     let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::{finish_headers, is_preflight, json_response, preflight};
 use crate::Error;
-use crate::access::{check_key, check_origin};
+use crate::access::{Client, check_key, check_origin};
 use crate::config::{Config, Status};
 use crate::keys::Watched;
 use crate::metrics::{OPEN_METRICS, facts_text};
@@ -23,7 +23,7 @@ use crate::rejection::{Rejection, Style};
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,
-    keys: Option<Watched>,
+    pub(super) keys: Option<Watched>,
     nodes: Status,
 }
 
@@ -72,13 +72,17 @@ async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> R
     finish_headers(response, origin)
 }
 
-async fn admit(idle: &Idle, request: Request, next: Next) -> Response {
+async fn admit(idle: &Idle, mut request: Request, next: Next) -> Response {
     // Monitors of the machine ask for its health without keys.
     let keys = idle.keys.as_ref();
     let keys = keys.filter(|_| request.uri().path() != "/health");
     match keys.map(|keys| check_key(request.headers(), keys)) {
         Some(Err(rejection)) => rejection.into_response(),
-        Some(Ok(_)) | None => next.run(request).await,
+        Some(Ok(key)) => {
+            request.extensions_mut().insert(Client::Key(key));
+            next.run(request).await
+        }
+        None => next.run(request).await,
     }
 }
 

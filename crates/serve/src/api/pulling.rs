@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
-use super::asking::named;
+use super::asking::{check_admin, named};
 use super::idle::Idle;
 use super::{App, json_response};
 use crate::config::{Config, PullStep, Puller};
@@ -40,8 +40,10 @@ pub(super) async fn pull(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Response, Rejection> {
+    let admin = check_admin(app.keys.as_deref(), &request);
     let (fields, is_served) = named(&app, request).await?;
     if !is_served {
+        admin?;
         return fetch(&app.config, &fields).await;
     }
     match is_stream(&fields) {
@@ -182,9 +184,7 @@ pub(super) async fn pull_idle(
     State(idle): State<Arc<Idle>>,
     request: Request,
 ) -> Result<Response, Rejection> {
-    fetch(
-        &idle.config,
-        &super::asking::fields_of_name(&idle.config, request).await?,
-    )
-    .await
+    check_admin(idle.keys.as_ref(), &request)?;
+    let fields = super::asking::fields_of_name(&idle.config, request).await?;
+    fetch(&idle.config, &fields).await
 }

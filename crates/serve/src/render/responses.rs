@@ -355,6 +355,8 @@ impl Writer for Responses {
         let mut response = self.response("failed", None);
         let (code, message) = (&body["error"]["code"], &body["error"]["message"]);
         response["error"] = json!({"code": code, "message": message});
+        // It repeats the last number: a client that goes on behind it misses nothing.
+        self.events = self.events.saturating_sub(1);
         self.event("response.failed", json!({"response": response}))
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use paceline_engine::Finish;
+use paceline_serve::keys::{Keys, Role};
 use paceline_serve::{PullStep, Puller, Remover};
 use serde_json::{Value, json};
 
@@ -390,6 +391,27 @@ fn models_are_fetched_where_that_was_allowed() {
         .post("/api/pull", r#"{"model":"new","stream":false}"#)
         .json();
     assert_eq!(whole, json!({"status": "success"}));
+}
+
+/// The store is the owner's: a key that may ask models may not fill it.
+#[test]
+fn where_keys_are_in_use_an_admin_fetches() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (user, _) = keys.make("laptop", Role::User, 1).unwrap();
+    let (admin, _) = keys.make("owner", Role::Admin, 2).unwrap();
+    let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool| Ok(true);
+    let rig = Rig::with(|config| {
+        config.access.keys = Some(path);
+        config.puller = Some(Puller(Arc::new(pull)));
+    });
+    let ask = |key: &str| {
+        let headers = format!("Authorization: Bearer {key}\r\n");
+        rig.send("POST", "/api/pull", &headers, r#"{"model":"new"}"#)
+            .status
+    };
+    assert_eq!([ask(&user), ask(&admin), ask("sk-none")], [403, 200, 401]);
 }
 
 /// A client that leaves ends the pull: nobody else waits for it.
