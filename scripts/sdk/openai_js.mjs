@@ -19,8 +19,6 @@ const KEY = process.env.OPENAI_API_KEY ?? "";
 // Longest time of one request, and of all cases: some ten times what two cores take.
 const PATIENCE_MS = 60_000;
 const PATIENCE_ALL_MS = 300_000;
-// Until an answer that nobody awaits has ended: two steps, of 0.1 s here; a loaded machine took 2 s.
-const LEAVING_MS = 10_000;
 // Places for requests that the server has by default (Limits in crates/serve/src/config.rs).
 const PLACES = 64;
 const CONTEXT = 8192;
@@ -319,25 +317,25 @@ const cases = {
     for await (const chunk of await chat({ ...endless, stream: true })) {
       if (chunk.choices[0].delta.content) break;
     }
-    await idle(LEAVING_MS);
+    await idle(2000);
     const stream = await chat({ ...endless, stream: true });
     equal(await figure("requests_in_flight"), 1, "requests in flight");
     stream.controller.abort();
-    await idle(LEAVING_MS);
+    await idle(2000);
     const abort = new AbortController();
     const whole = chat(endless, { signal: abort.signal });
     const ended = refused(OpenAI.APIUserAbortError, () => whole);
     await until("it runs", async () => (await figure("sequences_running")) === 1);
     abort.abort();
     await ended;
-    await idle(LEAVING_MS);
+    await idle(2000);
   },
 
   async timeout_ends_the_answer() {
     const options = { messages: STORY, max_tokens: 4000, logit_bias: NO_END };
     const ask = () => chat(options, { timeout: 500 });
     await refused(OpenAI.APIConnectionTimeoutError, ask);
-    await idle(LEAVING_MS);
+    await idle(2000);
   },
 
   async twenty_streams_at_once() {

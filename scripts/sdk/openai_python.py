@@ -27,8 +27,6 @@ import openai
 KEY = os.environ.get("OPENAI_API_KEY", "")
 # Longest time of one request.
 PATIENCE_S = 60
-# Until an answer that nobody awaits has ended: two steps, of 0.1 s here; a loaded machine took 2 s.
-LEAVING_S = 10
 # All cases: some ten times what two cores take.
 PATIENCE_ALL_S = 300
 # Room for requests that the server has by default (Limits in crates/serve/src/config.rs).
@@ -87,7 +85,7 @@ class Server:
             equal(waits, True, f"{name} is {value} within {PATIENCE_S} s, still {got}")
             time.sleep(0.02)
 
-    def until_idle(self, limit_s=30):
+    def until_idle(self, limit_s=10):
         """Waits until nothing is in work; fails after `limit_s`."""
         names = ("requests_in_flight", "sequences_running", "sequences_waiting")
         start = time.monotonic()
@@ -473,7 +471,7 @@ def leaving_ends_the_answer(server):
         equal(server.figure("requests_in_flight"), 1.0, "requests in flight")
         # The second choice may begin behind the first one's first tokens.
         server.until("sequences_running", 2.0)
-    server.until_idle(limit_s=LEAVING_S)
+    server.until_idle(limit_s=2)
 
 
 @case
@@ -482,7 +480,7 @@ def timeout_ends_the_answer(server):
     ask = lambda: hasty.chat.completions.create(
         model=server.model, messages=STORY, max_tokens=4000, logit_bias=NO_END)
     refused(openai.APITimeoutError, ask)
-    server.until_idle(limit_s=LEAVING_S)
+    server.until_idle(limit_s=2)
 
 
 @case
@@ -502,7 +500,7 @@ def twenty_streams_at_once(server):
     for thread in threads:
         thread.join()
     equal(got, [expected] * 20, "the answer of one alone, twenty times")
-    server.until_idle(limit_s=LEAVING_S)
+    server.until_idle(limit_s=2)
 
 
 @case

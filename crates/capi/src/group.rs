@@ -43,18 +43,23 @@ pub enum PacelineDtype {
 /// The element type of this number; C may pass any.
 fn element(number: u32) -> Result<Dtype, Failure> {
     use PacelineDtype as Named;
-    const ALL: [(Named, Dtype); 7] = [
-        (Named::U8, Dtype::U8),
-        (Named::I32, Dtype::I32),
-        (Named::I64, Dtype::I64),
-        (Named::F16, Dtype::F16),
-        (Named::Bf16, Dtype::Bf16),
-        (Named::F32, Dtype::F32),
-        (Named::F64, Dtype::F64),
+    let all = [
+        (Named::U8 as u32, Dtype::U8),
+        (Named::I32 as u32, Dtype::I32),
+        (Named::I64 as u32, Dtype::I64),
+        (Named::F16 as u32, Dtype::F16),
+        (Named::Bf16 as u32, Dtype::Bf16),
+        (Named::F32 as u32, Dtype::F32),
+        (Named::F64 as u32, Dtype::F64),
     ];
-    let found = ALL.iter().find(|(named, _)| *named as u32 == number);
-    let found = found.map(|(_, dtype)| *dtype);
-    found.ok_or_else(|| Failure::invalid(format!("no PacelineDtype is {number}")))
+    meant(&all, number, "PacelineDtype")
+}
+
+/// What `number` of the enumeration `name` stands for.
+fn meant<T: Copy>(all: &[(u32, T)], number: u32, name: &str) -> Result<T, Failure> {
+    let found = all.iter().find(|(named, _)| *named == number);
+    let found = found.map(|(_, value)| *value);
+    found.ok_or_else(|| Failure::invalid(format!("no {name} is {number}")))
 }
 
 /// How elements of all ranks become one.
@@ -74,15 +79,13 @@ pub enum PacelineReduce {
 /// The reduction of this number; C may pass any.
 fn reduction(number: u32) -> Result<Reduce, Failure> {
     use PacelineReduce as Named;
-    const ALL: [(Named, Reduce); 4] = [
-        (Named::Sum, Reduce::Sum),
-        (Named::Max, Reduce::Max),
-        (Named::Min, Reduce::Min),
-        (Named::Product, Reduce::Prod),
+    let all = [
+        (Named::Sum as u32, Reduce::Sum),
+        (Named::Max as u32, Reduce::Max),
+        (Named::Min as u32, Reduce::Min),
+        (Named::Product as u32, Reduce::Prod),
     ];
-    let found = ALL.iter().find(|(named, _)| *named as u32 == number);
-    let found = found.map(|(_, op)| *op);
-    found.ok_or_else(|| Failure::invalid(format!("no PacelineReduce is {number}")))
+    meant(&all, number, "PacelineReduce")
 }
 
 /// Joins the ranks at `addrs`, `size` texts `host:port` in rank order, by shared memory on one

@@ -33,6 +33,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 use crate::access::{Local, Remote};
 use crate::config::Times;
 use crate::server::{Phase, reach};
+use crate::stream::Beat;
 
 /// Longest request line with headers. Eight times what common servers allow; keys and cookies of
 /// other programs on `localhost` come along.
@@ -82,6 +83,8 @@ struct Facts {
     requests: usize,
     /// The body of the last request has come to its end.
     is_whole: bool,
+    /// Asks the answer under way, if it is a stream, for a sign of life.
+    beat: Option<Beat>,
 }
 
 /// A connection as others see it.
@@ -107,6 +110,7 @@ impl Known {
             is_trusted: false,
             requests: 0,
             is_whole: true,
+            beat: None,
         };
         Self {
             facts: Arc::new(Mutex::new(facts)),
@@ -131,6 +135,7 @@ impl Known {
         let mut facts = self.facts();
         facts.requests += 1;
         facts.is_whole = is_whole;
+        facts.beat = None;
     }
 
     /// A request of it had a valid key.
@@ -274,7 +279,8 @@ impl Acceptor {
             };
             let answer = inner.call(request.map(|body| Body::new(heard(body))));
             async move {
-                let response: Response<Body> = answer.await?;
+                let mut response: Response<Body> = answer.await?;
+                known.facts().beat = response.extensions_mut().remove();
                 let body = |body| Body::new(Noted { body, known });
                 Ok::<_, std::convert::Infallible>(response.map(body))
             }
@@ -463,7 +469,8 @@ impl Impatient {
 
     /// The client sends no more: it waits for its answer or has left. After a moment it is told
     /// that it is heard, once and before any of the answer; one that has left resets the
-    /// connection. A request that is cut off has ended.
+    /// connection. Behind the head of a stream the stream says so. A request that is cut off has
+    /// ended.
     fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             if self.known.facts().stage != Stage::Busy {
@@ -480,6 +487,9 @@ impl Impatient {
             if !self.has_written {
                 self.has_written = true;
                 self.stream.try_write(STILL_THERE)?;
+            }
+            if let Some(beat) = self.known.facts().beat.take() {
+                beat.ask();
             }
             if let Some(error) = self.stream.take_error()? {
                 return Poll::Ready(Err(error));

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use axum::body::{Body, Bytes};
 use futures_util::stream;
 use serde_json::Value;
+use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use crate::answer::Answer;
@@ -22,6 +23,19 @@ use crate::render::{Framing, Telling};
 /// Replies that are made events at once. More would make a client wait that could read.
 const AT_ONCE: usize = 64;
 
+/// Asks a stream for a sign of life, before its [`Events::keep_alive`] has passed. The connection
+/// takes it out of the response, and asks when its client sends no more: a client that has left
+/// answers the next byte by a reset.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Beat(Arc<Notify>);
+
+impl Beat {
+    /// Never blocks.
+    pub(crate) fn ask(&self) {
+        self.0.notify_one();
+    }
+}
+
 /// A stream that has been decided upon.
 #[derive(Debug)]
 pub(crate) struct Events {
@@ -33,6 +47,7 @@ pub(crate) struct Events {
     /// Replies that a journal has already.
     pub(crate) past: Vec<Line>,
     pub(crate) recorder: Option<Recorder>,
+    pub(crate) beat: Beat,
     /// The request's place among those in work.
     pub(crate) _place: Place,
 }
@@ -144,6 +159,7 @@ impl Events {
         let next = tokio::select! {
             biased;
             () = superseded => return Next::Superseded,
+            () = self.beat.0.notified() => return Next::Silence,
             next = timeout(self.keep_alive, answer.next()) => next,
         };
         match next {

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::process::Stdio;
 
-use super::{Machine, said, until};
+use super::{Machine, machines, said, until};
 use crate::common::namespaces::Network;
 use crate::common::{collect, text};
 
@@ -15,18 +15,9 @@ fn machines_join_and_see_each_other_die() {
     let Some(network) = Network::new(&name, 4, test) else {
         return;
     };
-    let mut hosts: Vec<Machine> = (0..4)
-        .zip(network.hosts())
-        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
-        .collect();
-    let probe = hosts[0].run(&["--version"]);
-    if !probe.status.success() {
-        eprintln!(
-            "SKIPPED {test}: no namespaces of processes: {}",
-            said(&probe)
-        );
+    let Some(mut hosts) = machines(&network, test) else {
         return;
-    }
+    };
     let stranger_args = ["--peer", "10.77.0.1"];
     for (number, host) in hosts.iter_mut().enumerate() {
         host.up(if number == 3 { &stranger_args } else { &[] });

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::common::namespaces::Network;
 use crate::common::{finish, text};
 
 /// A home, and the namespace of its host where it has one.
@@ -71,6 +72,24 @@ impl Machine {
         let output = self.run(args);
         assert!(output.status.success(), "{args:?}: {}", said(&output));
         text(&output.stdout).trim().to_owned()
+    }
+
+    /// A greedy answer of 24 tokens by `paceline run`, and what was said beside it.
+    fn answer(&self, model: &str, more: &[&str]) -> (Value, String) {
+        let run = [
+            "run",
+            model,
+            "once",
+            "--json",
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "24",
+        ];
+        let output = self.run(&[&run[..], more].concat());
+        assert!(output.status.success(), "{}", said(&output));
+        let answer = serde_json::from_str(&text(&output.stdout)).unwrap();
+        (answer, said(&output))
     }
 
     /// Starts its node, and waits until it answers.
@@ -131,6 +150,23 @@ impl Drop for Machine {
             let _ = node.map(|node| (node.kill(), node.wait()));
         }
     }
+}
+
+/// A machine n0, n1 ... for each host; `None` with a line where the system does not let us.
+fn machines(network: &Network, test: &str) -> Option<Vec<Machine>> {
+    let hosts: Vec<Machine> = network
+        .hosts()
+        .iter()
+        .enumerate()
+        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
+        .collect();
+    let probe = hosts[0].run(&["--version"]);
+    if probe.status.success() {
+        return Some(hosts);
+    }
+    let said = said(&probe);
+    eprintln!("SKIPPED {test}: no namespaces of processes: {said}");
+    None
 }
 
 fn said(output: &Output) -> String {

@@ -32,20 +32,7 @@ fn up(name: &str, first: Option<&Machine>) -> Machine {
 
 /// An answer of 24 tokens, and what was said beside it.
 fn answer(machine: &Machine, more: &[&str]) -> (Value, String) {
-    let run = [
-        "run",
-        MODEL,
-        "once",
-        "--json",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "24",
-    ];
-    let output = machine.run(&[&run[..], more].concat());
-    assert!(output.status.success(), "{}", said(&output));
-    let answer: Value = serde_json::from_str(&text(&output.stdout)).unwrap();
-    (answer, said(&output))
+    machine.answer(MODEL, more)
 }
 
 #[test]

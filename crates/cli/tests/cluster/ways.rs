@@ -3,28 +3,19 @@
 
 use serde_json::Value;
 
-use super::{Machine, live::join_by_token, said, until};
+use super::{Machine, live::join_by_token, machines, said, until};
 use crate::common::namespaces::{Network, ip};
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
 
 const MODEL: &str = "llama.gguf";
 
-/// Machines n0, n1 on two networks; `None` with a line where the system does not let us.
-fn machines(network: &Network, test: &str) -> Option<Vec<Machine>> {
-    let hosts: Vec<Machine> = network
-        .hosts()
-        .iter()
-        .enumerate()
-        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
-        .collect();
-    let probe = hosts[0].run(&["--version"]);
-    if probe.status.success() {
-        return Some(hosts);
-    }
-    let said = said(&probe);
-    eprintln!("SKIPPED {test}: no namespaces of processes: {said}");
-    None
+/// Two machines with so many cables between them; `None` with a line where the system refuses.
+fn pair(prefix: &str, cables: usize, test: &str) -> Option<(Network, Vec<Machine>)> {
+    let name = format!("{prefix}{}x", std::process::id());
+    let network = Network::with_cables(&name, 2, cables, test)?;
+    let hosts = machines(&network, test)?;
+    Some((network, hosts))
 }
 
 /// Starts both and makes them one cluster.
@@ -59,34 +50,15 @@ fn used(host: &Machine) -> Option<String> {
 
 /// Tokens of a greedy answer of the instance, asked on `host`.
 fn asked(host: &Machine) -> Value {
-    let run = [
-        "run",
-        MODEL,
-        "once",
-        "--json",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "24",
-    ];
-    let output = host.run(&run);
-    assert!(output.status.success(), "{}", said(&output));
-    assert!(
-        said(&output).contains("asking the instance"),
-        "{}",
-        said(&output)
-    );
-    serde_json::from_str::<Value>(&text(&output.stdout)).unwrap()["tokens"].clone()
+    let (answer, said) = host.answer(MODEL, &[]);
+    assert!(said.contains("asking the instance"), "{said}");
+    answer["tokens"].clone()
 }
 
 #[test]
 fn the_best_cable_is_used_left_and_taken_again() {
     let test = "two cables between namespaces";
-    let name = format!("pw{}x", std::process::id());
-    let Some(network) = Network::with_cables(&name, 2, 2, test) else {
-        return;
-    };
-    let Some(mut hosts) = machines(&network, test) else {
+    let Some((network, mut hosts)) = pair("pw", 2, test) else {
         return;
     };
     FAMILIES[0].write(&hosts[0].home.path().join(MODEL));
@@ -144,11 +116,7 @@ fn the_best_cable_is_used_left_and_taken_again() {
 #[test]
 fn nothing_crosses_the_network_in_the_clear() {
     let test = "a capture between namespaces";
-    let name = format!("ps{}x", std::process::id());
-    let Some(network) = Network::new(&name, 2, test) else {
-        return;
-    };
-    let Some(mut hosts) = machines(&network, test) else {
+    let Some((network, mut hosts)) = pair("ps", 1, test) else {
         return;
     };
     let model = hosts[0].home.path().join(MODEL);
@@ -221,11 +189,7 @@ fn wrong(host: &Machine, peer: &str) -> Vec<String> {
 #[test]
 fn doctor_names_what_blocks_a_machine() {
     let test = "doctor between namespaces";
-    let name = format!("pd{}x", std::process::id());
-    let Some(network) = Network::new(&name, 2, test) else {
-        return;
-    };
-    let Some(mut hosts) = machines(&network, test) else {
+    let Some((network, mut hosts)) = pair("pd", 1, test) else {
         return;
     };
     form(&mut hosts, &["--data-ports", "52500-52509"]);
@@ -268,11 +232,7 @@ fn doctor_names_what_blocks_a_machine() {
 #[test]
 fn multicast_dns_finds_machines_without_beacons() {
     let test = "multicast DNS between namespaces";
-    let name = format!("pn{}x", std::process::id());
-    let Some(network) = Network::new(&name, 2, test) else {
-        return;
-    };
-    let Some(mut hosts) = machines(&network, test) else {
+    let Some((network, mut hosts)) = pair("pn", 1, test) else {
         return;
     };
     form(&mut hosts, &["--discovery", "mdns"]);

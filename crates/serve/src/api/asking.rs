@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::body::Bytes;
 use axum::extract::{Request, State};
 use axum::http::header::{
@@ -34,7 +35,7 @@ use crate::render::{Frame, Telling, Writer};
 use crate::request::fields::ollama::NAMED;
 use crate::request::{Ask, Reader, Teller, Understood};
 use crate::server::Phase;
-use crate::stream::{Events, Recorder};
+use crate::stream::{Beat, Events, Recorder};
 
 /// Of a body that is refused, so much is read, so that the client sees the refusal: many send all
 /// before they look.
@@ -394,6 +395,7 @@ async fn stream(
         telling,
         keep_alive: app.config.times.keep_alive,
         recorder,
+        beat: Beat::default(),
         _place: place,
     };
     Ok(streamed(events))
@@ -407,7 +409,8 @@ pub(super) fn streamed(events: Events) -> Response {
         // Keeps nginx from collecting events.
         (HeaderName::from_static("x-accel-buffering"), "no"),
     ];
-    (headers, events.into_body()).into_response()
+    let beat = Extension(events.beat.clone());
+    (headers, beat, events.into_body()).into_response()
 }
 
 /// The fields of a request that names a model, and whether it is the one that is served.

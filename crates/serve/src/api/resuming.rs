@@ -21,7 +21,7 @@ use crate::journal::{Head, Journal, Line, Reader, key_of};
 use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::request::{Ask, Understood};
-use crate::stream::{Events, Recorder};
+use crate::stream::{Beat, Events, Recorder};
 
 /// What a client has of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -179,6 +179,7 @@ pub(super) async fn go_on(
         early: None,
         past,
         recorder: Some(recorder),
+        beat: Beat::default(),
         _place: place,
     }))
 }

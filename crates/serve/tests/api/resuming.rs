@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use paceline_engine::Finish;
 use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Config, Done, Kept, Mirror, Piece};
+use paceline_serve::{Done, Kept, Mirror, Piece};
 use serde_json::Value;
 
 use crate::rig::{CHAT, COMPLETE, Rig, chat_body, completion_body, refusal};
@@ -94,18 +94,6 @@ fn said(events: &[Event]) -> BTreeMap<u64, String> {
     said
 }
 
-/// A rig that finds out soon that a silent client is gone.
-fn hasty() -> Rig {
-    let service = Scripted::new(Script::Silence);
-    let change = |config: &mut Config| config.times.keep_alive = Duration::from_millis(100);
-    Rig::start(
-        change,
-        tiny::tool_model(),
-        Arc::new(service.clone()),
-        service,
-    )
-}
-
 const TOOLS: &str = r#""stream":true,"tools":[{"type":"function","function":{"name":"look",
     "parameters":{"type":"object","properties":{"city":{"type":"string"}}}}}]"#;
 
@@ -130,7 +118,7 @@ fn a_stream_goes_on_after_any_event_without_a_lost_or_doubled_one() {
         ),
         (RESPOND, response.to_owned(), &WORDS),
     ] {
-        let rig = hasty();
+        let rig = Rig::of(tiny::tool_model());
         let script = script(texts);
         rig.service
             .script(Script::Say(script.clone(), Finish::EndOfText));
@@ -167,7 +155,7 @@ fn a_stream_goes_on_after_any_event_without_a_lost_or_doubled_one() {
 
 #[test]
 fn a_response_goes_on_by_its_id_and_sequence_number() {
-    let rig = hasty();
+    let rig = Rig::of(tiny::tool_model());
     let body = r#"{"model":"tiny","input":"hi","stream":true}"#;
     rig.service.script(Script::Halt(script(&WORDS[..3])));
     let begun = until_halt(&rig, RESPOND, body, 3);
