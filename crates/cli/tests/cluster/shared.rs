@@ -6,8 +6,7 @@ use std::net::TcpStream;
 
 use serde_json::Value;
 
-use super::{Machine, said, until};
-use crate::common::text;
+use super::{Machine, until};
 use crate::nodes::tiny::FAMILIES;
 
 const MODEL: &str = "llama.gguf";

@@ -232,7 +232,7 @@ fn doctor_names_what_blocks_a_machine() {
 #[test]
 fn multicast_dns_finds_machines_without_beacons() {
     let test = "multicast DNS between namespaces";
-    let Some((network, mut hosts)) = pair("pn", 1, test) else {
+    let Some((_network, mut hosts)) = pair("pn", 1, test) else {
         return;
     };
     form(&mut hosts, &["--discovery", "mdns"]);
