@@ -269,7 +269,7 @@ MODELS = {
                          "original_max_position_embeddings": 1024}}, torch.bfloat16, 1),
     # As V2: queries at once; groups whose largest counts; factors of YaRN that differ.
     "deepseek-v2": (DEEPSEEK_V2 | {
-        "rope_theta": 10000.0, "torch_dtype": "float32",
+        "num_hidden_layers": 2, "rope_theta": 10000.0, "torch_dtype": "float32",
         "rope_scaling": {"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
                          "mscale": 1.0, "mscale_all_dim": 0.707,
                          "original_max_position_embeddings": 1024}}, torch.float32, 1),
