@@ -1,4 +1,5 @@
-//! What machines of a cluster say to each other: beacons, greetings, messages, codes and tokens.
+//! Parsers of all input from other machines of a cluster: beacons, greetings, messages, codes and
+//! tokens.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| paceline_cluster::nodes::parse_all(bytes));

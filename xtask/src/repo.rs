@@ -18,8 +18,8 @@ pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
     command.current_dir(root());
-    // What `cargo run` told of xtask itself: build scripts that look at it, ring's among them,
-    // would run again in a build by hand, and all above them be compiled again.
+    // Variables that `cargo run` set for xtask itself: with them build scripts that look at them,
+    // ring's among them, would run again in a build by hand, and all above them be compiled again.
     let told = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for name in told.filter(|name| is_of_a_package(name)) {
         command.env_remove(name);

@@ -126,7 +126,8 @@ fn text(checks: &[Check]) -> String {
     lines.join("\n")
 }
 
-/// What keeps workers and templates from files and calls that they do not need.
+/// Check of the sandbox, which denies workers and templates the files and system calls that they do
+/// not need.
 fn sandbox(enforced: Enforced) -> Check {
     let files = match enforced.files {
         Level::Full => "Landlock",

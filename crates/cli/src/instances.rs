@@ -457,7 +457,7 @@ fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     serde_json::to_value(preview).map_err(|error| error.to_string())
 }
 
-/// What is to be loaded, as a client says it.
+/// Parses a client's arguments of `load` or `preview`, and fills in defaults.
 fn asked(arguments: &Value) -> Result<Ask, String> {
     let body = Body::deserialize(arguments).map_err(|error| error.to_string())?;
     let split = body.split.as_deref().unwrap_or("auto").parse();
@@ -473,7 +473,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
     })
 }
 
-/// What `load` and `preview` take: a placement of a preview has `nodes` and `split`.
+/// Arguments of `load` and `preview`. A placement of a preview gives `nodes` and `split`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Body {

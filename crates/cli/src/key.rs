@@ -101,10 +101,10 @@ fn make(keys: &mut Keys, name: &str, role: Role) -> anyhow::Result<(String, KeyI
     Ok(keys.make(name, role, now.map_or(0, |since| since.as_secs()))?)
 }
 
-/// What the dashboard asks about keys: `keys`, `new_key`, `revoke_key`.
+/// Runs the dashboard's commands on API keys: `keys`, `new_key`, `revoke_key`.
 ///
 /// # Errors
-/// What is wrong with the key file, the name or the id.
+/// An unusable or full key file, a name that is not allowed, or an unknown id.
 pub(crate) fn manage(command: &str, arguments: &Value) -> anyhow::Result<Value> {
     let mut keys = Keys::open(&home::api_keys()?)?;
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();

@@ -181,7 +181,8 @@ impl Opened {
         self.prepared.setting(backend)
     }
 
-    /// What determines the bits of an answer besides request and seed.
+    /// Kernel classes, version and the model's identity. With request and seed they determine the
+    /// bits of an answer.
     pub(crate) fn fingerprint(&self) -> String {
         fingerprint(&self.classes().to_string(), self.prepared.identity())
     }

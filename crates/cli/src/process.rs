@@ -48,10 +48,10 @@ pub(crate) fn own_program() -> io::Result<PathBuf> {
     Ok(linked.as_ref().map_or(program, |(_, path)| path.clone()))
 }
 
-/// What runs a model's chat template, in a process of its own: `paceline template`.
+/// The program that runs a model's chat template in a process of its own: `paceline template`.
 ///
 /// # Errors
-/// Those of [`own_program`].
+/// As [`own_program`].
 pub(crate) fn template_program() -> io::Result<Program> {
     Ok(Program {
         path: own_program()?,

@@ -131,7 +131,7 @@ fn open(
 pub(crate) struct Traced {
     /// Where its time went.
     pub(crate) timeline: Timeline,
-    /// What it cost, as `run --json` says it.
+    /// The answer's text and measurements: the object that `run --json` prints.
     pub(crate) figures: Value,
     /// The same as a line.
     pub(crate) line: String,
@@ -168,7 +168,7 @@ pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyho
 }
 
 impl Args {
-    /// What decides whether a node is asked.
+    /// The model and the options that decide whether a node is asked.
     fn wish(&self) -> Wish<'_> {
         Wish {
             model: &self.model,

@@ -23,7 +23,7 @@ use crate::{home, member, pull};
 /// Longest silence of a node that loads: it says how far it is five times a second.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// What decides whether the node is asked.
+/// The model and the options of a command that decide whether this machine's node is asked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish<'a> {
     /// The user's name for the model.

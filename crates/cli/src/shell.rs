@@ -1,4 +1,4 @@
-//! What shells and `man` know of the commands, out of their definitions.
+//! Shell completions and man pages, generated from the definitions of the commands.
 
 use std::fs;
 use std::path::PathBuf;

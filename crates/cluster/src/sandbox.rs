@@ -14,7 +14,7 @@
 //! monitor thread of [`Workers`](crate::workers::Workers) enters it once, before it starts
 //! children: they all share it, and the parent's other threads keep their rights.
 
-/// What a process keeps.
+/// Rights that a process keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sandbox {
     /// A rank of a model: reads files, computes, speaks with other ranks over memory, sockets and
@@ -50,7 +50,8 @@ impl Sandbox {
         system::enter(self)
     }
 
-    /// What [`enter`](Self::enter) would enforce here, tried on a thread that ends.
+    /// Dry run: the rules that [`enter`](Self::enter) would enforce here, tried on a thread that
+    /// ends.
     pub fn tried(self) -> Enforced {
         let thread = std::thread::Builder::new().spawn(move || self.enter());
         thread
@@ -125,7 +126,7 @@ mod system {
             .handle_access(AccessNet::from_all(RULES))?
             .scope(Scope::from_all(RULES))?
             .create()?
-            // What standard input is after the control channel was taken.
+            // Standard input is `/dev/null` after the control channel was taken from it.
             .add_rules(path_beneath_rules(["/dev/null"], AccessFs::ReadFile))?
             .restrict_self()
     }
@@ -199,7 +200,7 @@ mod system {
 
         use super::*;
 
-        /// What `run` says on a thread of its own, which then has ended.
+        /// Result of `run` on a thread of its own, which has ended on return.
         fn apart<T: Send>(run: impl FnOnce() -> T + Send) -> T {
             thread::scope(|scope| scope.spawn(run).join().unwrap())
         }

@@ -71,7 +71,7 @@ pub struct Spec {
     pub env_alone: bool,
     /// How long things may take.
     pub limits: Limits,
-    /// What all children share and none can leave; nothing by default.
+    /// Sandbox that all children share and none can leave; `None` by default.
     pub sandbox: Option<Sandbox>,
     /// Where lines of standard error go; nowhere without. The last are kept for
     /// [`Event::Exited`] in any case.

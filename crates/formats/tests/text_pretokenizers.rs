@@ -8,7 +8,8 @@ use paceline_formats::gguf::testing::Writer;
 use paceline_formats::gguf::{Gguf, Value};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 
-/// What the script recorded: settings, a vocabulary, and hashes under the name of each.
+/// Recording of `scripts/golden/pretokenizers.py`: settings, a vocabulary, and hashes under the
+/// name of each pretokenizer.
 type Recorded = serde_json::Value;
 
 /// SplitMix64 (Steele, Lea and Flood 2014).

@@ -116,7 +116,7 @@ pub struct Experts {
 pub struct Groups {
     /// How many there are; divides the experts.
     pub count: usize,
-    /// Those that a row's experts come from.
+    /// How many groups the router chooses for a row; the row's experts come from these.
     pub used: usize,
     /// A group's score is the sum of so many of its largest: 2 of DeepSeek V3, 1 of V2.
     pub largest: usize,
@@ -389,7 +389,7 @@ pub struct Config {
     pub layers: Vec<LayerShape>,
     /// Width of the embeddings that every layer has of its own (P); 0 for none.
     pub per_layer: usize,
-    /// What logits are capped at: `cap * tanh(z / cap)`.
+    /// Soft cap of the logits: `cap * tanh(z / cap)`; `None` for no cap.
     pub softcap: Option<f32>,
 }
 
@@ -679,7 +679,8 @@ impl Config {
     }
 }
 
-/// What a folder says outside of its text part of whether the output head is the embedding.
+/// Whether the output head is the embedding, by `tie_word_embeddings` beside a folder's text part;
+/// `None` for a source without such a part or field.
 fn outer_tied(source: &Source) -> Option<bool> {
     let Source::Hf(folder) = source else {
         return None;

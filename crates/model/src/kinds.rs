@@ -105,7 +105,7 @@ impl Kinds {
     }
 }
 
-/// What a layer keeps of so many query heads and KV heads.
+/// Cache layout of a layer with so many query heads and KV heads.
 pub(crate) fn store(
     layer: &LayerShape,
     (query_heads, heads): (usize, usize),

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What a rank does.
+/// Activity of a rank at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Doing {
     /// It waits for the next step.
@@ -23,7 +23,7 @@ pub enum Doing {
 pub struct Place {
     /// Layers and exchanges so far.
     pub count: u64,
-    /// What it does.
+    /// The rank's activity.
     pub doing: Doing,
     /// Layer of the model, counted from 0.
     pub layer: u32,

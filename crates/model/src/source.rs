@@ -485,8 +485,8 @@ fn gguf_stem(family: Family, role: Role) -> String {
     format!("blk.{layer}.{name}")
 }
 
-/// What the names of a folder's weights begin with. Models that also see or hear have their text
-/// part behind a name of its own: in transformers' order, or in MLX's.
+/// Prefix of the names of a folder's weights. Models that also see or hear have their text part
+/// behind a name of its own: in transformers' order, or in MLX's.
 fn prefix(folder: &HfFolder) -> &'static str {
     let begins = ["model.language_model", "language_model.model"];
     let there = |begin: &&str| folder.has(&format!("{begin}.embed_tokens.weight"));

@@ -552,7 +552,7 @@ impl HeadsHeld {
         let first = heads.start % layer.kv_heads;
         let kv_heads = match heads.is_empty() {
             true => 0..0,
-            // Those of a range, or all where it goes round.
+            // A range of KV heads, or all of them where the range wraps around.
             false if interleaved && first + heads.len() <= layer.kv_heads => {
                 first..first + heads.len()
             }

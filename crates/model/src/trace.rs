@@ -24,7 +24,7 @@ pub const SPANS_MAX: usize = 1 << 18;
 /// Name of the thread that computes the second half of a step.
 pub(crate) const SECOND_HALF: &str = "second half";
 
-/// What a rank does during a span.
+/// Activity of a rank during a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kind {
     /// The leader decides which rows a step computes.
@@ -66,7 +66,7 @@ impl Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Row", into = "Row")]
 pub struct Span {
-    /// What it was.
+    /// The rank's activity.
     pub kind: Kind,
     /// 1 on the thread of a step's second half, else 0.
     pub lane: u8,
@@ -111,7 +111,7 @@ impl From<Span> for Row {
     }
 }
 
-/// What a rank recorded from the start of a trace to its end.
+/// Spans that a rank recorded from the start of a trace to its end.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankTrace {
     /// The start by the machine's clock, in nanoseconds since 1970.

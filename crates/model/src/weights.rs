@@ -64,7 +64,7 @@ pub(crate) struct Layer {
     pub(crate) key_norm: Option<Vec<f32>>,
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
-    /// What a gated delta net has besides.
+    /// Further weights of a gated delta net.
     pub(crate) delta_net: Option<Box<DeltaNet>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,

@@ -113,7 +113,7 @@ pub enum Error {
         /// The rank.
         rank: Rank,
     },
-    /// What the model will do on this machine cannot be measured with a part of it.
+    /// The model's speed on this machine cannot be measured by probing some of its layers.
     #[error("speed cannot be measured: {what}")]
     NotMeasured {
         /// Why.

@@ -215,7 +215,7 @@ struct Running {
     former: Option<Answers>,
 }
 
-/// What answers for an instance on its owner.
+/// The service that answers for an instance on its owner.
 #[derive(Clone)]
 enum Answers {
     /// Workers.
@@ -466,7 +466,7 @@ impl Inner {
         let mut own = Vec::new();
         for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
             match duty {
-                // What was handed to this node while it goes is handed on.
+                // A leaving node hands on the instances that were handed to it meanwhile.
                 Duty::Own { id, epoch, wanted } if self.is_leaving() && !self.runs(id) => {
                     // With no other node left it ends here.
                     self.hand_on(id, epoch, wanted);

@@ -46,7 +46,7 @@ const SMALL_FILE_BYTES: u64 = 256 << 20;
 /// Cost: one pass over the headers, 5 to 40 ms, and 64 pages of each weight file.
 ///
 /// # Errors
-/// What the system says of a folder's small files.
+/// A small file of a folder exists and cannot be read.
 pub fn identity(source: &Source) -> io::Result<String> {
     let mut hash = Sha256::new();
     match source {

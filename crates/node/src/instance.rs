@@ -178,7 +178,7 @@ struct Shared {
     last_ticket: AtomicU64,
 }
 
-/// What a rank has moved, and how often its layers' experts were chosen.
+/// Measurements of a rank: the data it moved, and how often its layers' experts were chosen.
 type RankMeasured = (Moved, Vec<ExpertUses>);
 
 enum Command {
@@ -343,7 +343,8 @@ impl Instance {
         uses
     }
 
-    /// What each rank says now; `None` when one does not within a second.
+    /// Asks every rank for its measurements, in the order of their arrival; `None` when a rank's
+    /// are missing after a second.
     fn measure(&self) -> Option<Vec<RankMeasured>> {
         let (sender, receiver): (_, Receiver<RankMeasured>) = channel();
         self.shared.command(Command::Measure(sender));

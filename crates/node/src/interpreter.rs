@@ -46,7 +46,7 @@ const WAIT: Duration = Duration::from_secs(10);
 /// Longest wait for the end of a child that has closed its channel.
 const END_LIMIT: Duration = Duration::from_secs(1);
 
-/// What the child is told.
+/// A request to the child.
 #[derive(Debug, Serialize, Deserialize)]
 enum Ask {
     /// Compile this template; the answer is empty.
@@ -55,7 +55,7 @@ enum Ask {
     Render(Job),
 }
 
-/// What the child says.
+/// The child's response: the rendered text, empty after [`Ask::Load`].
 type Answer = Result<String, Failure>;
 
 /// The program that runs [`child::run`].
@@ -80,7 +80,8 @@ impl Apart {
     /// Starts a child and has it compile `source`.
     ///
     /// # Errors
-    /// What is wrong with the template; [`Failure::Ended`] when there can be no child.
+    /// [`Failure::Ended`] when no child can be started, or it ends early; another [`Failure`] when
+    /// the template does not compile within the limits.
     pub fn start(program: Program, source: &str) -> Result<Self, Failure> {
         let child = Child::start(&program, source)?;
         let room = Room {

@@ -137,7 +137,7 @@ pub enum FromWorker {
     },
     /// The answer to `Measure`.
     Measured {
-        /// What it has sent.
+        /// Bytes that the rank has moved in its epoch so far.
         moved: RankMoved,
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,

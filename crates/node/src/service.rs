@@ -31,7 +31,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The service manager cannot be run.
@@ -39,7 +39,7 @@ pub enum Error {
     NotRun {
         /// `systemctl` or `launchctl`.
         program: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
         /// The file that it should read.
         unit: PathBuf,
@@ -105,7 +105,7 @@ pub struct Folders {
     pub root: PathBuf,
 }
 
-/// What is started, and for whom.
+/// A program to start as a service, with the manager that starts it and the scope it runs in.
 #[derive(Clone, Debug)]
 pub struct Service {
     /// The manager that starts it.
@@ -120,7 +120,7 @@ pub struct Service {
     pub home: Option<PathBuf>,
 }
 
-/// What the manager says of the service.
+/// The service's state, as its manager reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
     /// Such as `active` or `running`.
@@ -179,7 +179,7 @@ impl Service {
         Ok(path)
     }
 
-    /// What the manager says.
+    /// The state of the service, as its manager reports it.
     ///
     /// # Errors
     /// [`Error::Missing`] without a unit; what the manager says.

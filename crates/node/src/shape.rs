@@ -99,11 +99,11 @@ struct Fields<'a> {
     number: &'a dyn Fn(&str, &str) -> Option<u64>,
     /// The family as the format calls it.
     family: &'a str,
-    /// What each layer keeps, where the file lists its layers.
+    /// Kind of cache of each layer, where the file lists its layers.
     kinds: Option<Vec<Keeps>>,
 }
 
-/// What a layer keeps of the positions before.
+/// Cache of a layer: all positions before, a sliding window of them, or a recurrent state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Keeps {
     All,

@@ -65,7 +65,7 @@ impl Clock {
     }
 }
 
-/// What a rank spent its time with, in nanoseconds; they add up to the whole.
+/// Breakdown of a rank's time, in nanoseconds; all parts but `hidden_ns` add up to the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Parts {
     /// Computed.
@@ -102,7 +102,7 @@ struct Shares {
 /// A rank's part of the timeline.
 #[derive(Clone, Debug)]
 struct RankLine {
-    /// What it holds, for people.
+    /// Label for people: the layers that the rank holds.
     name: String,
     leads: bool,
     /// Times after the request was handed over.
@@ -205,7 +205,7 @@ fn count(spans: &[Aligned], of: impl Fn(Kind) -> bool) -> usize {
 }
 
 impl Shares {
-    /// What is within a phase of `whole` nanoseconds.
+    /// Parts of the rank's time within a phase of `whole` nanoseconds.
     fn within(&self, phase: &Moments, whole: i64) -> Parts {
         let total = |of: &Moments| of.and(phase).total();
         let mut parts = Parts {
@@ -295,7 +295,7 @@ fn align(ranks: &mut [Vec<Aligned>], leader: usize) -> Vec<i64> {
     moved
 }
 
-/// What ranks exchange with each other: step, kind, layer, and the how-manieth of these.
+/// Key of an exchange between ranks: step, kind, layer, and its index among those with the same.
 type Meeting = (u64, Kind, u32, u32);
 
 /// Finds for every exchange when the last rank concerned began it.
@@ -345,7 +345,7 @@ fn source(stages: &[Range<u32>], rank: usize) -> Option<usize> {
     Some((before.start + index % (before.end - before.start)) as usize)
 }
 
-/// What a rank did in each moment of an answer that took `whole`.
+/// Activity of a rank over time, in an answer that took `whole` nanoseconds.
 fn shares(spans: &[Aligned], whole: i64, leads: bool) -> Shares {
     let all = Moments::new([(0, whole)]);
     let of = |kinds: &[Kind]| {

@@ -70,7 +70,7 @@ pub struct Sliding {
     pub window: u32,
 }
 
-/// What layers keep in place of keys and values of each position of their own.
+/// Caches of layers that keep no keys and values of their own for each position.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Caches {
     /// The last layers, which use the caches of layers before them.

@@ -406,7 +406,7 @@ function drawDownloads(downloads) {
     });
 }
 
-// What the form asks to load.
+// The values of the load form, as arguments of its commands.
 function wish() {
   const form = new FormData($("load-form"));
   return { model: form.get("model"), count: Number(form.get("count")), split: form.get("split") };

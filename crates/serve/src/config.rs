@@ -40,7 +40,7 @@ pub struct Config {
     pub remover: Option<Remover>,
     /// Lets clients fetch models; without it only those that are served are said to be there.
     pub puller: Option<Puller>,
-    /// What streamed answers were made of, for clients that come back.
+    /// Journals of streamed answers, for clients that reconnect.
     pub journals: Journals,
 }
 
@@ -286,7 +286,7 @@ impl fmt::Debug for Remover {
 /// How far a pull is with one of the model's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullStep {
-    /// What is fetched.
+    /// Label of the file.
     pub part: String,
     /// Its bytes, if they are known.
     pub total: Option<u64>,
@@ -353,8 +353,8 @@ pub struct Fact {
     pub name: &'static str,
     /// A line without a full stop at its end.
     pub help: &'static str,
-    /// What tells values of one name apart, as `layer="3",expert="7"`; empty for one value. Values
-    /// of one name follow one another.
+    /// Labels that tell values of one name apart, as `layer="3",expert="7"`; empty for one value.
+    /// Values of one name follow one another.
     pub labels: String,
     /// The value now.
     pub value: f64,

@@ -1,4 +1,4 @@
-//! What streamed answers were made of, so that a client that was cut off goes on.
+//! Journals of streamed answers, from which a client that was cut off resumes its stream.
 //!
 //! ```text
 //! stream --replies--> Journal --pieces--> Mirror (a second node), before the client has them
@@ -44,7 +44,7 @@ pub struct Piece {
     pub bytes: Vec<u8>,
 }
 
-/// What became of a piece.
+/// Outcome of mirroring a piece.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kept {
     /// Another node has it.
@@ -249,7 +249,7 @@ impl Journal {
         before.is_none().then_some(reason)
     }
 
-    /// What another node lacks; `None` where it lacks nothing or is not asked.
+    /// The bytes that another node lacks; `None` where it lacks nothing or is not asked.
     fn next_piece(&self, now: Instant) -> Option<Piece> {
         let state = self.state();
         let waits = state.alone_until.is_some_and(|until| now < until);
@@ -339,7 +339,7 @@ impl Journals {
         *own = Some(mirror);
     }
 
-    /// What keeps copies.
+    /// The mirror that keeps copies; `None` before [`mirror_to`](Self::mirror_to).
     pub(crate) fn mirror(&self) -> Option<Arc<dyn Mirror>> {
         let own = self.0.mirror.lock().unwrap_or_else(PoisonError::into_inner);
         own.clone()

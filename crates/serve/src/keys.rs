@@ -95,7 +95,7 @@ pub enum Error {
     Random(getrandom::Error),
 }
 
-/// What the holder of a key may do.
+/// Rights of the holder of a key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -107,7 +107,8 @@ pub enum Role {
 }
 
 impl Role {
-    /// What keys have that were made before there were roles; the file does not say it.
+    /// Whether it is the default role, which the file leaves out: keys made before there were roles
+    /// have it.
     fn is_user(&self) -> bool {
         *self == Self::User
     }
@@ -122,7 +123,7 @@ pub struct KeyInfo {
     pub name: String,
     /// Seconds since 1970.
     pub created_unix_s: u64,
-    /// What its holder may do.
+    /// Rights of its holder.
     #[serde(default, skip_serializing_if = "Role::is_user")]
     pub role: Role,
 }

@@ -1,4 +1,4 @@
-//! What the API logs: its events, and prompts where somebody asks for them by name.
+//! The API's log: its events, and prompts where the log filter names their target.
 
 use paceline_engine::Request;
 use paceline_formats::tokenizer::Tokenizer;

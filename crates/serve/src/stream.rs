@@ -75,7 +75,7 @@ enum State {
     Over,
 }
 
-/// What follows a wait for replies.
+/// Outcome of a wait for replies.
 enum Next {
     Lines(Vec<Line>),
     Failed(Rejection),

@@ -15,7 +15,7 @@ const ROWS_MAX: usize = 256;
 /// The client of the row that further clients share.
 const OTHERS: &str = "others";
 
-/// What a client did, and who it is.
+/// A client, and its use of a key or its refusal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Row {
     client: String,

@@ -134,7 +134,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// What is measured beside `loaded`, the model at `path`, if anything; `open` loads it once more.
+/// Prepares the peer that is measured in turn with `loaded`, the model at `path`; `None` where the
+/// arguments name no peer. `open` loads the same model once more.
 fn peer(
     args: &Args,
     path: &Path,

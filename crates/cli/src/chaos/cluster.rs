@@ -383,7 +383,7 @@ impl Node {
     /// Waits for a node that was told to leave.
     ///
     /// # Errors
-    /// One that does not end.
+    /// The node has no process, or its process does not end within `limit`.
     fn end_left(&mut self, limit: Duration) -> anyhow::Result<()> {
         if !std::mem::take(&mut self.leaves) {
             return Ok(());

@@ -50,7 +50,7 @@ fn form(hosts: &[Machine]) {
     for host in hosts {
         let seen = || host.sees("alive") == ["n0", "n1", "n2"];
         until("all see all", seen);
-        // One that was told of first is found by itself within a second.
+        // A node known from others' word at first is heard by its own beacon within a second.
         let hears = |node: &serde_json::Value| {
             node["found_by"] == "self" || node["heard_by"].to_string().contains("\"beacon")
         };

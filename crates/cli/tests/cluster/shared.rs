@@ -103,7 +103,8 @@ fn post(address: &str, key: Option<&str>, path: &str, body: &Value) -> (u16, Val
     (status, serde_json::from_str(body).unwrap_or(Value::Null))
 }
 
-/// What a client sees first and then commits to; a key that may ask models may not.
+/// An admin's key previews placements and then loads one of them. A user's key, which may ask
+/// models, may do neither.
 #[test]
 fn placements_are_previewed_and_one_is_loaded_over_http() {
     let mut one = Machine::new("one", None);

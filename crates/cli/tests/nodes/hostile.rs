@@ -107,7 +107,7 @@ fn workers_in_a_sandbox_share_memory() {
     server.stop(2);
 }
 
-/// What was done to the node is in its log: loads, keys and refusals, and no prompts.
+/// The node's audit log records loads, keys and refusals, and no prompts.
 #[test]
 fn the_audit_log_has_keys_and_refusals_and_no_prompts() {
     let world = World::new();

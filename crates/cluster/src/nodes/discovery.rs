@@ -312,7 +312,7 @@ impl Beacons {
     }
 }
 
-/// What a datagram of a test begins with; a number follows (u64, little-endian).
+/// Prefix of a test's datagram; the test's nonce follows (u64, little-endian).
 const TEST: [u8; 8] = *b"PLtest1\n";
 
 /// Times that a test's datagram is sent, and pauses between them.

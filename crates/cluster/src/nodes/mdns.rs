@@ -37,7 +37,7 @@ impl Mdns {
     /// Announces the node `id` with its control port, and listens for others. Starts a thread.
     ///
     /// # Errors
-    /// What the system says when it refuses sockets or the thread.
+    /// The system's error when it refuses sockets or the thread.
     pub fn open(key: &ClusterKey, nonce: u64, id: NodeId, port: u16) -> io::Result<Self> {
         let daemon = ServiceDaemon::new().map_err(io::Error::other)?;
         let events = daemon.browse(SERVICE).map_err(io::Error::other)?;

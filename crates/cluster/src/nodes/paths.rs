@@ -106,7 +106,7 @@ pub(crate) fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// What a measurement found.
+/// Result of one measurement of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// Where it left from.

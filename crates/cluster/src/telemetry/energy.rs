@@ -1,4 +1,4 @@
-//! What tokens cost.
+//! Energy and price of tokens.
 
 use serde::Serialize;
 

@@ -162,7 +162,7 @@ fn obey(control: &Control<Order, Answer>, order: Order) {
         }
         Order::Look => send(look()),
         Order::Read(id) => {
-            // What the kernel asks here it asks of `process_vm_readv` too.
+            // The kernel checks ptrace access here, as it does for `process_vm_readv`.
             let memory = std::fs::File::open(format!("/proc/{id}/mem"));
             send(Answer::Read(memory.is_ok()));
         }

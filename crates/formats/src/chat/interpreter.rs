@@ -24,7 +24,7 @@ pub trait Interpreter: fmt::Debug + Send + Sync {
     fn render(&self, job: Job) -> Result<String, Failure>;
 }
 
-/// What a template is rendered with.
+/// Input of a rendering: the template's variables, its clock and its output limit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
     /// All variables.
@@ -51,7 +51,7 @@ pub enum Failure {
     TooDeep {
         /// 1-based.
         line: usize,
-        /// What is counted.
+        /// The counted items, such as "tokens in a tag".
         what: String,
         /// The limit.
         limit: usize,
@@ -61,7 +61,7 @@ pub enum Failure {
     Syntax {
         /// 1-based; 0 if not known.
         line: usize,
-        /// What the parser says.
+        /// The parser's message.
         reason: String,
     },
     /// The template failed.
@@ -69,13 +69,13 @@ pub enum Failure {
     Render {
         /// 1-based; 0 if not known.
         line: usize,
-        /// What the interpreter says.
+        /// The interpreter's message.
         reason: String,
     },
     /// The template refuses the conversation (`raise_exception`), such as two turns of one role.
     #[error("the chat template refuses the conversation: {message}")]
     Raised {
-        /// What it says.
+        /// The template's message, given to `raise_exception`.
         message: String,
     },
     /// The template takes too many steps.

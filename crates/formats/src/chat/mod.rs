@@ -181,7 +181,7 @@ impl ChatTemplate {
     /// Cost: one to eight renderings of short messages, to find the form that it wants.
     ///
     /// # Errors
-    /// Those of `start`.
+    /// The failure of `start`, as [`Error::Template`].
     pub fn with(
         source: &str,
         start: impl FnOnce(&str) -> Result<Box<dyn Interpreter>, Failure>,
@@ -212,7 +212,7 @@ impl ChatTemplate {
     /// The template in the metadata of a GGUF file, to run in this process.
     ///
     /// # Errors
-    /// Those of [`source_in_gguf`] and [`new`](Self::new).
+    /// As [`source_in_gguf`] and [`new`](Self::new).
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, Error> {
         Self::new(source_in_gguf(metadata)?)
     }
@@ -220,7 +220,7 @@ impl ChatTemplate {
     /// The template of a Hugging Face folder, to run in this process.
     ///
     /// # Errors
-    /// Those of [`source_in_dir`] and [`new`](Self::new).
+    /// As [`source_in_dir`] and [`new`](Self::new).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
         Self::new(&source_in_dir(dir)?)
     }

@@ -198,7 +198,7 @@ pub struct Tokenizer {
     ends: Vec<u32>,
     add_bos: bool,
     add_eos: bool,
-    /// What a post-processor puts behind a whole text, where it is not EOS.
+    /// Token that a post-processor puts behind a whole text; used where EOS is not added.
     after: Option<u32>,
 }
 

@@ -51,7 +51,7 @@ pub(super) enum Bend {
     Relu,
 }
 
-/// What callers know of an encoder.
+/// Properties of an encoder that its callers see.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncoderConfig {
     /// Which.

@@ -47,7 +47,7 @@ pub struct Encoder {
     layers: Layers,
 }
 
-/// What computes.
+/// The network of an encoder: layers of BERT, or a decoder trained to make vectors.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
 enum Layers {

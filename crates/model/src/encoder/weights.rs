@@ -65,7 +65,7 @@ struct Loader<'a> {
     prefix: &'static str,
 }
 
-/// What a weight is called in a folder and in a GGUF file, without `.weight` or `.bias`.
+/// Names of a weight in a folder and in a GGUF file, without `.weight` or `.bias`.
 type Names<'a> = [&'a str; 2];
 
 impl Weights {

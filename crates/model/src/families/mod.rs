@@ -195,7 +195,7 @@ impl Family {
         Self::Qwen35Moe,
     ];
 
-    /// Those without experts, all layers of which are attention.
+    /// Families without experts, all layers of which are attention.
     pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
     /// The name in `general.architecture` of GGUF files.
@@ -319,7 +319,7 @@ impl Family {
         !matches!(self, Self::Gemma4) && !self.has_delta_nets()
     }
 
-    /// What files call its weights.
+    /// Names of the family's weights in files.
     pub(crate) const fn file_names(self) -> &'static FileNames {
         match self {
             Self::Gemma3 => &gemma3::NAMES,

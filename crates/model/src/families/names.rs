@@ -1,4 +1,4 @@
-//! What files call the weights of a family, where families differ.
+//! Names of a family's weights in files, where families differ.
 
 /// The words of a family in the names of weights; a family's file says what is not
 /// [`USUAL`](Self::USUAL).
@@ -27,7 +27,7 @@ pub(crate) struct FileNames {
 /// How a family's Hugging Face folders keep the matrices of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stacks {
-    /// One by one.
+    /// A tensor for each matrix of each expert.
     None,
     /// All in one, gate and up in alternate rows, perhaps in MXFP4 (gpt-oss).
     Alternate,

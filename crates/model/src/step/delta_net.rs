@@ -1,4 +1,5 @@
-//! What gated heads and gated delta nets need beyond queries, keys and values.
+//! Gates, steps, decays and norms: the parts of gated heads and gated delta nets beyond queries,
+//! keys and values.
 //!
 //! ```text
 //! attention      wide (T, H, 2 D): of each head the query, then its gate

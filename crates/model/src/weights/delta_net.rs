@@ -10,8 +10,8 @@ use super::{AsStored, Linear, Loader, pack_error, vector};
 use crate::config::{self, HeadOrder};
 use crate::{Error, Family, LayerShape, Part, Role};
 
-/// What a gated delta net has besides queries, keys, values and an output. H are this rank's value
-/// heads.
+/// Weights of a gated delta net besides queries, keys, values and an output. H are this rank's
+/// value heads.
 #[derive(Debug)]
 pub(crate) struct DeltaNet {
     /// `(H E, C)`

@@ -56,7 +56,7 @@ pub(super) fn entries(tiny: &Tiny) -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// What a model has beside its layers.
+/// Tensors outside of the layers, beyond those of all families.
 pub(super) fn tables(tiny: &Tiny, file: &mut TinyFile) {
     let all = tiny.layers * tiny.width;
     file.matrix("per_layer_token_embd", tiny.vocab, all);
@@ -101,7 +101,7 @@ pub(super) fn layer(tiny: &Tiny, file: &mut TinyFile, i: usize) {
     file.vector(&name("layer_output_scale.weight"), 1, 1.0);
 }
 
-/// What experts have beyond those of other families.
+/// Scales of a layer's router and experts, which other families lack.
 pub(super) fn scales(tiny: &Tiny, file: &mut TinyFile, experts: usize, i: usize) {
     file.vector(&format!("blk.{i}.ffn_gate_inp.scale"), tiny.width, 1.5);
     file.vector(&format!("blk.{i}.ffn_down_exps.scale"), experts, 1.0);

@@ -50,7 +50,7 @@ impl Random {
 /// Of families that have them.
 const EXPERTS: usize = 7;
 const EXPERT_FFN: usize = 256;
-/// Those of DeepSeek's, in four groups.
+/// Experts of the DeepSeek family, in four groups.
 const GROUPED: usize = 8;
 /// Elements of a query that turn, of DeepSeek's.
 const TURNED: usize = 16;

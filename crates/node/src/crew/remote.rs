@@ -247,7 +247,7 @@ impl RemoteCrew {
     }
 
     /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
-    /// One that listens at one address is reached there.
+    /// A rank that listens at one specific address is reached there.
     fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
         let from = lock(self.seat(rank)).as_ref().map(|seat| seat.node);
         let own = self.own_listen();
@@ -271,7 +271,7 @@ impl RemoteCrew {
 impl Crew for RemoteCrew {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
-        // One that is being started just now is of no use yet.
+        // A spare whose lock is held is being started just now, and is of no use yet.
         let spare = self.spares[rank.0 as usize].try_lock();
         let spare = spare.ok().and_then(|mut spare| spare.take());
         if let Some(spare) = spare.filter(Spare::lives) {

@@ -274,7 +274,7 @@ const FILES_MAX: usize = 4096;
 /// The file itself, or the files of a folder and its folders, in order of their names.
 ///
 /// # Errors
-/// What the system says, and a folder of too many files.
+/// A folder that cannot be read, or that has more than [`FILES_MAX`] files.
 fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);

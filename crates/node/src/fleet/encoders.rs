@@ -20,7 +20,7 @@ pub(super) fn is_encoder(path: &Path) -> bool {
 /// Loads the encoder at `path`, for `wanted`'s threads. Blocks for one pass over its file.
 ///
 /// # Errors
-/// What is wrong with the model.
+/// Kernels that cannot be started, or a file that cannot be read and loaded as an encoder.
 pub(super) fn load(path: &Path, wanted: &Wanted) -> Result<Arc<EncoderService>, String> {
     let threads = usize::from(wanted.threads.max(1));
     let kernels = Kernels::new(threads).map_err(|error| error.to_string())?;

@@ -20,7 +20,7 @@ pub(super) struct Flaps(Mutex<Counted>);
 
 #[derive(Debug, Default)]
 struct Counted {
-    /// Who runs the worker of each rank.
+    /// The node that runs the worker of each rank.
     at: BTreeMap<Rank, NodeId>,
     losses: BTreeMap<NodeId, Vec<Instant>>,
 }
@@ -45,7 +45,7 @@ impl Flaps {
         lock(&self.0).at.insert(rank, node);
     }
 
-    /// Who runs the worker of a rank.
+    /// The node that runs the worker of a rank; `None` while none is known.
     pub(super) fn node_of(&self, rank: Rank) -> Option<NodeId> {
         lock(&self.0).at.get(&rank).copied()
     }

@@ -69,7 +69,7 @@ pub struct Piece {
     pub bytes: Vec<u8>,
 }
 
-/// What became of a piece.
+/// Outcome of the request to keep a piece.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kept {
     /// Another node has it.
@@ -83,14 +83,14 @@ pub enum Kept {
 /// Hears what became of a piece.
 pub type Done = Box<dyn FnOnce(Kept) + Send>;
 
-/// What stands before a piece's bytes.
+/// Header of a piece: a line of JSON before its bytes.
 #[derive(Serialize, Deserialize)]
 struct Label {
     id: String,
     at: u64,
 }
 
-/// What is asked of every node.
+/// Request for a journal, sent to every node that lives, at most [`NODES_MAX`].
 #[derive(Serialize, Deserialize)]
 struct Wish {
     id: String,
@@ -156,7 +156,7 @@ impl Copier {
     /// Starts a thread that ends with this.
     ///
     /// # Errors
-    /// What the system says when it refuses the thread.
+    /// The system's error when the thread cannot be started.
     pub(super) fn start(agent: Agent) -> std::io::Result<Self> {
         let (queue, pieces) = sync_channel(QUEUE_MAX);
         let mut sender = Sender {

@@ -28,7 +28,7 @@ pub(super) struct Owned {
     pub(super) id: InstanceId,
     pub(super) epoch: u64,
     pub(super) wanted: Wanted,
-    /// What was lost of it so far.
+    /// Workers that each of its nodes has lost so far.
     pub(super) flaps: Arc<Flaps>,
 }
 

@@ -49,9 +49,9 @@ pub(super) struct Nodes {
     pub(super) agent: Agent,
     pub(super) nodes: Vec<NodeId>,
     pub(super) host: Arc<HostSpec>,
-    /// What was lost of the instance so far.
+    /// Workers that each node of the instance has lost so far.
     pub(super) flaps: Arc<Flaps>,
-    /// Who has the second worker of each rank.
+    /// The node that holds the second worker, the spare, of each rank that has one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
 }
 
@@ -64,7 +64,7 @@ impl Nodes {
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
-        // One that is left out is better than none.
+        // A node that is left out for its losses comes last: it is better than none.
         let now = Instant::now();
         all.sort_by_key(|id| self.flaps.is_out(*id, now));
         all

@@ -170,7 +170,7 @@ impl Inner {
             return;
         }
         self.agent.measure(nodes, paths::Wanted::Bandwidth);
-        // What others measured comes with the shared map.
+        // The measurements of other nodes arrive with the shared map.
         let until = Instant::now() + TOLD_LIMIT;
         while !pairs(nodes).all(is_known) && Instant::now() < until {
             std::thread::sleep(TOLD_LIMIT / 40);
@@ -189,7 +189,7 @@ impl Inner {
             .find(|path| path.up && path.bytes_per_s.is_some())
     }
 
-    /// What `nodes` use between each other, a line for each pair.
+    /// The path between each pair of `nodes` with its measurements, one line a pair.
     pub(super) fn ways_told(&self, nodes: &[NodeId]) -> Vec<String> {
         let told = |(from, to): (NodeId, NodeId)| {
             let way = self.way(from, to).map(|way| way.told());
@@ -211,7 +211,7 @@ impl Inner {
         forecast.map_err(|error| error.to_string())
     }
 
-    /// What is known of the speed of each node, this one as 1.
+    /// Memory and speed of each known node; speeds are multiples of this node's.
     fn machines(&self, nodes: &[NodeId]) -> Vec<(NodeId, Machine)> {
         let own = self.own_speed();
         let views = self.agent.nodes();

@@ -22,7 +22,7 @@ const ROUNDS: usize = 3;
 /// Longest wait for another machine to measure itself.
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
 
-/// What a machine can do at best.
+/// Peak rates of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Speed {
     /// Bytes a second that all its threads read.
@@ -39,7 +39,7 @@ impl Known {
     /// Measures the first time, which takes some tenths of a second.
     ///
     /// # Errors
-    /// What the system says when it refuses threads or memory.
+    /// The system's error when it refuses threads or memory.
     pub(super) fn get(
         &self,
         kernels: impl FnOnce() -> io::Result<Arc<Kernels>>,

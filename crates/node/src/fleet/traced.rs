@@ -24,7 +24,7 @@ const RECORDING_LIMIT: Duration = Duration::from_secs(280);
 /// Longest wait for an entry's question on its open channel.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 
-/// What is to be answered while it is traced. The answer is greedy.
+/// Request for an answer that is traced. It is decoded greedily.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TraceAsk {
     /// Name of the model, or id of the instance.

@@ -1,4 +1,4 @@
-//! What a split will do over several machines: this machine's measured kernels, scaled by how fast
+//! Forecast of a split over several machines: this machine's measured kernels, scaled by how fast
 //! the others read memory and compute, and the measured ways between them.
 
 use paceline_model::{Config, Split};
@@ -28,7 +28,7 @@ pub struct Machine {
 /// A way between two of the machines.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Way {
-    /// One end, index of a machine.
+    /// Index of the machine at one end.
     pub a: usize,
     /// The other end.
     pub b: usize,
@@ -42,7 +42,7 @@ impl Forecast {
     /// Predicts `split` with rank i on `machines[i]`. Every two of them need a way.
     ///
     /// # Errors
-    /// What the planner says about the split.
+    /// [`Error::Plan`](crate::Error::Plan): the planner refuses the split, a machine or a way.
     pub fn across(
         &self,
         config: &Config,
@@ -66,7 +66,7 @@ impl Forecast {
         };
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
         let mut said = predict(&costs, &Placement::single(pipeline(config, split)))?;
-        // What a step costs the leader beside the model.
+        // Each step also costs the leader the last norm and the choice of the token.
         said.decode_tok_s = 1.0 / (1.0 / said.decode_tok_s + self.measured.step);
         Ok(said)
     }

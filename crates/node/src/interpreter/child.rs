@@ -1,4 +1,4 @@
-//! What the child process runs.
+//! The child process: it renders one template, within limits.
 
 use std::convert::Infallible;
 use std::time::Duration;

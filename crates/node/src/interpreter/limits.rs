@@ -28,7 +28,7 @@ const TICKS_PER_S: u64 = 100;
 /// Sets all limits but that of computing. They hold until the process ends.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error when it refuses a limit.
 pub(super) fn set() -> io::Result<()> {
     limit(Resource::Core, 0)?;
     limit(Resource::Nofile, FILES)?;
@@ -45,7 +45,8 @@ pub(super) fn set() -> io::Result<()> {
 
 /// The time that this process may compute.
 pub(super) struct Clock {
-    /// What the process has used, opened before it may open no more files.
+    /// `/proc/self/stat`, which has the computing time used; opened before the process may open no
+    /// more files.
     stat: Option<File>,
 }
 

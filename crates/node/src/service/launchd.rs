@@ -48,7 +48,7 @@ fn escaped(text: &str) -> String {
     text.replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// What launchctl calls the domain of services.
+/// The launchctl domain of the services of a scope.
 fn domain(scope: Scope) -> String {
     match scope {
         Scope::User => format!("gui/{}", rustix::process::getuid().as_raw()),
@@ -83,7 +83,7 @@ fn read(said: &str) -> State {
     State {
         state: value("state").unwrap_or_else(|| "unknown".to_owned()),
         pid: value("pid").and_then(|pid| pid.parse().ok()),
-        // What is bootstrapped from these folders starts again at login or boot.
+        // launchd bootstraps the units in these folders again at login or boot.
         enabled: true,
     }
 }

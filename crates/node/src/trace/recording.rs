@@ -1,4 +1,4 @@
-//! What the ranks of a split recorded of one answer, as it travels from an instance's owner.
+//! Traces of one answer by all ranks of a split, in the form that an instance's owner sends.
 
 use std::ops::Range;
 use std::sync::mpsc::channel;
@@ -36,7 +36,7 @@ pub struct Record {
     pub layers: Range<usize>,
     /// Ranks of its stage.
     pub stage: Range<u32>,
-    /// What it recorded.
+    /// Spans that the rank recorded.
     pub trace: RankTrace,
 }
 

@@ -15,7 +15,7 @@ const LABEL_MAX: f64 = 360.0;
 /// Rows of bars with their values behind them. The longest bar is the largest value.
 #[derive(Clone, Debug, Default)]
 pub struct Bars {
-    /// What they are of, with its unit.
+    /// Heading: the quantity of the values, with its unit.
     pub title: String,
     /// Names of the values of a row.
     pub series: Vec<String>,

@@ -13,7 +13,7 @@ const MARKS: usize = 6;
 /// Lines over two axes.
 #[derive(Clone, Debug)]
 pub struct Lines {
-    /// What they are of.
+    /// Heading: the subject of the lines.
     pub title: String,
     /// From left to right.
     pub x: Axis,

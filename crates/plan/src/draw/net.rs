@@ -9,7 +9,7 @@ const RADIUS_EACH: f64 = 22.0;
 /// Nodes on a circle, with labelled lines between them.
 #[derive(Clone, Debug, Default)]
 pub struct Net {
-    /// What it shows.
+    /// Heading: the subject of the picture.
     pub title: String,
     /// Names of the nodes.
     pub nodes: Vec<String>,
@@ -20,7 +20,7 @@ pub struct Net {
 /// A line between two nodes, which are given by their place among [`Net::nodes`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Edge {
-    /// One end.
+    /// Place of its first end.
     pub from: usize,
     /// The other; the same for a line from a node to itself.
     pub to: usize,

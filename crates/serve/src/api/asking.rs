@@ -49,7 +49,7 @@ struct Reading {
     given: Given,
 }
 
-/// What an answer depends on besides its request: given again, it is the same answer.
+/// Inputs of an answer besides its request: the same inputs give the same answer again.
 #[derive(Clone, Debug)]
 pub(super) struct Given {
     /// Names it: 128 random bits.
@@ -106,7 +106,7 @@ pub(super) async fn answer(
     Ok(warned(response, &warnings))
 }
 
-/// What an answer to `client` runs under, from now on.
+/// Deadline, limits and API key of an answer to `client`; the deadline counts from now.
 pub(super) fn terms(app: &App, client: &Client) -> Terms {
     let limit = app.config.times.request;
     let key = match (&app.keys, client) {
@@ -220,7 +220,7 @@ pub(crate) async fn body_in_time(config: &Config, request: Request) -> Result<Ve
     body.map_err(|_| Rejection::SlowBody { limit_s })?
 }
 
-/// What a body asks for, with warnings.
+/// The endpoint's request in a body, with warnings for the client.
 pub(super) fn understand(
     app: &App,
     body: &[u8],
@@ -314,7 +314,7 @@ async fn respond(
     whole(answer, telling).await
 }
 
-/// What tells the answer to what was asked.
+/// Renderer of the answer, in the form that the request asks for.
 pub(super) fn telling(
     app: &App,
     ask: &mut Ask,

@@ -97,7 +97,7 @@ impl Doors {
         Ok(())
     }
 
-    /// What the streamed answers of all models were made of.
+    /// Journals of the streamed answers of all models.
     pub fn journals(&self) -> &Journals {
         &self.0.config.journals
     }

@@ -28,7 +28,7 @@ use crate::rejection::Rejection;
 /// Steps that a client has not read yet; the pull waits for it then.
 const UNREAD_STEPS: usize = 16;
 
-/// What a pull says.
+/// Message of a pull's thread to the response.
 enum Told {
     Step(PullStep),
     /// The last.

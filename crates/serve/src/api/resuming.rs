@@ -23,7 +23,7 @@ use crate::rejection::Rejection;
 use crate::request::{Ask, Understood};
 use crate::stream::{Beat, Events, Recorder};
 
-/// What a client has of a stream.
+/// Position of a client in a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Last {
     /// The answer.
@@ -64,7 +64,8 @@ pub(super) fn last_event(
     })
 }
 
-/// What `GET /v1/responses/{id}` is to go on with, where its query asks for a stream.
+/// Position after which `GET /v1/responses/{id}` resumes; `None` where its query asks for no
+/// stream.
 ///
 /// # Errors
 /// [`Rejection::Type`] for a number that is none.
@@ -94,7 +95,7 @@ struct Earlier {
     previous_response_id: Option<String>,
 }
 
-/// What the journal of an answer begins with; `None` for answers that have none.
+/// Head of an answer's journal, its first line; `None` for answers that have no journal.
 pub(super) fn head(
     app: &App,
     ask: &Ask,
@@ -208,7 +209,7 @@ async fn understand_again(
     }
 }
 
-/// What is left to compute of each choice, with the tokens that it has.
+/// Request of each choice with the tokens that it has; `None` for a choice that is complete.
 fn left(requests: Vec<Request>, past: &[Line]) -> Vec<Option<(Request, Vec<u32>)>> {
     let of = |choice: usize| {
         let own = past.iter().filter(move |(other, _)| *other == choice);

@@ -1,4 +1,4 @@
-//! What a journal of streams keeps, forgets and hands on.
+//! Tests of journals: keeping and forgetting streams, and handing them on to other nodes.
 
 use paceline_base::SplitMix64;
 
@@ -246,7 +246,7 @@ async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
     let mut has: Vec<u32> = Vec::new();
     loop {
         let known = past.len() as u32;
-        // What the journal tells again, and what the service says behind it.
+        // The journal replays the tokens below `known`; the service gives those up to `more`.
         let more = (known + 1 + net.below(4) as u32).min(ANSWER);
         let mut lines: Vec<Line> = (known..more).map(token).collect();
         let appended = journal.append(reader.life, &mut lines, 1 << 20);

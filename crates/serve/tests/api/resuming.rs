@@ -47,7 +47,7 @@ fn all(mut response: crate::client::Response) -> Vec<Event> {
     events.flatten().collect()
 }
 
-/// What a stream says until nothing more comes; the connection is dropped then.
+/// Events of a stream until nothing more comes; the connection is dropped then.
 fn until_halt(rig: &Rig, path: &str, body: &str, tokens: usize) -> Vec<Event> {
     let mut response = rig.post(path, body);
     assert_eq!(response.status, 200);

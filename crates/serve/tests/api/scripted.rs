@@ -218,7 +218,7 @@ impl Scripted {
 }
 
 impl Service for Scripted {
-    /// What a script says after `tokens` follows from their number.
+    /// The script's replies after `tokens` depend on the number of tokens only.
     fn submit_after(
         &self,
         request: Request,

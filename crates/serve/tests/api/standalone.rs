@@ -50,7 +50,7 @@ const CALL: [&str; 8] = [
     "l>",
 ];
 
-/// What a user says to have a coding agent run [`COMMAND`].
+/// Words of a user's message that have a coding agent run [`COMMAND`].
 const ROUND_TRIP: &str = "make a round trip";
 const COMMAND: &str = "echo round-trip-$((40+2))";
 

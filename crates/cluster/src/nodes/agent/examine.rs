@@ -1,4 +1,4 @@
-//! What keeps this node and another one apart, tested in both directions.
+//! Diagnoses why this node and another one do not reach each other; tests run in both directions.
 //!
 //! ```text
 //! examiner -> a session to the other node, service "examine", then requests in turn, JSON:
@@ -54,7 +54,7 @@ const HEADERS_V6: u32 = 40 + 20 + 12;
 /// Smallest packet size that Ethernet has; less is a tunnel, or a wrong setting.
 const MTU_USUAL: u32 = 1500;
 
-/// What was tested.
+/// A test of the diagnosis, named by its subject.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Test {
@@ -80,14 +80,14 @@ pub enum Test {
     Mtu,
 }
 
-/// What a test found.
+/// Result of a [`Test`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// Which test.
     pub test: Test,
     /// Whether all is well.
     pub ok: bool,
-    /// What was found, for people.
+    /// Description of the result, for people.
     pub found: String,
     /// The port that the test was about.
     pub port: Option<u16>,
@@ -131,7 +131,7 @@ enum Answer {
     Said,
     /// Over which networks.
     Heard(Vec<String>),
-    /// What the connection sends at a time, and the interface and MTU that it leaves by.
+    /// Maximum segment size (MSS) of the connection, and the interface and MTU that it leaves by.
     Segment {
         bytes: Option<u32>,
         interface: String,
@@ -506,7 +506,7 @@ fn multicast(test: Test, heard: &[String], way: &str) -> Finding {
     }
 }
 
-/// What a side's connection sends at a time, and what it leaves by.
+/// MSS of a side's connection in bytes, and the interface and MTU that it leaves by.
 type Side = (Option<u32>, String, Option<u32>);
 
 fn segment(channel: &Channel) -> Side {

@@ -65,7 +65,7 @@ impl Dice {
             "additionalProperties": false})
     }
 
-    /// One of the tokens that `mask` allows; what ends texts and lists more often than the rest.
+    /// A random token that `mask` allows, biased towards tokens that end texts and lists.
     fn token(&mut self, mask: &SimpleVob, tokenizer: &Tokenizer) -> u32 {
         let all: Vec<u32> = mask.iter().collect();
         let closes = |id: &&u32| {

@@ -269,7 +269,8 @@ fn log_probabilities_of_a_text_agree_with_numpy() {
     }
 }
 
-/// What an echo tells of a prompt, against `transformers` (`scripts/golden/echo.py`).
+/// Log-probabilities of an echoed prompt's tokens, against `transformers`
+/// (`scripts/golden/echo.py`).
 #[test]
 fn scores_of_a_prompt_agree_with_transformers() {
     let Some(path) = path("scores_of_a_prompt_agree_with_transformers") else {

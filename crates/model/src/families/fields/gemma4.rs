@@ -1,4 +1,4 @@
-//! What the files of Gemma 4 say beside those of Gemma 3.
+//! Fields that files of Gemma 4 have beside those of Gemma 3.
 
 use serde_json::Value;
 
@@ -54,7 +54,7 @@ impl Fields<'_> {
         }
     }
 
-    /// What logits are capped at; `None` for not at all.
+    /// Soft cap of the logits; `None` for no cap.
     pub(crate) fn final_softcap(&self) -> Result<Option<f32>, Error> {
         const FIELD: &str = "final_logit_softcapping";
         match self.opt_float(FIELD, FIELD)? {

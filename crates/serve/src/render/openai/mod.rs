@@ -23,7 +23,7 @@ pub(crate) enum Kind {
     },
 }
 
-/// What `echo` puts before an answer.
+/// The prompt that `echo` puts before an answer.
 #[derive(Clone, Debug)]
 pub(crate) struct Echo {
     pub(crate) text: String,
@@ -83,7 +83,7 @@ impl OpenAi {
         }
     }
 
-    /// What goes before a choice.
+    /// The echoed prompt before a choice, if the request asks for it.
     fn echo(&self, index: usize) -> Option<&Echo> {
         match &self.kind {
             Kind::Completion { echo: Some(echoes) } => Some(&echoes[index / self.n]),
