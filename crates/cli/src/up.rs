@@ -150,8 +150,8 @@ pub(crate) struct Args {
     /// that is being served
     #[arg(long)]
     allow_delete: bool,
-    /// Let clients fetch models into this machine's store (Ollama's POST /api/pull); where keys are in
-    /// use, those with an admin's
+    /// Let clients fetch models into this machine's store (Ollama's POST /api/pull); where keys
+    /// are in use, those with an admin's
     #[arg(long)]
     allow_pull: bool,
     /// Seconds from a request to the end of its answer, at most
