@@ -653,6 +653,12 @@ impl Inner {
 
     fn load(&self, ask: &Ask) -> Result<InstanceId, String> {
         let nodes = self.choose(ask)?;
+        if ask.spare > 0 && nodes.len() < 2 {
+            let reason = "a spare is kept by another node of the instance";
+            return Err(format!(
+                "{reason}: ask for --nodes 2 or more, or for no --spare"
+            ));
+        }
         let path = self.copies.of_user(&ask.model)?;
         let failed = |error| format!("{}: {error}", path.display());
         preview::check_file(&path, nodes.len())?;

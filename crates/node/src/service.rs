@@ -20,6 +20,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// Seconds that a manager waits for a node to end. A leaving node hands its models on, which
+/// `paceline up` gives 120 s (`MOVE_LIMIT`), and closes its streams.
+const STOP_S: u32 = 130;
+
 /// Why a service was not installed, asked or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

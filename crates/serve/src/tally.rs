@@ -68,7 +68,12 @@ impl Tally {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         let is_old = |told: &Told| now_ms.saturating_sub(told.at_ms) >= EVERY_MS;
         if !rows.contains_key(&row) && rows.len() >= ROWS_MAX {
-            rows.retain(|_, told| !is_old(told) || told.since > 0);
+            // Rows whose time is over make room; what they have not told yet is told.
+            for (row, told) in rows.extract_if(|_, told| is_old(told)) {
+                if told.since > 0 {
+                    self.events.put(row.kind(told.since));
+                }
+            }
             if rows.len() >= ROWS_MAX {
                 row.client = OTHERS.to_owned();
             }
@@ -158,6 +163,19 @@ mod tests {
         assert!(tally.rows.lock().unwrap().len() <= ROWS_MAX + 1);
         assert_eq!(told(&tally).len(), ROWS_MAX + 1);
         assert_eq!(told(&tally).last().unwrap().0, OTHERS);
+    }
+
+    #[test]
+    fn old_rows_make_room_and_tell_what_they_counted() {
+        let tally = tally();
+        for client in 0..ROWS_MAX {
+            tally.note(row(&client.to_string()), 0);
+            tally.note(row(&client.to_string()), 1);
+        }
+        tally.note(row("new"), EVERY_MS + 1);
+        let told = told(&tally);
+        assert_eq!(told.len(), 2 * ROWS_MAX + 1);
+        assert_eq!(told.last().unwrap(), &("new".to_owned(), 1));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Error, Folders, Scope, Service, State, ask};
+use super::{Error, Folders, STOP_S, Scope, Service, State, ask};
 
 const LABEL: &str = "net.paceline.node";
 
@@ -37,6 +37,7 @@ pub(super) fn plist(service: &Service) -> String {
          <key>ProgramArguments</key>\n  <array>\n{words}  </array>\n{}  \
          <key>RunAtLoad</key><true/>\n  \
          <key>KeepAlive</key><dict><key>SuccessfulExit</key><false/></dict>\n  \
+         <key>ExitTimeOut</key><integer>{STOP_S}</integer>\n  \
          <key>ProcessType</key><string>Interactive</string>\n\
          </dict>\n</plist>\n",
         home.unwrap_or_default(),

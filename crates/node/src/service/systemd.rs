@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Error, Folders, Scope, Service, State, ask};
+use super::{Error, Folders, STOP_S, Scope, Service, State, ask};
 
 const NAME: &str = "paceline.service";
 
@@ -44,7 +44,8 @@ pub(super) fn unit(service: &Service) -> String {
          {own}\
          Restart=on-failure\n\
          RestartSec=1\n\
-         TimeoutStopSec=30\n\
+         KillMode=mixed\n\
+         TimeoutStopSec={STOP_S}\n\
          NoNewPrivileges=yes\n\
          \n\
          [Install]\n\
