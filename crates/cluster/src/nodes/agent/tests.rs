@@ -422,6 +422,42 @@ fn two_nodes_that_reach_each_other_have_open_ports() {
     assert_eq!((found.len(), found[0].test), (1, Test::Address));
 }
 
+/// The loopback interface stands for an interface of data: data ports are at its first address,
+/// and the control ports are reached at another address of it.
+#[test]
+fn data_ports_are_tested_at_the_interface_for_data() {
+    if !cfg!(target_os = "linux") {
+        eprintln!(
+            "SKIPPED data_ports_are_tested_at_the_interface_for_data: 127.0.0.2 is no address here"
+        );
+        return;
+    }
+    let key = ClusterKey::random().unwrap();
+    let kept_apart = |name: &str, peers: &[u16]| {
+        let home = tempfile::tempdir().unwrap();
+        join_at_rest(home.path(), &key).unwrap();
+        let mut config = config(home.path(), name, peers);
+        config.data_interface = Some("lo".to_owned());
+        let agent = Agent::start(config).unwrap();
+        Node { agent, home }
+    };
+    let one = kept_apart("one", &[]);
+    let two = kept_apart("two", &[one.agent.port()]);
+    until("they meet", || {
+        lives(&one.agent).len() == 2 && lives(&two.agent).len() == 2
+    });
+    let mut found = Vec::new();
+    let host = format!("127.0.0.2:{}", two.agent.port());
+    one.agent.examine(&host, |finding| found.push(finding));
+    for test in [Test::Control, Test::Data, Test::DataBack] {
+        let finding = found.iter().find(|finding| finding.test == test);
+        assert!(
+            finding.is_some_and(|finding| finding.ok),
+            "{test:?}: {found:?}"
+        );
+    }
+}
+
 /// Main memory of this process in bytes; 0 where the system does not tell.
 fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
