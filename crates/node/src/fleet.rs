@@ -208,7 +208,7 @@ struct Inner {
 
 /// An instance of this node, by the epoch of its record.
 struct Running {
-    epoch: u64,
+    owned: Owned,
     /// Once it answers.
     answers: Option<Answers>,
     /// Of the record before, which answers until this one does.
@@ -450,6 +450,7 @@ impl Inner {
         while !self.over.load(Ordering::SeqCst) {
             self.do_duties();
             self.tend_doors();
+            self.take_back();
             let began = Instant::now();
             // In slices, so that an end is seen soon.
             while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
@@ -492,7 +493,7 @@ impl Inner {
         let ended: Vec<Running> = {
             let mut owned = lock(&self.owned);
             let is_old = |id: &InstanceId, it: &mut Running| {
-                !own.contains(&(*id, it.epoch)) && !self.bridges(&map, *id)
+                !own.contains(&(*id, it.owned.epoch)) && !self.bridges(&map, *id)
             };
             owned.extract_if(.., is_old).map(|(_, it)| it).collect()
         };
@@ -502,11 +503,13 @@ impl Inner {
     /// Starts an instance on a thread of its own, once for each record.
     fn begin(self: &Arc<Self>, owned: Owned) {
         let mut all = lock(&self.owned);
-        if all.get(&owned.id).is_some_and(|it| it.epoch == owned.epoch) {
+        let epoch = owned.epoch;
+        let is_same = |it: &Running| it.owned.epoch == epoch;
+        if all.get(&owned.id).is_some_and(is_same) {
             return;
         }
         let running = Running {
-            epoch: owned.epoch,
+            owned: owned.clone(),
             answers: None,
             former: None,
         };
@@ -521,7 +524,7 @@ impl Inner {
             let answers = owned.start(&inner);
             let mut all = lock(&inner.owned);
             let former = match all.get_mut(&owned.id) {
-                Some(it) if it.epoch == owned.epoch && answers.is_some() => {
+                Some(it) if it.owned.epoch == epoch && answers.is_some() => {
                     it.answers = answers;
                     it.former.take()
                 }
@@ -672,6 +675,7 @@ impl Inner {
             bytes: std::fs::metadata(&path).map_err(failed)?.len(),
             successors: nodes[1..].to_vec(),
             nodes,
+            named: !ask.nodes.is_empty(),
             split: match ask.split {
                 SplitKind::Auto => SPLIT_ANY.to_owned(),
                 kind => kind.to_string(),
