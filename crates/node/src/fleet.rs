@@ -200,8 +200,8 @@ struct Inner {
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<InstanceId, u64>>,
     over: AtomicBool,
-    /// This node goes: its work moves to others.
-    leaving: AtomicBool,
+    /// When the work of this node had moved to others, so that it can go.
+    left: Mutex<Option<Instant>>,
     copier: Copier,
     shelf: Shelf,
 }
@@ -266,7 +266,7 @@ impl Fleet {
             owned: Mutex::default(),
             open: Mutex::default(),
             over: AtomicBool::new(false),
-            leaving: AtomicBool::new(false),
+            left: Mutex::default(),
         });
         inner.serve();
         let own = Arc::clone(&inner);
@@ -312,7 +312,8 @@ impl Fleet {
 
     /// Moves what this node computes to others, before it goes: the instances answer all the while.
     /// Waits until others answer with them, at most `limit`; `wait` is called about once a second.
-    /// Names of the models that could not be moved; none where no other node lives.
+    /// Names of the models that could not be moved; none where no other node lives, or where all
+    /// that live leave as well, which is told.
     pub fn leave(&self, limit: Duration, wait: &mut dyn FnMut()) -> Vec<String> {
         self.inner.leave(limit, wait)
     }
@@ -451,6 +452,7 @@ impl Inner {
             self.do_duties();
             self.tend_doors();
             self.take_back();
+            self.stay();
             let began = Instant::now();
             // In slices, so that an end is seen soon.
             while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
@@ -467,11 +469,8 @@ impl Inner {
         let mut own = Vec::new();
         for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
             match duty {
-                // A leaving node hands on the instances that were handed to it meanwhile.
-                Duty::Own { id, epoch, wanted } if self.is_leaving() && !self.runs(id) => {
-                    // With no other node left it ends here.
-                    self.hand_on(id, epoch, wanted);
-                }
+                // The thread that leaves hands on what was handed to this node meanwhile.
+                Duty::Own { id, .. } if self.is_leaving() && !self.runs(id) => {}
                 Duty::TakeOver { .. } if self.is_leaving() => {}
                 Duty::Own { id, epoch, wanted } => {
                     own.push((id, epoch));

@@ -164,6 +164,22 @@ fn the_map_is_shared_watched_and_kept_on_disk() {
 }
 
 #[test]
+fn a_node_that_is_about_to_go_says_so() {
+    let nodes = cluster(&["one", "two"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    let seen = || one.find("two").unwrap().facts.leaving;
+    assert!(!seen() && !two.is_leaving());
+    two.set_leaving(true);
+    until("it is told", seen);
+    two.set_leaving(false);
+    until("it stays", || !seen());
+    two.set_leaving(true);
+    two.leave().unwrap();
+    assert!(!two.is_leaving(), "it is alone now");
+    until("it is gone", || one.nodes().len() == 1);
+}
+
+#[test]
 fn a_wrong_key_learns_nothing_and_is_told_nothing() {
     let one = node("one", &ClusterKey::random().unwrap(), &[]);
     let two = node("two", &ClusterKey::random().unwrap(), &[one.agent.port()]);
