@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! leaver   says so in its facts                 others hand nothing to it
+//! leaver   has the next owner copy the model    ... where it lacks it
 //! leaver   writes a record without itself       the record's owner starts its instance
 //! leaver   answers on, if it was the owner      ... which becomes ready
 //! entries  see their line close                 hand their requests to the new owner
@@ -13,7 +14,7 @@
 //! facts. So the leaver follows each instance until another node answers with it: it hands an
 //! instance on again whose owner died, and gives up at once where no node is left that stays.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -22,7 +23,7 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, Report, State, Wanted};
 use paceline_cluster::nodes::{InstanceId, NodeId, Registers};
 
-use super::{Inner, report};
+use super::{Inner, copies, report};
 
 /// Between two reports that it still waits.
 const TELL_EVERY: Duration = Duration::from_secs(1);
@@ -32,6 +33,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// How long lines to the instance before need to be closed: entries look every 200 ms.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Longest wait for nodes to say whether they have a model: a handshake and a look at a folder. A
+/// node that hashes a large file for that takes longer, and counts as one that lacks it.
+const ASK_LIMIT: Duration = Duration::from_secs(2);
 
 /// A node whose work has moved is gone by then: `up` gives its answers 5 s, and `paceline leave`
 /// takes the node out of its cluster at once. A node that is still there stays.
@@ -132,7 +137,7 @@ impl Inner {
         let mut stuck: BTreeMap<InstanceId, String> = BTreeMap::new();
         loop {
             open.retain(|id, model| {
-                let fate = self.look_after(*id);
+                let fate = self.look_after(*id, &mut patience);
                 if fate == Fate::Stuck {
                     stuck.insert(*id, model.clone());
                 }
@@ -171,17 +176,19 @@ impl Inner {
     }
 
     /// Does what is to be done about an instance.
-    fn look_after(&self, id: InstanceId) -> Fate {
+    fn look_after(&self, id: InstanceId, patience: &mut Patience<'_>) -> Fate {
         let (own, map, nodes) = (self.agent.id(), self.agent.map(), self.agent.nodes());
         let found = placement::wanted(&map).find(|(other, ..)| *other == id);
         let record = found.as_ref().map(|(_, epoch, wanted)| (*epoch, wanted));
         let told = report(&map, id);
         let fate = fate(own, record, told.as_ref(), |id| stand(&nodes, id));
         match (fate, record) {
-            (Fate::Homeless, Some((epoch, wanted))) => match self.hand_on((id, epoch), wanted) {
-                true => Fate::Waits,
-                false => Fate::Stuck,
-            },
+            (Fate::Homeless, Some((epoch, wanted))) => {
+                match self.hand_on((id, epoch), wanted, patience) {
+                    true => Fate::Waits,
+                    false => Fate::Stuck,
+                }
+            }
             (Fate::Passing, Some((_, wanted))) if self.heirs(wanted).is_empty() => Fate::Stuck,
             (fate, _) => fate,
         }
@@ -205,16 +212,36 @@ impl Inner {
         heirs
     }
 
-    /// Gives an instance to other nodes; whether there are any that can have it.
-    fn hand_on(&self, at: (InstanceId, u64), wanted: &Wanted) -> bool {
+    /// Gives an instance to other nodes; whether there are any that can have it. Waits until the
+    /// next owner has the model.
+    fn hand_on(&self, at: (InstanceId, u64), wanted: &Wanted, patience: &mut Patience<'_>) -> bool {
         let heirs = self.heirs(wanted);
         let owner = wanted.nodes[0];
         if heirs.contains(&owner) {
             return self.give(at, wanted, &heirs, owner);
         }
-        let mut after = wanted.successors.iter().chain(&heirs).copied();
-        let next = after.find(|id| heirs.contains(id));
-        next.is_some_and(|next| self.give(at, wanted, &heirs, next))
+        let limit = patience.left().min(ASK_LIMIT);
+        let has = copies::holders(&self.agent, &heirs, wanted, limit);
+        let order = by_preference(heirs.clone(), &wanted.successors, &has);
+        let takes = |heir: &NodeId| {
+            self.equip(*heir, wanted, patience) && self.give(at, wanted, &heirs, *heir)
+        };
+        order.iter().any(takes)
+    }
+
+    /// Has a node have the model of an instance; whether it has, within the time that is left.
+    fn equip(&self, heir: NodeId, wanted: &Wanted, patience: &mut Patience<'_>) -> bool {
+        let limit = patience.left();
+        if limit.is_zero() {
+            return false;
+        }
+        let mut goes_on = || patience.goes_on();
+        let had = copies::ensure_while(&self.agent, heir, wanted, limit, &mut goes_on);
+        if let Err(reason) = &had {
+            let (name, model) = (self.name(heir), &wanted.model);
+            (self.spec.tell)(&format!("{name} cannot take over {model}: {reason}"));
+        }
+        had.is_ok()
     }
 
     /// Writes the record after this node goes, with an owner of the `heirs`; whether there is a
@@ -310,6 +337,20 @@ fn fate(
     }
 }
 
+/// Nodes that may own an instance, those first that have its model, then its successors in order.
+fn by_preference(
+    mut heirs: Vec<NodeId>,
+    successors: &[NodeId],
+    has: &BTreeSet<NodeId>,
+) -> Vec<NodeId> {
+    let place = |id: &NodeId| {
+        let at = successors.iter().position(|other| other == id);
+        at.unwrap_or(usize::MAX)
+    };
+    heirs.sort_by_key(|id| (!has.contains(id), place(id)));
+    heirs
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -377,5 +418,15 @@ mod tests {
         assert_eq!(fate_of(&[16], &[17, 2], None), Fate::Waits, "2 takes over");
         let told = Some((3, State::Ready));
         assert_eq!(fate_of(&[16], &[], told), Fate::Homeless, "it was ready");
+    }
+
+    #[test]
+    fn those_that_have_the_model_come_first() {
+        let heirs = vec![node(2), node(3), node(4), node(5)];
+        let has = BTreeSet::from([node(4), node(5)]);
+        let order = by_preference(heirs.clone(), &[node(3), node(5)], &has);
+        assert_eq!(order, [node(5), node(4), node(3), node(2)]);
+        let order = by_preference(heirs, &[], &BTreeSet::new());
+        assert_eq!(order, [node(2), node(3), node(4), node(5)]);
     }
 }
