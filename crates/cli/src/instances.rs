@@ -36,6 +36,7 @@ Examples:
   paceline load smollm2 --nodes 3
   paceline load qwen3:8b --nodes mini,studio --split pipeline
   paceline load qwen3:8b --preview                  placements with predictions; loads nothing
+  paceline load smollm2 --replicas 2                two whole copies, on machines of their own
   paceline ps";
 
 /// Arguments of `paceline load`.
@@ -48,6 +49,11 @@ pub(crate) struct LoadArgs {
     /// How many machines compute it, or their names [default: 1]
     #[arg(long, value_name = "N|A,B,..", value_delimiter = ',')]
     nodes: Option<Vec<String>>,
+    /// Whole copies of the model, each on N machines of its own while there are enough, or on its
+    /// share of those that are named
+    #[arg(long, value_name = "R", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    replicas: u16,
     /// How the model is cut: auto, tensor, pipeline, or TENSORxPIPELINE such as 2x2
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
@@ -72,8 +78,8 @@ pub(crate) struct LoadArgs {
     /// Load nothing: show placements with predictions, from measured speeds and ways
     #[arg(long, conflicts_with = "no_wait")]
     preview: bool,
-    /// With --preview, print one JSON object
-    #[arg(long, requires = "preview")]
+    /// Print one JSON object: the placements of --preview, else the instances
+    #[arg(long)]
     json: bool,
 }
 
@@ -83,6 +89,9 @@ pub(crate) struct UnloadArgs {
     /// Name of the model, or id of the instance
     #[arg(value_name = "MODEL")]
     model: String,
+    /// Only the replica with this number, as `paceline ps` shows it
+    #[arg(long, value_name = "R", value_parser = clap::value_parser!(u16).range(1..))]
+    replica: Option<u16>,
 }
 
 /// Arguments of `paceline ps`.
@@ -104,27 +113,68 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
         return preview(args);
     }
     let answer = member::ask("load", args.ask())?;
-    let id = answer["id"].as_str().unwrap_or_default().to_owned();
+    let ids = answer["ids"].as_array().into_iter().flatten();
+    let ids: Vec<String> = ids.filter_map(Value::as_str).map(str::to_owned).collect();
     if args.no_wait {
-        return print(&id);
+        return match args.json {
+            true => print(&answer.to_string()),
+            false => ids.iter().try_for_each(|id| print(id)),
+        };
     }
     signals.orderly(|cancel| {
         let mut bar = LoadProgress::new();
         while !cancel.is_cancelled() {
             let all = member::ask("ps", json!({}))?;
-            let own = all.as_array().into_iter().flatten();
-            let Some(it) = own.into_iter().find(|it| it["id"] == *id) else {
-                bail!("{} was unloaded", args.model);
-            };
-            if bar.done(it)? {
-                let nodes = names(&it["nodes"]);
-                return print(&format!("{} answers, on {nodes}", printable(&args.model)));
+            let own = instances(&all, &ids);
+            let own = own.with_context(|| format!("{} was unloaded", args.model))?;
+            if all_done(&own, &mut bar)? {
+                return args.tell_ready(&own);
             }
             std::thread::sleep(ASK_EVERY);
         }
         tell("it goes on loading: `paceline ps` shows how far it is");
         Ok(())
     })
+}
+
+/// The instances with these ids; nothing where one is missing.
+fn instances<'a>(all: &'a Value, ids: &[String]) -> Option<Vec<&'a Value>> {
+    let all = all.as_array()?;
+    let of = |id: &String| all.iter().find(|it| it["id"] == id.as_str());
+    ids.iter().map(of).collect()
+}
+
+/// Whether all instances answer; shows how the first of the others is.
+///
+/// # Errors
+/// Why an instance failed, and what becomes of the others.
+fn all_done(own: &[&Value], bar: &mut LoadProgress) -> anyhow::Result<bool> {
+    for it in own.iter().filter(|it| it["state"] == "failed") {
+        let label = label(it);
+        let others = "the other replicas stay: `paceline ps` shows them";
+        let failed = bar.done(it);
+        match own.len() {
+            1 => failed?,
+            _ => failed.with_context(|| format!("{label} cannot be loaded; {others}"))?,
+        };
+    }
+    match own.iter().find(|it| it["state"] != "ready") {
+        Some(it) => bar.done(it),
+        None => {
+            bar.clear();
+            Ok(true)
+        }
+    }
+}
+
+/// A model's name, with the replica's number where it has several.
+fn label(it: &Value) -> String {
+    let model = printable(it["model"].as_str().unwrap_or_default());
+    let replica = &it["replica"];
+    match (replica["number"].as_u64(), replica["of"].as_u64()) {
+        (Some(number), Some(of)) => format!("{model} replica {number}/{of}"),
+        _ => model.into_owned(),
+    }
 }
 
 /// Shows placements of a model, and loads nothing.
@@ -158,8 +208,14 @@ fn proposals(preview: &Value) -> Vec<String> {
             None => "-".to_owned(),
         };
         let fits = if it["fits"] == true { "yes" } else { "no" };
+        let replicas = it["replicas"].as_array().into_iter().flatten();
+        let replicas: Vec<String> = replicas.map(names).collect();
+        let nodes = match replicas.is_empty() {
+            true => names(&it["nodes"]),
+            false => replicas.join(" + "),
+        };
         [
-            names(&it["nodes"]),
+            nodes,
             it["split"].as_str().unwrap_or_default().to_owned(),
             number("decode_tok_s", ""),
             number("ttft_ms", " ms"),
@@ -174,6 +230,15 @@ fn proposals(preview: &Value) -> Vec<String> {
 }
 
 impl LoadArgs {
+    /// Prints that instances answer.
+    fn tell_ready(&self, own: &[&Value]) -> anyhow::Result<()> {
+        if self.json {
+            return print(&json!({ "model": self.model, "instances": own }).to_string());
+        }
+        let line = |it: &Value| format!("{} answers, on {}", label(it), names(&it["nodes"]));
+        own.iter().try_for_each(|it| print(&line(it)))
+    }
+
     fn ask(&self) -> Value {
         let named = self.nodes.as_deref().unwrap_or_default();
         let count = match named {
@@ -190,6 +255,7 @@ impl LoadArgs {
             "context": self.context,
             "parallel": self.parallel,
             "spare": self.spare,
+            "replicas": self.replicas,
         })
     }
 }
@@ -261,8 +327,14 @@ pub(crate) fn names(nodes: &Value) -> String {
 /// # Errors
 /// What the node says, or that it does not run.
 pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
-    member::ask("unload", json!({ "model": args.model }))?;
-    tell(format_args!("unloaded {}", printable(&args.model)));
+    let ask = json!({ "model": args.model, "replica": args.replica });
+    let answer = member::ask("unload", ask)?;
+    let (model, count) = (printable(&args.model), answer["unloaded"].as_u64());
+    match (args.replica, count) {
+        (Some(replica), _) => tell(format_args!("unloaded {model} replica {replica}")),
+        (None, Some(count @ 2..)) => tell(format_args!("unloaded {count} replicas of {model}")),
+        (None, _) => tell(format_args!("unloaded {model}")),
+    }
     Ok(())
 }
 
@@ -279,13 +351,7 @@ pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
     let row = |it: &Value| {
         let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
         let epoch = it["epoch"].to_string();
-        [
-            text("model"),
-            state(it),
-            names(&it["nodes"]),
-            epoch,
-            text("id"),
-        ]
+        [label(it), state(it), names(&it["nodes"]), epoch, text("id")]
     };
     let rows: Vec<[String; 5]> = std::iter::once(heading)
         .chain(all.as_array().into_iter().flatten().map(row))
@@ -445,7 +511,9 @@ fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, 
 
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     let ask = asked(arguments)?;
-    fleet.load(&ask).map(|id| json!({ "id": id.to_string() }))
+    let ids = fleet.load(&ask)?;
+    let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
+    Ok(json!({ "id": ids.first(), "ids": ids }))
 }
 
 fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
@@ -470,6 +538,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         context: body.context,
         parallel: body.parallel.unwrap_or(4),
         spare: body.spare.unwrap_or(0).min(1),
+        replicas: body.replicas.unwrap_or(1).max(1),
     })
 }
 
@@ -485,11 +554,22 @@ struct Body {
     context: Option<u32>,
     parallel: Option<u16>,
     spare: Option<u16>,
+    replicas: Option<u16>,
+}
+
+/// Arguments of `unload`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unload {
+    model: String,
+    replica: Option<u16>,
 }
 
 fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let name = arguments["model"].as_str().unwrap_or_default();
-    fleet.unload(name).map(|count| json!({ "unloaded": count }))
+    let Unload { model, replica } =
+        Unload::deserialize(arguments).map_err(|error| error.to_string())?;
+    let unloaded = fleet.unload(&model, replica);
+    unloaded.map(|count| json!({ "unloaded": count }))
 }
 
 fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
@@ -535,18 +615,18 @@ struct Api(Doors);
 impl fleet::Doors for Api {
     fn open(
         &self,
-        id: &str,
+        key: &str,
         wanted: &Wanted,
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String> {
         let model = loaded::served(path, wanted).map_err(|error| format!("{error:#}"))?;
-        let opened = self.0.open(id, model, service);
+        let opened = self.0.open(key, model, service);
         opened.map_err(|error| error.to_string())
     }
 
-    fn close(&self, id: &str) {
-        self.0.close(id);
+    fn close(&self, key: &str) {
+        self.0.close(key);
     }
 
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {

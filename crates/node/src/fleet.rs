@@ -1,10 +1,10 @@
 //! Instances over the nodes of a cluster.
 //!
 //! ```text
-//! load: writes a record to the shared map ──▶ every node looks at its duties
+//! load: writes a record for each replica to the shared map ──▶ every node looks at its duties
 //!   owner (the record's first node): copies the model to the others, starts an Instance over them
 //!   other nodes: run workers (service `crew`), copy the model (`fetch`, `file`)
-//!   every node: opens a door to each instance; requests go to the owner (`answers`)
+//!   every node: opens a door to each model; requests go to the owner of a replica (`answers`)
 //! owner dead: the first successor that lives writes the next record and owns it
 //! ```
 //!
@@ -12,19 +12,29 @@
 //! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
 //! - [`lent`]: instances for programs of this machine's user.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
+//! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
+//!   which nodes compute them.
+//! - `replicas`, `choice`, `prefixes`: which replica answers a request.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
 mod answers;
+mod choice;
 mod copies;
+mod deal;
 mod encoders;
 mod flaps;
 pub mod journals;
 mod leaving;
 pub mod lent;
+mod loading;
+mod naming;
 mod owner;
 mod places;
+mod prefixes;
 mod preview;
+mod replicas;
 mod speed;
+mod spread;
 mod traced;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,9 +47,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{
-    self, Duty, EPOCH_UNWANTED, NODES_MAX, Report, SPLIT_ANY, State, Wanted,
-};
+use paceline_cluster::nodes::placement::{self, Duty, NODES_MAX, Report, State, Wanted};
 use paceline_cluster::nodes::{InstanceId, Key, NodeId};
 use paceline_engine::{EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
@@ -50,12 +58,15 @@ use crate::crew::host::{HostSpec, ModelName, host};
 use crate::crew::line::{Line, say};
 use crate::trace::Recording;
 use crate::{Instance, Portrait};
-use answers::Remote;
+use answers::{Kind, Remote};
 use copies::Copies;
 use journals::{Copier, Shelf};
+use naming::Name;
+pub use naming::Replica;
 use owner::Owned;
 use places::Wire;
 pub use preview::{Preview, Proposal};
+use replicas::{Preferred, Replicas};
 pub use traced::TraceAsk;
 
 /// Services of a node.
@@ -72,22 +83,26 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the channel of an entry to an owner.
 const OWNER_LIMIT: Duration = Duration::from_secs(3);
 
+/// Most replicas of one load: one for each node of the largest instance.
+const REPLICAS_MAX: u16 = NODES_MAX as u16;
+
 /// Hears which models this node answers with.
 pub trait Doors: Send + Sync {
-    /// Answers with an instance from now on. `path` is its model's file on this node.
+    /// Answers with a model from now on, by all of its replicas. `key` names the door; `path` is the
+    /// model's file on this node, `wanted` the record of one of the replicas.
     ///
     /// # Errors
     /// Why it cannot be answered with.
     fn open(
         &self,
-        id: &str,
+        key: &str,
         wanted: &Wanted,
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String>;
 
     /// Answers with it no more.
-    fn close(&self, id: &str);
+    fn close(&self, key: &str);
 
     /// The journal of a streamed answer of this node, which stops answering it: its client, who has
     /// the key with this id, goes on at another node.
@@ -152,6 +167,9 @@ pub struct Ask {
     pub parallel: u16,
     /// Further copies of each shard that wait packed on other nodes; 0 or 1.
     pub spare: u16,
+    /// Whole copies of the model, each an instance of its own; at least 1. Each has `count` nodes,
+    /// or an equal share of `nodes`.
+    pub replicas: u16,
 }
 
 /// An instance, as any node sees it.
@@ -173,6 +191,12 @@ pub struct View {
     pub epoch: u64,
     /// How the model is cut, as it was asked for.
     pub split: String,
+    /// Which replica of the model it is, where there are several.
+    pub replica: Option<Replica>,
+    /// Requests that this node has given to it.
+    pub asked: u64,
+    /// Requests that it has in work, as far as this node knows; 0 where this node gives it none.
+    pub load: usize,
 }
 
 /// An instance that this node can ask.
@@ -198,12 +222,21 @@ struct Inner {
     host: Arc<HostSpec>,
     speed: speed::Known,
     owned: Mutex<BTreeMap<InstanceId, Running>>,
-    open: Mutex<BTreeMap<InstanceId, u64>>,
+    open: Mutex<BTreeMap<Name, Door>>,
     over: AtomicBool,
     /// When the work of this node had moved to others, so that it can go.
     left: Mutex<Option<Instant>>,
     copier: Copier,
     shelf: Shelf,
+}
+
+/// What this node answers a name with.
+#[derive(Clone)]
+enum Door {
+    /// Instances over the cluster.
+    Replicas(Arc<Replicas>),
+    /// This process.
+    Encoder,
 }
 
 /// An instance of this node, by the epoch of its record.
@@ -275,12 +308,14 @@ impl Fleet {
         Ok(Self { inner, thread })
     }
 
-    /// Wants a model loaded. Returns at once with the instance's id; [`list`](Self::list) says how
-    /// it goes.
+    /// Wants a model loaded. Returns the instance of each replica without waiting for it;
+    /// [`list`](Self::list) says how it goes. For several replicas it first measures what is not
+    /// known yet, as [`preview`](Self::preview) does.
     ///
     /// # Errors
-    /// A model that is not on this machine, nodes that there are not.
-    pub fn load(&self, ask: &Ask) -> Result<InstanceId, String> {
+    /// A model that is not on this machine, nodes that there are not, replicas that do not fit in
+    /// memory. Nothing is loaded then.
+    pub fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
         self.inner.load(ask)
     }
 
@@ -293,12 +328,13 @@ impl Fleet {
         self.inner.preview(ask)
     }
 
-    /// Wants a model unloaded, by its name or an instance's id; how many instances that were.
+    /// Wants a model unloaded, by its name or an instance's id: all replicas, or the one with this
+    /// number. How many instances that were.
     ///
     /// # Errors
     /// No such instance.
-    pub fn unload(&self, name: &str) -> Result<usize, String> {
-        self.inner.unload(name)
+    pub fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
+        self.inner.unload(name, replica)
     }
 
     /// Has an instance answer a prompt, and every rank of it record what that takes. The node that
@@ -334,11 +370,12 @@ impl Fleet {
         journals::find(&self.inner, id, key)
     }
 
-    /// The instance of a name or id that answers, if this node can tell its tokens: it needs the
-    /// model's file for that.
+    /// The idlest instance of a name or id that answers, if this node can tell its tokens: it needs
+    /// the model's file for that.
     pub fn using(&self, model: &str) -> Option<Using> {
         let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
-        let view = self.list().into_iter().find(is_it)?;
+        let all = self.list().into_iter().filter(is_it);
+        let view = all.min_by_key(|it| (it.load, it.asked))?;
         let id: InstanceId = view.id.parse().ok()?;
         let map = self.inner.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
@@ -346,7 +383,8 @@ impl Fleet {
         Some(Using { view, path })
     }
 
-    /// An instance of the cluster, wherever it runs, as a service of this node.
+    /// An instance of the cluster, wherever it runs, as a service of this node. Other replicas of
+    /// its model answer while it does not.
     ///
     /// # Errors
     /// An id that is none, what the system says when it refuses a thread.
@@ -355,7 +393,10 @@ impl Fleet {
         if !self.inner.is_wanted(id) {
             return Err(format!("instance {id} is not loaded"));
         }
-        let service = Remote::start(&self.inner, id).map_err(|error| error.to_string())?;
+        if let Some(all) = self.inner.replicas_with(id) {
+            return Ok(Arc::new(Preferred { all, first: id }));
+        }
+        let service = Remote::start(&self.inner, id, None).map_err(|error| error.to_string())?;
         Ok(Arc::new(service))
     }
 
@@ -538,49 +579,74 @@ impl Inner {
         }
     }
 
-    /// Opens a door to each instance that answers, and closes those of instances that are gone.
+    /// Opens a door to each model of which a replica answers, and closes those of models that are
+    /// gone.
     fn tend_doors(self: &Arc<Self>) {
         let map = self.agent.map();
-        let wanted: Vec<_> = placement::wanted(&map).collect();
-        for (id, _, wanted) in &wanted {
-            let is_open = lock(&self.open).contains_key(id);
-            let is_ready = report(&map, *id).is_some_and(|it| it.state == State::Ready);
-            if is_ready && !is_open {
-                self.open_door(*id, wanted);
+        let mut named: BTreeMap<Name, BTreeSet<InstanceId>> = BTreeMap::new();
+        for (id, _, wanted) in placement::wanted(&map) {
+            let name = Name::of(&wanted);
+            if report(&map, id).is_some_and(|it| it.state == State::Ready) {
+                self.admit(&name, id, &wanted);
             }
+            named.entry(name).or_default().insert(id);
         }
-        let gone = |id: &InstanceId, _: &mut u64| !wanted.iter().any(|(other, ..)| other == id);
+        let gone = |name: &Name, _: &mut Door| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
-        for (id, _) in gone {
-            self.spec.doors.close(&id.to_string());
+        for (name, _) in gone {
+            self.spec.doors.close(&name.key());
+        }
+        for (name, door) in lock(&self.open).iter() {
+            if let (Door::Replicas(all), Some(ids)) = (door, named.get(name)) {
+                all.retain(ids);
+            }
         }
     }
 
-    fn open_door(self: &Arc<Self>, id: InstanceId, wanted: &Wanted) {
+    /// Gives requests for a model to one of its replicas too, which is ready.
+    fn admit(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
+        let door = lock(&self.open).get(name).cloned();
+        match door {
+            Some(Door::Replicas(all)) => all.admit(self, id, wanted),
+            Some(Door::Encoder) => {}
+            None => self.open_door(name, id, wanted),
+        }
+    }
+
+    /// The replicas that this node answers with, of which an instance is one.
+    fn replicas_with(&self, id: InstanceId) -> Option<Arc<Replicas>> {
+        let open = lock(&self.open);
+        let mut all = open.values().filter_map(|door| match door {
+            Door::Replicas(all) => Some(all),
+            Door::Encoder => None,
+        });
+        all.find(|all| all.has(id)).cloned()
+    }
+
+    fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
         // A node that computes nothing of it may lack the file.
         let Ok(path) = owner::path_of(self, wanted) else {
             return;
         };
         if encoders::is_encoder(&path) {
-            return self.open_encoder(id, wanted.clone(), path);
+            return self.open_encoder(name.clone(), id, wanted.clone(), path);
         }
-        let Ok(service) = Remote::start(self, id) else {
-            return;
-        };
-        self.answer_with(id, wanted, &path, Arc::new(service));
-        lock(&self.open).insert(id, 0);
+        let all = Arc::new(Replicas::new(&wanted.model, Arc::clone(&self.spec.tell)));
+        all.admit(self, id, wanted);
+        self.answer_with(name, wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
+        lock(&self.open).insert(name.clone(), Door::Replicas(all));
     }
 
-    fn answer_with(&self, id: InstanceId, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {
-        match self.spec.doors.open(&id.to_string(), wanted, path, with) {
+    fn answer_with(&self, name: &Name, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {
+        match self.spec.doors.open(&name.key(), wanted, path, with) {
             Ok(()) => (self.spec.tell)(&format!("answering as {}", wanted.model)),
             Err(reason) => (self.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
         }
     }
 
     /// Opens a door to this node's own copy of an encoder, which a thread loads.
-    fn open_encoder(self: &Arc<Self>, id: InstanceId, wanted: Wanted, path: PathBuf) {
-        lock(&self.open).insert(id, 0);
+    fn open_encoder(self: &Arc<Self>, name: Name, id: InstanceId, wanted: Wanted, path: PathBuf) {
+        lock(&self.open).insert(name.clone(), Door::Encoder);
         let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
         let inner = Arc::clone(self);
         let run = move || {
@@ -589,12 +655,12 @@ impl Inner {
                 _ => encoders::load(&path, &wanted),
             };
             match loaded {
-                Ok(service) => inner.answer_with(id, &wanted, &path, service),
+                Ok(service) => inner.answer_with(&name, &wanted, &path, service),
                 Err(reason) => (inner.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
             }
             // It may have been unloaded meanwhile, when there was no door to close.
-            if !lock(&inner.open).contains_key(&id) {
-                inner.spec.doors.close(&id.to_string());
+            if !lock(&inner.open).contains_key(&name) {
+                inner.spec.doors.close(&name.key());
             }
         };
         let thread = std::thread::Builder::new().name("encoder".to_owned());
@@ -642,6 +708,15 @@ impl Inner {
         Some(Arc::new(Wire(channel)))
     }
 
+    /// By which numbers the owner of an instance computes.
+    fn kind_of_owner(&self, id: InstanceId) -> Option<Kind> {
+        let map = self.agent.map();
+        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let mut nodes = self.agent.nodes().into_iter();
+        let owner = nodes.find(|node| node.id == wanted.nodes[0])?;
+        Some((owner.facts.numerics, owner.facts.kernel_class))
+    }
+
     fn name(&self, id: NodeId) -> String {
         let known = self.agent.nodes().into_iter().find(|node| node.id == id);
         known.map_or_else(|| id.to_string(), |node| node.facts.name)
@@ -653,103 +728,19 @@ impl Inner {
         written.map_err(|error| error.to_string())
     }
 
-    fn load(&self, ask: &Ask) -> Result<InstanceId, String> {
-        let nodes = self.choose(ask)?;
-        if ask.spare > 0 && nodes.len() < 2 {
-            let reason = "a spare is kept by another node of the instance";
-            return Err(format!(
-                "{reason}: ask for --nodes 2 or more, or for no --spare"
-            ));
-        }
-        let path = self.copies.of_user(&ask.model)?;
-        let failed = |error| format!("{}: {error}", path.display());
-        preview::check_file(&path, nodes.len())?;
-        self.measure_unknown(&nodes);
-        for way in self.ways_told(&nodes) {
-            (self.spec.tell)(&format!("{}: {way}", ask.model));
-        }
-        let wanted = Wanted {
-            model: ask.model.clone(),
-            sha256: self.copies.hash(&path).map_err(failed)?,
-            bytes: std::fs::metadata(&path).map_err(failed)?.len(),
-            successors: nodes[1..].to_vec(),
-            nodes,
-            named: !ask.nodes.is_empty(),
-            split: match ask.split {
-                SplitKind::Auto => SPLIT_ANY.to_owned(),
-                kind => kind.to_string(),
-            },
-            threads: ask.threads.unwrap_or(self.spec.threads as u16),
-            context: ask.context,
-            parallel: ask.parallel,
-            spare: ask.spare,
-        };
-        let mut number = [0; 8];
-        getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-        let id = InstanceId(u64::from_le_bytes(number));
-        self.want(id, 1, Some(&wanted)).map(|()| id)
-    }
-
-    /// The nodes that are to compute, this one first if it is among them.
-    fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
-        let mut nodes: Vec<NodeId> = if ask.nodes.is_empty() {
-            let (order, notes) = self.ranked();
-            if order.len() < ask.count {
-                let (wanted, live) = (ask.count, order.len());
-                let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
-                return Err(format!("{wanted} nodes are wanted and {live} live{notes}"));
-            }
-            order.into_iter().take(ask.count).collect()
-        } else {
-            let find = |name: &String| self.agent.find(name).map(|node| node.id);
-            let found: Result<_, _> = ask.nodes.iter().map(find).collect();
-            found.map_err(|error| error.to_string())?
-        };
-        if nodes.is_empty() || nodes.len() > NODES_MAX {
-            return Err(format!("{} nodes, expected 1 to {NODES_MAX}", nodes.len()));
-        }
-        let own = self.agent.id();
-        nodes.sort_by_key(|id| *id != own);
-        let each: BTreeSet<_> = nodes.iter().collect();
-        match each.len() == nodes.len() {
-            true => Ok(nodes),
-            false => Err("a node is named twice".to_owned()),
-        }
-    }
-
-    fn unload(&self, name: &str) -> Result<usize, String> {
-        let map = self.agent.map();
-        let ids: Vec<InstanceId> = placement::wanted(&map)
-            .filter(|(id, _, wanted)| wanted.model == name || id.to_string() == name)
-            .map(|(id, ..)| id)
-            .collect();
-        if ids.is_empty() {
-            return Err(format!("no instance of {name:?} is loaded"));
-        }
-        for id in &ids {
-            self.want(*id, EPOCH_UNWANTED, None)?;
-        }
-        Ok(ids.len())
-    }
-
     fn list(&self) -> Vec<View> {
         let map = self.agent.map();
+        let all: Vec<_> = placement::wanted(&map).collect();
+        let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
         // Once: each look at the nodes reads all of their facts.
         let nodes = self.agent.nodes().into_iter();
         let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, Wanted)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
-            let state = report.as_ref().map_or("waiting", |it| match it.state {
-                State::Fetching => "fetching",
-                State::Loading => "loading",
-                State::Ready => "ready",
-                State::Recovering => "recovering",
-                State::Failed => "failed",
-            });
-            let (progress, reason) = report
-                .as_ref()
-                .map_or((None, None), |it| (it.progress, it.reason.clone()));
+            let (state, progress, reason) = self.told(&wanted, report, &name);
+            let usage = self.replicas_with(id).map(|all| all.usage(id));
+            let usage = usage.unwrap_or_default();
             View {
                 id: id.to_string(),
                 model: wanted.model,
@@ -759,9 +750,38 @@ impl Inner {
                 nodes: wanted.nodes.iter().map(name).collect(),
                 epoch,
                 split: wanted.split,
+                replica: numbers.get(&id).copied(),
+                asked: usage.asked,
+                load: usage.load,
             }
         };
-        placement::wanted(&map).map(view).collect()
+        all.into_iter().map(view).collect()
+    }
+
+    /// How an instance is: its state, its progress, and why. A dead owner says nothing more, so its
+    /// last report is not believed.
+    fn told(
+        &self,
+        wanted: &Wanted,
+        report: Option<Report>,
+        name: &dyn Fn(&NodeId) -> String,
+    ) -> (&'static str, Option<(u64, u64)>, Option<String>) {
+        let owner = &wanted.nodes[0];
+        if self.agent.life(*owner) == Life::Dead {
+            let reason = format!("{}, its owner, is dead", name(owner));
+            return ("recovering", None, Some(reason));
+        }
+        let Some(report) = report else {
+            return ("waiting", None, None);
+        };
+        let state = match report.state {
+            State::Fetching => "fetching",
+            State::Loading => "loading",
+            State::Ready => "ready",
+            State::Recovering => "recovering",
+            State::Failed => "failed",
+        };
+        (state, report.progress, report.reason)
     }
 }
 

@@ -13,7 +13,7 @@ use paceline_tensor::{KvType, PAGE};
 
 /// What a model gets in any case, if it was trained for as many: some pages of text, on machines
 /// that say nothing about their memory too.
-const LEAST: usize = 8192;
+pub(crate) const LEAST: usize = 8192;
 
 /// Share of the memory beside the weights that positions may take: the rest is for buffers, the
 /// system and other programs.

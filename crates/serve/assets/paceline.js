@@ -271,7 +271,8 @@ function updateNode(node, it) {
 function makeInstance(it) {
   const unload = el("button", { type: "button", onclick: () => unloadModel(it, unload) }, "Unload");
   unload.setAttribute("aria-label", `Unload ${nick(it.model)}`);
-  return el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model)), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
+  const replica = it.replica ? ` replica ${it.replica.number}` : "";
+  return el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model) + replica), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
     meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, el("span", {}), el("span", {})), el("p", { class: "facts" }));
 }
 
@@ -324,7 +325,8 @@ function drawSpeed(requests) {
 }
 
 function drawModels(instances) {
-  const ready = instances.filter((it) => it.state === "ready");
+  const answering = instances.filter((it) => it.state === "ready");
+  const ready = answering.filter((it, at) => answering.findIndex((other) => other.model === it.model) === at); // once for all replicas
   const choice = $("chat-model");
   keyed(choice, ready, (it) => it.id, (it) => el("option", { value: it.model }, nick(it.model)), () => {});
   if (!state.chat) $("send").disabled = ready.length === 0;

@@ -348,6 +348,8 @@ impl World {
             context: None,
             parallel: 1,
             spare: 0,
+            replica: 0,
+            source: None,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

@@ -7,6 +7,7 @@ mod alone;
 mod chaos;
 mod live;
 mod models;
+mod replicas;
 mod shared;
 mod traced;
 mod ways;

@@ -9,10 +9,10 @@ use serde_json::Value;
 use super::{Machine, until};
 use crate::nodes::tiny::FAMILIES;
 
-const MODEL: &str = "llama.gguf";
+pub(super) const MODEL: &str = "llama.gguf";
 
 /// A node named `name` with the tiny model in its home, which is in `first`'s cluster.
-fn up(name: &str, first: Option<&Machine>) -> Machine {
+pub(super) fn up(name: &str, first: Option<&Machine>) -> Machine {
     let mut machine = Machine::new(name, None);
     FAMILIES[0].write(&machine.home.path().join(MODEL));
     let Some(first) = first else {

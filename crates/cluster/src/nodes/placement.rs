@@ -49,6 +49,12 @@ pub struct Wanted {
     /// Further copies of each shard that wait packed on other nodes.
     #[serde(default)]
     pub spare: u16,
+    /// Number of this instance among the replicas of its model, from 1; 0 where it was loaded alone.
+    #[serde(default)]
+    pub replica: u16,
+    /// The node that has the model's file: an owner that lacks the file copies it from there.
+    #[serde(default)]
+    pub source: Option<NodeId>,
 }
 
 /// How an instance is, as its owner says.
@@ -195,6 +201,8 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            replica: 0,
+            source: None,
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -266,6 +274,17 @@ mod tests {
         assert_eq!(nodes(&of(&[1, 2], &[2, 3], &[1, 3]).unwrap()), [3]);
         assert_eq!(nodes(&of(&[1], &[], &[1, 9]).unwrap()), [9]);
         assert_eq!(of(&[1, 2], &[2], &[1]), None);
+    }
+
+    #[test]
+    fn records_of_earlier_versions_are_read() {
+        let (_, _, record) = wanted(&map(3, &[1], &[])).next().unwrap();
+        let mut value = serde_json::to_value(&record).unwrap();
+        let fields = value.as_object_mut().unwrap();
+        for later in ["named", "spare", "replica", "source"] {
+            assert!(fields.remove(later).is_some(), "{later}");
+        }
+        assert_eq!(serde_json::from_value::<Wanted>(value).unwrap(), record);
     }
 
     #[test]

@@ -2,16 +2,17 @@
 //!
 //! ```text
 //! entry -> Submit(ticket, request, tokens), Cancel(ticket)
-//! owner <- Reply(ticket, reply)
+//! owner -> Reply(ticket, reply), Stand(how its instance is, when that changed)
 //! ```
-//! The entry keeps each request with the tokens of its answer. When the owner is gone it hands them
-//! to the next owner, and the answer goes on.
+//! The entry keeps each request with the tokens of its answer. When the owner is gone, or its
+//! instance does not answer, the entry's [`Relief`] hands them to another replica of the model.
+//! Without one the entry hands them to the next owner. The answer goes on either way.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -53,6 +54,8 @@ enum ToEntry {
     /// The answer to `Instance`.
     Ready,
     Reply(Ticket, Reply),
+    /// How the instance is, with the requests of all entries.
+    Stand(Status),
 }
 
 /// Answers an entry on its line until that closes.
@@ -85,12 +88,12 @@ fn serve(
     answers: &dyn Fn() -> bool,
 ) -> Result<(), Broken> {
     say(&**line, &ToEntry::Ready)?;
-    let (replies, queue) = sync_channel::<(Ticket, Reply)>(REPLIES_MAX);
+    let (replies, queue) = sync_channel::<ToEntry>(REPLIES_MAX);
     let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            for (ticket, reply) in queue {
-                if say(&**line, &ToEntry::Reply(ticket, reply)).is_err() {
+            for message in queue {
+                if say(&**line, &message).is_err() {
                     line.close();
                     break;
                 }
@@ -105,14 +108,21 @@ fn serve(
     })
 }
 
-/// Takes in an entry's requests until its channel closes.
+/// Takes in an entry's requests until its channel closes, and tells it how the instance is.
 fn listen(
     line: &Arc<dyn Line>,
     (instance, answers): (&Instance, &dyn Fn() -> bool),
     open: &Mutex<BTreeMap<Ticket, Ticket>>,
-    replies: &SyncSender<(Ticket, Reply)>,
+    replies: &SyncSender<ToEntry>,
 ) -> Result<(), Broken> {
+    let mut told = None;
     loop {
+        let status = instance.status();
+        if told.as_ref() != Some(&status) {
+            // A queue without room is full of replies, which come first.
+            let sent = replies.try_send(ToEntry::Stand(status.clone()));
+            told = sent.is_ok().then_some(status);
+        }
         let heard = hear(&**line, LOOK_EVERY)?;
         if !answers() {
             return Err(Broken::new("the instance is another one now"));
@@ -122,26 +132,7 @@ fn listen(
                 ticket,
                 request,
                 tokens,
-            }) => {
-                if lock(open).len() >= OPEN_MAX {
-                    let failure = Failure::Busy { waiting: OPEN_MAX };
-                    let _: Result<(), _> = replies.try_send((ticket, Reply::Failed(failure)));
-                    continue;
-                }
-                let out = replies.clone();
-                let close = Arc::clone(line);
-                let sink: Sink = Box::new(move |reply| {
-                    if out.try_send((ticket, reply)).is_err() {
-                        close.close(); // too far behind, or gone
-                    }
-                });
-                match instance.submit_after(*request, tokens, sink) {
-                    Ok(own) => drop(lock(open).insert(ticket, own)),
-                    Err(failure) => {
-                        let _: Result<(), _> = replies.try_send((ticket, Reply::Failed(failure)));
-                    }
-                }
-            }
+            }) => submit(line, instance, open, replies, (ticket, *request, tokens)),
             Some(ToOwner::Cancel(ticket)) => {
                 if let Some(own) = lock(open).remove(&ticket) {
                     instance.cancel(own);
@@ -153,13 +144,53 @@ fn listen(
     }
 }
 
-/// An instance of another node, as a service of this one. Dropping it loses what is open.
-pub(super) struct Remote {
-    shared: Arc<Shared>,
+/// Has the instance answer a request of an entry.
+fn submit(
+    line: &Arc<dyn Line>,
+    instance: &Instance,
+    open: &Mutex<BTreeMap<Ticket, Ticket>>,
+    replies: &SyncSender<ToEntry>,
+    (ticket, request, tokens): (Ticket, Request, Vec<u32>),
+) {
+    let refuse = |failure| {
+        // A queue that is full has closed the line.
+        let _: Result<(), _> = replies.try_send(ToEntry::Reply(ticket, Reply::Failed(failure)));
+    };
+    if lock(open).len() >= OPEN_MAX {
+        return refuse(Failure::Busy { waiting: OPEN_MAX });
+    }
+    let (out, close) = (replies.clone(), Arc::clone(line));
+    let sink: Sink = Box::new(move |reply| {
+        if out.try_send(ToEntry::Reply(ticket, reply)).is_err() {
+            close.close(); // too far behind, or gone
+        }
+    });
+    match instance.submit_after(request, tokens, sink) {
+        Ok(own) => drop(lock(open).insert(ticket, own)),
+        Err(failure) => refuse(failure),
+    }
 }
 
-struct Shared {
+/// Other instances of a model, which can go on with requests.
+pub(super) trait Relief: Send + Sync {
+    /// Hands the requests of an entry whose instance does not answer to other instances; whether
+    /// any moved. The entry's own thread calls this, so that no reply to them is under way.
+    fn relieve(&self, from: &Entry) -> bool;
+}
+
+/// By which definition of the numbers a node computes: its revision and its kernel class.
+pub(super) type Kind = (u32, String);
+
+/// An instance of another node, as a service of this one. Dropping it hands what is open to the
+/// relief, and loses the rest.
+pub(super) struct Remote {
+    pub(super) entry: Arc<Entry>,
+}
+
+/// Requests of this node for one instance, and the line to its owner.
+pub(super) struct Entry {
     id: InstanceId,
+    relief: Option<Weak<dyn Relief>>,
     last_ticket: AtomicU64,
     state: Mutex<Open>,
     over: AtomicBool,
@@ -170,6 +201,14 @@ struct Open {
     requests: BTreeMap<Ticket, Asked>,
     /// To the owner, while there is one.
     line: Option<Arc<dyn Line>>,
+    /// Whether the instance answers, as the owner last said.
+    answers: bool,
+    /// Requests of other entries that the instance has in work, as the owner last said.
+    others: usize,
+    /// By which numbers the owner computes.
+    kind: Option<Kind>,
+    /// Nothing more is taken.
+    is_over: bool,
 }
 
 impl Open {
@@ -181,11 +220,42 @@ impl Open {
     }
 }
 
-struct Asked {
+/// A request with what came of it so far.
+pub(super) struct Asked {
     request: Box<Request>,
     tokens: Vec<u32>,
     prompt_read: bool,
     sink: Option<Sink>,
+}
+
+impl Asked {
+    /// A request of whose answer its caller has `tokens` already.
+    pub(super) fn new(request: Request, tokens: Vec<u32>, sink: Sink) -> Self {
+        Self {
+            request: Box::new(request),
+            prompt_read: !tokens.is_empty(),
+            tokens,
+            sink: Some(sink),
+        }
+    }
+
+    /// Tokens of the prompt.
+    pub(super) fn prompt(&self) -> &[u32] {
+        &self.request.prompt
+    }
+
+    /// Whether its answer has begun: it goes on with the same numbers only.
+    pub(super) const fn has_begun(&self) -> bool {
+        !self.tokens.is_empty()
+    }
+
+    fn submit(&self, ticket: Ticket) -> ToOwner {
+        ToOwner::Submit {
+            ticket,
+            request: self.request.clone(),
+            tokens: self.tokens.clone(),
+        }
+    }
 }
 
 impl Remote {
@@ -193,46 +263,129 @@ impl Remote {
     ///
     /// # Errors
     /// What the system says when it refuses the thread.
-    pub(super) fn start(inner: &Arc<Inner>, id: InstanceId) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
+    pub(super) fn start(
+        inner: &Arc<Inner>,
+        id: InstanceId,
+        relief: Option<Weak<dyn Relief>>,
+    ) -> std::io::Result<Self> {
+        let entry = Arc::new(Entry {
             id,
+            relief,
             last_ticket: AtomicU64::new(0),
             state: Mutex::default(),
             over: AtomicBool::new(false),
         });
-        let (inner, own) = (Arc::downgrade(inner), Arc::clone(&shared));
-        let run = move || {
-            let mut lost_at = None;
-            while !own.over.load(Ordering::SeqCst) {
-                let Some(inner) = inner.upgrade() else { break };
-                match own.connect(&inner) {
-                    Some(line) => {
-                        drop(inner);
-                        lost_at = None;
-                        own.converse(&*line);
-                    }
-                    None => {
-                        let since = *lost_at.get_or_insert_with(Instant::now);
-                        if !inner.is_wanted(own.id) {
-                            own.lose("the model was unloaded");
-                        } else if since.elapsed() > OWNERLESS_LIMIT {
-                            own.lose("no node owns the model any more");
-                        }
-                        drop(inner);
-                        std::thread::sleep(LOOK_EVERY);
-                    }
-                }
-            }
-            own.lose("the model was unloaded");
-        };
-        std::thread::Builder::new()
-            .name("entry".to_owned())
-            .spawn(run)?;
-        Ok(Self { shared })
+        let (inner, own) = (Arc::downgrade(inner), Arc::clone(&entry));
+        let thread = std::thread::Builder::new().name("entry".to_owned());
+        thread.spawn(move || own.run(&inner))?;
+        Ok(Self { entry })
     }
 }
 
-impl Shared {
+impl Entry {
+    /// The instance.
+    pub(super) const fn id(&self) -> InstanceId {
+        self.id
+    }
+
+    /// Whether the instance answers now, as far as this node knows.
+    pub(super) fn is_ready(&self) -> bool {
+        let state = lock(&self.state);
+        state.line.is_some() && state.answers
+    }
+
+    /// Requests that the instance has in work: those of this entry, and those of others as the
+    /// owner last said.
+    pub(super) fn load(&self) -> usize {
+        let state = lock(&self.state);
+        state.requests.len() + state.others
+    }
+
+    /// By which numbers the last known owner computes.
+    pub(super) fn kind(&self) -> Option<Kind> {
+        lock(&self.state).kind.clone()
+    }
+
+    /// Takes a request, of a client or of another entry. Gives it back when it has [`OPEN_MAX`], or
+    /// when it is over.
+    pub(super) fn take(&self, ticket: Ticket, asked: Asked) -> Result<(), Asked> {
+        let mut state = lock(&self.state);
+        if state.is_over || state.requests.len() >= OPEN_MAX {
+            return Err(asked);
+        }
+        let submit = asked.submit(ticket);
+        state.requests.insert(ticket, asked);
+        state.tell(&submit);
+        Ok(())
+    }
+
+    /// Why [`take`](Self::take) gives a request back.
+    pub(super) fn refusal(&self) -> Failure {
+        let state = lock(&self.state);
+        match state.is_over {
+            true => Failure::Unavailable {
+                reason: "the model was unloaded".to_owned(),
+            },
+            false => Failure::Busy {
+                waiting: state.requests.len(),
+            },
+        }
+    }
+
+    /// Forgets a request; nothing happens where it is none of this entry.
+    pub(super) fn cancel(&self, ticket: Ticket) {
+        let mut state = lock(&self.state);
+        if state.requests.remove(&ticket).is_some() {
+            state.tell(&ToOwner::Cancel(ticket));
+        }
+    }
+
+    /// All open requests, for a [`Relief`]. What it cannot place it returns by
+    /// [`keep`](Self::keep).
+    pub(super) fn give_up(&self) -> BTreeMap<Ticket, Asked> {
+        std::mem::take(&mut lock(&self.state).requests)
+    }
+
+    /// Takes a request back that was given up.
+    pub(super) fn keep(&self, ticket: Ticket, asked: Asked) {
+        lock(&self.state).requests.insert(ticket, asked);
+    }
+
+    /// Leaves the owner, which stops what this entry asked. The next line starts afresh, so that no
+    /// late reply meets a request that has moved on and come back.
+    pub(super) fn hang_up(&self) {
+        if let Some(line) = lock(&self.state).line.take() {
+            line.close();
+        }
+    }
+
+    /// Keeps a channel to the owner until this is over.
+    fn run(&self, inner: &Weak<Inner>) {
+        let mut lost_at = None;
+        while !self.over.load(Ordering::SeqCst) {
+            let Some(inner) = inner.upgrade() else { break };
+            if let Some(line) = self.connect(&inner) {
+                drop(inner);
+                lost_at = None;
+                self.converse(&*line);
+                self.relieve();
+                continue;
+            }
+            self.relieve();
+            let since: Instant = *lost_at.get_or_insert_with(Instant::now);
+            if !inner.is_wanted(self.id) {
+                self.lose("the model was unloaded");
+            } else if since.elapsed() > OWNERLESS_LIMIT {
+                self.lose("no node owns the model any more");
+            }
+            drop(inner);
+            std::thread::sleep(LOOK_EVERY);
+        }
+        lock(&self.state).is_over = true;
+        self.relieve();
+        self.lose("the model was unloaded");
+    }
+
     /// A channel to the owner, if it is ready, with all open requests handed to it.
     fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
         let line = inner.reach_owner(self.id)?;
@@ -240,30 +393,46 @@ impl Shared {
         let Ok(Some(ToEntry::Ready)) = hear(&*line, LOOK_EVERY * 10) else {
             return None;
         };
+        let kind = inner.kind_of_owner(self.id);
         let mut state = lock(&self.state);
         for (ticket, asked) in &state.requests {
-            let submit = ToOwner::Submit {
-                ticket: *ticket,
-                request: asked.request.clone(),
-                tokens: asked.tokens.clone(),
-            };
-            say(&*line, &submit).ok()?;
+            say(&*line, &asked.submit(*ticket)).ok()?;
         }
         state.line = Some(Arc::clone(&line));
+        (state.answers, state.others, state.kind) = (true, 0, kind);
         Some(line)
     }
 
-    /// Passes replies on until the channel breaks.
+    /// Passes replies on until the channel breaks, or until the requests went elsewhere.
     fn converse(&self, line: &dyn Line) {
         while !self.over.load(Ordering::SeqCst) {
             match hear(line, LOOK_EVERY) {
                 Ok(Some(ToEntry::Reply(ticket, reply))) => self.deliver(ticket, reply),
+                Ok(Some(ToEntry::Stand(status))) => self.learn(&status),
                 Ok(_) => {}
                 Err(_) => break,
+            }
+            if !self.is_ready() && self.relieve() {
+                break;
             }
         }
         lock(&self.state).line = None;
         line.close();
+    }
+
+    /// Takes in how the owner's instance is.
+    fn learn(&self, status: &Status) {
+        let mut state = lock(&self.state);
+        state.answers = status.state == State::Ready;
+        let all = status.running + status.waiting;
+        state.others = all.saturating_sub(state.requests.len());
+    }
+
+    /// Has other instances go on with the open requests; whether any moved.
+    fn relieve(&self) -> bool {
+        let relief = self.relief.as_ref().and_then(Weak::upgrade);
+        let has_open = !lock(&self.state).requests.is_empty();
+        has_open && relief.is_some_and(|relief| relief.relieve(self))
     }
 
     fn deliver(&self, ticket: Ticket, reply: Reply) {
@@ -305,47 +474,10 @@ impl Shared {
             sink(Reply::Failed(Failure::Lost { reason }));
         }
     }
-}
 
-impl Service for Remote {
-    fn submit_after(
-        &self,
-        request: Request,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, Failure> {
-        let shared = &self.shared;
-        let mut state = lock(&shared.state);
-        let waiting = state.requests.len();
-        if waiting >= OPEN_MAX {
-            return Err(Failure::Busy { waiting });
-        }
-        let ticket = Ticket(shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let request = Box::new(request);
-        let submit = ToOwner::Submit {
-            ticket,
-            request: request.clone(),
-            tokens: tokens.clone(),
-        };
-        let asked = Asked {
-            request,
-            prompt_read: !tokens.is_empty(),
-            tokens,
-            sink: Some(sink),
-        };
-        state.requests.insert(ticket, asked);
-        state.tell(&submit);
-        Ok(ticket)
-    }
-
-    fn cancel(&self, ticket: Ticket) {
-        let mut state = lock(&self.shared.state);
-        state.requests.remove(&ticket);
-        state.tell(&ToOwner::Cancel(ticket));
-    }
-
-    fn status(&self) -> Status {
-        let state = lock(&self.shared.state);
+    /// How this entry is.
+    pub(super) fn status(&self) -> Status {
+        let state = lock(&self.state);
         let started = state.requests.values().filter(|asked| asked.prompt_read);
         let running = started.count();
         Status {
@@ -359,14 +491,36 @@ impl Service for Remote {
     }
 }
 
+impl Service for Remote {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        let entry = &self.entry;
+        let ticket = Ticket(entry.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let taken = entry.take(ticket, Asked::new(request, tokens, sink));
+        taken.map(|()| ticket).map_err(|_| entry.refusal())
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.entry.cancel(ticket);
+    }
+
+    fn status(&self) -> Status {
+        self.entry.status()
+    }
+}
+
 impl Drop for Remote {
     fn drop(&mut self) {
-        self.shared.over.store(true, Ordering::SeqCst);
+        self.entry.over.store(true, Ordering::SeqCst);
     }
 }
 
 impl fmt::Debug for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "instance {} of another node", self.shared.id)
+        write!(f, "instance {} of another node", self.entry.id)
     }
 }

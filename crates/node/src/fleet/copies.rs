@@ -63,6 +63,8 @@ pub(super) struct Copies {
     folder: PathBuf,
     /// SHA-256 of files, as long as they stay as they are: to read one takes a second a gigabyte.
     known: Mutex<HashMap<(PathBuf, u64, SystemTime), String>>,
+    /// Held while a file is copied to this node: two copies of one model would be one file.
+    turn: Mutex<()>,
 }
 
 impl Copies {
@@ -71,6 +73,7 @@ impl Copies {
             find,
             folder,
             known: Mutex::default(),
+            turn: Mutex::default(),
         }
     }
 
@@ -134,7 +137,10 @@ impl Copies {
     pub(super) fn answer_fetch(&self, agent: &Agent, channel: &Channel) {
         let line = Wire(channel.clone());
         let fetched = match hear::<Fetch>(&line, SILENCE) {
-            Ok(Some(fetch)) => self.fetch(agent, channel.peer(), &fetch, &line),
+            Ok(Some(fetch)) => {
+                let mut told = |bytes: u64| say(&line, &Told::Done(bytes));
+                self.fetch(agent, channel.peer(), &fetch, &mut told)
+            }
             Ok(None) => Err("nothing was asked for".to_owned()),
             Err(broken) => Err(broken.to_string()),
         };
@@ -142,12 +148,38 @@ impl Copies {
         let _: Result<(), _> = say(&line, &fetched.map_or_else(Told::Refused, |()| Told::Ready));
     }
 
-    fn fetch(&self, agent: &Agent, from: NodeId, fetch: &Fetch, told: &Wire) -> Result<(), String> {
+    /// Has this node have a model that the node `from` has; waits until it has. `progress` hears
+    /// bytes.
+    pub(super) fn take(
+        &self,
+        agent: &Agent,
+        from: NodeId,
+        wanted: &Wanted,
+        progress: &dyn Fn(u64),
+    ) -> Result<(), String> {
+        let mut told = |bytes: u64| -> Result<(), Broken> {
+            progress(bytes);
+            Ok(())
+        };
+        self.fetch(agent, from, &fetch(wanted), &mut told)
+    }
+
+    fn fetch(
+        &self,
+        agent: &Agent,
+        from: NodeId,
+        fetch: &Fetch,
+        told: &mut Hear<'_>,
+    ) -> Result<(), String> {
         if self.find(&fetch.model).is_ok() {
             return Ok(());
         }
         if fetch.asks {
             return Err("it has no copy of the model".to_owned());
+        }
+        let _turn = lock(&self.turn);
+        if self.find(&fetch.model).is_ok() {
+            return Ok(()); // copied meanwhile
         }
         let place = self.place(&fetch.model)?;
         fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
@@ -280,8 +312,11 @@ fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
     }
 }
 
+/// Hears how many bytes are copied; an error ends the copying.
+type Hear<'a> = dyn FnMut(u64) -> Result<(), Broken> + 'a;
+
 /// Writes the pieces that come to `place`; the SHA-256 of what was written.
-fn copy(from: &Wire, place: &Path, fetch: &Fetch, told: &Wire) -> Result<String, Broken> {
+fn copy(from: &Wire, place: &Path, fetch: &Fetch, told: &mut Hear<'_>) -> Result<String, Broken> {
     let mut file = BufWriter::new(File::create(place).map_err(Broken::new)?);
     let (mut sum, mut done, mut last) = (Sha256::new(), 0_u64, Instant::now());
     loop {
@@ -300,7 +335,7 @@ fn copy(from: &Wire, place: &Path, fetch: &Fetch, told: &Wire) -> Result<String,
         sum.update(&piece);
         file.write_all(&piece).map_err(Broken::new)?;
         if last.elapsed() >= TELL_EVERY {
-            say(told, &Told::Done(done))?;
+            told(done)?;
             last = Instant::now();
         }
     }
@@ -408,6 +443,8 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            replica: 0,
+            source: None,
         }
     }
 

@@ -372,6 +372,8 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            replica: 0,
+            source: None,
         }
     }
 

@@ -84,7 +84,12 @@ pub fn answer(
 /// As of [`Fleet::load`], and when the node stops.
 pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Result<Value, String> {
     let here = || fleet.upgrade().ok_or("the node is stopping");
-    let id = here()?.load(ask)?.to_string();
+    let ask = Ask {
+        replicas: 1,
+        ..ask.clone()
+    };
+    let ids = here()?.load(&ask)?;
+    let id = ids.first().map(ToString::to_string).unwrap_or_default();
     loop {
         let view = here()?.list().into_iter().find(|view| view.id == id);
         let Some(view) = view else {
@@ -92,7 +97,7 @@ pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Resu
         };
         if !progress(json!(view)) {
             return here()?
-                .unload(&id)
+                .unload(&id, None)
                 .map(|count| json!({ "unloaded": count }));
         }
         std::thread::sleep(BEAT);

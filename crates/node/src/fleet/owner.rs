@@ -51,7 +51,7 @@ impl Owned {
 
     fn try_start(&self, inner: &Arc<Inner>) -> Result<Answers, String> {
         self.report(inner, State::Fetching, None, None);
-        let path = inner.copies.find(&name_of(&self.wanted))?;
+        let path = self.own_file(inner)?;
         self.share(inner)?;
         self.report(inner, State::Loading, None, None);
         if encoders::is_encoder(&path) {
@@ -74,6 +74,28 @@ impl Owned {
         let instance = instance.map_err(|error| error.to_string())?;
         instance.ready().map_err(|error| error.to_string())?;
         Ok(Answers::Instance(Arc::new(instance)))
+    }
+
+    /// The model's file on this node, copied from the node that loaded it where this one lacks it.
+    fn own_file(&self, inner: &Inner) -> Result<PathBuf, String> {
+        let other = self.wanted.source.filter(|id| *id != inner.agent.id());
+        let source = match (path_of(inner, &self.wanted), other) {
+            (Err(_), Some(source)) => source,
+            (found, _) => return found,
+        };
+        let told = Cell::new(Instant::now());
+        let progress = |bytes: u64| {
+            if told.get().elapsed() >= TELL_EVERY {
+                told.set(Instant::now());
+                let progress = Some((bytes, self.wanted.bytes));
+                self.report(inner, State::Fetching, progress, None);
+            }
+        };
+        let taken = inner
+            .copies
+            .take(&inner.agent, source, &self.wanted, &progress);
+        taken.map_err(|reason| format!("the copy from {}: {reason}", inner.name(source)))?;
+        path_of(inner, &self.wanted)
     }
 
     fn prepare(&self, inner: &Inner, path: &Path) -> Result<Prepared, String> {

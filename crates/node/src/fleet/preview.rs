@@ -27,10 +27,10 @@ use crate::forecast::across::{Machine, Way};
 use crate::forecast::{Forecast, Setting};
 
 /// Share of a machine's memory that a model may have: the rest is the system's and other programs'.
-const USABLE: f64 = 0.8;
+pub(super) const USABLE: f64 = 0.8;
 
 /// Nodes of the largest placement that is proposed where no number is given.
-const COUNT_MAX: usize = 8;
+pub(super) const COUNT_MAX: usize = 8;
 
 /// Longest wait for what another node measured between two others to arrive.
 const TOLD_LIMIT: Duration = Duration::from_secs(2);
@@ -52,6 +52,10 @@ pub struct Proposal {
     pub bytes: Vec<u64>,
     /// The measured way of every pair, such as `n0 to n1: eth0 (0.10 ms, 940 MB/s)`.
     pub paths: Vec<String>,
+    /// Of several replicas: the nodes of each, which follow one another in `nodes`. The speed is
+    /// that of the first group of nodes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub replicas: Vec<Vec<String>>,
 }
 
 /// Proposals, the fastest that fits first.
@@ -75,6 +79,15 @@ struct Candidate {
 impl Inner {
     /// Placements of what is asked for.
     pub(super) fn preview(self: &Arc<Self>, ask: &Ask) -> Result<Preview, String> {
+        if ask.replicas > 1 {
+            let (placements, notes) = self.preview_spread(ask)?;
+            let model = ask.model.clone();
+            return Ok(Preview {
+                model,
+                placements,
+                notes,
+            });
+        }
         let path = self.copies.of_user(&ask.model)?;
         let source = Source::open(&path).map_err(|error| error.to_string())?;
         let config = Config::read(&source).map_err(|error| error.to_string())?;
@@ -202,7 +215,12 @@ impl Inner {
         pairs(nodes).map(told).collect()
     }
 
-    fn forecast(&self, source: &Source, config: &Config, ask: &Ask) -> Result<Forecast, String> {
+    pub(super) fn forecast(
+        &self,
+        source: &Source,
+        config: &Config,
+        ask: &Ask,
+    ) -> Result<Forecast, String> {
         let setting = Setting {
             source,
             config,
@@ -215,7 +233,7 @@ impl Inner {
     }
 
     /// Memory and speed of each known node; speeds are multiples of this node's.
-    fn machines(&self, nodes: &[NodeId]) -> Vec<(NodeId, Machine)> {
+    pub(super) fn machines(&self, nodes: &[NodeId]) -> Vec<(NodeId, Machine)> {
         let own = self.own_speed();
         let views = self.agent.nodes();
         std::thread::scope(|scope| {
@@ -249,7 +267,7 @@ impl Inner {
         hear::<Option<Speed>>(&line, speed::LIMIT).ok()?.flatten()
     }
 
-    fn propose(
+    pub(super) fn propose(
         &self,
         (config, forecast): (&Config, &Forecast),
         split: &Split,
@@ -280,6 +298,7 @@ impl Inner {
                 .map(|it| it.usage.total() as u64)
                 .collect(),
             paths: self.ways_told(set),
+            replicas: Vec::new(),
         })
     }
 
@@ -314,7 +333,7 @@ fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
 }
 
 /// The ways to cut a model over `n` nodes, or the one that is asked for.
-fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
+pub(super) fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     let kinds = match kind {
         SplitKind::Auto if n == 1 => vec![SplitKind::Auto],
         SplitKind::Auto => vec![SplitKind::Tensor, SplitKind::Pipeline],

@@ -1,0 +1,135 @@
+//! Which replica of a model answers a request.
+//!
+//! The replica that has the longest prefix of the prompt in its cache, unless it is busier than the
+//! idlest one by more than a margin. Without a known prefix the idlest.
+
+use std::cmp::Reverse;
+
+/// A replica as the entry of a request sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Candidate {
+    /// Whether it answers now.
+    pub(super) is_ready: bool,
+    /// Requests that it has in work, of all entries.
+    pub(super) load: usize,
+    /// Answers that it computes at the same time; more wait.
+    pub(super) parallel: usize,
+    /// Leading blocks of the prompt ([`BLOCK`](super::prefixes::BLOCK) tokens each) that it has
+    /// read before.
+    pub(super) blocks: usize,
+    /// Requests that this entry has given to it.
+    pub(super) asked: u64,
+}
+
+/// The index of the replica that is to answer; `None` where there is none. A replica that is not
+/// ready is chosen only where no replica is.
+pub(super) fn choose(replicas: &[Candidate]) -> Option<usize> {
+    let some_ready = replicas.iter().any(|it| it.is_ready);
+    let open = || {
+        let all = replicas.iter().enumerate();
+        all.filter(move |(_, it)| it.is_ready || !some_ready)
+    };
+    let (idlest, idle) = open().min_by_key(|(_, it)| (it.load, Reverse(it.blocks), it.asked))?;
+    let (warmest, warm) = open().min_by_key(|(_, it)| (Reverse(it.blocks), it.load, it.asked))?;
+    match warm.load <= idle.load + margin(warm, idle) {
+        true => Some(warmest),
+        false => Some(idlest),
+    }
+}
+
+/// By how many requests the replica with the longer prefix may be busier and is still chosen.
+///
+/// One request for each block that need not be read, [`Candidate::parallel`] at most. Both bounds
+/// are estimates and not measured. To read a block holds the other answers of a replica up for one
+/// step of 64 rows, which costs them about what one more answer beside them does. With `parallel`
+/// more requests, a request waits until a whole answer has ended: that takes longer than to read a
+/// prompt.
+fn margin(warm: &Candidate, idle: &Candidate) -> usize {
+    warm.blocks.saturating_sub(idle.blocks).min(warm.parallel)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ready(load: usize, blocks: usize) -> Candidate {
+        Candidate {
+            is_ready: true,
+            load,
+            parallel: 4,
+            blocks,
+            asked: 0,
+        }
+    }
+
+    fn lost(load: usize, blocks: usize) -> Candidate {
+        Candidate {
+            is_ready: false,
+            ..ready(load, blocks)
+        }
+    }
+
+    #[test]
+    fn the_longest_prefix_wins_unless_its_replica_is_too_busy() {
+        let cases: [(&str, &[Candidate], Option<usize>); 12] = [
+            ("none", &[], None),
+            ("the only one", &[ready(9, 0)], Some(0)),
+            ("the idlest", &[ready(2, 0), ready(1, 0)], Some(1)),
+            ("the first of equals", &[ready(1, 0), ready(1, 0)], Some(0)),
+            ("the prefix", &[ready(0, 0), ready(0, 3)], Some(1)),
+            ("longer", &[ready(0, 2), ready(0, 3)], Some(1)),
+            ("busier by a block", &[ready(0, 0), ready(1, 1)], Some(1)),
+            ("by more", &[ready(0, 0), ready(2, 1)], Some(0)),
+            ("by parallel", &[ready(0, 0), ready(4, 99)], Some(1)),
+            ("by more than that", &[ready(0, 0), ready(5, 99)], Some(0)),
+            ("a little longer", &[ready(0, 98), ready(2, 99)], Some(0)),
+            (
+                "of equal prefixes the idlest",
+                &[ready(1, 5), ready(0, 5)],
+                Some(1),
+            ),
+        ];
+        for (what, replicas, chosen) in cases {
+            assert_eq!(choose(replicas), chosen, "{what}");
+        }
+    }
+
+    #[test]
+    fn a_replica_that_does_not_answer_is_avoided() {
+        assert_eq!(choose(&[lost(0, 9), ready(7, 0)]), Some(1));
+        assert_eq!(choose(&[ready(7, 0), lost(0, 9)]), Some(0));
+        assert_eq!(choose(&[lost(1, 0), lost(0, 0)]), Some(1), "none answers");
+    }
+
+    #[test]
+    fn requests_one_after_another_are_shared_out() {
+        let mut replicas = [ready(0, 0); 3];
+        for round in 1..=4 {
+            for _ in 0..3 {
+                let chosen = choose(&replicas).unwrap();
+                replicas[chosen].asked += 1;
+            }
+            assert_eq!(replicas.map(|it| it.asked), [round; 3]);
+        }
+    }
+
+    /// Eight prompts, each asked twice, all at the same time: halves for both, and every second
+    /// request at the replica of the first.
+    #[test]
+    fn pairs_meet_and_replicas_stay_level() {
+        let mut replicas = [ready(0, 0); 2];
+        let mut homes = Vec::new();
+        for _ in 0..8 {
+            let chosen = choose(&replicas).unwrap();
+            replicas[chosen].load += 1;
+            homes.push(chosen);
+        }
+        for home in homes {
+            let mut seen = replicas;
+            seen[home].blocks = 3;
+            assert_eq!(choose(&seen), Some(home));
+            replicas[home].load += 1;
+        }
+        assert_eq!(replicas.map(|it| it.load), [8, 8]);
+    }
+}

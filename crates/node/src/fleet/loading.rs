@@ -1,0 +1,169 @@
+//! What people want loaded and unloaded, as records of the shared map.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, NODES_MAX, SPLIT_ANY, Wanted};
+use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_model::SplitKind;
+
+use super::{Ask, Inner, REPLICAS_MAX, naming, preview};
+
+impl Inner {
+    /// As [`Fleet::load`](super::Fleet::load).
+    pub(super) fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
+        let groups = match ask.replicas {
+            0 | 1 => vec![self.choose(ask)?],
+            2..=REPLICAS_MAX => self.spread(ask)?,
+            many => return Err(format!("{many} replicas, expected 1 to {REPLICAS_MAX}")),
+        };
+        if ask.spare > 0 && groups.iter().any(|nodes| nodes.len() < 2) {
+            let reason = "a spare is kept by another node of the instance";
+            return Err(format!(
+                "{reason}: ask for --nodes 2 or more, or for no --spare"
+            ));
+        }
+        let path = self.copies.of_user(&ask.model)?;
+        let all: BTreeSet<NodeId> = groups.iter().flatten().copied().collect();
+        preview::check_file(&path, all.len())?;
+        for nodes in &groups {
+            self.measure_unknown(nodes);
+            for way in self.ways_told(nodes) {
+                (self.spec.tell)(&format!("{}: {way}", ask.model));
+            }
+        }
+        let records = self.records(ask, &path, groups)?;
+        self.want_all(&records)
+    }
+
+    /// A record for each replica, on its group of nodes.
+    fn records(
+        &self,
+        ask: &Ask,
+        path: &Path,
+        groups: Vec<Vec<NodeId>>,
+    ) -> Result<Vec<Wanted>, String> {
+        let map = self.agent.map();
+        let others: Vec<_> = placement::wanted(&map).collect();
+        let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
+        let numbers = naming::next(&ask.model, others, groups.len());
+        let one = self.record(ask, path)?;
+        let records = groups.into_iter().zip(numbers);
+        let records = records.map(|(nodes, replica)| Wanted {
+            successors: nodes[1..].to_vec(),
+            nodes,
+            replica,
+            ..one.clone()
+        });
+        Ok(records.collect())
+    }
+
+    /// What the records of all replicas have in common.
+    fn record(&self, ask: &Ask, path: &Path) -> Result<Wanted, String> {
+        let failed = |error| format!("{}: {error}", path.display());
+        Ok(Wanted {
+            model: ask.model.clone(),
+            sha256: self.copies.hash(path).map_err(failed)?,
+            bytes: std::fs::metadata(path).map_err(failed)?.len(),
+            nodes: Vec::new(),
+            successors: Vec::new(),
+            named: !ask.nodes.is_empty(),
+            split: match ask.split {
+                SplitKind::Auto => SPLIT_ANY.to_owned(),
+                kind => kind.to_string(),
+            },
+            threads: ask.threads.unwrap_or(self.spec.threads as u16),
+            context: ask.context,
+            parallel: ask.parallel,
+            spare: ask.spare,
+            replica: 0,
+            source: Some(self.agent.id()),
+        })
+    }
+
+    /// Writes the first records of new instances, all or none of them.
+    fn want_all(&self, records: &[Wanted]) -> Result<Vec<InstanceId>, String> {
+        let mut ids = Vec::new();
+        for record in records {
+            match self.want_new(record) {
+                Ok(id) => ids.push(id),
+                Err(reason) => {
+                    for id in ids {
+                        self.want(id, EPOCH_UNWANTED, None)?;
+                    }
+                    return Err(reason);
+                }
+            }
+        }
+        Ok(ids)
+    }
+
+    fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
+        let mut number = [0; 8];
+        getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+        let id = InstanceId(u64::from_le_bytes(number));
+        self.want(id, 1, Some(record)).map(|()| id)
+    }
+
+    /// The nodes that are to compute one instance, this one first if it is among them.
+    pub(super) fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+        let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
+            true => self.best(ask.count)?,
+            false => self.named(ask)?,
+        };
+        if nodes.is_empty() || nodes.len() > NODES_MAX {
+            return Err(format!("{} nodes, expected 1 to {NODES_MAX}", nodes.len()));
+        }
+        let own = self.agent.id();
+        nodes.sort_by_key(|id| *id != own);
+        let each: BTreeSet<_> = nodes.iter().collect();
+        match each.len() == nodes.len() {
+            true => Ok(nodes),
+            false => Err("a node is named twice".to_owned()),
+        }
+    }
+
+    /// So many living nodes, the best reached first.
+    fn best(&self, count: usize) -> Result<Vec<NodeId>, String> {
+        let (mut order, notes) = self.ranked();
+        if order.len() < count {
+            let live = order.len();
+            let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
+            return Err(format!("{count} nodes are wanted and {live} live{notes}"));
+        }
+        order.truncate(count);
+        Ok(order)
+    }
+
+    /// The nodes that are named, in order.
+    pub(super) fn named(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+        let find = |name: &String| self.agent.find(name).map(|node| node.id);
+        let found: Result<_, _> = ask.nodes.iter().map(find).collect();
+        found.map_err(|error| error.to_string())
+    }
+
+    /// As [`Fleet::unload`](super::Fleet::unload).
+    pub(super) fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
+        let map = self.agent.map();
+        let all: Vec<_> = placement::wanted(&map).collect();
+        let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
+        let is_it =
+            |id: InstanceId, wanted: &Wanted| wanted.model == name || id.to_string() == name;
+        let named = all.iter().filter(|(id, _, wanted)| is_it(*id, wanted));
+        let mut ids: Vec<InstanceId> = named.map(|(id, ..)| *id).collect();
+        if ids.is_empty() {
+            return Err(format!("no instance of {name:?} is loaded"));
+        }
+        if let Some(replica) = replica {
+            // An instance that is alone has no number.
+            ids.retain(|id| numbers.get(id).map_or(1, |it| it.number) == replica);
+        }
+        if let (true, Some(replica)) = (ids.is_empty(), replica) {
+            return Err(format!("no replica {replica} of {name:?} is loaded"));
+        }
+        for id in &ids {
+            self.want(*id, EPOCH_UNWANTED, None)?;
+        }
+        Ok(ids.len())
+    }
+}

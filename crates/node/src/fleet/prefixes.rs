@@ -1,0 +1,135 @@
+//! Which replica has read which beginnings of prompts.
+//!
+//! An entry remembers what it sent where, in blocks of [`BLOCK`] tokens. It does not know what a
+//! replica's cache still has, nor what other entries sent: a wrong guess costs the reading of a
+//! prompt.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use paceline_cluster::nodes::InstanceId;
+
+/// Tokens of a block: the page, which is what an engine's prefix cache shares.
+pub(super) const BLOCK: usize = paceline_tensor::PAGE;
+
+/// Most blocks of a prompt that are looked at: 65,536 tokens. Prompts that are equal up to there
+/// count as equal.
+const BLOCKS_OF_ONE: usize = 1024;
+
+/// Most blocks that are remembered: 4,096 requests of 1,024 tokens. Full, that is about 4 MB: 24
+/// bytes for the key and the number in a tree that is half empty, and as much in the queue.
+const BLOCKS_MAX: usize = 65_536;
+
+/// FNV-1a's offset and prime for 64 bits, here over tokens and not bytes. Source: RFC 9923. Equal
+/// hashes of unlike prompts cost the reading of a prompt, so nothing stronger is needed.
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
+
+/// A hash for each whole block of a prompt, of all tokens up to the block's end.
+pub(super) fn blocks(prompt: &[u32]) -> Vec<u64> {
+    let mix = |hash: u64, token: &u32| (hash ^ u64::from(*token)).wrapping_mul(FNV_PRIME);
+    let whole = prompt.chunks_exact(BLOCK).take(BLOCKS_OF_ONE);
+    let mut hash = FNV_OFFSET;
+    whole
+        .map(|block| {
+            hash = block.iter().fold(hash, mix);
+            hash
+        })
+        .collect()
+}
+
+/// Blocks and the instances that have read them; the oldest are forgotten.
+#[derive(Debug, Default)]
+pub(super) struct Prefixes {
+    /// The number of the last mention of a block at an instance.
+    known: BTreeMap<(u64, InstanceId), u64>,
+    /// All mentions, oldest first.
+    mentions: VecDeque<(u64, InstanceId, u64)>,
+    last: u64,
+}
+
+impl Prefixes {
+    /// An instance reads a prompt.
+    pub(super) fn remember(&mut self, blocks: &[u64], id: InstanceId) {
+        // The first block is the newest: without it the others are of no use.
+        for block in blocks.iter().rev() {
+            self.last += 1;
+            self.known.insert((*block, id), self.last);
+            self.mentions.push_back((*block, id, self.last));
+        }
+        while self.mentions.len() > BLOCKS_MAX
+            && let Some((block, id, number)) = self.mentions.pop_front()
+        {
+            if self.known.get(&(block, id)) == Some(&number) {
+                self.known.remove(&(block, id));
+            }
+        }
+    }
+
+    /// Leading blocks of a prompt that an instance has read.
+    pub(super) fn read_by(&self, blocks: &[u64], id: InstanceId) -> usize {
+        let is_known = |block: &&u64| self.known.contains_key(&(**block, id));
+        blocks.iter().take_while(is_known).count()
+    }
+
+    /// The cache of an instance is gone.
+    pub(super) fn forget(&mut self, id: InstanceId) {
+        self.known.retain(|(_, other), _| *other != id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prompt(first: u32, len: usize) -> Vec<u32> {
+        let mut prompt = vec![7; len];
+        prompt[0] = first;
+        prompt
+    }
+
+    #[test]
+    fn a_block_stands_for_all_tokens_before_its_end() {
+        assert!(blocks(&[]).is_empty());
+        for len in [1, BLOCK - 1] {
+            assert!(blocks(&prompt(7, len)).is_empty(), "{len}");
+        }
+        assert_eq!(blocks(&prompt(7, BLOCK)).len(), 1);
+        let (one, other) = (blocks(&prompt(1, 3 * BLOCK)), blocks(&prompt(2, 3 * BLOCK)));
+        assert!(one.iter().zip(&other).all(|(a, b)| a != b));
+        assert_eq!(one[..2], blocks(&prompt(1, 3 * BLOCK - 1)));
+        assert_eq!(blocks(&prompt(7, 2000 * BLOCK)).len(), BLOCKS_OF_ONE);
+    }
+
+    #[test]
+    fn the_common_beginning_is_found_where_it_was_read() {
+        let (here, there) = (InstanceId(1), InstanceId(2));
+        let mut prefixes = Prefixes::default();
+        let long = blocks(&prompt(1, 4 * BLOCK));
+        prefixes.remember(&long[..2], here);
+        assert_eq!(prefixes.read_by(&long, here), 2);
+        assert_eq!(prefixes.read_by(&long, there), 0);
+        assert_eq!(prefixes.read_by(&blocks(&prompt(2, 4 * BLOCK)), here), 0);
+        prefixes.remember(&long, there);
+        assert_eq!(prefixes.read_by(&long, there), 4);
+        prefixes.forget(there);
+        assert_eq!(prefixes.read_by(&long, there), 0);
+        assert_eq!(prefixes.read_by(&long, here), 2);
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded_and_what_is_used_stays() {
+        let id = InstanceId(1);
+        let mut prefixes = Prefixes::default();
+        let (kept, lost) = ([1, 2], [3, 4]);
+        prefixes.remember(&lost, id);
+        for number in 0..2 * BLOCKS_MAX as u64 {
+            if number % 1000 == 0 {
+                prefixes.remember(&kept, id);
+            }
+            prefixes.remember(&[100 + number], id);
+        }
+        assert_eq!(prefixes.read_by(&kept, id), 2);
+        assert_eq!(prefixes.read_by(&lost, id), 0);
+        assert!(prefixes.known.len() <= BLOCKS_MAX && prefixes.mentions.len() == BLOCKS_MAX);
+    }
+}

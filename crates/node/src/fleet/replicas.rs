@@ -1,0 +1,310 @@
+//! The replicas of a model, as one service of a node.
+//!
+//! ```text
+//! client ──▶ Replicas ──choose──▶ entry of replica 1 ──▶ its owner
+//!                └──────────────▶ entry of replica 2 ──▶ its owner
+//! ```
+//! Each request goes to one replica: [`choose`] says which. The entry of a replica that is lost, or
+//! that recovers, hands its open requests to the other replicas, which go on behind the tokens that
+//! the client has. What lies with a request (its journal, the stored response that it follows) is
+//! kept by this node for all replicas, so a client that comes back finds it whichever answers.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+use paceline_base::lock;
+use paceline_cluster::nodes::InstanceId;
+use paceline_cluster::nodes::placement::Wanted;
+use paceline_engine::{Failure, Request, Service, Sink, State, Status, Ticket};
+
+use super::Inner;
+use super::answers::{Asked, Entry, Relief, Remote};
+use super::choice::{Candidate, choose};
+use super::prefixes::{Prefixes, blocks};
+
+/// Hears lines for people.
+type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// A model as this node answers with it. Dropping it loses what is open.
+pub(super) struct Replicas {
+    routes: Arc<Routes>,
+}
+
+/// What the entries of all replicas share.
+struct Routes {
+    model: String,
+    tell: Tell,
+    members: Mutex<BTreeMap<InstanceId, Member>>,
+    /// Held from a choice until the chosen replica counts the request: the next choice sees it.
+    prefixes: Mutex<Prefixes>,
+    last_ticket: AtomicU64,
+    /// Held while requests move, and by a cancel: it finds a request before or after its move.
+    moves: Mutex<()>,
+}
+
+/// A replica.
+#[derive(Clone)]
+struct Member {
+    remote: Arc<Remote>,
+    /// Answers that it computes at the same time.
+    parallel: usize,
+    /// Requests that this node has given to it.
+    asked: Arc<AtomicU64>,
+}
+
+impl Member {
+    fn entry(&self) -> &Entry {
+        &self.remote.entry
+    }
+}
+
+/// What this node knows of the use of a replica.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Use {
+    /// Requests that this node has given to it.
+    pub(super) asked: u64,
+    /// Requests that it has in work, of all nodes.
+    pub(super) load: usize,
+}
+
+impl Replicas {
+    /// None yet, of a model that its user calls `model`.
+    pub(super) fn new(model: &str, tell: Tell) -> Self {
+        let routes = Routes {
+            model: model.to_owned(),
+            tell,
+            members: Mutex::default(),
+            prefixes: Mutex::default(),
+            last_ticket: AtomicU64::new(0),
+            moves: Mutex::default(),
+        };
+        let routes = Arc::new(routes);
+        Self { routes }
+    }
+
+    /// Gives requests to an instance too, from now on; nothing happens when it is known.
+    pub(super) fn admit(&self, inner: &Arc<Inner>, id: InstanceId, wanted: &Wanted) {
+        if self.has(id) {
+            return;
+        }
+        let routes = Arc::downgrade(&self.routes);
+        let relief: Weak<dyn Relief> = routes;
+        // Without a thread for it, the next look at the doors tries again.
+        let Ok(remote) = Remote::start(inner, id, Some(relief)) else {
+            return;
+        };
+        let member = Member {
+            remote: Arc::new(remote),
+            parallel: usize::from(wanted.parallel.max(1)),
+            asked: Arc::default(),
+        };
+        lock(&self.routes.members).insert(id, member);
+    }
+
+    /// Gives requests to these instances only. Open requests of the others move to them.
+    pub(super) fn retain(&self, wanted: &BTreeSet<InstanceId>) {
+        lock(&self.routes.members).retain(|id, _| wanted.contains(id));
+    }
+
+    /// Whether an instance is one of them.
+    pub(super) fn has(&self, id: InstanceId) -> bool {
+        lock(&self.routes.members).contains_key(&id)
+    }
+
+    /// How an instance is used.
+    pub(super) fn usage(&self, id: InstanceId) -> Use {
+        let member = lock(&self.routes.members).get(&id).cloned();
+        member.map_or_else(Use::default, |member| Use {
+            asked: member.asked.load(Ordering::Relaxed),
+            load: member.entry().load(),
+        })
+    }
+
+    /// Gives a request to a replica: to `first` if it answers, else to the one that is chosen.
+    fn submit_to(&self, asked: Asked, first: Option<InstanceId>) -> Result<Ticket, Failure> {
+        let routes = &self.routes;
+        let ticket = Ticket(routes.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let mut members = routes.members();
+        let first = first.and_then(|id| members.iter().position(|(other, _)| *other == id));
+        let first = first.filter(|at| members[*at].1.entry().is_ready());
+        let mut refusal = Failure::Unavailable {
+            reason: "no replica of the model is loaded".to_owned(),
+        };
+        let hashes = blocks(asked.prompt());
+        let (mut asked, mut at) = (asked, first);
+        loop {
+            let mut prefixes = lock(&routes.prefixes);
+            let chosen = at.take().or_else(|| prefixes.choose(&members, &hashes));
+            let Some(chosen) = chosen else {
+                return Err(refusal);
+            };
+            let (id, member) = members.swap_remove(chosen);
+            match give(&member, ticket, asked) {
+                Ok(()) => {
+                    prefixes.remember(&hashes, id);
+                    return Ok(ticket);
+                }
+                Err(back) => asked = back,
+            }
+            refusal = member.entry().refusal();
+        }
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        let _turn = lock(&self.routes.moves);
+        for (_, member) in self.routes.members() {
+            member.entry().cancel(ticket);
+        }
+    }
+
+    fn status(&self) -> Status {
+        let members = self.routes.members();
+        let all: Vec<Status> = members.iter().map(|(_, it)| it.entry().status()).collect();
+        let is_ready = members.iter().any(|(_, it)| it.entry().is_ready());
+        Status {
+            state: match is_ready {
+                true => State::Ready,
+                false => State::Recovering("no replica answers at the moment".to_owned()),
+            },
+            running: all.iter().map(|it| it.running).sum(),
+            waiting: all.iter().map(|it| it.waiting).sum(),
+        }
+    }
+}
+
+impl Routes {
+    fn members(&self) -> Vec<(InstanceId, Member)> {
+        let members = lock(&self.members);
+        members.iter().map(|(id, it)| (*id, it.clone())).collect()
+    }
+
+    /// Gives an open request of an entry to one of `others`; the request comes back where none of
+    /// them can go on with it.
+    fn hand_over(
+        &self,
+        from: &Entry,
+        others: &[(InstanceId, Member)],
+        (ticket, asked): (Ticket, Asked),
+    ) -> Result<(), Asked> {
+        let kind = from.kind();
+        let fits = |(_, member): &&(InstanceId, Member)| {
+            !asked.has_begun() || (kind.is_some() && member.entry().kind() == kind)
+        };
+        let fitting: Vec<_> = others.iter().filter(fits).cloned().collect();
+        let hashes = blocks(asked.prompt());
+        let mut prefixes = lock(&self.prefixes);
+        let Some(chosen) = prefixes.choose(&fitting, &hashes) else {
+            return Err(asked);
+        };
+        let (id, member) = &fitting[chosen];
+        give(member, ticket, asked)?;
+        prefixes.remember(&hashes, *id);
+        Ok(())
+    }
+}
+
+impl Prefixes {
+    /// The index of the replica that is to answer a prompt with these blocks.
+    fn choose(&self, members: &[(InstanceId, Member)], hashes: &[u64]) -> Option<usize> {
+        let candidate = |(id, member): &(InstanceId, Member)| Candidate {
+            is_ready: member.entry().is_ready(),
+            load: member.entry().load(),
+            parallel: member.parallel,
+            blocks: self.read_by(hashes, *id),
+            asked: member.asked.load(Ordering::Relaxed),
+        };
+        let candidates: Vec<Candidate> = members.iter().map(candidate).collect();
+        choose(&candidates)
+    }
+}
+
+/// Gives a request to a replica, and counts it; the request comes back where the replica does not
+/// take it.
+fn give(member: &Member, ticket: Ticket, asked: Asked) -> Result<(), Asked> {
+    member.entry().take(ticket, asked)?;
+    member.asked.fetch_add(1, Ordering::Relaxed);
+    Ok(())
+}
+
+impl Relief for Routes {
+    fn relieve(&self, from: &Entry) -> bool {
+        let _turn = lock(&self.moves);
+        let mut others = self.members();
+        others.retain(|(id, member)| *id != from.id() && member.entry().is_ready());
+        if others.is_empty() {
+            return false;
+        }
+        // Whatever comes back to it later finds an empty cache.
+        lock(&self.prefixes).forget(from.id());
+        let mut moved = 0;
+        for (ticket, asked) in from.give_up() {
+            match self.hand_over(from, &others, (ticket, asked)) {
+                Ok(()) => moved += 1,
+                Err(asked) => from.keep(ticket, asked),
+            }
+        }
+        if moved > 0 {
+            from.hang_up();
+            let (model, plural) = (&self.model, if moved == 1 { "" } else { "s" });
+            (self.tell)(&format!(
+                "{model}: another replica goes on with {moved} request{plural}"
+            ));
+        }
+        moved > 0
+    }
+}
+
+impl Service for Replicas {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        self.submit_to(Asked::new(request, tokens, sink), None)
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.cancel(ticket);
+    }
+
+    fn status(&self) -> Status {
+        self.status()
+    }
+}
+
+impl fmt::Debug for Replicas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ids: Vec<InstanceId> = lock(&self.routes.members).keys().copied().collect();
+        write!(f, "replicas {ids:?} of {}", self.routes.model)
+    }
+}
+
+/// One of the replicas: the others answer when it does not.
+#[derive(Debug)]
+pub(super) struct Preferred {
+    pub(super) all: Arc<Replicas>,
+    pub(super) first: InstanceId,
+}
+
+impl Service for Preferred {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        let asked = Asked::new(request, tokens, sink);
+        self.all.submit_to(asked, Some(self.first))
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.all.cancel(ticket);
+    }
+
+    fn status(&self) -> Status {
+        self.all.status()
+    }
+}

@@ -1,0 +1,225 @@
+//! Replicas over the nodes that live: placements with predictions, and whether memory has room for
+//! all of them together.
+//!
+//! A replica has as many nodes as `--nodes N` says, or an equal share of the named ones. What it
+//! needs of each node is the forecast's for the first group of nodes; [`deal`](super::deal) decides
+//! by that. Weights of what is loaded already count as taken.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use paceline_base::Bytes;
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::placement::{self, NODES_MAX};
+use paceline_model::{Config, Source};
+
+use super::deal::{Need, Short, check, deal, share_out};
+use super::preview::{COUNT_MAX, Proposal, USABLE, splits};
+use super::{Ask, Inner, encoders};
+use crate::forecast::Forecast;
+use crate::room::LEAST;
+
+/// The nodes of each replica, and what is predicted of them.
+type Placed = (Vec<Vec<NodeId>>, Proposal);
+
+/// Nodes for replicas.
+enum Pool {
+    /// The groups that the user named.
+    Named(Vec<Vec<NodeId>>),
+    /// All that live, the best first.
+    Any(Vec<NodeId>),
+}
+
+impl Pool {
+    /// A group of so many nodes, to measure and predict with.
+    fn first(&self, each: usize) -> &[NodeId] {
+        match self {
+            Self::Named(groups) => &groups[0],
+            Self::Any(order) => &order[..each],
+        }
+    }
+}
+
+impl Inner {
+    /// The nodes of each replica of what is asked for.
+    pub(super) fn spread(&self, ask: &Ask) -> Result<Vec<Vec<NodeId>>, String> {
+        let (pool, each) = (self.pool(ask)?, ask.count);
+        if matches!(pool, Pool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
+            return Err(format!("{each} nodes, expected 1 to {NODES_MAX}"));
+        }
+        let (proposals, mut notes) = self.spread_over(ask, &pool, each..=each)?;
+        let best = proposals.into_iter().next();
+        best.map(|(groups, _)| groups)
+            .ok_or_else(|| notes.pop().unwrap_or_else(|| NO_WAY.to_owned()))
+    }
+
+    /// As [`preview`](Self::preview), of several replicas.
+    pub(super) fn preview_spread(&self, ask: &Ask) -> Result<(Vec<Proposal>, Vec<String>), String> {
+        let pool = self.pool(ask)?;
+        let most = match &pool {
+            Pool::Named(groups) => groups[0].len(),
+            Pool::Any(order) => order.len().min(COUNT_MAX),
+        };
+        let each = match ask.count {
+            0 => 1..=most,
+            count => count..=count,
+        };
+        let (proposals, notes) = self.spread_over(ask, &pool, each)?;
+        Ok((proposals.into_iter().map(|it| it.1).collect(), notes))
+    }
+
+    /// Groups of nodes with what is predicted of them, the fastest first, for replicas of any of
+    /// these numbers of nodes; and why there are no others.
+    fn spread_over(
+        &self,
+        ask: &Ask,
+        pool: &Pool,
+        each: std::ops::RangeInclusive<usize>,
+    ) -> Result<(Vec<Placed>, Vec<String>), String> {
+        let path = self.copies.of_user(&ask.model)?;
+        let (config, forecast) = self.opened(ask, &path)?;
+        let each = match pool {
+            Pool::Named(groups) => groups[0].len()..=groups[0].len(),
+            Pool::Any(_) => each,
+        };
+        let (mut proposals, mut notes) = (Vec::new(), Vec::new());
+        for each in each {
+            let first = pool.first(each);
+            self.measure_unknown(first);
+            let machines = self.machines(first);
+            for split in splits(&config, each, ask.split) {
+                let said = self.propose((&config, &forecast), &split, first, &machines);
+                let placed = said.and_then(|said| self.place(ask, pool, said));
+                match placed {
+                    Ok(placed) => proposals.push(placed),
+                    Err(reason) if notes.contains(&reason) => {}
+                    Err(reason) => notes.push(reason),
+                }
+            }
+        }
+        proposals.sort_by(|(_, a), (_, b)| b.decode_tok_s.total_cmp(&a.decode_tok_s));
+        Ok((proposals, notes))
+    }
+
+    /// The model's shape, with the positions that it needs, and what predicts it.
+    fn opened(&self, ask: &Ask, path: &Path) -> Result<(Config, Forecast), String> {
+        if encoders::is_encoder(path) {
+            return Err(format!(
+                "{} makes vectors: every node that has it answers, so it has no replicas",
+                ask.model
+            ));
+        }
+        let source = Source::open(path).map_err(|error| error.to_string())?;
+        let mut config = Config::read(&source).map_err(|error| error.to_string())?;
+        let forecast = self.forecast(&source, &config, ask)?;
+        // An instance takes as many positions as it finds memory for: it needs those that it takes
+        // in any case.
+        config.context = match ask.context {
+            Some(context) => context as usize * usize::from(ask.parallel.max(1)),
+            None => config.context.min(LEAST),
+        };
+        Ok((config, forecast))
+    }
+
+    /// The nodes that replicas may have.
+    fn pool(&self, ask: &Ask) -> Result<Pool, String> {
+        if !ask.nodes.is_empty() {
+            let named = self.named(ask)?;
+            self.check_alike(&named)?;
+            return share_out(&named, usize::from(ask.replicas)).map(Pool::Named);
+        }
+        let (order, notes) = self.ranked();
+        if order.len() < ask.count.max(1) {
+            let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
+            let (count, live) = (ask.count, order.len());
+            return Err(format!("{count} nodes are wanted and {live} live{notes}"));
+        }
+        Ok(Pool::Any(order))
+    }
+
+    /// Whether nodes compute alike: an answer goes on at another replica with the same bits.
+    fn check_alike(&self, named: &[NodeId]) -> Result<(), String> {
+        let mut views = self.agent.nodes();
+        views.retain(|view| named.contains(&view.id));
+        let Some((first, others)) = views.split_first() else {
+            return Ok(());
+        };
+        let kind = |at: usize| (views[at].facts.numerics, &views[at].facts.kernel_class);
+        match (1..=others.len()).find(|at| kind(*at) != kind(0)) {
+            None => Ok(()),
+            Some(at) => Err(format!(
+                "{} and {} compute by other numbers: they share no model's replicas",
+                first.facts.name, views[at].facts.name
+            )),
+        }
+    }
+
+    /// Deals replicas out, with `said` predicted for the first group of nodes.
+    fn place(&self, ask: &Ask, pool: &Pool, said: Proposal) -> Result<Placed, String> {
+        let need = Need {
+            replicas: usize::from(ask.replicas),
+            each: said.nodes.len(),
+            bytes: said.bytes.iter().copied().max().unwrap_or(0),
+        };
+        let rooms = self.rooms();
+        let room = |id: &NodeId| (*id, rooms.get(id).copied().unwrap_or(0));
+        let groups = match pool {
+            Pool::Named(groups) => {
+                let nodes: Vec<_> = groups.iter().flatten().map(room).collect();
+                check(groups, &nodes, need).map(|()| groups.clone())
+            }
+            Pool::Any(order) => deal(&order.iter().map(room).collect::<Vec<_>>(), need),
+        };
+        let groups = groups.map_err(|short| self.told_short(ask, need, &short))?;
+        let proposal = self.of_groups(said, &groups);
+        Ok((groups, proposal))
+    }
+
+    /// Bytes that a further model may have on each node.
+    fn rooms(&self) -> BTreeMap<NodeId, u64> {
+        let mut rooms: BTreeMap<NodeId, u64> = BTreeMap::new();
+        for view in self.agent.nodes() {
+            let usable = view.facts.memory_bytes as f64 * USABLE;
+            rooms.insert(view.id, usable as u64);
+        }
+        for (_, _, wanted) in placement::wanted(&self.agent.map()) {
+            let part = wanted.bytes / wanted.nodes.len() as u64;
+            for id in &wanted.nodes {
+                let room = rooms.entry(*id).or_default();
+                *room = room.saturating_sub(part);
+            }
+        }
+        rooms
+    }
+
+    /// The proposal for all groups, where `said` is that of one.
+    fn of_groups(&self, said: Proposal, groups: &[Vec<NodeId>]) -> Proposal {
+        let names = |group: &Vec<NodeId>| group.iter().map(|id| self.name(*id)).collect();
+        let replicas: Vec<Vec<String>> = groups.iter().map(names).collect();
+        Proposal {
+            nodes: replicas.concat(),
+            fits: true,
+            bytes: said.bytes.repeat(groups.len()),
+            paths: groups.iter().flat_map(|it| self.ways_told(it)).collect(),
+            replicas,
+            ..said
+        }
+    }
+
+    fn told_short(&self, ask: &Ask, need: Need, short: &Short) -> String {
+        let lacks =
+            |(id, bytes): &(NodeId, u64)| format!("; {} lacks {}", self.name(*id), Bytes(*bytes));
+        let lacking: String = short.lacking.iter().map(lacks).collect();
+        let (model, each) = (&ask.model, need.each);
+        let nodes = if each == 1 { "node" } else { "nodes" };
+        format!(
+            "{model}: replica {} of {} has no {each} {nodes} with {} to spare{lacking}",
+            short.number,
+            need.replicas,
+            Bytes(need.bytes)
+        )
+    }
+}
+
+/// Why nothing is proposed where nothing else is known.
+const NO_WAY: &str = "no split fits the model and so many nodes";
