@@ -524,3 +524,67 @@ impl fmt::Debug for Remote {
         write!(f, "instance {} of another node", self.entry.id)
     }
 }
+
+/// Entries without threads, for tests of what gives requests to them.
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+    use crate::crew::line::MemoryLine;
+
+    /// The owner's end of an entry's line.
+    pub(in crate::fleet) struct Owner(MemoryLine);
+
+    impl Owner {
+        /// What the entry says next, such as `submit 1 after [7]`; nothing where it says nothing.
+        pub(in crate::fleet) fn heard(&self) -> Option<String> {
+            match hear(&self.0, Duration::ZERO) {
+                Ok(Some(ToOwner::Submit { ticket, tokens, .. })) => {
+                    Some(format!("submit {} after {tokens:?}", ticket.0))
+                }
+                Ok(Some(ToOwner::Cancel(ticket))) => Some(format!("cancel {}", ticket.0)),
+                Ok(Some(ToOwner::Instance(_))) => Some("instance".to_owned()),
+                Ok(None) => None,
+                Err(_) => Some("closed".to_owned()),
+            }
+        }
+    }
+
+    /// An entry with a line to an owner that computes by this kernel class.
+    pub(in crate::fleet) fn connected(id: u64, class: &str) -> (Remote, Owner) {
+        let (line, there) = pair();
+        let entry = Entry {
+            id: InstanceId(id),
+            relief: None,
+            last_ticket: AtomicU64::new(0),
+            state: Mutex::new(Open {
+                line: Some(Arc::new(line)),
+                answers: true,
+                kind: Some((1, class.to_owned())),
+                ..Open::default()
+            }),
+            over: AtomicBool::new(false),
+        };
+        let entry = Arc::new(entry);
+        (Remote { entry }, Owner(there))
+    }
+
+    /// The owner generates a token.
+    pub(in crate::fleet) fn generate(entry: &Entry, ticket: Ticket, token: u32) {
+        let text = String::new();
+        let reply = Reply::Token {
+            token,
+            text,
+            logprobs: None,
+        };
+        entry.deliver(ticket, reply);
+    }
+
+    /// The owner says how its instance is.
+    pub(in crate::fleet) fn say_stand(entry: &Entry, state: State, running: usize) {
+        entry.learn(&Status {
+            state,
+            running,
+            waiting: 0,
+        });
+    }
+}

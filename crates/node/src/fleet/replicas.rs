@@ -308,3 +308,112 @@ impl Service for Preferred {
         self.all.status()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::answers::testing::{Owner, connected, generate, say_stand};
+    use super::super::prefixes::BLOCK;
+    use super::*;
+
+    /// Two replicas, 0 and 1, whose owners compute by these kernel classes.
+    fn two(classes: [&str; 2]) -> (Replicas, [Owner; 2]) {
+        let all = Replicas::new("m", Arc::new(|_: &str| ()));
+        let owners = [0_u64, 1].map(|id| {
+            let (remote, owner) = connected(id, classes[id as usize]);
+            let member = Member {
+                remote: Arc::new(remote),
+                parallel: 4,
+                asked: Arc::default(),
+            };
+            lock(&all.routes.members).insert(InstanceId(id), member);
+            owner
+        });
+        (all, owners)
+    }
+
+    fn entry(all: &Replicas, id: u64) -> Arc<Entry> {
+        let members = lock(&all.routes.members);
+        Arc::clone(&members[&InstanceId(id)].remote.entry)
+    }
+
+    /// Asks with a prompt of two blocks of this token.
+    fn ask(all: &Replicas, token: u32) -> Ticket {
+        let request = Request {
+            prompt: vec![token; 2 * BLOCK],
+            ..Request::default()
+        };
+        all.submit(request, Vec::new(), Box::new(|_| ())).unwrap()
+    }
+
+    #[test]
+    fn prefixes_and_load_say_where_a_request_goes() {
+        let (all, [one, other]) = two(["cpu"; 2]);
+        for (token, at, said) in [
+            (7, &one, "submit 1 after []"),
+            (8, &other, "submit 2 after []"),
+            (7, &one, "submit 3 after []"),
+            (8, &other, "submit 4 after []"),
+        ] {
+            ask(&all, token);
+            assert_eq!(at.heard().as_deref(), Some(said));
+        }
+        // Requests of other entries count: two of this one and three more, against two.
+        say_stand(&entry(&all, 0), State::Ready, 5);
+        ask(&all, 7);
+        assert_eq!(other.heard().as_deref(), Some("submit 5 after []"));
+        let usage = all.usage(InstanceId(0));
+        assert_eq!((usage.asked, usage.load), (2, 5));
+        assert_eq!(one.heard(), None);
+    }
+
+    #[test]
+    fn a_lost_replica_hands_its_requests_to_the_other() {
+        let (all, [one, other]) = two(["cpu"; 2]);
+        let ticket = ask(&all, 7);
+        assert_eq!(one.heard().as_deref(), Some("submit 1 after []"));
+        let lost = entry(&all, 0);
+        generate(&lost, ticket, 5);
+        assert_eq!(all.status().state, State::Ready);
+        lost.hang_up();
+        assert!(all.routes.relieve(&lost));
+        assert_eq!(other.heard().as_deref(), Some("submit 1 after [5]"));
+        assert!(!all.routes.relieve(&lost), "it has none left");
+        // Its prefix is forgotten, and it is avoided.
+        ask(&all, 7);
+        assert_eq!(other.heard().as_deref(), Some("submit 2 after []"));
+        all.cancel(ticket);
+        assert_eq!(other.heard().as_deref(), Some("cancel 1"));
+        let last = entry(&all, 1);
+        last.hang_up();
+        assert!(!all.routes.relieve(&last), "no other is left");
+        assert_eq!(all.usage(InstanceId(1)).load, 1, "it waits for its owner");
+    }
+
+    #[test]
+    fn a_replica_that_recovers_is_left() {
+        let (all, [one, other]) = two(["cpu"; 2]);
+        ask(&all, 7);
+        let entry = entry(&all, 0);
+        say_stand(&entry, State::Recovering("rank 0 died".to_owned()), 1);
+        assert!(all.routes.relieve(&entry));
+        assert_eq!(other.heard().as_deref(), Some("submit 1 after []"));
+        assert_eq!(one.heard().as_deref(), Some("submit 1 after []"));
+        assert_eq!(one.heard().as_deref(), Some("closed"), "so that it stops");
+    }
+
+    #[test]
+    fn an_answer_that_has_begun_goes_on_with_its_numbers_only() {
+        let (all, [one, other]) = two(["cpu", "mlx"]);
+        let begun = ask(&all, 7);
+        let lost = entry(&all, 0);
+        generate(&lost, begun, 5);
+        ask(&all, 7); // it has the prefix
+        assert_eq!(one.heard().as_deref(), Some("submit 1 after []"));
+        assert_eq!(one.heard().as_deref(), Some("submit 2 after []"));
+        lost.hang_up();
+        assert!(all.routes.relieve(&lost));
+        assert_eq!(other.heard().as_deref(), Some("submit 2 after []"));
+        assert_eq!(other.heard(), None);
+        assert_eq!(all.usage(InstanceId(0)).load, 1, "it waits for its owner");
+    }
+}
