@@ -87,7 +87,20 @@ fn streamed(port: u16, prompt: &str, tokens: u32, after: impl FnOnce()) -> Strin
 fn replicas_keep_prefixes_and_outlive_each_other() {
     let one = up("one", None);
     let mut two = up("two", Some(&one));
-    let loaded = one.told(&["load", MODEL, "--replicas", "2", "--threads", "1"]);
+    let ask = ["load", MODEL, "--replicas", "2", "--threads", "1"];
+    let preview = one.told(&[&ask[..], &["--preview", "--json"]].concat());
+    let preview: Value = serde_json::from_str(&preview).unwrap();
+    let mut placements = preview["placements"].as_array().unwrap().iter();
+    let apart = placements.find(|it| it["replicas"] == json!([["one"], ["two"]]));
+    assert_eq!(apart.unwrap()["nodes"], json!(["one", "two"]), "{preview}");
+    let refused = one.run(&["load", MODEL, "--replicas", "2", "--nodes", "3"]);
+    assert!(
+        super::said(&refused).contains("3 nodes are wanted and 2 live"),
+        "{}",
+        super::said(&refused)
+    );
+    assert!(ps(&one).is_empty(), "nothing is loaded yet");
+    let loaded = one.told(&ask);
     for line in ["replica 1/2 answers, on ", "replica 2/2 answers, on "] {
         assert!(loaded.contains(line), "{loaded}");
     }
