@@ -366,6 +366,26 @@ mod tests {
         assert_eq!(one.heard(), None);
     }
 
+    /// Eight prompts, each asked twice, all at the same time.
+    #[test]
+    fn the_second_request_of_a_pair_goes_where_the_first_went() {
+        let (all, owners) = two(["cpu"; 2]);
+        for token in (1..=8).chain(1..=8) {
+            ask(&all, token);
+        }
+        let heard = |owner: Owner| -> Vec<String> {
+            let next = || owner.heard();
+            std::iter::from_fn(next).collect()
+        };
+        let heard = owners.map(heard);
+        assert_eq!(heard.each_ref().map(Vec::len), [8, 8]);
+        for first in 1..=8 {
+            let pair = [first, first + 8].map(|ticket| format!("submit {ticket} after []"));
+            let is_home = |heard: &Vec<String>| pair.iter().all(|said| heard.contains(said));
+            assert!(heard.iter().any(is_home), "{pair:?} in {heard:?}");
+        }
+    }
+
     #[test]
     fn a_lost_replica_hands_its_requests_to_the_other() {
         let (all, [one, other]) = two(["cpu"; 2]);
