@@ -202,6 +202,8 @@ struct Inner {
     over: AtomicBool,
     /// This node goes: its work moves to others.
     leaving: AtomicBool,
+    /// Instances that programs of this machine borrow now.
+    loans: Mutex<BTreeSet<InstanceId>>,
     copier: Copier,
     shelf: Shelf,
 }
@@ -267,6 +269,7 @@ impl Fleet {
             open: Mutex::default(),
             over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
+            loans: Mutex::default(),
         });
         inner.serve();
         let own = Arc::clone(&inner);
@@ -447,7 +450,9 @@ impl Inner {
 
     fn run(self: &Arc<Self>) {
         let mut watch = self.agent.watch();
+        let mut lost = lent::Lost::new(Instant::now());
         while !self.over.load(Ordering::SeqCst) {
+            self.reclaim(&mut lost);
             self.do_duties();
             self.tend_doors();
             let began = Instant::now();
@@ -652,6 +657,12 @@ impl Inner {
     }
 
     fn load(&self, ask: &Ask) -> Result<InstanceId, String> {
+        let (id, wanted) = (new_id()?, self.record(ask)?);
+        self.want(id, 1, Some(&wanted)).map(|()| id)
+    }
+
+    /// The first record of what is asked for.
+    fn record(&self, ask: &Ask) -> Result<Wanted, String> {
         let nodes = self.choose(ask)?;
         if ask.spare > 0 && nodes.len() < 2 {
             let reason = "a spare is kept by another node of the instance";
@@ -666,7 +677,7 @@ impl Inner {
         for way in self.ways_told(&nodes) {
             (self.spec.tell)(&format!("{}: {way}", ask.model));
         }
-        let wanted = Wanted {
+        Ok(Wanted {
             model: ask.model.clone(),
             sha256: self.copies.hash(&path).map_err(failed)?,
             bytes: std::fs::metadata(&path).map_err(failed)?.len(),
@@ -680,11 +691,8 @@ impl Inner {
             context: ask.context,
             parallel: ask.parallel,
             spare: ask.spare,
-        };
-        let mut number = [0; 8];
-        getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-        let id = InstanceId(u64::from_le_bytes(number));
-        self.want(id, 1, Some(&wanted)).map(|()| id)
+            lender: None,
+        })
     }
 
     /// The nodes that are to compute, this one first if it is among them.
@@ -760,6 +768,12 @@ impl Inner {
         };
         placement::wanted(&map).map(view).collect()
     }
+}
+
+fn new_id() -> Result<InstanceId, String> {
+    let mut number = [0; 8];
+    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    Ok(InstanceId(u64::from_le_bytes(number)))
 }
 
 /// What the owner of an instance says of it.

@@ -347,6 +347,7 @@ impl World {
             context: None,
             parallel: 1,
             spare: 0,
+            lender: None,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));
