@@ -3,10 +3,12 @@
 //! Each rank has a line to the machine that runs its worker, and a thread that reads it. A rank
 //! whose machine is gone is started on another one: the split stays the same, so the answer does.
 
+mod spare;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -20,6 +22,7 @@ use super::line::{Broken, Line, hear, say};
 use super::{Crew, Post};
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
+use spare::{Slot, Spare};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -71,32 +74,19 @@ pub struct RemoteCrew {
     model: ModelName,
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
-    spares: Vec<Mutex<Option<Spare>>>,
+    spares: Vec<Mutex<Slot>>,
     inbox: Arc<Inbox>,
     /// Number of the next spare worker.
     next_spare: AtomicU64,
     /// Epochs that a rank was assigned to, and the last whose ways were settled.
     epochs: Mutex<(u64, u64)>,
+    /// Set before the workers are ended: a spare that starts meanwhile is not kept.
+    over: AtomicBool,
 }
 
 /// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
 /// one rank ever has.
 const SPARE_STEP: u64 = 1 << 32;
-
-/// A second worker of a rank.
-struct Spare {
-    seat: Seat,
-    /// Its events are forgotten until the rank's worker has this number.
-    worker: u64,
-    tag: u64,
-}
-
-impl Spare {
-    fn lives(&self) -> bool {
-        let reader = self.seat.reader.as_ref();
-        reader.is_some_and(|reader| !reader.is_finished())
-    }
-}
 
 /// A rank's worker, and the thread that hears it.
 struct Seat {
@@ -107,6 +97,16 @@ struct Seat {
     /// Where the owner reaches the worker's machine; `None` where that is this one.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
+}
+
+impl Seat {
+    /// Has the machine end the worker, and waits for the thread that hears it.
+    fn end(mut self) {
+        self.line.close();
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join(); // it has no result
+        }
+    }
 }
 
 /// Events that were read and not taken yet.
@@ -134,10 +134,11 @@ impl RemoteCrew {
             model,
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
-            spares: (0..ranks).map(|_| Mutex::new(None)).collect(),
+            spares: (0..ranks).map(|_| Mutex::default()).collect(),
             inbox: Arc::new(inbox),
             next_spare: AtomicU64::new(SPARE_STEP),
             epochs: Mutex::new((0, 0)),
+            over: AtomicBool::new(false),
         }
     }
 
@@ -153,6 +154,10 @@ impl RemoteCrew {
 
     fn seat(&self, rank: Rank) -> &Mutex<Option<Seat>> {
         &self.seats[rank.0 as usize]
+    }
+
+    fn slot(&self, rank: Rank) -> &Mutex<Slot> {
+        &self.spares[rank.0 as usize]
     }
 
     /// Has a machine start a worker.
@@ -210,6 +215,60 @@ impl RemoteCrew {
             source,
         })?);
         Ok(seat)
+    }
+
+    /// A spare that was told what to prepare: the earlier one, or a new one where that is lost.
+    /// Nothing where no machine can.
+    fn prepared(
+        &self,
+        rank: Rank,
+        (tag, earlier): (u64, Option<Spare>),
+        message: &dyn Fn(Post) -> ToWorker,
+    ) -> Result<Option<Spare>, Error> {
+        let spare = match earlier {
+            Some(spare) if spare.lives() => Some(Spare { tag, ..spare }),
+            Some(lost) => {
+                lost.seat.end();
+                self.new_spare(rank, tag)?
+            }
+            None => self.new_spare(rank, tag)?,
+        };
+        let Some(spare) = spare else { return Ok(None) };
+        let prepare = ToHost::Worker(message(spare.seat.post.clone()));
+        if let Err(source) = say(&*spare.seat.line, &prepare) {
+            spare.seat.end();
+            return Err(Error::Place { rank, source });
+        }
+        Ok(Some(spare))
+    }
+
+    /// Starts a spare; nothing where no machine can.
+    fn new_spare(&self, rank: Rank, tag: u64) -> Result<Option<Spare>, Error> {
+        let Ok(place) = self.places.open_spare(rank) else {
+            return Ok(None);
+        };
+        let worker = self.next_spare.fetch_add(SPARE_STEP, Ordering::Relaxed);
+        let seat = self.sit(rank, worker, Ok(place))?;
+        Ok(Some(Spare { seat, worker, tag }))
+    }
+
+    /// Keeps a spare in its slot; one that comes after the end is ended too. Whether it is kept.
+    fn fill(&self, rank: Rank, spare: Option<Spare>) -> bool {
+        let mut slot = lock(self.slot(rank));
+        // Read under the lock: `end` sets it first, and looks into the slots then.
+        let is_over = self.over.load(Ordering::SeqCst);
+        let (kept, late) = match spare {
+            Some(spare) if is_over => (Slot::Empty, Some(spare)),
+            Some(spare) => (Slot::Kept(spare), None),
+            None => (Slot::Empty, None),
+        };
+        let is_kept = matches!(kept, Slot::Kept(_));
+        *slot = kept;
+        drop(slot);
+        if let Some(late) = late {
+            late.seat.end();
+        }
+        is_kept
     }
 
     /// Address for the worker on the owner's own machine: the one by which another machine of the
@@ -271,10 +330,8 @@ impl RemoteCrew {
 impl Crew for RemoteCrew {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
-        // A spare whose lock is held is being started just now, and is of no use yet.
-        let spare = self.spares[rank.0 as usize].try_lock();
-        let spare = spare.ok().and_then(|mut spare| spare.take());
-        if let Some(spare) = spare.filter(Spare::lives) {
+        let spare = lock(self.slot(rank)).take_ready();
+        if let Some(spare) = spare {
             self.places.promoted(rank);
             self.inbox.adopt(rank, spare.worker);
             *lock(self.seat(rank)) = Some(spare.seat);
@@ -292,27 +349,22 @@ impl Crew for RemoteCrew {
         tag: u64,
         message: &dyn Fn(Post) -> ToWorker,
     ) -> Result<bool, Error> {
-        let mut spare = lock(&self.spares[rank.0 as usize]);
-        let fresh = match spare.take().filter(Spare::lives) {
-            Some(ready) if ready.tag == tag => {
-                *spare = Some(ready);
+        let earlier = {
+            let mut slot = lock(self.slot(rank));
+            if !slot.lacks(tag) {
                 return Ok(true);
             }
-            Some(other) => Spare { tag, ..other },
-            None => {
-                let Ok(place) = self.places.open_spare(rank) else {
-                    return Ok(false);
-                };
-                let worker = self.next_spare.fetch_add(SPARE_STEP, Ordering::Relaxed);
-                let seat = self.sit(rank, worker, Ok(place))?;
-                Spare { seat, worker, tag }
-            }
+            let earlier = slot.take();
+            *slot = Slot::Starting;
+            earlier
         };
-        let prepare = ToHost::Worker(message(fresh.seat.post.clone()));
-        let said = say(&*fresh.seat.line, &prepare);
-        said.map_err(|source| Error::Place { rank, source })?;
-        *spare = Some(fresh);
-        Ok(true)
+        let made = self.prepared(rank, (tag, earlier), message);
+        let (spare, failed) = match made {
+            Ok(spare) => (spare, None),
+            Err(error) => (None, Some(error)),
+        };
+        let is_kept = self.fill(rank, spare);
+        failed.map_or(Ok(is_kept), Err)
     }
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
@@ -347,25 +399,21 @@ impl Crew for RemoteCrew {
 
     fn stop(&self, rank: Rank) {
         self.inbox.next_worker(rank);
-        let Some(mut seat) = lock(self.seat(rank)).take() else {
-            return;
-        };
-        seat.line.close();
-        if let Some(reader) = seat.reader.take() {
-            let _ = reader.join(); // it has no result
+        let seat = lock(self.seat(rank)).take();
+        if let Some(seat) = seat {
+            seat.end();
         }
     }
 
-    /// Machines give their workers the grace that they have themselves.
+    /// Machines give their workers the grace that they have themselves. A spare that is being
+    /// started is not waited for: the thread that starts it ends it, within the time that a machine
+    /// has to start a worker.
     fn end(&self, _grace: Duration) {
+        self.over.store(true, Ordering::SeqCst);
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
-        let spares = self.spares.iter().filter_map(|spare| lock(spare).take());
-        for mut spare in spares.collect::<Vec<_>>() {
-            spare.seat.line.close();
-            if let Some(reader) = spare.seat.reader.take() {
-                let _ = reader.join(); // it has no result
-            }
-        }
+        let spares = self.spares.iter().filter_map(|slot| lock(slot).take());
+        let spares: Vec<Spare> = spares.collect(); // the locks are free again
+        spares.into_iter().for_each(|spare| spare.seat.end());
     }
 
     fn post(&self, rank: Rank) -> Post {
@@ -633,6 +681,28 @@ mod tests {
             !crew.keep_spare(Rank(0), 2, &message).unwrap(),
             "no machine is left"
         );
+    }
+
+    #[test]
+    fn an_end_does_not_wait_for_a_spare_that_is_starting() {
+        let (crew, [first, second]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        std::thread::scope(|scope| {
+            let keep = || crew.keep_spare(Rank(0), 1, &|_| ToWorker::Measure).unwrap();
+            let kept = scope.spawn(keep);
+            let asked = hear::<ToHost>(&second, WAIT).unwrap();
+            assert!(matches!(asked, Some(ToHost::Start { .. })), "{asked:?}");
+            // That machine has up to START_LIMIT to answer, and does so only after the end.
+            let began = Instant::now();
+            crew.end(Duration::ZERO);
+            assert!(began.elapsed() < START_LIMIT / 2);
+            say(&second, &started()).unwrap();
+            assert!(!kept.join().unwrap(), "it comes too late");
+        });
+        while hear::<ToHost>(&second, WAIT).is_ok_and(|heard| heard.is_some()) {}
+        let ended = hear::<ToHost>(&second, WAIT).unwrap_err().to_string();
+        assert_eq!(ended, "the line is closed");
     }
 
     #[test]
