@@ -22,7 +22,7 @@ use super::line::{Broken, Line, hear, say};
 use super::{Crew, Post};
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
-use spare::{Slot, Spare};
+use spare::{Packing, Slot, Spare};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -51,11 +51,15 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// Why there is none.
     fn open(&self, rank: Rank) -> Result<Place, String>;
 
-    /// A fresh line to a machine for a second worker of a rank: another one than that of the first.
+    /// A fresh line to a machine for a second worker of a rank: another one than that of the first,
+    /// with the memory for it. Blocks while the machine gets the model.
     ///
     /// # Errors
     /// Why there is none.
     fn open_spare(&self, rank: Rank) -> Result<Place, String>;
+
+    /// Whether a node lives, as far as is known now.
+    fn lives(&self, node: NodeId) -> bool;
 
     /// The second worker of a rank takes the first one's place.
     fn promoted(&self, rank: Rank);
@@ -97,6 +101,7 @@ struct Seat {
     /// Where the owner reaches the worker's machine; `None` where that is this one.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
+    packing: Arc<Mutex<Packing>>,
 }
 
 impl Seat {
@@ -160,6 +165,11 @@ impl RemoteCrew {
         &self.spares[rank.0 as usize]
     }
 
+    /// Where a rank's worker runs.
+    fn node_of(&self, rank: Rank) -> Option<NodeId> {
+        lock(self.seat(rank)).as_ref().map(|seat| seat.node)
+    }
+
     /// Has a machine start a worker.
     fn begin(&self, place: Place) -> Result<Seat, Broken> {
         let Place { name, node, line } = place;
@@ -189,6 +199,7 @@ impl RemoteCrew {
                 },
                 listen,
                 reader: None,
+                packing: Arc::default(),
             }),
             Some(FromHost::Refused { reason }) => Err(of(&reason)),
             Some(_) => Err(of(&"it speaks another version of this protocol")),
@@ -203,13 +214,16 @@ impl RemoteCrew {
         let place = place.map_err(Broken::new);
         let seat = place.and_then(|place| self.begin(place));
         let mut seat = seat.map_err(|source| Error::Place { rank, source })?;
-        let (line, inbox, place) = (
-            Arc::clone(&seat.line),
-            Arc::clone(&self.inbox),
-            seat.place.clone(),
-        );
+        let reader = Reader {
+            line: Arc::clone(&seat.line),
+            inbox: Arc::clone(&self.inbox),
+            packing: Arc::clone(&seat.packing),
+            place: seat.place.clone(),
+            rank,
+            worker,
+        };
         let builder = std::thread::Builder::new().name(format!("{rank}"));
-        let reader = builder.spawn(move || read(&*line, &inbox, rank, worker, &place));
+        let reader = builder.spawn(move || reader.run());
         seat.reader = Some(reader.map_err(|source| Error::System {
             what: "start a thread",
             source,
@@ -217,8 +231,8 @@ impl RemoteCrew {
         Ok(seat)
     }
 
-    /// A spare that was told what to prepare: the earlier one, or a new one where that is lost.
-    /// Nothing where no machine can.
+    /// A spare that was told what to prepare: the earlier one, or a new one where that is of no use
+    /// any more. Nothing where no machine can.
     fn prepared(
         &self,
         rank: Rank,
@@ -226,7 +240,7 @@ impl RemoteCrew {
         message: &dyn Fn(Post) -> ToWorker,
     ) -> Result<Option<Spare>, Error> {
         let spare = match earlier {
-            Some(spare) if spare.lives() => Some(Spare { tag, ..spare }),
+            Some(spare) if spare.is_of_use(self.node_of(rank)) => Some(Spare { tag, ..spare }),
             Some(lost) => {
                 lost.seat.end();
                 self.new_spare(rank, tag)?
@@ -234,6 +248,7 @@ impl RemoteCrew {
             None => self.new_spare(rank, tag)?,
         };
         let Some(spare) = spare else { return Ok(None) };
+        lock(&spare.seat.packing).asked += 1;
         let prepare = ToHost::Worker(message(spare.seat.post.clone()));
         if let Err(source) = say(&*spare.seat.line, &prepare) {
             spare.seat.end();
@@ -308,7 +323,7 @@ impl RemoteCrew {
     /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
     /// A rank that listens at one specific address is reached there.
     fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
-        let from = lock(self.seat(rank)).as_ref().map(|seat| seat.node);
+        let from = self.node_of(rank);
         let own = self.own_listen();
         let seen = |(to, addr): (usize, &SocketAddr)| {
             if to == rank.0 as usize || !addr.ip().is_unspecified() {
@@ -330,7 +345,7 @@ impl RemoteCrew {
 impl Crew for RemoteCrew {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
-        let spare = lock(self.slot(rank)).take_ready();
+        let spare = lock(self.slot(rank)).take_packed(|node| self.places.lives(node));
         if let Some(spare) = spare {
             self.places.promoted(rank);
             self.inbox.adopt(rank, spare.worker);
@@ -349,9 +364,10 @@ impl Crew for RemoteCrew {
         tag: u64,
         message: &dyn Fn(Post) -> ToWorker,
     ) -> Result<bool, Error> {
+        let worker_at = self.node_of(rank);
         let earlier = {
             let mut slot = lock(self.slot(rank));
-            if !slot.lacks(tag) {
+            if !slot.lacks(tag, worker_at) {
                 return Ok(true);
             }
             let earlier = slot.take();
@@ -365,6 +381,11 @@ impl Crew for RemoteCrew {
         };
         let is_kept = self.fill(rank, spare);
         failed.map_or(Ok(is_kept), Err)
+    }
+
+    fn lacks_spare(&self, rank: Rank, tag: u64) -> bool {
+        let worker_at = self.node_of(rank);
+        lock(self.slot(rank)).lacks(tag, worker_at)
     }
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
@@ -451,34 +472,62 @@ impl fmt::Debug for RemoteCrew {
     }
 }
 
-/// Passes a worker's events on until its line ends, and tells its machine that the owner lives.
-fn read(line: &dyn Line, inbox: &Inbox, rank: Rank, worker: u64, place: &str) {
-    let (mut heard, mut told) = (Instant::now(), Instant::now());
-    let lost = loop {
-        if told.elapsed() >= BEAT {
-            if let Err(broken) = say(line, &ToHost::<ToWorker>::Beat) {
-                break broken;
-            }
-            told = Instant::now();
-        }
-        match hear::<FromHost>(line, BEAT) {
-            Ok(Some(news)) => {
-                heard = Instant::now();
-                if let Some(event) = news.event(rank, place) {
-                    inbox.put(worker, rank, event);
+/// What the thread that hears a worker works on.
+struct Reader {
+    line: Arc<dyn Line>,
+    inbox: Arc<Inbox>,
+    packing: Arc<Mutex<Packing>>,
+    place: String,
+    rank: Rank,
+    worker: u64,
+}
+
+impl Reader {
+    /// Passes the worker's events on until its line ends, and tells its machine that the owner
+    /// lives.
+    fn run(&self) {
+        let lost = self.hear_all();
+        self.line.close();
+        let reason = format!("{}: {lost}", self.place);
+        let rank = self.rank;
+        let gone = Event::Gone { rank, reason };
+        self.inbox.put(self.worker, rank, gone);
+    }
+
+    /// Why the line ended.
+    fn hear_all(&self) -> Broken {
+        let (mut heard, mut told) = (Instant::now(), Instant::now());
+        loop {
+            if told.elapsed() >= BEAT {
+                if let Err(broken) = say(&*self.line, &ToHost::<ToWorker>::Beat) {
+                    return broken;
                 }
+                told = Instant::now();
             }
-            Ok(None) if heard.elapsed() > SILENCE => {
-                let silence = heard.elapsed().as_secs_f64();
-                break Broken::new(format!("no sign of life for {silence:.1} s"));
+            match hear::<FromHost>(&*self.line, BEAT) {
+                Ok(Some(news)) => {
+                    heard = Instant::now();
+                    self.take(news);
+                }
+                Ok(None) if heard.elapsed() > SILENCE => {
+                    let silence = heard.elapsed().as_secs_f64();
+                    return Broken::new(format!("no sign of life for {silence:.1} s"));
+                }
+                Ok(None) => {}
+                Err(broken) => return broken,
             }
-            Ok(None) => {}
-            Err(broken) => break broken,
         }
-    };
-    line.close();
-    let reason = format!("{place}: {lost}");
-    inbox.put(worker, rank, Event::Gone { rank, reason });
+    }
+
+    fn take(&self, news: FromHost) {
+        lock(&self.packing).hear(&news);
+        if matches!(news, FromHost::Message(FromWorker::Prepared)) {
+            return; // the instance has no use for it
+        }
+        if let Some(event) = news.event(self.rank, &self.place) {
+            self.inbox.put(self.worker, self.rank, event);
+        }
+    }
 }
 
 impl Inbox {
@@ -545,12 +594,18 @@ mod tests {
 
     impl Places for Lines {
         fn open(&self, _: Rank) -> Result<Place, String> {
-            let line = lock(&self.0).pop_front().ok_or("no machine is left")?;
+            let mut lines = lock(&self.0);
+            let left = lines.len() as u8;
+            let line = lines.pop_front().ok_or("no machine is left")?;
             Ok(Place {
                 name: "quokka".to_owned(),
-                node: NodeId([7; 16]),
+                node: NodeId([left; 16]), // each is another one
                 line: Box::new(line),
             })
+        }
+
+        fn lives(&self, _: NodeId) -> bool {
+            true
         }
 
         fn open_spare(&self, rank: Rank) -> Result<Place, String> {
@@ -586,6 +641,19 @@ mod tests {
             model: "/there/model.gguf".into(),
             first_core: None,
             pid: Some(7),
+        }
+    }
+
+    fn is_packed(crew: &RemoteCrew) -> bool {
+        matches!(&*lock(crew.slot(Rank(0))), Slot::Kept(spare) if spare.is_packed())
+    }
+
+    /// The thread that hears a worker is to be given time.
+    fn until(what: &str, done: impl Fn() -> bool) {
+        let began = Instant::now();
+        while !done() {
+            assert!(began.elapsed() < WAIT, "{what}");
+            std::thread::yield_now();
         }
     }
 
@@ -638,6 +706,9 @@ mod tests {
         assert!(crew.keep_spare(Rank(0), 2, &message).unwrap());
         let loading = FromWorker::Loading { done: 1, of: 2 };
         say(&second, &FromHost::Message(loading)).unwrap();
+        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        until("both are heard", || is_packed(&crew));
         first.close();
         let lost = crew.receive(WAIT).unwrap().to_string();
         assert_eq!(
@@ -681,6 +752,57 @@ mod tests {
             !crew.keep_spare(Rank(0), 2, &message).unwrap(),
             "no machine is left"
         );
+    }
+
+    #[test]
+    fn a_spare_that_is_not_packed_waits_on_while_a_new_worker_starts() {
+        let (crew, [first, second, third]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        assert!(crew.lacks_spare(Rank(0), 1));
+        say(&second, &started()).unwrap();
+        assert!(crew.keep_spare(Rank(0), 1, &|_| ToWorker::Measure).unwrap());
+        assert!(!crew.lacks_spare(Rank(0), 1));
+        assert!(crew.lacks_spare(Rank(0), 2), "prepared for another tag");
+
+        say(&third, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        let at = crew.node_of(Rank(0));
+        assert_eq!(at, Some(NodeId([1; 16])), "the third machine");
+        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        until("it is packed", || is_packed(&crew));
+        crew.start(Rank(0)).unwrap();
+        let at = crew.node_of(Rank(0));
+        assert_eq!(at, Some(NodeId([2; 16])), "the spare's");
+        assert!(crew.lacks_spare(Rank(0), 1), "it is none any more");
+    }
+
+    #[test]
+    fn a_spare_whose_worker_is_lost_takes_no_place_and_is_replaced() {
+        let failed = FromWorker::Failed {
+            epoch: 0,
+            reason: "no memory".to_owned(),
+            blamed: None,
+        };
+        let silence = Duration::from_secs(2);
+        for lost in [FromHost::Message(failed), FromHost::Silent { silence }] {
+            let (crew, [first, second, third]) = crew();
+            say(&first, &started()).unwrap();
+            crew.start(Rank(0)).unwrap();
+            say(&second, &started()).unwrap();
+            let message = |_: Post| ToWorker::Measure;
+            assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
+            say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+            until("it is packed", || is_packed(&crew));
+            say(&second, &lost).unwrap();
+            until("it is lost", || crew.lacks_spare(Rank(0), 1));
+            say(&third, &started()).unwrap();
+            assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
+            assert!(!is_packed(&crew), "another one");
+            let error = crew.start(Rank(0)).unwrap_err().to_string();
+            assert_eq!(error, "rank 0 on no machine is left");
+            assert!(!crew.lacks_spare(Rank(0), 1), "it packs on");
+        }
     }
 
     #[test]

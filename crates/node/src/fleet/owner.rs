@@ -63,6 +63,7 @@ impl Owned {
         }
         let places = Nodes {
             agent: inner.agent.clone(),
+            wanted: self.wanted.clone(),
             nodes: self.wanted.nodes.clone(),
             host: Arc::clone(&inner.host),
             flaps: Arc::clone(&self.flaps),

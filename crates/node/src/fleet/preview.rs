@@ -27,7 +27,7 @@ use crate::forecast::across::{Machine, Way};
 use crate::forecast::{Forecast, Setting};
 
 /// Share of a machine's memory that a model may have: the rest is the system's and other programs'.
-const USABLE: f64 = 0.8;
+pub(super) const USABLE: f64 = 0.8;
 
 /// Nodes of the largest placement that is proposed where no number is given.
 const COUNT_MAX: usize = 8;
