@@ -5,7 +5,7 @@
 
 mod spare;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -67,9 +67,13 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// nothing.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
 
-    /// Looks anew which ways between `nodes` answer, because a group over them broke; blocks for a
-    /// bounded time.
-    fn settle(&self, nodes: &[NodeId]);
+    /// The first group over `nodes` uses the ways that are known now.
+    fn trust(&self, nodes: &[NodeId]);
+
+    /// Looks which ways between `nodes` answer, before a group over them follows a broken one: all
+    /// anew where one of them is `doubted`, else those only that were not measured or used before.
+    /// Blocks for a bounded time.
+    fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]);
 }
 
 /// Workers on several machines.
@@ -82,10 +86,20 @@ pub struct RemoteCrew {
     inbox: Arc<Inbox>,
     /// Number of the next spare worker.
     next_spare: AtomicU64,
-    /// Epochs that a rank was assigned to, and the last whose ways were settled.
-    epochs: Mutex<(u64, u64)>,
+    epochs: Mutex<Epochs>,
     /// Set before the workers are ended: a spare that starts meanwhile is not kept.
     over: AtomicBool,
+}
+
+/// What a group that broke says of the ways between its nodes.
+#[derive(Default)]
+struct Epochs {
+    /// The last that a rank was assigned to.
+    assigned: u64,
+    /// The last whose ways were settled.
+    settled: u64,
+    /// Whether a worker was started since: its loss broke the group, and no way did.
+    started: bool,
 }
 
 /// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
@@ -127,6 +141,10 @@ struct Held {
     /// By rank: of the worker that it has now. Events of earlier ones are forgotten.
     workers: Vec<u64>,
     woken: bool,
+    /// Nodes whose line broke under a rank's worker: the ways to them may be broken too.
+    doubted: BTreeSet<NodeId>,
+    /// Whether a worker could not go on.
+    failed: bool,
 }
 
 impl RemoteCrew {
@@ -142,7 +160,7 @@ impl RemoteCrew {
             spares: (0..ranks).map(|_| Mutex::default()).collect(),
             inbox: Arc::new(inbox),
             next_spare: AtomicU64::new(SPARE_STEP),
-            epochs: Mutex::new((0, 0)),
+            epochs: Mutex::default(),
             over: AtomicBool::new(false),
         }
     }
@@ -219,6 +237,7 @@ impl RemoteCrew {
             inbox: Arc::clone(&self.inbox),
             packing: Arc::clone(&seat.packing),
             place: seat.place.clone(),
+            node: seat.node,
             rank,
             worker,
         };
@@ -305,19 +324,45 @@ impl RemoteCrew {
         self.seats.iter().all(is_here)
     }
 
-    /// Before the ranks of an epoch meet that follows a broken one: which ways answer now.
+    /// Before the ranks of an epoch meet: settles the ways between their nodes, once an epoch.
+    ///
+    /// Where a worker was lost and another one started, the group broke with it: only the ways to
+    /// nodes whose line broke are doubted. Where a rank failed and all workers live, any way may
+    /// be the cause.
     fn settle(&self) {
         let mut epochs = lock(&self.epochs);
-        if epochs.0 <= 1 || epochs.0 == epochs.1 {
+        if epochs.assigned == epochs.settled {
             return;
         }
-        epochs.1 = epochs.0;
+        epochs.settled = epochs.assigned;
+        let started = std::mem::take(&mut epochs.started);
+        let (mut doubted, failed) = self.inbox.take_doubts();
+        let nodes = self.nodes();
+        if failed && !started {
+            doubted.clone_from(&nodes);
+        }
+        let list = |nodes: BTreeSet<NodeId>| Vec::from_iter(nodes);
+        match epochs.assigned {
+            _ if nodes.len() < 2 => {}
+            0 | 1 => self.places.trust(&list(nodes)),
+            _ => self.places.settle(&list(nodes), &list(doubted)),
+        }
+    }
+
+    /// Settles the ways to a spare's node in advance, so that no recovery waits for it.
+    fn meet(&self, node: NodeId) {
+        let mut nodes = self.nodes();
+        nodes.insert(node);
+        if nodes.len() > 1 {
+            self.places.settle(&Vec::from_iter(nodes), &[]);
+        }
+    }
+
+    /// Where the workers run.
+    fn nodes(&self) -> BTreeSet<NodeId> {
         let seats = self.seats.iter();
         let nodes = seats.filter_map(|seat| lock(seat).as_ref().map(|seat| seat.node));
-        let nodes: std::collections::BTreeSet<NodeId> = nodes.collect();
-        if nodes.len() > 1 {
-            self.places.settle(&Vec::from_iter(nodes));
-        }
+        nodes.collect()
     }
 
     /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
@@ -345,6 +390,7 @@ impl RemoteCrew {
 impl Crew for RemoteCrew {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
+        lock(&self.epochs).started = true;
         let spare = lock(self.slot(rank)).take_packed(|node| self.places.lives(node));
         if let Some(spare) = spare {
             self.places.promoted(rank);
@@ -379,7 +425,11 @@ impl Crew for RemoteCrew {
             Ok(spare) => (spare, None),
             Err(error) => (None, Some(error)),
         };
+        let spare_at = spare.as_ref().map(|spare| spare.seat.node);
         let is_kept = self.fill(rank, spare);
+        if let Some(node) = spare_at.filter(|_| is_kept) {
+            self.meet(node);
+        }
         failed.map_or(Ok(is_kept), Err)
     }
 
@@ -391,7 +441,7 @@ impl Crew for RemoteCrew {
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
         let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
         if let ToWorker::Assign(job) = message {
-            lock(&self.epochs).0 = job.epoch;
+            lock(&self.epochs).assigned = job.epoch;
         }
         let join = match message {
             ToWorker::Join { addrs } => {
@@ -478,6 +528,7 @@ struct Reader {
     inbox: Arc<Inbox>,
     packing: Arc<Mutex<Packing>>,
     place: String,
+    node: NodeId,
     rank: Rank,
     worker: u64,
 }
@@ -491,6 +542,7 @@ impl Reader {
         let reason = format!("{}: {lost}", self.place);
         let rank = self.rank;
         let gone = Event::Gone { rank, reason };
+        self.inbox.doubt(self.worker, rank, self.node);
         self.inbox.put(self.worker, rank, gone);
     }
 
@@ -530,6 +582,14 @@ impl Reader {
     }
 }
 
+/// Whether a worker says that its epoch cannot go on.
+const fn is_failure(event: &Event<FromWorker>) -> bool {
+    let Event::Message { message, .. } = event else {
+        return false;
+    };
+    matches!(message, FromWorker::Failed { .. })
+}
+
 impl Inbox {
     /// Forgets the events of a rank's worker; the number of the next one.
     fn next_worker(&self, rank: Rank) -> u64 {
@@ -550,6 +610,21 @@ impl Inbox {
         held.events.retain(|(_, event)| event.rank() != rank);
     }
 
+    /// A node's line broke, unless it was closed because its worker was replaced.
+    fn doubt(&self, worker: u64, rank: Rank, node: NodeId) {
+        let mut held = lock(&self.state);
+        if held.workers[rank.0 as usize] == worker {
+            held.doubted.insert(node);
+        }
+    }
+
+    /// The doubted nodes, and whether a worker could not go on, since the last call.
+    fn take_doubts(&self) -> (BTreeSet<NodeId>, bool) {
+        let mut held = lock(&self.state);
+        let doubted = std::mem::take(&mut held.doubted);
+        (doubted, std::mem::take(&mut held.failed))
+    }
+
     /// Keeps an event unless its worker was replaced. Waits while too many are held.
     fn put(&self, worker: u64, rank: Rank, event: Event<FromWorker>) {
         let mut held = lock(&self.state);
@@ -558,6 +633,7 @@ impl Inbox {
             held = waited.unwrap_or_else(PoisonError::into_inner);
         }
         if held.workers[rank.0 as usize] == worker {
+            held.failed |= is_failure(&event);
             held.events.push_back((worker, event));
         }
         drop(held);
@@ -590,11 +666,18 @@ mod tests {
 
     /// One machine at a time: hands out the ends of lines whose other ends the test has.
     #[derive(Debug)]
-    struct Lines(Mutex<VecDeque<MemoryLine>>);
+    struct Lines {
+        lines: Mutex<VecDeque<MemoryLine>>,
+        settled: Arc<Settled>,
+    }
+
+    /// By call: how many nodes were settled, and how many of them were doubted; nothing where the
+    /// ways were trusted.
+    type Settled = Mutex<Vec<(usize, Option<usize>)>>;
 
     impl Places for Lines {
         fn open(&self, _: Rank) -> Result<Place, String> {
-            let mut lines = lock(&self.0);
+            let mut lines = lock(&self.lines);
             let left = lines.len() as u8;
             let line = lines.pop_front().ok_or("no machine is left")?;
             Ok(Place {
@@ -618,20 +701,36 @@ mod tests {
             None
         }
 
-        fn settle(&self, _: &[NodeId]) {}
+        fn trust(&self, nodes: &[NodeId]) {
+            lock(&self.settled).push((nodes.len(), None));
+        }
+
+        fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
+            let doubted = nodes.iter().filter(|id| doubted.contains(id)).count();
+            lock(&self.settled).push((nodes.len(), Some(doubted)));
+        }
     }
 
     const WAIT: Duration = Duration::from_secs(5);
 
     fn crew<const N: usize>() -> (RemoteCrew, [MemoryLine; N]) {
+        let (crew, hosts, _) = crew_of(1);
+        (crew, hosts)
+    }
+
+    fn crew_of<const N: usize>(ranks: u32) -> (RemoteCrew, [MemoryLine; N], Arc<Settled>) {
         let (lines, hosts): (Vec<_>, Vec<_>) = (0..N).map(|_| pair()).unzip();
         let model = ModelName {
             name: "smollm2".to_owned(),
             sha256: String::new(),
         };
-        let lines = Box::new(Lines(Mutex::new(lines.into())));
-        let crew = RemoteCrew::new(lines, model, 1, None);
-        (crew, hosts.try_into().unwrap())
+        let settled = Arc::<Settled>::default();
+        let lines = Lines {
+            lines: Mutex::new(lines.into()),
+            settled: Arc::clone(&settled),
+        };
+        let crew = RemoteCrew::new(Box::new(lines), model, ranks, None);
+        (crew, hosts.try_into().unwrap(), settled)
     }
 
     fn started() -> FromHost {
@@ -803,6 +902,43 @@ mod tests {
             assert_eq!(error, "rank 0 on no machine is left");
             assert!(!crew.lacks_spare(Rank(0), 1), "it packs on");
         }
+    }
+
+    #[test]
+    fn ways_are_doubted_where_a_line_broke_or_no_worker_was_lost() {
+        let (crew, [first, second, third], settled) = crew_of(2);
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        say(&second, &started()).unwrap();
+        crew.start(Rank(1)).unwrap();
+        let epoch = |number| {
+            lock(&crew.epochs).assigned = number;
+            crew.settle();
+            crew.settle(); // once for each rank
+            std::mem::take(&mut *lock(&settled))
+        };
+        assert_eq!(epoch(1), [(2, None)], "its ways were measured for the plan");
+        assert_eq!(epoch(2), [(2, Some(0))], "a planned change");
+
+        let failed = FromWorker::Failed {
+            epoch: 2,
+            reason: "rank 1 is silent".to_owned(),
+            blamed: Some(1),
+        };
+        say(&first, &FromHost::Message(failed.clone())).unwrap();
+        crew.receive(WAIT).unwrap();
+        assert_eq!(epoch(3), [(2, Some(2))], "all workers live");
+
+        say(&first, &FromHost::Message(failed)).unwrap();
+        crew.receive(WAIT).unwrap();
+        second.close();
+        crew.receive(WAIT).unwrap();
+        say(&third, &started()).unwrap();
+        crew.start(Rank(1)).unwrap();
+        assert_eq!(epoch(4), [(2, Some(0))], "the lost node is no part of it");
+        first.close();
+        crew.receive(WAIT).unwrap();
+        assert_eq!(epoch(5), [(2, Some(1))], "its line broke");
     }
 
     #[test]

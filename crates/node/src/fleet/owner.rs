@@ -68,6 +68,7 @@ impl Owned {
             host: Arc::clone(&inner.host),
             flaps: Arc::clone(&self.flaps),
             spares: Mutex::default(),
+            known: Mutex::default(),
         };
         let ranks = self.wanted.nodes.len() as u32;
         let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);

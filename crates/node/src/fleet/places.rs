@@ -25,6 +25,13 @@ use crate::room::WEIGHTS;
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
+/// Longest wait for the measurement of a pair that nothing is known of: a way that answers takes
+/// some milliseconds, and one that does not costs a measurement 1.5 s. A recovery waits for it.
+const NEW_LIMIT: Duration = Duration::from_secs(2);
+
+/// The ways of pairs of nodes, as they were measured or used in this process' life.
+type Known = BTreeMap<(NodeId, NodeId), SocketAddr>;
+
 /// A channel to another node.
 #[derive(Debug)]
 pub(super) struct Wire(pub(super) Channel);
@@ -58,6 +65,8 @@ pub(super) struct Nodes {
     pub(super) flaps: Arc<Flaps>,
     /// The node that holds the second worker, the spare, of each rank that has one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
+    /// Ways that a recovery need not measure.
+    pub(super) known: Mutex<Known>,
 }
 
 impl Nodes {
@@ -155,8 +164,27 @@ impl Places for Nodes {
         self.agent.route(from, to)
     }
 
-    fn settle(&self, nodes: &[NodeId]) {
-        self.agent.measure(nodes, paths::Wanted::Latency);
+    fn trust(&self, nodes: &[NodeId]) {
+        let ways = ordered_pairs(nodes).filter_map(|(from, to)| {
+            let route = self.route(from, to)?;
+            Some(((from, to), route))
+        });
+        let ways: Vec<_> = ways.collect();
+        lock(&self.known).extend(ways);
+    }
+
+    fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
+        if nodes.iter().any(|id| doubted.contains(id)) {
+            self.agent.measure(nodes, paths::Wanted::Latency);
+        } else {
+            let known = lock(&self.known).clone();
+            let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
+            if !new.is_empty() {
+                let latency = paths::Wanted::Latency;
+                self.agent.measure_within(&new, latency, NEW_LIMIT);
+            }
+        }
+        self.trust(nodes);
     }
 }
 
@@ -205,6 +233,31 @@ impl Nodes {
             false => copies::ensure(&self.agent, id, &self.wanted, &|_| ()),
         }
     }
+}
+
+/// Each node with each other one, in both orders.
+fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+    nodes.iter().flat_map(move |from| {
+        let from = *from;
+        let others = nodes.iter().filter(move |to| **to != from);
+        others.map(move |to| (from, *to))
+    })
+}
+
+/// The nodes of pairs whose way is not the known one: nothing was measured, or another address is
+/// used by now.
+fn ends_of_new(
+    nodes: &[NodeId],
+    known: &Known,
+    route: impl Fn(NodeId, NodeId) -> Option<SocketAddr>,
+) -> Vec<NodeId> {
+    let is_new = |(from, to): &(NodeId, NodeId)| {
+        let way = route(*from, *to);
+        way.is_none() || way.as_ref() != known.get(&(*from, *to))
+    };
+    let new = ordered_pairs(nodes).filter(is_new);
+    let ends: BTreeSet<NodeId> = new.flat_map(|(from, to)| [from, to]).collect();
+    ends.into_iter().collect()
 }
 
 /// Nodes that compute for an instance.
@@ -268,6 +321,35 @@ mod tests {
         let busy = [1, 2].map(|number| NodeId([number; 16]));
         assert_eq!(idle(&views, &BTreeSet::from(busy)), [NodeId([5; 16])]);
         assert_eq!(idle(&[], &BTreeSet::new()), []);
+    }
+
+    #[test]
+    fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
+        let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
+        let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
+        let known: Known = ordered_pairs(&nodes)
+            .map(|(from, to)| ((from, to), way(from, to)))
+            .collect();
+        assert_eq!(known.len(), 6);
+        let measured = |nodes: &[NodeId], route: &dyn Fn(NodeId, NodeId) -> Option<SocketAddr>| {
+            ends_of_new(nodes, &known, route)
+        };
+        let same = |from: NodeId, to: NodeId| Some(way(from, to));
+        assert_eq!(measured(&nodes, &same), []);
+        assert_eq!(measured(&nodes[..1], &same), []);
+        let none = |_: NodeId, _: NodeId| None::<SocketAddr>;
+        assert_eq!(measured(&nodes, &none), nodes, "known once, and down now");
+        let moved = |from: NodeId, to: NodeId| {
+            let over = if (from, to) == (nodes[0], nodes[2]) {
+                nodes[1]
+            } else {
+                to
+            };
+            Some(way(from, over))
+        };
+        assert_eq!(measured(&nodes, &moved), [nodes[0], nodes[2]]);
+        let idle = [nodes[0], NodeId([4; 16])];
+        assert_eq!(measured(&idle, &same), idle, "was no part of it before");
     }
 
     #[test]
