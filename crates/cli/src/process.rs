@@ -29,6 +29,25 @@ pub(crate) fn ignores(signal: c_int) -> bool {
     mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 
+/// Ends this process when its parent is gone, however that ended. The parent holds the other end of
+/// standard input, writes nothing there, and started this process from a thread that lasts: on
+/// Linux that thread's end kills this process, because one that is stopped does not see its input
+/// end.
+///
+/// # Errors
+/// What the system says when it refuses the setting or a thread.
+pub(crate) fn end_with_parent() -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    let wait = || {
+        // An error of standard input is its end, too.
+        let _ = io::copy(&mut io::stdin(), &mut io::sink());
+        std::process::exit(1);
+    };
+    let thread = std::thread::Builder::new().name("parent".to_owned());
+    thread.spawn(wait).map(drop)
+}
+
 /// This program, to start more processes of it. It is found although an update has put another file
 /// in its place, or removed it.
 ///

@@ -37,7 +37,7 @@ use crate::interrupt::Signals;
 use crate::loaded::{self, Loading, Opened, SplitArgs, tell_split};
 use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
-use crate::process::peak_memory_bytes;
+use crate::process::{self, peak_memory_bytes};
 use crate::pull;
 
 const EXAMPLES: &str = "\
@@ -158,6 +158,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
     request_timeout: u64,
+    /// End at once when the parent, which holds the other end of standard input, is gone: `chaos`
+    #[arg(long, hide = true)]
+    with_parent: bool,
 }
 
 /// Answers requests until a signal comes.
@@ -165,6 +168,9 @@ pub(crate) struct Args {
 /// # Errors
 /// A model that cannot be had or loaded, an address that cannot be listened on.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    if args.with_parent {
+        process::end_with_parent().context("cannot watch the parent")?;
+    }
     args.split.check()?;
     let each = args.each();
     if each.len() > 1 {

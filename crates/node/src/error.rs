@@ -1,6 +1,8 @@
 //! Why an instance cannot be started.
 
 use paceline_base::{KernelClass, Rank};
+use paceline_comm::InitError;
+use paceline_comm::tcp::JoinError;
 use paceline_model::split;
 
 /// Why an instance cannot be started, or a worker cannot go on.
@@ -165,7 +167,56 @@ impl Error {
                 error.blamed()
             }
             Self::Stopped { blamed, .. } => *blamed,
+            Self::Join(InitError::Join(error)) => missing(error),
+            // Of a call of all ranks: it names one of them.
+            Self::Comm(error) => paceline_model::Error::Comm(*error).blamed(),
             _ => None,
         }
+    }
+}
+
+/// The rank because of which the ranks did not meet, where it is another one than this.
+const fn missing(error: &JoinError) -> Option<Rank> {
+    match error {
+        JoinError::Missing { rank, .. } | JoinError::Lost { rank } => Some(*rank),
+        // It says why by itself, which counts for more.
+        JoinError::GaveUp { by, .. } => Some(*by),
+        JoinError::NoSuchRank { .. }
+        | JoinError::System { .. }
+        | JoinError::Refused { .. }
+        | JoinError::Unfit { .. }
+        | JoinError::Unprotected { .. }
+        | JoinError::NoAddress { .. }
+        | JoinError::Apart { .. } => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_comm::{Call, Dtype, Kind, Site};
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_left_alone_blames_the_other() {
+        let rank = Rank(2);
+        let lost = Error::Join(InitError::Join(JoinError::Lost { rank }));
+        assert_eq!(lost.blamed(), Some(rank));
+        let turned_away = None;
+        let missing = JoinError::Missing { rank, turned_away };
+        assert_eq!(Error::Join(missing.into()).blamed(), Some(rank));
+        let size = 2;
+        let own = JoinError::NoSuchRank { rank, size };
+        assert_eq!(Error::Join(own.into()).blamed(), None);
+        let call = Call {
+            sequence: 1,
+            kind: Kind::Barrier,
+            dtype: Dtype::U8,
+            length: 0,
+            digest: 0,
+            site: Site::NONE,
+        };
+        let lost = paceline_comm::Error::PeerLost { call, rank };
+        assert_eq!(Error::Comm(lost).blamed(), Some(rank));
     }
 }

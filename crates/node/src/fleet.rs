@@ -200,17 +200,17 @@ struct Inner {
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<InstanceId, u64>>,
     over: AtomicBool,
-    /// This node goes: its work moves to others.
-    leaving: AtomicBool,
     /// Instances that programs of this machine borrow now.
     loans: Mutex<BTreeSet<InstanceId>>,
+    /// When the work of this node had moved to others, so that it can go.
+    left: Mutex<Option<Instant>>,
     copier: Copier,
     shelf: Shelf,
 }
 
 /// An instance of this node, by the epoch of its record.
 struct Running {
-    epoch: u64,
+    owned: Owned,
     /// Once it answers.
     answers: Option<Answers>,
     /// Of the record before, which answers until this one does.
@@ -268,8 +268,8 @@ impl Fleet {
             owned: Mutex::default(),
             open: Mutex::default(),
             over: AtomicBool::new(false),
-            leaving: AtomicBool::new(false),
             loans: Mutex::default(),
+            left: Mutex::default(),
         });
         inner.serve();
         let own = Arc::clone(&inner);
@@ -315,7 +315,8 @@ impl Fleet {
 
     /// Moves what this node computes to others, before it goes: the instances answer all the while.
     /// Waits until others answer with them, at most `limit`; `wait` is called about once a second.
-    /// Names of the models that could not be moved; none where no other node lives.
+    /// Names of the models that could not be moved; none where no other node lives, or where all
+    /// that live leave as well, which is told.
     pub fn leave(&self, limit: Duration, wait: &mut dyn FnMut()) -> Vec<String> {
         self.inner.leave(limit, wait)
     }
@@ -455,6 +456,8 @@ impl Inner {
             self.reclaim(&mut lost);
             self.do_duties();
             self.tend_doors();
+            self.take_back();
+            self.stay();
             let began = Instant::now();
             // In slices, so that an end is seen soon.
             while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
@@ -471,11 +474,8 @@ impl Inner {
         let mut own = Vec::new();
         for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
             match duty {
-                // A leaving node hands on the instances that were handed to it meanwhile.
-                Duty::Own { id, epoch, wanted } if self.is_leaving() && !self.runs(id) => {
-                    // With no other node left it ends here.
-                    self.hand_on(id, epoch, wanted);
-                }
+                // The thread that leaves hands on what was handed to this node meanwhile.
+                Duty::Own { id, .. } if self.is_leaving() && !self.runs(id) => {}
                 Duty::TakeOver { .. } if self.is_leaving() => {}
                 Duty::Own { id, epoch, wanted } => {
                     own.push((id, epoch));
@@ -497,7 +497,7 @@ impl Inner {
         let ended: Vec<Running> = {
             let mut owned = lock(&self.owned);
             let is_old = |id: &InstanceId, it: &mut Running| {
-                !own.contains(&(*id, it.epoch)) && !self.bridges(&map, *id)
+                !own.contains(&(*id, it.owned.epoch)) && !self.bridges(&map, *id)
             };
             owned.extract_if(.., is_old).map(|(_, it)| it).collect()
         };
@@ -507,11 +507,13 @@ impl Inner {
     /// Starts an instance on a thread of its own, once for each record.
     fn begin(self: &Arc<Self>, owned: Owned) {
         let mut all = lock(&self.owned);
-        if all.get(&owned.id).is_some_and(|it| it.epoch == owned.epoch) {
+        let epoch = owned.epoch;
+        let is_same = |it: &Running| it.owned.epoch == epoch;
+        if all.get(&owned.id).is_some_and(is_same) {
             return;
         }
         let running = Running {
-            epoch: owned.epoch,
+            owned: owned.clone(),
             answers: None,
             former: None,
         };
@@ -526,7 +528,7 @@ impl Inner {
             let answers = owned.start(&inner);
             let mut all = lock(&inner.owned);
             let former = match all.get_mut(&owned.id) {
-                Some(it) if it.epoch == owned.epoch && answers.is_some() => {
+                Some(it) if it.owned.epoch == epoch && answers.is_some() => {
                     it.answers = answers;
                     it.former.take()
                 }
@@ -683,6 +685,7 @@ impl Inner {
             bytes: std::fs::metadata(&path).map_err(failed)?.len(),
             successors: nodes[1..].to_vec(),
             nodes,
+            named: !ask.nodes.is_empty(),
             split: match ask.split {
                 SplitKind::Auto => SPLIT_ANY.to_owned(),
                 kind => kind.to_string(),

@@ -342,6 +342,7 @@ impl World {
             bytes: 0,
             successors: order[1..].to_vec(),
             nodes: order[..wide.min(order.len())].to_vec(),
+            named: false,
             split: placement::SPLIT_ANY.into(),
             threads: 1,
             context: None,

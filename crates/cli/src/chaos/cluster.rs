@@ -43,7 +43,8 @@ const FLAP_LIMIT: Duration = Duration::from_secs(60);
 /// Between two questions while something is awaited.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
-/// A cluster that ends, with its files, when this is dropped.
+/// A cluster that ends, with its files, when this is dropped. Its nodes end with this process in
+/// any case, and with the thread that called [`start`](Self::start) and [`heal`](Self::heal).
 pub(super) struct Cluster {
     nodes: Vec<Node>,
     /// What `load` was asked for, to ask again after nodes were lost.
@@ -406,7 +407,9 @@ impl Node {
             .args(["--port", &self.api.to_string()])
             .args(["--control-port", &self.control.to_string()])
             .env("PACELINE_HOME", &self.home)
-            .stdin(Stdio::null())
+            // A second Ctrl-C ends this program without a destructor: nodes see their input end.
+            .arg("--with-parent")
+            .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(log)
             .process_group(0); // Ctrl-C is for this program, which ends them

@@ -1,11 +1,52 @@
 //! `paceline chaos` on a tiny model: one fault of each kind, with clients at all nodes, and every
 //! answer is right.
 
+use std::process::Stdio;
+
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::{Machine, said};
+use super::{Machine, said, until};
 use crate::common::text;
+use crate::nodes::processes::{children, lives, signal};
 use crate::nodes::tiny::FAMILIES;
+
+/// A parent that is killed closes its end of the node's standard input.
+#[test]
+fn a_node_of_chaos_ends_with_it() {
+    let machine = Machine::new("n0", None);
+    let up = ["up", "--port", "0", "--control-port", "0", "--no-beacons"];
+    let mut command = machine.command(&[&up[..], &["--with-parent"]].concat());
+    command.stdin(Stdio::piped());
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut node = command.spawn().unwrap();
+    until("it is up", || !machine.nodes().is_empty());
+    assert!(node.try_wait().unwrap().is_none(), "its parent lives");
+    drop(node.stdin.take());
+    until("it ends", || node.try_wait().unwrap().is_some());
+}
+
+/// The second Ctrl-C leaves no time to put anything in order.
+#[test]
+fn a_killed_chaos_leaves_no_node() {
+    let host = Machine::new("n0", None);
+    let model = host.home.path().join("tiny.gguf");
+    FAMILIES[0].write(&model);
+    let asked = ["chaos", model.to_str().unwrap(), "--nodes", "2"];
+    let mut command = host.command(&asked);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut chaos = command.spawn().unwrap();
+    let mut nodes = Vec::new();
+    until("both nodes run", || {
+        nodes = children(chaos.id());
+        nodes.len() == 2
+    });
+    // Stopped processes do not see their input end.
+    signal(nodes[0], Signal::STOP);
+    kill_process(Pid::from_child(&chaos), Signal::KILL).unwrap();
+    chaos.wait().unwrap();
+    until("no node is left", || !nodes.iter().any(|id| lives(*id)));
+}
 
 #[test]
 fn faults_neither_lose_nor_alter_answers() {

@@ -16,7 +16,7 @@ pub(crate) mod http;
 mod load;
 mod lost;
 mod mlx;
-mod processes;
+pub(crate) mod processes;
 mod same;
 mod server;
 mod shown;

@@ -37,6 +37,10 @@ pub struct Wanted {
     pub nodes: Vec<NodeId>,
     /// Who owns it next, the first that lives.
     pub successors: Vec<NodeId>,
+    /// Whether its user named the nodes, so that those that were left out for their losses are
+    /// taken back.
+    #[serde(default)]
+    pub named: bool,
     /// How the model is cut, as `--split` names it.
     pub split: String,
     /// Threads of each worker.
@@ -217,6 +221,7 @@ mod tests {
             bytes: 0,
             nodes: nodes.iter().map(|number| node(*number)).collect(),
             successors: successors.iter().map(|number| node(*number)).collect(),
+            named: false,
             split: "auto".into(),
             threads: 1,
             context: None,

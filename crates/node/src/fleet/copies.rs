@@ -1,13 +1,15 @@
 //! Models on the machines that compute them: a node that lacks a file copies it from the owner.
 //!
 //! ```text
-//! owner -> fetch: {"model":{...},"bytes":N}   node has it, or opens `file` to the owner
+//! owner -> fetch: {"model":{...},"bytes":N,"asks":false}
+//!                                             node has it, or opens `file` to the owner
 //! node  -> file:  {"name":..,"sha256":..}
 //! owner <- the file in pieces, then an empty message
 //! node  <- {"done":N} while it copies, then {"ready":true} or {"refused":"why"}
 //! ```
+//! With `asks` a node that lacks the file refuses instead.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
@@ -39,6 +41,9 @@ const TELL_EVERY: Duration = Duration::from_millis(200);
 pub(super) struct Fetch {
     pub(super) model: ModelName,
     pub(super) bytes: u64,
+    /// A node that lacks it is to say so, and copies nothing. Earlier versions copy it.
+    #[serde(default)]
+    pub(super) asks: bool,
 }
 
 /// What a node says of its copy.
@@ -141,6 +146,9 @@ impl Copies {
         if self.find(&fetch.model).is_ok() {
             return Ok(());
         }
+        if fetch.asks {
+            return Err("it has no copy of the model".to_owned());
+        }
         let place = self.place(&fetch.model)?;
         fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
         let partial = place.with_extension("part");
@@ -179,15 +187,7 @@ pub(super) fn ensure(
     wanted: &Wanted,
     progress: &dyn Fn(u64),
 ) -> Result<(), String> {
-    let channel = agent
-        .open(node, FETCH, SILENCE)
-        .map_err(|e| e.to_string())?;
-    let line = Wire(channel);
-    let fetch = Fetch {
-        model: super::name_of(wanted),
-        bytes: wanted.bytes,
-    };
-    say(&line, &fetch).map_err(|broken| broken.to_string())?;
+    let line = request(agent, node, &fetch(wanted), SILENCE)?;
     loop {
         // To hash a file of 100 GB on a slow disk takes minutes, in which nothing is said.
         let told = hear::<Told>(&line, SILENCE * 20).map_err(|broken| broken.to_string())?;
@@ -198,6 +198,74 @@ pub(super) fn ensure(
             None => return Err("it says nothing about its copy of the model".to_owned()),
         }
     }
+}
+
+/// As [`ensure`], but waits only as long as `goes_on`, which is asked some times a second, and no
+/// longer than `limit` for the node to answer at all.
+pub(super) fn ensure_while(
+    agent: &Agent,
+    node: NodeId,
+    wanted: &Wanted,
+    limit: Duration,
+    goes_on: &mut dyn FnMut() -> bool,
+) -> Result<(), String> {
+    let line = request(agent, node, &fetch(wanted), limit.min(SILENCE))?;
+    while goes_on() {
+        match hear::<Told>(&line, TELL_EVERY).map_err(|broken| broken.to_string())? {
+            Some(Told::Ready) => return Ok(()),
+            Some(Told::Refused(reason)) => return Err(reason),
+            Some(Told::Done(_)) | None => {}
+        }
+    }
+    Err("its copy of the model is not complete in time".to_owned())
+}
+
+/// The nodes, of those given, that have the model of an instance. One that does not say so within
+/// `limit` counts as one that lacks it.
+pub(super) fn holders(
+    agent: &Agent,
+    nodes: &[NodeId],
+    wanted: &Wanted,
+    limit: Duration,
+) -> BTreeSet<NodeId> {
+    let fetch = Fetch {
+        asks: true,
+        ..fetch(wanted)
+    };
+    let has = |node: NodeId| {
+        let line = request(agent, node, &fetch, limit).ok()?;
+        let told = hear::<Told>(&line, limit);
+        matches!(told, Ok(Some(Told::Ready))).then_some(node)
+    };
+    std::thread::scope(|scope| {
+        let has = &has;
+        let asked: Vec<_> = nodes
+            .iter()
+            .map(|node| scope.spawn(move || has(*node)))
+            .collect();
+        let answers = asked.into_iter().filter_map(|thread| {
+            let ended = thread.join();
+            ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        answers.collect()
+    })
+}
+
+/// Asks for a copy of an instance's model.
+fn fetch(wanted: &Wanted) -> Fetch {
+    Fetch {
+        model: super::name_of(wanted),
+        bytes: wanted.bytes,
+        asks: false,
+    }
+}
+
+/// A line to a node that was told which model it is to have.
+fn request(agent: &Agent, node: NodeId, fetch: &Fetch, limit: Duration) -> Result<Wire, String> {
+    let opened = agent.open(node, FETCH, limit);
+    let line = Wire(opened.map_err(|error| error.to_string())?);
+    say(&line, fetch).map_err(|broken| broken.to_string())?;
+    Ok(line)
 }
 
 fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
@@ -306,10 +374,78 @@ fn digits(sum: Sha256) -> String {
 
 #[cfg(test)]
 mod tests {
+    use paceline_cluster::nodes::ClusterKey;
+    use paceline_cluster::nodes::agent::{Config, Discovery, Facts, join_at_rest};
+
     use super::*;
 
     fn copies(folder: &Path, model: PathBuf) -> Copies {
         Copies::new(Box::new(move |_| Ok(model.clone())), folder.to_owned())
+    }
+
+    fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
+        join_at_rest(home, key).unwrap();
+        let mut config = Config::new(home, Facts::default());
+        config.port = 0;
+        config.discovery = Discovery::Peers;
+        config.peers = peer
+            .iter()
+            .map(|port| format!("127.0.0.1:{port}"))
+            .collect();
+        Agent::start(config).unwrap()
+    }
+
+    fn wanted(model: ModelName, bytes: u64) -> Wanted {
+        Wanted {
+            model: model.name,
+            sha256: model.sha256,
+            bytes,
+            nodes: Vec::new(),
+            successors: Vec::new(),
+            named: false,
+            split: "auto".to_owned(),
+            threads: 1,
+            context: None,
+            parallel: 1,
+            spare: 0,
+            lender: None,
+        }
+    }
+
+    #[test]
+    fn a_node_without_the_file_says_so_or_copies_it() {
+        let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let model = homes[0].path().join("model.gguf");
+        fs::write(&model, b"weights").unwrap();
+        let name = ModelName {
+            name: "m".to_owned(),
+            sha256: hash(&model).unwrap(),
+        };
+        let key = ClusterKey::random().unwrap();
+        let one = agent(homes[0].path(), &key, None);
+        let two = agent(homes[1].path(), &key, Some(one.port()));
+        let has = copies(homes[0].path(), model);
+        one.serve(FILE, move |channel| has.answer_file(&channel));
+        let (folder, own) = (homes[1].path().join("copies"), two.clone());
+        let lacks = Copies::new(Box::new(|_| Err("there is none".to_owned())), folder);
+        two.serve(FETCH, move |channel| lacks.answer_fetch(&own, &channel));
+        let limit = Duration::from_secs(60); // unless something hangs
+        let end = Instant::now() + limit;
+        let linked = |agent: &Agent| agent.nodes().iter().filter(|node| node.linked).count();
+        while linked(&one) + linked(&two) < 4 {
+            assert!(Instant::now() < end, "they do not meet");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let (wanted, to) = (wanted(name, 7), two.id());
+        assert_eq!(holders(&one, &[to], &wanted, limit), BTreeSet::new());
+        let mut goes_on = || Instant::now() < end;
+        let copied = ensure_while(&one, to, &wanted, limit, &mut goes_on);
+        assert_eq!(copied, Ok(()));
+        assert_eq!(holders(&one, &[to], &wanted, limit), BTreeSet::from([to]));
+        let late = ensure_while(&one, to, &wanted, limit, &mut || false).unwrap_err();
+        assert!(late.contains("in time"), "{late}");
+        one.stop();
+        two.stop();
     }
 
     #[test]

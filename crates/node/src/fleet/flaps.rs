@@ -1,18 +1,24 @@
 //! Nodes whose workers are lost again and again, which are left out for a while.
+//!
+//! An epoch that fails ends on all ranks, and several of them may need another worker. Only the
+//! rank that is the cause counts against its node: its neighbours fail because of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::{InstanceId, NodeId};
 
 /// Losses of workers after which a node is left out.
 pub(super) const LOSSES_MAX: usize = 3;
 
-/// Losses before this count no more, and the node is tried again: a machine that was restarted
+/// Losses before this count no more, and the node is taken back: a machine that was restarted
 /// meanwhile is another one.
 const FORGET_AFTER: Duration = Duration::from_secs(600);
+
+/// A wanted instance whose user named its nodes, and these.
+pub(super) type Named = (InstanceId, Vec<NodeId>);
 
 /// Counts the workers that each node of an instance has lost.
 #[derive(Debug, Default)]
@@ -23,13 +29,15 @@ struct Counted {
     /// The node that runs the worker of each rank.
     at: BTreeMap<Rank, NodeId>,
     losses: BTreeMap<NodeId, Vec<Instant>>,
+    /// Loads by name that were seen.
+    named: BTreeSet<InstanceId>,
 }
 
 impl Flaps {
-    /// A worker of `rank` is to be started: the one before was lost.
+    /// An epoch failed because of `rank`: counts a loss of the node that runs its worker.
     pub(super) fn lost(&self, rank: Rank, now: Instant) {
         let mut counted = lock(&self.0);
-        let Some(node) = counted.at.remove(&rank) else {
+        let Some(node) = counted.at.get(&rank).copied() else {
             return;
         };
         let losses = counted.losses.entry(node).or_default();
@@ -38,6 +46,23 @@ impl Flaps {
         // Older ones say nothing more.
         let first = losses.len().saturating_sub(LOSSES_MAX);
         losses.drain(..first);
+    }
+
+    /// The worker of `rank` is gone. A failure to start the next one is no loss of its node.
+    pub(super) fn vacated(&self, rank: Rank) {
+        lock(&self.0).at.remove(&rank);
+    }
+
+    /// Takes nodes back that a load has named since the last call: a person who names a node wants
+    /// it used. `loads` are all of them.
+    pub(super) fn take_back(&self, loads: &[Named]) {
+        let mut counted = lock(&self.0);
+        for (id, nodes) in loads {
+            if !counted.named.contains(id) {
+                counted.losses.retain(|node, _| !nodes.contains(node));
+            }
+        }
+        counted.named = loads.iter().map(|(id, _)| *id).collect();
     }
 
     /// A worker of `rank` was started at `node`.
@@ -86,5 +111,44 @@ mod tests {
         assert!(flaps.is_out(node(1), at(3)) && !flaps.is_out(node(2), at(3)));
         assert_eq!(flaps.out(at(600)), [node(1)]);
         assert_eq!(flaps.out(at(601)), []);
+    }
+
+    #[test]
+    fn only_the_cause_is_charged() {
+        let (flaps, now) = (Flaps::default(), Instant::now());
+        let node = |number: u8| NodeId([number; 16]);
+        for _ in 0..LOSSES_MAX {
+            flaps.started(Rank(0), node(1));
+            flaps.started(Rank(1), node(2));
+            flaps.lost(Rank(0), now);
+            // Both workers are replaced.
+            flaps.vacated(Rank(0));
+            flaps.vacated(Rank(1));
+            flaps.lost(Rank(1), now); // it cannot be started
+        }
+        assert_eq!(flaps.out(now), [node(1)]);
+    }
+
+    #[test]
+    fn a_load_by_name_takes_a_node_back_once() {
+        let (flaps, now) = (Flaps::default(), Instant::now());
+        let node = NodeId([1; 16]);
+        let lose = || {
+            flaps.started(Rank(0), node);
+            (0..LOSSES_MAX).for_each(|_| flaps.lost(Rank(0), now));
+        };
+        let before = (InstanceId(1), vec![node]);
+        flaps.take_back(std::slice::from_ref(&before));
+        lose();
+        let elsewhere = (InstanceId(2), vec![NodeId([2; 16])]);
+        flaps.take_back(&[before.clone(), elsewhere.clone()]);
+        assert!(flaps.is_out(node, now), "neither load is news about it");
+        let after = (InstanceId(3), vec![node]);
+        let all = [before, elsewhere, after];
+        flaps.take_back(&all);
+        assert!(!flaps.is_out(node, now));
+        lose();
+        flaps.take_back(&all);
+        assert!(flaps.is_out(node, now));
     }
 }

@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
-use paceline_cluster::nodes::placement::{Report, State, Wanted};
-use paceline_cluster::nodes::{InstanceId, Key, NodeId};
+use paceline_cluster::nodes::placement::{self, Report, State, Wanted};
+use paceline_cluster::nodes::{InstanceId, Key, NodeId, Registers};
 use paceline_comm::Backend;
 use paceline_model::Source;
 
-use super::flaps::{Flaps, LOSSES_MAX};
+use super::flaps::{Flaps, LOSSES_MAX, Named};
 use super::places::Nodes;
-use super::{Answers, Inner, copies, encoders, name_of};
+use super::{Answers, Inner, Running, copies, encoders, name_of, report};
 use crate::crew::remote::RemoteCrew;
 use crate::supervisor::Notice;
 use crate::{Options, Prepared};
@@ -151,7 +151,8 @@ impl Owned {
                     (inner.spec.tell)(&format!("{} answers again{note}", own.wanted.model));
                     own.report(&inner, State::Ready, None, without);
                 }
-                Notice::Failed { reason, .. } => {
+                Notice::Failed { rank, reason, .. } => {
+                    own.flaps.lost(*rank, Instant::now());
                     (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
                     own.report(&inner, State::Recovering, None, Some(reason.clone()));
                 }
@@ -159,6 +160,22 @@ impl Owned {
                 Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
         })
+    }
+
+    /// Takes back nodes that loads have named, and tells when other nodes are left out than were
+    /// told.
+    fn take_back(&self, inner: &Inner, map: &Registers, named: &[Named]) {
+        self.flaps.take_back(named);
+        let said = report(map, self.id).filter(|it| it.epoch == self.epoch);
+        let said = said.filter(|it| it.state == State::Ready);
+        // What was not told yet is told once the instance answers again.
+        let Some(said) = said.and_then(|it| it.reason) else {
+            return;
+        };
+        let out = self.left_out(inner);
+        if out.as_ref() != Some(&said) {
+            self.report(inner, State::Ready, None, out);
+        }
     }
 
     /// Which nodes are left out, and why.
@@ -192,6 +209,24 @@ impl Owned {
         let _: Result<(), _> = inner
             .agent
             .write(Key::State(self.id), self.epoch, Some(text));
+    }
+}
+
+impl Inner {
+    /// Has the instances of this node take back nodes that they left out.
+    pub(super) fn take_back(&self) {
+        // A copy, so that the lock is not held while the map is written.
+        let of = |it: &Running| it.owned.clone();
+        let owned: Vec<Owned> = lock(&self.owned).values().map(of).collect();
+        if owned.is_empty() {
+            return;
+        }
+        let map = self.agent.map();
+        let named = placement::wanted(&map).filter(|(.., wanted)| wanted.named);
+        let named: Vec<Named> = named.map(|(id, _, wanted)| (id, wanted.nodes)).collect();
+        for one in owned {
+            one.take_back(self, &map, &named);
+        }
     }
 }
 

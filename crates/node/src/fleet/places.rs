@@ -118,7 +118,7 @@ fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<Place, Strin
 impl Places for Nodes {
     fn open(&self, rank: Rank) -> Result<Place, String> {
         let mut reasons = Vec::new();
-        self.flaps.lost(rank, Instant::now());
+        self.flaps.vacated(rank);
         for id in self.candidates(rank) {
             match self.reach(id) {
                 Ok(place) => {
@@ -154,7 +154,7 @@ impl Places for Nodes {
     }
 
     fn promoted(&self, rank: Rank) {
-        self.flaps.lost(rank, Instant::now());
+        self.flaps.vacated(rank);
         if let Some(node) = lock(&self.spares).remove(&rank) {
             self.flaps.started(rank, node);
         }

@@ -122,9 +122,9 @@ impl Inner {
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }
 
-    /// Living nodes that compute as this one does, this one first, then those that are reached
-    /// best; of those that are reached alike, the one with the most memory. Also which were left
-    /// out.
+    /// Living nodes that compute as this one does and do not leave, this one first in any case,
+    /// then those that are reached best; of those that are reached alike, the one with the most
+    /// memory. Also which were left out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
         let own = all
@@ -132,7 +132,10 @@ impl Inner {
             .map(|node| (node.facts.numerics, node.facts.kernel_class.clone()));
         let (mut order, mut notes) = (Vec::new(), Vec::new());
         let paths = self.agent.paths(self.agent.id());
-        for view in all.into_iter().filter(|node| node.state == Life::Alive) {
+        let this = self.agent.id();
+        let stays = |node: &NodeView| node.id == this || !node.facts.leaving;
+        let alive = |node: &NodeView| node.state == Life::Alive && stays(node);
+        for view in all.into_iter().filter(alive) {
             let is_alike = own.as_ref().is_none_or(|(numerics, class)| {
                 view.facts.numerics == *numerics && view.facts.kernel_class == *class
             });

@@ -3,12 +3,16 @@
 //! ```text
 //! examiner -> a session to the other node, service "examine", then requests in turn, JSON:
 //!   Back           connect to my control port           <- Reached
-//!   Listen         listen at a data port                <- Listens(port), and accepts once
+//!   Listen         listen at a data port                <- Listens(port) or ListensAt(addr)
 //!   Connect(port)  connect to this data port of mine    <- Reached
+//!   ConnectAt(addr)  the same at a data address of mine  <- Reached
 //!   Say(nonce)     send datagrams to the beacons' groups  <- Said
 //!   Hear(nonce)    listen for such datagrams            <- Said, later Heard
 //!   Bulk(bytes)    take and send back so many bytes     <- Segment
 //! ```
+//! A node that keeps data to one interface listens at that interface's address, and not at the one
+//! that its control session has: it names the address, as its workers do.
+//!
 //! Nothing is changed on either machine. Each test has a deadline; all of them together take some
 //! ten seconds where everything is blocked.
 
@@ -117,6 +121,8 @@ enum Request {
     Back,
     Listen,
     Connect(u16),
+    /// Sent instead by a node that keeps data to one interface.
+    ConnectAt(SocketAddr),
     Say(u64),
     Hear(u64),
     Bulk(usize),
@@ -126,8 +132,10 @@ enum Request {
 enum Answer {
     /// Why not, if so.
     Reached(Option<String>),
-    /// At which port, or why not.
+    /// At which port of all addresses, or why not.
     Listens(Result<u16, String>),
+    /// At which address, where data is kept to one interface.
+    ListensAt(SocketAddr),
     Said,
     /// Over which networks.
     Heard(Vec<String>),
@@ -275,30 +283,39 @@ impl Inner {
         name: &str,
         found: &mut dyn FnMut(Finding),
     ) -> Result<(), Error> {
-        let finding = match ask(channel, &Request::Listen, LIMIT)? {
-            Answer::Listens(Ok(port)) => {
-                let reached = connect(with_port(channel, peer, port)?);
-                let text = match &reached {
-                    Ok(()) => format!("data port {port} of {name} answers"),
-                    Err(why) => format!("data port {port} of {name} does not answer: {why}"),
-                };
-                Finding::new(Test::Data, reached.is_ok(), text).at(port)
-            }
-            Answer::Listens(Err(why)) => {
-                Finding::new(Test::Data, false, format!("{name} has no data port: {why}"))
-            }
+        let place = match ask(channel, &Request::Listen, LIMIT)? {
+            Answer::Listens(listens) => listens
+                .map(|port| with_port(channel, peer, port))
+                .map_err(|why| format!("{name} has no data port: {why}")),
+            Answer::ListensAt(addr) => Ok(self.by_own_interface(channel, addr)),
             _ => return Err(session::Error::Protocol.into()),
         };
-        found(finding);
-        let listened = self.listen_once();
-        let (listener, port) = match listened {
-            Ok(listener) => listener,
+        found(match place {
+            Ok(place) => test_place(place?, name),
+            Err(why) => Finding::new(Test::Data, false, why),
+        });
+        self.test_data_back(channel, name, found)
+    }
+
+    fn test_data_back(
+        &self,
+        channel: &Channel,
+        name: &str,
+        found: &mut dyn FnMut(Finding),
+    ) -> Result<(), Error> {
+        let (listener, addr) = match self.listen_once() {
+            Ok(listens) => listens,
             Err(why) => {
                 found(Finding::new(Test::DataBack, false, why));
                 return Ok(());
             }
         };
-        let answer = ask(channel, &Request::Connect(port), LIMIT * 2)?;
+        let port = addr.port();
+        let request = match addr.ip().is_unspecified() {
+            true => Request::Connect(port),
+            false => Request::ConnectAt(addr),
+        };
+        let answer = ask(channel, &request, LIMIT * 2)?;
         drop(listener);
         let finding = match answer {
             Answer::Reached(None) => Finding::new(
@@ -317,14 +334,37 @@ impl Inner {
         Ok(())
     }
 
-    /// Listens at a data port, of those that the node may use.
-    fn listen_once(&self) -> Result<(TcpListener, u16), String> {
+    /// Listens at a data port, of those that the node may use, on the interface that it keeps data
+    /// to.
+    fn listen_once(&self) -> Result<(TcpListener, SocketAddr), String> {
         let addr = listen_address(self.config.data_interface.as_deref());
         let addr = addr.map_err(|error| error.to_string())?;
         let ports = self.config.data_ports.clone();
         let listener = listen_within(addr, ports).map_err(|error| error.to_string())?;
-        let port = listener.local_addr().map_err(|error| error.to_string())?;
-        Ok((listener, port.port()))
+        let addr = listener.local_addr().map_err(|error| error.to_string())?;
+        Ok((listener, addr))
+    }
+
+    /// A data address of the peer as this machine reaches it. A link-local one needs an interface,
+    /// whose number is another one on each machine: the one that this node keeps data to, else that
+    /// of the channel.
+    fn by_own_interface(
+        &self,
+        channel: &Channel,
+        mut addr: SocketAddr,
+    ) -> Result<SocketAddr, Error> {
+        let scope = |addr: SocketAddr| match addr {
+            SocketAddr::V6(addr) => addr.scope_id(),
+            SocketAddr::V4(_) => 0,
+        };
+        if let SocketAddr::V6(addr) = &mut addr
+            && addr.ip().is_unicast_link_local()
+        {
+            let own = listen_address(self.config.data_interface.as_deref()).map_or(0, scope);
+            let shared = scope(channel.peer_addr()?);
+            addr.set_scope_id(if own == 0 { shared } else { own });
+        }
+        Ok(addr)
     }
 
     fn test_multicast(
@@ -409,14 +449,21 @@ impl Inner {
             }
             Request::Listen => {
                 let listened = self.listen_once();
-                let port = listened.as_ref().map(|(_, port)| *port);
-                let port = port.map_err(Clone::clone);
+                let answer = match &listened {
+                    Ok((_, addr)) if !addr.ip().is_unspecified() => Answer::ListensAt(*addr),
+                    Ok((_, addr)) => Answer::Listens(Ok(addr.port())),
+                    Err(why) => Answer::Listens(Err(why.clone())),
+                };
                 // Not accepted: a connection is complete before that.
                 *kept = listened.ok().map(|(listener, _)| listener);
-                tell(channel, &Answer::Listens(port))
+                tell(channel, &answer)
             }
             Request::Connect(port) => {
                 let reached = connect(with_port(channel, peer, port)?);
+                tell(channel, &Answer::Reached(reached.err()))
+            }
+            Request::ConnectAt(addr) => {
+                let reached = connect(self.by_own_interface(channel, addr)?);
                 tell(channel, &Answer::Reached(reached.err()))
             }
             Request::Say(nonce) => {
@@ -481,6 +528,17 @@ fn with_port(channel: &Channel, peer: IpAddr, port: u16) -> Result<SocketAddr, E
 fn connect(addr: SocketAddr) -> Result<(), String> {
     let connected = TcpStream::connect_timeout(&addr, LIMIT);
     connected.map(drop).map_err(|error| unreached(addr, &error))
+}
+
+/// Whether a data port of the node with this name answers.
+fn test_place(place: SocketAddr, name: &str) -> Finding {
+    let port = place.port();
+    let reached = connect(place);
+    let text = match &reached {
+        Ok(()) => format!("data port {port} of {name} answers"),
+        Err(why) => format!("data port {port} of {name} does not answer: {why}"),
+    };
+    Finding::new(Test::Data, reached.is_ok(), text).at(port)
 }
 
 /// Why there is no connection, with what that means.

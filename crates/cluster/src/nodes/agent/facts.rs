@@ -44,6 +44,9 @@ pub struct Facts {
     pub data: Vec<IpAddr>,
     /// Addresses of the HTTP API, as [`Agent::set_api`](super::Agent::set_api) has them.
     pub api: Vec<SocketAddr>,
+    /// Whether the node is about to go, so that no work is handed to it, as
+    /// [`Agent::set_leaving`](super::Agent::set_leaving) has it.
+    pub leaving: bool,
 }
 
 /// A node as `paceline nodes` shows it.

@@ -441,6 +441,18 @@ impl Agent {
         self.inner.write_facts();
     }
 
+    /// Tells the other nodes whether this one is about to go, so that they hand no work to it.
+    /// Returns before they know. Another cluster knows nothing of it.
+    pub fn set_leaving(&self, leaving: bool) {
+        lock(&self.inner.state).leaving = leaving;
+        self.inner.write_facts();
+    }
+
+    /// Whether this node is about to go.
+    pub fn is_leaving(&self) -> bool {
+        lock(&self.inner.state).leaving
+    }
+
     /// All nodes of the cluster, this one first, then by name.
     pub fn nodes(&self) -> Vec<NodeView> {
         let state = lock(&self.inner.state);

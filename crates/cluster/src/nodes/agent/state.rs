@@ -48,6 +48,8 @@ pub(super) struct State {
     pub(super) blocked: Vec<String>,
     pub(super) invitation: Option<Invitation>,
     pub(super) api: Vec<SocketAddr>,
+    /// This node is about to go.
+    pub(super) leaving: bool,
     /// Counts changes that watchers notice.
     pub(super) version: u64,
     /// Whether the map differs from the saved one.
@@ -71,6 +73,7 @@ impl State {
             blocked: Vec::new(),
             invitation: None,
             api: Vec::new(),
+            leaving: false,
             version: 0,
             is_dirty: false,
             stopped: false,
@@ -89,6 +92,7 @@ impl State {
         self.paths = Table::default();
         self.problems.clear();
         self.invitation = None;
+        self.leaving = false;
         self.dialling.clear();
         self.is_dirty = true;
         self.version += 1;
@@ -318,6 +322,7 @@ impl Inner {
             boot: self.boot,
             addresses: super::super::discovery::addresses(),
             api: state.api.clone(),
+            leaving: state.leaving,
             data: self.data_addresses(),
             ..self.config.facts.clone()
         };

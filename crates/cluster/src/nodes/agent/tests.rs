@@ -164,6 +164,22 @@ fn the_map_is_shared_watched_and_kept_on_disk() {
 }
 
 #[test]
+fn a_node_that_is_about_to_go_says_so() {
+    let nodes = cluster(&["one", "two"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    let seen = || one.find("two").unwrap().facts.leaving;
+    assert!(!seen() && !two.is_leaving());
+    two.set_leaving(true);
+    until("it is told", seen);
+    two.set_leaving(false);
+    until("it stays", || !seen());
+    two.set_leaving(true);
+    two.leave().unwrap();
+    assert!(!two.is_leaving(), "it is alone now");
+    until("it is gone", || one.nodes().len() == 1);
+}
+
+#[test]
 fn a_wrong_key_learns_nothing_and_is_told_nothing() {
     let one = node("one", &ClusterKey::random().unwrap(), &[]);
     let two = node("two", &ClusterKey::random().unwrap(), &[one.agent.port()]);
@@ -420,6 +436,42 @@ fn two_nodes_that_reach_each_other_have_open_ports() {
         .agent
         .examine("no.such.host.invalid", |finding| found.push(finding));
     assert_eq!((found.len(), found[0].test), (1, Test::Address));
+}
+
+/// The loopback interface stands for an interface of data: data ports are at its first address,
+/// and the control ports are reached at another address of it.
+#[test]
+fn data_ports_are_tested_at_the_interface_for_data() {
+    if !cfg!(target_os = "linux") {
+        eprintln!(
+            "SKIPPED data_ports_are_tested_at_the_interface_for_data: 127.0.0.2 is no address here"
+        );
+        return;
+    }
+    let key = ClusterKey::random().unwrap();
+    let kept_apart = |name: &str, peers: &[u16]| {
+        let home = tempfile::tempdir().unwrap();
+        join_at_rest(home.path(), &key).unwrap();
+        let mut config = config(home.path(), name, peers);
+        config.data_interface = Some("lo".to_owned());
+        let agent = Agent::start(config).unwrap();
+        Node { agent, home }
+    };
+    let one = kept_apart("one", &[]);
+    let two = kept_apart("two", &[one.agent.port()]);
+    until("they meet", || {
+        lives(&one.agent).len() == 2 && lives(&two.agent).len() == 2
+    });
+    let mut found = Vec::new();
+    let host = format!("127.0.0.2:{}", two.agent.port());
+    one.agent.examine(&host, |finding| found.push(finding));
+    for test in [Test::Control, Test::Data, Test::DataBack] {
+        let finding = found.iter().find(|finding| finding.test == test);
+        assert!(
+            finding.is_some_and(|finding| finding.ok),
+            "{test:?}: {found:?}"
+        );
+    }
 }
 
 /// Main memory of this process in bytes; 0 where the system does not tell.
