@@ -401,6 +401,17 @@ fn a_model_that_is_not_here_is_described_and_not_fetched() {
         run(home.path(), &["show", "nothing"]).status.code(),
         Some(1)
     );
+    // Names of the planner: one with files, one without.
+    let small = text(&run(home.path(), &["show", "SmolLM2-135M"]).stdout);
+    assert!(
+        small.starts_with("name                   smollm2\n"),
+        "{small}"
+    );
+    let large = text(&run(home.path(), &["show", "Kimi-K2-1T-A32B"]).stderr);
+    assert!(
+        large.contains("hint: the planner knows its shape and not its files"),
+        "{large}"
+    );
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
 
