@@ -2,7 +2,7 @@
 
 use paceline_engine::{Finish, SamplingParams};
 
-use crate::rig::{CHAT, COMPLETE, Rig, chat_body, refusal};
+use crate::rig::{CHAT, COMPLETE, Rig, chat_body, prompt_text, refusal};
 use crate::scripted::Script;
 
 /// The fields over a request that is right.
@@ -116,6 +116,33 @@ fn fields_with_effect_reach_the_engine() {
         assert_eq!(rig.post(path, &merge(path, fields)).status, 200);
         assert_eq!(rig.service.last().max_tokens, expected, "{path} {fields}");
     }
+}
+
+#[test]
+fn extensions_with_effect_reach_engine_and_template() {
+    let rig = Rig::of(crate::tiny::model_with(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if mood %}{{ mood }}{% endif %}",
+    ));
+    // More texts than OpenAI's four.
+    let fields = r#""min_tokens":3,"stop":["a","b","c","d","e","f"],
+        "chat_template_kwargs":{"mood":" calm"}"#;
+    rig.chat(fields).ok(fields);
+    let request = rig.service.last();
+    assert_eq!(request.min_tokens, 3);
+    assert_eq!(request.stop, ["a", "b", "c", "d", "e", "f"]);
+    assert_eq!(prompt_text(&rig), "hi calm");
+}
+
+#[test]
+fn a_suffix_is_what_comes_behind_the_answer() {
+    let rig = Rig::of(crate::tiny::hole_model());
+    let hole: [u32; 6] = [258, 97, 98, 259, 99, 260];
+    let body = r#"{"model":"tiny","prompt":"ab","suffix":"c"}"#;
+    rig.post(COMPLETE, body).ok("suffix");
+    assert_eq!(rig.service.last().prompt, hole);
+    let body = r#"{"input_prefix":"ab","input_suffix":"c"}"#;
+    rig.post("/infill", body).ok("infill");
+    assert_eq!(rig.service.last().prompt, hole);
 }
 
 #[test]
