@@ -17,7 +17,7 @@ use serde_json::json;
 
 use crate::engines::{self, Engine};
 use crate::home;
-use crate::output::print;
+use crate::output::{counted, print};
 
 /// Arguments of `paceline doctor`.
 #[derive(Debug, clap::Args)]
@@ -163,7 +163,7 @@ fn cpu() -> Check {
         .map(InstructionSet::name)
         .collect();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let found = format!("{}, {threads} threads", sets.join(", "));
+    let found = format!("{}, {}", sets.join(", "), counted(threads, "thread"));
     if sets.len() > 1 {
         return Check::ok("cpu", found);
     }
