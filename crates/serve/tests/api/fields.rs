@@ -195,6 +195,12 @@ fn lenient_servers_pass_unknown_fields_with_a_warning() {
         ]
     );
     response.ok("unknown fields");
+    let format = r#""response_format":{"type":"json_schema","zed":3,
+        "json_schema":{"name":"n","schema":{"type":"object"}}}"#;
+    let response = rig.chat(format);
+    let expected = "299 paceline \"response_format.zed is unknown and was ignored\"";
+    assert_eq!(response.header("warning"), Some(expected));
+    response.ok(format);
     // What is known and wrong stays wrong.
     assert_eq!(rig.chat(r#""temperature":"hot""#).status, 400);
     assert_eq!(rig.chat("").header("warning"), None);
