@@ -264,6 +264,10 @@ fn clients_may_use_other_names_and_ports() {
         let answer = http::ask(port, "/v1/chat/completions", Some(&body));
         assert_eq!(answer.status, 200, "{}", answer.body);
     }
+    // Trained for a million positions: room for a coding agent, which begins with 14,000 tokens.
+    let running = http::ask(server.port, "/api/ps", None).body;
+    let context = running["models"][0]["context_length"].as_u64();
+    assert!(context > Some(14_000), "{running}");
     let said = server.stop(1).stderr;
     assert!(
         said.contains("1 node, ") && !said.contains("1 nodes"),
