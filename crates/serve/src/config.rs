@@ -359,3 +359,13 @@ pub struct Fact {
     /// The value now.
     pub value: f64,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_kept_for_as_long_as_common_clients_keep_them() {
+        assert!(Times::default().idle >= Duration::from_secs(60));
+    }
+}

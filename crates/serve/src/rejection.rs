@@ -41,7 +41,10 @@ pub(crate) enum Rejection {
     #[error("{param} is missing: {expected}")]
     Missing { param: String, expected: String },
     /// A field that no specification knows.
-    #[error("{param} is no field of this request: it would have no effect")]
+    #[error(
+        "{param} is no field of this request: it would have no effect, and this server was not \
+         started with --lenient"
+    )]
     Unknown { param: String },
     /// A field of OpenAI's specification, with a value that would change the answer if it were
     /// implemented.
@@ -133,7 +136,9 @@ pub(crate) enum Rejection {
     #[error("{got} Host headers, expected one")]
     HostCount { got: usize },
     /// A name that this server does not go by: a web page may have pointed it here.
-    #[error("host {host:?} is not a name of this server")]
+    #[error(
+        "host {host:?} is not a name of this server: it was not started with --allow-host for it"
+    )]
     Host { host: String },
     /// A web page of somebody else.
     #[error(
