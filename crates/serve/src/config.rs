@@ -269,13 +269,25 @@ impl fmt::Debug for Facts {
     }
 }
 
-/// Removes the model of this name from the machine's store. False where there is none; what went
-/// wrong, for the client.
+/// Removes the model of a name from the machine's store. The second argument has every name of
+/// every model that is being served: the file of one of these stays, under whichever name it is to
+/// be removed. An error is a reason for the client.
 #[derive(Clone)]
 pub struct Remover(pub Arc<Remove>);
 
-/// Takes a model's name.
-type Remove = dyn Fn(&str) -> Result<bool, String> + Send + Sync;
+/// See [`Remover`].
+type Remove = dyn Fn(&str, &[String]) -> Result<Removal, String> + Send + Sync;
+
+/// Outcome of a removal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// The model's files are gone.
+    Done,
+    /// The store has no model of this name.
+    NotKept,
+    /// Its file is that of a model that is being served. Nothing was removed.
+    InUse,
+}
 
 impl fmt::Debug for Remover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -18,12 +18,13 @@ use tokio::time::{sleep, timeout};
 use super::{App, Endpoint, embedding, fresh_seed, json_response, pages, random_hex, resuming};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
-use crate::config::Config;
+use crate::config::{Config, Removal};
 use crate::field::{Fields, Notes};
 use crate::journal::Head;
 use crate::json;
 use crate::keys::Watched;
 use crate::log;
+use crate::model::Model;
 use crate::places::Place;
 use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
@@ -473,6 +474,7 @@ pub(super) async fn show(
 /// `DELETE /api/delete`: removes a model from the machine's store, where that was allowed.
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
+    served: Option<Extension<Served>>,
     request: Request,
 ) -> Result<Response, Rejection> {
     let Some(remover) = app.config.remover.clone() else {
@@ -491,13 +493,27 @@ pub(super) async fn remove(
     if is_served {
         return Err(Rejection::InUse { model });
     }
+    let Extension(served) = served.unwrap_or_else(|| Extension(Served::of([&app.model])));
     let name = model.clone();
-    let removed = tokio::task::spawn_blocking(move || (remover.0)(&name)).await;
+    let removed = tokio::task::spawn_blocking(move || (remover.0)(&name, &served.0)).await;
     let what = "remove the model";
     match removed.map_err(|_| Rejection::Broken { what })? {
-        Ok(true) => Ok(StatusCode::OK.into_response()),
-        Ok(false) => Err(Rejection::NotKept { model }),
+        Ok(Removal::Done) => Ok(StatusCode::OK.into_response()),
+        Ok(Removal::NotKept) => Err(Rejection::NotKept { model }),
+        Ok(Removal::InUse) => Err(Rejection::InUse { model }),
         Err(reason) => Err(Rejection::Invalid { reason }),
+    }
+}
+
+/// Every name of every model that this server answers with. The API of one model knows only its
+/// own names, so a server with several sends this along.
+#[derive(Clone, Debug)]
+pub(super) struct Served(Arc<[String]>);
+
+impl Served {
+    pub(super) fn of<'a>(models: impl IntoIterator<Item = &'a Model>) -> Self {
+        let names = models.into_iter().flat_map(Model::names);
+        Self(names.map(str::to_owned).collect())
     }
 }
 

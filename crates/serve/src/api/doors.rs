@@ -17,7 +17,7 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tower::ServiceExt;
 
-use super::asking::body_in_time;
+use super::asking::{Served, body_in_time};
 use super::{App, idle, json_response};
 use crate::access::check_origin;
 use crate::config::{Config, Status};
@@ -140,7 +140,13 @@ async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Respon
         };
     }
     match choose(&shared.config, &doors, request).await {
-        Ok((door, request)) => pass(door.router.clone(), request).await,
+        Ok((door, mut request)) => {
+            if request.uri().path() == "/api/delete" {
+                let served = Served::of(doors.iter().map(|door| &door.app.model));
+                request.extensions_mut().insert(served);
+            }
+            pass(door.router.clone(), request).await
+        }
         Err(rejection) => rejection.into_response(),
     }
 }

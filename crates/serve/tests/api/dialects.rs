@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use paceline_engine::Finish;
 use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{PullStep, Puller, Remover};
+use paceline_serve::{PullStep, Puller, Removal, Remover};
 use serde_json::{Value, json};
 
 use crate::client::Response;
@@ -285,15 +285,18 @@ fn the_model_is_shown_as_ollama_does() {
 fn models_are_removed_where_that_was_allowed() {
     let kept = Arc::new(Mutex::new(vec!["old".to_owned()]));
     let shelf = Arc::clone(&kept);
-    let remove = move |name: &str| {
+    let remove = move |name: &str, served: &[String]| {
         let mut kept = shelf.lock().unwrap();
         match name {
             "held" => Err("another process reads it".to_owned()),
-            name => Ok(kept
-                .iter()
-                .position(|k| k == name)
-                .map(|i| kept.remove(i))
-                .is_some()),
+            "tiny-on-the-hub" if served.contains(&"tiny".to_owned()) => Ok(Removal::InUse),
+            name => Ok(match kept.iter().position(|k| k == name) {
+                Some(i) => {
+                    kept.remove(i);
+                    Removal::Done
+                }
+                None => Removal::NotKept,
+            }),
         }
     };
     let rig = Rig::with(|config| config.remover = Some(Remover(Arc::new(remove))));
@@ -303,6 +306,7 @@ fn models_are_removed_where_that_was_allowed() {
     };
     for (body, status, message) in [
         (r#"{"model":"tiny:latest"}"#, 409, "being served"),
+        (r#"{"model":"tiny-on-the-hub"}"#, 409, "being served"),
         (r#"{"model":"new"}"#, 404, "no model \"new\""),
         (r#"{"name":"held"}"#, 400, "another process"),
         ("{}", 400, "model is missing"),
