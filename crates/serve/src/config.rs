@@ -4,7 +4,10 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+
+use tokio::sync::Semaphore;
 
 use crate::Error;
 use crate::events::Events;
@@ -13,6 +16,10 @@ use crate::live::Live;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
+
+/// Pulls that clients have running or waiting at the same time, on a thread each. As many as the
+/// dashboard's own downloads: more share the same line.
+pub(crate) const PULLS_MAX: usize = 2;
 
 /// Where to listen, who may ask, how much and how long.
 #[derive(Clone, Debug)]
@@ -42,6 +49,8 @@ pub struct Config {
     pub puller: Option<Puller>,
     /// Journals of streamed answers, for clients that reconnect.
     pub journals: Journals,
+    /// Places for pulls, which the APIs of all models share.
+    pub(crate) pulls: Arc<Semaphore>,
 }
 
 impl Config {
@@ -60,6 +69,7 @@ impl Config {
             remover: None,
             puller: None,
             journals: Journals::default(),
+            pulls: Arc::new(Semaphore::new(PULLS_MAX)),
         }
     }
 
@@ -307,13 +317,17 @@ pub struct PullStep {
 }
 
 /// Fetches the model of a name into the machine's store and blocks until it is there. The second
-/// argument takes each step, and is false where nobody waits for the model any more: the pull is
-/// to end then. False where no model has the name; what went wrong, for the client.
+/// argument takes each step, and is false where nobody waits for the model any more. The third is
+/// set then as well, for the times that have no step to tell, such as a wait for another process.
+/// The pull is to end soon after either. False where no model has the name; what went wrong, for
+/// the client.
 #[derive(Clone)]
 pub struct Puller(pub Arc<Pull>);
 
 /// See [`Puller`].
-type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool) -> Result<bool, String> + Send + Sync;
+type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool, &Arc<AtomicBool>) -> Result<bool, String>
+    + Send
+    + Sync;
 
 impl fmt::Debug for Puller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

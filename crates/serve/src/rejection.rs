@@ -219,6 +219,9 @@ pub(crate) enum Rejection {
     /// As many requests as may be are in work.
     #[error("{limit} requests are in work already, which is the most that are taken")]
     TooManyRequests { limit: usize },
+    /// As many models as may be are being fetched.
+    #[error("{limit} models are being fetched already, which is the most at a time")]
+    TooManyPulls { limit: usize },
     /// The model's queue is full.
     #[error("{waiting} requests are waiting already, which is the most that are held")]
     Busy { waiting: usize },
@@ -344,6 +347,9 @@ impl Rejection {
             Self::TooManyOfOne { .. } => {
                 class(S::TOO_MANY_REQUESTS, "rate_limit_error", "client_busy")
             }
+            Self::TooManyPulls { .. } => {
+                class(S::TOO_MANY_REQUESTS, "rate_limit_error", "pulls_busy")
+            }
             Self::NotDone { .. } => request(S::NOT_IMPLEMENTED, "not_implemented"),
             Self::Revoked => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::Loading => server(S::SERVICE_UNAVAILABLE, "model_loading"),
@@ -456,7 +462,10 @@ impl Rejection {
             }
             // Reading weights takes seconds to minutes.
             Self::Loading => Some((RETRY_AFTER, text("2"))),
-            Self::Unavailable { .. } | Self::ShuttingDown => Some((RETRY_AFTER, text("5"))),
+            // A pull takes seconds to hours.
+            Self::Unavailable { .. } | Self::ShuttingDown | Self::TooManyPulls { .. } => {
+                Some((RETRY_AFTER, text("5")))
+            }
             // What is left of the body is not read.
             Self::LongBody { .. } | Self::SlowBody { .. } => Some((CONNECTION, text("close"))),
             _ => None,

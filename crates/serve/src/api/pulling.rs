@@ -4,9 +4,11 @@
 //! puller (a blocking thread) --steps--> bounded channel --lines of JSON--> client
 //! ```
 //!
-//! A client that leaves ends its pull; the next one goes on where it ended.
+//! A client that leaves ends its pull; the next one goes on where it ended. At most [`PULLS_MAX`]
+//! pulls work at a time, those included that wait for another process to fetch the same model.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
@@ -16,12 +18,12 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::asking::{check_admin, named};
 use super::idle::Idle;
 use super::{App, json_response};
-use crate::config::{Config, PullStep, Puller};
+use crate::config::{Config, PULLS_MAX, PullStep, Puller};
 use crate::field::Fields;
 use crate::rejection::Rejection;
 
@@ -72,33 +74,56 @@ async fn fetch(config: &Config, fields: &Fields) -> Result<Response, Rejection> 
         let (param, expected) = ("model".into(), "the name of a model".into());
         return Err(Rejection::Missing { param, expected });
     };
-    let mut told = start(puller, model.to_owned());
+    let permit = Arc::clone(&config.pulls).try_acquire_owned();
+    let permit = permit.map_err(|_| Rejection::TooManyPulls { limit: PULLS_MAX })?;
+    let mut pulling = Pulling::start(puller, model.to_owned(), permit);
     if is_stream(fields) {
-        return streamed(told, model.to_owned()).await;
+        return streamed(pulling, model.to_owned()).await;
     }
     loop {
-        if let Told::End(end) = next(&mut told).await {
+        if let Told::End(end) = pulling.next().await {
             checked(end, model)?;
             return Ok(json_response(StatusCode::OK, &success()));
         }
     }
 }
 
-/// Starts a pull on a thread that may block. It ends when what it says is dropped.
-fn start(puller: Puller, model: String) -> mpsc::Receiver<Told> {
-    let (sender, told) = mpsc::channel(UNREAD_STEPS);
-    tokio::task::spawn_blocking(move || {
-        let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
-        let end = (puller.0)(&model, &mut tell);
-        // Nobody waits for the end of a pull whose client has left.
-        let _ = sender.blocking_send(Told::End(end));
-    });
-    told
+/// A pull that runs. Dropping it ends the pull within 100 ms, also one that waits for a lock and
+/// has no step to tell.
+struct Pulling {
+    told: mpsc::Receiver<Told>,
+    /// Set once nobody waits for the pull.
+    is_over: Arc<AtomicBool>,
 }
 
-async fn next(told: &mut mpsc::Receiver<Told>) -> Told {
-    let broken = || Told::End(Err("the pull ended without a result".to_owned()));
-    told.recv().await.unwrap_or_else(broken)
+impl Drop for Pulling {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Pulling {
+    /// Starts a pull on a thread that may block. The thread holds `permit` until it ends, which is
+    /// later than the client's leaving: the permits bound the threads.
+    fn start(puller: Puller, model: String, permit: OwnedSemaphorePermit) -> Self {
+        let (sender, told) = mpsc::channel(UNREAD_STEPS);
+        let is_over = Arc::new(AtomicBool::new(false));
+        let over = Arc::clone(&is_over);
+        tokio::task::spawn_blocking(move || {
+            let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
+            let end = (puller.0)(&model, &mut tell, &over);
+            // A client that hears of the end may ask for the next pull at once.
+            drop(permit);
+            // Nobody waits for the end of a pull whose client has left.
+            let _ = sender.blocking_send(Told::End(end));
+        });
+        Self { told, is_over }
+    }
+
+    async fn next(&mut self) -> Told {
+        let broken = || Told::End(Err("the pull ended without a result".to_owned()));
+        self.told.recv().await.unwrap_or_else(broken)
+    }
 }
 
 /// # Errors
@@ -114,8 +139,8 @@ fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
 }
 
 /// The pull as lines; a failure before the first step has a status of its own.
-async fn streamed(mut told: mpsc::Receiver<Told>, model: String) -> Result<Response, Rejection> {
-    let first = match next(&mut told).await {
+async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejection> {
+    let first = match pulling.next().await {
         Told::End(end) => {
             checked(end, &model)?;
             return Ok(lines([json!({"status": "pulling manifest"}), success()]));
@@ -124,11 +149,11 @@ async fn streamed(mut told: mpsc::Receiver<Told>, model: String) -> Result<Respo
     };
     let head = line(&json!({"status": "pulling manifest"}));
     let head = [head, said(first, &model).0].concat();
-    let state = Some((told, model));
+    let state = Some((pulling, model));
     let rest = stream::unfold(state, |state| async move {
-        let (mut told, model) = state?;
-        let (bytes, is_over) = said(next(&mut told).await, &model);
-        Some((bytes, (!is_over).then_some((told, model))))
+        let (mut pulling, model) = state?;
+        let (bytes, is_over) = said(pulling.next().await, &model);
+        Some((bytes, (!is_over).then_some((pulling, model))))
     });
     let head = stream::once(async move { head });
     let all = stream::StreamExt::chain(head, rest);

@@ -1,6 +1,9 @@
 //! The same answers in the words of Anthropic, Ollama, OpenAI's responses and llama-server.
 
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use paceline_engine::Finish;
 use paceline_serve::keys::{Keys, Role};
@@ -336,7 +339,7 @@ fn ollamas_bodies_need_no_type() {
 /// As Ollama's clients read it: files told apart by digest, sizes, a status at the end.
 #[test]
 fn models_are_fetched_where_that_was_allowed() {
-    let pull = |name: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+    let pull = |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| {
         let step = |part: &str, total, done| PullStep {
             part: part.to_owned(),
             total,
@@ -405,7 +408,7 @@ fn where_keys_are_in_use_an_admin_fetches() {
     let mut keys = Keys::open(&path).unwrap();
     let (user, _) = keys.make("laptop", Role::User, 1).unwrap();
     let (admin, _) = keys.make("owner", Role::Admin, 2).unwrap();
-    let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool| Ok(true);
+    let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| Ok(true);
     let rig = Rig::with(|config| {
         config.access.keys = Some(path);
         config.puller = Some(Puller(Arc::new(pull)));
@@ -423,7 +426,7 @@ fn where_keys_are_in_use_an_admin_fetches() {
 fn a_pull_ends_with_its_client() {
     let (over, ended) = std::sync::mpsc::channel();
     let over = Mutex::new(over);
-    let pull = move |_: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+    let pull = move |_: &str, tell: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| {
         let step = PullStep {
             part: "a.gguf".to_owned(),
             total: Some(1 << 30),
@@ -436,6 +439,46 @@ fn a_pull_ends_with_its_client() {
     let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
     drop(rig.post("/api/pull", r#"{"model":"new"}"#));
     ended.recv_timeout(crate::client::PATIENCE).unwrap();
+}
+
+/// Two pulls wait for a lock without a step to tell, a third is refused, and those end with their
+/// clients.
+#[test]
+fn pulls_that_wait_are_bounded_and_end_with_their_clients() {
+    let (say, heard) = std::sync::mpsc::channel();
+    let say = Mutex::new(say);
+    let pull = move |_: &str, _: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
+        say.lock().unwrap().send("waits").unwrap();
+        while !over.load(Ordering::Relaxed) {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        say.lock().unwrap().send("ends").unwrap();
+        Err("cancelled".to_owned())
+    };
+    let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
+    let body = r#"{"model":"new"}"#;
+    let request = format!(
+        "POST /api/pull HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let next = || heard.recv_timeout(crate::client::PATIENCE).unwrap();
+    let waiting: Vec<_> = (0..2)
+        .map(|_| {
+            let mut stream = crate::client::connect(rig.addr);
+            stream.write_all(request.as_bytes()).unwrap();
+            assert_eq!(next(), "waits");
+            stream
+        })
+        .collect();
+    let refused = rig.post("/api/pull", body);
+    assert_eq!(
+        (refused.status, refused.header("retry-after")),
+        (429, Some("5"))
+    );
+    let error = refused.json()["error"].as_str().unwrap().to_owned();
+    assert!(error.starts_with("2 models are being fetched"), "{error}");
+    drop(waiting);
+    assert_eq!([next(), next()], ["ends", "ends"]);
 }
 
 #[test]
