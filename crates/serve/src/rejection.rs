@@ -213,7 +213,7 @@ pub(crate) enum Rejection {
         what: &'static str,
         why: &'static str,
     },
-    /// The key of a running answer is no longer one.
+    /// The key of a running answer, stream of events or pull is no longer one.
     #[error("the API key was revoked: the answer was stopped")]
     Revoked,
     /// As many requests as may be are in work.

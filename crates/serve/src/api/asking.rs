@@ -22,7 +22,7 @@ use crate::config::{Config, Removal};
 use crate::field::{Fields, Notes};
 use crate::journal::Head;
 use crate::json;
-use crate::keys::Watched;
+use crate::keys::{Held, Watched};
 use crate::log;
 use crate::model::Model;
 use crate::places::Place;
@@ -110,23 +110,28 @@ pub(super) async fn answer(
 /// Deadline, limits and API key of an answer to `client`; the deadline counts from now.
 pub(super) fn terms(app: &App, client: &Client) -> Terms {
     let limit = app.config.times.request;
-    let key = match (&app.keys, client) {
-        (Some(keys), Client::Key(id)) => Some((Arc::clone(keys), id.clone())),
-        _ => None,
-    };
     Terms {
         deadline: Box::pin(sleep(limit)),
         deadline_s: limit.as_secs(),
         phase: app.phase.clone(),
         context: app.model.context,
         unread_replies: app.config.limits.unread_replies,
-        key,
+        key: held(app.keys.as_ref(), client),
         asked: (app.config.clock.now)(),
         now: app.config.clock.now,
     }
 }
 
-fn client(request: &Request) -> Client {
+/// The key of a client, where keys are in use.
+pub(super) fn held(keys: Option<&Arc<Watched>>, client: &Client) -> Option<Held> {
+    let (Some(keys), Client::Key(id)) = (keys, client) else {
+        return None;
+    };
+    let (keys, id) = (Arc::clone(keys), id.clone());
+    Some(Held { keys, id })
+}
+
+pub(super) fn client(request: &Request) -> Client {
     let client = request.extensions().get::<Client>();
     client.cloned().unwrap_or(Client::Anybody)
 }

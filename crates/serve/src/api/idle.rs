@@ -23,7 +23,7 @@ use crate::rejection::{Rejection, Style};
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,
-    pub(super) keys: Option<Watched>,
+    pub(super) keys: Option<Arc<Watched>>,
     nodes: Status,
 }
 
@@ -35,7 +35,7 @@ impl Idle {
         let keys = keys.map(Watched::open).transpose()?;
         Ok(Self {
             config,
-            keys,
+            keys: keys.map(Arc::new),
             nodes,
         })
     }

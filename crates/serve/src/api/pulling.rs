@@ -4,7 +4,7 @@
 //! puller (a blocking thread) --steps--> bounded channel --lines of JSON--> client
 //! ```
 //!
-//! A client that leaves ends its pull; the next one goes on where it ended. At most [`PULLS_MAX`]
+//! A client that leaves or loses its key ends its pull; the next one goes on where it ended. At most [`PULLS_MAX`]
 //! pulls work at a time, those included that wait for another process to fetch the same model.
 
 use std::sync::Arc;
@@ -20,11 +20,12 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-use super::asking::{check_admin, named};
+use super::asking::{check_admin, client, held, named};
 use super::idle::Idle;
 use super::{App, json_response};
 use crate::config::{Config, PULLS_MAX, PullStep, Puller};
 use crate::field::Fields;
+use crate::keys::{Held, revoked};
 use crate::rejection::Rejection;
 
 /// Steps that a client has not read yet; the pull waits for it then.
@@ -35,6 +36,8 @@ enum Told {
     Step(PullStep),
     /// The last.
     End(Result<bool, String>),
+    /// The last: the key that asked is revoked.
+    Revoked,
 }
 
 /// `POST /api/pull` of a node that has models.
@@ -43,10 +46,11 @@ pub(super) async fn pull(
     request: Request,
 ) -> Result<Response, Rejection> {
     let admin = check_admin(app.keys.as_deref(), &request);
+    let key = held(app.keys.as_ref(), &client(&request));
     let (fields, is_served) = named(&app, request).await?;
     if !is_served {
         admin?;
-        return fetch(&app.config, &fields).await;
+        return fetch(&app.config, &fields, key).await;
     }
     match is_stream(&fields) {
         false => Ok(json_response(StatusCode::OK, &success())),
@@ -63,7 +67,7 @@ fn success() -> Value {
 }
 
 /// Fetches the model that `fields` name, where that was allowed.
-async fn fetch(config: &Config, fields: &Fields) -> Result<Response, Rejection> {
+async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Response, Rejection> {
     let Some(puller) = config.puller.clone() else {
         return Err(Rejection::NotDone {
             what: "fetching a model",
@@ -76,14 +80,13 @@ async fn fetch(config: &Config, fields: &Fields) -> Result<Response, Rejection> 
     };
     let permit = Arc::clone(&config.pulls).try_acquire_owned();
     let permit = permit.map_err(|_| Rejection::TooManyPulls { limit: PULLS_MAX })?;
-    let mut pulling = Pulling::start(puller, model.to_owned(), permit);
+    let mut pulling = Pulling::start(puller, model.to_owned(), (permit, key));
     if is_stream(fields) {
         return streamed(pulling, model.to_owned()).await;
     }
     loop {
-        if let Told::End(end) = pulling.next().await {
-            checked(end, model)?;
-            return Ok(json_response(StatusCode::OK, &success()));
+        if let Some(end) = ended(pulling.next().await, model) {
+            return end.map(|()| json_response(StatusCode::OK, &success()));
         }
     }
 }
@@ -94,6 +97,8 @@ struct Pulling {
     told: mpsc::Receiver<Told>,
     /// Set once nobody waits for the pull.
     is_over: Arc<AtomicBool>,
+    /// The key that asked.
+    key: Option<Held>,
 }
 
 impl Drop for Pulling {
@@ -105,7 +110,11 @@ impl Drop for Pulling {
 impl Pulling {
     /// Starts a pull on a thread that may block. The thread holds `permit` until it ends, which is
     /// later than the client's leaving: the permits bound the threads.
-    fn start(puller: Puller, model: String, permit: OwnedSemaphorePermit) -> Self {
+    fn start(
+        puller: Puller,
+        model: String,
+        (permit, key): (OwnedSemaphorePermit, Option<Held>),
+    ) -> Self {
         let (sender, told) = mpsc::channel(UNREAD_STEPS);
         let is_over = Arc::new(AtomicBool::new(false));
         let over = Arc::clone(&is_over);
@@ -117,12 +126,26 @@ impl Pulling {
             // Nobody waits for the end of a pull whose client has left.
             let _ = sender.blocking_send(Told::End(end));
         });
-        Self { told, is_over }
+        Self { told, is_over, key }
     }
 
     async fn next(&mut self) -> Told {
         let broken = || Told::End(Err("the pull ended without a result".to_owned()));
-        self.told.recv().await.unwrap_or_else(broken)
+        tokio::select! {
+            // First, as steps may come faster than they can be read.
+            biased;
+            () = revoked(self.key.as_ref()) => Told::Revoked,
+            told = self.told.recv() => told.unwrap_or_else(broken),
+        }
+    }
+}
+
+/// Outcome of a pull that is over with what it told.
+fn ended(told: Told, model: &str) -> Option<Result<(), Rejection>> {
+    match told {
+        Told::Step(_) => None,
+        Told::End(end) => Some(checked(end, model)),
+        Told::Revoked => Some(Err(Rejection::Revoked)),
     }
 }
 
@@ -141,14 +164,14 @@ fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
 /// The pull as lines; a failure before the first step has a status of its own.
 async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejection> {
     let first = match pulling.next().await {
-        Told::End(end) => {
-            checked(end, &model)?;
+        Told::Step(step) => line(&progress(&step, &model)),
+        last => {
+            ended(last, &model).transpose()?;
             return Ok(lines([json!({"status": "pulling manifest"}), success()]));
         }
-        step => step,
     };
     let head = line(&json!({"status": "pulling manifest"}));
-    let head = [head, said(first, &model).0].concat();
+    let head = [head, first].concat();
     let state = Some((pulling, model));
     let rest = stream::unfold(state, |state| async move {
         let (mut pulling, model) = state?;
@@ -166,11 +189,10 @@ async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejec
 
 /// The lines of what a pull says, and whether it is over.
 fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
-    let end = match told {
-        Told::Step(step) => return (line(&progress(&step, model)), false),
-        Told::End(end) => end,
-    };
-    if let Err(rejection) = checked(end, model) {
+    if let Told::Step(step) = &told {
+        return (line(&progress(step, model)), false);
+    }
+    if let Some(Err(rejection)) = ended(told, model) {
         return (line(&json!({"error": rejection.to_string()})), true);
     }
     let last = ["verifying sha256 digest", "writing manifest", "success"];
@@ -209,7 +231,8 @@ pub(super) async fn pull_idle(
     State(idle): State<Arc<Idle>>,
     request: Request,
 ) -> Result<Response, Rejection> {
-    check_admin(idle.keys.as_ref(), &request)?;
+    check_admin(idle.keys.as_deref(), &request)?;
+    let key = held(idle.keys.as_ref(), &client(&request));
     let fields = super::asking::fields_of_name(&idle.config, request).await?;
-    fetch(&idle.config, &fields).await
+    fetch(&idle.config, &fields, key).await
 }

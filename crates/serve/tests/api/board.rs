@@ -197,6 +197,23 @@ fn events_of_a_request_come_as_they_happen() {
 }
 
 #[test]
+fn a_revoked_keys_stream_of_events_ends_with_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (key, info) = keys.make("laptop", Role::User, 1).unwrap();
+    let rig = Rig::with(|config| config.access.keys = Some(path));
+    let bearer = format!("Authorization: Bearer {key}\r\n");
+    let stream = rig.send("GET", "/v1/paceline/events", &bearer, "");
+    assert_eq!(stream.status, 200);
+    keys.revoke(&info.id).unwrap();
+    let text = stream.text();
+    let (_, last) = text.rsplit_once("event: error\ndata: ").expect(&text);
+    let last: Value = serde_json::from_str(last).unwrap();
+    assert_eq!(last["error"]["code"], "invalid_api_key");
+}
+
+#[test]
 fn streams_of_events_are_bounded_and_end_with_the_server() {
     let rig = Rig::new();
     let streams: Vec<_> = (0..32).map(|_| rig.get("/v1/paceline/events")).collect();

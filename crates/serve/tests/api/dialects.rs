@@ -441,6 +441,53 @@ fn a_pull_ends_with_its_client() {
     ended.recv_timeout(crate::client::PATIENCE).unwrap();
 }
 
+/// A pull that has no step to tell ends with its key too.
+#[test]
+fn a_pull_ends_with_its_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (admin, info) = keys.make("owner", Role::Admin, 1).unwrap();
+    let (say, heard) = std::sync::mpsc::channel();
+    let say = Mutex::new(say);
+    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
+        let step = PullStep {
+            part: "a.gguf".to_owned(),
+            total: None,
+            done: 1,
+        };
+        assert!(name == "silent" || tell(step));
+        say.lock().unwrap().send(()).unwrap();
+        while !over.load(Ordering::Relaxed) {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        Err("cancelled".to_owned())
+    };
+    let rig = Rig::with(|config| {
+        config.access.keys = Some(path);
+        config.puller = Some(Puller(Arc::new(pull)));
+    });
+    let header = format!("Authorization: Bearer {admin}\r\n");
+    let ask = |name: &str| {
+        let body = format!(r#"{{"model":"{name}"}}"#);
+        rig.send("POST", "/api/pull", &header, &body)
+    };
+    let begun = || heard.recv_timeout(crate::client::PATIENCE).unwrap();
+    std::thread::scope(|scope| {
+        let silent = scope.spawn(|| ask("silent"));
+        begun();
+        let telling = ask("new");
+        begun();
+        keys.revoke(&info.id).unwrap();
+        assert_eq!(silent.join().unwrap().status, 401);
+        let last = lines(telling).pop().unwrap();
+        assert!(
+            last["error"].as_str().unwrap().contains("revoked"),
+            "{last}"
+        );
+    });
+}
+
 /// Two pulls wait for a lock without a step to tell, a third is refused, and those end with their
 /// clients.
 #[test]
