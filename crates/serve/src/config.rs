@@ -132,7 +132,8 @@ pub struct Limits {
     /// Streamed answers that clients may come back to, those under way among them. Streams beyond
     /// that cannot be come back to.
     pub journals: usize,
-    /// Bytes of memory that they take; one takes a quarter at most.
+    /// Bytes of memory that they take; one takes a quarter at most. A stream whose journal would
+    /// take more goes on without one, and the event `unprotected` says so.
     pub journal_bytes: usize,
     /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
     /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
