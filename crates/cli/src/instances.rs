@@ -575,4 +575,8 @@ impl Mirror for Copies {
     fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
         self.0.upgrade()?.find_journal(id, key)
     }
+
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        self.0.upgrade()?.find_longer_journal(id, key, than)
+    }
 }

@@ -68,6 +68,12 @@ pub trait Mirror: Send + Sync {
     /// The longest copy of a journal that any node has, for the holder of the key with this id. The
     /// node that answers this journal stops. May block for as long as [`MIRROR_LIMIT`].
     fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
+
+    /// As [`find`](Self::find), a copy of more than `than` bytes. A node that is slow is waited for
+    /// where faster ones have shorter copies.
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        self.find(id, key).filter(|copy| copy.len() > than)
+    }
 }
 
 /// A request, as it can be understood again.
@@ -437,10 +443,35 @@ impl Journals {
         if let Some(own) = self.get(id, key.as_deref()) {
             return Some(own);
         }
-        let (mirror, name) = (self.mirror()?, id.to_owned());
-        let asked = key.clone();
-        let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
-        let journal = Journal::parse(find.await.ok()??, now())?;
+        self.fetch(id, key, 0, (bounds, now)).await
+    }
+
+    /// The same journal as `short` with more replies, of another node.
+    pub(crate) async fn find_longer(
+        &self,
+        short: &Journal,
+        bounds: Bounds,
+        now: fn() -> Instant,
+    ) -> Option<Arc<Journal>> {
+        let (key, than) = (short.head.key.clone(), short.state().text.len());
+        self.fetch(&short.head.id, key, than, (bounds, now)).await
+    }
+
+    /// Asks other nodes for a journal of more than `than` bytes, and keeps it here.
+    async fn fetch(
+        &self,
+        id: &str,
+        key: Option<String>,
+        than: usize,
+        (bounds, now): (Bounds, fn() -> Instant),
+    ) -> Option<Arc<Journal>> {
+        let (mirror, name, asked) = (self.mirror()?, id.to_owned(), key.clone());
+        let find = move || match than {
+            0 => mirror.find(&name, asked.as_deref()),
+            than => mirror.find_longer(&name, asked.as_deref(), than),
+        };
+        let found = tokio::task::spawn_blocking(find).await.ok()??;
+        let journal = Journal::parse(found, now())?;
         let is_right = journal.head.id == id && journal.is_of(key.as_deref());
         is_right.then(|| self.add(journal, bounds, now()))?
     }

@@ -112,6 +112,12 @@ pub(crate) enum Rejection {
          or it is another key's"
     )]
     NoAnswer { id: String, stay_s: u64 },
+    /// The copies of a streamed answer that could be reached are behind its client.
+    #[error(
+        "the copies of streamed answer {id:?} that were reached lack events that the client has, \
+         and its choices cannot be told again in the same order: try again, or ask anew"
+    )]
+    Behind { id: String },
     /// A prompt of no token.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt { param: String },
@@ -304,6 +310,7 @@ impl Rejection {
             }
             Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
             Self::NoAnswer { .. } => request(S::NOT_FOUND, "answer_not_found"),
+            Self::Behind { .. } => server(S::SERVICE_UNAVAILABLE, "answer_behind"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
             Self::Template(chat::Error::Template(failure)) if failure.is_of_model() => {
@@ -457,9 +464,10 @@ impl Rejection {
         match self {
             Self::NoKey | Self::WrongKey => Some((WWW_AUTHENTICATE, text("Bearer"))),
             Self::Method { allowed, .. } => Some((ALLOW, text(allowed))),
-            Self::TooManyRequests { .. } | Self::Busy { .. } | Self::TooManyOfOne { .. } => {
-                Some((RETRY_AFTER, text("1")))
-            }
+            Self::TooManyRequests { .. }
+            | Self::Busy { .. }
+            | Self::TooManyOfOne { .. }
+            | Self::Behind { .. } => Some((RETRY_AFTER, text("1"))),
             // Reading weights takes seconds to minutes.
             Self::Loading => Some((RETRY_AFTER, text("2"))),
             // A pull takes seconds to hours.

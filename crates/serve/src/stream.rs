@@ -44,8 +44,8 @@ pub(crate) struct Events {
     pub(crate) keep_alive: Duration,
     /// A reply that came while the status was not decided.
     pub(crate) early: Option<Line>,
-    /// Replies that a journal has already.
-    pub(crate) past: Vec<Line>,
+    /// What a journal has already; `None` for a new stream.
+    pub(crate) past: Option<Vec<Value>>,
     pub(crate) recorder: Option<Recorder>,
     pub(crate) beat: Beat,
     /// The request's place among those in work.
@@ -104,12 +104,9 @@ impl Events {
         if self.record(&mut early).await.is_err() {
             return (Bytes::new(), State::Over);
         }
-        let values = self.telling.start(early.pop());
+        let past = self.past.take();
+        let values = past.unwrap_or_else(|| self.telling.start(early.pop()));
         self.put(&mut out, values);
-        for (choice, reply) in std::mem::take(&mut self.past) {
-            let values = self.telling.more(choice, reply);
-            self.put(&mut out, values);
-        }
         if out.is_empty() {
             self.telling.framing().comment(&mut out);
         }

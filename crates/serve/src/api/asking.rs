@@ -396,7 +396,7 @@ async fn stream(
     let early = timeout(app.config.times.first_reply, answer.next()).await;
     let events = Events {
         early: early.ok().transpose()?,
-        past: Vec::new(),
+        past: None,
         answer,
         telling,
         keep_alive: app.config.times.keep_alive,

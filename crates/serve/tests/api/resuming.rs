@@ -287,6 +287,65 @@ fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
     assert_eq!(said(&events)[&0], WORDS.concat());
 }
 
+/// Another node's memory of which its first two lines come first, as from a node that kept the
+/// beginning only.
+struct Slow {
+    shelf: Shelf,
+    has_longer: bool,
+}
+
+impl Mirror for Slow {
+    fn put(&self, _: Piece, done: Done) {
+        done(Kept::Yes);
+    }
+
+    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        let copy = self.shelf.find(id, key)?;
+        let lines = copy.split_inclusive(|byte| *byte == b'\n');
+        Some(lines.take(2).flatten().copied().collect())
+    }
+
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        let copy = self.shelf.find(id, key).filter(|_| self.has_longer);
+        copy.filter(|copy| copy.len() > than)
+    }
+}
+
+/// Tokens of two choices come in any order, so the numbers of events that a client has mean
+/// something only where the journal has these events.
+#[test]
+fn two_choices_go_on_from_a_copy_that_has_the_clients_events() {
+    let shelf = Shelf::default();
+    let with = |mirror: Arc<dyn Mirror>| {
+        let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+        let model = tiny::tool_model();
+        let change = |config: &mut paceline_serve::Config| config.journals.mirror_to(mirror);
+        Rig::start(change, model, Arc::new(service.clone()), service)
+    };
+    let first = with(Arc::new(shelf.clone()));
+    first.service.script(Script::Halt(script(&WORDS[..3])));
+    let mut events = until_halt(&first, CHAT, &chat_body(r#""stream":true,"n":2"#), 3);
+    drop(first);
+    let slow = |has_longer| {
+        let shelf = shelf.clone();
+        with(Arc::new(Slow { shelf, has_longer }))
+    };
+    let behind = slow(false);
+    for _ in 0..2 {
+        let refused = again(&behind, CHAT, id_of(&events), "");
+        assert_eq!(refused.header("retry-after"), Some("1"));
+        let (status, code, ..) = refusal(refused);
+        assert_eq!((status, code.as_str()), (503, "answer_behind"));
+    }
+    let rest = all(again(&slow(true), CHAT, id_of(&events), ""));
+    events.extend(rest);
+    let said = said(&events);
+    assert_eq!([&said[&0], &said[&1]], [&WORDS.concat(), &WORDS.concat()]);
+    let numbers = events.iter().filter_map(|(id, _)| id.split_once(':'));
+    let numbers: Vec<usize> = numbers.map(|(_, n)| n.parse().unwrap()).collect();
+    assert_eq!(numbers, (0..numbers.len()).collect::<Vec<_>>());
+}
+
 /// No other node.
 struct Nobody;
 
