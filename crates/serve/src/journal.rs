@@ -60,13 +60,14 @@ pub enum Kept {
 pub type Done = Box<dyn FnOnce(Kept) + Send>;
 
 /// Other nodes that keep copies of journals for [`Times::reconnect`](crate::Times::reconnect) after
-/// the last piece.
+/// the last piece. Ids that begin with `resp_` are of responses that the nodes store.
 pub trait Mirror: Send + Sync {
     /// Has another node keep a piece. Must not block.
     fn put(&self, piece: Piece, done: Done);
 
     /// The longest copy of a journal that any node has, for the holder of the key with this id. The
-    /// node that answers this journal stops. May block for as long as [`MIRROR_LIMIT`].
+    /// node that answers this journal stops. For a response what any node's
+    /// [`Doors::response`](crate::Doors::response) says. May block for as long as [`MIRROR_LIMIT`].
     fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
 
     /// As [`find`](Self::find), a copy of more than `than` bytes. A node that is slow is waited for

@@ -7,14 +7,14 @@
 
 use std::sync::Arc;
 
-use axum::http::HeaderMap;
+use axum::http::{self, HeaderMap, Method};
 use axum::response::Response;
 use paceline_engine::{Reply, Request};
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::asking::{Given, streamed, telling, understand};
-use super::{App, Endpoint};
+use super::{App, ENDPOINTS, Endpoint};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
 use crate::field::clip;
@@ -23,6 +23,7 @@ use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::render::Telling;
 use crate::request::{Ask, Understood};
+use crate::store::Stored;
 use crate::stream::{Beat, Events, Recorder};
 
 /// Position of a client in a stream.
@@ -89,6 +90,32 @@ pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejecti
     let id = id.strip_prefix("resp_").unwrap_or(id).to_owned();
     let event = event.transpose()?;
     Ok(Some(Last { id, event }))
+}
+
+/// Name of the answer's journal that a request goes on with; `None` for other requests.
+pub(super) fn answer_of<B>(request: &http::Request<B>) -> Option<String> {
+    let uri = request.uri();
+    let last = match (request.method(), uri.path().strip_prefix("/v1/responses/")) {
+        (&Method::GET, Some(id)) => of_response(id, uri.query().unwrap_or_default()),
+        (&Method::POST, None) => {
+            let endpoint = ENDPOINTS.iter().find(|(path, _)| *path == uri.path());
+            last_event(request.headers(), endpoint?.1)
+        }
+        _ => return None,
+    };
+    Some(last.ok()??.id)
+}
+
+/// A response that another node stores, as the client that asked it sees it.
+pub(super) async fn stored_elsewhere(app: &App, id: &str, client: &Client) -> Option<Stored> {
+    if !id.starts_with("resp_") {
+        return None; // it may be a journal's name, which would be given away
+    }
+    let (mirror, name, key) = (app.config.journals.mirror()?, id.to_owned(), key_of(client));
+    let asked = key.clone();
+    let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
+    let stored: Stored = serde_json::from_slice(&find.await.ok()??).ok()?;
+    (stored.id == id && key_of(&stored.client) == key).then_some(stored)
 }
 
 /// The field of a body that names an earlier response.
