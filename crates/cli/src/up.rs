@@ -6,12 +6,12 @@ mod several;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::{Bytes, KernelClass, lock};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
@@ -20,7 +20,7 @@ use paceline_model::{Config, ExpertUses};
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
-use paceline_node::{Instance, Observer};
+use paceline_node::{Instance, Observer, Portrait};
 use paceline_serve::{
     About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Removal, Remover, Server,
     Status,
@@ -28,7 +28,7 @@ use paceline_serve::{
 use paceline_store::{
     Cancel, EntryName, Error as StoreError, Home, Resolved, find_for_removal, resolve,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::adapter;
 use crate::board::Board;
@@ -224,7 +224,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = Status(Arc::new(move || member::cluster(&agent)));
-    let (config, board) = args.with_board(args.config(Facts::default())?, true);
+    let (config, board) = args.set_up(Facts::default(), true)?;
     let (server, doors) = Server::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
     for address in server.addresses() {
@@ -265,27 +265,65 @@ fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
     }));
 }
 
-/// Has the dashboard show the one model of this process.
-fn show_instance(board: &Board, name: &str, instance: &Arc<Instance>, nodes: u32) {
-    let (name, own) = (name.to_owned(), Arc::downgrade(instance));
-    board.set_instances(Box::new(move || {
-        own.upgrade().map_or_else(Default::default, |instance| {
-            let (state, reason) = match instance.status().state {
-                State::Loading => ("loading", None),
-                State::Ready => ("ready", None),
-                State::Recovering(reason) => ("recovering", Some(reason)),
-                State::Failed(reason) => ("failed", Some(reason)),
-            };
-            let workers: Vec<String> = (0..nodes).map(|rank| format!("worker {rank}")).collect();
-            let view = json!({
-                "id": "local", "model": name, "state": state, "reason": reason,
-                "nodes": workers, "epoch": instance.epoch(),
-                "split": instance.split().to_string(),
-            });
-            let portraits = BTreeMap::from([("local".to_owned(), instance.portrait())]);
-            (vec![view], portraits)
-        })
-    }));
+/// The models that this process has workers for, as its dashboard shows them. Clones are the same.
+#[derive(Clone, Default)]
+struct Shown(Arc<Mutex<Vec<Local>>>);
+
+/// A model of this process.
+struct Local {
+    id: String,
+    model: String,
+    instance: Weak<Instance>,
+    nodes: u32,
+}
+
+impl Shown {
+    /// Shows none yet.
+    fn on(board: &Board) -> Self {
+        let shown = Self::default();
+        let own = shown.clone();
+        board.set_instances(Box::new(move || own.told()));
+        shown
+    }
+
+    fn told(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {
+        lock(&self.0).iter().filter_map(Local::told).unzip()
+    }
+
+    /// Shows a model from now on, as long as its instance is there.
+    fn add(&self, model: &str, instance: &Arc<Instance>, nodes: u32) {
+        let mut all = lock(&self.0);
+        let id = match all.len() {
+            0 => "local".to_owned(),
+            n => format!("local-{}", n + 1),
+        };
+        all.push(Local {
+            id,
+            model: model.to_owned(),
+            instance: Arc::downgrade(instance),
+            nodes,
+        });
+    }
+}
+
+impl Local {
+    /// Its line on the dashboard, and how it computes.
+    fn told(&self) -> Option<(Value, (String, Portrait))> {
+        let instance = self.instance.upgrade()?;
+        let (state, reason) = match instance.status().state {
+            State::Loading => ("loading", None),
+            State::Ready => ("ready", None),
+            State::Recovering(reason) => ("recovering", Some(reason)),
+            State::Failed(reason) => ("failed", Some(reason)),
+        };
+        let workers = (0..self.nodes).map(|rank| format!("worker {rank}"));
+        let view = json!({
+            "id": self.id, "model": self.model, "state": state, "reason": reason,
+            "nodes": workers.collect::<Vec<_>>(), "epoch": instance.epoch(),
+            "split": instance.split().to_string(),
+        });
+        Some((view, (self.id.clone(), instance.portrait())))
+    }
 }
 
 fn tell_node(node: &Running) {
@@ -335,8 +373,8 @@ fn serve(
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
     let facts = Facts(Arc::new(move || facts(&measured, nodes)));
-    let (config, board) = args.with_board(args.config(facts)?, false);
-    show_instance(&board, &model.id, &instance, nodes);
+    let (config, board) = args.set_up(facts, false)?;
+    Shown::on(&board).add(&model.id, &instance, nodes);
     let server = match beside {
         None => Server::bind(config, model, service)?,
         Some(beside) => Server::bind_all(config, vec![(model, service), beside])?,
@@ -361,11 +399,14 @@ fn serve(
 
 /// Makes embeddings until a signal comes.
 fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> {
-    let server = Server::bind_all(args.config(Facts::default())?, all)?;
+    let (config, board) = args.set_up(Facts::default(), false)?;
+    let server = Server::bind_all(config, all)?;
     let node = join_in(args);
     if let Some(node) = &node {
         node.0.set_api(server.addresses().to_vec());
+        board.set_agent(&node.0);
     }
+    let _watching = board.watch(args.events.as_deref())?;
     for address in server.addresses() {
         tell(format_args!("listening on http://{address}"));
     }
@@ -591,12 +632,17 @@ impl Args {
         }
     }
 
-    /// The same with a dashboard.
-    fn with_board(
+    /// What every server of this command is started with: its settings, and the board, whose
+    /// [`watch`](Board::watch) writes the audit log and `--events`.
+    ///
+    /// # Errors
+    /// Settings that cannot be read.
+    fn set_up(
         &self,
-        mut config: paceline_serve::Config,
+        facts: Facts,
         manages: bool,
-    ) -> (paceline_serve::Config, Board) {
+    ) -> anyhow::Result<(paceline_serve::Config, Board)> {
+        let mut config = self.config(facts)?;
         let board = Board::new(config.live.clone());
         let (own, others) = (board.clone(), config.facts);
         config.facts = Facts(Arc::new(move || {
@@ -608,7 +654,7 @@ impl Args {
         if let Some(price) = self.kwh_price {
             board.set_kwh_price(price);
         }
-        (config, board)
+        Ok((config, board))
     }
 
     fn config(&self, facts: Facts) -> anyhow::Result<paceline_serve::Config> {

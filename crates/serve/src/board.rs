@@ -33,6 +33,7 @@ use tower::ServiceExt;
 
 use crate::Error;
 use crate::access::{Remote, check_key, check_origin};
+use crate::api::address;
 use crate::api::asking::body_in_time;
 use crate::config::{Config, Manage};
 use crate::events::{Event, Events};
@@ -106,6 +107,7 @@ pub(crate) fn over(
 /// Answers a request of the dashboard; passes others on.
 async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+    let client = address(&request);
     let path = request.uri().path().to_owned();
     let command = path.strip_prefix("/v1/paceline/").unwrap_or_default();
     let answered = match path.as_str() {
@@ -127,6 +129,7 @@ async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response
         }
     };
     let mut response = answered.unwrap_or_else(Rejection::into_response);
+    shared.config.tally.answered(client, &response);
     let headers = response.headers_mut();
     let nosniff = axum::http::HeaderValue::from_static("nosniff");
     headers.insert(X_CONTENT_TYPE_OPTIONS, nosniff);
@@ -171,9 +174,12 @@ impl Shared {
     /// As [`check_origin`] and [`check_key`].
     fn admit(&self, request: &Request) -> Result<Option<String>, Rejection> {
         check_origin(request, &self.config.access)?;
-        let keys = self.keys.as_ref();
-        keys.map(|keys| check_key(request.headers(), keys))
-            .transpose()
+        let Some(keys) = &self.keys else {
+            return Ok(None);
+        };
+        let key = check_key(request.headers(), keys)?;
+        self.config.tally.key_used(address(request), &key);
+        Ok(Some(key))
     }
 
     /// Lets a client in that looks; whether it may change something too.

@@ -13,6 +13,7 @@ use crate::Error;
 use crate::events::Events;
 use crate::journal::{Bounds, Journals};
 use crate::live::Live;
+use crate::tally::Tally;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -49,6 +50,8 @@ pub struct Config {
     pub puller: Option<Puller>,
     /// Journals of streamed answers, for clients that reconnect.
     pub journals: Journals,
+    /// Tells of keys and refusals; one for all APIs of the server, so that nothing is told twice.
+    pub(crate) tally: Arc<Tally>,
     /// Places for pulls, which the APIs of all models share.
     pub(crate) pulls: Arc<Semaphore>,
 }
@@ -56,6 +59,7 @@ pub struct Config {
 impl Config {
     /// On `127.0.0.1`, with the defaults.
     pub fn new(port: u16, clock: Clock) -> Self {
+        let live = Live::new(Events::new(clock));
         Self {
             bind: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)],
             access: Access::default(),
@@ -64,7 +68,8 @@ impl Config {
             clock,
             facts: Facts::default(),
             is_lenient: false,
-            live: Live::new(Events::new(clock)),
+            tally: Arc::new(Tally::new(live.events().clone())),
+            live,
             board: Board::default(),
             remover: None,
             puller: None,
