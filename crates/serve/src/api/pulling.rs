@@ -4,8 +4,9 @@
 //! puller (a blocking thread) --steps--> bounded channel --lines of JSON--> client
 //! ```
 //!
-//! A client that leaves or loses its key ends its pull; the next one goes on where it ended. At most [`PULLS_MAX`]
-//! pulls work at a time, those included that wait for another process to fetch the same model.
+//! A client that leaves or loses its key ends its pull; the next one goes on where it ended. At
+//! most [`PULLS_MAX`] pulls work at a time, those included that wait for another process to fetch
+//! the same model.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -277,9 +277,9 @@ struct Replayed {
 }
 
 impl Replayed {
-    /// Whether the client has events, up to `after`, that cannot be made again. A choice alone gives
-    /// the same tokens again, and so the same events. Tokens of several choices come in the order
-    /// in which they are computed, so the same numbers would be other events.
+    /// Whether the client has events, up to `after`, that cannot be made again. A choice alone
+    /// gives the same tokens again, and so the same events. Tokens of several choices come in the
+    /// order in which they are computed, so the same numbers would be other events.
     fn lacks(&self, after: Option<u64>) -> bool {
         let under_way = self.requests.iter().flatten().count();
         under_way > 1 && after.is_some_and(|after| after >= self.past.len() as u64)
