@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
@@ -158,7 +159,7 @@ fn fetch(spec: &str, plan: &Plan, settings: &Settings, cancel: &Cancel) -> Resul
 /// Settings that cannot be read.
 pub(crate) fn for_clients() -> anyhow::Result<Puller> {
     let settings = Settings::from_env()?;
-    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
         let name = name.strip_suffix(":latest").unwrap_or(name);
         if Path::new(name).exists() {
             return Ok(false);
@@ -170,7 +171,7 @@ pub(crate) fn for_clients() -> anyhow::Result<Puller> {
             Err(Error::UnknownModel { .. } | Error::NoSuchPath { .. }) => return Ok(false),
             Err(error) => return Err(error.to_string()),
         };
-        let cancel = Cancel::default();
+        let cancel = Cancel::from_flag(Arc::clone(over));
         let mut steps = Steps::new(tell, cancel.clone());
         let now = SystemTime::now();
         let pulled = pull(
