@@ -126,8 +126,8 @@ impl Progress {
 /// The activity that a word tells.
 const fn doing(word: u64) -> Doing {
     let exchanges = word & FIELD;
-    let halves = word / HALF & FIELD;
-    let steps = word / STEP & FIELD;
+    let halves = (word / HALF) & FIELD;
+    let steps = (word / STEP) & FIELD;
     if exchanges > 0 && exchanges >= halves {
         Doing::Exchanging
     } else if steps > 0 {
