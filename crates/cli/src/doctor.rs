@@ -17,7 +17,7 @@ use serde_json::json;
 
 use crate::engines::{self, Engine};
 use crate::home;
-use crate::output::print;
+use crate::output::{counted, print};
 
 /// Arguments of `paceline doctor`.
 #[derive(Debug, clap::Args)]
@@ -163,7 +163,7 @@ fn cpu() -> Check {
         .map(InstructionSet::name)
         .collect();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let found = format!("{}, {threads} threads", sets.join(", "));
+    let found = format!("{}, {}", sets.join(", "), counted(threads, "thread"));
     if sets.len() > 1 {
         return Check::ok("cpu", found);
     }
@@ -185,15 +185,19 @@ fn memory() -> Check {
 }
 
 fn disk() -> anyhow::Result<Check> {
-    let folder = home::folder()?;
-    // The folder may not be there yet: its file system is that of the first parent that is.
-    let there = folder.ancestors().find(|parent| parent.exists());
-    let free = there.and_then(|parent| free_space(parent).ok());
-    if let Some(why) = there.and_then(unwritable) {
-        let found = format!("cannot write in {}: {why}", folder.display());
-        let mend = "give yourself write access, or set PACELINE_HOME to a folder of your own";
-        return Ok(Check::missing("disk", found, mend));
+    Ok(disk_of(&home::folder()?, &home::home()?.models_dir()))
+}
+
+/// Check of the folder of all files and of the models' folder, which may be a disk of its own.
+fn disk_of(folder: &Path, models: &Path) -> Check {
+    for part in [folder, models] {
+        if let Some(why) = existing(part).and_then(unwritable) {
+            let found = format!("cannot write in {}: {why}", part.display());
+            let mend = "give yourself write access, or set PACELINE_HOME to a folder of your own";
+            return Check::missing("disk", found, mend);
+        }
     }
+    let free = existing(models).and_then(|parent| free_space(parent).ok());
     let found = match free {
         Some(bytes) => format!(
             "{} free in {}",
@@ -202,7 +206,12 @@ fn disk() -> anyhow::Result<Check> {
         ),
         None => format!("unknown in {}", folder.display()),
     };
-    Ok(Check::ok("disk", found))
+    Check::ok("disk", found)
+}
+
+/// `folder`, or the first of its parents that exists: both are on the same file system.
+fn existing(folder: &Path) -> Option<&Path> {
+    folder.ancestors().find(|parent| parent.exists())
 }
 
 /// Why no file can be made in `folder`; a read-only file system tells nobody before.
@@ -374,6 +383,22 @@ mod tests {
         // The kernel's own folder takes no files, not even root's.
         #[cfg(target_os = "linux")]
         assert!(unwritable(Path::new("/proc")).is_some());
+    }
+
+    #[test]
+    fn a_disk_is_ok_where_all_of_the_store_takes_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let later = folder.path().join("later/models");
+        assert_eq!(disk_of(folder.path(), &later).state, State::Ok);
+        #[cfg(target_os = "linux")]
+        for (folder, models) in [
+            (folder.path(), "/proc"),
+            (Path::new("/proc"), "/proc/models"),
+        ] {
+            let check = disk_of(folder, Path::new(models));
+            assert_eq!(check.state, State::Missing, "{models}");
+            assert!(check.found.contains("cannot write in /proc:"), "{check:?}");
+        }
     }
 
     #[test]

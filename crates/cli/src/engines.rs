@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::error::Error;
 use crate::home::{self, Settings};
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{counted, print, tell};
 use crate::progress::on_stderr;
 
 /// Arguments of `paceline engines`.
@@ -138,7 +138,7 @@ pub(crate) fn cpu() -> Engine {
         devices: vec![DeviceRow {
             kind: "cpu",
             backend: best.map_or("scalar", InstructionSet::name).into(),
-            name: Some(format!("{cores} threads")),
+            name: Some(counted(cores, "thread")),
             memory_bytes: memory.map(|memory| memory.available.unwrap_or(memory.total).0),
         }],
         problem: None,

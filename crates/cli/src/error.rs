@@ -164,6 +164,14 @@ pub(crate) enum Error {
         /// Processor.
         arch: String,
     },
+    /// A usual name of a model that the engine cannot compute.
+    #[error("{model} is a {architecture} model, which this version does not compute")]
+    NotComputed {
+        /// The model as it was given.
+        model: String,
+        /// `general.architecture` of its files.
+        architecture: String,
+    },
     /// Nothing says where models are kept.
     #[error("neither PACELINE_HOME nor HOME is set")]
     NoHome,

@@ -22,12 +22,14 @@ struct Candidate {
     shape: ModelShape,
     /// Whether its place on the hub was seen there.
     checked: bool,
+    /// Its architecture, where this version does not compute it.
+    uncomputed: Option<&'static str>,
 }
 
 /// What the planner says about it.
 struct Row {
     candidate: Candidate,
-    /// `None` where it does not fit.
+    /// `None` where it does not fit or is not computed.
     fit: Option<Fit>,
 }
 
@@ -81,7 +83,7 @@ fn candidates(catalogue: &Catalogue) -> anyhow::Result<Vec<Candidate>> {
     let mut all = Vec::new();
     let known = Names::BUILTIN.iter().filter_map(|model| {
         let bits = 8.0 * model.bytes.0 as f64;
-        Some((model.alias, model.shape?, Bits::File(bits), true))
+        Some((model.alias, model.shape?, Bits::File(bits), true, None))
     });
     let usual = usual_names().iter().filter_map(|usual| {
         let shape = usual.shape.as_deref()?;
@@ -90,9 +92,10 @@ fn candidates(catalogue: &Catalogue) -> anyhow::Result<Vec<Candidate>> {
             shape,
             Bits::EachWeight(usual.bits),
             usual.checked.is_some(),
+            usual.uncomputed.as_deref(),
         ))
     });
-    for (name, shape, bits, checked) in known.chain(usual) {
+    for (name, shape, bits, checked, uncomputed) in known.chain(usual) {
         let entry = catalogue.model(shape)?;
         let each = match bits {
             Bits::EachWeight(bits) => bits,
@@ -106,6 +109,7 @@ fn candidates(catalogue: &Catalogue) -> anyhow::Result<Vec<Candidate>> {
                 false => shape,
             },
             checked,
+            uncomputed,
         });
     }
     all.sort_by(|a, b| a.shape.weight_bytes().total_cmp(&b.shape.weight_bytes()));
@@ -128,12 +132,12 @@ fn rows(
     let row = |candidate: Candidate| -> anyhow::Result<Row> {
         let costs = Costs::new(cluster, &candidate.shape, Workload::ONE, calibration)?;
         let fit = match solve(&costs, &Options::default()) {
-            Ok(outcome) => Some(Fit {
+            Ok(outcome) if candidate.uncomputed.is_none() => Some(Fit {
                 decode_tok_s: outcome.best.prediction.decode_tok_s,
                 split: report::label(&outcome.best.placement),
                 nodes: outcome.best.placement.nodes().len(),
             }),
-            Err(paceline_plan::Error::Infeasible(_)) => None,
+            Ok(_) | Err(paceline_plan::Error::Infeasible(_)) => None,
             Err(error) => return Err(error.into()),
         };
         Ok(Row { candidate, fit })
@@ -149,9 +153,12 @@ fn text(cluster: &Cluster, rows: &[Row]) -> String {
     for row in rows {
         let name = &row.candidate.name;
         let weights = paceline_base::Bytes(row.candidate.shape.weight_bytes() as u64).to_string();
-        let (speed, mut how) = match &row.fit {
-            Some(fit) => (format!("{:.1}", fit.decode_tok_s), fit.split.clone()),
-            None => ("-".to_owned(), "does not fit".to_owned()),
+        let (speed, mut how) = match (&row.fit, row.candidate.uncomputed) {
+            (Some(fit), _) => (format!("{:.1}", fit.decode_tok_s), fit.split.clone()),
+            (None, Some(architecture)) => {
+                ("-".to_owned(), format!("{architecture}: not computed yet"))
+            }
+            (None, None) => ("-".to_owned(), "does not fit".to_owned()),
         };
         if !row.candidate.checked {
             how += " (hub id not verified here)";
@@ -168,6 +175,7 @@ fn row_json(row: &Row) -> Value {
         "shape": row.candidate.shape.name,
         "weight_bytes": row.candidate.shape.weight_bytes() as u64,
         "checked": row.candidate.checked,
+        "computed": row.candidate.uncomputed.is_none(),
         "fits": row.fit.is_some(),
         "predicted_decode_tok_s": row.fit.as_ref().map(|fit| fit.decode_tok_s),
         "split": row.fit.as_ref().map(|fit| &fit.split),
@@ -177,6 +185,8 @@ fn row_json(row: &Row) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use paceline_model::Family;
+
     use super::*;
 
     fn rows_of(cluster: &str) -> Vec<Row> {
@@ -198,6 +208,27 @@ mod tests {
         // Sizes of files that are known to the byte.
         let smollm2 = all.iter().find(|c| c.name == "smollm2").unwrap();
         assert!((smollm2.shape.weight_bytes() / 98_362_432.0 - 1.0).abs() < 0.01);
+    }
+
+    #[test]
+    fn only_models_of_no_family_are_called_uncomputed() {
+        let uncomputed = usual_names()
+            .iter()
+            .filter_map(|usual| usual.uncomputed.as_deref());
+        for architecture in uncomputed {
+            assert!(
+                Family::ALL
+                    .iter()
+                    .all(|family| family.name() != architecture),
+                "{architecture}"
+            );
+        }
+        let rows = rows_of("mac-studio-m3-ultra-512");
+        let phi = rows
+            .iter()
+            .find(|row| row.candidate.name == "phi4:14b")
+            .unwrap();
+        assert!(phi.fit.is_none());
     }
 
     #[test]

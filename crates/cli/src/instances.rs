@@ -630,7 +630,8 @@ impl fleet::Doors for Api {
     }
 
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-        self.0.journals().give(id, key)
+        let own = self.0.journals().give(id, key);
+        own.or_else(|| self.0.response(id, key))
     }
 }
 
@@ -654,5 +655,9 @@ impl Mirror for Copies {
 
     fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
         self.0.upgrade()?.find_journal(id, key)
+    }
+
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        self.0.upgrade()?.find_longer_journal(id, key, than)
     }
 }

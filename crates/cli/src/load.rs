@@ -13,7 +13,7 @@ use paceline_tensor::{InstructionSet, Kernels, Pinning};
 use crate::compute::ComputeArgs;
 use crate::error::Error;
 use crate::home;
-use crate::output::tell;
+use crate::output::{counted, tell};
 
 /// Nodes of a core from which on a person is told that they take turns.
 const TURNS: usize = 4;
@@ -27,7 +27,8 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     let nodes = nodes as usize;
     if nodes > TURNS * cores {
         tell(format_args!(
-            "warning: {nodes} nodes take turns on {cores} cores: fewer are faster"
+            "warning: {nodes} nodes take turns on {}: fewer are faster",
+            counted(cores, "core")
         ));
     }
     let Some(threads) = args.threads.map(usize::from) else {
@@ -36,7 +37,8 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     if nodes * threads > cores && threads > 1 {
         let all = nodes * threads;
         tell(format_args!(
-            "warning: {all} threads wait for each other on {cores} cores: fewer are faster"
+            "warning: {all} threads wait for each other on {}: fewer are faster",
+            counted(cores, "core")
         ));
     }
     threads

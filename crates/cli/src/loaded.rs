@@ -532,3 +532,20 @@ pub(crate) fn size(path: &Path) -> u64 {
         Err(_) => bytes(path),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_says_how_its_tokens_are_chosen() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("generation_config.json");
+        assert_eq!(sampling(folder.path()), default_sampling());
+        std::fs::write(&file, r#"{"temperature": 0.5, "top_k": 20}"#).unwrap();
+        let own = sampling(folder.path());
+        assert_eq!((own.temperature, own.top_k, own.min_p), (0.5, 20, 0.0));
+        std::fs::write(&file, "no JSON").unwrap();
+        assert_eq!(sampling(folder.path()), default_sampling());
+    }
+}

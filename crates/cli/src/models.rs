@@ -124,13 +124,11 @@ fn usual_row(usual: &UsualName) -> [String; 5] {
         None => ("-".to_owned(), "not verified here"),
     };
     let kind = "GGUF".to_owned();
-    [
-        usual.name.clone(),
-        kind,
-        size,
-        state.to_owned(),
-        usual.hub.clone(),
-    ]
+    let hub = match &usual.uncomputed {
+        Some(architecture) => format!("{} ({architecture}: not computed yet)", usual.hub),
+        None => usual.hub.clone(),
+    };
+    [usual.name.clone(), kind, size, state.to_owned(), hub]
 }
 
 fn usual_json(usual: &UsualName) -> Value {
@@ -139,6 +137,7 @@ fn usual_json(usual: &UsualName) -> Value {
         "also": usual.also,
         "hub": usual.hub,
         "checked": usual.checked.is_some(),
+        "computed": usual.uncomputed.is_none(),
         "bytes": usual.checked.as_ref().map(|on_hub| on_hub.bytes),
     })
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
@@ -12,6 +13,7 @@ use paceline_store::{
 };
 use serde_json::json;
 
+use crate::error::Error as CommandError;
 use crate::home::Settings;
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
@@ -77,23 +79,26 @@ fn fetch_or_verify(
 /// run models.
 ///
 /// # Errors
-/// As of [`resolve`] and [`pull`].
+/// As of [`resolve`] and [`pull`]; [`CommandError::NotComputed`] instead of fetching in vain.
 pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<Found> {
     let settings = Settings::from_env()?;
-    signals.orderly(|cancel| Ok(fetch_to_run(spec, &settings, cancel)?))
+    signals.orderly(|cancel| fetch_to_run(spec, &settings, cancel))
 }
 
-fn fetch_to_run(spec: &str, settings: &Settings, cancel: &Cancel) -> Result<Found, Error> {
+fn fetch_to_run(spec: &str, settings: &Settings, cancel: &Cancel) -> anyhow::Result<Found> {
     let found = match resolve(&settings.home, spec)? {
         Resolved::Path(found) => found,
-        Resolved::NeedsDownload(plan) => fetch(spec, &plan, settings, cancel)?.found,
+        Resolved::NeedsDownload(plan) => {
+            check_computed(spec)?;
+            fetch(spec, &plan, settings, cancel)?.found
+        }
     };
     if let Some(name) = &found.name {
         let (now, mut progress) = (SystemTime::now(), on_stderr());
         match check_used(&settings.home, name, now, cancel, &mut *progress) {
             Ok(()) => {}
             Err(error @ (Error::HashMismatch { .. } | Error::Cancelled)) => {
-                return Err(damaged(name.as_str(), error));
+                return Err(damaged(name.as_str(), error).into());
             }
             // A store that cannot be written to is no reason not to run the model.
             Err(error) => tell(format_args!(
@@ -104,6 +109,17 @@ fn fetch_to_run(spec: &str, settings: &Settings, cancel: &Cancel) -> Result<Foun
     Ok(found)
 }
 
+/// Refuses a model that would be fetched in vain.
+fn check_computed(spec: &str) -> Result<(), CommandError> {
+    match usual_name(spec).and_then(|usual| usual.uncomputed.clone()) {
+        Some(architecture) => Err(CommandError::NotComputed {
+            model: spec.to_owned(),
+            architecture,
+        }),
+        None => Ok(()),
+    }
+}
+
 fn fetch(spec: &str, plan: &Plan, settings: &Settings, cancel: &Cancel) -> Result<Pulled, Error> {
     if let Some(usual) = usual_name(spec) {
         let mark = if usual.checked.is_none() {
@@ -112,6 +128,11 @@ fn fetch(spec: &str, plan: &Plan, settings: &Settings, cancel: &Cancel) -> Resul
             ""
         };
         tell(format_args!("{spec} means {}{mark}", usual.hub));
+        if let Some(architecture) = &usual.uncomputed {
+            tell(format_args!(
+                "warning: this version does not compute {architecture} models"
+            ));
+        }
     }
     if let Some(model) = plan.catalogue_model() {
         let (alias, about, bytes) = (model.alias, model.about, model.bytes);
@@ -138,7 +159,7 @@ fn fetch(spec: &str, plan: &Plan, settings: &Settings, cancel: &Cancel) -> Resul
 /// Settings that cannot be read.
 pub(crate) fn for_clients() -> anyhow::Result<Puller> {
     let settings = Settings::from_env()?;
-    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
         let name = name.strip_suffix(":latest").unwrap_or(name);
         if Path::new(name).exists() {
             return Ok(false);
@@ -150,7 +171,7 @@ pub(crate) fn for_clients() -> anyhow::Result<Puller> {
             Err(Error::UnknownModel { .. } | Error::NoSuchPath { .. }) => return Ok(false),
             Err(error) => return Err(error.to_string()),
         };
-        let cancel = Cancel::default();
+        let cancel = Cancel::from_flag(Arc::clone(over));
         let mut steps = Steps::new(tell, cancel.clone());
         let now = SystemTime::now();
         let pulled = pull(

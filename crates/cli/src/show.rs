@@ -100,7 +100,10 @@ impl Facts {
         if let Some(usual) = usual_name(asked) {
             let checked = usual.checked.is_some();
             let mark = if checked { "" } else { ", not verified here" };
-            let hub = format!("{}{mark}", usual.hub);
+            let mut hub = format!("{}{mark}", usual.hub);
+            if let Some(architecture) = &usual.uncomputed {
+                hub += &format!("; this version does not compute {architecture} models");
+            }
             self.add("hub", hub, json!({ "id": usual.hub, "checked": checked }));
         }
         self

@@ -6,12 +6,12 @@ mod several;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::{Bytes, KernelClass, lock};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
@@ -20,12 +20,15 @@ use paceline_model::{Config, ExpertUses};
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
-use paceline_node::{Instance, Observer};
+use paceline_node::{Instance, Observer, Portrait};
 use paceline_serve::{
-    About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Remover, Server, Status,
+    About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Removal, Remover, Server,
+    Status,
 };
-use paceline_store::{Cancel, Error as StoreError};
-use serde_json::json;
+use paceline_store::{
+    Cancel, EntryName, Error as StoreError, Home, Resolved, find_for_removal, resolve,
+};
+use serde_json::{Value, json};
 
 use crate::adapter;
 use crate::board::Board;
@@ -227,7 +230,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = Status(Arc::new(move || member::cluster(&agent)));
-    let (config, board) = args.with_board(args.config(Facts::default())?, true);
+    let (config, board) = args.set_up(Facts::default(), true)?;
     let (server, doors) = Server::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
     for address in server.addresses() {
@@ -268,27 +271,65 @@ fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
     }));
 }
 
-/// Has the dashboard show the one model of this process.
-fn show_instance(board: &Board, name: &str, instance: &Arc<Instance>, nodes: u32) {
-    let (name, own) = (name.to_owned(), Arc::downgrade(instance));
-    board.set_instances(Box::new(move || {
-        own.upgrade().map_or_else(Default::default, |instance| {
-            let (state, reason) = match instance.status().state {
-                State::Loading => ("loading", None),
-                State::Ready => ("ready", None),
-                State::Recovering(reason) => ("recovering", Some(reason)),
-                State::Failed(reason) => ("failed", Some(reason)),
-            };
-            let workers: Vec<String> = (0..nodes).map(|rank| format!("worker {rank}")).collect();
-            let view = json!({
-                "id": "local", "model": name, "state": state, "reason": reason,
-                "nodes": workers, "epoch": instance.epoch(),
-                "split": instance.split().to_string(),
-            });
-            let portraits = BTreeMap::from([("local".to_owned(), instance.portrait())]);
-            (vec![view], portraits)
-        })
-    }));
+/// The models that this process has workers for, as its dashboard shows them. Clones are the same.
+#[derive(Clone, Default)]
+struct Shown(Arc<Mutex<Vec<Local>>>);
+
+/// A model of this process.
+struct Local {
+    id: String,
+    model: String,
+    instance: Weak<Instance>,
+    nodes: u32,
+}
+
+impl Shown {
+    /// Shows none yet.
+    fn on(board: &Board) -> Self {
+        let shown = Self::default();
+        let own = shown.clone();
+        board.set_instances(Box::new(move || own.told()));
+        shown
+    }
+
+    fn told(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {
+        lock(&self.0).iter().filter_map(Local::told).unzip()
+    }
+
+    /// Shows a model from now on, as long as its instance is there.
+    fn add(&self, model: &str, instance: &Arc<Instance>, nodes: u32) {
+        let mut all = lock(&self.0);
+        let id = match all.len() {
+            0 => "local".to_owned(),
+            n => format!("local-{}", n + 1),
+        };
+        all.push(Local {
+            id,
+            model: model.to_owned(),
+            instance: Arc::downgrade(instance),
+            nodes,
+        });
+    }
+}
+
+impl Local {
+    /// Its line on the dashboard, and how it computes.
+    fn told(&self) -> Option<(Value, (String, Portrait))> {
+        let instance = self.instance.upgrade()?;
+        let (state, reason) = match instance.status().state {
+            State::Loading => ("loading", None),
+            State::Ready => ("ready", None),
+            State::Recovering(reason) => ("recovering", Some(reason)),
+            State::Failed(reason) => ("failed", Some(reason)),
+        };
+        let workers = (0..self.nodes).map(|rank| format!("worker {rank}"));
+        let view = json!({
+            "id": self.id, "model": self.model, "state": state, "reason": reason,
+            "nodes": workers.collect::<Vec<_>>(), "epoch": instance.epoch(),
+            "split": instance.split().to_string(),
+        });
+        Some((view, (self.id.clone(), instance.portrait())))
+    }
 }
 
 fn tell_node(node: &Running) {
@@ -338,8 +379,8 @@ fn serve(
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
     let facts = Facts(Arc::new(move || facts(&measured, nodes)));
-    let (config, board) = args.with_board(args.config(facts)?, false);
-    show_instance(&board, &model.id, &instance, nodes);
+    let (config, board) = args.set_up(facts, false)?;
+    Shown::on(&board).add(&model.id, &instance, nodes);
     let server = match beside {
         None => Server::bind(config, model, service)?,
         Some(beside) => Server::bind_all(config, vec![(model, service), beside])?,
@@ -364,11 +405,14 @@ fn serve(
 
 /// Makes embeddings until a signal comes.
 fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> {
-    let server = Server::bind_all(args.config(Facts::default())?, all)?;
+    let (config, board) = args.set_up(Facts::default(), false)?;
+    let server = Server::bind_all(config, all)?;
     let node = join_in(args);
     if let Some(node) = &node {
         node.0.set_api(server.addresses().to_vec());
+        board.set_agent(&node.0);
     }
+    let _watching = board.watch(args.events.as_deref())?;
     for address in server.addresses() {
         tell(format_args!("listening on http://{address}"));
     }
@@ -594,12 +638,17 @@ impl Args {
         }
     }
 
-    /// The same with a dashboard.
-    fn with_board(
+    /// What every server of this command is started with: its settings, and the board, whose
+    /// [`watch`](Board::watch) writes the audit log and `--events`.
+    ///
+    /// # Errors
+    /// Settings that cannot be read.
+    fn set_up(
         &self,
-        mut config: paceline_serve::Config,
+        facts: Facts,
         manages: bool,
-    ) -> (paceline_serve::Config, Board) {
+    ) -> anyhow::Result<(paceline_serve::Config, Board)> {
+        let mut config = self.config(facts)?;
         let board = Board::new(config.live.clone());
         let (own, others) = (board.clone(), config.facts);
         config.facts = Facts(Arc::new(move || {
@@ -611,7 +660,7 @@ impl Args {
         if let Some(price) = self.kwh_price {
             board.set_kwh_price(price);
         }
-        (config, board)
+        Ok((config, board))
     }
 
     fn config(&self, facts: Facts) -> anyhow::Result<paceline_serve::Config> {
@@ -647,17 +696,41 @@ impl Args {
 /// Removes models from the store, by their names there: clients name no paths.
 fn remover() -> anyhow::Result<Remover> {
     let home = home::home()?;
-    let remove = move |name: &str| {
+    let remove = move |name: &str, served: &[String]| {
         if Path::new(name).exists() {
-            return Ok(false);
+            return Ok(Removal::NotKept);
+        }
+        if is_served(&home, name, served) {
+            return Ok(Removal::InUse);
         }
         match paceline_store::remove(&home, name) {
-            Ok(_) => Ok(true),
-            Err(StoreError::NotInStore { .. }) => Ok(false),
+            Ok(_) => Ok(Removal::Done),
+            Err(StoreError::NotInStore { .. }) => Ok(Removal::NotKept),
             Err(error) => Err(error.to_string()),
         }
     };
     Ok(Remover(Arc::new(remove)))
+}
+
+/// Whether `name` means the stored model that one of the names in `served` means. A model has
+/// several names: its alias, its usual name, its hub id, and a path.
+fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
+    let Ok(own) = find_for_removal(home, name) else {
+        return false;
+    };
+    served
+        .iter()
+        .any(|other| stored(home, other).as_ref() == Some(&own))
+}
+
+/// The stored model that a server was given as `spec`.
+fn stored(home: &Home, spec: &str) -> Option<EntryName> {
+    let loaded = match resolve(home, spec) {
+        Ok(Resolved::Path(found)) => found.name,
+        _ => None,
+    };
+    // A path into the store is found as a path only.
+    loaded.or_else(|| find_for_removal(home, spec).ok())
 }
 
 /// What `/metrics` tells of the processes.
@@ -731,4 +804,32 @@ fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
         value: *rows as f64,
     };
     uses.rows.iter().enumerate().map(of)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_served_file_is_known_under_its_other_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = Home::new(dir.path());
+        for name in ["one", "two"] {
+            let folder = home.models_dir().join(name);
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join("m.gguf"), b"GGUFdata").unwrap();
+        }
+        let path = home.models_dir().join("one/m.gguf");
+        let path = path.to_string_lossy().into_owned();
+        for (served, expected) in [
+            ("one", true),
+            (path.as_str(), true),
+            ("two", false),
+            ("x", false),
+        ] {
+            let served = ["mine".to_owned(), served.to_owned()];
+            assert_eq!(is_served(&home, "one", &served), expected, "{served:?}");
+        }
+        assert!(!is_served(&home, "three", &["three".to_owned()]));
+    }
 }

@@ -401,6 +401,27 @@ fn a_model_that_is_not_here_is_described_and_not_fetched() {
         run(home.path(), &["show", "nothing"]).status.code(),
         Some(1)
     );
+    // Known, and not computed: nothing is fetched in vain.
+    for name in ["phi4", "nomic-embed-text"] {
+        let refused = run(home.path(), &["run", name, "hi"]);
+        let said = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(1), "{said}");
+        assert!(
+            said.contains("which this version does not compute\nhint: "),
+            "{said}"
+        );
+    }
+    // Names of the planner: one with files, one without.
+    let small = text(&run(home.path(), &["show", "SmolLM2-135M"]).stdout);
+    assert!(
+        small.starts_with("name                   smollm2\n"),
+        "{small}"
+    );
+    let large = text(&run(home.path(), &["show", "Kimi-K2-1T-A32B"]).stderr);
+    assert!(
+        large.contains("hint: the planner knows its shape and not its files"),
+        "{large}"
+    );
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
 

@@ -214,7 +214,15 @@ impl Links {
         exchange: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
         let began = self.trace.begin();
-        let exchanged = turn.exchange(exchange);
+        // This half computes nothing while it waits for a turn, before the exchange and after it.
+        let mut waiting = Some(self.progress.exchange());
+        let exchanged = turn.exchange(|| {
+            drop(waiting.take()); // the exchange counts itself
+            let exchanged = exchange();
+            waiting = Some(self.progress.exchange());
+            exchanged
+        });
+        drop(waiting);
         self.trace.end(began, Kind::Turn, index);
         exchanged
     }

@@ -421,6 +421,7 @@ impl Model {
         turn: Option<Turn<'_>>,
     ) -> Result<usize, Error> {
         turn.iter().try_for_each(Turn::begin)?;
+        let _half = self.links.as_ref().map(|links| links.progress.half());
         let tracer = self.links.as_ref().map(|links| &links.trace);
         let began = tracer.filter(|_| turn.is_some()).and_then(Tracer::begin);
         let mut step = Step::new(self, batch, ws, cache, turn)?;

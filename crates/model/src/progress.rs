@@ -1,8 +1,12 @@
 //! Where a rank is in a step, for whoever watches that it goes on.
 //!
-//! The thread that computes counts every layer and every exchange; another thread looks. A rank
+//! The threads that compute count every layer and every exchange; another thread looks. A rank
 //! that computes and counts nothing hangs in a kernel or a driver. One that waits for another rank
 //! does not: that one hangs, or is found silent.
+//!
+//! A step of many rows runs as two [halves](crate::step::halves) on two threads. The rank computes
+//! while at least one half does: it waits for others only while every half that runs is in an
+//! exchange, or waits for its turn.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -34,7 +38,8 @@ pub struct Place {
 /// Counts layers and exchanges. Cost: some nanoseconds each.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// The count, and in the lowest two bits what is done.
+    /// In one word, so that a look sees one moment: from the lowest bits, open exchanges, halves
+    /// that run, steps under way (0 or 1) of [`FIELD_BITS`] each, and the count.
     word: AtomicU64,
     /// The layer, and in the lower half the rows.
     place: AtomicU64,
@@ -43,9 +48,16 @@ pub struct Progress {
     row_ns: AtomicU64,
 }
 
-const NOTHING: u64 = 0;
-const COMPUTING: u64 = 1;
-const EXCHANGING: u64 = 2;
+/// Bits of a field of the word. At most two halves run, each in one exchange at a time.
+const FIELD_BITS: u32 = 4;
+
+const FIELD: u64 = (1 << FIELD_BITS) - 1;
+
+/// One more of each in the word.
+const EXCHANGE: u64 = 1;
+const HALF: u64 = 1 << FIELD_BITS;
+const STEP: u64 = 1 << (2 * FIELD_BITS);
+const COUNT: u64 = 1 << (3 * FIELD_BITS);
 
 impl Progress {
     /// Where it is.
@@ -55,12 +67,8 @@ impl Progress {
             self.place.load(Ordering::Relaxed),
         );
         Place {
-            count: word >> 2,
-            doing: match word & 3 {
-                COMPUTING => Doing::Computing,
-                EXCHANGING => Doing::Exchanging,
-                _ => Doing::Nothing,
-            },
+            count: word / COUNT,
+            doing: doing(word),
             layer: (place >> 32) as u32,
             rows: place as u32,
         }
@@ -75,22 +83,29 @@ impl Progress {
         }
     }
 
-    fn note(&self, doing: u64) {
-        let next = |word: u64| Some((word & !3).wrapping_add(4) | doing);
-        let _ = self
-            .word
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next); // it always has one
+    /// Counts, and opens one `field`.
+    fn open(&self, field: u64) -> Open<'_> {
+        self.word.fetch_add(COUNT + field, Ordering::Relaxed);
+        Open {
+            progress: self,
+            field,
+        }
     }
 
     /// A step of `rows` rows through `layers` layers begins; it ends when the result is dropped.
     pub(crate) fn step(&self, rows: usize, layers: usize) -> Stepping<'_> {
         self.place.store(rows as u64, Ordering::Relaxed);
-        self.note(COMPUTING);
         Stepping {
-            progress: self,
+            open: self.open(STEP),
             begun: Instant::now(),
             parts: (rows * layers).max(1) as u64,
         }
+    }
+
+    /// A half of the step begins to run, or the whole of a step that is not cut; it ends when the
+    /// result is dropped. A half that waits for its first turn does not run yet.
+    pub(crate) fn half(&self) -> Open<'_> {
+        self.open(HALF)
     }
 
     /// Layer `index` begins.
@@ -98,24 +113,48 @@ impl Progress {
         let rows = self.place.load(Ordering::Relaxed) as u32;
         let place = (index as u64) << 32 | u64::from(rows);
         self.place.store(place, Ordering::Relaxed);
-        self.note(COMPUTING);
+        self.word.fetch_add(COUNT, Ordering::Relaxed);
     }
 
-    /// An exchange begins; it ends when the result is dropped.
-    pub(crate) fn exchange(&self) -> Exchanging<'_> {
-        let before = self.word.load(Ordering::Relaxed) & 3;
-        self.note(EXCHANGING);
-        Exchanging {
-            progress: self,
-            before,
-        }
+    /// An exchange of this half begins, or its wait for a turn; it ends when the result is dropped.
+    /// A half has at most one open: else it would count as both.
+    pub(crate) fn exchange(&self) -> Open<'_> {
+        self.open(EXCHANGE)
+    }
+}
+
+/// The activity that a word tells.
+const fn doing(word: u64) -> Doing {
+    let exchanges = word & FIELD;
+    let halves = (word / HALF) & FIELD;
+    let steps = (word / STEP) & FIELD;
+    if exchanges > 0 && exchanges >= halves {
+        Doing::Exchanging
+    } else if steps > 0 {
+        Doing::Computing
+    } else {
+        Doing::Nothing
+    }
+}
+
+/// A step, a half or an exchange under way.
+#[derive(Debug)]
+pub(crate) struct Open<'p> {
+    progress: &'p Progress,
+    field: u64,
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        let change = COUNT - self.field;
+        self.progress.word.fetch_add(change, Ordering::Relaxed);
     }
 }
 
 /// A step under way.
 #[derive(Debug)]
 pub(crate) struct Stepping<'p> {
-    progress: &'p Progress,
+    open: Open<'p>,
     begun: Instant,
     /// Layers times rows.
     parts: u64,
@@ -123,31 +162,12 @@ pub(crate) struct Stepping<'p> {
 
 impl Drop for Stepping<'_> {
     fn drop(&mut self) {
+        let row_ns = &self.open.progress.row_ns;
         let took = self.begun.elapsed().as_nanos() as u64 / self.parts;
-        let old = self.progress.row_ns.load(Ordering::Relaxed);
+        let old = row_ns.load(Ordering::Relaxed);
         // Slow steps are forgotten over some dozens of faster ones.
         let most = took.max(old - old / 64).max(1);
-        self.progress.row_ns.store(most, Ordering::Relaxed);
-        self.progress.note(NOTHING);
-    }
-}
-
-/// An exchange under way.
-#[derive(Debug)]
-pub(crate) struct Exchanging<'p> {
-    progress: &'p Progress,
-    before: u64,
-}
-
-impl Drop for Exchanging<'_> {
-    fn drop(&mut self) {
-        // Of two halves of a step the other may be exchanging too.
-        let before = if self.before == EXCHANGING {
-            COMPUTING
-        } else {
-            self.before
-        };
-        self.progress.note(before);
+        row_ns.store(most, Ordering::Relaxed);
     }
 }
 
@@ -177,5 +197,30 @@ mod tests {
         drop(step);
         assert_eq!(seen(&progress), (7, Doing::Nothing, 3));
         assert!(progress.row_time().is_some());
+    }
+
+    #[test]
+    fn two_halves_compute_while_one_of_them_does() {
+        let progress = Progress::default();
+        let doing = || progress.look().doing;
+        let step = progress.step(7, 2);
+        let first = progress.half();
+        let first_exchanges = progress.exchange();
+        assert_eq!(doing(), Doing::Exchanging, "the second waits for a turn");
+        let second = progress.half();
+        let before = progress.look().count;
+        progress.enter(3);
+        assert_eq!(doing(), Doing::Computing, "the second, in its layer");
+        assert_eq!(progress.look().count, before + 1);
+        let second_waits = progress.exchange();
+        assert_eq!(doing(), Doing::Exchanging, "nobody computes");
+        drop(first_exchanges);
+        assert_eq!(doing(), Doing::Computing, "the first goes on");
+        drop(first);
+        assert_eq!(doing(), Doing::Exchanging, "one half is left");
+        drop((second_waits, second));
+        assert_eq!(doing(), Doing::Computing, "the step has not ended");
+        drop(step);
+        assert_eq!(doing(), Doing::Nothing);
     }
 }

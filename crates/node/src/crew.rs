@@ -65,9 +65,10 @@ pub trait Crew: Send + Sync + fmt::Debug {
     fn end(&self, grace: Duration);
 
     /// Keeps a second worker of a rank on another machine, which [`start`](Self::start) takes in
-    /// place of a new one. `message` prepares it, by its place; another `tag` than the last time
-    /// prepares it anew. Blocks as `start` does. False where no other machine can: the machines of
-    /// a crew of one are none.
+    /// place of a new one once it has said [`Prepared`](FromWorker::Prepared). `message` prepares
+    /// it, by its place; another `tag` than the last time prepares it anew. Blocks as `start` does,
+    /// and while a machine copies the model. False where no other machine can: the machines of a
+    /// crew of one are none.
     ///
     /// # Errors
     /// Why there is none.
@@ -79,6 +80,14 @@ pub trait Crew: Send + Sync + fmt::Debug {
     ) -> Result<bool, Error> {
         let (_, _, _) = (rank, tag, message);
         Ok(false)
+    }
+
+    /// Whether [`keep_spare`](Self::keep_spare) would start or prepare one: there is none, it was
+    /// lost, or it prepared for another tag. False while one is being started, and of crews that
+    /// keep none.
+    fn lacks_spare(&self, rank: Rank, tag: u64) -> bool {
+        let (_, _) = (rank, tag);
+        false
     }
 
     /// What a rank's machine says of its place.

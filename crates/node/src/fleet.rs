@@ -224,6 +224,8 @@ struct Inner {
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<Name, Door>>,
     over: AtomicBool,
+    /// Instances that programs of this machine borrow now.
+    loans: Mutex<BTreeSet<InstanceId>>,
     /// When the work of this node had moved to others, so that it can go.
     left: Mutex<Option<Instant>>,
     copier: Copier,
@@ -299,6 +301,7 @@ impl Fleet {
             owned: Mutex::default(),
             open: Mutex::default(),
             over: AtomicBool::new(false),
+            loans: Mutex::default(),
             left: Mutex::default(),
         });
         inner.serve();
@@ -489,7 +492,9 @@ impl Inner {
 
     fn run(self: &Arc<Self>) {
         let mut watch = self.agent.watch();
+        let mut lost = lent::Lost::new(Instant::now());
         while !self.over.load(Ordering::SeqCst) {
+            self.reclaim(&mut lost);
             self.do_duties();
             self.tend_doors();
             self.take_back();
@@ -783,6 +788,12 @@ impl Inner {
         };
         (state, report.progress, report.reason)
     }
+}
+
+fn new_id() -> Result<InstanceId, String> {
+    let mut number = [0; 8];
+    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    Ok(InstanceId(u64::from_le_bytes(number)))
 }
 
 /// What the owner of an instance says of it.

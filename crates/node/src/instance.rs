@@ -8,6 +8,8 @@
 //! The thread owns the supervisor, the sinks and the clock. Callers never wait for it but in
 //! [`Instance::moved`].
 
+mod spares;
+
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,11 +29,12 @@ use paceline_model::{Config, ExpertUses, Split};
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
-use crate::crew::{Crew, Post};
+use crate::crew::Crew;
 use crate::forecast::Forecast;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
 use crate::{Error, Moved};
+use spares::Keeper;
 
 /// How long workers have to end by themselves when the instance ends.
 const GRACE: Duration = Duration::from_millis(300);
@@ -250,6 +253,7 @@ impl Instance {
             measuring: Vec::new(),
             tracing: Vec::new(),
             first: Some(first),
+            keeper: Keeper::default(),
             over: false,
         };
         let thread = std::thread::Builder::new().name("instance".to_owned());
@@ -477,6 +481,7 @@ struct Shell {
     tracing: Vec<Sender<(Rank, RankTrace)>>,
     /// Hears how the first start went.
     first: Option<Sender<Result<(), Error>>>,
+    keeper: Keeper,
     over: bool,
 }
 
@@ -631,6 +636,7 @@ impl Shell {
             Action::Tell(notice) => self.tell(&notice),
             Action::End => {
                 self.over = true;
+                self.keeper.end();
                 self.shared.crew.end(GRACE);
             }
         }
@@ -733,6 +739,7 @@ impl Shell {
                     "epoch failed"
                 );
                 lock(&self.shared.view).facts.clear();
+                self.keeper.end(); // ranks load now, or take their spares
                 if again_in.is_none() {
                     let reason = reason.clone();
                     self.started(Err(Error::Worker {
@@ -746,30 +753,16 @@ impl Shell {
         (self.observer)(notice, &self.spec.cuts);
     }
 
-    /// Has second workers wait, on a thread of its own: to start them takes a moment. One that
-    /// cannot be had is missed when it is needed, and tried again in the next epoch.
-    fn keep_spares(&self, epoch: u64, way: usize) {
+    /// Has second workers wait from now on. One that cannot be had is missed when it is needed.
+    fn keep_spares(&mut self, epoch: u64, way: usize) {
         if !self.spec.spares {
             return;
         }
-        let jobs = (0..self.spec.ranks()).map(Rank);
+        let ranks = (0..self.spec.ranks()).map(Rank);
         let crew = &*self.shared.crew;
-        let jobs = jobs.map(|rank| self.spec.job(crew, rank, (epoch, way), &self.meeting));
-        let (jobs, shared): (Vec<Job>, _) = (jobs.collect(), Arc::clone(&self.shared));
-        let run = move || {
-            for job in jobs {
-                let prepare = |post: Post| {
-                    ToWorker::Prepare(Box::new(Job {
-                        model: post.model,
-                        first_core: post.first_core,
-                        ..job.clone()
-                    }))
-                };
-                let _ = shared.crew.keep_spare(Rank(job.rank), way as u64, &prepare);
-            }
-        };
-        let thread = std::thread::Builder::new().name("spares".to_owned());
-        let _ = thread.spawn(run); // without it a recovery loads
+        let jobs = ranks.map(|rank| self.spec.job(crew, rank, (epoch, way), &self.meeting));
+        let jobs = jobs.collect();
+        self.keeper.begin(&self.shared, jobs, way as u64);
     }
 
     fn started(&mut self, outcome: Result<(), Error>) {

@@ -126,6 +126,9 @@ pub enum FromWorker {
         /// Of how many.
         of: usize,
     },
+    /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of a version without
+    /// this message gives up the worker, which it needs for nothing else.
+    Prepared,
     /// It can compute.
     Ready(RankFacts),
     /// Something happened to a request.

@@ -20,7 +20,7 @@ pub(crate) const LEAST: usize = 8192;
 const SHARE: f64 = 0.5;
 
 /// Memory that weights take, as a multiple of their files': some are packed another way.
-const WEIGHTS: f64 = 1.2;
+pub(crate) const WEIGHTS: f64 = 1.2;
 
 /// Multiples that a bound by memory is rounded down to.
 const STEP: usize = 1024;

@@ -190,12 +190,12 @@ impl Worker<'_> {
         self.send(&failed(self.number, error))
     }
 
-    /// Packs the weights of a part that it may get, outside of any group.
+    /// Packs the weights of a part that it may get, outside of any group, and tells so.
     fn prepare(&mut self, job: &Job) -> Result<(), Error> {
         match self.pack(job) {
             Ok(kept) => {
                 self.kept = Some(kept);
-                Ok(())
+                self.send(&FromWorker::Prepared)
             }
             // Whoever is replaced by it loads again.
             Err(error) => self.tell(&error),

@@ -355,6 +355,7 @@ function describe(event) {
 }
 
 function hearEvent(event) {
+  if (event.error) return; // the stream ends with it
   state.seen = event.seq;
   state.queue.push(event);
   if (state.queue.length > KEPT_EVENTS) state.queue.shift();

@@ -13,13 +13,13 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use paceline_engine::{Failure, Reply, Request, Service, Sink, Ticket};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::time::{Sleep, sleep};
+use tokio::time::Sleep;
 
-use crate::keys::Watched;
+use crate::keys::{Held, revoked};
 use crate::metrics::Metrics;
 use crate::rejection::Rejection;
 use crate::server::{Phase, reach};
@@ -39,8 +39,8 @@ pub(crate) struct Terms {
     pub(crate) context: usize,
     /// Replies of a choice that may be unread.
     pub(crate) unread_replies: usize,
-    /// The key that asked, and those that there are.
-    pub(crate) key: Option<(Arc<Watched>, String)>,
+    /// The key that asked.
+    pub(crate) key: Option<Held>,
     /// When the request came.
     pub(crate) asked: Instant,
     pub(crate) now: fn() -> Instant,
@@ -247,25 +247,12 @@ async fn watch(
         () = terms.deadline => Rejection::Deadline { limit_s: terms.deadline_s },
         () = overflow.notified() => Rejection::SlowReader { limit: terms.unread_replies },
         () = reach(&mut terms.phase, Phase::Ending) => Rejection::ShuttingDown,
-        () = revoked(terms.key) => Rejection::Revoked,
+        () = revoked(terms.key.as_ref()) => Rejection::Revoked,
     };
     // Told first: what the service says to being cancelled is not why the answer ends. Nobody
     // listens when the answer was dropped just now.
     let _ = tell.send(rejection);
     running.cancel();
-}
-
-/// Between looks at the keys: an answer whose key is revoked ends at most this much later.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-
-/// Waits until the key is no longer one; for ever without a key.
-async fn revoked(key: Option<(Arc<Watched>, String)>) {
-    let Some((keys, id)) = key else {
-        return std::future::pending().await;
-    };
-    while keys.has(&id) {
-        sleep(LOOK_EVERY).await;
-    }
 }
 
 /// The side of one choice that the service holds.

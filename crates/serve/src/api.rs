@@ -44,7 +44,6 @@ use crate::places::Places;
 use crate::rejection::{Rejection, Style};
 use crate::server::Phase;
 use crate::store::Store;
-use crate::tally::Tally;
 use crate::{Error, openapi};
 
 /// Longest path and query. Eight times what common servers allow.
@@ -60,8 +59,6 @@ pub(crate) struct App {
     service: Arc<dyn Service>,
     keys: Option<Arc<Watched>>,
     metrics: Arc<Metrics>,
-    /// Tells of keys and refusals.
-    tally: Tally,
     /// Places for requests to the model.
     places: Arc<Places>,
     /// Places for requests that are parsed.
@@ -92,7 +89,6 @@ impl App {
         let limits = &config.limits;
         Ok(Self {
             metrics: Arc::new(Metrics::new(&model, config.live.clone())),
-            tally: Tally::new(config.live.events().clone()),
             places: Arc::new(Places::new(limits.requests, limits.requests_of_one)),
             parsing: Arc::new(Semaphore::new(limits.parsing)),
             store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),
@@ -194,10 +190,7 @@ async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
         Ok(origin) if is_preflight(&request) => (preflight(), origin),
         Ok(origin) => (admit(&app, request, next).await, origin),
     };
-    let refusal = response.extensions().get::<Arc<Rejection>>();
-    if let Some(code) = refusal.and_then(|refusal| refusal.audited()) {
-        app.tally.refused(client, code);
-    }
+    app.config.tally.answered(client, &response);
     let response = match style {
         Style::OpenAi => response,
         style => Rejection::restyled(response, style),
@@ -233,14 +226,14 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
         known.trust();
     }
     if let Client::Key(key) = &client {
-        app.tally.key_used(address(&request), key);
+        app.config.tally.key_used(address(&request), key);
     }
     request.extensions_mut().insert(client);
     next.run(request).await
 }
 
 /// The address of the client, as the log of events tells it.
-fn address(request: &Request) -> String {
+pub(crate) fn address(request: &Request) -> String {
     let remote = request.extensions().get::<Remote>();
     remote.map_or_else(String::new, |remote| {
         remote.0.ip().to_canonical().to_string()

@@ -4,7 +4,7 @@
 //! GET  /                            the page, for clients that accept HTML; others get the API's
 //! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
 //! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
-//! GET  /v1/paceline/events?after=N  events as SSE, those kept first
+//! GET  /v1/paceline/events?after=N  events as SSE, those kept first; an `error` ends them
 //! POST /v1/paceline/load, unload, preview, models, pull,
 //!                   invite, join, forget, keys, new_key, revoke_key
 //! ```
@@ -33,10 +33,11 @@ use tower::ServiceExt;
 
 use crate::Error;
 use crate::access::{Remote, check_key, check_origin};
+use crate::api::address;
 use crate::api::asking::body_in_time;
 use crate::config::{Config, Manage};
 use crate::events::{Event, Events};
-use crate::keys::Watched;
+use crate::keys::{Held, Watched, revoked};
 use crate::rejection::Rejection;
 use crate::server::{Phase, reach};
 
@@ -76,7 +77,7 @@ const COMMANDS: [&str; 11] = [
 /// What the dashboard's requests share.
 struct Shared {
     config: Config,
-    keys: Option<Watched>,
+    keys: Option<Arc<Watched>>,
     phase: watch::Receiver<Phase>,
     streams: Arc<Semaphore>,
     /// The API below.
@@ -94,7 +95,7 @@ pub(crate) fn over(
 ) -> Result<Router, Error> {
     let keys = config.access.keys.as_deref();
     let shared = Shared {
-        keys: keys.map(Watched::open).transpose()?,
+        keys: keys.map(Watched::open).transpose()?.map(Arc::new),
         config,
         phase,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
@@ -106,6 +107,7 @@ pub(crate) fn over(
 /// Answers a request of the dashboard; passes others on.
 async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+    let client = address(&request);
     let path = request.uri().path().to_owned();
     let command = path.strip_prefix("/v1/paceline/").unwrap_or_default();
     let answered = match path.as_str() {
@@ -127,6 +129,7 @@ async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response
         }
     };
     let mut response = answered.unwrap_or_else(Rejection::into_response);
+    shared.config.tally.answered(client, &response);
     let headers = response.headers_mut();
     let nosniff = axum::http::HeaderValue::from_static("nosniff");
     headers.insert(X_CONTENT_TYPE_OPTIONS, nosniff);
@@ -171,9 +174,12 @@ impl Shared {
     /// As [`check_origin`] and [`check_key`].
     fn admit(&self, request: &Request) -> Result<Option<String>, Rejection> {
         check_origin(request, &self.config.access)?;
-        let keys = self.keys.as_ref();
-        keys.map(|keys| check_key(request.headers(), keys))
-            .transpose()
+        let Some(keys) = &self.keys else {
+            return Ok(None);
+        };
+        let key = check_key(request.headers(), keys)?;
+        self.config.tally.key_used(address(request), &key);
+        Ok(Some(key))
     }
 
     /// Lets a client in that looks; whether it may change something too.
@@ -231,7 +237,11 @@ impl Shared {
     }
 
     fn events(&self, request: &Request) -> Result<Response, Rejection> {
-        self.admit(request)?;
+        let id = self.admit(request)?;
+        let held = |(keys, id): (&Arc<Watched>, String)| Held {
+            keys: Arc::clone(keys),
+            id,
+        };
         let query = request.uri().query().unwrap_or_default();
         let after = match query {
             "" => "0",
@@ -250,7 +260,9 @@ impl Shared {
             events: self.config.live.events().clone(),
             phase: self.phase.clone(),
             keep_alive: self.config.times.keep_alive,
+            key: self.keys.as_ref().zip(id).map(held),
             has_begun: false,
+            is_over: false,
             _permit: permit,
         };
         let pieces = stream::unfold(feed, |mut feed| async {
@@ -273,14 +285,24 @@ struct Feed {
     newest: watch::Receiver<u64>,
     phase: watch::Receiver<Phase>,
     keep_alive: Duration,
+    /// The key that asked.
+    key: Option<Held>,
     has_begun: bool,
+    /// Its last word was said.
+    is_over: bool,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Feed {
-    /// The next events, or a comment as a sign of life; `None` when the server stops.
+    /// The next events, or a comment as a sign of life. An error is the last when the key is
+    /// revoked; `None` then, and when the server stops.
     async fn next(&mut self) -> Option<Bytes> {
-        loop {
+        while !self.is_over {
+            // Looked at before each piece too: a stream with much to say never comes to wait.
+            if self.key.as_ref().is_some_and(Held::is_revoked) {
+                self.is_over = true;
+                return Some(last_word(&Rejection::Revoked));
+            }
             self.newest.borrow_and_update();
             let events = self.events.after(self.seen, PIECE_EVENTS);
             let is_first = !std::mem::replace(&mut self.has_begun, true);
@@ -295,12 +317,19 @@ impl Feed {
             tokio::select! {
                 () = reach(&mut self.phase, Phase::Draining) => return None,
                 changed = self.newest.changed() => changed.ok()?,
+                () = revoked(self.key.as_ref()) => {}
                 () = tokio::time::sleep(self.keep_alive) => {
                     return Some(Bytes::from_static(b": alive\n\n"));
                 }
             }
         }
+        None
     }
+}
+
+/// Why a stream of events ends, as SSE. It has no number: a client goes on after the last event.
+fn last_word(rejection: &Rejection) -> Bytes {
+    format!("event: error\ndata: {}\n\n", rejection.body()).into()
 }
 
 /// Events as SSE, each with its number.

@@ -4,15 +4,23 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+
+use tokio::sync::Semaphore;
 
 use crate::Error;
 use crate::events::Events;
 use crate::journal::{Bounds, Journals};
 use crate::live::Live;
+use crate::tally::Tally;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
+
+/// Pulls that clients have running or waiting at the same time, on a thread each. As many as the
+/// dashboard's own downloads: more share the same line.
+pub(crate) const PULLS_MAX: usize = 2;
 
 /// Where to listen, who may ask, how much and how long.
 #[derive(Clone, Debug)]
@@ -42,11 +50,16 @@ pub struct Config {
     pub puller: Option<Puller>,
     /// Journals of streamed answers, for clients that reconnect.
     pub journals: Journals,
+    /// Tells of keys and refusals; one for all APIs of the server, so that nothing is told twice.
+    pub(crate) tally: Arc<Tally>,
+    /// Places for pulls, which the APIs of all models share.
+    pub(crate) pulls: Arc<Semaphore>,
 }
 
 impl Config {
     /// On `127.0.0.1`, with the defaults.
     pub fn new(port: u16, clock: Clock) -> Self {
+        let live = Live::new(Events::new(clock));
         Self {
             bind: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)],
             access: Access::default(),
@@ -55,11 +68,13 @@ impl Config {
             clock,
             facts: Facts::default(),
             is_lenient: false,
-            live: Live::new(Events::new(clock)),
+            tally: Arc::new(Tally::new(live.events().clone())),
+            live,
             board: Board::default(),
             remover: None,
             puller: None,
             journals: Journals::default(),
+            pulls: Arc::new(Semaphore::new(PULLS_MAX)),
         }
     }
 
@@ -122,7 +137,8 @@ pub struct Limits {
     /// Streamed answers that clients may come back to, those under way among them. Streams beyond
     /// that cannot be come back to.
     pub journals: usize,
-    /// Bytes of memory that they take; one takes a quarter at most.
+    /// Bytes of memory that they take; one takes a quarter at most. A stream whose journal would
+    /// take more goes on without one, and the event `unprotected` says so.
     pub journal_bytes: usize,
     /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
     /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
@@ -269,13 +285,25 @@ impl fmt::Debug for Facts {
     }
 }
 
-/// Removes the model of this name from the machine's store. False where there is none; what went
-/// wrong, for the client.
+/// Removes the model of a name from the machine's store. The second argument has every name of
+/// every model that is being served: the file of one of these stays, under whichever name it is to
+/// be removed. An error is a reason for the client.
 #[derive(Clone)]
 pub struct Remover(pub Arc<Remove>);
 
-/// Takes a model's name.
-type Remove = dyn Fn(&str) -> Result<bool, String> + Send + Sync;
+/// See [`Remover`].
+type Remove = dyn Fn(&str, &[String]) -> Result<Removal, String> + Send + Sync;
+
+/// Outcome of a removal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// The model's files are gone.
+    Done,
+    /// The store has no model of this name.
+    NotKept,
+    /// Its file is that of a model that is being served. Nothing was removed.
+    InUse,
+}
 
 impl fmt::Debug for Remover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -295,13 +323,17 @@ pub struct PullStep {
 }
 
 /// Fetches the model of a name into the machine's store and blocks until it is there. The second
-/// argument takes each step, and is false where nobody waits for the model any more: the pull is
-/// to end then. False where no model has the name; what went wrong, for the client.
+/// argument takes each step, and is false where nobody waits for the model any more. The third is
+/// set then as well, for the times that have no step to tell, such as a wait for another process.
+/// The pull is to end soon after either. False where no model has the name; what went wrong, for
+/// the client.
 #[derive(Clone)]
 pub struct Puller(pub Arc<Pull>);
 
 /// See [`Puller`].
-type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool) -> Result<bool, String> + Send + Sync;
+type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool, &Arc<AtomicBool>) -> Result<bool, String>
+    + Send
+    + Sync;
 
 impl fmt::Debug for Puller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -358,4 +390,14 @@ pub struct Fact {
     pub labels: String,
     /// The value now.
     pub value: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_kept_for_as_long_as_common_clients_keep_them() {
+        assert!(Times::default().idle >= Duration::from_secs(60));
+    }
 }

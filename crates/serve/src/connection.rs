@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::http::{Request, Response};
+use axum::http::{Request, Response, Version};
 use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
@@ -83,6 +83,8 @@ struct Facts {
     requests: usize,
     /// The body of the last request has come to its end.
     is_whole: bool,
+    /// Its client knows interim answers, which HTTP/1.0 does not have.
+    knows_interim: bool,
     /// Asks the answer under way, if it is a stream, for a sign of life.
     beat: Option<Beat>,
 }
@@ -110,6 +112,7 @@ impl Known {
             is_trusted: false,
             requests: 0,
             is_whole: true,
+            knows_interim: false,
             beat: None,
         };
         Self {
@@ -130,11 +133,12 @@ impl Known {
     }
 
     /// A request has come, maybe with all of its body.
-    fn begin(&self, is_whole: bool) {
+    fn begin(&self, request: &Request<Incoming>) {
         self.go(Stage::Busy);
         let mut facts = self.facts();
         facts.requests += 1;
-        facts.is_whole = is_whole;
+        facts.is_whole = request.body().is_end_stream();
+        facts.knows_interim = request.version() > Version::HTTP_10;
         facts.beat = None;
     }
 
@@ -269,7 +273,7 @@ impl Acceptor {
         let close = Arc::clone(&known.close);
         let service = service_fn(move |mut request: Request<Incoming>| {
             let known = known.clone();
-            known.begin(request.body().is_end_stream());
+            known.begin(&request);
             request.extensions_mut().insert(Local(local));
             request.extensions_mut().insert(Remote(remote));
             request.extensions_mut().insert(known.clone());
@@ -468,9 +472,9 @@ impl Impatient {
     }
 
     /// The client sends no more: it waits for its answer or has left. After a moment it is told
-    /// that it is heard, once and before any of the answer; one that has left resets the
-    /// connection. Behind the head of a stream the stream says so. A request that is cut off has
-    /// ended.
+    /// that it is heard, once and before any of the answer, where its HTTP has words for that; one
+    /// that has left resets the connection. Behind the head of a stream the stream says so. A
+    /// request that is cut off has ended.
     fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             if self.known.facts().stage != Stage::Busy {
@@ -484,7 +488,7 @@ impl Impatient {
             if !self.known.facts().is_whole {
                 return Poll::Ready(Ok(()));
             }
-            if !self.has_written {
+            if !self.has_written && self.known.facts().knows_interim {
                 self.has_written = true;
                 self.stream.try_write(STILL_THERE)?;
             }

@@ -68,9 +68,10 @@ pub enum Kind {
         /// The failure in words.
         text: String,
     },
-    /// Tokens of an answer go out although no other node has them.
+    /// Tokens of an answer go out although no other node has them, or its client cannot come back
+    /// to it.
     Unprotected {
-        /// Why no other node has them.
+        /// Why that is so.
         reason: String,
     },
     /// A client used a key, which is told once a minute.

@@ -77,7 +77,7 @@ impl Notes {
 
     /// # Errors
     /// [`Rejection::Unknown`] unless unknown fields are passed over.
-    fn unknown(&self, param: String) -> Result<(), Rejection> {
+    pub(crate) fn unknown(&self, param: String) -> Result<(), Rejection> {
         if !self.is_lenient {
             return Err(Rejection::Unknown { param });
         }

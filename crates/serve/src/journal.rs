@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -59,14 +60,21 @@ pub enum Kept {
 pub type Done = Box<dyn FnOnce(Kept) + Send>;
 
 /// Other nodes that keep copies of journals for [`Times::reconnect`](crate::Times::reconnect) after
-/// the last piece.
+/// the last piece. Ids that begin with `resp_` are of responses that the nodes store.
 pub trait Mirror: Send + Sync {
     /// Has another node keep a piece. Must not block.
     fn put(&self, piece: Piece, done: Done);
 
     /// The longest copy of a journal that any node has, for the holder of the key with this id. The
-    /// node that answers this journal stops. May block for as long as [`MIRROR_LIMIT`].
+    /// node that answers this journal stops. For a response what any node's
+    /// [`Doors::response`](crate::Doors::response) says. May block for as long as [`MIRROR_LIMIT`].
     fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
+
+    /// As [`find`](Self::find), a copy of more than `than` bytes. A node that is slow is waited for
+    /// where faster ones have shorter copies.
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        self.find(id, key).filter(|copy| copy.len() > than)
+    }
 }
 
 /// A request, as it can be understood again.
@@ -96,11 +104,15 @@ pub(crate) struct Journal {
     state: Mutex<State>,
     /// Number of the stream that reads it.
     life: watch::Sender<u64>,
+    /// Bytes of all journals of the node.
+    total: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
 struct State {
     text: Vec<u8>,
+    /// Bytes of the text that `total` has.
+    counted: usize,
     /// Bytes that another node has.
     mirrored: usize,
     /// Whether a node has said so since the last reader began: the one that had them may be gone.
@@ -131,6 +143,7 @@ impl Journal {
     fn of(head: Head, text: Vec<u8>, read: Vec<usize>, now: Instant) -> Self {
         let state = State {
             text,
+            counted: 0,
             mirrored: 0,
             is_sure: false,
             read,
@@ -142,7 +155,26 @@ impl Journal {
             head,
             state: Mutex::new(state),
             life: watch::channel(0).0,
+            total: Arc::default(),
         }
+    }
+
+    /// Adds the text's present size to the node's total, in place of the size before.
+    fn count(&self, state: &mut State) {
+        self.total.fetch_add(state.text.len(), Relaxed);
+        self.total.fetch_sub(state.counted, Relaxed);
+        state.counted = state.text.len();
+    }
+
+    /// Gives up the text: nobody can come back to it, and no other node gets more of it.
+    fn cut(&self, state: &mut State) {
+        (state.text, state.is_cut) = (Vec::new(), true);
+        self.count(state);
+    }
+
+    /// Whether it has every reply so far.
+    pub(crate) fn is_whole(&self) -> bool {
+        !self.state().is_cut
     }
 
     /// A journal that another node kept. Its last line may be cut off.
@@ -201,13 +233,17 @@ impl Journal {
             if is_read(&line.1) {
                 state.read.push(line.0);
             }
+            if state.is_cut {
+                continue;
+            }
             // Memory takes all that is written; a reply is JSON.
             let written = serde_json::to_writer(&mut state.text, line);
             state.is_cut |= written.is_err();
             state.text.push(b'\n');
         }
-        if state.text.len() > bytes_max {
-            (state.text, state.is_cut) = (Vec::new(), true);
+        match state.is_cut || state.text.len() > bytes_max {
+            true => self.cut(&mut state),
+            false => self.count(&mut state),
         }
         Ok(())
     }
@@ -257,10 +293,12 @@ impl Journal {
         if state.is_cut || waits || lacks_nothing {
             return None;
         }
+        // There is less where the journal was given to another node meanwhile.
+        let bytes = state.text.get(state.mirrored..)?.to_vec();
         Some(Piece {
             id: self.head.id.clone(),
             at: state.mirrored as u64,
-            bytes: state.text[state.mirrored..].to_vec(),
+            bytes,
         })
     }
 
@@ -279,6 +317,13 @@ impl Journal {
         if *self.life.borrow() == life {
             state.left = Some(now);
         }
+    }
+}
+
+impl Drop for Journal {
+    fn drop(&mut self) {
+        let counted = self.state().counted;
+        self.total.fetch_sub(counted, Relaxed);
     }
 }
 
@@ -306,6 +351,8 @@ pub struct Journals(Arc<Shared>);
 
 struct Shared {
     all: Mutex<VecDeque<Arc<Journal>>>,
+    /// Bytes of all of them, and of those that a stream still writes after they were given away.
+    total: Arc<AtomicUsize>,
     mirror: Mutex<Option<Arc<dyn Mirror>>>,
 }
 
@@ -328,7 +375,8 @@ impl Bounds {
 impl Default for Journals {
     fn default() -> Self {
         let (all, mirror) = (Mutex::default(), Mutex::default());
-        Self(Arc::new(Shared { all, mirror }))
+        let total = Arc::default();
+        Self(Arc::new(Shared { all, total, mirror }))
     }
 }
 
@@ -353,7 +401,9 @@ impl Journals {
         let mut state = journal.state();
         let life = *journal.life.borrow() + 1;
         journal.life.send_replace(life);
-        (!state.is_cut).then(|| std::mem::take(&mut state.text))
+        let text = (!state.is_cut).then(|| std::mem::take(&mut state.text));
+        journal.count(&mut state);
+        text
     }
 
     /// The model that answers a journal of this node.
@@ -394,18 +444,69 @@ impl Journals {
         if let Some(own) = self.get(id, key.as_deref()) {
             return Some(own);
         }
-        let (mirror, name) = (self.mirror()?, id.to_owned());
-        let asked = key.clone();
-        let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
-        let journal = Journal::parse(find.await.ok()??, now())?;
+        self.fetch(id, key, 0, (bounds, now)).await
+    }
+
+    /// The same journal as `short` with more replies, of another node.
+    pub(crate) async fn find_longer(
+        &self,
+        short: &Journal,
+        bounds: Bounds,
+        now: fn() -> Instant,
+    ) -> Option<Arc<Journal>> {
+        let (key, than) = (short.head.key.clone(), short.state().text.len());
+        self.fetch(&short.head.id, key, than, (bounds, now)).await
+    }
+
+    /// Asks other nodes for a journal of more than `than` bytes, and keeps it here.
+    async fn fetch(
+        &self,
+        id: &str,
+        key: Option<String>,
+        than: usize,
+        (bounds, now): (Bounds, fn() -> Instant),
+    ) -> Option<Arc<Journal>> {
+        let (mirror, name, asked) = (self.mirror()?, id.to_owned(), key.clone());
+        let find = move || match than {
+            0 => mirror.find(&name, asked.as_deref()),
+            than => mirror.find_longer(&name, asked.as_deref(), than),
+        };
+        let found = tokio::task::spawn_blocking(find).await.ok()??;
+        let journal = Journal::parse(found, now())?;
         let is_right = journal.head.id == id && journal.is_of(key.as_deref());
         is_right.then(|| self.add(journal, bounds, now()))?
     }
 
-    fn add(&self, journal: Journal, bounds: Bounds, now: Instant) -> Option<Arc<Journal>> {
+    /// Holds the journals to their bytes after `grown` has become longer. Those that nobody reads
+    /// make room, the oldest first; where that is not enough, `grown` is cut.
+    pub(crate) fn settle(&self, grown: &Journal, bounds: Bounds) {
+        if self.bytes() <= bounds.bytes {
+            return;
+        }
+        let mut all = self.all();
+        while self.bytes() > bounds.bytes {
+            let idle = all.iter().position(|other| other.state().left.is_some());
+            let Some(gone) = idle.and_then(|idle| all.remove(idle)) else {
+                break;
+            };
+            drop(gone);
+        }
+        drop(all);
+        if self.bytes() > bounds.bytes {
+            grown.cut(&mut grown.state());
+        }
+    }
+
+    /// Bytes of all journals.
+    fn bytes(&self) -> usize {
+        self.0.total.load(Relaxed)
+    }
+
+    fn add(&self, mut journal: Journal, bounds: Bounds, now: Instant) -> Option<Arc<Journal>> {
         self.forget_old(bounds, now);
         let size = |journal: &Journal| journal.state().text.len();
         let own = size(&journal);
+        journal.total = Arc::clone(&self.0.total);
         let journal = Arc::new(journal);
         let mut all = self.all();
         all.retain(|other| other.head.id != journal.head.id); // given away before
@@ -418,6 +519,7 @@ impl Journals {
         if own > bounds.bytes_of_one() {
             return None;
         }
+        journal.count(&mut journal.state());
         all.push_back(Arc::clone(&journal));
         Some(journal)
     }

@@ -17,11 +17,13 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use subtle::{ConditionallySelectable, ConstantTimeEq};
+use tokio::time::sleep;
 
 /// What every key begins with, so that scanners for leaked secrets can know them.
 pub const PREFIX: &str = "pl-";
@@ -418,6 +420,34 @@ impl Watched {
             *current = (now, fresh);
         }
         see(&current.1)
+    }
+}
+
+/// The key that a request came with. An answer to it ends when the key is revoked.
+#[derive(Clone, Debug)]
+pub(crate) struct Held {
+    pub(crate) keys: Arc<Watched>,
+    pub(crate) id: String,
+}
+
+impl Held {
+    /// Whether the key is no longer one. Cost: a stat of the file.
+    pub(crate) fn is_revoked(&self) -> bool {
+        !self.keys.has(&self.id)
+    }
+}
+
+/// Between looks at the keys: an answer whose key is revoked ends at most this much later. A look
+/// is a stat of the file, so that a thousand streams cost some milliseconds a second.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Waits until the key is revoked; for ever without a key.
+pub(crate) async fn revoked(key: Option<&Held>) {
+    let Some(key) = key else {
+        return std::future::pending().await;
+    };
+    while !key.is_revoked() {
+        sleep(LOOK_EVERY).await;
     }
 }
 

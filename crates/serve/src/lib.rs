@@ -75,7 +75,7 @@ mod tally;
 pub use api::doors::Doors;
 pub use config::{
     Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, PullStep, Puller,
-    Remover, Status, Times,
+    Removal, Remover, Status, Times,
 };
 pub use error::Error;
 pub use journal::{Done, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};

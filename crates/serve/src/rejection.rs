@@ -41,7 +41,10 @@ pub(crate) enum Rejection {
     #[error("{param} is missing: {expected}")]
     Missing { param: String, expected: String },
     /// A field that no specification knows.
-    #[error("{param} is no field of this request: it would have no effect")]
+    #[error(
+        "{param} is no field of this request: it would have no effect, and this server was not \
+         started with --lenient"
+    )]
     Unknown { param: String },
     /// A field of OpenAI's specification, with a value that would change the answer if it were
     /// implemented.
@@ -112,6 +115,12 @@ pub(crate) enum Rejection {
          or it is another key's"
     )]
     NoAnswer { id: String, stay_s: u64 },
+    /// The copies of a streamed answer that could be reached are behind its client.
+    #[error(
+        "the copies of streamed answer {id:?} that were reached lack events that the client has, \
+         and its choices cannot be told again in the same order: try again, or ask anew"
+    )]
+    Behind { id: String },
     /// A prompt of no token.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt { param: String },
@@ -133,7 +142,9 @@ pub(crate) enum Rejection {
     #[error("{got} Host headers, expected one")]
     HostCount { got: usize },
     /// A name that this server does not go by: a web page may have pointed it here.
-    #[error("host {host:?} is not a name of this server")]
+    #[error(
+        "host {host:?} is not a name of this server: it was not started with --allow-host for it"
+    )]
     Host { host: String },
     /// A web page of somebody else.
     #[error(
@@ -213,12 +224,15 @@ pub(crate) enum Rejection {
         what: &'static str,
         why: &'static str,
     },
-    /// The key of a running answer is no longer one.
+    /// The key of a running answer, stream of events or pull is no longer one.
     #[error("the API key was revoked: the answer was stopped")]
     Revoked,
     /// As many requests as may be are in work.
     #[error("{limit} requests are in work already, which is the most that are taken")]
     TooManyRequests { limit: usize },
+    /// As many models as may be are being fetched.
+    #[error("{limit} models are being fetched already, which is the most at a time")]
+    TooManyPulls { limit: usize },
     /// The model's queue is full.
     #[error("{waiting} requests are waiting already, which is the most that are held")]
     Busy { waiting: usize },
@@ -301,6 +315,7 @@ impl Rejection {
             }
             Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
             Self::NoAnswer { .. } => request(S::NOT_FOUND, "answer_not_found"),
+            Self::Behind { .. } => server(S::SERVICE_UNAVAILABLE, "answer_behind"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
             Self::Template(chat::Error::Template(failure)) if failure.is_of_model() => {
@@ -343,6 +358,9 @@ impl Rejection {
             }
             Self::TooManyOfOne { .. } => {
                 class(S::TOO_MANY_REQUESTS, "rate_limit_error", "client_busy")
+            }
+            Self::TooManyPulls { .. } => {
+                class(S::TOO_MANY_REQUESTS, "rate_limit_error", "pulls_busy")
             }
             Self::NotDone { .. } => request(S::NOT_IMPLEMENTED, "not_implemented"),
             Self::Revoked => request(S::UNAUTHORIZED, "invalid_api_key"),
@@ -451,12 +469,16 @@ impl Rejection {
         match self {
             Self::NoKey | Self::WrongKey => Some((WWW_AUTHENTICATE, text("Bearer"))),
             Self::Method { allowed, .. } => Some((ALLOW, text(allowed))),
-            Self::TooManyRequests { .. } | Self::Busy { .. } | Self::TooManyOfOne { .. } => {
-                Some((RETRY_AFTER, text("1")))
-            }
+            Self::TooManyRequests { .. }
+            | Self::Busy { .. }
+            | Self::TooManyOfOne { .. }
+            | Self::Behind { .. } => Some((RETRY_AFTER, text("1"))),
             // Reading weights takes seconds to minutes.
             Self::Loading => Some((RETRY_AFTER, text("2"))),
-            Self::Unavailable { .. } | Self::ShuttingDown => Some((RETRY_AFTER, text("5"))),
+            // A pull takes seconds to hours.
+            Self::Unavailable { .. } | Self::ShuttingDown | Self::TooManyPulls { .. } => {
+                Some((RETRY_AFTER, text("5")))
+            }
             // What is left of the body is not read.
             Self::LongBody { .. } | Self::SlowBody { .. } => Some((CONNECTION, text("close"))),
             _ => None,

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::access::Client;
 use crate::conversation::Turn;
+use crate::journal::key_of;
 
 /// A response that is kept.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -90,6 +91,15 @@ impl Store {
         let kept = self.kept();
         let mut all = kept.iter().map(|(_, stored)| stored);
         let found = all.find(|stored| stored.id == id && stored.client == *client);
+        found.map(Arc::clone)
+    }
+
+    /// The response `id` of the holder of the key with this id. Without keys to know the response's
+    /// id is enough: the same program has another address at another node.
+    pub(crate) fn of_key(&self, id: &str, key: Option<&str>) -> Option<Arc<Stored>> {
+        let kept = self.kept();
+        let mut all = kept.iter().map(|(_, stored)| stored);
+        let found = all.find(|it| it.id == id && key_of(&it.client).as_deref() == key);
         found.map(Arc::clone)
     }
 

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use crate::answer::Answer;
 use crate::events;
-use crate::journal::{Journal, Line, Mirror, Reader, Superseded};
+use crate::journal::{Bounds, Journal, Journals, Line, Mirror, Reader, Superseded};
 use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::render::{Framing, Telling};
@@ -44,8 +44,8 @@ pub(crate) struct Events {
     pub(crate) keep_alive: Duration,
     /// A reply that came while the status was not decided.
     pub(crate) early: Option<Line>,
-    /// Replies that a journal has already.
-    pub(crate) past: Vec<Line>,
+    /// What a journal has already; `None` for a new stream.
+    pub(crate) past: Option<Vec<Value>>,
     pub(crate) recorder: Option<Recorder>,
     pub(crate) beat: Beat,
     /// The request's place among those in work.
@@ -57,8 +57,9 @@ pub(crate) struct Recorder {
     pub(crate) journal: Arc<Journal>,
     pub(crate) reader: Reader,
     pub(crate) mirror: Option<Arc<dyn Mirror>>,
-    /// Most bytes of the journal.
-    pub(crate) bytes_max: usize,
+    /// Those of the node, and the bounds of their bytes.
+    pub(crate) journals: Journals,
+    pub(crate) bounds: Bounds,
     /// Hears when no other node has the tokens.
     pub(crate) events: events::Events,
     pub(crate) now: fn() -> Instant,
@@ -103,12 +104,9 @@ impl Events {
         if self.record(&mut early).await.is_err() {
             return (Bytes::new(), State::Over);
         }
-        let values = self.telling.start(early.pop());
+        let past = self.past.take();
+        let values = past.unwrap_or_else(|| self.telling.start(early.pop()));
         self.put(&mut out, values);
-        for (choice, reply) in std::mem::take(&mut self.past) {
-            let values = self.telling.more(choice, reply);
-            self.put(&mut out, values);
-        }
         if out.is_empty() {
             self.telling.framing().comment(&mut out);
         }
@@ -214,11 +212,28 @@ impl Recorder {
         if lines.is_empty() {
             return Ok(());
         }
-        self.journal
-            .append(self.reader.life, lines, self.bytes_max)?;
+        self.append(lines)?;
         if let Some(mirror) = &self.mirror
             && let Some(reason) = self.journal.protect(&**mirror, self.now).await
         {
+            self.events.put(events::Kind::Unprotected { reason });
+        }
+        Ok(())
+    }
+
+    /// Adds replies to the journal. One that comes to a bound of its bytes is given up, with an
+    /// event: the answer goes on and cannot be come back to.
+    fn append(&self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
+        let was_whole = self.journal.is_whole();
+        let bytes_max = self.bounds.bytes_of_one();
+        self.journal.append(self.reader.life, lines, bytes_max)?;
+        self.journals.settle(&self.journal, self.bounds);
+        if was_whole && !self.journal.is_whole() {
+            let all = self.bounds.bytes;
+            let reason = format!(
+                "the answer's journal was given up: one may take {bytes_max} bytes, all of this \
+                 node {all}"
+            );
             self.events.put(events::Kind::Unprotected { reason });
         }
         Ok(())

@@ -2,9 +2,13 @@
 //! number, so that no client can flood the log that is kept of them.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use axum::body::Body;
+use axum::http::Response;
 
 use crate::events::{Events, Kind};
+use crate::rejection::Rejection;
 
 /// How often the same use or refusal is told.
 const EVERY_MS: u64 = 60_000;
@@ -58,10 +62,17 @@ impl Tally {
         self.note(Row { client, what }, self.events.unix_ms());
     }
 
-    /// A client was refused.
-    pub(crate) fn refused(&self, client: String, code: &'static str) {
+    fn refused(&self, client: String, code: &'static str) {
         let what = What::Refusal(code);
         self.note(Row { client, what }, self.events.unix_ms());
+    }
+
+    /// Notes a response that refuses a client for want of a right or a place.
+    pub(crate) fn answered(&self, client: String, response: &Response<Body>) {
+        let refusal = response.extensions().get::<Arc<Rejection>>();
+        if let Some(code) = refusal.and_then(|refusal| refusal.audited()) {
+            self.refused(client, code);
+        }
     }
 
     fn note(&self, mut row: Row, now_ms: u64) {

@@ -350,6 +350,7 @@ impl World {
             spare: 0,
             replica: 0,
             source: None,
+            lender: None,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

@@ -9,6 +9,8 @@ use paceline_base::Bytes;
 pub struct Model {
     /// Short name: lower-case letters, digits, `.` and `-`, without `--`.
     pub alias: &'static str,
+    /// Other names for the same, in lower case: those of other programs and of the planner.
+    pub also: &'static [&'static str],
     /// Name of its shape in the planner's catalogue; `None` where that has none.
     pub shape: Option<&'static str>,
     /// What it is, in a few words.
@@ -64,9 +66,11 @@ impl Catalogue {
     /// The catalogue that paceline comes with.
     pub const BUILTIN: Self = Self(&[SMOLLM2, GEMMA3_270M]);
 
-    /// The model with this alias.
-    pub fn find(self, alias: &str) -> Option<&'static Model> {
-        self.0.iter().find(|model| model.alias == alias)
+    /// The model with this alias, or with this other name, letters' case apart.
+    pub fn find(self, name: &str) -> Option<&'static Model> {
+        let is_also = |also: &&str| also.eq_ignore_ascii_case(name);
+        let mut models = self.0.iter();
+        models.find(|model| model.alias == name || model.also.iter().any(is_also))
     }
 
     /// All models, in the order of the list.
@@ -80,6 +84,7 @@ impl Catalogue {
 
 const SMOLLM2: Model = Model {
     alias: "smollm2",
+    also: &["smollm2:latest", "smollm2:135m", "smollm2-135m"],
     shape: Some("SmolLM2-135M"),
     about: "SmolLM2 135M Instruct, Q4_1: small chat model for first steps and tests",
     licence: "Apache-2.0",
@@ -103,6 +108,7 @@ const SMOLLM2: Model = Model {
 
 const GEMMA3_270M: Model = Model {
     alias: "gemma3-270m",
+    also: &["gemma-3-270m"],
     shape: Some("Gemma-3-270M"),
     about: "Gemma 3 270M base, Q4_K_M: completes text, no chat",
     licence: "Gemma Terms of Use (pass the file on only together with them)",
@@ -159,6 +165,11 @@ mod tests {
             let name = EntryName::alias(model.alias);
             assert_eq!(EntryName::from_dir_name(model.alias), Some(name));
             assert_eq!(Catalogue::BUILTIN.find(model.alias), Some(model));
+            for name in model.also {
+                assert_eq!(name.to_lowercase(), *name);
+                assert_eq!(Catalogue::BUILTIN.find(name), Some(model));
+                assert_eq!(Catalogue::BUILTIN.find(&name.to_uppercase()), Some(model));
+            }
             assert!(is_sha256(model.sha256) && check_file_path(model.file).is_ok());
             if let Some(hub) = &model.hub {
                 assert!(HubId::parse(hub.repo).is_ok() && check_file_path(hub.file).is_ok());

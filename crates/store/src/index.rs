@@ -423,7 +423,11 @@ pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
     })
 }
 
-fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
+/// The name of the model that [`remove`] removes for `spec`, complete or not.
+///
+/// # Errors
+/// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`].
+pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     let entries = list(home)?;
     let spec = usual_name(spec).map_or(spec, |usual| &usual.hub);
     if let Some(entry) = entries.iter().find(|entry| entry.name.as_str() == spec) {

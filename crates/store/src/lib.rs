@@ -67,7 +67,8 @@ pub use engine::{MLX_LAYER, MLX_VERSION, Mlx, MlxBuild, find_mlx, install_mlx, m
 pub use error::Error;
 pub use home::Home;
 pub use index::{
-    Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, list, remove, verify,
+    Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, find_for_removal, list,
+    remove, verify,
 };
 pub use name::{EntryName, HubId};
 pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};

@@ -31,6 +31,9 @@ pub struct UsualName {
     pub shape: Option<String>,
     /// Stored bits per weight on average.
     pub bits: f64,
+    /// `general.architecture` of its files where this version does not compute it, else `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uncomputed: Option<String>,
     /// What the hub had; `None` as long as nobody looked.
     pub checked: Option<OnHub>,
 }

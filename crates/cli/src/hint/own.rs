@@ -61,6 +61,9 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "leave out --build for the one that fits this machine".into()
         }
         Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
+        Error::NotComputed { .. } => {
+            "`paceline models --fits` shows names of models that it computes".into()
+        }
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()

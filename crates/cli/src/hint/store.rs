@@ -25,6 +25,10 @@ pub(super) fn hints(error: &Error) -> Vec<String> {
 
 fn hint(error: &Error) -> Option<String> {
     Some(match error {
+        Error::UnknownModel { spec, .. } if is_planned(spec) => {
+            "the planner knows its shape and not its files: name a hub id, a GGUF file or a folder"
+                .into()
+        }
         Error::UnknownModel { close, .. } if !close.is_empty() => {
             format!("did you mean {}?", close.join(" or "))
         }
@@ -72,6 +76,12 @@ fn hint(error: &Error) -> Option<String> {
         Error::Cancelled => GO_ON.into(),
         other => return network_hint(other).or_else(|| system_hint(other)),
     })
+}
+
+/// Whether `paceline plan` takes a name.
+fn is_planned(name: &str) -> bool {
+    let planned = paceline_plan::Catalogue::builtin();
+    planned.is_ok_and(|planned| planned.models.iter().any(|model| model.name == name))
 }
 
 /// Trouble with the hub or the way to it.

@@ -139,3 +139,25 @@ pub(super) fn list(catalogue: &Catalogue, calibration: &Calibration) -> anyhow::
     print(&lines("models", models.collect()))?;
     print(&lines("engines", engines.collect()))
 }
+
+#[cfg(test)]
+mod tests {
+    use paceline_store::{Catalogue as Names, usual_names};
+
+    use super::*;
+
+    #[test]
+    fn run_knows_the_planners_names_of_all_that_it_can_fetch() {
+        let catalogue = Catalogue::builtin().unwrap();
+        let own = Names::BUILTIN.iter().filter_map(|model| model.shape);
+        let usual = usual_names()
+            .iter()
+            .filter_map(|usual| usual.shape.as_deref());
+        let fetched: Vec<&str> = own.chain(usual).collect();
+        for model in &catalogue.models {
+            let name = model.name.as_str();
+            let known = known_name(name).0;
+            assert_eq!(known, fetched.contains(&name).then_some(name));
+        }
+    }
+}

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::{Error, facts};
 use crate::loaded::kernels;
-use crate::output::print;
+use crate::output::{counted, print};
 
 /// Nodes of the longest row: more are rarely started on one machine.
 const MOST: u32 = 4;
@@ -87,7 +87,8 @@ fn rows(local: &Forecast, config: &Config) -> Vec<Row> {
 }
 
 fn table(threads: usize, rows: &[Row]) -> String {
-    let mut text = format!("decode tok/s here, {threads} threads per node\n");
+    let threads = counted(threads, "thread");
+    let mut text = format!("decode tok/s here, {threads} per node\n");
     let _ = writeln!(
         text,
         "nodes  split    predicted  corrected  measured   error"
@@ -121,4 +122,15 @@ fn row_json(row: &Row) -> Value {
         "corrected_decode_tok_s": row.corrected,
         "measured_decode_tok_s": row.measured,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_says_how_many_threads() {
+        assert!(table(1, &[]).starts_with("decode tok/s here, 1 thread per node\n"));
+        assert!(table(2, &[]).starts_with("decode tok/s here, 2 threads per node\n"));
+    }
 }

@@ -99,3 +99,26 @@ fn arbitrary_seed() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |since| since.as_nanos() as u64 & ((1 << 53) - 1))
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        sampling: SamplingArgs,
+    }
+
+    #[test]
+    fn the_api_chooses_as_run_does() {
+        let run = Line::parse_from(["run"]).sampling.params().unwrap();
+        let api = SamplingParams {
+            seed: run.seed,
+            ..paceline_serve::default_sampling()
+        };
+        assert_eq!(run, api);
+    }
+}

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use paceline_train::Progress;
 
-use crate::output::tell;
+use crate::output::{counted, tell};
 
 /// Least time between two lines about steps, so that a short step's do not flood.
 const LINE_EVERY: Duration = Duration::from_secs(2);
@@ -41,10 +41,11 @@ impl Watch {
                 numbers,
             } => {
                 self.since = (step, Instant::now());
-                let (nodes, threads) = (self.nodes, self.threads);
+                let nodes = counted(self.nodes as usize, "node");
+                let threads = counted(self.threads, "thread");
                 tell(format_args!(
-                    "{examples} examples, {numbers} trained numbers, {nodes} nodes of {threads} \
-                     threads, step {step} of {} done",
+                    "{examples} examples, {numbers} trained numbers, {nodes} of {threads}, step \
+                     {step} of {} done",
                     self.steps
                 ));
                 if cut > 0 {

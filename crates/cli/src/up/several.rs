@@ -10,7 +10,7 @@ use paceline_serve::{Doors, Facts, Server, Status};
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
-use super::{Args, Serving, encoder, ended, join_in, observer, wait};
+use super::{Args, Serving, Shown, encoder, ended, join_in, observer, wait};
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
@@ -40,17 +40,21 @@ fn serve(
     let agent = node.as_ref().map(|node| node.0.clone());
     let tell_cluster = move || agent.as_ref().map_or(Value::Null, member::cluster);
     let status = Status(Arc::new(tell_cluster));
-    let (server, doors) = Server::bind_node(args.config(Facts::default())?, status)?;
+    let (config, board) = args.set_up(Facts::default(), false)?;
+    let (server, doors) = Server::bind_node(config, status)?;
     let addresses = server.addresses().to_vec();
     if let Some(node) = &node {
         node.0.set_api(addresses.clone());
+        board.set_agent(&node.0);
     }
+    let shown = Shown::on(&board);
+    let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         let loading = scope.spawn(|| {
             let loaded = beside
                 .map_or(Ok(()), |beside| open(&doors, beside))
-                .and_then(|()| load_all(models, &doors, cancel));
+                .and_then(|()| load_all(models, (&doors, &shown), cancel));
             if loaded.is_ok() {
                 for address in &addresses {
                     tell(format_args!("listening on http://{address}"));
@@ -70,7 +74,7 @@ fn serve(
 /// Loads one after the other, so that each sees the memory that those before it have left.
 fn load_all(
     models: &[(&Args, PathBuf)],
-    doors: &Doors,
+    (doors, shown): (&Doors, &Shown),
     cancel: &Cancel,
 ) -> anyhow::Result<Vec<Arc<Instance>>> {
     let mut instances = Vec::new();
@@ -88,6 +92,7 @@ fn load_all(
         opened.forecast();
         let model = one.served(&mut opened, path);
         let instance = Arc::new(opened.start(true, observer(&opened))?);
+        shown.add(&model.id, &instance, opened.nodes());
         opened.ready(&instance)?;
         tell(format_args!("{} is ready", model.id));
         let service = Arc::clone(&instance) as Arc<dyn Service>;

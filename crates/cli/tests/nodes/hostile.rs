@@ -118,15 +118,55 @@ fn the_audit_log_has_keys_and_refusals_and_no_prompts() {
     let body = chat(&model, "a secret prompt", &json!({"max_tokens": 3}));
     let refused = http::ask(server.port, "/v1/chat/completions", Some(&body));
     assert_eq!(refused.status, 401);
+    let text = audited(&world, |text| {
+        text.contains("\"refused\"") && text.contains("\"ready\"")
+    });
+    assert!(text.contains("missing_api_key"), "{text}");
+    assert!(!text.contains("secret"), "{text}");
+    server.stop(1);
+}
+
+/// The audit log once it has all that is waited for.
+fn audited(world: &World, is_all: impl Fn(&str) -> bool) -> String {
     let log = world.path("home/audit.jsonl");
     let start = Instant::now();
     let mut text = String::new();
-    while !(text.contains("\"refused\"") && text.contains("\"ready\"")) {
+    while !is_all(&text) {
         assert!(start.elapsed() < Duration::from_secs(60), "{text}");
         std::thread::sleep(Duration::from_millis(20));
         text = fs::read_to_string(&log).unwrap_or_default();
     }
-    assert!(text.contains("missing_api_key"), "{text}");
-    assert!(!text.contains("secret"), "{text}");
-    server.stop(1);
+    text
+}
+
+/// A node without a model, and one with several, keep the same audit log.
+#[test]
+fn every_way_to_start_a_server_keeps_the_audit_log() {
+    let _alone = alone();
+    for models in [0, 2] {
+        let world = World::new();
+        let made = crate::common::finish(&mut world.paceline(["key", "api", "new", "tester"]));
+        assert!(made.status.success(), "{made:?}");
+        let models: Vec<String> = (0..models)
+            .map(|i| world.write_model(FAMILIES[i]))
+            .collect();
+        let args = [
+            "up",
+            "--no-beacons",
+            "--port",
+            "0",
+            "--control-port",
+            "0",
+            "--context",
+            "256",
+        ];
+        let args = args.into_iter().chain(models.iter().map(String::as_str));
+        let server = Server::of(&mut world.paceline(args));
+        assert_eq!(http::ask(server.port, "/v1/models", None).status, 401);
+        audited(&world, |text| {
+            let ready = text.matches("\"ready\"").count();
+            text.contains("missing_api_key") && ready == models.len()
+        });
+        server.stop(models.len());
+    }
 }

@@ -240,7 +240,7 @@ fn clients_may_use_other_names_and_ports() {
     let world = World::new();
     let model = world.write_model(FAMILIES[0]);
     let names = ["--alias", "gpt-4o", "--alias", "claude"];
-    let ports = ["--port", "0", "--port", "0"];
+    let ports = ["--port", "0", "--port", "0", "--lenient"];
     let args = ["up", "--no-beacons", &model]
         .into_iter()
         .chain(names)
@@ -258,10 +258,16 @@ fn clients_may_use_other_names_and_ports() {
         listening.len() == 2
     });
     for (port, name) in listening.into_iter().zip(["gpt-4o", "claude"]) {
-        let body = chat(name, "hi", &serde_json::json!({"max_tokens": 2}));
+        // A field of nobody's specification passes where --lenient was given.
+        let more = serde_json::json!({"max_tokens": 2, "no_such_field": 1});
+        let body = chat(name, "hi", &more);
         let answer = http::ask(port, "/v1/chat/completions", Some(&body));
         assert_eq!(answer.status, 200, "{}", answer.body);
     }
+    // Trained for a million positions: room for a coding agent, which begins with 14,000 tokens.
+    let running = http::ask(server.port, "/api/ps", None).body;
+    let context = running["models"][0]["context_length"].as_u64();
+    assert!(context > Some(14_000), "{running}");
     let said = server.stop(1).stderr;
     assert!(
         said.contains("1 node, ") && !said.contains("1 nodes"),

@@ -6,6 +6,9 @@
 //! one epoch, such as from two halves of a network, the later write wins wherever they meet, and
 //! whoever finds itself owner no more ends its workers. An unwanted instance has a tombstone of the
 //! highest epoch, so that no takeover brings it back.
+//!
+//! A node may *lend* an instance to a program of its machine. Nobody needs the instance after the
+//! node is dead: see [`abandoned`].
 
 use serde::{Deserialize, Serialize};
 
@@ -55,6 +58,11 @@ pub struct Wanted {
     /// The node that has the model's file: an owner that lacks the file copies it from there.
     #[serde(default)]
     pub source: Option<NodeId>,
+    /// The node that lends it to a program of its machine, until the program ends. `None` where it
+    /// stays until it is unloaded, and in records of versions that do not know lenders: those
+    /// versions drop a lender when they write the next record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lender: Option<NodeId>,
 }
 
 /// How an instance is, as its owner says.
@@ -120,7 +128,7 @@ pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)
     })
 }
 
-/// What `own` has to do now, in order of ids.
+/// What `own` has to do now, in order of ids. Nobody takes over an instance whose lender is dead.
 pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
     wanted(map)
@@ -128,15 +136,35 @@ pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Ve
             if wanted.nodes[0] == own {
                 return Some(Duty::Own { id, epoch, wanted });
             }
-            let is_next = !lives(&wanted.nodes[0])
-                && wanted.successors.iter().find(|id| lives(id)) == Some(&own);
-            is_next.then(|| Duty::TakeOver {
+            let is_next = acting(&wanted, lives) == Some(own);
+            (is_next && !has_lost_lender(&wanted, lives)).then(|| Duty::TakeOver {
                 id,
                 epoch: epoch + 1,
                 wanted: succeed(wanted, own, &lives),
             })
         })
         .collect()
+}
+
+/// The lent instances whose lender is dead or has left, and which `own` has to unload: it owns
+/// them, or is the first successor that lives. In order of ids.
+pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<InstanceId> {
+    let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
+    wanted(map)
+        .filter(|(.., wanted)| has_lost_lender(wanted, lives))
+        .filter(|(.., wanted)| acting(wanted, lives) == Some(own))
+        .map(|(id, ..)| id)
+        .collect()
+}
+
+/// The owner, or the first successor that lives in place of a dead one.
+fn acting(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> Option<NodeId> {
+    let mut order = wanted.nodes[..1].iter().chain(&wanted.successors);
+    order.find(|id| lives(id)).copied()
+}
+
+fn has_lost_lender(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> bool {
+    wanted.lender.is_some_and(|lender| !lives(&lender))
 }
 
 /// The record after its owner died: on the nodes that live, `own` first.
@@ -189,6 +217,10 @@ mod tests {
     }
 
     fn map(epoch: u64, nodes: &[u8], successors: &[u8]) -> Registers {
+        lent_map(epoch, nodes, successors, None)
+    }
+
+    fn lent_map(epoch: u64, nodes: &[u8], successors: &[u8], lender: Option<u8>) -> Registers {
         let wanted = Wanted {
             model: "smollm2".into(),
             sha256: String::new(),
@@ -203,6 +235,7 @@ mod tests {
             spare: 0,
             replica: 0,
             source: None,
+            lender: lender.map(node),
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -255,6 +288,39 @@ mod tests {
         };
         assert_eq!(wanted.nodes, [node(3)], "on those that live");
         assert_eq!(wanted.successors, [node(2), node(4), node(1)]);
+    }
+
+    #[test]
+    fn a_lent_instance_is_unloaded_by_its_owner_or_the_next_once_its_lender_is_dead() {
+        let map = lent_map(3, &[1, 2], &[2, 3], Some(4));
+        let to_unload = |own, living| abandoned(&map, node(own), lives(living));
+        let all = [1, 2, 3, 4];
+        assert!(
+            all.iter()
+                .all(|own| to_unload(*own, &[1, 2, 3, 4]).is_empty())
+        );
+        assert_eq!(to_unload(1, &[1, 2, 3]), [InstanceId(5)]);
+        assert_eq!(to_unload(2, &[1, 2, 3]), [], "its owner does");
+        assert_eq!(to_unload(2, &[2, 3]), [InstanceId(5)]);
+        assert_eq!(to_unload(3, &[2, 3]), [], "2 is before it");
+        assert_eq!(duties(&map, node(2), lives(&[2, 3])), [], "for nobody");
+        assert_eq!(duties(&map, node(2), lives(&[2, 3, 4])).len(), 1);
+        let kept = lent_map(3, &[1, 2], &[2], None);
+        assert_eq!(abandoned(&kept, node(1), lives(&[1])), []);
+    }
+
+    #[test]
+    fn records_without_a_lender_are_read_and_written_as_before() {
+        let (_, _, before) = wanted(&map(3, &[1], &[2])).next().unwrap();
+        let text = serde_json::to_string(&before).unwrap();
+        assert!(!text.contains("lender"), "{text}");
+        assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), before);
+        let lent = Wanted {
+            lender: Some(node(4)),
+            ..before
+        };
+        let text = serde_json::to_string(&lent).unwrap();
+        assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), lent);
     }
 
     #[test]

@@ -3,10 +3,12 @@
 //! Each rank has a line to the machine that runs its worker, and a thread that reads it. A rank
 //! whose machine is gone is started on another one: the split stays the same, so the answer does.
 
-use std::collections::VecDeque;
+mod spare;
+
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -20,6 +22,7 @@ use super::line::{Broken, Line, hear, say};
 use super::{Crew, Post};
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
+use spare::{Packing, Slot, Spare};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -48,11 +51,15 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// Why there is none.
     fn open(&self, rank: Rank) -> Result<Place, String>;
 
-    /// A fresh line to a machine for a second worker of a rank: another one than that of the first.
+    /// A fresh line to a machine for a second worker of a rank: another one than that of the first,
+    /// with the memory for it. Blocks while the machine gets the model.
     ///
     /// # Errors
     /// Why there is none.
     fn open_spare(&self, rank: Rank) -> Result<Place, String>;
+
+    /// Whether a node lives, as far as is known now.
+    fn lives(&self, node: NodeId) -> bool;
 
     /// The second worker of a rank takes the first one's place.
     fn promoted(&self, rank: Rank);
@@ -60,9 +67,13 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// nothing.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
 
-    /// Looks anew which ways between `nodes` answer, because a group over them broke; blocks for a
-    /// bounded time.
-    fn settle(&self, nodes: &[NodeId]);
+    /// The first group over `nodes` uses the ways that are known now.
+    fn trust(&self, nodes: &[NodeId]);
+
+    /// Looks which ways between `nodes` answer, before a group over them follows a broken one: all
+    /// anew where one of them is `doubted`, else those only that were not measured or used before.
+    /// Blocks for a bounded time.
+    fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]);
 }
 
 /// Workers on several machines.
@@ -71,32 +82,29 @@ pub struct RemoteCrew {
     model: ModelName,
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
-    spares: Vec<Mutex<Option<Spare>>>,
+    spares: Vec<Mutex<Slot>>,
     inbox: Arc<Inbox>,
     /// Number of the next spare worker.
     next_spare: AtomicU64,
-    /// Epochs that a rank was assigned to, and the last whose ways were settled.
-    epochs: Mutex<(u64, u64)>,
+    epochs: Mutex<Epochs>,
+    /// Set before the workers are ended: a spare that starts meanwhile is not kept.
+    over: AtomicBool,
+}
+
+/// What a group that broke says of the ways between its nodes.
+#[derive(Default)]
+struct Epochs {
+    /// The last that a rank was assigned to.
+    assigned: u64,
+    /// The last whose ways were settled.
+    settled: u64,
+    /// Whether a worker was started since: its loss broke the group, and no way did.
+    started: bool,
 }
 
 /// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
 /// one rank ever has.
 const SPARE_STEP: u64 = 1 << 32;
-
-/// A second worker of a rank.
-struct Spare {
-    seat: Seat,
-    /// Its events are forgotten until the rank's worker has this number.
-    worker: u64,
-    tag: u64,
-}
-
-impl Spare {
-    fn lives(&self) -> bool {
-        let reader = self.seat.reader.as_ref();
-        reader.is_some_and(|reader| !reader.is_finished())
-    }
-}
 
 /// A rank's worker, and the thread that hears it.
 struct Seat {
@@ -107,6 +115,17 @@ struct Seat {
     /// Where the owner reaches the worker's machine; `None` where that is this one.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
+    packing: Arc<Mutex<Packing>>,
+}
+
+impl Seat {
+    /// Has the machine end the worker, and waits for the thread that hears it.
+    fn end(mut self) {
+        self.line.close();
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join(); // it has no result
+        }
+    }
 }
 
 /// Events that were read and not taken yet.
@@ -122,6 +141,10 @@ struct Held {
     /// By rank: of the worker that it has now. Events of earlier ones are forgotten.
     workers: Vec<u64>,
     woken: bool,
+    /// Nodes whose line broke under a rank's worker: the ways to them may be broken too.
+    doubted: BTreeSet<NodeId>,
+    /// Whether a worker could not go on.
+    failed: bool,
 }
 
 impl RemoteCrew {
@@ -134,10 +157,11 @@ impl RemoteCrew {
             model,
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
-            spares: (0..ranks).map(|_| Mutex::new(None)).collect(),
+            spares: (0..ranks).map(|_| Mutex::default()).collect(),
             inbox: Arc::new(inbox),
             next_spare: AtomicU64::new(SPARE_STEP),
-            epochs: Mutex::new((0, 0)),
+            epochs: Mutex::default(),
+            over: AtomicBool::new(false),
         }
     }
 
@@ -153,6 +177,15 @@ impl RemoteCrew {
 
     fn seat(&self, rank: Rank) -> &Mutex<Option<Seat>> {
         &self.seats[rank.0 as usize]
+    }
+
+    fn slot(&self, rank: Rank) -> &Mutex<Slot> {
+        &self.spares[rank.0 as usize]
+    }
+
+    /// Where a rank's worker runs.
+    fn node_of(&self, rank: Rank) -> Option<NodeId> {
+        lock(self.seat(rank)).as_ref().map(|seat| seat.node)
     }
 
     /// Has a machine start a worker.
@@ -184,6 +217,7 @@ impl RemoteCrew {
                 },
                 listen,
                 reader: None,
+                packing: Arc::default(),
             }),
             Some(FromHost::Refused { reason }) => Err(of(&reason)),
             Some(_) => Err(of(&"it speaks another version of this protocol")),
@@ -198,18 +232,77 @@ impl RemoteCrew {
         let place = place.map_err(Broken::new);
         let seat = place.and_then(|place| self.begin(place));
         let mut seat = seat.map_err(|source| Error::Place { rank, source })?;
-        let (line, inbox, place) = (
-            Arc::clone(&seat.line),
-            Arc::clone(&self.inbox),
-            seat.place.clone(),
-        );
+        let reader = Reader {
+            line: Arc::clone(&seat.line),
+            inbox: Arc::clone(&self.inbox),
+            packing: Arc::clone(&seat.packing),
+            place: seat.place.clone(),
+            node: seat.node,
+            rank,
+            worker,
+        };
         let builder = std::thread::Builder::new().name(format!("{rank}"));
-        let reader = builder.spawn(move || read(&*line, &inbox, rank, worker, &place));
+        let reader = builder.spawn(move || reader.run());
         seat.reader = Some(reader.map_err(|source| Error::System {
             what: "start a thread",
             source,
         })?);
         Ok(seat)
+    }
+
+    /// A spare that was told what to prepare: the earlier one, or a new one where that is of no use
+    /// any more. Nothing where no machine can.
+    fn prepared(
+        &self,
+        rank: Rank,
+        (tag, earlier): (u64, Option<Spare>),
+        message: &dyn Fn(Post) -> ToWorker,
+    ) -> Result<Option<Spare>, Error> {
+        let spare = match earlier {
+            Some(spare) if spare.is_of_use(self.node_of(rank)) => Some(Spare { tag, ..spare }),
+            Some(lost) => {
+                lost.seat.end();
+                self.new_spare(rank, tag)?
+            }
+            None => self.new_spare(rank, tag)?,
+        };
+        let Some(spare) = spare else { return Ok(None) };
+        lock(&spare.seat.packing).asked += 1;
+        let prepare = ToHost::Worker(message(spare.seat.post.clone()));
+        if let Err(source) = say(&*spare.seat.line, &prepare) {
+            spare.seat.end();
+            return Err(Error::Place { rank, source });
+        }
+        Ok(Some(spare))
+    }
+
+    /// Starts a spare; nothing where no machine can.
+    fn new_spare(&self, rank: Rank, tag: u64) -> Result<Option<Spare>, Error> {
+        let Ok(place) = self.places.open_spare(rank) else {
+            return Ok(None);
+        };
+        let worker = self.next_spare.fetch_add(SPARE_STEP, Ordering::Relaxed);
+        let seat = self.sit(rank, worker, Ok(place))?;
+        Ok(Some(Spare { seat, worker, tag }))
+    }
+
+    /// Keeps a spare in its slot; one that comes after the end is ended too. Whether it is kept.
+    fn fill(&self, rank: Rank, spare: Option<Spare>) -> bool {
+        let mut slot = lock(self.slot(rank));
+        // Read under the lock: `end` sets it first, and looks into the slots then.
+        let is_over = self.over.load(Ordering::SeqCst);
+        let (kept, late) = match spare {
+            Some(spare) if is_over => (Slot::Empty, Some(spare)),
+            Some(spare) => (Slot::Kept(spare), None),
+            None => (Slot::Empty, None),
+        };
+        let is_kept = matches!(kept, Slot::Kept(_));
+        *slot = kept;
+        drop(slot);
+        if let Some(late) = late {
+            late.seat.end();
+        }
+        is_kept
     }
 
     /// Address for the worker on the owner's own machine: the one by which another machine of the
@@ -231,25 +324,51 @@ impl RemoteCrew {
         self.seats.iter().all(is_here)
     }
 
-    /// Before the ranks of an epoch meet that follows a broken one: which ways answer now.
+    /// Before the ranks of an epoch meet: settles the ways between their nodes, once an epoch.
+    ///
+    /// Where a worker was lost and another one started, the group broke with it: only the ways to
+    /// nodes whose line broke are doubted. Where a rank failed and all workers live, any way may
+    /// be the cause.
     fn settle(&self) {
         let mut epochs = lock(&self.epochs);
-        if epochs.0 <= 1 || epochs.0 == epochs.1 {
+        if epochs.assigned == epochs.settled {
             return;
         }
-        epochs.1 = epochs.0;
+        epochs.settled = epochs.assigned;
+        let started = std::mem::take(&mut epochs.started);
+        let (mut doubted, failed) = self.inbox.take_doubts();
+        let nodes = self.nodes();
+        if failed && !started {
+            doubted.clone_from(&nodes);
+        }
+        let list = |nodes: BTreeSet<NodeId>| Vec::from_iter(nodes);
+        match epochs.assigned {
+            _ if nodes.len() < 2 => {}
+            0 | 1 => self.places.trust(&list(nodes)),
+            _ => self.places.settle(&list(nodes), &list(doubted)),
+        }
+    }
+
+    /// Settles the ways to a spare's node in advance, so that no recovery waits for it.
+    fn meet(&self, node: NodeId) {
+        let mut nodes = self.nodes();
+        nodes.insert(node);
+        if nodes.len() > 1 {
+            self.places.settle(&Vec::from_iter(nodes), &[]);
+        }
+    }
+
+    /// Where the workers run.
+    fn nodes(&self) -> BTreeSet<NodeId> {
         let seats = self.seats.iter();
         let nodes = seats.filter_map(|seat| lock(seat).as_ref().map(|seat| seat.node));
-        let nodes: std::collections::BTreeSet<NodeId> = nodes.collect();
-        if nodes.len() > 1 {
-            self.places.settle(&Vec::from_iter(nodes));
-        }
+        nodes.collect()
     }
 
     /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
     /// A rank that listens at one specific address is reached there.
     fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
-        let from = lock(self.seat(rank)).as_ref().map(|seat| seat.node);
+        let from = self.node_of(rank);
         let own = self.own_listen();
         let seen = |(to, addr): (usize, &SocketAddr)| {
             if to == rank.0 as usize || !addr.ip().is_unspecified() {
@@ -271,10 +390,9 @@ impl RemoteCrew {
 impl Crew for RemoteCrew {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
-        // A spare whose lock is held is being started just now, and is of no use yet.
-        let spare = self.spares[rank.0 as usize].try_lock();
-        let spare = spare.ok().and_then(|mut spare| spare.take());
-        if let Some(spare) = spare.filter(Spare::lives) {
+        lock(&self.epochs).started = true;
+        let spare = lock(self.slot(rank)).take_packed(|node| self.places.lives(node));
+        if let Some(spare) = spare {
             self.places.promoted(rank);
             self.inbox.adopt(rank, spare.worker);
             *lock(self.seat(rank)) = Some(spare.seat);
@@ -292,33 +410,38 @@ impl Crew for RemoteCrew {
         tag: u64,
         message: &dyn Fn(Post) -> ToWorker,
     ) -> Result<bool, Error> {
-        let mut spare = lock(&self.spares[rank.0 as usize]);
-        let fresh = match spare.take().filter(Spare::lives) {
-            Some(ready) if ready.tag == tag => {
-                *spare = Some(ready);
+        let worker_at = self.node_of(rank);
+        let earlier = {
+            let mut slot = lock(self.slot(rank));
+            if !slot.lacks(tag, worker_at) {
                 return Ok(true);
             }
-            Some(other) => Spare { tag, ..other },
-            None => {
-                let Ok(place) = self.places.open_spare(rank) else {
-                    return Ok(false);
-                };
-                let worker = self.next_spare.fetch_add(SPARE_STEP, Ordering::Relaxed);
-                let seat = self.sit(rank, worker, Ok(place))?;
-                Spare { seat, worker, tag }
-            }
+            let earlier = slot.take();
+            *slot = Slot::Starting;
+            earlier
         };
-        let prepare = ToHost::Worker(message(fresh.seat.post.clone()));
-        let said = say(&*fresh.seat.line, &prepare);
-        said.map_err(|source| Error::Place { rank, source })?;
-        *spare = Some(fresh);
-        Ok(true)
+        let made = self.prepared(rank, (tag, earlier), message);
+        let (spare, failed) = match made {
+            Ok(spare) => (spare, None),
+            Err(error) => (None, Some(error)),
+        };
+        let spare_at = spare.as_ref().map(|spare| spare.seat.node);
+        let is_kept = self.fill(rank, spare);
+        if let Some(node) = spare_at.filter(|_| is_kept) {
+            self.meet(node);
+        }
+        failed.map_or(Ok(is_kept), Err)
+    }
+
+    fn lacks_spare(&self, rank: Rank, tag: u64) -> bool {
+        let worker_at = self.node_of(rank);
+        lock(self.slot(rank)).lacks(tag, worker_at)
     }
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
         let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
         if let ToWorker::Assign(job) = message {
-            lock(&self.epochs).0 = job.epoch;
+            lock(&self.epochs).assigned = job.epoch;
         }
         let join = match message {
             ToWorker::Join { addrs } => {
@@ -347,25 +470,21 @@ impl Crew for RemoteCrew {
 
     fn stop(&self, rank: Rank) {
         self.inbox.next_worker(rank);
-        let Some(mut seat) = lock(self.seat(rank)).take() else {
-            return;
-        };
-        seat.line.close();
-        if let Some(reader) = seat.reader.take() {
-            let _ = reader.join(); // it has no result
+        let seat = lock(self.seat(rank)).take();
+        if let Some(seat) = seat {
+            seat.end();
         }
     }
 
-    /// Machines give their workers the grace that they have themselves.
+    /// Machines give their workers the grace that they have themselves. A spare that is being
+    /// started is not waited for: the thread that starts it ends it, within the time that a machine
+    /// has to start a worker.
     fn end(&self, _grace: Duration) {
+        self.over.store(true, Ordering::SeqCst);
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
-        let spares = self.spares.iter().filter_map(|spare| lock(spare).take());
-        for mut spare in spares.collect::<Vec<_>>() {
-            spare.seat.line.close();
-            if let Some(reader) = spare.seat.reader.take() {
-                let _ = reader.join(); // it has no result
-            }
-        }
+        let spares = self.spares.iter().filter_map(|slot| lock(slot).take());
+        let spares: Vec<Spare> = spares.collect(); // the locks are free again
+        spares.into_iter().for_each(|spare| spare.seat.end());
     }
 
     fn post(&self, rank: Rank) -> Post {
@@ -403,34 +522,72 @@ impl fmt::Debug for RemoteCrew {
     }
 }
 
-/// Passes a worker's events on until its line ends, and tells its machine that the owner lives.
-fn read(line: &dyn Line, inbox: &Inbox, rank: Rank, worker: u64, place: &str) {
-    let (mut heard, mut told) = (Instant::now(), Instant::now());
-    let lost = loop {
-        if told.elapsed() >= BEAT {
-            if let Err(broken) = say(line, &ToHost::<ToWorker>::Beat) {
-                break broken;
-            }
-            told = Instant::now();
-        }
-        match hear::<FromHost>(line, BEAT) {
-            Ok(Some(news)) => {
-                heard = Instant::now();
-                if let Some(event) = news.event(rank, place) {
-                    inbox.put(worker, rank, event);
+/// What the thread that hears a worker works on.
+struct Reader {
+    line: Arc<dyn Line>,
+    inbox: Arc<Inbox>,
+    packing: Arc<Mutex<Packing>>,
+    place: String,
+    node: NodeId,
+    rank: Rank,
+    worker: u64,
+}
+
+impl Reader {
+    /// Passes the worker's events on until its line ends, and tells its machine that the owner
+    /// lives.
+    fn run(&self) {
+        let lost = self.hear_all();
+        self.line.close();
+        let reason = format!("{}: {lost}", self.place);
+        let rank = self.rank;
+        let gone = Event::Gone { rank, reason };
+        self.inbox.doubt(self.worker, rank, self.node);
+        self.inbox.put(self.worker, rank, gone);
+    }
+
+    /// Why the line ended.
+    fn hear_all(&self) -> Broken {
+        let (mut heard, mut told) = (Instant::now(), Instant::now());
+        loop {
+            if told.elapsed() >= BEAT {
+                if let Err(broken) = say(&*self.line, &ToHost::<ToWorker>::Beat) {
+                    return broken;
                 }
+                told = Instant::now();
             }
-            Ok(None) if heard.elapsed() > SILENCE => {
-                let silence = heard.elapsed().as_secs_f64();
-                break Broken::new(format!("no sign of life for {silence:.1} s"));
+            match hear::<FromHost>(&*self.line, BEAT) {
+                Ok(Some(news)) => {
+                    heard = Instant::now();
+                    self.take(news);
+                }
+                Ok(None) if heard.elapsed() > SILENCE => {
+                    let silence = heard.elapsed().as_secs_f64();
+                    return Broken::new(format!("no sign of life for {silence:.1} s"));
+                }
+                Ok(None) => {}
+                Err(broken) => return broken,
             }
-            Ok(None) => {}
-            Err(broken) => break broken,
         }
+    }
+
+    fn take(&self, news: FromHost) {
+        lock(&self.packing).hear(&news);
+        if matches!(news, FromHost::Message(FromWorker::Prepared)) {
+            return; // the instance has no use for it
+        }
+        if let Some(event) = news.event(self.rank, &self.place) {
+            self.inbox.put(self.worker, self.rank, event);
+        }
+    }
+}
+
+/// Whether a worker says that its epoch cannot go on.
+const fn is_failure(event: &Event<FromWorker>) -> bool {
+    let Event::Message { message, .. } = event else {
+        return false;
     };
-    line.close();
-    let reason = format!("{place}: {lost}");
-    inbox.put(worker, rank, Event::Gone { rank, reason });
+    matches!(message, FromWorker::Failed { .. })
 }
 
 impl Inbox {
@@ -453,6 +610,21 @@ impl Inbox {
         held.events.retain(|(_, event)| event.rank() != rank);
     }
 
+    /// A node's line broke, unless it was closed because its worker was replaced.
+    fn doubt(&self, worker: u64, rank: Rank, node: NodeId) {
+        let mut held = lock(&self.state);
+        if held.workers[rank.0 as usize] == worker {
+            held.doubted.insert(node);
+        }
+    }
+
+    /// The doubted nodes, and whether a worker could not go on, since the last call.
+    fn take_doubts(&self) -> (BTreeSet<NodeId>, bool) {
+        let mut held = lock(&self.state);
+        let doubted = std::mem::take(&mut held.doubted);
+        (doubted, std::mem::take(&mut held.failed))
+    }
+
     /// Keeps an event unless its worker was replaced. Waits while too many are held.
     fn put(&self, worker: u64, rank: Rank, event: Event<FromWorker>) {
         let mut held = lock(&self.state);
@@ -461,6 +633,7 @@ impl Inbox {
             held = waited.unwrap_or_else(PoisonError::into_inner);
         }
         if held.workers[rank.0 as usize] == worker {
+            held.failed |= is_failure(&event);
             held.events.push_back((worker, event));
         }
         drop(held);
@@ -493,16 +666,29 @@ mod tests {
 
     /// One machine at a time: hands out the ends of lines whose other ends the test has.
     #[derive(Debug)]
-    struct Lines(Mutex<VecDeque<MemoryLine>>);
+    struct Lines {
+        lines: Mutex<VecDeque<MemoryLine>>,
+        settled: Arc<Settled>,
+    }
+
+    /// By call: how many nodes were settled, and how many of them were doubted; nothing where the
+    /// ways were trusted.
+    type Settled = Mutex<Vec<(usize, Option<usize>)>>;
 
     impl Places for Lines {
         fn open(&self, _: Rank) -> Result<Place, String> {
-            let line = lock(&self.0).pop_front().ok_or("no machine is left")?;
+            let mut lines = lock(&self.lines);
+            let left = lines.len() as u8;
+            let line = lines.pop_front().ok_or("no machine is left")?;
             Ok(Place {
                 name: "quokka".to_owned(),
-                node: NodeId([7; 16]),
+                node: NodeId([left; 16]), // each is another one
                 line: Box::new(line),
             })
+        }
+
+        fn lives(&self, _: NodeId) -> bool {
+            true
         }
 
         fn open_spare(&self, rank: Rank) -> Result<Place, String> {
@@ -515,20 +701,36 @@ mod tests {
             None
         }
 
-        fn settle(&self, _: &[NodeId]) {}
+        fn trust(&self, nodes: &[NodeId]) {
+            lock(&self.settled).push((nodes.len(), None));
+        }
+
+        fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
+            let doubted = nodes.iter().filter(|id| doubted.contains(id)).count();
+            lock(&self.settled).push((nodes.len(), Some(doubted)));
+        }
     }
 
     const WAIT: Duration = Duration::from_secs(5);
 
     fn crew<const N: usize>() -> (RemoteCrew, [MemoryLine; N]) {
+        let (crew, hosts, _) = crew_of(1);
+        (crew, hosts)
+    }
+
+    fn crew_of<const N: usize>(ranks: u32) -> (RemoteCrew, [MemoryLine; N], Arc<Settled>) {
         let (lines, hosts): (Vec<_>, Vec<_>) = (0..N).map(|_| pair()).unzip();
         let model = ModelName {
             name: "smollm2".to_owned(),
             sha256: String::new(),
         };
-        let lines = Box::new(Lines(Mutex::new(lines.into())));
-        let crew = RemoteCrew::new(lines, model, 1, None);
-        (crew, hosts.try_into().unwrap())
+        let settled = Arc::<Settled>::default();
+        let lines = Lines {
+            lines: Mutex::new(lines.into()),
+            settled: Arc::clone(&settled),
+        };
+        let crew = RemoteCrew::new(Box::new(lines), model, ranks, None);
+        (crew, hosts.try_into().unwrap(), settled)
     }
 
     fn started() -> FromHost {
@@ -538,6 +740,19 @@ mod tests {
             model: "/there/model.gguf".into(),
             first_core: None,
             pid: Some(7),
+        }
+    }
+
+    fn is_packed(crew: &RemoteCrew) -> bool {
+        matches!(&*lock(crew.slot(Rank(0))), Slot::Kept(spare) if spare.is_packed())
+    }
+
+    /// The thread that hears a worker is to be given time.
+    fn until(what: &str, done: impl Fn() -> bool) {
+        let began = Instant::now();
+        while !done() {
+            assert!(began.elapsed() < WAIT, "{what}");
+            std::thread::yield_now();
         }
     }
 
@@ -590,6 +805,9 @@ mod tests {
         assert!(crew.keep_spare(Rank(0), 2, &message).unwrap());
         let loading = FromWorker::Loading { done: 1, of: 2 };
         say(&second, &FromHost::Message(loading)).unwrap();
+        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        until("both are heard", || is_packed(&crew));
         first.close();
         let lost = crew.receive(WAIT).unwrap().to_string();
         assert_eq!(
@@ -633,6 +851,116 @@ mod tests {
             !crew.keep_spare(Rank(0), 2, &message).unwrap(),
             "no machine is left"
         );
+    }
+
+    #[test]
+    fn a_spare_that_is_not_packed_waits_on_while_a_new_worker_starts() {
+        let (crew, [first, second, third]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        assert!(crew.lacks_spare(Rank(0), 1));
+        say(&second, &started()).unwrap();
+        assert!(crew.keep_spare(Rank(0), 1, &|_| ToWorker::Measure).unwrap());
+        assert!(!crew.lacks_spare(Rank(0), 1));
+        assert!(crew.lacks_spare(Rank(0), 2), "prepared for another tag");
+
+        say(&third, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        let at = crew.node_of(Rank(0));
+        assert_eq!(at, Some(NodeId([1; 16])), "the third machine");
+        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        until("it is packed", || is_packed(&crew));
+        crew.start(Rank(0)).unwrap();
+        let at = crew.node_of(Rank(0));
+        assert_eq!(at, Some(NodeId([2; 16])), "the spare's");
+        assert!(crew.lacks_spare(Rank(0), 1), "it is none any more");
+    }
+
+    #[test]
+    fn a_spare_whose_worker_is_lost_takes_no_place_and_is_replaced() {
+        let failed = FromWorker::Failed {
+            epoch: 0,
+            reason: "no memory".to_owned(),
+            blamed: None,
+        };
+        let silence = Duration::from_secs(2);
+        for lost in [FromHost::Message(failed), FromHost::Silent { silence }] {
+            let (crew, [first, second, third]) = crew();
+            say(&first, &started()).unwrap();
+            crew.start(Rank(0)).unwrap();
+            say(&second, &started()).unwrap();
+            let message = |_: Post| ToWorker::Measure;
+            assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
+            say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+            until("it is packed", || is_packed(&crew));
+            say(&second, &lost).unwrap();
+            until("it is lost", || crew.lacks_spare(Rank(0), 1));
+            say(&third, &started()).unwrap();
+            assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
+            assert!(!is_packed(&crew), "another one");
+            let error = crew.start(Rank(0)).unwrap_err().to_string();
+            assert_eq!(error, "rank 0 on no machine is left");
+            assert!(!crew.lacks_spare(Rank(0), 1), "it packs on");
+        }
+    }
+
+    #[test]
+    fn ways_are_doubted_where_a_line_broke_or_no_worker_was_lost() {
+        let (crew, [first, second, third], settled) = crew_of(2);
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        say(&second, &started()).unwrap();
+        crew.start(Rank(1)).unwrap();
+        let epoch = |number| {
+            lock(&crew.epochs).assigned = number;
+            crew.settle();
+            crew.settle(); // once for each rank
+            std::mem::take(&mut *lock(&settled))
+        };
+        assert_eq!(epoch(1), [(2, None)], "its ways were measured for the plan");
+        assert_eq!(epoch(2), [(2, Some(0))], "a planned change");
+
+        let failed = FromWorker::Failed {
+            epoch: 2,
+            reason: "rank 1 is silent".to_owned(),
+            blamed: Some(1),
+        };
+        say(&first, &FromHost::Message(failed.clone())).unwrap();
+        crew.receive(WAIT).unwrap();
+        assert_eq!(epoch(3), [(2, Some(2))], "all workers live");
+
+        say(&first, &FromHost::Message(failed)).unwrap();
+        crew.receive(WAIT).unwrap();
+        second.close();
+        crew.receive(WAIT).unwrap();
+        say(&third, &started()).unwrap();
+        crew.start(Rank(1)).unwrap();
+        assert_eq!(epoch(4), [(2, Some(0))], "the lost node is no part of it");
+        first.close();
+        crew.receive(WAIT).unwrap();
+        assert_eq!(epoch(5), [(2, Some(1))], "its line broke");
+    }
+
+    #[test]
+    fn an_end_does_not_wait_for_a_spare_that_is_starting() {
+        let (crew, [first, second]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        std::thread::scope(|scope| {
+            let keep = || crew.keep_spare(Rank(0), 1, &|_| ToWorker::Measure).unwrap();
+            let kept = scope.spawn(keep);
+            let asked = hear::<ToHost>(&second, WAIT).unwrap();
+            assert!(matches!(asked, Some(ToHost::Start { .. })), "{asked:?}");
+            // That machine has up to START_LIMIT to answer, and does so only after the end.
+            let began = Instant::now();
+            crew.end(Duration::ZERO);
+            assert!(began.elapsed() < START_LIMIT / 2);
+            say(&second, &started()).unwrap();
+            assert!(!kept.join().unwrap(), "it comes too late");
+        });
+        while hear::<ToHost>(&second, WAIT).is_ok_and(|heard| heard.is_some()) {}
+        let ended = hear::<ToHost>(&second, WAIT).unwrap_err().to_string();
+        assert_eq!(ended, "the line is closed");
     }
 
     #[test]

@@ -3,9 +3,12 @@
 //! ```text
 //! entry --keep:    {"id":..,"at":..}\n BYTES--> another node: Shelf
 //!       <-"Yes" | "Gap" | {"No":why}-
-//! any   --journal: {"id":..,"key":..}--> every node: the answer's own entry, else its shelf
+//! any   --journal: {"id":..,"key":..}--> every node: the longest of its own and its shelf's
 //!       <-BYTES, none for nothing-
 //! ```
+//! The longest copy counts, of this node's shelf and of all others: a node that kept copies for a
+//! while, before another one was taken, has the beginning only.
+//!
 //! One thread sends what all streams of this node want kept. What gathers while it waits for an
 //! answer goes out together, so the rate of tokens is bound by no round trip. Another node than the
 //! last is taken when that one is dead or silent; it answers `Gap` and gets all.
@@ -22,7 +25,7 @@ use paceline_cluster::nodes::member::Life;
 use serde::{Deserialize, Serialize};
 
 use super::places::Wire;
-use super::{Inner, LOOK_EVERY};
+use super::{Fleet, Inner, LOOK_EVERY};
 use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, hear, say};
 
 /// Services of a node.
@@ -326,15 +329,33 @@ pub(super) fn answer_journal(inner: &Inner, line: &dyn Line) {
         return line.close();
     };
     let own = inner.spec.doors.journal(&id, key.as_deref());
-    let found = own.or_else(|| inner.shelf.find(&id, Instant::now()));
+    // This node's own may be of the time before another one went on with the answer.
+    let kept = inner.shelf.find(&id, Instant::now());
+    let found = own.into_iter().chain(kept).max_by_key(Vec::len);
     let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // it asks another one then
 }
 
 /// The longest copy of a journal that comes soon. A node that was frozen just now holds nobody up.
 pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-    if let Some(own) = inner.shelf.find(id, Instant::now()) {
-        return Some(own);
+    find_longer(inner, id, key, 0)
+}
+
+impl Fleet {
+    /// As [`find_journal`](Self::find_journal), a copy of more than `than` bytes: a node that is
+    /// slow is waited for where faster ones have shorter copies.
+    pub fn find_longer_journal(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        find_longer(&self.inner, id, key, than)
     }
+}
+
+fn find_longer(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+    let own = inner.shelf.find(id, Instant::now());
+    let told = ask_others(inner, id, key);
+    longest(&told, own.unwrap_or_default(), than)
+}
+
+/// Asks all other nodes at once for a journal. The channel closes when all have answered.
+fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Vec<u8>> {
     let (tell, told) = sync_channel(NODES_MAX);
     for node in others(&inner.agent).into_iter().take(NODES_MAX) {
         let (inner, tell) = (Arc::clone(inner), tell.clone());
@@ -347,18 +368,29 @@ pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Option<Ve
             let _ = tell.send(ask(&inner.agent, node, &wish).unwrap_or_default());
         };
         let thread = std::thread::Builder::new().name("journal".to_owned());
-        thread.spawn(ask).ok()?;
+        if thread.spawn(ask).is_err() {
+            break; // the system refuses more: those that were asked answer
+        }
     }
-    drop(tell);
-    let mut end = Instant::now() + FIND_LIMIT;
-    let mut best = Vec::new();
+    told
+}
+
+/// The longest of this node's own copy and those that others tell in time; `None` where none has
+/// more than `than` bytes.
+fn longest(told: &Receiver<Vec<u8>>, own: Vec<u8>, than: usize) -> Option<Vec<u8>> {
+    let is_long = own.len() > than;
+    let mut end = Instant::now() + if is_long { FIND_MORE } else { FIND_LIMIT };
+    let mut best = own;
     while let Ok(copy) = told.recv_timeout(end.saturating_duration_since(Instant::now())) {
-        if copy.len() > best.len() {
-            best = copy;
+        if copy.len() <= best.len() {
+            continue;
+        }
+        best = copy;
+        if best.len() > than {
             end = end.min(Instant::now() + FIND_MORE);
         }
     }
-    (!best.is_empty()).then_some(best)
+    (best.len() > than).then_some(best)
 }
 
 /// The copy that a node has; nothing where it has none.
@@ -413,6 +445,23 @@ mod tests {
         let after = last + Duration::from_millis(1);
         assert_eq!(shelf.find("a", after), None);
         assert_eq!(shelf.put(piece("a", 3, "x"), after), Kept::Gap);
+    }
+
+    #[test]
+    fn the_longest_copy_is_taken_and_this_nodes_own_is_one_of_them() {
+        let of = |bytes: usize| vec![b'x'; bytes];
+        let found = |own: usize, others: &[usize], than: usize| {
+            let (tell, told) = sync_channel(NODES_MAX);
+            others.iter().for_each(|it| tell.send(of(*it)).unwrap());
+            drop(tell);
+            longest(&told, of(own), than).map(|copy| copy.len())
+        };
+        assert_eq!(found(0, &[], 0), None);
+        assert_eq!(found(5, &[], 0), Some(5));
+        assert_eq!(found(5, &[0, 9, 7], 0), Some(9));
+        assert_eq!(found(9, &[0, 5], 0), Some(9));
+        assert_eq!(found(5, &[6, 0], 6), None);
+        assert_eq!(found(5, &[6, 7], 6), Some(7));
     }
 
     #[test]

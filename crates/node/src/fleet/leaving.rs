@@ -374,6 +374,7 @@ mod tests {
             spare: 0,
             replica: 0,
             source: None,
+            lender: None,
         }
     }
 

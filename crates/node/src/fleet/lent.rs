@@ -6,21 +6,24 @@
 //! ```
 //! - [`AtNode`]: an instance of the node as a [`Service`] of the program.
 //! - [`answer`], [`lend`]: the node's side.
+//! - [`Lost`]: instances whose lender is dead. Their record names it, and their owner unloads them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use paceline_base::lock;
+use paceline_base::{Awake, lock};
 use paceline_cluster::nodes::agent::local::{self, Progress};
+use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED};
+use paceline_cluster::nodes::{InstanceId, Registers};
 use paceline_engine::{Failure, Reply, Request, Service, Sink, State, Status, Ticket};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Ask, Fleet};
+use super::{Ask, Fleet, Inner, LOOK_EVERY, new_id};
 
 /// Replies that wait for a program. One that is behind by more loses its answer.
 const REPLIES_MAX: usize = 16_384;
@@ -30,6 +33,10 @@ const BEAT: Duration = Duration::from_millis(200);
 
 /// A node that says nothing for so long is gone.
 const SILENCE: Duration = Duration::from_secs(30);
+
+/// An instance whose lender has been dead for so long is unloaded. A lender that was suspended for
+/// a moment comes back within it, and finds its program waiting: that waits for [`SILENCE`].
+const RETURN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Answers a request of a program by an instance: its replies are the progress. Ends early when the
 /// program goes.
@@ -83,13 +90,25 @@ pub fn answer(
 /// # Errors
 /// As of [`Fleet::load`], and when the node stops.
 pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Result<Value, String> {
+    let here = fleet.upgrade().ok_or("the node is stopping")?;
+    let id = here.inner.load_lent(ask)?;
+    drop(here); // a loan does not keep the fleet alive
+    let outcome = hold(fleet, id, ask, progress);
+    if let Some(fleet) = fleet.upgrade() {
+        lock(&fleet.inner.loans).remove(&id);
+    }
+    outcome
+}
+
+/// Waits until the program goes, and unloads its instance.
+fn hold(
+    fleet: &Weak<Fleet>,
+    id: InstanceId,
+    ask: &Ask,
+    progress: &mut Progress<'_>,
+) -> Result<Value, String> {
     let here = || fleet.upgrade().ok_or("the node is stopping");
-    let ask = Ask {
-        replicas: 1,
-        ..ask.clone()
-    };
-    let ids = here()?.load(&ask)?;
-    let id = ids.first().map(ToString::to_string).unwrap_or_default();
+    let id = id.to_string();
     loop {
         let view = here()?.list().into_iter().find(|view| view.id == id);
         let Some(view) = view else {
@@ -101,6 +120,83 @@ pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Resu
                 .map(|count| json!({ "unloaded": count }));
         }
         std::thread::sleep(BEAT);
+    }
+}
+
+/// Instances whose lender is dead, and for how long.
+#[derive(Debug)]
+pub(super) struct Lost {
+    /// While this node is suspended it hears of no lender.
+    awake: Awake,
+    since: BTreeMap<InstanceId, Duration>,
+}
+
+impl Lost {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            awake: Awake::new(now, 2 * LOOK_EVERY),
+            since: BTreeMap::new(),
+        }
+    }
+
+    /// Those of `abandoned` whose lender has been dead for [`RETURN_LIMIT`]. To be called about
+    /// every [`LOOK_EVERY`].
+    fn look(&mut self, now: Instant, abandoned: &[InstanceId]) -> Vec<InstanceId> {
+        self.awake.look(now);
+        let total = self.awake.total();
+        self.since.retain(|id, _| abandoned.contains(id));
+        for id in abandoned {
+            self.since.entry(*id).or_insert(total);
+        }
+        let over = |since: &Duration| total.saturating_sub(*since) >= RETURN_LIMIT;
+        let due = self.since.iter().filter(|(_, since)| over(since));
+        due.map(|(id, _)| *id).collect()
+    }
+}
+
+impl Inner {
+    /// As [`load`](Self::load) for a program of this machine.
+    fn load_lent(&self, ask: &Ask) -> Result<InstanceId, String> {
+        let one = Ask {
+            replicas: 1,
+            ..ask.clone()
+        };
+        let records = self.asked(&one)?.into_iter().next();
+        let (id, mut wanted) = (new_id()?, records.ok_or("nothing is asked for")?);
+        wanted.lender = Some(self.agent.id());
+        // Before the record is there: this node unloads what it lends to no program.
+        lock(&self.loans).insert(id);
+        let written = self.want(id, 1, Some(&wanted));
+        if written.is_err() {
+            lock(&self.loans).remove(&id);
+        }
+        written.map(|()| id)
+    }
+
+    /// Unloads lent instances that no program can use any more: their lender is dead, or it is this
+    /// node and was started anew since.
+    pub(super) fn reclaim(&self, lost: &mut Lost) {
+        let (map, own) = (self.agent.map(), self.agent.id());
+        let abandoned = placement::abandoned(&map, own, |id| self.agent.life(id));
+        let mut over = lost.look(Instant::now(), &abandoned);
+        over.extend(self.past_loans(&map));
+        for id in over {
+            (self.spec.tell)(&format!(
+                "unloading {id}: the command that borrowed it is gone"
+            ));
+            // Refused where the map is full: tried again at the next look.
+            let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
+        }
+    }
+
+    /// What this node lent before it was started anew.
+    fn past_loans(&self, map: &Registers) -> Vec<InstanceId> {
+        let own = Some(self.agent.id());
+        let lent = placement::wanted(map).filter(|(.., wanted)| wanted.lender == own);
+        // After the map was read: a loan is noted before its record is written.
+        let held = lock(&self.loans);
+        let past = lent.map(|(id, ..)| id).filter(|id| !held.contains(id));
+        past.collect()
     }
 }
 
@@ -176,5 +272,32 @@ impl Service for AtNode {
             running: lock(&self.open).len(),
             waiting: 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_instance_is_given_up_once_its_lender_has_been_dead_for_a_while() {
+        let start = Instant::now();
+        let mut lost = Lost::new(start);
+        let both = [InstanceId(1), InstanceId(2)];
+        let mut look =
+            |s: u64, abandoned: &[InstanceId]| lost.look(start + Duration::from_secs(s), abandoned);
+        assert_eq!(look(1, &both), []);
+        for s in 2..=5 {
+            assert_eq!(look(s, &both), []);
+        }
+        assert_eq!(look(6, &both[1..]), [], "the lender of 1 is back");
+        for s in 7..=10 {
+            assert_eq!(look(s, &both), []);
+        }
+        assert_eq!(look(11, &both), [InstanceId(2)]);
+        assert_eq!(look(12, &[]), []);
+        // This node was suspended for an hour, and counts 2 s of it.
+        assert_eq!(look(13, &both), []);
+        assert_eq!(look(3613, &both), []);
     }
 }

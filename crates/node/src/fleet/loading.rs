@@ -7,11 +7,16 @@ use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, NODES_MAX, SPLIT_
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_model::SplitKind;
 
-use super::{Ask, Inner, REPLICAS_MAX, naming, preview};
+use super::{Ask, Inner, REPLICAS_MAX, naming, new_id, preview};
 
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
     pub(super) fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
+        self.want_all(&self.asked(ask)?)
+    }
+
+    /// The first record of each replica of what is asked for.
+    pub(super) fn asked(&self, ask: &Ask) -> Result<Vec<Wanted>, String> {
         let groups = match ask.replicas {
             0 | 1 => vec![self.choose(ask)?],
             2..=REPLICAS_MAX => self.spread(ask)?,
@@ -32,8 +37,7 @@ impl Inner {
                 (self.spec.tell)(&format!("{}: {way}", ask.model));
             }
         }
-        let records = self.records(ask, &path, groups)?;
-        self.want_all(&records)
+        self.records(ask, &path, groups)
     }
 
     /// A record for each replica, on its group of nodes.
@@ -78,6 +82,7 @@ impl Inner {
             spare: ask.spare,
             replica: 0,
             source: Some(self.agent.id()),
+            lender: None,
         })
     }
 
@@ -99,9 +104,7 @@ impl Inner {
     }
 
     fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
-        let mut number = [0; 8];
-        getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-        let id = InstanceId(u64::from_le_bytes(number));
+        let id = new_id()?;
         self.want(id, 1, Some(record)).map(|()| id)
     }
 

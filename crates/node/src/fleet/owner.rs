@@ -63,10 +63,12 @@ impl Owned {
         }
         let places = Nodes {
             agent: inner.agent.clone(),
+            wanted: self.wanted.clone(),
             nodes: self.wanted.nodes.clone(),
             host: Arc::clone(&inner.host),
             flaps: Arc::clone(&self.flaps),
             spares: Mutex::default(),
+            known: Mutex::default(),
         };
         let ranks = self.wanted.nodes.len() as u32;
         let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);

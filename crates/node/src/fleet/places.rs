@@ -1,26 +1,36 @@
 //! Where an instance's workers run: on the nodes that its record names, or on others of them when
 //! one is gone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::{Agent, Channel};
+use paceline_cluster::nodes::agent::{Agent, Channel, NodeView};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::paths::Wanted;
+use paceline_cluster::nodes::paths;
+use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::{NodeId, Registers};
 
-use super::CREW;
 use super::flaps::Flaps;
+use super::preview::USABLE;
+use super::{CREW, copies};
 use crate::crew::host::{HostSpec, host};
 use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, pair};
 use crate::crew::remote::{Place, Places};
+use crate::room::WEIGHTS;
 
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
+
+/// Longest wait for the measurement of a pair that nothing is known of: a way that answers takes
+/// some milliseconds, and one that does not costs a measurement 1.5 s. A recovery waits for it.
+const NEW_LIMIT: Duration = Duration::from_secs(2);
+
+/// The ways of pairs of nodes, as they were measured or used in this process' life.
+type Known = BTreeMap<(NodeId, NodeId), SocketAddr>;
 
 /// A channel to another node.
 #[derive(Debug)]
@@ -47,12 +57,16 @@ impl Line for Wire {
 /// Nodes of an instance, by rank.
 pub(super) struct Nodes {
     pub(super) agent: Agent,
+    /// The instance's record.
+    pub(super) wanted: Wanted,
     pub(super) nodes: Vec<NodeId>,
     pub(super) host: Arc<HostSpec>,
     /// Workers that each node of the instance has lost so far.
     pub(super) flaps: Arc<Flaps>,
     /// The node that holds the second worker, the spare, of each rank that has one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
+    /// Ways that a recovery need not measure.
+    pub(super) known: Mutex<Known>,
 }
 
 impl Nodes {
@@ -121,9 +135,10 @@ impl Places for Nodes {
     }
 
     fn open_spare(&self, rank: Rank) -> Result<Place, String> {
-        let mut reason = "no other node lives".to_owned();
-        for id in self.spare_candidates(rank) {
-            match self.reach(id) {
+        let before = lock(&self.spares).remove(&rank);
+        let mut reason = "no other node lives and has the memory".to_owned();
+        for id in self.spare_candidates(rank, before) {
+            match self.get_model(id).and_then(|()| self.reach(id)) {
                 Ok(place) => {
                     lock(&self.spares).insert(rank, id);
                     return Ok(place);
@@ -132,6 +147,10 @@ impl Places for Nodes {
             }
         }
         Err(reason)
+    }
+
+    fn lives(&self, node: NodeId) -> bool {
+        self.agent.life(node) == Life::Alive
     }
 
     fn promoted(&self, rank: Rank) {
@@ -145,26 +164,199 @@ impl Places for Nodes {
         self.agent.route(from, to)
     }
 
-    fn settle(&self, nodes: &[NodeId]) {
-        self.agent.measure(nodes, Wanted::Latency);
+    fn trust(&self, nodes: &[NodeId]) {
+        let ways = ordered_pairs(nodes).filter_map(|(from, to)| {
+            let route = self.route(from, to)?;
+            Some(((from, to), route))
+        });
+        let ways: Vec<_> = ways.collect();
+        lock(&self.known).extend(ways);
+    }
+
+    fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
+        if nodes.iter().any(|id| doubted.contains(id)) {
+            self.agent.measure(nodes, paths::Wanted::Latency);
+        } else {
+            let known = lock(&self.known).clone();
+            let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
+            if !new.is_empty() {
+                let latency = paths::Wanted::Latency;
+                self.agent.measure_within(&new, latency, NEW_LIMIT);
+            }
+        }
+        self.trust(nodes);
     }
 }
 
 impl Nodes {
-    /// The nodes to try for a second worker of a rank, those with the fewest first.
-    fn spare_candidates(&self, rank: Rank) -> Vec<NodeId> {
-        let at = self.flaps.node_of(rank);
-        let now = Instant::now();
+    /// The nodes to try for a second worker of a rank: those of the instance, those with the fewest
+    /// spares first, then idle ones. The one that had it `before` comes last: there it was lost, or
+    /// could not be started.
+    fn spare_candidates(&self, rank: Rank, before: Option<NodeId>) -> Vec<NodeId> {
+        let (at, now) = (self.flaps.node_of(rank), Instant::now());
+        let (map, views) = (self.agent.map(), self.agent.nodes());
         let mut all = self.candidates(rank);
+        all.extend(idle(&views, &busy(&map)));
+        let has_room = |id: NodeId| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_none_or(|view| self.has_room(view, &map))
+        };
         all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
+        all.retain(|id| self.lives(*id) && has_room(*id));
         let spares = lock(&self.spares);
-        all.sort_by_key(|id| spares.values().filter(|node| *node == id).count());
+        let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
+        all.sort_by_key(|id| {
+            let is_idle = !self.nodes.contains(id);
+            (Some(*id) == before, is_idle, spares_at(*id))
+        });
         all
     }
+
+    /// Whether a node has the memory for one more shard, beside the shards that records say it
+    /// holds and the spares of this instance.
+    fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
+        let holds = |wanted: &Wanted| wanted.nodes.contains(&view.id);
+        let records = placement::wanted(map).filter(|(.., wanted)| holds(wanted));
+        let shards = records.map(|(.., wanted)| shard_bytes(&wanted));
+        let held = shards.fold(0, u64::saturating_add);
+        let spares = lock(&self.spares);
+        let spares = spares.values().filter(|node| **node == view.id).count() as u64;
+        let shard = shard_bytes(&self.wanted);
+        let held = held.saturating_add(spares.saturating_mul(shard));
+        fits(view.facts.memory_bytes, held, shard)
+    }
+
+    /// Has an idle node copy the model; those of the instance have it.
+    fn get_model(&self, id: NodeId) -> Result<(), String> {
+        match self.nodes.contains(&id) {
+            true => Ok(()),
+            false => copies::ensure(&self.agent, id, &self.wanted, &|_| ()),
+        }
+    }
+}
+
+/// Each node with each other one, in both orders.
+fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+    nodes.iter().flat_map(move |from| {
+        let from = *from;
+        let others = nodes.iter().filter(move |to| **to != from);
+        others.map(move |to| (from, *to))
+    })
+}
+
+/// The nodes of pairs whose way is not the known one: nothing was measured, or another address is
+/// used by now.
+fn ends_of_new(
+    nodes: &[NodeId],
+    known: &Known,
+    route: impl Fn(NodeId, NodeId) -> Option<SocketAddr>,
+) -> Vec<NodeId> {
+    let is_new = |(from, to): &(NodeId, NodeId)| {
+        let way = route(*from, *to);
+        way.is_none() || way.as_ref() != known.get(&(*from, *to))
+    };
+    let new = ordered_pairs(nodes).filter(is_new);
+    let ends: BTreeSet<NodeId> = new.flat_map(|(from, to)| [from, to]).collect();
+    ends.into_iter().collect()
+}
+
+/// Nodes that compute for an instance.
+fn busy(map: &Registers) -> BTreeSet<NodeId> {
+    let nodes = placement::wanted(map).flat_map(|(.., wanted)| wanted.nodes);
+    nodes.collect()
+}
+
+/// Living nodes that compute as this one does, the first of `views`, and are not `busy`.
+fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
+    let kind = |view: &NodeView| (view.facts.numerics, view.facts.kernel_class.clone());
+    let own = views.first().map(kind);
+    let is_idle = |view: &&NodeView| {
+        view.state == Life::Alive && Some(kind(view)) == own && !busy.contains(&view.id)
+    };
+    views.iter().filter(is_idle).map(|view| view.id).collect()
+}
+
+/// Memory of a rank's part, as if all were alike.
+fn shard_bytes(wanted: &Wanted) -> u64 {
+    (wanted.bytes as f64 * WEIGHTS / wanted.nodes.len().max(1) as f64) as u64
+}
+
+/// Whether a shard has room beside what is `held`; a node that does not tell its memory may have.
+fn fits(memory_bytes: u64, held: u64, shard: u64) -> bool {
+    let usable = (memory_bytes as f64 * USABLE) as u64;
+    memory_bytes == 0 || held.saturating_add(shard) <= usable
 }
 
 impl fmt::Debug for Nodes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} nodes", self.nodes.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_nodes_live_compute_alike_and_hold_nothing() {
+        let view = |number: u8, state: Life, class: &str| {
+            let mut view = NodeView {
+                id: NodeId([number; 16]),
+                state,
+                found_by: String::new(),
+                heard_by: Vec::new(),
+                linked: true,
+                facts: paceline_cluster::nodes::agent::Facts::default(),
+            };
+            view.facts.kernel_class = class.to_owned();
+            view
+        };
+        let views = [
+            view(1, Life::Alive, "cpu"),
+            view(2, Life::Alive, "cpu"),
+            view(3, Life::Suspect, "cpu"),
+            view(4, Life::Alive, "mlx"),
+            view(5, Life::Alive, "cpu"),
+        ];
+        let busy = [1, 2].map(|number| NodeId([number; 16]));
+        assert_eq!(idle(&views, &BTreeSet::from(busy)), [NodeId([5; 16])]);
+        assert_eq!(idle(&[], &BTreeSet::new()), []);
+    }
+
+    #[test]
+    fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
+        let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
+        let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
+        let known: Known = ordered_pairs(&nodes)
+            .map(|(from, to)| ((from, to), way(from, to)))
+            .collect();
+        assert_eq!(known.len(), 6);
+        let measured = |nodes: &[NodeId], route: &dyn Fn(NodeId, NodeId) -> Option<SocketAddr>| {
+            ends_of_new(nodes, &known, route)
+        };
+        let same = |from: NodeId, to: NodeId| Some(way(from, to));
+        assert_eq!(measured(&nodes, &same), []);
+        assert_eq!(measured(&nodes[..1], &same), []);
+        let none = |_: NodeId, _: NodeId| None::<SocketAddr>;
+        assert_eq!(measured(&nodes, &none), nodes, "known once, and down now");
+        let moved = |from: NodeId, to: NodeId| {
+            let over = if (from, to) == (nodes[0], nodes[2]) {
+                nodes[1]
+            } else {
+                to
+            };
+            Some(way(from, over))
+        };
+        assert_eq!(measured(&nodes, &moved), [nodes[0], nodes[2]]);
+        let idle = [nodes[0], NodeId([4; 16])];
+        assert_eq!(measured(&idle, &same), idle, "was no part of it before");
+    }
+
+    #[test]
+    fn a_shard_fits_beside_what_a_node_holds() {
+        assert!(fits(1000, 700, 100));
+        assert!(!fits(1000, 701, 100), "a fifth is for the system");
+        assert!(!fits(1000, u64::MAX, 1));
+        assert!(fits(0, 700, 100), "it does not tell");
     }
 }

@@ -18,12 +18,13 @@ use tokio::time::{sleep, timeout};
 use super::{App, Endpoint, embedding, fresh_seed, json_response, pages, random_hex, resuming};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
-use crate::config::Config;
+use crate::config::{Config, Removal};
 use crate::field::{Fields, Notes};
 use crate::journal::Head;
 use crate::json;
-use crate::keys::Watched;
+use crate::keys::{Held, Watched};
 use crate::log;
+use crate::model::Model;
 use crate::places::Place;
 use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
@@ -109,23 +110,28 @@ pub(super) async fn answer(
 /// Deadline, limits and API key of an answer to `client`; the deadline counts from now.
 pub(super) fn terms(app: &App, client: &Client) -> Terms {
     let limit = app.config.times.request;
-    let key = match (&app.keys, client) {
-        (Some(keys), Client::Key(id)) => Some((Arc::clone(keys), id.clone())),
-        _ => None,
-    };
     Terms {
         deadline: Box::pin(sleep(limit)),
         deadline_s: limit.as_secs(),
         phase: app.phase.clone(),
         context: app.model.context,
         unread_replies: app.config.limits.unread_replies,
-        key,
+        key: held(app.keys.as_ref(), client),
         asked: (app.config.clock.now)(),
         now: app.config.clock.now,
     }
 }
 
-fn client(request: &Request) -> Client {
+/// The key of a client, where keys are in use.
+pub(super) fn held(keys: Option<&Arc<Watched>>, client: &Client) -> Option<Held> {
+    let (Some(keys), Client::Key(id)) = (keys, client) else {
+        return None;
+    };
+    let (keys, id) = (Arc::clone(keys), id.clone());
+    Some(Held { keys, id })
+}
+
+pub(super) fn client(request: &Request) -> Client {
     let client = request.extensions().get::<Client>();
     client.cloned().unwrap_or(Client::Anybody)
 }
@@ -390,7 +396,7 @@ async fn stream(
     let early = timeout(app.config.times.first_reply, answer.next()).await;
     let events = Events {
         early: early.ok().transpose()?,
-        past: Vec::new(),
+        past: None,
         answer,
         telling,
         keep_alive: app.config.times.keep_alive,
@@ -473,6 +479,7 @@ pub(super) async fn show(
 /// `DELETE /api/delete`: removes a model from the machine's store, where that was allowed.
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
+    served: Option<Extension<Served>>,
     request: Request,
 ) -> Result<Response, Rejection> {
     let Some(remover) = app.config.remover.clone() else {
@@ -491,13 +498,27 @@ pub(super) async fn remove(
     if is_served {
         return Err(Rejection::InUse { model });
     }
+    let Extension(served) = served.unwrap_or_else(|| Extension(Served::of([&app.model])));
     let name = model.clone();
-    let removed = tokio::task::spawn_blocking(move || (remover.0)(&name)).await;
+    let removed = tokio::task::spawn_blocking(move || (remover.0)(&name, &served.0)).await;
     let what = "remove the model";
     match removed.map_err(|_| Rejection::Broken { what })? {
-        Ok(true) => Ok(StatusCode::OK.into_response()),
-        Ok(false) => Err(Rejection::NotKept { model }),
+        Ok(Removal::Done) => Ok(StatusCode::OK.into_response()),
+        Ok(Removal::NotKept) => Err(Rejection::NotKept { model }),
+        Ok(Removal::InUse) => Err(Rejection::InUse { model }),
         Err(reason) => Err(Rejection::Invalid { reason }),
+    }
+}
+
+/// Every name of every model that this server answers with. The API of one model knows only its
+/// own names, so a server with several sends this along.
+#[derive(Clone, Debug)]
+pub(super) struct Served(Arc<[String]>);
+
+impl Served {
+    pub(super) fn of<'a>(models: impl IntoIterator<Item = &'a Model>) -> Self {
+        let names = models.into_iter().flat_map(Model::names);
+        Self(names.map(str::to_owned).collect())
     }
 }
 

@@ -17,9 +17,9 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tower::ServiceExt;
 
-use super::asking::body_in_time;
-use super::{App, idle, json_response};
-use crate::access::check_origin;
+use super::asking::{Served, body_in_time};
+use super::{App, idle, json_response, resuming};
+use crate::access::{Client, check_origin};
 use crate::config::{Config, Status};
 use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
@@ -102,6 +102,16 @@ impl Doors {
         &self.0.config.journals
     }
 
+    /// The stored response of this id, for the holder of the key with this id, as another node's
+    /// [`Mirror`](crate::Mirror) tells it.
+    pub fn response(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        let doors = self.0.doors();
+        let mut found = doors
+            .iter()
+            .filter_map(|door| door.app.store.of_key(id, key));
+        serde_json::to_vec(&*found.next()?).ok()
+    }
+
     /// Answers with it no more; answers that are under way go on.
     pub fn close(&self, key: &str) {
         let mut open = self.0.open.write().unwrap_or_else(PoisonError::into_inner);
@@ -140,7 +150,13 @@ async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Respon
         };
     }
     match choose(&shared.config, &doors, request).await {
-        Ok((door, request)) => pass(door.router.clone(), request).await,
+        Ok((door, mut request)) => {
+            if request.uri().path() == "/api/delete" {
+                let served = Served::of(doors.iter().map(|door| &door.app.model));
+                request.extensions_mut().insert(served);
+            }
+            pass(door.router.clone(), request).await
+        }
         Err(rejection) => rejection.into_response(),
     }
 }
@@ -177,17 +193,26 @@ async fn choose<'a>(
     }
     // Nobody's body is read whom the first door turns away; its guard says why.
     let is_stranger = check_origin(&request, &config.access).is_err();
-    if is_stranger || doors[0].app.client(&request).is_err() {
-        return Ok((&doors[0], request));
+    let client = match doors[0].app.client(&request) {
+        Ok(client) if !is_stranger => client,
+        _ => return Ok((&doors[0], request)),
+    };
+    let holds = |id: &str| doors.iter().find(|door| door.app.has_response(id));
+    let resumed = resuming::answer_of(&request);
+    if let Some(id) = &resumed
+        && holds(id).is_none()
+    {
+        bring(&doors[0].app, id, &client).await;
     }
+    let resumed = resumed.and_then(|id| holds(&id));
     let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));
     let has_name = request.method() == Method::POST || request.uri().path() == "/api/delete";
     if !has_name {
         let path = request.uri().path();
         let id = path.strip_prefix("/v1/models/");
         let response = path.strip_prefix("/v1/responses/");
-        let holds = |id: &str| doors.iter().find(|door| door.app.has_response(id));
-        let door = id.and_then(called).or(response.and_then(holds));
+        let door = id.and_then(called).or(resumed);
+        let door = door.or(response.and_then(holds));
         return Ok((door.unwrap_or(&doors[0]), request));
     }
     let (parts, body) = request.into_parts();
@@ -195,9 +220,19 @@ async fn choose<'a>(
     let body = body_in_time(config, whole).await?;
     let named = serde_json::from_slice::<Named>(&body).ok();
     let name = named.and_then(|named| named.model.or(named.name));
-    let door = name.as_deref().and_then(called);
+    let door = resumed.or(name.as_deref().and_then(called));
     let request = Request::from_parts(parts, Body::from(body));
     Ok((door.unwrap_or(&doors[0]), request))
+}
+
+/// Brings the journal of a streamed answer here, if another node has it: only the journal says
+/// which model goes on with the answer. A client that has no place is refused by the model's API.
+async fn bring(app: &App, id: &str, client: &Client) {
+    let shares = app.has_several_clients(client);
+    if let Ok(_place) = app.places.take(client, shares) {
+        let (bounds, now) = (app.config.bounds(), app.config.clock.now);
+        app.config.journals.find(id, client, bounds, now).await;
+    }
 }
 
 /// Marks a request that goes to all models: what they share is told once, behind their answers.

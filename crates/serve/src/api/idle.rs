@@ -11,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
 
-use super::{finish_headers, is_preflight, json_response, preflight};
+use super::{address, finish_headers, is_preflight, json_response, preflight};
 use crate::Error;
 use crate::access::{Client, check_key, check_origin};
 use crate::config::{Config, Status};
@@ -23,7 +23,7 @@ use crate::rejection::{Rejection, Style};
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,
-    pub(super) keys: Option<Watched>,
+    pub(super) keys: Option<Arc<Watched>>,
     nodes: Status,
 }
 
@@ -35,7 +35,7 @@ impl Idle {
         let keys = keys.map(Watched::open).transpose()?;
         Ok(Self {
             config,
-            keys,
+            keys: keys.map(Arc::new),
             nodes,
         })
     }
@@ -60,11 +60,13 @@ pub(crate) fn router(idle: &Arc<Idle>) -> Router {
 /// Lets in the same clients as the API of a model.
 async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> Response {
     let style = Style::of(request.uri().path());
+    let client = address(&request);
     let (response, origin) = match check_origin(&request, &idle.config.access) {
         Err(rejection) => (rejection.into_response(), None),
         Ok(origin) if is_preflight(&request) => (preflight(), origin),
         Ok(origin) => (admit(&idle, request, next).await, origin),
     };
+    idle.config.tally.answered(client, &response);
     let response = match style {
         Style::OpenAi => response,
         style => Rejection::restyled(response, style),
@@ -79,6 +81,7 @@ async fn admit(idle: &Idle, mut request: Request, next: Next) -> Response {
     match keys.map(|keys| check_key(request.headers(), keys)) {
         Some(Err(rejection)) => rejection.into_response(),
         Some(Ok(key)) => {
+            idle.config.tally.key_used(address(&request), &key);
             request.extensions_mut().insert(Client::Key(key));
             next.run(request).await
         }

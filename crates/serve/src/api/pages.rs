@@ -144,7 +144,12 @@ pub(super) async fn response(
         let terms = asking::terms(&app, &client);
         return resuming::go_on(&app, last, (terms, place, client)).await;
     }
-    let stored = app.store.get(&id, &client);
+    if let Some(stored) = app.store.get(&id, &client) {
+        return Ok(json_response(StatusCode::OK, &stored.response));
+    }
+    // Bounds how many clients have other nodes asked.
+    let _place = app.places.take(&client, app.has_several_clients(&client))?;
+    let stored = resuming::stored_elsewhere(&app, &id, &client).await;
     let stored = stored.ok_or_else(|| Rejection::NoResponse { id: clip(&id) })?;
     Ok(json_response(StatusCode::OK, &stored.response))
 }

@@ -4,9 +4,12 @@
 //! puller (a blocking thread) --steps--> bounded channel --lines of JSON--> client
 //! ```
 //!
-//! A client that leaves ends its pull; the next one goes on where it ended.
+//! A client that leaves or loses its key ends its pull; the next one goes on where it ended. At
+//! most [`PULLS_MAX`] pulls work at a time, those included that wait for another process to fetch
+//! the same model.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
@@ -16,13 +19,14 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-use super::asking::{check_admin, named};
+use super::asking::{check_admin, client, held, named};
 use super::idle::Idle;
 use super::{App, json_response};
-use crate::config::{Config, PullStep, Puller};
+use crate::config::{Config, PULLS_MAX, PullStep, Puller};
 use crate::field::Fields;
+use crate::keys::{Held, revoked};
 use crate::rejection::Rejection;
 
 /// Steps that a client has not read yet; the pull waits for it then.
@@ -33,6 +37,8 @@ enum Told {
     Step(PullStep),
     /// The last.
     End(Result<bool, String>),
+    /// The last: the key that asked is revoked.
+    Revoked,
 }
 
 /// `POST /api/pull` of a node that has models.
@@ -41,10 +47,11 @@ pub(super) async fn pull(
     request: Request,
 ) -> Result<Response, Rejection> {
     let admin = check_admin(app.keys.as_deref(), &request);
+    let key = held(app.keys.as_ref(), &client(&request));
     let (fields, is_served) = named(&app, request).await?;
     if !is_served {
         admin?;
-        return fetch(&app.config, &fields).await;
+        return fetch(&app.config, &fields, key).await;
     }
     match is_stream(&fields) {
         false => Ok(json_response(StatusCode::OK, &success())),
@@ -61,7 +68,7 @@ fn success() -> Value {
 }
 
 /// Fetches the model that `fields` name, where that was allowed.
-async fn fetch(config: &Config, fields: &Fields) -> Result<Response, Rejection> {
+async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Response, Rejection> {
     let Some(puller) = config.puller.clone() else {
         return Err(Rejection::NotDone {
             what: "fetching a model",
@@ -72,33 +79,75 @@ async fn fetch(config: &Config, fields: &Fields) -> Result<Response, Rejection> 
         let (param, expected) = ("model".into(), "the name of a model".into());
         return Err(Rejection::Missing { param, expected });
     };
-    let mut told = start(puller, model.to_owned());
+    let permit = Arc::clone(&config.pulls).try_acquire_owned();
+    let permit = permit.map_err(|_| Rejection::TooManyPulls { limit: PULLS_MAX })?;
+    let mut pulling = Pulling::start(puller, model.to_owned(), (permit, key));
     if is_stream(fields) {
-        return streamed(told, model.to_owned()).await;
+        return streamed(pulling, model.to_owned()).await;
     }
     loop {
-        if let Told::End(end) = next(&mut told).await {
-            checked(end, model)?;
-            return Ok(json_response(StatusCode::OK, &success()));
+        if let Some(end) = ended(pulling.next().await, model) {
+            return end.map(|()| json_response(StatusCode::OK, &success()));
         }
     }
 }
 
-/// Starts a pull on a thread that may block. It ends when what it says is dropped.
-fn start(puller: Puller, model: String) -> mpsc::Receiver<Told> {
-    let (sender, told) = mpsc::channel(UNREAD_STEPS);
-    tokio::task::spawn_blocking(move || {
-        let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
-        let end = (puller.0)(&model, &mut tell);
-        // Nobody waits for the end of a pull whose client has left.
-        let _ = sender.blocking_send(Told::End(end));
-    });
-    told
+/// A pull that runs. Dropping it ends the pull within 100 ms, also one that waits for a lock and
+/// has no step to tell.
+struct Pulling {
+    told: mpsc::Receiver<Told>,
+    /// Set once nobody waits for the pull.
+    is_over: Arc<AtomicBool>,
+    /// The key that asked.
+    key: Option<Held>,
 }
 
-async fn next(told: &mut mpsc::Receiver<Told>) -> Told {
-    let broken = || Told::End(Err("the pull ended without a result".to_owned()));
-    told.recv().await.unwrap_or_else(broken)
+impl Drop for Pulling {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Pulling {
+    /// Starts a pull on a thread that may block. The thread holds `permit` until it ends, which is
+    /// later than the client's leaving: the permits bound the threads.
+    fn start(
+        puller: Puller,
+        model: String,
+        (permit, key): (OwnedSemaphorePermit, Option<Held>),
+    ) -> Self {
+        let (sender, told) = mpsc::channel(UNREAD_STEPS);
+        let is_over = Arc::new(AtomicBool::new(false));
+        let over = Arc::clone(&is_over);
+        tokio::task::spawn_blocking(move || {
+            let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
+            let end = (puller.0)(&model, &mut tell, &over);
+            // A client that hears of the end may ask for the next pull at once.
+            drop(permit);
+            // Nobody waits for the end of a pull whose client has left.
+            let _ = sender.blocking_send(Told::End(end));
+        });
+        Self { told, is_over, key }
+    }
+
+    async fn next(&mut self) -> Told {
+        let broken = || Told::End(Err("the pull ended without a result".to_owned()));
+        tokio::select! {
+            // First, as steps may come faster than they can be read.
+            biased;
+            () = revoked(self.key.as_ref()) => Told::Revoked,
+            told = self.told.recv() => told.unwrap_or_else(broken),
+        }
+    }
+}
+
+/// Outcome of a pull that is over with what it told.
+fn ended(told: Told, model: &str) -> Option<Result<(), Rejection>> {
+    match told {
+        Told::Step(_) => None,
+        Told::End(end) => Some(checked(end, model)),
+        Told::Revoked => Some(Err(Rejection::Revoked)),
+    }
 }
 
 /// # Errors
@@ -114,21 +163,21 @@ fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
 }
 
 /// The pull as lines; a failure before the first step has a status of its own.
-async fn streamed(mut told: mpsc::Receiver<Told>, model: String) -> Result<Response, Rejection> {
-    let first = match next(&mut told).await {
-        Told::End(end) => {
-            checked(end, &model)?;
+async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejection> {
+    let first = match pulling.next().await {
+        Told::Step(step) => line(&progress(&step, &model)),
+        last => {
+            ended(last, &model).transpose()?;
             return Ok(lines([json!({"status": "pulling manifest"}), success()]));
         }
-        step => step,
     };
     let head = line(&json!({"status": "pulling manifest"}));
-    let head = [head, said(first, &model).0].concat();
-    let state = Some((told, model));
+    let head = [head, first].concat();
+    let state = Some((pulling, model));
     let rest = stream::unfold(state, |state| async move {
-        let (mut told, model) = state?;
-        let (bytes, is_over) = said(next(&mut told).await, &model);
-        Some((bytes, (!is_over).then_some((told, model))))
+        let (mut pulling, model) = state?;
+        let (bytes, is_over) = said(pulling.next().await, &model);
+        Some((bytes, (!is_over).then_some((pulling, model))))
     });
     let head = stream::once(async move { head });
     let all = stream::StreamExt::chain(head, rest);
@@ -141,11 +190,10 @@ async fn streamed(mut told: mpsc::Receiver<Told>, model: String) -> Result<Respo
 
 /// The lines of what a pull says, and whether it is over.
 fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
-    let end = match told {
-        Told::Step(step) => return (line(&progress(&step, model)), false),
-        Told::End(end) => end,
-    };
-    if let Err(rejection) = checked(end, model) {
+    if let Told::Step(step) = &told {
+        return (line(&progress(step, model)), false);
+    }
+    if let Some(Err(rejection)) = ended(told, model) {
         return (line(&json!({"error": rejection.to_string()})), true);
     }
     let last = ["verifying sha256 digest", "writing manifest", "success"];
@@ -184,7 +232,8 @@ pub(super) async fn pull_idle(
     State(idle): State<Arc<Idle>>,
     request: Request,
 ) -> Result<Response, Rejection> {
-    check_admin(idle.keys.as_ref(), &request)?;
+    check_admin(idle.keys.as_deref(), &request)?;
+    let key = held(idle.keys.as_ref(), &client(&request));
     let fields = super::asking::fields_of_name(&idle.config, request).await?;
-    fetch(&idle.config, &fields).await
+    fetch(&idle.config, &fields, key).await
 }

@@ -7,20 +7,23 @@
 
 use std::sync::Arc;
 
-use axum::http::HeaderMap;
+use axum::http::{self, HeaderMap, Method};
 use axum::response::Response;
 use paceline_engine::{Reply, Request};
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::asking::{Given, streamed, telling, understand};
-use super::{App, Endpoint};
+use super::{App, ENDPOINTS, Endpoint};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
 use crate::field::clip;
 use crate::journal::{Head, Journal, Line, Reader, key_of};
 use crate::places::Place;
 use crate::rejection::Rejection;
+use crate::render::Telling;
 use crate::request::{Ask, Understood};
+use crate::store::Stored;
 use crate::stream::{Beat, Events, Recorder};
 
 /// Position of a client in a stream.
@@ -89,6 +92,32 @@ pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejecti
     Ok(Some(Last { id, event }))
 }
 
+/// Name of the answer's journal that a request goes on with; `None` for other requests.
+pub(super) fn answer_of<B>(request: &http::Request<B>) -> Option<String> {
+    let uri = request.uri();
+    let last = match (request.method(), uri.path().strip_prefix("/v1/responses/")) {
+        (&Method::GET, Some(id)) => of_response(id, uri.query().unwrap_or_default()),
+        (&Method::POST, None) => {
+            let endpoint = ENDPOINTS.iter().find(|(path, _)| *path == uri.path());
+            last_event(request.headers(), endpoint?.1)
+        }
+        _ => return None,
+    };
+    Some(last.ok()??.id)
+}
+
+/// A response that another node stores, as the client that asked it sees it.
+pub(super) async fn stored_elsewhere(app: &App, id: &str, client: &Client) -> Option<Stored> {
+    if !id.starts_with("resp_") {
+        return None; // it may be a journal's name, which would be given away
+    }
+    let (mirror, name, key) = (app.config.journals.mirror()?, id.to_owned(), key_of(client));
+    let asked = key.clone();
+    let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
+    let stored: Stored = serde_json::from_slice(&find.await.ok()??).ok()?;
+    (stored.id == id && key_of(&stored.client) == key).then_some(stored)
+}
+
 /// The field of a body that names an earlier response.
 #[derive(Deserialize)]
 struct Earlier {
@@ -134,7 +163,8 @@ fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>
         journal,
         reader,
         mirror: app.config.journals.mirror(),
-        bytes_max: app.config.bounds().bytes_of_one(),
+        journals: app.config.journals.clone(),
+        bounds: app.config.bounds(),
         events: app.config.live.events().clone(),
         now: app.config.clock.now,
         next: 0,
@@ -145,7 +175,7 @@ fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>
 /// Goes on with a stream behind the last event that its client has.
 ///
 /// # Errors
-/// [`Rejection::NoAnswer`]; as for a new request.
+/// [`Rejection::NoAnswer`], [`Rejection::Behind`]; as for a new request.
 pub(super) async fn go_on(
     app: &Arc<App>,
     last: Last,
@@ -159,30 +189,101 @@ pub(super) async fn go_on(
         id: clip(&last.id),
         stay_s: bounds.stay.as_secs(),
     })?;
-    let what = "read the answer's journal";
-    let (reader, past) = journal
-        .take_over()
-        .map_err(|_| Rejection::Broken { what })?;
-    let recorder = recorder(app, Arc::clone(&journal), reader, last.event);
-    let given = Given {
-        id: journal.head.id.clone(),
-        seed: journal.head.seed,
-        unix_s: journal.head.unix_s,
-    };
-    let mut ask = understand_again(app, journal, client.clone(), given.clone()).await?;
-    let telling = telling(app, &mut ask, given, (&terms, client));
-    let requests = left(ask.requests, &past);
-    let answer = Answer::start(&app.service, &app.metrics, requests, terms)?;
+    let taken = Taken::from(app, journal, &client, last.event).await?;
+    let mut replayed = taken.replay(app, (&terms, client.clone()));
+    if replayed.lacks(last.event) {
+        let behind = || Rejection::Behind { id: clip(&last.id) };
+        let short = &replayed.recorder.journal;
+        let longer = journals.find_longer(short, bounds, now).await;
+        let taken = Taken::from(app, longer.ok_or_else(behind)?, &client, last.event).await?;
+        replayed = taken.replay(app, (&terms, client));
+        if replayed.lacks(last.event) {
+            return Err(behind());
+        }
+    }
+    let answer = Answer::start(&app.service, &app.metrics, replayed.requests, terms)?;
     Ok(streamed(Events {
         answer,
-        telling,
+        telling: replayed.telling,
         keep_alive: app.config.times.keep_alive,
         early: None,
-        past,
-        recorder: Some(recorder),
+        past: Some(replayed.past),
+        recorder: Some(replayed.recorder),
         beat: Beat::default(),
         _place: place,
     }))
+}
+
+/// A journal with which this node goes on, and its request, understood again.
+struct Taken {
+    recorder: Recorder,
+    ask: Ask,
+    given: Given,
+    lines: Vec<Line>,
+}
+
+impl Taken {
+    /// Takes a journal over for a client that has its events up to `after`.
+    async fn from(
+        app: &Arc<App>,
+        journal: Arc<Journal>,
+        client: &Client,
+        after: Option<u64>,
+    ) -> Result<Self, Rejection> {
+        let what = "read the answer's journal";
+        let (reader, lines) = journal
+            .take_over()
+            .map_err(|_| Rejection::Broken { what })?;
+        let recorder = recorder(app, Arc::clone(&journal), reader, after);
+        let given = Given {
+            id: journal.head.id.clone(),
+            seed: journal.head.seed,
+            unix_s: journal.head.unix_s,
+        };
+        let ask = understand_again(app, journal, client.clone(), given.clone()).await?;
+        Ok(Self {
+            recorder,
+            ask,
+            given,
+            lines,
+        })
+    }
+
+    /// Tells the replies of the journal again.
+    fn replay(mut self, app: &App, (terms, client): (&Terms, Client)) -> Replayed {
+        let mut telling = telling(app, &mut self.ask, self.given, (terms, client));
+        let requests = left(self.ask.requests, &self.lines);
+        let mut past = telling.start(None);
+        for (choice, reply) in self.lines {
+            past.extend(telling.more(choice, reply));
+        }
+        Replayed {
+            recorder: self.recorder,
+            telling,
+            requests,
+            past,
+        }
+    }
+}
+
+/// An answer as far as its journal has it.
+struct Replayed {
+    recorder: Recorder,
+    telling: Telling,
+    /// What is left of each choice.
+    requests: Vec<Option<(Request, Vec<u32>)>>,
+    /// The events of the journal, from number 0 on.
+    past: Vec<Value>,
+}
+
+impl Replayed {
+    /// Whether the client has events, up to `after`, that cannot be made again. A choice alone
+    /// gives the same tokens again, and so the same events. Tokens of several choices come in the
+    /// order in which they are computed, so the same numbers would be other events.
+    fn lacks(&self, after: Option<u64>) -> bool {
+        let under_way = self.requests.iter().flatten().count();
+        under_way > 1 && after.is_some_and(|after| after >= self.past.len() as u64)
+    }
 }
 
 async fn understand_again(

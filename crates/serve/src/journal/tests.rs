@@ -99,6 +99,40 @@ fn a_journal_that_grows_too_long_is_good_for_nothing() {
 }
 
 #[test]
+fn growth_counts_and_what_nobody_reads_makes_room_first() {
+    // A head has 102 bytes and a line 56, so a journal ends less than 56 bytes above its aim.
+    let bounds = Bounds { count: 8, ..BOUNDS };
+    let (journals, now) = (Journals::default(), Instant::now());
+    let begin = |id: &str| {
+        let journal = journals.begin(head(id, None), bounds, now).unwrap();
+        let (reader, _) = journal.take_over().unwrap();
+        (journal, reader)
+    };
+    let grow = |(journal, reader): &(Arc<Journal>, Reader), bytes: usize| {
+        while journal.is_whole() && journal.state().text.len() < bytes {
+            appended(journal, reader, token(1)).unwrap();
+            journals.settle(journal, bounds);
+            assert!(journals.bytes() <= bounds.bytes);
+        }
+        journal.is_whole()
+    };
+    let [a, b, c, d, e] = ["a", "b", "c", "d", "e"].map(begin);
+    assert!([&a, &b, &c, &d, &e].into_iter().all(|it| grow(it, 700)));
+    a.0.leave(a.1.life, now);
+    drop(a);
+    assert!(journals.get("a", None).is_some(), "there is room");
+    assert!([&b, &c, &d, &e].into_iter().all(|it| grow(it, 900)));
+    assert!(journals.get("a", None).is_none(), "nobody reads it");
+    let f = begin("f");
+    assert!(!grow(&f, 900), "the one that grows gives up");
+    assert!(journals.get("f", None).is_none() && b.0.is_whole());
+    drop([b, c, d, e, f]);
+    drop(journals.give("b", None).unwrap());
+    journals.all().clear();
+    assert_eq!(journals.bytes(), 0, "all that was counted is gone");
+}
+
+#[test]
 fn only_the_key_that_asked_is_given_a_journal_and_it_is_whole_elsewhere() {
     let (journals, now) = (Journals::default(), Instant::now());
     let journal = journals.begin(head("a", Some("k1")), BOUNDS, now).unwrap();

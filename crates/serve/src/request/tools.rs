@@ -180,9 +180,9 @@ impl Reader<'_> {
                 // Chat has it in `json_schema`, responses have it beside `type`.
                 let (inner, place) = match map.swap_remove("json_schema") {
                     Some(inner) => {
-                        if let Some(other) = map.keys().find(|name| *name != "type") {
-                            let param = format!("{place}.{}", crate::field::clip(other));
-                            return Err(Rejection::Unknown { param });
+                        for other in map.keys().filter(|name| *name != "type") {
+                            let other = crate::field::clip(other);
+                            self.notes.unknown(format!("{place}.{other}"))?;
                         }
                         let place = format!("{place}.json_schema");
                         (object(inner, || place.clone())?, place)

@@ -241,11 +241,18 @@ fn configurations_that_cannot_work_are_refused() {
 }
 
 #[test]
-fn the_refusal_of_a_page_names_the_option() {
+fn refusals_name_the_option_that_lets_in() {
     let rig = Rig::new();
-    let page = "Origin: https://evil.example\r\n";
-    let response = rig.send("GET", "/v1/models", page, "");
-    assert_eq!(response.status, 403);
-    let said = response.text();
-    assert!(said.contains("--allow-origin"), "{said}");
+    for (header, option) in [
+        ("Origin: https://evil.example\r\n", "--allow-origin"),
+        ("Host: llm.example\r\n", "--allow-host"),
+    ] {
+        let response = rig.send("GET", "/v1/models", header, "");
+        assert_eq!(response.status, 403);
+        let said = response.text();
+        assert!(said.contains(option), "{said}");
+    }
+    let (status, code, _, message) = refusal(rig.chat(r#""foo":1"#));
+    assert_eq!((status, code.as_str()), (400, "unknown_parameter"));
+    assert!(message.contains("--lenient"), "{message}");
 }

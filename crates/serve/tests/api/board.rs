@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use paceline_serve::events::{EVENTS_MAX, Kind};
 use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Board, Status};
+use paceline_serve::{Board, Config, Server, Status};
 use serde_json::{Value, json};
 
-use crate::rig::Rig;
+use crate::rig::{CLOCK, Rig};
+use crate::scripted::{Script, Scripted};
 
 const HTML: &str = "Accept: text/html,application/xhtml+xml\r\n";
 
@@ -194,6 +195,66 @@ fn events_of_a_request_come_as_they_happen() {
     }
     let mut behind = rig.get("/v1/paceline/events?after=1");
     assert_eq!(heard(&mut behind)[0]["seq"], 4, "the oldest that is kept");
+}
+
+/// Of a node without a model: its own API and the dashboard's, as one.
+#[test]
+fn refusals_and_use_of_keys_are_told_without_a_model_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (key, info) = keys.make("laptop", Role::User, 1).unwrap();
+    let mut config = Config::new(0, CLOCK);
+    config.access.keys = Some(path);
+    config.board = board();
+    let live = config.live.clone();
+    let nodes = Status(Arc::new(|| json!({})));
+    let (server, _doors) = Server::bind_node(config, nodes).unwrap();
+    let rig = Rig::run(server, Scripted::new(Script::Silence));
+    let bearer = format!("Authorization: Bearer {key}\r\n");
+    for path in ["/v1/models", "/v1/paceline/status"] {
+        assert_eq!(rig.get(path).status, 401, "{path}");
+        rig.send("GET", path, &bearer, "").ok(path);
+    }
+    let typed = format!("{bearer}Content-Type: application/json\r\n");
+    let refused = rig.send("POST", "/v1/paceline/load", &typed, "{}");
+    assert_eq!(refused.status, 403);
+    let told = live.events().after(0, 100);
+    let told: Vec<_> = told.iter().map(|event| &event.kind).collect();
+    let client = "127.0.0.1".to_owned();
+    let refused = |code| Kind::Refused {
+        code,
+        client: client.clone(),
+        times: 1,
+    };
+    let used = Kind::KeyUsed {
+        key: info.id,
+        client: client.clone(),
+        times: 1,
+    };
+    let expected = [
+        refused("missing_api_key"),
+        used,
+        refused("admin_key_needed"),
+    ];
+    assert_eq!(told, expected.iter().collect::<Vec<_>>());
+}
+
+#[test]
+fn a_revoked_keys_stream_of_events_ends_with_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (key, info) = keys.make("laptop", Role::User, 1).unwrap();
+    let rig = Rig::with(|config| config.access.keys = Some(path));
+    let bearer = format!("Authorization: Bearer {key}\r\n");
+    let stream = rig.send("GET", "/v1/paceline/events", &bearer, "");
+    assert_eq!(stream.status, 200);
+    keys.revoke(&info.id).unwrap();
+    let text = stream.text();
+    let (_, last) = text.rsplit_once("event: error\ndata: ").expect(&text);
+    let last: Value = serde_json::from_str(last).unwrap();
+    assert_eq!(last["error"]["code"], "invalid_api_key");
 }
 
 #[test]

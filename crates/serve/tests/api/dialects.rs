@@ -1,10 +1,13 @@
 //! The same answers in the words of Anthropic, Ollama, OpenAI's responses and llama-server.
 
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use paceline_engine::Finish;
 use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{PullStep, Puller, Remover};
+use paceline_serve::{PullStep, Puller, Removal, Remover};
 use serde_json::{Value, json};
 
 use crate::client::Response;
@@ -285,15 +288,18 @@ fn the_model_is_shown_as_ollama_does() {
 fn models_are_removed_where_that_was_allowed() {
     let kept = Arc::new(Mutex::new(vec!["old".to_owned()]));
     let shelf = Arc::clone(&kept);
-    let remove = move |name: &str| {
+    let remove = move |name: &str, served: &[String]| {
         let mut kept = shelf.lock().unwrap();
         match name {
             "held" => Err("another process reads it".to_owned()),
-            name => Ok(kept
-                .iter()
-                .position(|k| k == name)
-                .map(|i| kept.remove(i))
-                .is_some()),
+            "tiny-on-the-hub" if served.contains(&"tiny".to_owned()) => Ok(Removal::InUse),
+            name => Ok(match kept.iter().position(|k| k == name) {
+                Some(i) => {
+                    kept.remove(i);
+                    Removal::Done
+                }
+                None => Removal::NotKept,
+            }),
         }
     };
     let rig = Rig::with(|config| config.remover = Some(Remover(Arc::new(remove))));
@@ -303,6 +309,7 @@ fn models_are_removed_where_that_was_allowed() {
     };
     for (body, status, message) in [
         (r#"{"model":"tiny:latest"}"#, 409, "being served"),
+        (r#"{"model":"tiny-on-the-hub"}"#, 409, "being served"),
         (r#"{"model":"new"}"#, 404, "no model \"new\""),
         (r#"{"name":"held"}"#, 400, "another process"),
         ("{}", 400, "model is missing"),
@@ -332,7 +339,7 @@ fn ollamas_bodies_need_no_type() {
 /// As Ollama's clients read it: files told apart by digest, sizes, a status at the end.
 #[test]
 fn models_are_fetched_where_that_was_allowed() {
-    let pull = |name: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+    let pull = |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| {
         let step = |part: &str, total, done| PullStep {
             part: part.to_owned(),
             total,
@@ -401,7 +408,7 @@ fn where_keys_are_in_use_an_admin_fetches() {
     let mut keys = Keys::open(&path).unwrap();
     let (user, _) = keys.make("laptop", Role::User, 1).unwrap();
     let (admin, _) = keys.make("owner", Role::Admin, 2).unwrap();
-    let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool| Ok(true);
+    let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| Ok(true);
     let rig = Rig::with(|config| {
         config.access.keys = Some(path);
         config.puller = Some(Puller(Arc::new(pull)));
@@ -419,7 +426,7 @@ fn where_keys_are_in_use_an_admin_fetches() {
 fn a_pull_ends_with_its_client() {
     let (over, ended) = std::sync::mpsc::channel();
     let over = Mutex::new(over);
-    let pull = move |_: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+    let pull = move |_: &str, tell: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| {
         let step = PullStep {
             part: "a.gguf".to_owned(),
             total: Some(1 << 30),
@@ -432,6 +439,93 @@ fn a_pull_ends_with_its_client() {
     let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
     drop(rig.post("/api/pull", r#"{"model":"new"}"#));
     ended.recv_timeout(crate::client::PATIENCE).unwrap();
+}
+
+/// A pull that has no step to tell ends with its key too.
+#[test]
+fn a_pull_ends_with_its_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (admin, info) = keys.make("owner", Role::Admin, 1).unwrap();
+    let (say, heard) = std::sync::mpsc::channel();
+    let say = Mutex::new(say);
+    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
+        let step = PullStep {
+            part: "a.gguf".to_owned(),
+            total: None,
+            done: 1,
+        };
+        assert!(name == "silent" || tell(step));
+        say.lock().unwrap().send(()).unwrap();
+        while !over.load(Ordering::Relaxed) {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        Err("cancelled".to_owned())
+    };
+    let rig = Rig::with(|config| {
+        config.access.keys = Some(path);
+        config.puller = Some(Puller(Arc::new(pull)));
+    });
+    let header = format!("Authorization: Bearer {admin}\r\n");
+    let ask = |name: &str| {
+        let body = format!(r#"{{"model":"{name}"}}"#);
+        rig.send("POST", "/api/pull", &header, &body)
+    };
+    let begun = || heard.recv_timeout(crate::client::PATIENCE).unwrap();
+    std::thread::scope(|scope| {
+        let silent = scope.spawn(|| ask("silent"));
+        begun();
+        let telling = ask("new");
+        begun();
+        keys.revoke(&info.id).unwrap();
+        assert_eq!(silent.join().unwrap().status, 401);
+        let last = lines(telling).pop().unwrap();
+        assert!(
+            last["error"].as_str().unwrap().contains("revoked"),
+            "{last}"
+        );
+    });
+}
+
+/// Two pulls wait for a lock without a step to tell, a third is refused, and those end with their
+/// clients.
+#[test]
+fn pulls_that_wait_are_bounded_and_end_with_their_clients() {
+    let (say, heard) = std::sync::mpsc::channel();
+    let say = Mutex::new(say);
+    let pull = move |_: &str, _: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
+        say.lock().unwrap().send("waits").unwrap();
+        while !over.load(Ordering::Relaxed) {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        say.lock().unwrap().send("ends").unwrap();
+        Err("cancelled".to_owned())
+    };
+    let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
+    let body = r#"{"model":"new"}"#;
+    let request = format!(
+        "POST /api/pull HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let next = || heard.recv_timeout(crate::client::PATIENCE).unwrap();
+    let waiting: Vec<_> = (0..2)
+        .map(|_| {
+            let mut stream = crate::client::connect(rig.addr);
+            stream.write_all(request.as_bytes()).unwrap();
+            assert_eq!(next(), "waits");
+            stream
+        })
+        .collect();
+    let refused = rig.post("/api/pull", body);
+    assert_eq!(
+        (refused.status, refused.header("retry-after")),
+        (429, Some("5"))
+    );
+    let error = refused.json()["error"].as_str().unwrap().to_owned();
+    assert!(error.starts_with("2 models are being fetched"), "{error}");
+    drop(waiting);
+    assert_eq!([next(), next()], ["ends", "ends"]);
 }
 
 #[test]

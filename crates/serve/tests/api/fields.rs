@@ -2,7 +2,7 @@
 
 use paceline_engine::{Finish, SamplingParams};
 
-use crate::rig::{CHAT, COMPLETE, Rig, chat_body, refusal};
+use crate::rig::{CHAT, COMPLETE, Rig, chat_body, prompt_text, refusal};
 use crate::scripted::Script;
 
 /// The fields over a request that is right.
@@ -119,6 +119,33 @@ fn fields_with_effect_reach_the_engine() {
 }
 
 #[test]
+fn extensions_with_effect_reach_engine_and_template() {
+    let rig = Rig::of(crate::tiny::model_with(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if mood %}{{ mood }}{% endif %}",
+    ));
+    // More texts than OpenAI's four.
+    let fields = r#""min_tokens":3,"stop":["a","b","c","d","e","f"],
+        "chat_template_kwargs":{"mood":" calm"}"#;
+    rig.chat(fields).ok(fields);
+    let request = rig.service.last();
+    assert_eq!(request.min_tokens, 3);
+    assert_eq!(request.stop, ["a", "b", "c", "d", "e", "f"]);
+    assert_eq!(prompt_text(&rig), "hi calm");
+}
+
+#[test]
+fn a_suffix_is_what_comes_behind_the_answer() {
+    let rig = Rig::of(crate::tiny::hole_model());
+    let hole: [u32; 6] = [258, 97, 98, 259, 99, 260];
+    let body = r#"{"model":"tiny","prompt":"ab","suffix":"c"}"#;
+    rig.post(COMPLETE, body).ok("suffix");
+    assert_eq!(rig.service.last().prompt, hole);
+    let body = r#"{"input_prefix":"ab","input_suffix":"c"}"#;
+    rig.post("/infill", body).ok("infill");
+    assert_eq!(rig.service.last().prompt, hole);
+}
+
+#[test]
 fn what_is_not_said_is_the_models_own() {
     let mut model = crate::tiny::model();
     model.sampling = paceline_serve::recommended_sampling(&serde_json::json!({
@@ -168,6 +195,12 @@ fn lenient_servers_pass_unknown_fields_with_a_warning() {
         ]
     );
     response.ok("unknown fields");
+    let format = r#""response_format":{"type":"json_schema","zed":3,
+        "json_schema":{"name":"n","schema":{"type":"object"}}}"#;
+    let response = rig.chat(format);
+    let expected = "299 paceline \"response_format.zed is unknown and was ignored\"";
+    assert_eq!(response.header("warning"), Some(expected));
+    response.ok(format);
     // What is known and wrong stays wrong.
     assert_eq!(rig.chat(r#""temperature":"hot""#).status, 400);
     assert_eq!(rig.chat("").header("warning"), None);

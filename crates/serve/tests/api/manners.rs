@@ -103,6 +103,17 @@ fn a_client_that_has_sent_all_gets_its_answer() {
         rest.starts_with("HTTP/1.1 200") && rest.contains("late"),
         "{answer}"
     );
+    // HTTP/1.0 has no interim answers: its clients would take one for the last (RFC 9110, 15.2).
+    let old = post("", &chat_body("")).replace("HTTP/1.1", "HTTP/1.0");
+    let mut stream = connect(rig.addr);
+    stream.write_all(old.as_bytes()).unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(
+        answer.starts_with("HTTP/1.0 200") && answer.contains("late"),
+        "{answer}"
+    );
 }
 
 #[test]

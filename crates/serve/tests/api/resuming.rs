@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use paceline_engine::Finish;
+use paceline_engine::{Finish, Service};
 use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Done, Kept, Mirror, Piece};
+use paceline_serve::{Config, Done, Doors, Kept, Mirror, Piece, Server, Status};
 use serde_json::Value;
 
-use crate::rig::{CHAT, COMPLETE, Rig, chat_body, completion_body, refusal};
+use crate::rig::{CHAT, CLOCK, COMPLETE, Rig, chat_body, completion_body, refusal};
 use crate::scripted::{Script, Scripted};
 use crate::tiny;
 
@@ -285,6 +285,141 @@ fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
     assert_eq!(second.service.last(), asked);
     events.extend(rest);
     assert_eq!(said(&events)[&0], WORDS.concat());
+}
+
+/// Another node that answers with its second model what a first one began.
+#[test]
+fn of_several_models_the_one_of_the_journal_goes_on_at_once() {
+    let shelf = Shelf::default();
+    let service = || Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+    let mirror = |config: &mut paceline_serve::Config| {
+        config.journals.mirror_to(Arc::new(shelf.clone()));
+    };
+    let model = |id: &str| paceline_serve::Model {
+        id: id.to_owned(),
+        aliases: Vec::new(),
+        ..tiny::tool_model()
+    };
+    let own = service();
+    let first = Rig::start(mirror, model("two"), Arc::new(own.clone()), own);
+    first.service.script(Script::Halt(script(&WORDS[..3])));
+    let body = r#"{"model":"two","input":"hi","stream":true}"#;
+    let begun = until_halt(&first, RESPOND, body, 3);
+    drop(first);
+    let created: Value = serde_json::from_str(&begun[0].1).unwrap();
+    let id = created["response"]["id"].as_str().unwrap();
+    let second = || {
+        let models = ["one", "two"].map(|id| {
+            let service: Arc<dyn Service> = Arc::new(service());
+            (model(id), service)
+        });
+        Rig::several_with(mirror, Vec::from(models))
+    };
+    let whole = format!("{RESPOND}/{id}?stream=true");
+    assert_eq!(said(&all(second().get(&whole)))[&0], WORDS.concat());
+    // The body of a client that goes on may name no model.
+    let mut events = begun.clone();
+    events.extend(all(again(&second(), RESPOND, id_of(&begun), "")));
+    assert_eq!(said(&events)[&0], WORDS.concat());
+    let unknown = second().get(&format!("{RESPOND}/resp_0?stream=true"));
+    assert_eq!(refusal(unknown).1, "answer_not_found");
+}
+
+/// The responses of another node, as its [`Doors`] tell them.
+struct Stores(Doors);
+
+impl Mirror for Stores {
+    fn put(&self, _: Piece, done: Done) {
+        done(Kept::Yes);
+    }
+
+    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        self.0.response(id, key)
+    }
+}
+
+#[test]
+fn a_stored_response_is_found_at_any_node() {
+    let nodes = Status(Arc::new(|| Value::Null));
+    let (server, doors) = Server::bind_node(Config::new(0, CLOCK), nodes).unwrap();
+    let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+    doors
+        .open("a", tiny::tool_model(), Arc::new(service))
+        .unwrap();
+    let owner = Rig::run(server, Scripted::new(Script::Silence));
+    let body = r#"{"model":"tiny","input":"hi"}"#;
+    let stored = owner.post(RESPOND, body).json();
+    let path = format!("{RESPOND}/{}", stored["id"].as_str().unwrap());
+    let mirror = |config: &mut Config| config.journals.mirror_to(Arc::new(Stores(doors)));
+    let other = Rig::with(mirror);
+    assert_eq!(other.get(&path).json(), stored);
+    assert_eq!(
+        refusal(other.get(&format!("{path}0"))).1,
+        "response_not_found"
+    );
+    assert_eq!(
+        refusal(other.get(&format!("{RESPOND}/x"))).1,
+        "response_not_found"
+    );
+}
+
+/// Another node's memory of which its first two lines come first, as from a node that kept the
+/// beginning only.
+struct Slow {
+    shelf: Shelf,
+    has_longer: bool,
+}
+
+impl Mirror for Slow {
+    fn put(&self, _: Piece, done: Done) {
+        done(Kept::Yes);
+    }
+
+    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        let copy = self.shelf.find(id, key)?;
+        let lines = copy.split_inclusive(|byte| *byte == b'\n');
+        Some(lines.take(2).flatten().copied().collect())
+    }
+
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        let copy = self.shelf.find(id, key).filter(|_| self.has_longer);
+        copy.filter(|copy| copy.len() > than)
+    }
+}
+
+/// Tokens of two choices come in any order, so the numbers of events that a client has mean
+/// something only where the journal has these events.
+#[test]
+fn two_choices_go_on_from_a_copy_that_has_the_clients_events() {
+    let shelf = Shelf::default();
+    let with = |mirror: Arc<dyn Mirror>| {
+        let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+        let model = tiny::tool_model();
+        let change = |config: &mut paceline_serve::Config| config.journals.mirror_to(mirror);
+        Rig::start(change, model, Arc::new(service.clone()), service)
+    };
+    let first = with(Arc::new(shelf.clone()));
+    first.service.script(Script::Halt(script(&WORDS[..3])));
+    let mut events = until_halt(&first, CHAT, &chat_body(r#""stream":true,"n":2"#), 3);
+    drop(first);
+    let slow = |has_longer| {
+        let shelf = shelf.clone();
+        with(Arc::new(Slow { shelf, has_longer }))
+    };
+    let behind = slow(false);
+    for _ in 0..2 {
+        let refused = again(&behind, CHAT, id_of(&events), "");
+        assert_eq!(refused.header("retry-after"), Some("1"));
+        let (status, code, ..) = refusal(refused);
+        assert_eq!((status, code.as_str()), (503, "answer_behind"));
+    }
+    let rest = all(again(&slow(true), CHAT, id_of(&events), ""));
+    events.extend(rest);
+    let said = said(&events);
+    assert_eq!([&said[&0], &said[&1]], [&WORDS.concat(), &WORDS.concat()]);
+    let numbers = events.iter().filter_map(|(id, _)| id.split_once(':'));
+    let numbers: Vec<usize> = numbers.map(|(_, n)| n.parse().unwrap()).collect();
+    assert_eq!(numbers, (0..numbers.len()).collect::<Vec<_>>());
 }
 
 /// No other node.

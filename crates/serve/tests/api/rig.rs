@@ -68,7 +68,15 @@ impl Rig {
 
     /// With several models, each with a service of its own.
     pub(crate) fn several(models: Vec<(Model, Arc<dyn Service>)>) -> Self {
+        Self::several_with(|_| {}, models)
+    }
+
+    pub(crate) fn several_with(
+        change: impl FnOnce(&mut Config),
+        models: Vec<(Model, Arc<dyn Service>)>,
+    ) -> Self {
         let mut config = Config::new(0, CLOCK);
+        change(&mut config);
         let shared = || Fact {
             name: "shared",
             help: "Of the node",
@@ -80,7 +88,8 @@ impl Rig {
         Self::run(server, Scripted::new(Script::Silence))
     }
 
-    fn run(server: Server, scripted: Scripted) -> Self {
+    /// Runs a server that was bound otherwise.
+    pub(crate) fn run(server: Server, scripted: Scripted) -> Self {
         let (addr, handle) = (server.addresses()[0], server.handle());
         let thread = std::thread::spawn(move || server.run());
         Self {

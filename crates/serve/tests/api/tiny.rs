@@ -18,8 +18,7 @@ pub(crate) const CONTEXT: usize = 256;
 /// Room for a coding agent.
 const LONG: usize = 1 << 16;
 
-/// A token per byte, then the two of the template. The byte is the token's id.
-pub(crate) const VOCAB: usize = 258;
+/// Ends a message. Tokens are one per byte, whose id is the byte, then the two of the template.
 const END: u32 = 257;
 
 const WIDTH: usize = 64;
@@ -60,6 +59,13 @@ pub(crate) fn model_with(template: &str) -> Model {
 /// The text side of a model that thinks and calls tools in the form of Qwen 3.
 pub(crate) fn tool_model() -> Model {
     model_with(TOOL_TEMPLATE)
+}
+
+/// The text side of a model whose tokens 258 to 260 fill a hole: they stand before the text in
+/// front of it, before the text behind it, and before what is filled in.
+pub(crate) fn hole_model() -> Model {
+    let names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"];
+    describe(&opened(&file(CONTEXT, &names)))
 }
 
 /// A model with its weights, on a thread.
@@ -120,9 +126,13 @@ fn describe(source: &Source) -> Model {
 }
 
 fn source(context: usize) -> Source {
+    opened(&file(context, &[]))
+}
+
+fn opened(file: &Writer) -> Source {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    file(context).write(&path);
+    file.write(&path);
     Source::open(&path).unwrap()
 }
 
@@ -139,14 +149,17 @@ fn spell(byte: u8) -> String {
     char::from_u32(code).unwrap().to_string()
 }
 
-fn file(context: usize) -> Writer {
+/// The file, with the control tokens `more` behind those of the template.
+fn file(context: usize, more: &[&str]) -> Writer {
     let mut tokens: Vec<String> = (0..=255).map(spell).collect();
     tokens.extend(["<|im_start|>".to_owned(), "<|im_end|>".to_owned()]);
-    let mut kinds = vec![1; VOCAB];
+    tokens.extend(more.iter().map(|name| (*name).to_owned()));
+    let vocab = tokens.len();
+    let mut kinds = vec![1; vocab];
     kinds[256..].fill(3); // control tokens
     let mut file = Writer::new()
         .meta("general.architecture", "llama")
-        .meta("llama.vocab_size", VOCAB as u32)
+        .meta("llama.vocab_size", vocab as u32)
         .meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32)
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", "smollm")
@@ -167,9 +180,9 @@ fn file(context: usize) -> Writer {
         file = file.meta(&format!("llama.{key}"), value as u32);
     }
     // Logits of a standard deviation near 3: some tokens are likely, many possible.
-    file = matrix(file, "token_embd", VOCAB, WIDTH);
+    file = matrix(file, "token_embd", vocab, WIDTH);
     file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
-    file = matrix(file, "output", VOCAB, WIDTH);
+    file = matrix(file, "output", vocab, WIDTH);
     (0..LAYERS).fold(file, layer)
 }
 

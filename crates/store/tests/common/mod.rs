@@ -411,6 +411,7 @@ pub fn catalogue(body: &[u8], on_hub: bool, wheels: Vec<Wheel>) -> Catalogue {
     let model = Model {
         shape: None,
         alias: "tiny",
+        also: &[],
         about: "test",
         licence: "none",
         licence_url: "none",

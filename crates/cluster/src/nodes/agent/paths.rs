@@ -71,24 +71,32 @@ impl Agent {
     /// Has `nodes` measure their ways now, and waits until they have, at most some seconds. Nodes
     /// that do not answer are passed over.
     pub fn measure(&self, nodes: &[NodeId], wanted: Wanted) {
+        self.measure_within(nodes, wanted, MEASURE_LIMIT + LIMIT * 3);
+    }
+
+    /// As [`measure`](Self::measure), and waits for `limit` at most: what takes longer goes on, and
+    /// is told in the shared map.
+    pub fn measure_within(&self, nodes: &[NodeId], wanted: Wanted, limit: Duration) {
         let own = self.id();
         thread::scope(|scope| {
             for id in nodes.iter().copied() {
                 scope.spawn(move || match id == own {
-                    true => self.inner.measure_now(wanted),
-                    false => drop(self.ask_to_measure(id, wanted)),
+                    true => self.inner.measure_now(wanted, limit.min(MEASURE_LIMIT)),
+                    false => drop(self.ask_to_measure(id, wanted, limit)),
                 });
             }
         });
     }
 
-    fn ask_to_measure(&self, id: NodeId, wanted: Wanted) -> Result<(), Error> {
-        let channel = self.open(id, SERVICE, LIMIT * 2)?;
+    fn ask_to_measure(&self, id: NodeId, wanted: Wanted, limit: Duration) -> Result<(), Error> {
+        let until = Instant::now() + limit;
+        let channel = self.open(id, SERVICE, limit.min(LIMIT * 2))?;
         channel.send(match wanted {
             Wanted::Latency => b"l",
             Wanted::Bandwidth => b"m",
         })?;
-        channel.recv(1, MEASURE_LIMIT + LIMIT).map(drop)
+        let left = until.saturating_duration_since(Instant::now());
+        channel.recv(1, left).map(drop)
     }
 }
 
@@ -200,10 +208,9 @@ impl Inner {
         (*told, *told_at) = (paths, Some(Instant::now()));
     }
 
-    /// Measures all ways of this node anew, and returns when that is done, after some seconds at
-    /// most.
-    fn measure_now(&self, wanted: Wanted) {
-        let deadline = Instant::now() + MEASURE_LIMIT;
+    /// Measures all ways of this node anew, and returns when that is done, after `limit` at most.
+    fn measure_now(&self, wanted: Wanted, limit: Duration) {
+        let deadline = Instant::now() + limit;
         let now = self.now().since_start;
         let mut state = lock(&self.state);
         state.refresh_paths(now);
@@ -247,11 +254,11 @@ impl Inner {
                     channel.send(&answer)
                 }
                 Some(b'm') => {
-                    self.measure_now(Wanted::Bandwidth);
+                    self.measure_now(Wanted::Bandwidth, MEASURE_LIMIT);
                     channel.send(b"m")
                 }
                 Some(b'l') => {
-                    self.measure_now(Wanted::Latency);
+                    self.measure_now(Wanted::Latency, MEASURE_LIMIT);
                     channel.send(b"l")
                 }
                 _ => return,

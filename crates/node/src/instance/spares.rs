@@ -1,0 +1,135 @@
+//! Keeps a second worker of each rank, a spare, while an instance answers.
+//!
+//! A spare that is lost, cannot pack its weights or took the place of its rank's worker is replaced.
+//! A thread of its own does so: to start a worker takes seconds, and to copy a model minutes.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use tracing::debug;
+
+use super::Shared;
+use crate::crew::{Crew, Post};
+use crate::messages::{Job, ToWorker};
+
+/// How often spares are looked at: their loss shows after 1.5 s of silence at the soonest.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Pauses before the tries to start a rank's spare, and so the most tries in [`TRIES_WITHIN`]. A
+/// node that was started anew is back after some seconds, a machine after about a minute.
+const PAUSES: [Duration; 3] = [
+    Duration::ZERO,
+    Duration::from_secs(10),
+    Duration::from_secs(60),
+];
+
+/// Tries before this count no more: the time after which a node that lost workers is tried again.
+const TRIES_WITHIN: Duration = Duration::from_secs(600);
+
+/// Keeps spares, of one round at a time: of the ranks and the split of an epoch.
+#[derive(Debug, Default)]
+pub(super) struct Keeper(Option<Arc<()>>);
+
+impl Keeper {
+    /// Keeps spares for `jobs`, in rank order, from now on; `tag` names their split. Returns at
+    /// once.
+    pub(super) fn begin(&mut self, shared: &Arc<Shared>, jobs: Vec<Job>, tag: u64) {
+        let lasts = Arc::new(());
+        let round = Round {
+            lasts: Arc::downgrade(&lasts),
+            shared: Arc::downgrade(shared),
+            tag,
+        };
+        self.0 = Some(lasts);
+        let mut ranks: Vec<_> = jobs
+            .into_iter()
+            .map(|job| (job, Tries::default()))
+            .collect();
+        let thread = std::thread::Builder::new().name("spares".to_owned());
+        let _ = thread.spawn(move || round.run(&mut ranks)); // without it a recovery loads
+    }
+
+    /// Starts no more spares. Does not wait for one that is being started.
+    pub(super) fn end(&mut self) {
+        self.0 = None;
+    }
+}
+
+struct Round {
+    /// Gone when the round is over.
+    lasts: Weak<()>,
+    shared: Weak<Shared>,
+    tag: u64,
+}
+
+impl Round {
+    fn run(&self, ranks: &mut [(Job, Tries)]) {
+        loop {
+            for (job, tries) in &mut *ranks {
+                if self.lasts.strong_count() == 0 {
+                    return;
+                }
+                let Some(shared) = self.shared.upgrade() else {
+                    return;
+                };
+                keep(&*shared.crew, (&*job, self.tag), tries);
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+/// Starts the spare of a rank if it lacks one and a try is due.
+fn keep(crew: &dyn Crew, (job, tag): (&Job, u64), tries: &mut Tries) {
+    let rank = Rank(job.rank);
+    if !crew.lacks_spare(rank, tag) || !tries.take(Instant::now()) {
+        return;
+    }
+    let prepare = |post: Post| {
+        ToWorker::Prepare(Box::new(Job {
+            model: post.model,
+            first_core: post.first_core,
+            ..job.clone()
+        }))
+    };
+    match crew.keep_spare(rank, tag, &prepare) {
+        Ok(is_kept) => debug!(rank = rank.0, is_kept, "start spare"),
+        Err(error) => debug!(rank = rank.0, %error, "no spare"),
+    }
+}
+
+/// When a rank's spare was to be started.
+#[derive(Debug, Default)]
+struct Tries(Vec<Instant>);
+
+impl Tries {
+    /// Whether a try is due; it counts then.
+    fn take(&mut self, now: Instant) -> bool {
+        let since = |at: &Instant| now.saturating_duration_since(*at);
+        self.0.retain(|at| since(at) < TRIES_WITHIN);
+        let last = self.0.last().map_or(Duration::MAX, since);
+        let pause = PAUSES.get(self.0.len());
+        let is_due = pause.is_some_and(|pause| last >= *pause);
+        if is_due {
+            self.0.push(now);
+        }
+        is_due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spare_is_tried_three_times_with_pauses_within_ten_minutes() {
+        let (mut tries, start) = (Tries::default(), Instant::now());
+        let mut due = |s| tries.take(start + Duration::from_secs(s));
+        let seconds = (0..1300).filter(|s| due(*s));
+        assert_eq!(
+            seconds.collect::<Vec<u64>>(),
+            [0, 10, 70, 600, 660, 720, 1200, 1260]
+        );
+    }
+}
