@@ -10,6 +10,7 @@ use crate::Error;
 use crate::events::Events;
 use crate::journal::{Bounds, Journals};
 use crate::live::Live;
+use crate::tls::Wire;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -19,6 +20,8 @@ pub const DEFAULT_PORT: u16 = 52415;
 pub struct Config {
     /// Addresses to listen on; at least one. Port 0 takes a free one.
     pub bind: Vec<SocketAddr>,
+    /// Whether TLS is spoken there.
+    pub wire: Wire,
     /// Who may ask.
     pub access: Access,
     /// How much.
@@ -49,6 +52,7 @@ impl Config {
     pub fn new(port: u16, clock: Clock) -> Self {
         Self {
             bind: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)],
+            wire: Wire::Plain,
             access: Access::default(),
             limits: Limits::default(),
             times: Times::default(),
