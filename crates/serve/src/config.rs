@@ -76,9 +76,11 @@ impl Config {
         }
     }
 
+    /// Whether a server can have it; servers ask themselves.
+    ///
     /// # Errors
     /// [`Error::NoAddress`], [`Error::Open`], [`Error::Limit`].
-    pub(crate) fn check(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<(), Error> {
         if self.bind.is_empty() {
             return Err(Error::NoAddress);
         }

@@ -10,7 +10,7 @@ use paceline_serve::{Doors, Facts, Server, Status};
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
-use super::{Args, Serving, encoder, ended, join_in, observer, wait};
+use super::{Args, Serving, encoder, ended, join_in, observer, tell_urls, wait};
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
@@ -41,9 +41,9 @@ fn serve(
     let tell_cluster = move || agent.as_ref().map_or(Value::Null, member::cluster);
     let status = Status(Arc::new(tell_cluster));
     let (server, doors) = Server::bind_node(args.config(Facts::default())?, status)?;
-    let addresses = server.addresses().to_vec();
+    let urls = server.urls();
     if let Some(node) = &node {
-        node.0.set_api(addresses.clone());
+        node.0.set_api(server.addresses().to_vec());
     }
     let handle = server.handle();
     std::thread::scope(|scope| {
@@ -52,9 +52,7 @@ fn serve(
                 .map_or(Ok(()), |beside| open(&doors, beside))
                 .and_then(|()| load_all(models, &doors, cancel));
             if loaded.is_ok() {
-                for address in &addresses {
-                    tell(format_args!("listening on http://{address}"));
-                }
+                tell_urls(&urls);
                 wait(cancel);
             }
             handle.shutdown();
