@@ -7,7 +7,7 @@
 //! | `HF_ENDPOINT` | another hub than the public one |
 //! | `HF_TOKEN` | login at the hub |
 //! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |
-//! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones, of the hub and of servers |
+//! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones |
 
 use std::env;
 use std::path::{Path, PathBuf};
