@@ -7,6 +7,7 @@
 //!                openapi_fuzz.py
 //!                openai_js.mjs
 //!                dialects_python.py, dialects_js.mjs
+//!                tls_python.py --> two more nodes, off loopback
 //!                dashboard.mjs --> Chromium, two more nodes
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools

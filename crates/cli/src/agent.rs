@@ -6,14 +6,16 @@
 use std::env;
 use std::io;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context;
-use paceline_serve::DEFAULT_PORT;
+use paceline_serve::{DEFAULT_PORT, load};
 use serde_json::{Value, json};
 
 use crate::error::Error;
+use crate::home;
 use crate::output::tell;
 
 const EXAMPLES: &str = "\
@@ -21,7 +23,10 @@ Examples:
   paceline up --model smollm2          in one terminal
   paceline agent claude                in another
   paceline agent codex exec \"explain this folder\"
-  PACELINE_API_KEY=pl-... paceline agent --url http://192.168.1.5:52415 opencode";
+  PACELINE_API_KEY=pl-... paceline agent --url https://192.168.1.5:52415 opencode
+
+A server's own certificate is trusted where it is of this home; another machine's is given by
+SSL_CERT_FILE.";
 
 /// Longest wait for the server's answers, which need no model.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -66,6 +71,15 @@ impl Program {
         }
     }
 
+    /// The variable of a file of certificates that the program trusts beside those of the system.
+    /// `SSL_CERT_FILE` would take their place, also for the programs that an agent starts.
+    const fn trust(self) -> &'static str {
+        match self {
+            Self::Claude | Self::Opencode => "NODE_EXTRA_CA_CERTS",
+            Self::Codex => "CODEX_CA_CERTIFICATE",
+        }
+    }
+
     /// The npm package that has it.
     pub(crate) const fn package(self) -> &'static str {
         match self {
@@ -84,6 +98,8 @@ struct Served {
     model: String,
     /// Tokens of prompt and answer.
     context: u64,
+    /// Certificates to trust for it, where they are not those that programs have.
+    trusted: Option<PathBuf>,
 }
 
 /// What an agent is started with.
@@ -142,6 +158,7 @@ impl Served {
         Ok(Self {
             model: model.to_owned(),
             context,
+            trusted: home::trusted(&url),
             url,
             key,
         })
@@ -152,11 +169,15 @@ impl Served {
     }
 
     fn start(&self, program: Program) -> Start {
-        match program {
+        let mut start = match program {
             Program::Claude => self.claude(),
             Program::Codex => self.codex(),
             Program::Opencode => self.opencode(),
-        }
+        };
+        let trusted = self.trusted.iter();
+        let trusted = trusted.map(|path| (program.trust(), path.display().to_string()));
+        start.environment.extend(trusted);
+        start
     }
 
     /// The names are what Claude Code 2.1 reads. Its countdown of tokens and its header would
@@ -251,6 +272,7 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     };
     let config = ureq::Agent::config_builder()
         .timeout_global(Some(PATIENCE))
+        .tls_config(load::trust(home::certificates_for(url)?.as_deref()))
         .proxy(None)
         .build();
     let mut request = ureq::Agent::new_with_config(config).get(url);
@@ -273,6 +295,23 @@ mod tests {
             key: None,
             model: "tiny \"1\"".into(),
             context: 4096,
+            trusted: None,
+        }
+    }
+
+    #[test]
+    fn each_agent_trusts_the_certificate_beside_its_own() {
+        let mut served = served();
+        let starts = [Program::Claude, Program::Codex, Program::Opencode];
+        let names = ["NODE_EXTRA_CA_CERTS", "CODEX_CA_CERTIFICATE"];
+        for program in starts {
+            let environment = served.start(program).environment;
+            assert!(environment.iter().all(|(name, _)| !names.contains(name)));
+        }
+        served.trusted = Some("/home/p/tls/cert.pem".into());
+        for (program, name) in starts.into_iter().zip([names[0], names[1], names[0]]) {
+            let expected = (name, "/home/p/tls/cert.pem".to_owned());
+            assert!(served.start(program).environment.contains(&expected));
         }
     }
 

@@ -11,9 +11,11 @@
 
 use std::env;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use anyhow::Context;
 use paceline_mlx::Places;
+use paceline_serve::tls::Own;
 use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token, find_mlx};
 
 use crate::error::Error;
@@ -62,6 +64,42 @@ pub(crate) fn home() -> anyhow::Result<Home> {
 /// As [`folder`].
 pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(folder()?.join("api-keys.json"))
+}
+
+/// The folder of this home's own certificate.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn tls_folder() -> anyhow::Result<PathBuf> {
+    Ok(folder()?.join("tls"))
+}
+
+/// The certificates to trust for the server at `url`, where they are not the built-in ones:
+/// `$SSL_CERT_FILE`, else this home's own certificate where it is for the host of `url`.
+pub(crate) fn trusted(url: &str) -> Option<PathBuf> {
+    let uri: ureq::http::Uri = url.parse().ok()?;
+    if uri.scheme_str() != Some("https") {
+        return None;
+    }
+    if let Some(path) = text("SSL_CERT_FILE") {
+        return Some(PathBuf::from(path)).filter(|path| path.exists());
+    }
+    let host = uri.host()?.trim_matches(['[', ']']);
+    let now = SystemTime::UNIX_EPOCH.elapsed();
+    let now = now.map_or(0, |since| since.as_secs());
+    Own::find(&tls_folder().ok()?, host, now)
+}
+
+/// What [`trusted`] has.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn certificates_for(url: &str) -> anyhow::Result<Option<Vec<u8>>> {
+    let read = |path: PathBuf| {
+        let failed = || format!("cannot read the certificates of {}", path.display());
+        std::fs::read(&path).with_context(failed)
+    };
+    trusted(url).map(read).transpose()
 }
 
 /// The folder that MLX is installed into, a folder below it for each version.

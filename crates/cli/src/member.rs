@@ -164,7 +164,7 @@ fn facts(name: String, class: KernelClass) -> Facts {
 }
 
 /// The name of this machine, without its domain.
-fn host_name() -> String {
+pub(crate) fn host_name() -> String {
     let file = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = file.or_else(|| machine::first_line("hostname", &[]));
     let name = name.unwrap_or_default();

@@ -26,7 +26,7 @@ const EXAMPLES: &str = "\
 Examples:
   paceline top
   paceline top --once
-  PACELINE_API_KEY=pl-... paceline top --url http://192.168.1.5:52415
+  PACELINE_API_KEY=pl-... paceline top --url https://192.168.1.5:52415
 
 Keys: q ends, s sorts the machines by another column, / filters by text, Esc clears the filter,
 arrows and page keys scroll.";

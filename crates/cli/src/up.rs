@@ -2,6 +2,7 @@
 
 mod encoder;
 mod several;
+mod wire;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -21,6 +22,7 @@ use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer, Portrait};
+use paceline_serve::tls::Wire;
 use paceline_serve::{
     About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Removal, Remover, Server,
     Status,
@@ -124,7 +126,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
-    /// Address to listen on; may be given several times
+    /// Address to listen on; may be given several times. Other machines speak TLS with it
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     host: Vec<IpAddr>,
     /// Port to listen on; 0 takes a free one; may be given several times
@@ -139,6 +141,16 @@ pub(crate) struct Args {
     /// Let machines in that can reach --host, although there are no API keys
     #[arg(long)]
     no_keys: bool,
+    /// Certificate for other machines, in PEM form, with those between it and its authority
+    /// [default: one of this home's own, made once]
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// Key of --tls-cert, in PEM form
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Speak plain HTTP with other machines too, as for a proxy that speaks TLS with them
+    #[arg(long, conflicts_with = "tls_cert")]
+    insecure_http: bool,
     /// Pass over fields of requests that no specification has, with a `warning` header, instead of
     /// refusing them
     #[arg(long)]
@@ -233,9 +245,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let (config, board) = args.set_up(Facts::default(), true)?;
     let (server, doors) = Server::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
-    for address in server.addresses() {
-        tell(format_args!("listening on http://{address}"));
-    }
+    tell_urls(&server.urls());
     tell_node(&node);
     let fleet = instances::start((&node.0, &args.node), doors)?;
     show_fleet(&board, &node.0, &fleet);
@@ -332,6 +342,13 @@ impl Local {
     }
 }
 
+/// Says where the server is. Programs wait for these lines.
+fn tell_urls(urls: &[String]) {
+    for url in urls {
+        tell(format_args!("listening on {url}"));
+    }
+}
+
 fn tell_node(node: &Running) {
     let (agent, nodes) = (&node.0, node.0.nodes());
     let own = nodes.first().map_or("", |own| own.facts.name.as_str());
@@ -385,16 +402,16 @@ fn serve(
         None => Server::bind(config, model, service)?,
         Some(beside) => Server::bind_all(config, vec![(model, service), beside])?,
     };
-    let addresses = server.addresses().to_vec();
+    let urls = server.urls();
     let node = join_in(args);
     if let Some(node) = &node {
-        node.0.set_api(addresses.clone());
+        node.0.set_api(server.addresses().to_vec());
         board.set_agent(&node.0);
     }
     let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
-        let watch = || watch(&opened, &instance, &addresses, &handle, cancel);
+        let watch = || watch(&opened, &instance, &urls, &handle, cancel);
         let watching = scope.spawn(watch);
         server.run();
         watching
@@ -413,9 +430,7 @@ fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> 
         board.set_agent(&node.0);
     }
     let _watching = board.watch(args.events.as_deref())?;
-    for address in server.addresses() {
-        tell(format_args!("listening on http://{address}"));
-    }
+    tell_urls(&server.urls());
     let handle = server.handle();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -431,14 +446,12 @@ fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> 
 fn watch(
     opened: &Opened,
     instance: &Instance,
-    addresses: &[SocketAddr],
+    urls: &[String],
     handle: &Handle,
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
     let outcome = opened.ready(instance).map(|()| {
-        for address in addresses {
-            tell(format_args!("listening on http://{address}"));
-        }
+        tell_urls(urls);
         wait(cancel);
     });
     handle.shutdown();
@@ -689,6 +702,12 @@ impl Args {
         config.puller = self.allow_pull.then(pull::for_clients).transpose()?;
         config.times.request = Duration::from_secs(self.request_timeout);
         config.facts = facts;
+        // A server that would let everybody in makes no certificate.
+        config.check()?;
+        config.wire = self.wire()?;
+        if !matches!(config.wire, Wire::Plain) {
+            config.access.hosts.extend(wire::own_names());
+        }
         Ok(config)
     }
 }

@@ -21,6 +21,10 @@ use crate::rejection::Rejection;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Local(pub(crate) SocketAddr);
 
+/// What the connection speaks: `http` or `https`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scheme(pub(crate) &'static str);
+
 /// Who asks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Client {
@@ -73,7 +77,9 @@ pub(crate) fn check_origin<B>(
     if origins.next().is_some() {
         return Err(refused());
     }
-    let own = host.map(|host| format!("http://{host}"));
+    let scheme = request.extensions().get::<Scheme>();
+    let scheme = scheme.map_or("http", |scheme| scheme.0);
+    let own = host.map(|host| format!("{scheme}://{host}"));
     if own.is_some_and(|own| text.eq_ignore_ascii_case(&own)) {
         return Ok(None);
     }
@@ -212,6 +218,22 @@ mod tests {
             request = request.header(ORIGIN, *origin);
         }
         check_origin(&request.body(()).unwrap(), &access)
+    }
+
+    #[test]
+    fn origins_have_the_scheme_of_the_connection() {
+        for (own, other) in [("http", "https"), ("https", "http")] {
+            let check = |scheme: &str| {
+                let request = Request::builder()
+                    .header(HOST, "localhost:1")
+                    .header(ORIGIN, format!("{scheme}://localhost:1"))
+                    .extension(Scheme(own));
+                check_origin(&request.body(()).unwrap(), &Access::default())
+            };
+            assert_eq!(check(own).unwrap(), None, "{own}");
+            let refused = check(other);
+            assert!(matches!(refused, Err(Rejection::Origin { .. })), "{own}");
+        }
     }
 
     #[test]

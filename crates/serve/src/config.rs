@@ -14,6 +14,7 @@ use crate::events::Events;
 use crate::journal::{Bounds, Journals};
 use crate::live::Live;
 use crate::tally::Tally;
+use crate::tls::Wire;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -27,6 +28,8 @@ pub(crate) const PULLS_MAX: usize = 2;
 pub struct Config {
     /// Addresses to listen on; at least one. Port 0 takes a free one.
     pub bind: Vec<SocketAddr>,
+    /// Whether TLS is spoken there.
+    pub wire: Wire,
     /// Who may ask.
     pub access: Access,
     /// How much.
@@ -62,6 +65,7 @@ impl Config {
         let live = Live::new(Events::new(clock));
         Self {
             bind: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)],
+            wire: Wire::Plain,
             access: Access::default(),
             limits: Limits::default(),
             times: Times::default(),
@@ -87,9 +91,11 @@ impl Config {
         }
     }
 
+    /// Whether a server can have it; servers ask themselves.
+    ///
     /// # Errors
     /// [`Error::NoAddress`], [`Error::Open`], [`Error::Limit`].
-    pub(crate) fn check(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<(), Error> {
         if self.bind.is_empty() {
             return Err(Error::NoAddress);
         }

@@ -5,6 +5,9 @@
 //!   headers deadline      headers deadline   none                  idle time
 //! ```
 //!
+//! Where TLS is spoken, the handshake is a part of `Fresh`: it counts for the deadline of the first
+//! headers and as a connection without a key.
+//!
 //! When as many connections are open as may be, the one that is idle for longest is closed for a
 //! new one, those without a valid key first: whoever only holds connections open keeps nobody out.
 
@@ -30,10 +33,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use crate::access::{Local, Remote};
+use crate::access::{Local, Remote, Scheme};
 use crate::config::Times;
 use crate::server::{Phase, reach};
 use crate::stream::Beat;
+use crate::tls::{Stream, Wire};
 
 /// Longest request line with headers. Eight times what common servers allow; keys and cookies of
 /// other programs on `localhost` come along.
@@ -211,6 +215,7 @@ impl Open {
 #[derive(Clone, Debug)]
 pub(crate) struct Acceptor {
     pub(crate) router: Router,
+    pub(crate) wire: Wire,
     pub(crate) times: Times,
     /// A permit per connection.
     pub(crate) connections: Arc<Semaphore>,
@@ -259,23 +264,48 @@ impl Acceptor {
     }
 
     async fn serve(self, stream: TcpStream, remote: SocketAddr, permit: OwnedSemaphorePermit) {
-        let Ok(local) = stream.local_addr() else {
-            return;
-        };
+        let known = Known::new(self.now);
+        let id = self.open.add(remote.ip().to_canonical(), &known);
+        if let Ok(local) = stream.local_addr()
+            && let Some(stream) = self.greet(stream, &known).await
+        {
+            self.answer(stream, (Local(local), Remote(remote)), known)
+                .await;
+        }
+        self.open.remove(id);
+        drop(permit);
+    }
+
+    /// The connection once it is known what it speaks; none where it ends before.
+    async fn greet(&self, stream: TcpStream, known: &Known) -> Option<Stream> {
         // A token is a small packet that somebody waits for. Works without, only slower.
         let _ = stream.set_nodelay(true);
         // Works without, only that a client that does not read is noticed later.
         let _ = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER_BYTES);
-        let known = Known::new(self.now);
-        let id = self.open.add(remote.ip().to_canonical(), &known);
+        let deadline = read(self.now) + self.times.headers;
+        let mut phase = self.phase.clone();
+        tokio::select! {
+            biased;
+            // What goes wrong between a client and its connection is seen by the client.
+            greeted = self.wire.greet(stream, self.times.stalled_write) => greeted.ok(),
+            () = known.close.notified() => None,
+            () = reach(&mut phase, Phase::Draining) => None,
+            () = sleep_until(deadline) => None,
+        }
+    }
+
+    /// Answers requests until the client leaves or the connection is to close.
+    async fn answer(&self, stream: Stream, ends: (Local, Remote), known: Known) {
+        let close = Arc::clone(&known.close);
+        let scheme = Scheme(stream.scheme());
         let io = TokioIo::new(Impatient::new(stream, &self.times, known.clone()));
         let inner = TowerToHyperService::new(self.router.clone());
-        let close = Arc::clone(&known.close);
         let service = service_fn(move |mut request: Request<Incoming>| {
             let known = known.clone();
             known.begin(&request);
-            request.extensions_mut().insert(Local(local));
-            request.extensions_mut().insert(Remote(remote));
+            request.extensions_mut().insert(ends.0);
+            request.extensions_mut().insert(ends.1);
+            request.extensions_mut().insert(scheme);
             request.extensions_mut().insert(known.clone());
             let heard = |body| Heard {
                 body,
@@ -296,9 +326,9 @@ impl Acceptor {
                 .max_buf_size(MAX_HEAD_BYTES)
                 .serve_connection(io, service)
         );
-        let mut phase = self.phase;
+        let mut phase = self.phase.clone();
         tokio::select! {
-            // What goes wrong between a client and its connection is seen by the client.
+            // As above.
             _ = connection.as_mut() => {}
             () = close.notified() => {}
             () = reach(&mut phase, Phase::Draining) => {
@@ -306,8 +336,6 @@ impl Acceptor {
                 let _ = connection.await;
             }
         }
-        self.open.remove(id);
-        drop(permit);
     }
 }
 
@@ -383,16 +411,12 @@ impl Drop for Noted {
     }
 }
 
-/// A stream that fails when its peer takes nothing for a while, or sends nothing where a request
-/// is expected.
+/// A stream that fails when its peer sends nothing where a request is expected.
 struct Impatient {
-    stream: TcpStream,
-    stalled_write: Duration,
+    stream: Stream,
     headers: Duration,
     idle: Duration,
     known: Known,
-    /// Runs while something waits to be written.
-    stalled: Option<Pin<Box<Sleep>>>,
     /// Runs while something is to be read, until the deadline of the stage.
     silent: Option<Pin<Box<Sleep>>>,
     /// Bytes were written since the last request came, if only to see whether it still waits.
@@ -404,37 +428,17 @@ struct Impatient {
 }
 
 impl Impatient {
-    const fn new(stream: TcpStream, times: &Times, known: Known) -> Self {
+    const fn new(stream: Stream, times: &Times, known: Known) -> Self {
         Self {
             stream,
-            stalled_write: times.stalled_write,
             headers: times.headers,
             idle: times.idle,
             known,
-            stalled: None,
             silent: None,
             has_written: false,
             half_closed: None,
             lingering: None,
         }
-    }
-
-    /// Passes on what a write gave, or gives up.
-    fn judge<T>(
-        &mut self,
-        written: Poll<io::Result<T>>,
-        cx: &mut Context<'_>,
-    ) -> Poll<io::Result<T>> {
-        if written.is_ready() {
-            self.stalled = None;
-            return written;
-        }
-        let patience = self.stalled_write;
-        let stalled = self
-            .stalled
-            .get_or_insert_with(|| Box::pin(sleep(patience)));
-        ready!(stalled.as_mut().poll(cx));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 
     /// When the client must have sent more; none while it is answered.
@@ -490,7 +494,7 @@ impl Impatient {
             }
             if !self.has_written && self.known.facts().knows_interim {
                 self.has_written = true;
-                self.stream.try_write(STILL_THERE)?;
+                self.stream.say(STILL_THERE, cx)?;
             }
             if let Some(beat) = self.known.facts().beat.take() {
                 beat.ask();
@@ -556,11 +560,10 @@ impl AsyncWrite for Impatient {
         if let Some(words) = self.with_words(buf) {
             self.known.facts().is_whole = false;
             // A few hundred bytes into an empty buffer: they go at once or the client is gone.
-            let written = self.stream.try_write(&words);
-            return Poll::Ready(written.map(|_| buf.len()));
+            let said = self.stream.say(&words, cx);
+            return Poll::Ready(said.map(|()| buf.len()));
         }
-        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.judge(written, cx)
+        Pin::new(&mut self.stream).poll_write(cx, buf)
     }
 
     fn poll_write_vectored(
@@ -572,8 +575,7 @@ impl AsyncWrite for Impatient {
         if let [only] = bufs {
             return self.poll_write(cx, only);
         }
-        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.judge(written, cx)
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
     }
 
     fn is_write_vectored(&self) -> bool {

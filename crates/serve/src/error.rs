@@ -2,6 +2,9 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use tokio_rustls::rustls;
 
 /// Why a server cannot be made or has ended. What a client did wrong is not among these: it is
 /// told to the client.
@@ -51,4 +54,43 @@ pub enum Error {
     /// The key file.
     #[error(transparent)]
     Keys(#[from] crate::keys::Error),
+    /// A file of a certificate or its key could not be read.
+    #[error("reading {}", path.display())]
+    TlsRead {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// A file of a certificate or its key could not be written.
+    #[error("writing {}", path.display())]
+    TlsWrite {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// A file is not what it is given as.
+    #[error("{}: no {what} in PEM form", path.display())]
+    TlsPem {
+        /// The file.
+        path: PathBuf,
+        /// `certificate` or `private key`.
+        what: &'static str,
+        /// What is wrong.
+        source: rustls::pki_types::pem::Error,
+    },
+    /// A certificate and a key that cannot be used together.
+    #[error("certificate {} with key {}", certificate.display(), key.display())]
+    TlsPair {
+        /// File of the certificate.
+        certificate: PathBuf,
+        /// File of the key.
+        key: PathBuf,
+        /// What is wrong.
+        source: rustls::Error,
+    },
+    /// A certificate could not be made.
+    #[error("making a certificate")]
+    TlsMake(#[source] rcgen::Error),
 }

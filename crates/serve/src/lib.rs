@@ -13,6 +13,7 @@
 //!
 //! - [`Server`], [`Config`]: bind, run, stop.
 //! - [`keys`]: API keys in a file, kept as hashes.
+//! - [`tls`]: certificates, for addresses that other machines reach.
 //! - [`Journals`]: what streamed answers were made of. Events have ids; a client that was cut off
 //!   sends the same request with the last one in `Last-Event-ID`, or asks for
 //!   `/v1/responses/{id}?stream=true&starting_after=N`, and goes on behind it. A [`Mirror`] keeps
@@ -71,6 +72,7 @@ mod server;
 mod store;
 mod stream;
 mod tally;
+pub mod tls;
 
 pub use api::doors::Doors;
 pub use config::{

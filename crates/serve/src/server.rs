@@ -14,6 +14,7 @@ use crate::api::App;
 use crate::api::doors::Doors;
 use crate::config::{Config, Status, Times};
 use crate::connection::Acceptor;
+use crate::tls::Wire;
 use crate::{Error, Model, api, board};
 
 /// Threads for HTTP. The work is small: parsing and templates have threads of their own, and the
@@ -46,6 +47,7 @@ pub struct Server {
     runtime: Runtime,
     listeners: Vec<tokio::net::TcpListener>,
     addresses: Vec<SocketAddr>,
+    wire: Wire,
     router: Router,
     phase: watch::Sender<Phase>,
     times: Times,
@@ -135,7 +137,7 @@ impl Server {
         let (phase, seen) = watch::channel(Phase::Running);
         let (times, connections) = (config.times.clone(), config.limits.connections);
         let connections_of_one = config.limits.connections_of_one;
-        let now = config.clock.now;
+        let (now, wire) = (config.clock.now, config.wire.clone());
         let below = route(config.clone(), seen.clone())?;
         let router = board::over(below, config, seen)?;
         drop(_inside);
@@ -143,6 +145,7 @@ impl Server {
             runtime,
             listeners,
             addresses: addresses.map_err(Error::SetUp)?,
+            wire,
             router,
             phase,
             times,
@@ -155,6 +158,12 @@ impl Server {
     /// Where it listens, with the ports that were taken.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
+    }
+
+    /// URLs of these addresses: `https://192.168.1.5:52415`.
+    pub fn urls(&self) -> Vec<String> {
+        let url = |at: &SocketAddr| format!("{}://{at}", self.wire.scheme(*at));
+        self.addresses.iter().map(url).collect()
     }
 
     /// Stops it.
@@ -170,6 +179,7 @@ impl Server {
         let connections = Arc::new(Semaphore::new(self.connections));
         let acceptor = Acceptor {
             router: self.router,
+            wire: self.wire,
             times: self.times.clone(),
             connections: Arc::clone(&connections),
             of_one: self.connections_of_one,

@@ -32,10 +32,11 @@ const JAVASCRIPT: [(&str, &str); 4] = [
 ];
 
 /// Programs that Python runs.
-const PYTHON: [(&str, &str); 4] = [
+const PYTHON: [(&str, &str); 5] = [
     ("openai-python", "openai_python.py"),
     ("dialects-python", "dialects_python.py"),
     ("schemathesis", "openapi_fuzz.py"),
+    ("tls-python", "tls_python.py"),
     ("tools-python", "tools_python.py"),
 ];
 

@@ -11,6 +11,7 @@ use paceline_serve::load::{
 };
 use serde_json::json;
 
+use crate::home;
 use crate::interrupt::Signals;
 use crate::output::{print, printable};
 
@@ -148,9 +149,13 @@ impl Args {
         let url = self.url.as_ref().unwrap_or(&default);
         let key = env::var("PACELINE_API_KEY").ok();
         let key = key.filter(|key| !key.is_empty());
-        Ok(match &self.model {
-            Some(model) => Server::new(url, key, model.as_str()),
-            None => load::find(url, key, PATIENCE)?,
+        let mut server = Server::new(url, key, self.model.as_deref().unwrap_or_default());
+        if let Some(certificates) = home::certificates_for(url)? {
+            server = server.trusting(certificates);
+        }
+        Ok(match self.model {
+            Some(_) => server,
+            None => server.find(PATIENCE)?,
         })
     }
 }

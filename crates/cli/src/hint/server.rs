@@ -29,7 +29,18 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             }
             _ => return None,
         },
-        Error::Keys(_) | Error::SetUp(_) => return None,
+        Error::TlsPem { what, .. } => format!(
+            "a {what} in PEM form is text with lines of dashes; `openssl x509 -inform der` or \
+             `openssl pkcs12` make it out of other forms"
+        ),
+        Error::TlsPair { .. } => {
+            "--tls-cert has the server's own certificate first, and --tls-key is its key".into()
+        }
+        Error::Keys(_)
+        | Error::SetUp(_)
+        | Error::TlsRead { .. }
+        | Error::TlsWrite { .. }
+        | Error::TlsMake(_) => return None,
         Error::NoAddress | Error::Limit { .. } | Error::Name { .. } => {
             "`paceline up --help` explains the options".into()
         }

@@ -10,7 +10,7 @@ use paceline_serve::{Doors, Facts, Server, Status};
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
-use super::{Args, Serving, Shown, encoder, ended, join_in, observer, wait};
+use super::{Args, Serving, Shown, encoder, ended, join_in, observer, tell_urls, wait};
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
@@ -42,9 +42,9 @@ fn serve(
     let status = Status(Arc::new(tell_cluster));
     let (config, board) = args.set_up(Facts::default(), false)?;
     let (server, doors) = Server::bind_node(config, status)?;
-    let addresses = server.addresses().to_vec();
+    let urls = server.urls();
     if let Some(node) = &node {
-        node.0.set_api(addresses.clone());
+        node.0.set_api(server.addresses().to_vec());
         board.set_agent(&node.0);
     }
     let shown = Shown::on(&board);
@@ -56,9 +56,7 @@ fn serve(
                 .map_or(Ok(()), |beside| open(&doors, beside))
                 .and_then(|()| load_all(models, (&doors, &shown), cancel));
             if loaded.is_ok() {
-                for address in &addresses {
-                    tell(format_args!("listening on http://{address}"));
-                }
+                tell_urls(&urls);
                 wait(cancel);
             }
             handle.shutdown();

@@ -235,6 +235,26 @@ fn an_address_that_cannot_be_had_comes_with_advice() {
 }
 
 #[test]
+fn a_certificate_that_cannot_be_used_is_named() {
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    for (file, parts) in [
+        ("/nonexistent/c", &["error: reading /nonexistent/c"][..]),
+        (
+            model.as_str(),
+            &["no certificate in PEM form", "hint: a certificate"],
+        ),
+    ] {
+        let args = ["--tls-cert", file, "--tls-key", file];
+        let up = ["up", "--no-beacons", "--port", "0", &model];
+        let output = finish(&mut world.paceline(up.into_iter().chain(args)));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{file}: {said}");
+        assert_parts(&args, &said, parts);
+    }
+}
+
+#[test]
 fn clients_may_use_other_names_and_ports() {
     let _alone = alone();
     let world = World::new();

@@ -99,7 +99,8 @@ class LLM:
         """A model of a node that runs already, on any machine of a cluster.
 
         Args:
-            url: where the node listens.
+            url: where the node listens; `https://HOST:PORT` on another machine, whose certificate is
+                trusted by `SSL_CERT_FILE` in the environment.
             model: its name there; the first that the node lists where it is not given.
             key: an API key, where the node asks for one (`paceline key api new`).
             deadline: seconds for a request.

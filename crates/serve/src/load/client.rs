@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
 use super::jobs::Job;
 use super::{Error, Load};
@@ -24,6 +25,8 @@ pub struct Server {
     base: String,
     key: Option<String>,
     model: String,
+    /// In PEM form.
+    certificates: Option<Vec<u8>>,
 }
 
 impl Server {
@@ -33,7 +36,48 @@ impl Server {
             base: base(url),
             key,
             model: model.into(),
+            certificates: None,
         }
+    }
+
+    /// The same, trusted for these certificates (PEM) instead of the built-in authorities'.
+    pub fn trusting(self, certificates: Vec<u8>) -> Self {
+        Self {
+            certificates: Some(certificates),
+            ..self
+        }
+    }
+
+    /// The same with the first model that the server lists.
+    ///
+    /// # Errors
+    /// [`Error::NoServer`], [`Error::NoModel`].
+    pub fn find(self, timeout: Duration) -> Result<Self, Error> {
+        let list = format!("{}/v1/models", self.base);
+        let failed = |reason| Error::NoServer {
+            url: list.clone(),
+            reason,
+        };
+        let text = get(&self.agent(timeout), &list, self.key.as_deref()).map_err(failed)?;
+        let models: Value =
+            serde_json::from_str(&text).map_err(|error| failed(error.to_string()))?;
+        match models["data"][0]["id"].as_str() {
+            Some(model) => Ok(Self {
+                model: model.to_owned(),
+                ..self
+            }),
+            None => Err(Error::NoModel { url: list }),
+        }
+    }
+
+    fn agent(&self, timeout: Duration) -> ureq::Agent {
+        let config = ureq::Agent::config_builder()
+            .timeout_global(Some(timeout))
+            .http_status_as_error(false)
+            .tls_config(trust(self.certificates.as_deref()))
+            .proxy(None)
+            .build();
+        ureq::Agent::new_with_config(config)
     }
 
     /// Its model.
@@ -50,7 +94,7 @@ impl Server {
     /// not, as other servers do not.
     pub fn predicted_tok_s(&self, timeout: Duration) -> Option<f64> {
         let url = format!("{}/metrics", self.base);
-        let text = get(&agent(timeout), &url, self.key.as_deref()).ok()?;
+        let text = get(&self.agent(timeout), &url, self.key.as_deref()).ok()?;
         let name = "paceline_decode_tok_s_predicted ";
         let value = text.lines().find_map(|line| line.strip_prefix(name))?;
         value
@@ -66,31 +110,18 @@ fn base(url: &str) -> String {
     url.strip_suffix("/v1").unwrap_or(url).to_owned()
 }
 
-/// The first model that the server at `url` lists.
-///
-/// # Errors
-/// [`Error::NoServer`], [`Error::NoModel`].
-pub fn find(url: &str, key: Option<String>, timeout: Duration) -> Result<Server, Error> {
-    let list = format!("{}/v1/models", base(url));
-    let failed = |reason| Error::NoServer {
-        url: list.clone(),
-        reason,
+/// What a client trusts: `certificates` (PEM) where they are given, else the built-in authorities.
+/// Of certificates that cannot be read none is trusted.
+pub fn trust(certificates: Option<&[u8]>) -> TlsConfig {
+    let Some(pem) = certificates else {
+        return TlsConfig::default();
     };
-    let text = get(&agent(timeout), &list, key.as_deref()).map_err(failed)?;
-    let models: Value = serde_json::from_str(&text).map_err(|error| failed(error.to_string()))?;
-    match models["data"][0]["id"].as_str() {
-        Some(model) => Ok(Server::new(url, key, model)),
-        None => Err(Error::NoModel { url: list }),
-    }
-}
-
-fn agent(timeout: Duration) -> ureq::Agent {
-    let config = ureq::Agent::config_builder()
-        .timeout_global(Some(timeout))
-        .http_status_as_error(false)
-        .proxy(None)
-        .build();
-    ureq::Agent::new_with_config(config)
+    let certificates = parse_pem(pem).filter_map(|item| match item {
+        Ok(PemItem::Certificate(certificate)) => Some(certificate),
+        _ => None,
+    });
+    let roots = RootCerts::from(certificates.collect::<Vec<_>>());
+    TlsConfig::builder().root_certs(roots).build()
 }
 
 fn get(agent: &ureq::Agent, url: &str, key: Option<&str>) -> Result<String, String> {
@@ -148,7 +179,7 @@ pub(super) struct Client<'a> {
 impl<'a> Client<'a> {
     pub(super) fn new(load: &'a Load, now: fn() -> Instant) -> Self {
         Self {
-            agent: agent(load.timeout),
+            agent: load.server.agent(load.timeout),
             load,
             now,
         }

@@ -12,7 +12,7 @@ use crate::scripted::Script;
 fn load_of(rig: &Rig, arrivals: Arrivals) -> Load {
     let url = format!("http://{}/v1", rig.addr);
     Load {
-        server: load::find(&url, None, PATIENCE).unwrap(),
+        server: Server::new(&url, None, "").find(PATIENCE).unwrap(),
         arrivals,
         requests: 12,
         lengths: Lengths::parse("5 4\n3 9").unwrap(),
@@ -109,7 +109,8 @@ fn goodput_counts_answers_in_time() {
 
 #[test]
 fn servers_that_are_none_are_named() {
-    let error = load::find("http://127.0.0.1:9", None, PATIENCE)
+    let error = Server::new("http://127.0.0.1:9", None, "")
+        .find(PATIENCE)
         .unwrap_err()
         .to_string();
     assert!(

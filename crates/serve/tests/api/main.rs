@@ -25,4 +25,5 @@ mod rig;
 mod scripted;
 mod several;
 mod tiny;
+mod tls;
 mod tools;

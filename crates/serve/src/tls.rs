@@ -1,0 +1,279 @@
+//! TLS, for addresses that other machines reach.
+//!
+//! ```text
+//! connection --first byte--> 0x16      handshake, then HTTP
+//!                            other     on loopback HTTP, elsewhere a 400 that names https
+//! ```
+//!
+//! A [`Wire`] says what a server speaks. An [`Identity`] is a certificate with its key: from files
+//! of the user, or [`Own`], which is made once. Clients are not asked for certificates: API keys
+//! say who they are. The provider of cryptography is named at each use, because rustls panics where
+//! it has to choose among several.
+
+mod own;
+mod stream;
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
+use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::{Error as TlsError, ServerConfig};
+
+use crate::Error;
+
+pub use own::{Made, Names, Own};
+pub(crate) use stream::{Socket, Stream};
+
+/// First byte of a TLS connection: the type of a record with a handshake (RFC 8446, section 5.1).
+/// No method of HTTP begins with it.
+const HANDSHAKE: u8 = 0x16;
+
+/// What is agreed on by ALPN; clients that offer HTTP/2 as well take it.
+const PROTOCOL: &[u8] = b"http/1.1";
+
+/// Longest file of a certificate chain or a key. Chains have some 10 KB.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// After the refusal of plain HTTP, so long is read on what the client still sends, and so many
+/// bytes, twice the default limit of a body: closing at once would destroy the refusal on its way.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: u64 = 16 << 20;
+
+/// What a server speaks.
+#[derive(Clone, Debug, Default)]
+pub enum Wire {
+    /// Plain HTTP on all addresses.
+    #[default]
+    Plain,
+    /// TLS. Connections to a loopback address may speak plain HTTP too, which never leaves the
+    /// machine.
+    TlsOffLoopback(Identity),
+    /// TLS on all addresses.
+    Tls(Identity),
+}
+
+impl Wire {
+    /// `http` or `https`: what clients of the address `bound` use.
+    pub(crate) fn scheme(&self, bound: SocketAddr) -> &'static str {
+        match self {
+            Self::Plain => "http",
+            Self::TlsOffLoopback(_) if is_loopback(bound) => "http",
+            Self::TlsOffLoopback(_) | Self::Tls(_) => "https",
+        }
+    }
+
+    /// Finds out what a new connection speaks, and shakes hands where it is TLS. `patience` is for
+    /// writes, see [`Socket`]. The caller sets the deadline of the whole.
+    ///
+    /// # Errors
+    /// A client that has left, that cannot agree on TLS, or that was told to use https.
+    pub(crate) async fn greet(&self, stream: TcpStream, patience: Duration) -> io::Result<Stream> {
+        let (identity, may_be_plain) = match self {
+            Self::Plain => return Ok(Stream::Plain(Socket::new(stream, patience))),
+            Self::TlsOffLoopback(identity) => (identity, is_loopback(stream.local_addr()?)),
+            Self::Tls(identity) => (identity, false),
+        };
+        let mut first = [0];
+        if stream.peek(&mut first).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if first[0] == HANDSHAKE {
+            let socket = Socket::new(stream, patience);
+            let stream = identity.acceptor().accept(socket).await?;
+            return Ok(Stream::Tls(Box::new(stream)));
+        }
+        if may_be_plain {
+            return Ok(Stream::Plain(Socket::new(stream, patience)));
+        }
+        refuse(stream).await?;
+        Err(io::ErrorKind::InvalidData.into())
+    }
+}
+
+fn is_loopback(address: SocketAddr) -> bool {
+    address.ip().to_canonical().is_loopback()
+}
+
+/// Tells a client that speaks plain HTTP what to do.
+async fn refuse(mut stream: TcpStream) -> io::Result<()> {
+    stream.write_all(refusal().as_bytes()).await?;
+    stream.shutdown().await?;
+    let mut rest = stream.take(LINGER_BYTES);
+    let mut nowhere = tokio::io::sink();
+    let read = tokio::io::copy(&mut rest, &mut nowhere);
+    // The refusal is out; what the client does with it is not ours to know.
+    let _ = tokio::time::timeout(LINGER, read).await;
+    Ok(())
+}
+
+fn refusal() -> String {
+    let error = serde_json::json!({
+        "message": "this address speaks HTTPS only: begin its URL with https://",
+        "type": "invalid_request_error", "param": null, "code": "https_required",
+    });
+    let body = serde_json::json!({"error": error}).to_string();
+    let length = body.len();
+    format!(
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n\
+         content-length: {length}\r\nconnection: close\r\n\r\n{body}"
+    )
+}
+
+/// A certificate chain and the key of its first certificate. Clones share one.
+#[derive(Clone)]
+pub struct Identity {
+    config: Arc<ServerConfig>,
+    leaf: CertificateDer<'static>,
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Identity({})", self.fingerprint())
+    }
+}
+
+impl Identity {
+    /// Reads a chain, the server's own certificate first, and the certificate's key (PKCS #8,
+    /// PKCS #1 or SEC 1), both in PEM form.
+    ///
+    /// # Errors
+    /// [`Error::TlsRead`], [`Error::TlsPem`], and [`Error::TlsPair`] for a key of another
+    /// certificate.
+    pub fn from_files(certificate: &Path, key: &Path) -> Result<Self, Error> {
+        let (chain, private) = (read_chain(certificate)?, read_key(key)?);
+        Self::new(chain, private).map_err(|source| Error::TlsPair {
+            certificate: certificate.to_owned(),
+            key: key.to_owned(),
+            source,
+        })
+    }
+
+    fn new(
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, TlsError> {
+        let leaf = chain.first().ok_or(TlsError::NoCertificatesPresented)?;
+        let leaf = leaf.clone();
+        let builder = ServerConfig::builder_with_provider(provider());
+        let builder = builder.with_safe_default_protocol_versions()?;
+        let mut config = builder.with_no_client_auth().with_single_cert(chain, key)?;
+        config.alpn_protocols = vec![PROTOCOL.to_vec()];
+        let config = Arc::new(config);
+        Ok(Self { config, leaf })
+    }
+
+    /// SHA-256 of the certificate, as browsers and `openssl x509 -fingerprint -sha256` show it:
+    /// `AB:CD:...`.
+    pub fn fingerprint(&self) -> String {
+        let digest = Sha256::digest(&self.leaf);
+        let bytes: Vec<String> = digest.iter().map(|byte| format!("{byte:02X}")).collect();
+        bytes.join(":")
+    }
+
+    fn acceptor(&self) -> TlsAcceptor {
+        TlsAcceptor::from(Arc::clone(&self.config))
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let text = read(path)?;
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+    let failed = |source| pem_error(path, "certificate", source);
+    let chain = chain.map_err(failed)?;
+    if chain.is_empty() {
+        return Err(failed(pem::Error::NoItemsFound));
+    }
+    Ok(chain)
+}
+
+fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
+    let key = PrivateKeyDer::from_pem_slice(&read(path)?);
+    key.map_err(|source| pem_error(path, "private key", source))
+}
+
+fn pem_error(path: &Path, what: &'static str, source: pem::Error) -> Error {
+    let path = path.to_owned();
+    Error::TlsPem { path, what, source }
+}
+
+/// The file, up to [`MAX_FILE_BYTES`]: what is cut off is not PEM.
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
+    let failed = |source| Error::TlsRead {
+        path: path.to_owned(),
+        source,
+    };
+    let mut bytes = Vec::new();
+    let file = File::open(path).map_err(failed)?;
+    let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
+    read.map_err(failed)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addr(text: &str) -> SocketAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn urls_name_what_is_spoken() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = Own::open(dir.path(), &Names::default(), 1_800_000_000).unwrap();
+        let (mixed, all) = (
+            Wire::TlsOffLoopback(own.identity.clone()),
+            Wire::Tls(own.identity),
+        );
+        for (bound, by_mixed) in [
+            ("127.0.0.1:1", "http"),
+            ("[::1]:1", "http"),
+            ("[::ffff:127.0.0.1]:1", "http"),
+            ("0.0.0.0:1", "https"),
+            ("[::]:1", "https"),
+            ("192.168.1.5:1", "https"),
+        ] {
+            assert_eq!(Wire::Plain.scheme(addr(bound)), "http", "{bound}");
+            assert_eq!(mixed.scheme(addr(bound)), by_mixed, "{bound}");
+            assert_eq!(all.scheme(addr(bound)), "https", "{bound}");
+        }
+    }
+
+    #[test]
+    fn bad_files_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let names = Names::default();
+        let [one, two] = ["one", "two"].map(|name| dir.path().join(name));
+        for folder in [&one, &two] {
+            Own::open(folder, &names, 1_800_000_000).unwrap();
+        }
+        let (certificate, key) = (one.join("cert.pem"), two.join("key.pem"));
+        let error = |certificate: &Path, key: &Path| {
+            let error = Identity::from_files(certificate, key).unwrap_err();
+            (error.to_string(), error)
+        };
+        let (text, pair) = error(&certificate, &key);
+        assert!(matches!(pair, Error::TlsPair { .. }), "{pair:?}");
+        assert!(text.contains("two/key.pem"), "{text}");
+        let (text, swapped) = error(&key, &certificate);
+        assert!(matches!(swapped, Error::TlsPem { .. }), "{swapped:?}");
+        assert!(text.contains("two/key.pem: no certificate"), "{text}");
+        let (_, none) = error(&dir.path().join("none"), &key);
+        assert!(matches!(none, Error::TlsRead { .. }), "{none:?}");
+    }
+}

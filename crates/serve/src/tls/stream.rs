@@ -1,0 +1,191 @@
+//! A connection as bytes, plain or encrypted.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Sleep, sleep};
+use tokio_rustls::server::TlsStream;
+
+/// A TCP stream that fails when its peer takes nothing of what is written for a while. It lies
+/// below TLS, whose own buffer hides how much the peer has taken.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    stream: TcpStream,
+    patience: Duration,
+    /// Runs while something waits to be written.
+    stalled: Option<Pin<Box<Sleep>>>,
+}
+
+impl Socket {
+    pub(crate) const fn new(stream: TcpStream, patience: Duration) -> Self {
+        Self {
+            stream,
+            patience,
+            stalled: None,
+        }
+    }
+
+    /// Passes on what a write gave, or gives up.
+    fn judge<T>(
+        &mut self,
+        written: Poll<io::Result<T>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.stalled = None;
+            return written;
+        }
+        let patience = self.patience;
+        let stalled = self
+            .stalled
+            .get_or_insert_with(|| Box::pin(sleep(patience)));
+        ready!(stalled.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.judge(written, cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.judge(written, cx)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// What a client's bytes come through. A client that ends TLS without saying so (`close_notify`)
+/// has left: reading fails, where a plain one may still wait for its answer.
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Plain(Socket),
+    Tls(Box<TlsStream<Socket>>),
+}
+
+/// Reads and writes.
+trait Duplex: AsyncRead + AsyncWrite + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> Duplex for T {}
+
+impl Stream {
+    /// `http` or `https`.
+    pub(crate) const fn scheme(&self) -> &'static str {
+        match self {
+            Self::Plain(_) => "http",
+            Self::Tls(_) => "https",
+        }
+    }
+
+    /// What the system noticed about the connection since it was asked last.
+    pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
+        let socket = match self {
+            Self::Plain(socket) => socket,
+            Self::Tls(stream) => stream.get_ref().0,
+        };
+        socket.stream.take_error()
+    }
+
+    /// Writes a few hundred bytes that nobody waits for. Into an empty buffer they go at once; what
+    /// TLS keeps of them goes with the next write.
+    ///
+    /// # Errors
+    /// A client that is gone, or that took nothing for so long that its buffer is full.
+    pub(crate) fn say(&mut self, words: &[u8], cx: &mut Context<'_>) -> io::Result<()> {
+        match self {
+            Self::Plain(socket) => socket.stream.try_write(words).map(drop),
+            Self::Tls(stream) => {
+                let mut stream = Pin::new(&mut **stream);
+                let _ = stream.as_mut().poll_write(cx, words)?;
+                let _ = stream.poll_flush(cx)?;
+                Ok(())
+            }
+        }
+    }
+
+    fn inner(&mut self) -> Pin<&mut dyn Duplex> {
+        let inner: &mut dyn Duplex = match self {
+            Self::Plain(socket) => socket,
+            Self::Tls(stream) => &mut **stream,
+        };
+        Pin::new(inner)
+    }
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.inner().poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.inner().poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.inner().poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(socket) => socket.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.inner().poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.inner().poll_shutdown(cx)
+    }
+}
