@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! agent, fleet or instance --every 200 ms--> changes --> events (SSE, --events FILE)
+//! ways between nodes       --every 2 s-----> changes
 //! /proc, /sys              --every 2 s-----> telemetry
 //! other nodes              --service "board", once a second while somebody looks--> their parts
 //! ```
@@ -245,14 +246,20 @@ impl Inner {
         let begun = Instant::now();
         let mut next_sample = begun;
         while !self.is_over() {
-            if Instant::now() >= next_sample {
+            let is_sampled = Instant::now() >= next_sample;
+            if is_sampled {
                 next_sample += SAMPLE_EVERY;
                 let sample = sampler.sample(begun.elapsed());
                 *lock(&self.sample) = sample;
             }
             let nodes = self.agent.get().map(Agent::nodes).unwrap_or_default();
             let (instances, portraits) = self.instances();
-            for kind in changes.see(&nodes, &instances, &portraits) {
+            let mut news = changes.see(&nodes, &instances, &portraits);
+            if is_sampled {
+                let ways = self.agent.get().map(Agent::nodes_and_ways);
+                news.extend(changes.see_links(&ways.unwrap_or_default()));
+            }
+            for kind in news {
                 self.live.events().put(kind);
             }
             std::thread::sleep(LOOK_EVERY);

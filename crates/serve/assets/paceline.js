@@ -336,10 +336,23 @@ function drawModels(instances) {
 
 // ---- events
 
+const MBS = 1e6;
+const wayRate = (bytesS) => `${(bytesS / MBS).toFixed(bytesS < 10 * MBS ? 1 : 0)} MB/s`;
+const millis = (s) => `${(s * 1000).toFixed(2)} ms`;
+
+// A measured way of a link, as an event tells it.
+function way(it) {
+  if (!it) return "no way";
+  return [it.interface, millis(it.latency_s), it.bytes_per_s !== undefined && wayRate(it.bytes_per_s)].filter(Boolean).join(", ");
+}
+
 function describe(event) {
   switch (event.kind) {
     case "node_came": return ["good", "came", event.node];
     case "node_silent": return ["warn", "silent", event.node];
+    case "node_slow": return ["slow", "slow", `${event.node} answers after ${seconds(event.answer_s)}`];
+    case "node_steady": return ["", "steady", `${event.node} answers in time again`];
+    case "link_changed": return ["slow", "link", `${event.from} to ${event.to}: ${way(event.now)}, was ${way(event.before)}`];
     case "node_went": return ["bad", "went", event.node];
     case "instance": return [stateKind(event.state), event.state, [nick(event.model), event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
     case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
