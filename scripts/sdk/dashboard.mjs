@@ -223,6 +223,10 @@ async function cluster() {
       // The other's telemetry comes over the cluster.
       await page.locator("#nodes li").nth(1).getByText("Memory", { exact: true }).waitFor();
     });
+    await run("dashboard: the link between both is drawn with its measured latency", async () => {
+      await page.locator("#links li", { hasText: /one to two.* ms/ }).waitFor();
+      await page.waitForFunction(() => [...document.querySelectorAll("#map text.way")].some((label) => label.textContent.endsWith(" ms")));
+    });
     await run("dashboard: a model is loaded over both and answers", async () => {
       await page.click("#load summary");
       await page.fill("[name=model]", MODEL);

@@ -12,6 +12,7 @@
 
 mod changes;
 mod downloads;
+mod links;
 mod peers;
 
 use std::collections::BTreeMap;
@@ -201,11 +202,14 @@ impl Board {
             inner.nodes(&others),
             inner.requests(name.as_deref(), &others),
         );
+        let ways = agent.map(Agent::nodes_and_ways).unwrap_or_default();
+        let links = links::told(&ways, &nodes);
         let energy = energy(&nodes, &requests, inner.kwh_price.get().copied());
         json!({
             "name": name,
             "cluster": agent.map(Agent::cluster),
             "nodes": nodes,
+            "links": links,
             "energy": energy,
             "problems": agent.map(Agent::problems).unwrap_or_default(),
             "instances": instances,

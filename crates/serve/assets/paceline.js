@@ -7,6 +7,9 @@ const KEPT_EVENTS = 200; // rows of the list; the page's memory stays flat
 const LOOK_MS = 1000;
 const DRAW_MS = 500; // between drawings of new events
 const SPEED_POINTS = 120;
+const KEPT_LINKS = 64; // rows of the list: those of eight machines, each with each
+const CLOSE = 12; // machines up to which the map has room for large discs and for the links of all pairs
+const LABELLED = 6; // machines up to which a line of the map has room for words
 const CLOCK = new Intl.DateTimeFormat([], { timeStyle: "medium", hour12: false });
 
 const $ = (id) => document.getElementById(id);
@@ -28,6 +31,15 @@ function el(tag, attributes, ...children) {
 
 function text(node, value) {
   if (node.textContent !== value) node.textContent = value;
+}
+
+// An attribute or a style that is set only where it changes: the browser works for every setting.
+function attr(node, name, value) {
+  if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
+}
+
+function style(node, name, value) {
+  if (node.style[name] !== value) node.style[name] = value;
 }
 
 // Keeps one element for each item of a list, by key, in order.
@@ -57,6 +69,16 @@ const nick = (model) => (model.startsWith("/") || model.startsWith(".") ? model.
 const percent = (share) => `${Math.round(share * 100)} %`;
 const rate = (tokS) => (tokS === undefined || tokS === null ? "–" : tokS.toFixed(tokS < 10 ? 2 : 1));
 const seconds = (s) => (s === undefined || s === null ? "–" : s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);
+
+// Measured ways, as `paceline nodes` writes them.
+const MBS = 1e6;
+const wayRate = (bytesS) => `${(bytesS / MBS).toFixed(bytesS < 10 * MBS ? 1 : 0)} MB/s`;
+const millis = (s) => `${(s * 1000).toFixed(2)} ms`;
+
+function way(it) {
+  if (!it) return "no way";
+  return [it.interface, millis(it.latency_s), it.bytes_per_s !== undefined && wayRate(it.bytes_per_s)].filter(Boolean).join(", ");
+}
 
 // ---- asking the server
 
@@ -142,7 +164,7 @@ function draw(status) {
   document.title = status.name ? `${status.name} – paceline` : "paceline";
   keyed($("problems"), status.problems || [], (line) => line, (line) => el("p", {}, line), () => {});
   drawSums(nodes, requests);
-  drawMap(nodes);
+  drawMap(nodes, status.links || []);
   keyed($("nodes"), nodes, (node) => node.id || node.name, makeNode, updateNode);
   $("none-loaded").hidden = instances.length > 0;
   keyed($("instances"), instances, (it) => it.id, makeInstance, updateInstance);
@@ -181,35 +203,91 @@ function drawSums(nodes, requests) {
     (node, sum) => text(node.lastChild, sum[1]));
 }
 
-function drawMap(nodes) {
+// Where the machines lie on the map: this one in the middle, the others around it.
+function spots(n) {
+  if (n === 2) return [[120, 92], [280, 92]];
+  const turn = (at) => 2 * Math.PI * (at - 1) / (n - 1) + Math.PI;
+  return Array.from({ length: n }, (_, at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(turn(at)), 92 + 62 * Math.sin(turn(at))]);
+}
+
+// Each pair of machines once, with its measured ways: pairs of this machine, and others that were measured.
+function pairs(nodes, links) {
+  const found = new Map(nodes.slice(1).map((node, at) => [`0 ${at + 1}`, { ends: [0, at + 1], ways: [], off: !node.linked }]));
+  const index = new Map(nodes.map((node, at) => [node.name, at]));
+  for (const it of links) {
+    const ends = [index.get(it.from), index.get(it.to)].sort((a, b) => a - b);
+    if (ends.includes(undefined)) continue;
+    if (!found.has(ends.join(" "))) found.set(ends.join(" "), { ends, ways: [], off: false });
+    const { ways } = found.get(ends.join(" "));
+    if (it.from === nodes[0].name) ways.unshift(it); else ways.push(it);
+  }
+  return [...found.values()];
+}
+
+// The share of a way's bandwidth that its interface sends.
+const loadOf = (it) => (it.bytes_per_s && it.sent_bytes_s !== undefined ? it.sent_bytes_s / it.bytes_per_s : 0);
+
+function drawMap(nodes, links) {
   const map = $("map"), n = nodes.length;
-  map.style.display = n > 1 ? "" : "none"; // one machine alone needs no map
+  style(map, "display", n > 1 ? "" : "none"); // one machine alone needs no map
+  drawLinks(links);
   if (n < 2) return;
-  const place = (at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(2 * Math.PI * (at - 1) / (n - 1) + Math.PI), 92 + 62 * Math.sin(2 * Math.PI * (at - 1) / (n - 1) + Math.PI)];
-  const spots = n === 2 ? [[120, 92], [280, 92]] : nodes.map((_, at) => place(at));
-  const r = n > 12 ? 12 : 24;
-  map.setAttribute("viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
-  const parts = [];
-  nodes.slice(1).forEach((node, at) => {
-    const [x1, y1] = spots[0], [x2, y2] = spots[at + 1];
-    parts.push(el("line", { x1, y1, x2, y2, class: node.linked ? "" : "off" }));
+  const at = spots(n), r = n > CLOSE ? 12 : 24;
+  attr(map, "viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
+  if (!map.firstChild) map.append(el("g"), el("g"));
+  keyed(map.firstChild, pairs(nodes, n > CLOSE ? [] : links), (it) => it.ends.join(" "), makeLine, (line, it) => updateLine(line, it, at, n));
+  keyed(map.lastChild, nodes.map((node, index) => ({ node, x: at[index][0], y: at[index][1] })), (it) => it.node.id || it.node.name,
+    makeSpot, (spot, it) => updateSpot(spot, it, r));
+  attr(map, "aria-label", nodes.map((node) => `${node.name}: ${node.state}${node.linked ? "" : ", no link"}`).join("; "));
+}
+
+const makeLine = () => el("g", {}, el("line"), el("text", { class: "way" }), el("text", { class: "way" }));
+
+function updateLine(group, { ends, ways, off }, at, n) {
+  const [line, over, under] = group.children;
+  const [[x1, y1], [x2, y2]] = ends.map((end) => at[end]);
+  for (const [name, value] of Object.entries({ x1, y1, x2, y2 })) attr(line, name, value.toFixed(1));
+  const load = Math.max(0, ...ways.map(loadOf)), isOwn = ends[0] === 0;
+  attr(line, "class", off ? "off" : load > .5 ? "busy" : isOwn ? "" : "side");
+  style(line, "strokeWidth", load > .01 ? `${(2 + 4 * Math.min(load, 1)).toFixed(1)}px` : "");
+  const words = n <= LABELLED && isOwn && ways[0];
+  for (const [label, down] of [[over, -4], [under, 11]]) {
+    attr(label, "x", ((x1 + x2) / 2).toFixed(1));
+    attr(label, "y", ((y1 + y2) / 2 + down).toFixed(1));
+  }
+  text(over, words ? millis(words.latency_s) : "");
+  text(under, words && words.bytes_per_s !== undefined ? wayRate(words.bytes_per_s) : "");
+}
+
+const makeSpot = () => el("g", {}, el("circle", { class: "disc" }), el("path", { class: "load" }), el("text"), el("text"));
+
+function updateSpot(group, { node, x, y }, r) {
+  const [disc, load, inside, name] = group.children;
+  const isAlive = node.state === "alive", isLarge = r > 12, busy = isAlive ? node.telemetry?.cpu_busy : undefined;
+  attr(group, "class", isAlive ? "" : "dead");
+  for (const [what, value] of [["cx", x], ["cy", y], ["r", r]]) attr(disc, what, value);
+  attr(load, "d", busy === undefined ? "" : arc(x, y, r, busy));
+  for (const [label, down] of [[inside, 4], [name, r + 13]]) { attr(label, "x", x); attr(label, "y", y + down); }
+  attr(inside, "class", isAlive ? "" : "sub");
+  text(inside, !isLarge ? "" : !isAlive ? node.state : busy === undefined ? "" : percent(busy));
+  text(name, node.name || "?");
+}
+
+// A share of a circle, from the top clockwise.
+function arc(x, y, r, share) {
+  const turn = 2 * Math.PI * Math.min(share, .999);
+  const end = [x + r * Math.sin(turn), y - r * Math.cos(turn)].map((v) => v.toFixed(1));
+  return `M${x} ${y - r} A${r} ${r} 0 ${share > .5 ? 1 : 0} 1 ${end[0]} ${end[1]}`;
+}
+
+// The measured links in words; the map shows only some of them.
+function drawLinks(links) {
+  $("links").hidden = links.length === 0;
+  keyed($("links"), links.slice(0, KEPT_LINKS), (it) => `${it.from} ${it.to}`, () => el("li", {}, el("b", {}), el("span", {})), (row, it) => {
+    const load = loadOf(it), sent = it.sent_bytes_s !== undefined && `sends ${bytes(it.sent_bytes_s)}/s`;
+    text(row.firstChild, `${it.from} to ${it.to}`);
+    text(row.lastChild, [way(it), sent && (load ? `${sent} (${percent(load)})` : sent)].filter(Boolean).join(", "));
   });
-  nodes.forEach((node, at) => {
-    const [x, y] = spots[at], t = node.telemetry || {};
-    const group = el("g", { class: node.state === "alive" ? "" : "dead" }, el("circle", { class: "disc", cx: x, cy: y, r }));
-    const busy = t.cpu_busy;
-    if (busy !== undefined && node.state === "alive") {
-      const turn = 2 * Math.PI * Math.min(busy, .999), large = busy > .5 ? 1 : 0;
-      const end = [x + r * Math.sin(turn), y - r * Math.cos(turn)].map((v) => v.toFixed(1));
-      group.append(el("path", { class: "load", d: `M${x} ${y - r} A${r} ${r} 0 ${large} 1 ${end[0]} ${end[1]}` }));
-      if (n <= 12) group.append(el("text", { x, y: y + 4 }, percent(busy)));
-    }
-    group.append(el("text", { x, y: y + r + 13 }, node.name || "?"));
-    if (node.state !== "alive" && n <= 12) group.append(el("text", { class: "sub", x, y: y + 4 }, node.state));
-    parts.push(group);
-  });
-  map.setAttribute("aria-label", nodes.map((node) => `${node.name}: ${node.state}${node.linked ? "" : ", no link"}`).join("; "));
-  map.replaceChildren(...parts);
 }
 
 function meter(name) {
@@ -335,16 +413,6 @@ function drawModels(instances) {
 }
 
 // ---- events
-
-const MBS = 1e6;
-const wayRate = (bytesS) => `${(bytesS / MBS).toFixed(bytesS < 10 * MBS ? 1 : 0)} MB/s`;
-const millis = (s) => `${(s * 1000).toFixed(2)} ms`;
-
-// A measured way of a link, as an event tells it.
-function way(it) {
-  if (!it) return "no way";
-  return [it.interface, millis(it.latency_s), it.bytes_per_s !== undefined && wayRate(it.bytes_per_s)].filter(Boolean).join(", ");
-}
 
 function describe(event) {
   switch (event.kind) {

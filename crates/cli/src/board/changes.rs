@@ -6,8 +6,10 @@ use paceline_cluster::nodes::agent::{NodeView, NodeWays};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::{Path, has_moved};
 use paceline_node::Portrait;
-use paceline_serve::events::{Kind, Link};
+use paceline_serve::events::Kind;
 use serde_json::Value;
+
+use super::links::{link, used};
 
 /// The last look.
 #[derive(Default)]
@@ -111,7 +113,7 @@ impl Changes {
     /// they were told last. The first look at a pair, and one after an end of it was away, tells
     /// nothing.
     pub(super) fn see_links(&mut self, nodes: &[NodeWays]) -> Vec<Kind> {
-        let now = links(nodes);
+        let now = used(nodes);
         let mut news = Vec::new();
         self.links.retain(|pair, _| now.contains_key(pair));
         for ((from, to), now) in now {
@@ -187,44 +189,12 @@ impl Changes {
     }
 }
 
-/// The way in use of each pair of nodes that live, by their names. Pairs that were never measured
-/// are left out.
-fn links(nodes: &[NodeWays]) -> BTreeMap<(String, String), Option<Path>> {
-    let lives = |name: &str| {
-        let node = nodes.iter().find(|it| it.node.facts.name == name);
-        node.is_some_and(|it| it.node.state == Life::Alive)
-    };
-    let mut links = BTreeMap::new();
-    for it in nodes.iter().filter(|it| it.node.state == Life::Alive) {
-        for way in it.paths.iter().filter(|way| lives(&way.to_name)) {
-            let pair = (it.node.facts.name.clone(), way.to_name.clone());
-            let used = links.entry(pair).or_insert(None);
-            if way.path.preferred && way.path.up {
-                *used = Some(way.path.clone());
-            }
-        }
-    }
-    links
-}
-
 /// Takes a bandwidth that was not known when the way was told.
 fn complete(told: &mut Option<Path>, now: Option<&Path>) {
     if let (Some(told), Some(now)) = (told, now)
         && told.bytes_per_s.is_none()
     {
         told.bytes_per_s = now.bytes_per_s;
-    }
-}
-
-fn link(path: &Path) -> Link {
-    let interface = match path.interface.as_str() {
-        "" => path.local.to_string(),
-        name => name.to_owned(),
-    };
-    Link {
-        interface,
-        latency_s: path.latency_us as f64 / 1e6,
-        bytes_per_s: path.bytes_per_s,
     }
 }
 
@@ -254,9 +224,10 @@ fn event(id: &str, seen: &Seen) -> Kind {
 mod tests {
     use super::*;
     use paceline_cluster::nodes::NodeId;
-    use paceline_cluster::nodes::agent::{Facts, Way};
+    use paceline_cluster::nodes::agent::Facts;
     use serde_json::json;
-    use std::net::{IpAddr, SocketAddr};
+
+    use crate::board::links::tests::ways;
 
     fn node(number: u8, name: &str, state: Life) -> NodeView {
         let name = name.to_owned();
@@ -313,33 +284,13 @@ mod tests {
         assert_eq!(see(None, Life::Alive), ["node_came"]);
     }
 
-    /// A node with a way to another over `eth0`.
-    fn ways(number: u8, name: &str, to: (u8, &str), latency_us: u64) -> NodeWays {
-        let local = IpAddr::from([10, 0, 0, number]);
-        let path = Path {
-            to: NodeId([to.0; 16]),
-            interface: "eth0".into(),
-            local,
-            remote: SocketAddr::from(([10, 0, 0, to.0], 52416)),
-            latency_us,
-            bytes_per_s: None,
-            up: true,
-            preferred: true,
-        };
-        let to_name = to.1.to_owned();
-        NodeWays {
-            node: node(number, name, Life::Alive),
-            paths: vec![Way { to_name, path }],
-        }
-    }
-
     #[test]
     fn links_change_by_their_way_and_by_a_factor() {
         let mut changes = Changes::default();
         let pair = |latency_us| {
             [
-                ways(1, "a", (2, "b"), latency_us),
-                ways(2, "b", (1, "a"), 300),
+                ways((1, "a"), (2, "b"), latency_us),
+                ways((2, "b"), (1, "a"), 300),
             ]
         };
         assert_eq!(changes.see_links(&pair(300)), [], "the first look");
