@@ -397,6 +397,8 @@ fn request(it: &Value) -> [String; 7] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
     use serde_json::json;
 
     fn status() -> Value {
@@ -481,6 +483,31 @@ q end  s sort (name)  / filter  arrows scroll";
         }
         let empty = plain(&mut View::default(), (80, 24));
         assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
+    }
+
+    /// The screen is recorded beside this file; it is what `paceline top` shows in a terminal.
+    #[test]
+    fn a_frame_of_200_by_60() {
+        let expected = include_str!("200x60.txt").trim_end();
+        assert_eq!(plain(&mut view(), (200, 60)), expected);
+    }
+
+    #[test]
+    fn a_terminal_that_is_resized_shows_each_size_whole() {
+        let mut terminal = Terminal::new(TestBackend::new(80, 24)).unwrap();
+        let mut resized = view();
+        for (width, height) in [(80, 24), (20, 5), (200, 60), (1, 1), (80, 24)] {
+            terminal.backend_mut().resize(width, height);
+            terminal
+                .draw(|frame| super::frame(&mut resized, frame))
+                .unwrap();
+            let shown = written(terminal.backend().buffer());
+            assert_eq!(
+                shown,
+                plain(&mut view(), (width, height)),
+                "{width} x {height}"
+            );
+        }
     }
 
     #[test]
