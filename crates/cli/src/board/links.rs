@@ -9,9 +9,12 @@ use std::collections::BTreeMap;
 use paceline_cluster::nodes::agent::NodeWays;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::Path;
+use paceline_serve::Fact;
 use paceline_serve::events::Link;
 use serde::Serialize;
 use serde_json::Value;
+
+use super::label;
 
 /// Links that are told at most: those of 16 nodes, each with each.
 const LINKS_MAX: usize = 240;
@@ -86,6 +89,39 @@ fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
     let mut networks = node["telemetry"]["networks"].as_array()?.iter();
     let network = networks.find(|network| network["name"] == interface)?;
     network["sent_bytes_s"].as_f64()
+}
+
+/// What `/metrics` tells of the links of the first node, which is this one.
+pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
+    let own = ways.first().map(|it| it.node.facts.name.clone());
+    let mut links = told(ways, &[]);
+    links.retain(|link| Some(&link.from) == own.as_ref());
+    let fact = |name, help, link: &Told, value| Fact {
+        name,
+        help,
+        labels: labels(link),
+        value,
+    };
+    let latency = "Shortest round trip of the last measurements of a link";
+    let latencies = links
+        .iter()
+        .map(|link| fact("link_latency_seconds", latency, link, link.way.latency_s));
+    let bandwidth = "Bytes a second that a link took when it was measured";
+    let bandwidths = links.iter().filter_map(|link| {
+        let value = link.way.bytes_per_s? as f64;
+        let name = "link_bandwidth_bytes_per_second";
+        Some(fact(name, bandwidth, link, value))
+    });
+    latencies.chain(bandwidths).collect()
+}
+
+fn labels(link: &Told) -> String {
+    let all = [
+        ("from", &link.from),
+        ("to", &link.to),
+        ("interface", &link.way.interface),
+    ];
+    all.map(|(name, value)| label(name, value)).join(",")
 }
 
 #[cfg(test)]

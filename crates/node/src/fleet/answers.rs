@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! entry -> Submit(ticket, request, tokens), Cancel(ticket)
-//! owner <- Reply(ticket, reply)
+//! owner <- Reply(ticket, reply), Split(how the model is cut), when that changes
 //! ```
 //! The entry keeps each request with the tokens of its answer. When the owner is gone it hands them
 //! to the next owner, and the answer goes on.
@@ -53,6 +53,8 @@ enum ToEntry {
     /// The answer to `Instance`.
     Ready,
     Reply(Ticket, Reply),
+    /// How the model is cut, in a word; after `Ready`, and before the first reply after a change.
+    Split(String),
 }
 
 /// Answers an entry on its line until that closes.
@@ -85,12 +87,19 @@ fn serve(
     answers: &dyn Fn() -> bool,
 ) -> Result<(), Broken> {
     say(&**line, &ToEntry::Ready)?;
+    let mut split = String::new();
+    say_split(&**line, instance, &mut split)?;
     let (replies, queue) = sync_channel::<(Ticket, Reply)>(REPLIES_MAX);
     let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             for (ticket, reply) in queue {
-                if say(&**line, &ToEntry::Reply(ticket, reply)).is_err() {
+                let told = match reply {
+                    Reply::PromptRead { .. } => say_split(&**line, instance, &mut split),
+                    _ => Ok(()),
+                };
+                let reply = ToEntry::Reply(ticket, reply);
+                if told.and_then(|()| say(&**line, &reply)).is_err() {
                     line.close();
                     break;
                 }
@@ -103,6 +112,16 @@ fn serve(
         drop(replies);
         ended
     })
+}
+
+/// Says how the model is cut where that is not what was `told` last.
+fn say_split(line: &dyn Line, instance: &Instance, told: &mut String) -> Result<(), Broken> {
+    let split = instance.split().to_string();
+    if *told == split {
+        return Ok(());
+    }
+    told.clone_from(&split);
+    say(line, &ToEntry::Split(split))
 }
 
 /// Takes in an entry's requests until its channel closes.
@@ -170,6 +189,8 @@ struct Open {
     requests: BTreeMap<Ticket, Asked>,
     /// To the owner, while there is one.
     line: Option<Arc<dyn Line>>,
+    /// How the model is cut, as an owner told it last.
+    split: Option<String>,
 }
 
 impl Open {
@@ -258,6 +279,7 @@ impl Shared {
         while !self.over.load(Ordering::SeqCst) {
             match hear(line, LOOK_EVERY) {
                 Ok(Some(ToEntry::Reply(ticket, reply))) => self.deliver(ticket, reply),
+                Ok(Some(ToEntry::Split(split))) => lock(&self.state).split = Some(split),
                 Ok(_) => {}
                 Err(_) => break,
             }
@@ -342,6 +364,11 @@ impl Service for Remote {
         let mut state = lock(&self.shared.state);
         state.requests.remove(&ticket);
         state.tell(&ToOwner::Cancel(ticket));
+    }
+
+    fn cut(&self) -> String {
+        let split = lock(&self.shared.state).split.clone();
+        split.unwrap_or_else(|| "unknown".to_owned())
     }
 
     fn status(&self) -> Status {
