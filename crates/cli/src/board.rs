@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! agent, fleet or instance --every 200 ms--> changes --> events (SSE, --events FILE)
+//! ways between nodes       --every 2 s-----> changes
 //! /proc, /sys              --every 2 s-----> telemetry
 //! other nodes              --service "board", once a second while somebody looks--> their parts
 //! ```
@@ -11,6 +12,7 @@
 
 mod changes;
 mod downloads;
+mod links;
 mod peers;
 
 use std::collections::BTreeMap;
@@ -26,7 +28,7 @@ use anyhow::Context;
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
-use paceline_cluster::telemetry::{Energy, Sample, Sampler};
+use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
 use paceline_node::Portrait;
 use paceline_serve::{Fact, Live, Manage, Status};
 use paceline_store::{Audit, Cancel};
@@ -200,11 +202,14 @@ impl Board {
             inner.nodes(&others),
             inner.requests(name.as_deref(), &others),
         );
+        let ways = agent.map(Agent::nodes_and_ways).unwrap_or_default();
+        let links = links::told(&ways, &nodes);
         let energy = energy(&nodes, &requests, inner.kwh_price.get().copied());
         json!({
             "name": name,
             "cluster": agent.map(Agent::cluster),
             "nodes": nodes,
+            "links": links,
             "energy": energy,
             "problems": agent.map(Agent::problems).unwrap_or_default(),
             "instances": instances,
@@ -213,9 +218,12 @@ impl Board {
         })
     }
 
-    /// What `/metrics` tells of the machine.
+    /// What `/metrics` tells of the machine and of its links. Other nodes tell of theirs.
     pub(crate) fn facts(&self) -> Vec<Fact> {
-        machine_facts(&lock(&self.0.sample))
+        let mut facts = machine_facts(&lock(&self.0.sample));
+        let ways = self.0.agent.get().map(Agent::nodes_and_ways);
+        facts.extend(links::facts(&ways.unwrap_or_default()));
+        facts
     }
 }
 
@@ -245,14 +253,20 @@ impl Inner {
         let begun = Instant::now();
         let mut next_sample = begun;
         while !self.is_over() {
-            if Instant::now() >= next_sample {
+            let is_sampled = Instant::now() >= next_sample;
+            if is_sampled {
                 next_sample += SAMPLE_EVERY;
                 let sample = sampler.sample(begun.elapsed());
                 *lock(&self.sample) = sample;
             }
             let nodes = self.agent.get().map(Agent::nodes).unwrap_or_default();
             let (instances, portraits) = self.instances();
-            for kind in changes.see(&nodes, &instances, &portraits) {
+            let mut news = changes.see(&nodes, &instances, &portraits);
+            if is_sampled {
+                let ways = self.agent.get().map(Agent::nodes_and_ways);
+                news.extend(changes.see_links(&ways.unwrap_or_default()));
+            }
+            for kind in news {
                 self.live.events().put(kind);
             }
             std::thread::sleep(LOOK_EVERY);
@@ -417,12 +431,49 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
             value,
         })
     });
-    known.collect()
+    known.chain(gpu_facts(&sample.gpus)).collect()
+}
+
+/// Figures of each graphics processor, those of one name after each other.
+fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
+    type Of = fn(&Gpu) -> Option<f64>;
+    #[rustfmt::skip]
+    let all: [(&'static str, &'static str, Of); 6] = [
+        ("node_gpu_busy_ratio", "Share of time that the graphics processor was busy",
+         |gpu| gpu.busy),
+        ("node_gpu_memory_bytes", "Memory of the graphics processor",
+         |gpu| gpu.memory_bytes.map(|bytes| bytes as f64)),
+        ("node_gpu_memory_used_bytes", "Memory of the graphics processor in use",
+         |gpu| gpu.memory_used_bytes.map(|bytes| bytes as f64)),
+        ("node_gpu_watts", "Power of the graphics processor", |gpu| gpu.watts),
+        ("node_gpu_temperature_celsius", "Its hottest sensor", |gpu| gpu.temperature_c),
+        ("node_gpu_throttled", "Whether it is slowed down because of heat or power",
+         |gpu| gpu.throttled.map(|is_slow| f64::from(u8::from(is_slow)))),
+    ];
+    all.into_iter().flat_map(move |(name, help, of)| {
+        gpus.iter().filter_map(move |gpu| {
+            let value = of(gpu)?;
+            let labels = label("gpu", &gpu.name);
+            Some(Fact {
+                name,
+                help,
+                labels,
+                value,
+            })
+        })
+    })
+}
+
+/// A label of a metric; its value may have any characters.
+fn label(name: &str, value: &str) -> String {
+    let value = value.replace('\\', "\\\\").replace('"', "\\\"");
+    format!("{name}=\"{}\"", value.replace('\n', "\\n"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use paceline_cluster::nodes::agent::NodeWays;
     use paceline_cluster::telemetry::Network;
     use paceline_serve::METRIC_NAMES;
 
@@ -444,8 +495,31 @@ mod tests {
             package_watts: Some(9.0),
             battery: Some(0.5),
             throttled: Some(0.0),
+            gpus: vec![gpu("card0"), gpu("card1")],
             ..Sample::default()
         }
+    }
+
+    fn gpu(name: &str) -> Gpu {
+        Gpu {
+            name: name.to_owned(),
+            busy: Some(0.5),
+            memory_bytes: Some(2),
+            memory_used_bytes: Some(1),
+            watts: Some(90.0),
+            temperature_c: Some(60.0),
+            throttled: Some(true),
+        }
+    }
+
+    /// A cluster of two whose links are measured.
+    fn two() -> [NodeWays; 2] {
+        let mut all = [
+            links::tests::ways((1, "a"), (2, "b"), 120),
+            links::tests::ways((2, "b"), (1, "a"), 130),
+        ];
+        all[0].paths[0].path.bytes_per_s = Some(940_000_000);
+        all
     }
 
     /// Names of metrics in a text: words that begin with `paceline_`.
@@ -460,11 +534,14 @@ mod tests {
 
     #[test]
     fn dashboard_and_alerts_name_metrics_that_there_are() {
-        let machine: Vec<String> = machine_facts(&full())
-            .iter()
+        let facts = machine_facts(&full())
+            .into_iter()
+            .chain(links::facts(&two()));
+        let mut machine: Vec<String> = facts
             .map(|fact| format!("paceline_{}", fact.name))
             .collect();
-        assert_eq!(machine.len(), 17);
+        machine.dedup(); // of each graphics processor
+        assert_eq!(machine.len(), 17 + 6 + 2);
         // Figures of an instance have their names there.
         let up = include_str!("up.rs");
         let is_known = |name: &String| {
@@ -476,7 +553,7 @@ mod tests {
         let grafana = include_str!("../../../docs/monitoring/grafana.json");
         let alerts = include_str!("../../../docs/monitoring/alerts.yml");
         let _: Value = serde_json::from_str(grafana).unwrap();
-        for (text, least) in [(grafana, 20), (alerts, 7)] {
+        for (text, least) in [(grafana, 30), (alerts, 11)] {
             let used = names(text);
             assert!(used.len() >= least, "{used:?}");
             let unknown: Vec<_> = used.iter().filter(|name| !is_known(name)).collect();
@@ -506,5 +583,38 @@ mod tests {
     #[test]
     fn figures_that_a_machine_does_not_tell_are_absent() {
         assert!(machine_facts(&Sample::default()).is_empty());
+        let silent = Gpu {
+            name: "card0".to_owned(),
+            watts: Some(0.0),
+            ..Gpu::default()
+        };
+        let facts: Vec<Fact> = gpu_facts(&[silent]).collect();
+        let names: Vec<&str> = facts.iter().map(|fact| fact.name).collect();
+        assert_eq!(names, ["node_gpu_watts"]);
+    }
+
+    #[test]
+    fn graphics_processors_and_links_are_told_apart_by_labels() {
+        let told = |facts: Vec<Fact>, name: &str| -> Vec<(String, f64)> {
+            let own = facts.into_iter().filter(|fact| fact.name == name);
+            own.map(|fact| (fact.labels, fact.value)).collect()
+        };
+        let pair = |labels: &str, value: f64| (labels.to_owned(), value);
+        assert_eq!(
+            told(machine_facts(&full()), "node_gpu_throttled"),
+            [pair("gpu=\"card0\"", 1.0), pair("gpu=\"card1\"", 1.0)]
+        );
+        // This node's own link: the other one has its own `/metrics`.
+        let labels = "from=\"a\",to=\"b\",interface=\"eth0\"";
+        assert_eq!(
+            told(links::facts(&two()), "link_latency_seconds"),
+            [pair(labels, 0.000_12)]
+        );
+        assert_eq!(
+            told(links::facts(&two()), "link_bandwidth_bytes_per_second"),
+            [pair(labels, 940e6)]
+        );
+        assert_eq!(links::facts(&[]), []);
+        assert_eq!(label("a", "b\"\\\n"), "a=\"b\\\"\\\\\\n\"");
     }
 }

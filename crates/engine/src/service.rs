@@ -45,6 +45,12 @@ pub trait Service: Send + Sync + std::fmt::Debug {
     /// How it is.
     fn status(&self) -> Status;
 
+    /// How its model is cut between ranks, in a word for figures: `none` where one rank has all of
+    /// it. Takes microseconds.
+    fn cut(&self) -> String {
+        "none".to_owned()
+    }
+
     /// The encoder that makes vectors of texts; a service that has one generates nothing.
     fn embedder(&self) -> Option<&dyn Embedder> {
         None

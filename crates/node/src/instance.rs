@@ -406,6 +406,10 @@ impl Service for Instance {
         self.shared.command(Command::Cancel(ticket));
     }
 
+    fn cut(&self) -> String {
+        self.split().to_string()
+    }
+
     fn status(&self) -> Status {
         let view = lock(&self.shared.view);
         let (running, waiting) = view.load;

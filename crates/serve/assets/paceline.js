@@ -5,12 +5,17 @@
 
 const KEPT_EVENTS = 200; // rows of the list; the page's memory stays flat
 const LOOK_MS = 1000;
-const DRAW_MS = 500; // between drawings of new events
+const DRAW_MS = 1200; // longest wait of an event to be drawn: longer than a look's, so that it goes with one
+const READ_MS = 200; // between readings of the stream of events while it has much to say
+const URGENT = ["node_went", "node_silent", "node_slow"]; // drawn at once
 const SPEED_POINTS = 120;
+const KEPT_LINKS = 64; // rows of the list: those of eight machines, each with each
+const CLOSE = 12; // machines up to which the map has room for large discs and for the links of all pairs
+const LABELLED = 6; // machines up to which a line of the map has room for words
 const CLOCK = new Intl.DateTimeFormat([], { timeStyle: "medium", hour12: false });
 
 const $ = (id) => document.getElementById(id);
-const state = { keys: null, status: null, speed: [], seen: 0, queue: [], talk: [], chat: null, node: null };
+const state = { keys: null, status: null, isFresh: false, frame: null, later: null, speed: [], seen: 0, queue: [], talk: [], chat: null };
 
 // ---- small parts
 
@@ -26,8 +31,24 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
+// What follows sets texts, classes, attributes and styles only where they change: the browser works for every setting.
 function text(node, value) {
-  if (node.textContent !== value) node.textContent = value;
+  const only = node.firstChild, words = value ?? "";
+  if (!only || only.nextSibling || only.nodeType !== Node.TEXT_NODE) {
+    if (node.textContent !== words) node.textContent = words;
+  } else if (only.data !== words) only.data = words;
+}
+
+function classed(node, names) {
+  if (node.className !== names) node.className = names;
+}
+
+function attr(node, name, value) {
+  if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
+}
+
+function style(node, name, value) {
+  if (node.style[name] !== value) node.style[name] = value;
 }
 
 // Keeps one element for each item of a list, by key, in order.
@@ -58,6 +79,16 @@ const percent = (share) => `${Math.round(share * 100)} %`;
 const rate = (tokS) => (tokS === undefined || tokS === null ? "–" : tokS.toFixed(tokS < 10 ? 2 : 1));
 const seconds = (s) => (s === undefined || s === null ? "–" : s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);
 
+// Measured ways, as `paceline nodes` writes them.
+const MBS = 1e6;
+const wayRate = (bytesS) => `${(bytesS / MBS).toFixed(bytesS < 10 * MBS ? 1 : 0)} MB/s`;
+const millis = (s) => `${(s * 1000).toFixed(2)} ms`;
+
+function way(it) {
+  if (!it) return "no way";
+  return [it.interface, millis(it.latency_s), it.bytes_per_s !== undefined && wayRate(it.bytes_per_s)].filter(Boolean).join(", ");
+}
+
 // ---- asking the server
 
 const key = () => sessionStorage.getItem("key");
@@ -86,7 +117,7 @@ function needKey(said) {
 
 function link(words, kind) {
   text($("link"), words);
-  $("link").className = `pill ${kind}`;
+  classed($("link"), `pill ${kind}`);
 }
 
 async function look() {
@@ -97,7 +128,8 @@ async function look() {
     state.status = await response.json();
     link("live", "good");
     $("logout").hidden = !key();
-    draw(state.status);
+    state.isFresh = true;
+    redraw();
   } catch {
     link("the node does not answer", "bad");
   }
@@ -108,18 +140,22 @@ async function lookOn() {
   setTimeout(lookOn, LOOK_MS);
 }
 
-// Reads server-sent events of a response; `hear` gets the data of each.
-async function readEvents(response, hear) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+// Reads server-sent events of a response; `hear` gets the data of each. With `pauseMs` what comes soon after a piece is
+// left to gather, so that a busy stream wakes the page some times a second and not for every event.
+async function readEvents(response, hear, pauseMs = 0) {
+  const reader = response.body.getReader(), decoder = new TextDecoder();
   let rest = "";
   for (;;) {
+    const asked = performance.now();
     const { value, done } = await reader.read();
     if (done) return;
-    const pieces = (rest + value).split("\n\n");
+    const hadToWait = performance.now() - asked > 2; // else more may lie there already
+    const pieces = (rest + decoder.decode(value, { stream: true })).split("\n\n");
     rest = pieces.pop();
     for (const piece of pieces) {
       for (const line of piece.split("\n")) if (line.startsWith("data: ")) hear(line.slice(6));
     }
+    if (pauseMs && hadToWait) await new Promise((over) => setTimeout(over, pauseMs));
   }
 }
 
@@ -128,21 +164,40 @@ async function follow() {
     if ($("login").open) { await new Promise((done) => setTimeout(done, 500)); continue; }
     try {
       const response = await fetch(`/v1/paceline/events?after=${state.seen}`, { headers: headers() });
-      if (response.ok) await readEvents(response, (data) => hearEvent(JSON.parse(data)));
+      if (response.ok) await readEvents(response, (data) => hearEvent(JSON.parse(data)), READ_MS);
     } catch { /* the pill says that the node does not answer */ }
     await new Promise((done) => setTimeout(done, 1000));
   }
 }
 
-// ---- drawing
+// ---- drawing: all in frames of the browser, so what changes together is drawn once; a hidden page draws nothing
+
+function redraw() {
+  clearTimeout(state.later);
+  state.later = null;
+  state.frame = state.frame || requestAnimationFrame(drawFrame);
+}
+
+function redrawSoon() {
+  if (!state.frame && !state.later) state.later = setTimeout(redraw, DRAW_MS);
+}
+
+function drawFrame() {
+  state.frame = null;
+  const isFresh = state.isFresh;
+  state.isFresh = false;
+  drawEvents();
+  if (isFresh) draw(state.status);
+}
 
 function draw(status) {
   const nodes = status.nodes || [], instances = status.instances || [], requests = status.requests || [];
   text($("where"), [status.name, status.cluster && `cluster ${status.cluster}`, status.version && `version ${status.version}`].filter(Boolean).join(" · "));
-  document.title = status.name ? `${status.name} – paceline` : "paceline";
+  const title = status.name ? `${status.name} – paceline` : "paceline";
+  if (document.title !== title) document.title = title;
   keyed($("problems"), status.problems || [], (line) => line, (line) => el("p", {}, line), () => {});
   drawSums(nodes, requests);
-  drawMap(nodes);
+  drawMap(nodes, status.links || []);
   keyed($("nodes"), nodes, (node) => node.id || node.name, makeNode, updateNode);
   $("none-loaded").hidden = instances.length > 0;
   keyed($("instances"), instances, (it) => it.id, makeInstance, updateInstance);
@@ -181,35 +236,91 @@ function drawSums(nodes, requests) {
     (node, sum) => text(node.lastChild, sum[1]));
 }
 
-function drawMap(nodes) {
+// Where the machines lie on the map: this one in the middle, the others around it.
+function spots(n) {
+  if (n === 2) return [[120, 92], [280, 92]];
+  const turn = (at) => 2 * Math.PI * (at - 1) / (n - 1) + Math.PI;
+  return Array.from({ length: n }, (_, at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(turn(at)), 92 + 62 * Math.sin(turn(at))]);
+}
+
+// Each pair of machines once, with its measured ways: pairs of this machine, and others that were measured.
+function pairs(nodes, links) {
+  const found = new Map(nodes.slice(1).map((node, at) => [`0 ${at + 1}`, { ends: [0, at + 1], ways: [], off: !node.linked }]));
+  const index = new Map(nodes.map((node, at) => [node.name, at]));
+  for (const it of links) {
+    const ends = [index.get(it.from), index.get(it.to)].sort((a, b) => a - b);
+    if (ends.includes(undefined)) continue;
+    if (!found.has(ends.join(" "))) found.set(ends.join(" "), { ends, ways: [], off: false });
+    const { ways } = found.get(ends.join(" "));
+    if (it.from === nodes[0].name) ways.unshift(it); else ways.push(it);
+  }
+  return [...found.values()];
+}
+
+// The share of a way's bandwidth that its interface sends.
+const loadOf = (it) => (it.bytes_per_s && it.sent_bytes_s !== undefined ? it.sent_bytes_s / it.bytes_per_s : 0);
+
+function drawMap(nodes, links) {
   const map = $("map"), n = nodes.length;
-  map.style.display = n > 1 ? "" : "none"; // one machine alone needs no map
+  style(map, "display", n > 1 ? "" : "none"); // one machine alone needs no map
+  drawLinks(links);
   if (n < 2) return;
-  const place = (at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(2 * Math.PI * (at - 1) / (n - 1) + Math.PI), 92 + 62 * Math.sin(2 * Math.PI * (at - 1) / (n - 1) + Math.PI)];
-  const spots = n === 2 ? [[120, 92], [280, 92]] : nodes.map((_, at) => place(at));
-  const r = n > 12 ? 12 : 24;
-  map.setAttribute("viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
-  const parts = [];
-  nodes.slice(1).forEach((node, at) => {
-    const [x1, y1] = spots[0], [x2, y2] = spots[at + 1];
-    parts.push(el("line", { x1, y1, x2, y2, class: node.linked ? "" : "off" }));
+  const at = spots(n), r = n > CLOSE ? 12 : 24;
+  attr(map, "viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
+  if (!map.firstChild) map.append(el("g"), el("g"));
+  keyed(map.firstChild, pairs(nodes, n > CLOSE ? [] : links), (it) => it.ends.join(" "), makeLine, (line, it) => updateLine(line, it, at, n));
+  keyed(map.lastChild, nodes.map((node, index) => ({ node, x: at[index][0], y: at[index][1] })), (it) => it.node.id || it.node.name,
+    makeSpot, (spot, it) => updateSpot(spot, it, r));
+  attr(map, "aria-label", nodes.map((node) => `${node.name}: ${node.state}${node.linked ? "" : ", no link"}`).join("; "));
+}
+
+const makeLine = () => el("g", {}, el("line"), el("text", { class: "way" }), el("text", { class: "way" }));
+
+function updateLine(group, { ends, ways, off }, at, n) {
+  const [line, over, under] = group.children;
+  const [[x1, y1], [x2, y2]] = ends.map((end) => at[end]);
+  for (const [name, value] of Object.entries({ x1, y1, x2, y2 })) attr(line, name, value.toFixed(1));
+  const load = Math.max(0, ...ways.map(loadOf)), isOwn = ends[0] === 0;
+  attr(line, "class", off ? "off" : load > .5 ? "busy" : isOwn ? "" : "side");
+  style(line, "strokeWidth", load > .01 ? `${Math.round(20 + 40 * Math.min(load, 1)) / 10}px` : "");
+  const words = n <= LABELLED && isOwn && ways[0];
+  for (const [label, down] of [[over, -4], [under, 11]]) {
+    attr(label, "x", ((x1 + x2) / 2).toFixed(1));
+    attr(label, "y", ((y1 + y2) / 2 + down).toFixed(1));
+  }
+  text(over, words ? millis(words.latency_s) : "");
+  text(under, words && words.bytes_per_s !== undefined ? wayRate(words.bytes_per_s) : "");
+}
+
+const makeSpot = () => el("g", {}, el("circle", { class: "disc" }), el("path", { class: "load" }), el("text"), el("text"));
+
+function updateSpot(group, { node, x, y }, r) {
+  const [disc, load, inside, name] = group.children;
+  const isAlive = node.state === "alive", isLarge = r > 12, busy = isAlive ? node.telemetry?.cpu_busy : undefined;
+  attr(group, "class", isAlive ? "" : "dead");
+  for (const [what, value] of [["cx", x], ["cy", y], ["r", r]]) attr(disc, what, value);
+  attr(load, "d", busy === undefined ? "" : arc(x, y, r, busy));
+  for (const [label, down] of [[inside, 4], [name, r + 13]]) { attr(label, "x", x); attr(label, "y", y + down); }
+  attr(inside, "class", isAlive ? "" : "sub");
+  text(inside, !isLarge ? "" : !isAlive ? node.state : busy === undefined ? "" : percent(busy));
+  text(name, node.name || "?");
+}
+
+// A share of a circle, from the top clockwise.
+function arc(x, y, r, share) {
+  const turn = 2 * Math.PI * Math.min(share, .999);
+  const end = [x + r * Math.sin(turn), y - r * Math.cos(turn)].map((v) => v.toFixed(1));
+  return `M${x} ${y - r} A${r} ${r} 0 ${share > .5 ? 1 : 0} 1 ${end[0]} ${end[1]}`;
+}
+
+// The measured links in words; the map shows only some of them.
+function drawLinks(links) {
+  $("links").hidden = links.length === 0;
+  keyed($("links"), links.slice(0, KEPT_LINKS), (it) => `${it.from} ${it.to}`, () => el("li", {}, el("b", {}), el("span", {})), (row, it) => {
+    const load = loadOf(it), sent = it.sent_bytes_s !== undefined && `sends ${bytes(it.sent_bytes_s)}/s`;
+    text(row.firstChild, `${it.from} to ${it.to}`);
+    text(row.lastChild, [way(it), sent && (load ? `${sent} (${percent(load)})` : sent)].filter(Boolean).join(", "));
   });
-  nodes.forEach((node, at) => {
-    const [x, y] = spots[at], t = node.telemetry || {};
-    const group = el("g", { class: node.state === "alive" ? "" : "dead" }, el("circle", { class: "disc", cx: x, cy: y, r }));
-    const busy = t.cpu_busy;
-    if (busy !== undefined && node.state === "alive") {
-      const turn = 2 * Math.PI * Math.min(busy, .999), large = busy > .5 ? 1 : 0;
-      const end = [x + r * Math.sin(turn), y - r * Math.cos(turn)].map((v) => v.toFixed(1));
-      group.append(el("path", { class: "load", d: `M${x} ${y - r} A${r} ${r} 0 ${large} 1 ${end[0]} ${end[1]}` }));
-      if (n <= 12) group.append(el("text", { x, y: y + 4 }, percent(busy)));
-    }
-    group.append(el("text", { x, y: y + r + 13 }, node.name || "?"));
-    if (node.state !== "alive" && n <= 12) group.append(el("text", { class: "sub", x, y: y + 4 }, node.state));
-    parts.push(group);
-  });
-  map.setAttribute("aria-label", nodes.map((node) => `${node.name}: ${node.state}${node.linked ? "" : ", no link"}`).join("; "));
-  map.replaceChildren(...parts);
 }
 
 function meter(name) {
@@ -220,8 +331,8 @@ function setMeter(node, share, words) {
   node.hidden = share === undefined;
   if (share === undefined) return;
   const bar = node.children[1].firstChild;
-  bar.style.width = `${Math.min(share, 1) * 100}%`;
-  bar.className = share > .97 ? "bad" : share > .88 ? "warn" : "";
+  style(bar, "width", `${Math.round(Math.min(share, 1) * 1000) / 10}%`);
+  classed(bar, share > .97 ? "bad" : share > .88 ? "warn" : "");
   text(node.lastChild, words);
 }
 
@@ -239,11 +350,12 @@ function updateNode(node, it) {
   const [title, about, cpu, memory, swap, gpu, battery, cores, more] = node.children;
   const t = it.telemetry || {};
   text(title.firstChild, it.name || "?");
-  text(title.children[1], it.found_by === "self" && it.state === "alive" ? "this node" : it.state);
-  title.children[1].className = `pill ${stateKind(it.state)}`;
+  const isSlow = it.slow_ms !== undefined && it.state === "alive";
+  text(title.children[1], it.found_by === "self" && it.state === "alive" ? "this node" : isSlow ? "slow" : it.state);
+  classed(title.children[1], `pill ${isSlow ? "warn" : stateKind(it.state)}`);
   title.lastChild.hidden = !state.status.may_manage || !["dead", "left"].includes(it.state);
-  title.lastChild.value = it.id || "";
-  title.lastChild.setAttribute("aria-label", `Forget ${it.name}`);
+  attr(title.lastChild, "value", it.id || "");
+  attr(title.lastChild, "aria-label", `Forget ${it.name}`);
   text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`].filter(Boolean).join(" · "));
   setMeter(cpu, t.cpu_busy, `${percent(t.cpu_busy || 0)}${t.cpu_mhz ? ` · ${(t.cpu_mhz / 1000).toFixed(1)} GHz` : ""}`);
   const used = t.memory_bytes && t.memory_available_bytes !== undefined ? t.memory_bytes - t.memory_available_bytes : undefined;
@@ -253,7 +365,7 @@ function updateNode(node, it) {
   setMeter(gpu, card.busy, `${percent(card.busy || 0)} · ${bytes(card.memory_used_bytes)}`);
   setMeter(battery, t.battery, `${percent(t.battery || 0)}${t.on_battery ? " · in use" : ""}`);
   const each = (t.core_busy || []).slice(0, 256);
-  keyed(cores, each.map((busy, at) => ({ busy, at })), (core) => core.at, () => el("i", {}), (bar, core) => { bar.style.height = `${Math.max(core.busy * 100, 6)}%`; });
+  keyed(cores, each.map((busy, at) => ({ busy, at })), (core) => core.at, () => el("i", {}), (bar, core) => style(bar, "height", `${Math.max(Math.round(core.busy * 100), 6)}%`));
   cores.hidden = each.length < 2;
   const traffic = (t.networks || []).reduce(([down, up], net) => [down + net.received_bytes_s, up + net.sent_bytes_s], [0, 0]);
   const pressure = [["cores", t.cpu_pressure], ["memory", t.memory_pressure], ["disks", t.io_pressure]].filter(([, share]) => share > .05);
@@ -273,14 +385,14 @@ function makeInstance(it) {
   unload.setAttribute("aria-label", `Unload ${nick(it.model)}`);
   const replica = it.replica ? ` replica ${it.replica.number}` : "";
   return el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model) + replica), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
-    meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, el("span", {}), el("span", {})), el("p", { class: "facts" }));
+    meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, ...["predicted ", "measured "].map((word) => el("span", {}, word, el("b"), " tokens/s"))), el("p", { class: "facts" }));
 }
 
 function updateInstance(node, it) {
   const [title, about, progress, shards, beside, more] = node.children;
   const portrait = it.portrait || {};
   text(title.children[1], it.state);
-  title.children[1].className = `pill ${stateKind(it.state)}`;
+  classed(title.children[1], `pill ${stateKind(it.state)}`);
   title.children[2].hidden = !state.status.may_manage;
   text(about, it.reason || `on ${it.nodes.join(", ")} · split ${portrait.split || it.split}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
   const [done, of] = it.progress || [];
@@ -289,15 +401,12 @@ function updateInstance(node, it) {
     const where = it.nodes[shard.rank] || `rank ${shard.rank}`;
     const share = shard.share < .999 ? ` · ${percent(shard.share)}` : "";
     text(part, `${where}: layers ${shard.first_layer}–${shard.end_layer - 1}${share} · ${bytes(shard.weight_bytes)}`);
-    part.title = `${shard.threads} threads, ${shard.device}`;
-    part.style.flexGrow = Math.max(shard.weight_bytes / 1e6, .2);
+    attr(part, "title", `${shard.threads} threads, ${shard.device}`);
+    style(part, "flexGrow", String(Math.max(Math.round(shard.weight_bytes / 1e5) / 10, .2)));
   });
   const known = portrait.predicted_tok_s !== undefined || portrait.measured_tok_s !== undefined;
   beside.hidden = !known;
-  if (known) {
-    beside.children[0].replaceChildren("predicted ", el("b", {}, rate(portrait.predicted_tok_s)), " tokens/s");
-    beside.children[1].replaceChildren("measured ", el("b", {}, rate(portrait.measured_tok_s)), " tokens/s");
-  }
+  [portrait.predicted_tok_s, portrait.measured_tok_s].forEach((speed, at) => text(beside.children[at].children[0], rate(speed)));
   text(more, [portrait.restarts > 0 && `restarts: ${portrait.restarts}`, (portrait.changes || []).at(-1)].filter(Boolean).join(" · "));
 }
 
@@ -305,9 +414,10 @@ function drawRequests(requests) {
   const table = $("requests");
   table.hidden = requests.length === 0;
   $("no-requests").hidden = requests.length > 0;
-  keyed(table.tBodies[0], requests, (request) => `${request.node} ${request.request}`,
+  // Rows are kept by their place: requests come and go with every look.
+  keyed(table.tBodies[0], [...requests.entries()], ([at]) => at,
     () => el("tr", {}, ...Array.from({ length: 8 }, (_, at) => el("td", { class: at > 3 ? "n" : null }))),
-    (row, it) => {
+    (row, [, it]) => {
       const stage = it.ttft_s === undefined ? "reads" : "writes";
       [it.request, nick(it.model), it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
         .forEach((value, at) => text(row.children[at], String(value)));
@@ -320,8 +430,9 @@ function drawSpeed(requests) {
   const most = Math.max(...state.speed, 1);
   const points = state.speed.map((v, at) => `${(240 - 2 * (state.speed.length - 1 - at)).toFixed(0)} ${(46 - 42 * v / most).toFixed(1)}`);
   const first = 240 - 2 * (state.speed.length - 1);
-  $("speed").replaceChildren(el("path", { d: `M${first} 48 L${points.join(" L")} L240 48` }));
-  $("speed").setAttribute("aria-label", `Tokens a second over the last two minutes: now ${rate(state.speed.at(-1))}, most ${rate(Math.max(...state.speed))}`);
+  if (!$("speed").firstChild) $("speed").append(el("path"));
+  attr($("speed").firstChild, "d", `M${first} 48 L${points.join(" L")} L240 48`);
+  attr($("speed"), "aria-label", `Tokens a second over the last two minutes: now ${rate(state.speed.at(-1))}, most ${rate(Math.max(...state.speed))}`);
 }
 
 function drawModels(instances) {
@@ -342,6 +453,9 @@ function describe(event) {
   switch (event.kind) {
     case "node_came": return ["good", "came", event.node];
     case "node_silent": return ["warn", "silent", event.node];
+    case "node_slow": return ["slow", "slow", `${event.node} answers after ${seconds(event.answer_s)}`];
+    case "node_steady": return ["", "steady", `${event.node} answers in time again`];
+    case "link_changed": return ["slow", "link", `${event.from} to ${event.to}: ${way(event.now)}, was ${way(event.before)}`];
     case "node_went": return ["bad", "went", event.node];
     case "instance": return [stateKind(event.state), event.state, [nick(event.model), event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
     case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
@@ -359,19 +473,41 @@ function hearEvent(event) {
   state.seen = event.seq;
   state.queue.push(event);
   if (state.queue.length > KEPT_EVENTS) state.queue.shift();
-  if (state.queue.length === 1) setTimeout(drawEvents, DRAW_MS); // many at once are one change
-  if (event.kind === "node_went" || event.kind === "node_silent") look();
+  if (!URGENT.includes(event.kind)) return redrawSoon();
+  redraw();
+  look();
 }
 
+// The time of an event; most have the second of the one before.
+let lastSecond = [0, ""];
+function clock(ms) {
+  const second = Math.floor(ms / 1000);
+  if (lastSecond[0] !== second) lastSecond = [second, CLOCK.format(second * 1000)];
+  return lastSecond[1];
+}
+
+const makeRow = () => el("li", {}, el("time"), el("b"), el("span"));
+
+function fillRow(row, event) {
+  const [kind, word, rest] = describe(event), [time, name, words] = row.children;
+  classed(row, kind);
+  time.dateTime = new Date(event.unix_ms).toISOString();
+  text(time, clock(event.unix_ms));
+  text(name, word);
+  text(words, rest);
+}
+
+// Events that came since the last frame, above the others. The oldest rows are used again.
 function drawEvents() {
-  const rows = state.queue.splice(0).reverse().map((event) => {
-    const [kind, word, rest] = describe(event);
-    const at = new Date(event.unix_ms);
-    return el("li", { class: kind }, el("time", { datetime: at.toISOString() }, CLOCK.format(at)), el("b", {}, word), el("span", {}, rest));
-  });
-  const list = $("events");
-  list.prepend(...rows);
-  while (list.childElementCount > KEPT_EVENTS) list.lastChild.remove();
+  const list = $("events"), fresh = document.createDocumentFragment();
+  let missing = KEPT_EVENTS - list.childElementCount;
+  for (const event of state.queue.splice(0)) {
+    const row = missing > 0 ? makeRow() : list.lastElementChild;
+    missing -= 1;
+    fillRow(row, event);
+    fresh.prepend(row);
+  }
+  if (fresh.firstChild) list.prepend(fresh);
 }
 
 // ---- doing

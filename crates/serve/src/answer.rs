@@ -103,7 +103,7 @@ impl Answer {
                 sender: sender.clone(),
                 overflow: Arc::clone(&overflow),
                 is_over: false,
-                meter: metrics.meter(terms.asked, request.prompt.len()),
+                meter: metrics.meter(terms.asked, request.prompt.len(), service.cut()),
                 now: terms.now,
             };
             let ticket = service.submit_after(request, tokens, outlet.into_sink())?;

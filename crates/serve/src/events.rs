@@ -42,6 +42,31 @@ pub enum Kind {
         /// Its name.
         node: String,
     },
+    /// A node answers, but its answers stay late.
+    NodeSlow {
+        /// Its name.
+        node: String,
+        /// Seconds of its last answer to a ping.
+        answer_s: f64,
+    },
+    /// A slow node answers in time again.
+    NodeSteady {
+        /// Its name.
+        node: String,
+    },
+    /// The way from a node to another is a different one, or its measured latency or bandwidth is.
+    LinkChanged {
+        /// Name of the node that it leaves from.
+        from: String,
+        /// Name of the node that it leads to.
+        to: String,
+        /// How it was; absent where no way answered.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        before: Option<Link>,
+        /// How it is; absent while no way answers.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        now: Option<Link>,
+    },
     /// An instance has another state.
     Instance {
         /// Its id.
@@ -122,6 +147,18 @@ pub enum Kind {
         #[serde(skip_serializing_if = "Option::is_none")]
         tok_s: Option<f64>,
     },
+}
+
+/// A measured way between two nodes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Link {
+    /// Name of the interface that it leaves by, or its address.
+    pub interface: String,
+    /// Seconds of a round trip.
+    pub latency_s: f64,
+    /// Bytes a second; absent before they are measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_s: Option<u64>,
 }
 
 /// An event with its number and time.
@@ -207,6 +244,17 @@ impl fmt::Debug for Events {
     }
 }
 
+/// For people: `eth1, 0.12 ms, 940 MB/s`.
+impl fmt::Display for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {:.2} ms", self.interface, self.latency_s * 1e3)?;
+        match self.bytes_per_s {
+            Some(rate) => write!(f, ", {:.0} MB/s", rate as f64 / 1e6),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Kind {
     /// Whether it belongs into a log of what was done to the node: joins, refusals, use of keys,
     /// loads and unloads. Such a log has no prompts, and nothing of single requests.
@@ -218,6 +266,9 @@ impl Kind {
             | Self::KeyUsed { .. }
             | Self::Refused { .. } => true,
             Self::NodeSilent { .. }
+            | Self::NodeSlow { .. }
+            | Self::NodeSteady { .. }
+            | Self::LinkChanged { .. }
             | Self::SplitChanged { .. }
             | Self::Fault { .. }
             | Self::Unprotected { .. }
@@ -230,8 +281,21 @@ impl Kind {
     /// The same with texts of bounded length.
     fn cut(mut self) -> Self {
         match &mut self {
-            Self::NodeCame { node } | Self::NodeSilent { node } | Self::NodeWent { node } => {
-                cut(node);
+            Self::NodeCame { node }
+            | Self::NodeSilent { node }
+            | Self::NodeWent { node }
+            | Self::NodeSlow { node, .. }
+            | Self::NodeSteady { node } => cut(node),
+            Self::LinkChanged {
+                from,
+                to,
+                before,
+                now,
+            } => {
+                cut(from);
+                cut(to);
+                let links = before.iter_mut().chain(now);
+                links.for_each(|link| cut(&mut link.interface));
             }
             Self::Instance {
                 model,
@@ -311,6 +375,30 @@ mod tests {
         assert_eq!(json["text"], "rank 1 died");
         assert_eq!(json["seq"], 1);
         assert_eq!(json["unix_ms"].as_u64().unwrap() / 10_000, 179_000_000);
+    }
+
+    #[test]
+    fn a_changed_link_tells_both_states() {
+        let events = events();
+        let now = Link {
+            interface: "e".repeat(400),
+            latency_s: 0.0009,
+            bytes_per_s: None,
+        };
+        events.put(Kind::LinkChanged {
+            from: "a".into(),
+            to: "b".into(),
+            before: None,
+            now: Some(now),
+        });
+        let json = serde_json::to_value(&events.after(0, 1)[0]).unwrap();
+        assert_eq!(json["kind"], "link_changed");
+        assert_eq!(json["from"], "a");
+        assert_eq!(json["to"], "b");
+        assert_eq!(json["now"]["latency_s"], 0.0009);
+        let interface = json["now"]["interface"].as_str().unwrap();
+        assert!(interface.len() <= TEXT_BYTES_MAX + 3);
+        assert!(json.get("before").is_none() && json["now"].get("bytes_per_s").is_none());
     }
 
     #[test]

@@ -4,7 +4,7 @@ use paceline_engine::Request;
 use paceline_formats::tokenizer::Tokenizer;
 use tracing::{Level, debug, enabled, info, trace, warn};
 
-use crate::events::Kind;
+use crate::events::{Kind, Link};
 
 /// The only target that gets text of prompts. Level `trace` of all modules does not include it:
 /// a log has them only where this name is given.
@@ -32,6 +32,20 @@ impl Kind {
             Self::NodeCame { node } => info!(node, "node came"),
             Self::NodeSilent { node } => warn!(node, "node is silent"),
             Self::NodeWent { node } => warn!(node, "node went"),
+            Self::NodeSlow { node, answer_s } => warn!(node, answer_s, "node is slow"),
+            Self::NodeSteady { node } => info!(node, "node is slow no more"),
+            Self::LinkChanged {
+                from,
+                to,
+                before,
+                now,
+            } => {
+                let text = |link: &Option<Link>| link.as_ref().map(Link::to_string);
+                let (before, now) = (text(before), text(now));
+                let (before, now) = (before.as_deref(), now.as_deref());
+                let (before, now) = (before.unwrap_or("none"), now.unwrap_or("none"));
+                info!(from, to, before, now, "link changed");
+            }
             Self::Instance {
                 id,
                 model,

@@ -52,9 +52,11 @@ struct Outcome {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ModelLabels {
+struct CutLabels {
     /// The name that the server has for it, not the client's.
     model: String,
+    /// How it was cut between ranks when the request was handed to it.
+    split: String,
 }
 
 /// Makes a histogram's buckets.
@@ -74,14 +76,14 @@ pub(crate) struct Metrics {
     calls: Family<Outcome, Counter>,
     prompt_tokens: Counter,
     generated_tokens: Counter,
-    first_token_s: Family<ModelLabels, Histogram, Buckets>,
-    between_tokens_s: Family<ModelLabels, Histogram, Buckets>,
+    first_token_s: Family<CutLabels, Histogram, Buckets>,
+    between_tokens_s: Family<CutLabels, Histogram, Buckets>,
     tokens_per_s: Histogram,
     in_flight: Gauge,
     running: Gauge,
     waiting: Gauge,
     live: Live,
-    model: ModelLabels,
+    model: String,
 }
 
 impl Metrics {
@@ -109,9 +111,7 @@ impl Metrics {
             running: Gauge::default(),
             waiting: Gauge::default(),
             live,
-            model: ModelLabels {
-                model: model.id.clone(),
-            },
+            model: model.id.clone(),
         };
         metrics.register(model, tokens);
         metrics
@@ -175,18 +175,23 @@ impl Metrics {
         }
     }
 
-    /// Watches the replies to a choice.
-    pub(crate) fn meter(self: &Arc<Self>, asked: Instant, prompt_tokens: usize) -> Meter {
+    /// Watches the replies to a choice of a model that is cut as `split` says.
+    pub(crate) fn meter(
+        self: &Arc<Self>,
+        asked: Instant,
+        prompt_tokens: usize,
+        split: String,
+    ) -> Meter {
+        let model = self.model.clone();
         Meter {
+            labels: CutLabels { model, split },
             metrics: Arc::clone(self),
             asked,
             prompt_tokens: prompt_tokens as u64,
             first: None,
             last: asked,
             tokens: 0,
-            watched: self
-                .live
-                .begin(&self.model.model, asked, prompt_tokens as u64),
+            watched: self.live.begin(&self.model, asked, prompt_tokens as u64),
         }
     }
 
@@ -279,6 +284,7 @@ pub(crate) fn facts_text(facts: &Facts) -> String {
 #[derive(Debug)]
 pub(crate) struct Meter {
     metrics: Arc<Metrics>,
+    labels: CutLabels,
     asked: Instant,
     prompt_tokens: u64,
     /// When the first token came.
@@ -302,22 +308,15 @@ impl Meter {
         self.metrics.generated_tokens.inc();
         self.tokens += 1;
         self.watched.token(now);
-        if self.first.is_none() {
-            self.first = Some(now);
-            let took = now.saturating_duration_since(self.asked);
-            let times = self
-                .metrics
-                .first_token_s
-                .get_or_create(&self.metrics.model);
-            times.observe(took.as_secs_f64());
-        } else {
-            let took = now.saturating_duration_since(self.last);
-            let times = self
-                .metrics
-                .between_tokens_s
-                .get_or_create(&self.metrics.model);
-            times.observe(took.as_secs_f64());
-        }
+        let metrics = &self.metrics;
+        let (times, before) = match self.first {
+            None => (&metrics.first_token_s, self.asked),
+            Some(_) => (&metrics.between_tokens_s, self.last),
+        };
+        let took = now.saturating_duration_since(before);
+        let times = times.get_or_create(&self.labels);
+        times.observe(took.as_secs_f64());
+        self.first = self.first.or(Some(now));
         self.last = now;
     }
 

@@ -1,18 +1,26 @@
 //! Differences between two looks at the cluster, as events.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use paceline_cluster::nodes::agent::NodeView;
+use paceline_cluster::nodes::agent::{NodeView, NodeWays};
 use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths::{Path, has_moved};
 use paceline_node::Portrait;
 use paceline_serve::events::Kind;
 use serde_json::Value;
+
+use super::links::{link, used};
 
 /// The last look.
 #[derive(Default)]
 pub(super) struct Changes {
     /// Name and life by id.
     nodes: BTreeMap<String, (String, Life)>,
+    /// Ids of nodes that are slow.
+    slow: BTreeSet<String>,
+    /// The way that was told last of each pair of nodes that live, by their names; `None` where
+    /// none answered.
+    links: BTreeMap<(String, String), Option<Path>>,
     /// State and model by id.
     instances: BTreeMap<String, Seen>,
     /// Changes of the split and restarts by id.
@@ -37,6 +45,7 @@ impl Changes {
         portraits: &BTreeMap<String, Portrait>,
     ) -> Vec<Kind> {
         let mut news = self.of_nodes(nodes);
+        news.extend(self.of_slow(nodes));
         news.extend(self.of_instances(instances));
         news.extend(self.of_splits(portraits));
         news
@@ -71,6 +80,65 @@ impl Changes {
             }
         }
         self.nodes = now;
+        news
+    }
+
+    /// Nodes that have become slow, or are slow no more. Of one that went only that is told.
+    fn of_slow(&mut self, nodes: &[NodeView]) -> Vec<Kind> {
+        let mut news = Vec::new();
+        for it in nodes.iter().filter(|it| !it.facts.name.is_empty()) {
+            let (id, node) = (it.id.to_string(), it.facts.name.clone());
+            match (it.slow_ms, self.slow.contains(&id)) {
+                (Some(ms), false) => {
+                    self.slow.insert(id);
+                    let answer_s = ms as f64 / 1e3;
+                    news.push(Kind::NodeSlow { node, answer_s });
+                }
+                (None, true) if it.state == Life::Alive => {
+                    self.slow.remove(&id);
+                    news.push(Kind::NodeSteady { node });
+                }
+                _ => {}
+            }
+        }
+        let lives = |id: &String| {
+            let node = nodes.iter().find(|node| node.id.to_string() == *id);
+            node.is_some_and(|node| matches!(node.state, Life::Alive | Life::Suspect))
+        };
+        self.slow.retain(lives);
+        news
+    }
+
+    /// Takes a look at the measured ways of all pairs of nodes that live; which have changed since
+    /// they were told last. The first look at a pair, and one after an end of it was away, tells
+    /// nothing.
+    pub(super) fn see_links(&mut self, nodes: &[NodeWays]) -> Vec<Kind> {
+        let now = used(nodes);
+        let mut news = Vec::new();
+        self.links.retain(|pair, _| now.contains_key(pair));
+        for ((from, to), now) in now {
+            let pair = (from, to);
+            let Some(told) = self.links.get_mut(&pair) else {
+                self.links.insert(pair, now);
+                continue;
+            };
+            let has_changed = match (&*told, &now) {
+                (Some(before), Some(now)) => has_moved(before, now),
+                (before, now) => before.is_some() != now.is_some(),
+            };
+            if !has_changed {
+                complete(told, now.as_ref());
+                continue;
+            }
+            let before = std::mem::replace(told, now.clone());
+            let (from, to) = pair;
+            news.push(Kind::LinkChanged {
+                from,
+                to,
+                before: before.as_ref().map(link),
+                now: now.as_ref().map(link),
+            });
+        }
         news
     }
 
@@ -121,6 +189,15 @@ impl Changes {
     }
 }
 
+/// Takes a bandwidth that was not known when the way was told.
+fn complete(told: &mut Option<Path>, now: Option<&Path>) {
+    if let (Some(told), Some(now)) = (told, now)
+        && told.bytes_per_s.is_none()
+    {
+        told.bytes_per_s = now.bytes_per_s;
+    }
+}
+
 fn seen(it: &Value) -> (String, Seen) {
     let text = |name: &str| it[name].as_str().unwrap_or_default().to_owned();
     let nodes = it["nodes"].as_array().into_iter().flatten();
@@ -150,6 +227,8 @@ mod tests {
     use paceline_cluster::nodes::agent::Facts;
     use serde_json::json;
 
+    use crate::board::links::tests::ways;
+
     fn node(number: u8, name: &str, state: Life) -> NodeView {
         let name = name.to_owned();
         NodeView {
@@ -158,6 +237,7 @@ mod tests {
             found_by: "beacon".into(),
             heard_by: Vec::new(),
             linked: true,
+            slow_ms: None,
             facts: Facts {
                 name,
                 ..Facts::default()
@@ -183,6 +263,66 @@ mod tests {
         assert_eq!(see(&[own(), node(3, "b", Life::Dead)]), ["node_went"]);
         assert_eq!(see(&[own(), node(3, "b", Life::Alive)]), ["node_came"]);
         assert_eq!(see(&[own()]), ["node_went"]);
+    }
+
+    #[test]
+    fn a_slow_node_is_told_once_and_once_more_when_it_is_over() {
+        let mut changes = Changes::default();
+        let mut see = |slow_ms: Option<u64>, state: Life| {
+            let view = NodeView {
+                slow_ms,
+                ..node(2, "b", state)
+            };
+            kinds(&changes.see(&[view], &[], &BTreeMap::new()))
+        };
+        assert_eq!(see(None, Life::Alive), ["node_came"]);
+        assert_eq!(see(Some(150), Life::Alive), ["node_slow"]);
+        assert_eq!(see(Some(170), Life::Alive), [""; 0]);
+        assert_eq!(see(None, Life::Alive), ["node_steady"]);
+        assert_eq!(see(Some(150), Life::Alive), ["node_slow"]);
+        assert_eq!(see(None, Life::Dead), ["node_went"], "not steady");
+        assert_eq!(see(None, Life::Alive), ["node_came"]);
+    }
+
+    #[test]
+    fn links_change_by_their_way_and_by_a_factor() {
+        let mut changes = Changes::default();
+        let pair = |latency_us| {
+            [
+                ways((1, "a"), (2, "b"), latency_us),
+                ways((2, "b"), (1, "a"), 300),
+            ]
+        };
+        assert_eq!(changes.see_links(&pair(300)), [], "the first look");
+        assert_eq!(changes.see_links(&pair(450)), []);
+        let news = json!(changes.see_links(&pair(1000)));
+        assert_eq!(news.as_array().map(Vec::len), Some(1), "{news}");
+        assert_eq!(news[0]["from"], "a");
+        assert_eq!(news[0]["to"], "b");
+        assert_eq!(
+            news[0]["before"]["latency_s"], 0.0003,
+            "as it was told last"
+        );
+        assert_eq!(news[0]["now"]["latency_s"], 0.001);
+        let mut lost = pair(1000);
+        lost[0].paths[0].path.up = false;
+        let news = json!(changes.see_links(&lost));
+        assert_eq!(news[0].get("now"), None, "{news}");
+        assert_eq!(changes.see_links(&lost), []);
+        let news = json!(changes.see_links(&pair(1000)));
+        assert_eq!(news[0].get("before"), None, "{news}");
+        // The first measured bandwidth is none, half of it is.
+        let mut measured = pair(1000);
+        measured[0].paths[0].path.bytes_per_s = Some(100);
+        assert_eq!(changes.see_links(&measured), []);
+        measured[0].paths[0].path.bytes_per_s = Some(49);
+        assert_eq!(changes.see_links(&measured).len(), 1);
+        // A node that went takes its links with it, which its own event tells.
+        let mut gone = pair(1000);
+        gone[1].node.state = Life::Dead;
+        gone[0].paths[0].path.up = false;
+        assert_eq!(changes.see_links(&gone), []);
+        assert_eq!(changes.see_links(&pair(5000)), []);
     }
 
     #[test]

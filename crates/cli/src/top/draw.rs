@@ -18,7 +18,7 @@ use crate::output::printable;
 const SPEEDS_MAX: usize = 120;
 
 /// Rows of the graph.
-const GRAPH_ROWS: u16 = 3;
+const GRAPH_ROWS: usize = 3;
 
 /// The column that machines are sorted by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,7 +104,7 @@ impl View {
             _ => false,
         };
         let passes = |item: &&Value| {
-            let names = ["name", "model", "state", "node", "nodes"];
+            let names = ["name", "model", "state", "node", "nodes", "from", "to"];
             filter.is_empty() || names.iter().any(|name| has(&item[*name]))
         };
         all.filter(passes).collect()
@@ -142,11 +142,16 @@ pub(super) fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
     let area = buffer.area;
     draw(view, area, &mut buffer);
+    written(&buffer)
+}
+
+/// The text of a drawn frame.
+fn written(buffer: &Buffer) -> String {
     let line = |y: u16| {
-        let cells = (0..area.width).map(|x| buffer[(x, y)].symbol());
+        let cells = (0..buffer.area.width).map(|x| buffer[(x, y)].symbol());
         cells.collect::<String>().trim_end().to_owned()
     };
-    let lines: Vec<String> = (0..area.height).map(line).collect();
+    let lines: Vec<String> = (0..buffer.area.height).map(line).collect();
     lines.join("\n").trim_end().to_owned()
 }
 
@@ -158,20 +163,19 @@ pub(super) fn frame(view: &mut View, frame: &mut Frame) {
 
 /// Draws everything; what has no room is cut.
 fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
-    let nodes = view.nodes().len().max(1) as u16 + 1;
-    let instances = view.items("instances").len() as u16 + 1;
-    let has_graph = area.height >= 20;
-    let parts = Layout::vertical([
-        Constraint::Length(1),
-        Constraint::Length(if has_graph { GRAPH_ROWS } else { 0 }),
-        Constraint::Length(nodes.min(area.height / 2)),
-        Constraint::Length(1),
-        Constraint::Length(instances.min(area.height / 3)),
-        Constraint::Length(1),
-        Constraint::Fill(1),
-        Constraint::Length(1),
-    ]);
-    let [head, graph, machines, _, models, _, requests, foot] = parts.areas(area);
+    let parts = Layout::vertical(heights(view, area.height).map(Constraint::Length));
+    let [
+        head,
+        graph,
+        machines,
+        _,
+        models,
+        _,
+        links,
+        _,
+        requests,
+        foot,
+    ] = parts.areas(area);
     header(view).render(head, buffer);
     let speeds = view.speeds.make_contiguous();
     let last = &speeds[speeds.len().saturating_sub(usize::from(area.width))..];
@@ -179,20 +183,18 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     // Scrolling moves the list of machines first; it is the one that grows with the cluster.
     let shown = usize::from(machines.height.saturating_sub(1));
     view.scroll = view.scroll.min(view.nodes().len().saturating_sub(shown));
-    let rows: Vec<[String; 8]> = view
-        .nodes()
-        .into_iter()
-        .skip(view.scroll)
-        .map(node)
-        .collect();
+    let rows = view.nodes().into_iter().skip(view.scroll).map(node);
     let names = [
         "MACHINE", "STATE", "CPU", "GHZ", "MEMORY", "TEMP", "POWER", "NETWORK",
     ];
     table(names, rows, [18, 8, 6, 5, 16, 6, 7, 0]).render(machines, buffer);
-    let rows: Vec<[String; 5]> = view.items("instances").into_iter().map(instance).collect();
+    let rows = view.items("instances").into_iter().map(instance);
     let names = ["MODEL", "STATE", "SPLIT", "TOK/S (PREDICTED)", "ON"];
     table(names, rows, [18, 15, 9, 18, 0]).render(models, buffer);
-    let rows: Vec<[String; 7]> = view.items("requests").into_iter().map(request).collect();
+    let rows = view.items("links").into_iter().map(link);
+    let names = ["LINK FROM", "TO", "BY", "LATENCY", "BANDWIDTH", "SENDS"];
+    table(names, rows, [18, 18, 10, 9, 10, 0]).render(links, buffer);
+    let rows = view.items("requests").into_iter().map(request);
     let names = [
         "REQUEST", "MODEL", "PROMPT", "TOKENS", "TOK/S", "FIRST", "AT",
     ];
@@ -200,19 +202,52 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     footer(view).render(foot, buffer);
 }
 
+/// Rows of each part, from the top. Where there is no room for all, the first and the last line
+/// come first, then machines, models, links; requests get what is left.
+fn heights(view: &View, height: u16) -> [u16; 10] {
+    let mut left = height;
+    let mut take = |wanted: usize| {
+        let taken = u16::try_from(wanted).unwrap_or(u16::MAX).min(left);
+        left -= taken;
+        taken
+    };
+    let part = |share: u16| usize::from(height / share);
+    let (head, foot) = (take(1), take(1));
+    let graph = take(if height >= 20 { GRAPH_ROWS } else { 0 });
+    let machines = take((view.nodes().len().max(1) + 1).min(part(2)));
+    let above_models = take(1);
+    let models = take((view.items("instances").len() + 1).min(part(3)));
+    let above_links = take(1);
+    // A machine alone has no links, and no rows for them.
+    let (links, below) = match view.items("links").len() {
+        0 => (0, 0),
+        n => (take((n + 1).min(part(4))), take(1)),
+    };
+    [
+        head,
+        graph,
+        machines,
+        above_models,
+        models,
+        above_links,
+        links,
+        below,
+        left,
+        foot,
+    ]
+}
+
 /// A table whose last column takes what is left.
 fn table<const N: usize>(
     names: [&'static str; N],
-    rows: Vec<[String; N]>,
+    rows: impl Iterator<Item = [String; N]>,
     widths: [u16; N],
 ) -> Table<'static> {
     let widths = widths.map(|width| match width {
         0 => Constraint::Fill(1),
         width => Constraint::Length(width),
     });
-    let rows = rows
-        .into_iter()
-        .map(|cells| Row::new(cells.map(Cell::from)));
+    let rows = rows.map(|cells| Row::new(cells.map(Cell::from)));
     let bold = Style::new().add_modifier(Modifier::BOLD);
     Table::new(rows, widths).header(Row::new(names).style(bold))
 }
@@ -323,6 +358,25 @@ fn instance(it: &Value) -> [String; 5] {
     ]
 }
 
+/// A measured link; `SENDS` is all that leaves by its interface, with the share of its bandwidth.
+fn link(it: &Value) -> [String; 6] {
+    let load = it["sent_bytes_s"].as_f64().zip(it["bytes_per_s"].as_f64());
+    let load = load.filter(|(_, most)| *most > 0.0);
+    let load = load.map_or_else(String::new, |(sent, most)| {
+        format!(" ({:.0} %)", 100.0 * sent / most)
+    });
+    [
+        text(&it["from"]),
+        text(&it["to"]),
+        text(&it["interface"]),
+        number(&it["latency_s"], |s| format!("{:.2} ms", s * 1e3)),
+        number(&it["bytes_per_s"], |rate| format!("{:.0} MB/s", rate / 1e6)),
+        number(&it["sent_bytes_s"], |sent| {
+            format!("{}/s{load}", Bytes(sent as u64))
+        }),
+    ]
+}
+
 fn request(it: &Value) -> [String; 7] {
     [
         it["request"].to_string(),
@@ -343,6 +397,8 @@ fn request(it: &Value) -> [String; 7] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
     use serde_json::json;
 
     fn status() -> Value {
@@ -356,6 +412,11 @@ mod tests {
                         {"name": "eth0", "received_bytes_s": 1048576.0, "sent_bytes_s": 512.0}]}},
                 {"name": "studio", "state": "alive", "telemetry": {"cpu_busy": 0.91}},
                 {"name": "tower", "state": "dead"},
+            ],
+            "links": [
+                {"from": "mini", "to": "studio", "interface": "eth0", "latency_s": 0.000_12,
+                 "bytes_per_s": 940_000_000, "sent_bytes_s": 47_000_000.0},
+                {"from": "studio", "to": "mini", "interface": "en5", "latency_s": 0.000_35},
             ],
             "energy": {"watts": 64.2, "joules_per_token": 4.52},
             "instances": [
@@ -399,13 +460,13 @@ qwen3:8b           ready           pipeline  14.2 (14.9)        mini, studio
 smollm2            fetching 25 %   tensor    - (-)              mini
 broken             failed          auto      - (-)              no tensor blk.3.
 
+LINK FROM          TO                 BY         LATENCY   BANDWIDTH  SENDS
+mini               studio             eth0       0.12 ms   940 MB/s   44.8 MiB/s
+studio             mini               en5        0.35 ms   -          -
+
 REQUEST  MODEL                  PROMPT  TOKENS  TOK/S   FIRST    AT
 21       qwen3:8b               812     71      14.9    1.31 s   mini
 22       qwen3:8b               12      0       -       (2 s)    here
-
-
-
-
 
 
 q end  s sort (name)  / filter  arrows scroll";
@@ -422,9 +483,49 @@ q end  s sort (name)  / filter  arrows scroll";
         }
         let empty = plain(&mut View::default(), (80, 24));
         assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
-        let wide = plain(&mut view(), (200, 60));
-        assert!(wide.contains("1.0 MiB/s in, 512 B/s out"), "{wide}");
-        assert!(wide.contains(" · 4.5 J/token"), "{wide}");
+    }
+
+    /// The screen is recorded beside this file; it is what `paceline top` shows in a terminal.
+    #[test]
+    fn a_frame_of_200_by_60() {
+        let expected = include_str!("200x60.txt").trim_end();
+        assert_eq!(plain(&mut view(), (200, 60)), expected);
+    }
+
+    #[test]
+    fn a_terminal_that_is_resized_shows_each_size_whole() {
+        let mut terminal = Terminal::new(TestBackend::new(80, 24)).unwrap();
+        let mut resized = view();
+        for (width, height) in [(80, 24), (20, 5), (200, 60), (1, 1), (80, 24)] {
+            terminal.backend_mut().resize(width, height);
+            terminal
+                .draw(|frame| super::frame(&mut resized, frame))
+                .unwrap();
+            let shown = written(terminal.backend().buffer());
+            assert_eq!(
+                shown,
+                plain(&mut view(), (width, height)),
+                "{width} x {height}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_small_terminal_keeps_the_first_line_and_the_keys() {
+        let small = plain(&mut view(), (20, 5));
+        let lines: Vec<&str> = small.lines().collect();
+        assert_eq!(lines.len(), 5, "{small}");
+        assert!(lines[0].starts_with("paceline  mini"), "{small}");
+        assert_eq!(lines[4], "q end  s sort (name)");
+    }
+
+    #[test]
+    fn a_machine_alone_has_no_row_of_links() {
+        let mut status = status();
+        status["links"] = json!([]);
+        let mut view = View::default();
+        view.hear(Ok(status));
+        assert!(!plain(&mut view, (200, 60)).contains("LINK"));
     }
 
     #[test]

@@ -101,3 +101,49 @@ fn bench_kernels_stands_beside_the_limits() {
     assert!(types[1]["prompt_of_peak"].is_null());
     assert!(text(&run(&[]).stdout).contains("of limit"));
 }
+
+/// Each bench with `--plot`: the picture is there, whole, and names what it was measured for. The
+/// settings are the least that a bench takes.
+#[test]
+fn pictures_of_benches_name_their_series() {
+    let world = World::new();
+    let model = world.tiny_model(Tiny::default());
+    let cases: [(&[&str], &[&str]); 3] = [
+        (
+            &["comm", "--transport", "local", "--max-bytes", "64"],
+            &[
+                "all_reduce",
+                "all_gather",
+                "send_recv",
+                "send_recv, cost model",
+            ],
+        ),
+        (
+            &["model", &model, "--prompt", "40", "--gen", "3"],
+            &["decode", "decode, predicted", "prompt"],
+        ),
+        (
+            &["kernels", "--types", "q8_0,F16", "--mib", "4"],
+            &["Q8_0", "F16", "plain reads"],
+        ),
+    ];
+    for (bench, series) in cases {
+        let few: &[&str] = match bench[0] {
+            "comm" => &[],
+            _ => &["--runs", "2", "--threads", "1"],
+        };
+        let file = world.path(&format!("{}.svg", bench[0]));
+        let plot = ["--plot", file.to_str().unwrap()];
+        let args = [&["bench"][..], bench, few, &plot[..]].concat();
+        let ended = finish(&mut world.paceline(args));
+        assert!(ended.status.success(), "{bench:?}: {ended:?}");
+        let svg = std::fs::read_to_string(&file).unwrap();
+        assert!(
+            svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"),
+            "{bench:?}: {svg}"
+        );
+        for name in series {
+            assert!(svg.contains(&format!(">{name}<")), "{name} in {svg}");
+        }
+    }
+}

@@ -48,6 +48,15 @@ pub struct Pace {
     pub redial: (Duration, Duration),
 }
 
+impl Pace {
+    /// An answer to a ping that takes longer is late: half the time after which others are asked to
+    /// try. A node whose answers stay late is slow. Cables answer in well below a millisecond,
+    /// radio in some ten.
+    pub fn late(&self) -> Duration {
+        self.answer / 2
+    }
+}
+
 impl Default for Pace {
     /// A node is known as dead within 2 s of its last word, where another one pings it at once: a
     /// node visits all others in turn. Answers take a moment longer than the longest time that a
@@ -392,7 +401,9 @@ impl Member {
                 actions.push(Action::Send { to: from, message });
                 self.compare(from, root, now, actions);
             }
-            Message::Ack { root, rumours, .. } => {
+            Message::Ack { seq, root, rumours } => {
+                let late = self.pace.late();
+                self.peers.answered(from, seq, now.since_start, late);
                 self.hear_all(rumours, now, actions);
                 self.compare(from, root, now, actions);
             }

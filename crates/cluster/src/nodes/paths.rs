@@ -452,6 +452,24 @@ pub fn is_news(old: &[Path], new: &[Path]) -> bool {
     old.len() != new.len() || !old.iter().zip(new).all(same)
 }
 
+/// So many times more or less is another latency or bandwidth. Whatever else runs on the two
+/// machines moves both by half at times, another cable or a halved link by this.
+pub const MOVED_TIMES: u64 = 2;
+
+/// Latencies that lie closer are the same: what [`is_news`] takes as noise.
+const MOVED_US_MIN: u64 = 200;
+
+/// Whether the way of a pair of nodes is another one than before, or its latency or bandwidth is
+/// [`MOVED_TIMES`] what it was. A bandwidth that is measured for the first time is no change.
+pub fn has_moved(old: &Path, new: &Path) -> bool {
+    let moved = |old: u64, new: u64| old.max(new) > old.min(new).saturating_mul(MOVED_TIMES);
+    let is_other = (&old.interface, old.remote) != (&new.interface, new.remote);
+    let latency = moved(old.latency_us, new.latency_us)
+        && old.latency_us.abs_diff(new.latency_us) > MOVED_US_MIN;
+    let rates = old.bytes_per_s.zip(new.bytes_per_s);
+    is_other || latency || rates.is_some_and(|(old, new)| moved(old, new))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -585,6 +603,31 @@ mod tests {
         assert_eq!(table.preferred(NODE).unwrap().interface, "eth1");
         let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 4 * SECOND);
         assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
+    }
+
+    #[test]
+    fn a_link_changes_by_its_way_or_by_a_factor() {
+        let paths = two().paths();
+        let (fast, slow) = (&paths[0], &paths[1]);
+        assert!(has_moved(fast, slow) && !has_moved(fast, fast));
+        let with = |latency_us: u64, megabytes: Option<u64>| Path {
+            latency_us,
+            bytes_per_s: megabytes.map(|megabytes| megabytes * 1_000_000),
+            ..slow.clone()
+        };
+        let of = with(900, Some(100));
+        for (other, expected) in [
+            (with(1800, Some(100)), false),
+            (with(1801, Some(100)), true),
+            (with(449, Some(100)), true),
+            (with(900, Some(200)), false),
+            (with(900, Some(49)), true),
+            (with(900, None), false),
+        ] {
+            assert_eq!(has_moved(&of, &other), expected, "{other:?}");
+            assert_eq!(has_moved(&other, &of), expected, "{other:?}");
+        }
+        assert!(!has_moved(&with(50, None), &with(200, None)), "noise");
     }
 
     #[test]

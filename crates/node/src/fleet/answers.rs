@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! entry -> Submit(ticket, request, tokens), Cancel(ticket)
-//! owner -> Reply(ticket, reply), Stand(how its instance is, when that changed)
+//! owner -> Reply(ticket, reply), Stand(how its instance is), Split(how the model is cut): the last
+//!          two when they change
 //! ```
 //! The entry keeps each request with the tokens of its answer. When the owner is gone, or its
 //! instance does not answer, the entry's [`Relief`] hands them to another replica of the model.
@@ -56,6 +57,8 @@ enum ToEntry {
     Reply(Ticket, Reply),
     /// How the instance is, with the requests of all entries.
     Stand(Status),
+    /// How the model is cut, in a word; after `Ready`, and before the first reply after a change.
+    Split(String),
 }
 
 /// Answers an entry on its line until that closes.
@@ -88,12 +91,20 @@ fn serve(
     answers: &dyn Fn() -> bool,
 ) -> Result<(), Broken> {
     say(&**line, &ToEntry::Ready)?;
+    let mut split = String::new();
+    say_split(&**line, instance, &mut split)?;
     let (replies, queue) = sync_channel::<ToEntry>(REPLIES_MAX);
     let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             for message in queue {
-                if say(&**line, &message).is_err() {
+                let told = match message {
+                    ToEntry::Reply(_, Reply::PromptRead { .. }) => {
+                        say_split(&**line, instance, &mut split)
+                    }
+                    _ => Ok(()),
+                };
+                if told.and_then(|()| say(&**line, &message)).is_err() {
                     line.close();
                     break;
                 }
@@ -106,6 +117,16 @@ fn serve(
         drop(replies);
         ended
     })
+}
+
+/// Says how the model is cut where that is not what was `told` last.
+fn say_split(line: &dyn Line, instance: &Instance, told: &mut String) -> Result<(), Broken> {
+    let split = instance.split().to_string();
+    if *told == split {
+        return Ok(());
+    }
+    told.clone_from(&split);
+    say(line, &ToEntry::Split(split))
 }
 
 /// Takes in an entry's requests until its channel closes, and tells it how the instance is.
@@ -178,6 +199,9 @@ pub(super) trait Relief: Send + Sync {
     fn relieve(&self, from: &Entry) -> bool;
 }
 
+/// How a model is cut of which no owner has told it yet.
+pub(super) const UNKNOWN: &str = "unknown";
+
 /// By which definition of the numbers a node computes: its revision and its kernel class.
 pub(super) type Kind = (u32, String);
 
@@ -209,6 +233,8 @@ struct Open {
     kind: Option<Kind>,
     /// Nothing more is taken.
     is_over: bool,
+    /// How the model is cut, as an owner told it last.
+    split: Option<String>,
 }
 
 impl Open {
@@ -409,6 +435,7 @@ impl Entry {
             match hear(line, LOOK_EVERY) {
                 Ok(Some(ToEntry::Reply(ticket, reply))) => self.deliver(ticket, reply),
                 Ok(Some(ToEntry::Stand(status))) => self.learn(&status),
+                Ok(Some(ToEntry::Split(split))) => lock(&self.state).split = Some(split),
                 Ok(_) => {}
                 Err(_) => break,
             }
@@ -475,6 +502,11 @@ impl Entry {
         }
     }
 
+    /// How the model is cut, once an owner has told it.
+    pub(super) fn cut(&self) -> Option<String> {
+        lock(&self.state).split.clone()
+    }
+
     /// How this entry is.
     pub(super) fn status(&self) -> Status {
         let state = lock(&self.state);
@@ -506,6 +538,10 @@ impl Service for Remote {
 
     fn cancel(&self, ticket: Ticket) {
         self.entry.cancel(ticket);
+    }
+
+    fn cut(&self) -> String {
+        self.entry.cut().unwrap_or_else(|| UNKNOWN.to_owned())
     }
 
     fn status(&self) -> Status {

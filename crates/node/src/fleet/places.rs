@@ -306,6 +306,7 @@ mod tests {
                 found_by: String::new(),
                 heard_by: Vec::new(),
                 linked: true,
+                slow_ms: None,
                 facts: paceline_cluster::nodes::agent::Facts::default(),
             };
             view.facts.kernel_class = class.to_owned();

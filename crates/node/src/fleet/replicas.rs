@@ -20,7 +20,7 @@ use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{Failure, Request, Service, Sink, State, Status, Ticket};
 
 use super::Inner;
-use super::answers::{Asked, Entry, Relief, Remote};
+use super::answers::{Asked, Entry, Relief, Remote, UNKNOWN};
 use super::choice::{Candidate, choose};
 use super::prefixes::{Prefixes, blocks};
 
@@ -270,6 +270,20 @@ impl Service for Replicas {
         self.cancel(ticket);
     }
 
+    fn cut(&self) -> String {
+        let members = lock(&self.routes.members);
+        let cuts: BTreeSet<String> = members
+            .values()
+            .filter_map(|member| member.remote.entry.cut())
+            .collect();
+        // Replicas may be cut in several ways: which one a request meets is not known before.
+        match cuts.len() {
+            0 => UNKNOWN.to_owned(),
+            1 => cuts.into_iter().collect(),
+            _ => "mixed".to_owned(),
+        }
+    }
+
     fn status(&self) -> Status {
         self.status()
     }
@@ -302,6 +316,10 @@ impl Service for Preferred {
 
     fn cancel(&self, ticket: Ticket) {
         self.all.cancel(ticket);
+    }
+
+    fn cut(&self) -> String {
+        Service::cut(&*self.all)
     }
 
     fn status(&self) -> Status {

@@ -1,10 +1,13 @@
 //! What answers look like, whole and as events.
 
-use paceline_engine::Finish;
+use std::sync::Arc;
+
+use paceline_engine::{Failure, Finish, Request, Service, Sink, Status, Ticket};
 use serde_json::{Value, json};
 
 use crate::rig::{Rig, chunks};
-use crate::scripted::Script;
+use crate::scripted::{Script, Scripted};
+use crate::tiny;
 
 /// Removes what differs from answer to answer, after checking it.
 fn settle(mut value: Value, prefix: &str) -> Value {
@@ -256,6 +259,47 @@ fn models_and_index_and_health_say_what_is_served() {
     assert_eq!(health.json()["status"], "ready");
 }
 
+/// A service whose model is cut over several ranks.
+#[derive(Debug)]
+struct Cut(Scripted);
+
+impl Service for Cut {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        self.0.submit_after(request, tokens, sink)
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.0.cancel(ticket);
+    }
+
+    fn status(&self) -> Status {
+        self.0.status()
+    }
+
+    fn cut(&self) -> String {
+        "2x2".to_owned()
+    }
+}
+
+#[test]
+fn times_of_tokens_are_told_by_model_and_split() {
+    let three = Script::Say(vec![(97, "a"); 3], Finish::EndOfText);
+    let rig = Rig::over(Arc::new(Cut(Scripted::new(three))), tiny::model());
+    assert_eq!(rig.chat("").status, 200);
+    let text = rig.get("/metrics").text();
+    for line in [
+        r#"paceline_first_token_seconds_count{model="tiny",split="2x2"} 1"#,
+        r#"paceline_inter_token_seconds_count{model="tiny",split="2x2"} 2"#,
+    ] {
+        assert!(text.lines().any(|known| known == line), "{line} in\n{text}");
+    }
+}
+
 #[test]
 fn metrics_count_what_happened() {
     let rig = Rig::with(|config| {
@@ -292,8 +336,8 @@ fn metrics_count_what_happened() {
         r#"paceline_answers_total{outcome="complete"} 1"#,
         r#"paceline_tokens_total{kind="prompt"} 21"#,
         r#"paceline_tokens_total{kind="generated"} 4"#,
-        r#"paceline_first_token_seconds_count{model="tiny"} 1"#,
-        r#"paceline_inter_token_seconds_count{model="tiny"} 3"#,
+        r#"paceline_first_token_seconds_count{model="tiny",split="none"} 1"#,
+        r#"paceline_inter_token_seconds_count{model="tiny",split="none"} 3"#,
         "paceline_requests_in_flight 0",
         "paceline_wire_bytes 7",
         r#"paceline_expert_rows{layer="1",expert="0"} 5"#,

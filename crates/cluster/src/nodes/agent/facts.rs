@@ -62,6 +62,10 @@ pub struct NodeView {
     pub heard_by: Vec<How>,
     /// Whether there is a session with it.
     pub linked: bool,
+    /// Milliseconds of its last answer to a ping of this node, while its answers are late; see
+    /// [`Pace::late`](super::super::member::Pace::late).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slow_ms: Option<u64>,
     /// Its account of itself, empty before its first word. The name has a suffix where another
     /// node has the same.
     #[serde(flatten)]

@@ -148,6 +148,11 @@ impl State {
             facts.entry(*id).or_default();
         }
         let mut names = facts::names(&facts);
+        let slow = self.member.peers().filter_map(|peer| {
+            let took = peer.slow.filter(|_| peer.life == Life::Alive)?;
+            Some((peer.id, u64::try_from(took.as_millis()).unwrap_or(u64::MAX)))
+        });
+        let slow: BTreeMap<NodeId, u64> = slow.collect();
         let view = |id: NodeId| NodeView {
             id,
             state: self.member.life(id),
@@ -157,6 +162,7 @@ impl State {
             },
             heard_by: self.book.heard_by(id),
             linked: id == own || self.links.contains_key(&id),
+            slow_ms: slow.get(&id).copied(),
             facts: Facts {
                 name: names.remove(&id).unwrap_or_default(),
                 ..facts.remove(&id).unwrap_or_default()

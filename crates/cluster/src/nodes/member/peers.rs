@@ -27,6 +27,13 @@ pub enum Life {
     Left,
 }
 
+/// Late answers, less punctual ones, from which a node is slow. With one other node they take 2 s,
+/// as long as the news of a death: a busy moment is no news.
+const SLOW_ANSWERS: u32 = 5;
+
+/// A ping whose answer never came is forgotten after this: a node is dead by then.
+const LOST: Duration = Duration::from_secs(2);
+
 /// A node as another sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerView {
@@ -36,6 +43,8 @@ pub struct PeerView {
     pub life: Life,
     /// Whether there is a session with it.
     pub linked: bool,
+    /// Time of its last answer to a ping, while its answers are late; see [`Pace::late`].
+    pub slow: Option<Duration>,
 }
 
 #[derive(Clone, Debug)]
@@ -47,6 +56,45 @@ struct Peer {
     ping: Option<Ping>,
     /// Messages that still tell of its last change.
     news: u32,
+    beats: Beats,
+}
+
+/// How long a node takes to answer pings over the session with it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Beats {
+    /// Number and time of the oldest ping whose answer is awaited.
+    asked: Option<(u64, Duration)>,
+    /// Time of the last answer.
+    took: Duration,
+    /// Late answers less punctual ones, 0 to [`SLOW_ANSWERS`].
+    late: u32,
+    /// Set when `late` reaches its most, cleared when it is 0 again.
+    slow: bool,
+}
+
+impl Beats {
+    fn asked(&mut self, seq: u64, now: Duration) {
+        if self.asked.is_none_or(|(_, at)| now >= at + LOST) {
+            self.asked = Some((seq, now));
+        }
+    }
+
+    fn answered(&mut self, seq: u64, now: Duration, late: Duration) {
+        let Some((_, at)) = self.asked.filter(|(asked, _)| *asked == seq) else {
+            return;
+        };
+        self.asked = None;
+        self.took = now.saturating_sub(at);
+        self.late = match self.took > late {
+            true => (self.late + 1).min(SLOW_ANSWERS),
+            false => self.late.saturating_sub(1),
+        };
+        self.slow = match self.late {
+            0 => false,
+            SLOW_ANSWERS => true,
+            _ => self.slow,
+        };
+    }
 }
 
 /// A ping without an answer.
@@ -76,6 +124,7 @@ impl Peers {
             linked: false,
             ping: None,
             news: 0,
+            beats: Beats::default(),
         };
         self.peers.insert(id, peer);
         true
@@ -94,6 +143,7 @@ impl Peers {
     pub(super) fn unlink(&mut self, id: NodeId) {
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.linked = false;
+            peer.beats = Beats::default();
         }
     }
 
@@ -114,6 +164,7 @@ impl Peers {
             id: *id,
             life: peer.life,
             linked: peer.linked,
+            slow: peer.beats.slow.then_some(peer.beats.took),
         })
     }
 
@@ -154,8 +205,11 @@ impl Peers {
         None
     }
 
-    pub(super) fn pinged(&mut self, id: NodeId, _seq: u64, now: Duration) {
+    pub(super) fn pinged(&mut self, id: NodeId, seq: u64, now: Duration) {
         if let Some(peer) = self.peers.get_mut(&id) {
+            if peer.linked {
+                peer.beats.asked(seq, now);
+            }
             let others_asked = !peer.linked;
             let ping = Ping {
                 at: now,
@@ -169,6 +223,13 @@ impl Peers {
     pub(super) fn heard(&mut self, id: NodeId) {
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.ping = None;
+        }
+    }
+
+    /// The answer to a ping came over the session; it is late where it took longer than `late`.
+    pub(super) fn answered(&mut self, id: NodeId, seq: u64, now: Duration, late: Duration) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.beats.answered(seq, now, late);
         }
     }
 

@@ -91,6 +91,46 @@ fn an_answer_in_time_keeps_it_alive() {
     assert_eq!(one.life(id(2)), Life::Alive);
 }
 
+/// Answers every ping after `took` ms, from `from` to `until`; whether the other is slow then.
+fn answers(one: &mut Member, took: u64, (from, until): (u64, u64)) -> Option<Duration> {
+    let mut asked = Vec::new();
+    for ms in from..until {
+        let mut acted = Vec::new();
+        if one.next_wake() <= at(ms).since_start {
+            acted = one.step(at(ms), Event::Tick);
+        }
+        let pings = acted.into_iter().filter_map(|action| match action {
+            Action::Send {
+                message: Message::Ping { seq, root, .. },
+                ..
+            } => Some((ms + took, seq, root)),
+            _ => None,
+        });
+        asked.extend(pings);
+        let due = asked.extract_if(.., |(at, ..)| *at <= ms);
+        let due: Vec<_> = due.collect();
+        for (_, seq, root) in due {
+            let (from, rumours) = (id(2), Vec::new());
+            let message = Message::Ack { seq, root, rumours };
+            one.step(at(ms), Event::Received { from, message });
+        }
+    }
+    one.peers().next().unwrap().slow
+}
+
+#[test]
+fn a_node_is_slow_while_its_answers_stay_late() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    assert_eq!(answers(&mut one, 100, (1, 6000)), None, "in time");
+    assert_eq!(answers(&mut one, 150, (6000, 7000)), None, "a busy moment");
+    let slow = answers(&mut one, 150, (7000, 10_000));
+    assert_eq!(slow, Some(Duration::from_millis(150)));
+    assert_eq!(one.life(id(2)), Life::Alive);
+    assert!(answers(&mut one, 5, (10_000, 11_000)).is_some(), "not yet");
+    assert_eq!(answers(&mut one, 5, (11_000, 14_000)), None);
+}
+
 #[test]
 fn a_node_objects_to_rumours_of_its_death() {
     let mut one = member(1);

@@ -1,0 +1,200 @@
+//! The links between nodes: the measured way in use of each pair, with what it carries now.
+//!
+//! Latency and bandwidth are those that the nodes measured and told each other. Traffic is counted
+//! by the interface that the way leaves by, so it has all that leaves there, and is absent for
+//! ways without an interface of their own, such as loopback.
+
+use std::collections::BTreeMap;
+
+use paceline_cluster::nodes::agent::NodeWays;
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths::Path;
+use paceline_serve::Fact;
+use paceline_serve::events::Link;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::label;
+
+/// Links that are told at most: those of 16 nodes, each with each.
+const LINKS_MAX: usize = 240;
+
+/// A link as the dashboard shows it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Told {
+    /// Name of the node that measured it.
+    pub(super) from: String,
+    /// Name of the other node.
+    pub(super) to: String,
+    /// The way.
+    #[serde(flatten)]
+    pub(super) way: Link,
+    /// Bytes a second that leave by the way's interface now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sent_bytes_s: Option<f64>,
+}
+
+/// The way in use of each pair of nodes that live, by their names; `None` where no way answers.
+/// Pairs that were never measured are left out.
+pub(super) fn used(nodes: &[NodeWays]) -> BTreeMap<(String, String), Option<Path>> {
+    let lives = |name: &str| {
+        let node = nodes.iter().find(|it| it.node.facts.name == name);
+        node.is_some_and(|it| it.node.state == Life::Alive)
+    };
+    let mut used = BTreeMap::new();
+    for it in nodes.iter().filter(|it| it.node.state == Life::Alive) {
+        for way in it.paths.iter().filter(|way| lives(&way.to_name)) {
+            let pair = (it.node.facts.name.clone(), way.to_name.clone());
+            let path = used.entry(pair).or_insert(None);
+            if way.path.preferred && way.path.up {
+                *path = Some(way.path.clone());
+            }
+        }
+    }
+    used
+}
+
+/// A way as events tell it.
+pub(super) fn link(path: &Path) -> Link {
+    let interface = match path.interface.as_str() {
+        "" => path.local.to_string(),
+        name => name.to_owned(),
+    };
+    Link {
+        interface,
+        latency_s: path.latency_us as f64 / 1e6,
+        bytes_per_s: path.bytes_per_s,
+    }
+}
+
+/// The links of `ways` in order of their nodes' names. `nodes` are as the page gets them, with
+/// their telemetry.
+pub(super) fn told(ways: &[NodeWays], nodes: &[Value]) -> Vec<Told> {
+    let links = used(ways).into_iter().filter_map(|((from, to), path)| {
+        let way = link(&path?);
+        let sent_bytes_s = sent(nodes, &from, &way.interface);
+        Some(Told {
+            from,
+            to,
+            way,
+            sent_bytes_s,
+        })
+    });
+    links.take(LINKS_MAX).collect()
+}
+
+/// Bytes a second that a node sends by an interface.
+fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
+    let node = nodes.iter().find(|node| node["name"] == name)?;
+    let mut networks = node["telemetry"]["networks"].as_array()?.iter();
+    let network = networks.find(|network| network["name"] == interface)?;
+    network["sent_bytes_s"].as_f64()
+}
+
+/// What `/metrics` tells of the links of the first node, which is this one.
+pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
+    let own = ways.first().map(|it| it.node.facts.name.clone());
+    let mut links = told(ways, &[]);
+    links.retain(|link| Some(&link.from) == own.as_ref());
+    let fact = |name, help, link: &Told, value| Fact {
+        name,
+        help,
+        labels: labels(link),
+        value,
+    };
+    let latency = "Shortest round trip of the last measurements of a link";
+    let latencies = links
+        .iter()
+        .map(|link| fact("link_latency_seconds", latency, link, link.way.latency_s));
+    let bandwidth = "Bytes a second that a link took when it was measured";
+    let bandwidths = links.iter().filter_map(|link| {
+        let value = link.way.bytes_per_s? as f64;
+        let name = "link_bandwidth_bytes_per_second";
+        Some(fact(name, bandwidth, link, value))
+    });
+    latencies.chain(bandwidths).collect()
+}
+
+fn labels(link: &Told) -> String {
+    let all = [
+        ("from", &link.from),
+        ("to", &link.to),
+        ("interface", &link.way.interface),
+    ];
+    all.map(|(name, value)| label(name, value)).join(",")
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use paceline_cluster::nodes::NodeId;
+    use paceline_cluster::nodes::agent::{Facts, NodeView, Way};
+    use serde_json::json;
+    use std::net::{IpAddr, SocketAddr};
+
+    /// A node that lives, with a way to another over `eth0`.
+    pub(in super::super) fn ways(
+        (number, name): (u8, &str),
+        (to, to_name): (u8, &str),
+        latency_us: u64,
+    ) -> NodeWays {
+        let path = Path {
+            to: NodeId([to; 16]),
+            interface: "eth0".into(),
+            local: IpAddr::from([10, 0, 0, number]),
+            remote: SocketAddr::from(([10, 0, 0, to], 52416)),
+            latency_us,
+            bytes_per_s: None,
+            up: true,
+            preferred: true,
+        };
+        let node = NodeView {
+            id: NodeId([number; 16]),
+            state: Life::Alive,
+            found_by: "beacon".into(),
+            heard_by: Vec::new(),
+            linked: true,
+            slow_ms: None,
+            facts: Facts {
+                name: name.to_owned(),
+                ..Facts::default()
+            },
+        };
+        let to_name = to_name.to_owned();
+        NodeWays {
+            node,
+            paths: vec![Way { to_name, path }],
+        }
+    }
+
+    #[test]
+    fn a_link_has_its_way_and_the_traffic_of_its_interface() {
+        let mut all = [ways((1, "a"), (2, "b"), 120), ways((2, "b"), (1, "a"), 130)];
+        all[0].paths[0].path.bytes_per_s = Some(940_000_000);
+        let networks = json!([
+            {"name": "wlan0", "received_bytes_s": 1.0, "sent_bytes_s": 2.0},
+            {"name": "eth0", "received_bytes_s": 3.0, "sent_bytes_s": 4.0},
+        ]);
+        let nodes = [
+            json!({"name": "a", "telemetry": {"networks": networks}}),
+            json!({"name": "b"}),
+        ];
+        let expected = json!([
+            {"from": "a", "to": "b", "interface": "eth0", "latency_s": 0.00012,
+             "bytes_per_s": 940_000_000, "sent_bytes_s": 4.0},
+            {"from": "b", "to": "a", "interface": "eth0", "latency_s": 0.00013},
+        ]);
+        assert_eq!(json!(told(&all, &nodes)), expected);
+    }
+
+    #[test]
+    fn ways_that_are_down_or_spare_and_nodes_that_went_have_no_link() {
+        let mut all = [ways((1, "a"), (2, "b"), 120), ways((2, "b"), (1, "a"), 130)];
+        all[0].paths[0].path.up = false;
+        all[1].paths[0].path.preferred = false;
+        assert_eq!(told(&all, &[]), []);
+        assert_eq!(used(&all).len(), 2, "they were measured");
+        all[0].node.state = Life::Dead;
+        assert!(used(&all).is_empty());
+    }
+}
