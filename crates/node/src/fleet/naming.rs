@@ -131,6 +131,7 @@ mod tests {
             spare: 0,
             replica,
             source: None,
+            lender: None,
         }
     }
 

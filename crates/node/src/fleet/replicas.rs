@@ -360,7 +360,7 @@ mod tests {
             prompt: vec![token; 2 * BLOCK],
             ..Request::default()
         };
-        all.submit(request, Vec::new(), Box::new(|_| ())).unwrap()
+        all.submit(request, Box::new(|_| ())).unwrap()
     }
 
     #[test]
