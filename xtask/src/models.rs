@@ -19,7 +19,7 @@ use paceline_store::{
 use sha2::{Digest, Sha256};
 
 use crate::tally::Tally;
-use crate::{minilm, process, repo, schemas, tokenizers, venv};
+use crate::{minilm, process, repo, schemas, templates, tokenizers, venv};
 
 /// Fifteen models at 3 to 5 s each on two cores, with room for a machine four times slower.
 const SYNTHESIS_LIMIT: Duration = Duration::from_secs(300);
@@ -59,6 +59,9 @@ pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
     tally.add(optional("tests of MiniLM", || minilm::fetch(&folder)));
     tally.add(optional("the JSON-Schema test suite", || {
         schemas::fetch(&folder)
+    }));
+    tally.add(optional("tests of real chat templates", || {
+        templates::fetch(&folder)
     }));
     Ok(tally)
 }
