@@ -10,7 +10,7 @@
 //!                dashboard.mjs --> Chromium, two more nodes
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
-//!   +--starts--> tools_python.py, tools_js.mjs
+//!   +--starts--> tools_python.py, tools_js.mjs, openapi_fuzz.py
 //!   +--starts--> agents.py --> Claude Code, Codex, OpenCode (the long run only)
 //!   +--starts--> langchain_python.py, litellm_python.py, ... (the long run only)
 //! ```

@@ -32,11 +32,12 @@ const JAVASCRIPT: [(&str, &str); 4] = [
 ];
 
 /// Programs that Python runs.
-const PYTHON: [(&str, &str); 4] = [
+const PYTHON: [(&str, &str); 5] = [
     ("openai-python", "openai_python.py"),
     ("dialects-python", "dialects_python.py"),
     ("schemathesis", "openapi_fuzz.py"),
     ("tools-python", "tools_python.py"),
+    ("tools-schemathesis", "openapi_fuzz.py"),
 ];
 
 /// Programs of the long run that Python runs, each in an environment of its own: they pin what the
