@@ -3,6 +3,7 @@
 //! Two are real: SmolLM2, without which most tests have nothing to run and the step fails, and
 //! Gemma 3, whose tests are skipped by name when it cannot be had. SmolLM2 is also there in MLX's
 //! form (`scripts/models/mlx_folder.py`). MiniLM, an encoder, comes by `minilm.rs` or is skipped.
+//! Chat templates of real models come by `templates.rs`, without the models.
 //! The rest are small synthetic models, one for every storage type of GGUF, made by
 //! `scripts/models/quant_models.py`.
 
