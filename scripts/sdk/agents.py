@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Coding agents and client libraries that others wrote, against a scripted server.
+"""Coding agents that others wrote, against a scripted server.
 
 Usage: agents.py BASE_URL MODEL PACELINE FOLDER
 
@@ -9,7 +9,7 @@ FOLDER, without their install scripts: a chat and a round trip of a tool each, s
 "model" answers `Hello, world.`, or calls the tool that runs commands and tells what it printed. Each
 runs in a home of its own, without updates and telemetry. One line per case: `ok NAME`,
 `FAILED NAME: why`, or `SKIPPED NAME: why` where a program cannot be installed. Ends with 1 when a
-case failed. `cargo xtask agents` runs this.
+case failed. `cargo xtask sdk --long` runs this.
 """
 
 import os

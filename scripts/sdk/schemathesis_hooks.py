@@ -1,6 +1,7 @@
 """Hooks of schemathesis: answers are kept short, so that a run of hundreds takes half a minute,
 and every status is noted."""
 
+import json
 import os
 
 import schemathesis
@@ -61,13 +62,51 @@ def guide(body):
             body[name], bound = value, True
 
 
+# Responses that the server stores, each the first of its conversation.
+STORED = []
+
+
+def name_stored(case):
+    """Has an operation on a stored response name one."""
+    if STORED and case.path == "/v1/responses/{id}" and case.path_parameters:
+        is_last = case.operation.method.upper() == "DELETE"
+        case.path_parameters["id"] = STORED.pop() if is_last else STORED[-1]
+
+
+def respond(body):
+    """Has a request for a response go on from a stored one, or from none, where the name's form is
+    right, and makes a schema of the answer right."""
+    previous = body.get("previous_response_id")
+    if isinstance(previous, str) and 1 <= len(previous) <= 128:
+        body["previous_response_id"] = STORED[-1] if STORED else None
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, dict) else None
+    if isinstance(form, dict) and isinstance(form.get("schema"), dict):
+        form["schema"] = {"type": "object"}
+
+
+def keep_stored(case, response):
+    """Notes a response that begins a conversation and is stored."""
+    if case.path != "/v1/responses" or response.status_code != 200:
+        return
+    try:
+        told = json.loads(response.content)
+    except ValueError:
+        return  # events
+    if told.get("store") and told.get("previous_response_id") is None:
+        STORED.append(told["id"])
+
+
 @schemathesis.hook
 def before_call(context, case, kwargs):
     """Bounds what is valid and long; what is wrong stays as it is."""
+    name_stored(case)
     body = case.body
     if case.operation.method.upper() != "POST" or not isinstance(body, dict):
         return
     shorten(case.path, body)
+    if case.path == "/v1/responses":
+        respond(body)
     if case.path.endswith("completions"):
         guide(body)
     fields = ("max_tokens", "max_completion_tokens")
@@ -85,3 +124,4 @@ def after_call(context, case, response):
     """Notes what was asked and how it was answered, for openapi_fuzz.py to count."""
     with open(os.environ["PACELINE_FUZZ_LOG"], "a", encoding="utf-8") as log:
         log.write(f"{case.operation.label}\t{response.status_code}\n")
+    keep_stored(case, response)

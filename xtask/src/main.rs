@@ -27,6 +27,7 @@ mod schemas;
 mod sdk;
 mod steps;
 mod tally;
+mod templates;
 mod tidy;
 mod tokenizers;
 mod venv;

@@ -3,6 +3,7 @@
 //! Two are real: SmolLM2, without which most tests have nothing to run and the step fails, and
 //! Gemma 3, whose tests are skipped by name when it cannot be had. SmolLM2 is also there in MLX's
 //! form (`scripts/models/mlx_folder.py`). MiniLM, an encoder, comes by `minilm.rs` or is skipped.
+//! Chat templates of real models come by `templates.rs`, without the models.
 //! The rest are small synthetic models, one for every storage type of GGUF, made by
 //! `scripts/models/quant_models.py`.
 
@@ -19,7 +20,7 @@ use paceline_store::{
 use sha2::{Digest, Sha256};
 
 use crate::tally::Tally;
-use crate::{minilm, process, repo, schemas, tokenizers, venv};
+use crate::{minilm, process, repo, schemas, templates, tokenizers, venv};
 
 /// Fifteen models at 3 to 5 s each on two cores, with room for a machine four times slower.
 const SYNTHESIS_LIMIT: Duration = Duration::from_secs(300);
@@ -59,6 +60,9 @@ pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
     tally.add(optional("tests of MiniLM", || minilm::fetch(&folder)));
     tally.add(optional("the JSON-Schema test suite", || {
         schemas::fetch(&folder)
+    }));
+    tally.add(optional("tests of real chat templates", || {
+        templates::fetch(&folder)
     }));
     Ok(tally)
 }

@@ -11,8 +11,9 @@
 //!                dashboard.mjs --> Chromium, two more nodes
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
-//!   +--starts--> tools_python.py, tools_js.mjs
+//!   +--starts--> tools_python.py, tools_js.mjs, openapi_fuzz.py
 //!   +--starts--> agents.py --> Claude Code, Codex, OpenCode (the long run only)
+//!   +--starts--> langchain_python.py, litellm_python.py, ... (the long run only)
 //! ```
 //!
 //! The shell ends the server when its standard input does: also when this program is killed.
@@ -56,6 +57,18 @@ pub(crate) fn run(
     if extent == Extent::Long {
         let folder = models::folder()?.with_file_name("test-clients/agents");
         tally.add(drive_agents(&binary, &scripted, &folder, see)?);
+        tally.add(drive_libraries(&scripted, see)?);
+    }
+    Ok(tally)
+}
+
+/// Runs the libraries that can be had here against the scripted server; the others are skipped by
+/// name.
+fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let (libraries, mut tally) = clients::install_libraries(&models::folder()?);
+    if !libraries.is_empty() {
+        let libraries: Vec<&Client> = libraries.iter().collect();
+        tally.add(drive_all(&libraries, Server::scripted(scripted)?, see)?);
     }
     Ok(tally)
 }

@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
+mod format;
 mod schema;
 
 pub use schema::{Unsupported, relaxed, strict};

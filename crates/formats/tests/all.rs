@@ -11,6 +11,7 @@ mod text_chat;
 mod text_hostile;
 mod text_pretokenizers;
 mod text_support;
+mod text_templates;
 mod text_tokenizer;
 
 #[global_allocator]

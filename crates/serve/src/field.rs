@@ -31,6 +31,8 @@ pub(crate) enum Kind {
     Text { min: usize, max: usize },
     /// With whatever in it.
     Object,
+    /// An object of these fields, read by a function of its own.
+    Table(&'static [Field]),
     /// Written in JSON: the values that ask for what happens anyway. All others would change the
     /// answer if this server could do it; `why` says what it cannot.
     Only {
@@ -129,8 +131,8 @@ impl Field {
             Kind::Boolean if value.is_boolean() => Ok(()),
             Kind::Boolean => Err(wrong_type(param, value, "true or false")),
             Kind::Text { min, max } => check_text(value, param, min, max),
-            Kind::Object if value.is_object() => Ok(()),
-            Kind::Object => Err(wrong_type(param, value, "an object")),
+            Kind::Object | Kind::Table(_) if value.is_object() => Ok(()),
+            Kind::Object | Kind::Table(_) => Err(wrong_type(param, value, "an object")),
             Kind::Only { values, why } => {
                 let is_same =
                     |text: &&str| serde_json::from_str(text).is_ok_and(|v: Value| v == *value);
@@ -155,6 +157,7 @@ impl Field {
             }
             Kind::Boolean => json!({"type": "boolean"}),
             Kind::Object => json!({"type": "object"}),
+            Kind::Table(table) => object_schema(table),
             Kind::Text { min, max } => {
                 json!({"type": "string", "minLength": min, "maxLength": max})
             }
@@ -365,7 +368,9 @@ pub(crate) fn clip(name: &str) -> String {
 mod tests {
     use super::*;
 
-    const TABLE: [Field; 6] = [
+    const INNER: &[Field] = &[Field::new("inner", Kind::Boolean, "")];
+
+    const TABLE: [Field; 7] = [
         Field::new(
             "number",
             Kind::Number {
@@ -393,6 +398,7 @@ mod tests {
             "",
         ),
         Field::new("own", Kind::Own(|| json!({"type": "array"})), ""),
+        Field::new("table", Kind::Table(INNER), ""),
     ];
 
     #[test]
@@ -451,6 +457,11 @@ mod tests {
                 "only is an object, which is not supp",
             ),
             (r#"{"text":"a","own":7}"#, "ok"),
+            (r#"{"text":"a","table":{"inner":true}}"#, "ok"),
+            (
+                r#"{"text":"a","table":[]}"#,
+                "table is [], expected an object",
+            ),
             (r#"{"text":"a","other":null}"#, "other is no field"),
             (r#"{"text":"a","flag":null,"number":null}"#, "ok"),
         ] {
@@ -513,6 +524,9 @@ mod tests {
             json!([[], {"type": "text"}, null])
         );
         assert_eq!(properties["own"]["type"], json!(["array", "null"]));
+        let table = &properties["table"];
+        assert_eq!(table["type"], json!(["object", "null"]));
+        assert!(table["properties"]["inner"].is_object());
         assert_eq!(schema["required"], json!(["text"]));
     }
 }

@@ -38,6 +38,28 @@ const PYTHON: [(&str, &str); 5] = [
     ("schemathesis", "openapi_fuzz.py"),
     ("tls-python", "tls_python.py"),
     ("tools-python", "tools_python.py"),
+    ("tools-schemathesis", "openapi_fuzz.py"),
+];
+
+/// Programs of the long run that Python runs, each in an environment of its own: they pin what the
+/// others need. Their packages, up to 700 MB each, are in `requirements-NAME.txt`.
+const LIBRARIES: [(&str, &str, &str); 4] = [
+    (
+        "langchain",
+        "langchain_python.py",
+        "sdk/requirements-langchain.txt",
+    ),
+    (
+        "litellm",
+        "litellm_python.py",
+        "sdk/requirements-litellm.txt",
+    ),
+    (
+        "instructor",
+        "instructor_python.py",
+        "sdk/requirements-instructor.txt",
+    ),
+    ("aider", "aider_python.py", "sdk/requirements-aider.txt"),
 ];
 
 /// A program that tests the server it is given.
@@ -113,6 +135,26 @@ pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
     if !Path::new(CHROMIUM).exists() && clients.iter().any(|client| client.name == DASHBOARD) {
         clients.retain(|client| client.name != DASHBOARD);
         tally.add(Tally::skip(DASHBOARD, &format!("{CHROMIUM} is not here")));
+    }
+    (clients, tally)
+}
+
+/// The libraries of the long run that can be had, and the others skipped by name.
+pub(super) fn install_libraries(models: &Path) -> (Vec<Client>, Tally) {
+    let folder = models.with_file_name("test-clients");
+    let (mut clients, mut tally) = (Vec::new(), Tally::default());
+    for (name, script, requirements) in LIBRARIES {
+        match venv::python_in(&folder.join(name), requirements) {
+            Ok(program) => clients.push(Client {
+                name,
+                program,
+                script,
+                wants_model: true,
+                wants_tools: true,
+                packages: None,
+            }),
+            Err(error) => tally.add(Tally::skip(name, &format!("{error:#}"))),
+        }
     }
     (clients, tally)
 }

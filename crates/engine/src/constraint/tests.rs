@@ -60,6 +60,16 @@ fn each_kind_of_grammar() {
         (Grammar::JsonSchema(schema.into()), r#"{"a": "x"}"#, None),
         (Grammar::JsonSchema(schema.into()), r#"{"b": 1}"#, None),
         (
+            Grammar::JsonSchema(r#"{"type": "string", "format": "email"}"#.into()),
+            r#""\"a b\"@[IPv6:::1]""#,
+            Some(true),
+        ),
+        (
+            Grammar::JsonSchema(r#"{"type": "string", "format": "ipv6"}"#.into()),
+            r#""::ffff:192.168.0.256""#,
+            None,
+        ),
+        (
             Grammar::JsonObject,
             r#"{"any": [1, {"x": null}]}"#,
             Some(true),

@@ -52,9 +52,16 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     env.set_fuel(Some(MAX_FUEL));
     env.add_filter("tojson", json::tojson);
+    env.add_test("iterable", is_iterable);
     env.add_function("raise_exception", raise_exception);
     env.add_template_owned(NAME, source).map_err(syntax_error)?;
     Ok(env)
+}
+
+/// As Jinja's test. minijinja calls `none` iterable, and templates that ask `tools is iterable and
+/// tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 fn raise_exception(words: Rest<Value>) -> Result<Value, minijinja::Error> {
@@ -170,6 +177,22 @@ impl io::Write for Limited {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn none_is_not_iterable() {
+        for (value, expected) in [
+            ("unknown", "True"),
+            ("none", "False"),
+            ("[]", "True"),
+            ("{}", "True"),
+            ("'x'", "True"),
+            ("1", "False"),
+        ] {
+            let env = compile(&format!("{{{{ {value} is iterable }}}}")).unwrap();
+            let text = render(&env, minijinja::context! {}, 100).unwrap();
+            assert_eq!(text, expected, "{value}");
+        }
+    }
 
     #[test]
     fn generation_tags_keep_their_white_space_marks() {

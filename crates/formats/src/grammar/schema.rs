@@ -6,6 +6,8 @@
 
 use serde_json::{Map, Value as Json, json};
 
+use super::format;
+
 /// A keyword that limits what is valid, and that the compiler cannot follow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("schema keyword {keyword:?} at {place} is not supported")]
@@ -83,7 +85,8 @@ const LISTS: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
 /// Keywords whose value is an object of schemas.
 const MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
-/// Formats that `llguidance` follows; others are annotations, as the specification has it.
+/// Formats that are followed; others are annotations. The specification (2020-12, validation 7.2.1)
+/// allows both.
 const FORMATS: [&str; 10] = [
     "date-time",
     "time",
@@ -153,7 +156,26 @@ fn clean(schema: &Json, place: &str, depth: usize, dropped: &mut Vec<Unsupported
             clean_value(key, value, &place, depth + 1, dropped),
         )
     });
-    Json::Object(clean.collect())
+    let mut clean: Map<String, Json> = clean.collect();
+    complete_format(&mut clean);
+    Json::Object(clean)
+}
+
+/// Puts a pattern in place of a format that the compiler knows only in part.
+fn complete_format(schema: &mut Map<String, Json>) {
+    let name = schema.get("format").and_then(Json::as_str);
+    let Some(pattern) = name.and_then(format::pattern) else {
+        return;
+    };
+    schema.remove("format");
+    if !schema.contains_key("pattern") {
+        schema.insert("pattern".into(), pattern.into());
+        return;
+    }
+    let all = schema.entry("allOf").or_insert_with(|| json!([]));
+    if let Json::Array(all) = all {
+        all.push(json!({"pattern": pattern}));
+    }
 }
 
 fn clean_value(
@@ -241,6 +263,23 @@ mod tests {
             "x-guidance": {"lenient": true},
         });
         assert_eq!(relaxed, expected);
+    }
+
+    #[test]
+    fn a_format_that_is_known_in_part_becomes_a_pattern() {
+        let email = format::pattern("email").unwrap();
+        let schema = json!({"properties": {
+            "a": {"type": "string", "format": "email"},
+            "b": {"format": "email", "pattern": "com$"},
+            "c": {"format": "date"},
+        }});
+        let expected = json!({"properties": {
+            "a": {"type": "string", "pattern": email},
+            "b": {"pattern": "com$", "allOf": [{"pattern": email}]},
+            "c": {"format": "date"},
+        }});
+        assert_eq!(strict(&schema), Ok(expected.clone()));
+        assert_eq!(strict(&expected), Ok(expected), "cleaned twice");
     }
 
     #[test]

@@ -57,6 +57,17 @@ pub(crate) fn npm_tokenizer(test: &str, name: &str) -> Option<PathBuf> {
     Some(path)
 }
 
+/// The folder of real chat templates (`cargo xtask models`), or a line that says that `test` is
+/// skipped.
+pub(crate) fn chat_templates(test: &str) -> Option<PathBuf> {
+    let path = test_models()?.join("chat-templates");
+    if !path.exists() {
+        println!("SKIPPED {test}: no {}", path.display());
+        return None;
+    }
+    Some(path)
+}
+
 /// The vocabulary of a byte-level `tokenizer.json` as a GGUF would carry it, with the token kinds
 /// that `scripts/golden_text.py` wrote for llama.cpp.
 pub(crate) fn byte_level_metadata(dir: &Path, pre: &str) -> Metadata {

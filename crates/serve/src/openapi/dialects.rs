@@ -3,6 +3,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::requests::narrow_tools;
 use super::{REFUSALS, refusals};
 use crate::field::{Field, object_schema};
 use crate::model::Model;
@@ -142,20 +143,32 @@ const EMBEDDING: [Operation; 3] = [
     ),
 ];
 
+/// Removes a model; its body is that of the operations that name one.
+const DELETE: Operation = operation(
+    "/api/delete",
+    "ollamaDelete",
+    "Removes a model that is kept, as Ollama.",
+    ollama::NAMED,
+    None,
+);
+
+/// Statuses that refuse an operation on a stored response.
+const STORED: [&str; 7] = ["400", "401", "403", "404", "429", "503", "504"];
+
 /// Adds the operations of models that make vectors to `paths`.
 pub(super) fn add_embedding(paths: &mut Value, model: &Model, has_keys: bool) {
-    let names: Vec<&str> = model.names().collect();
     for operation in &EMBEDDING {
-        paths[operation.path] = json!({"post": post(operation, &names, has_keys)});
+        paths[operation.path] = json!({"post": operate(operation, model, has_keys)});
     }
 }
 
 /// Adds the operations to `paths`.
 pub(super) fn add(paths: &mut Value, model: &Model, has_keys: bool) {
-    let names: Vec<&str> = model.names().collect();
     for operation in &OPERATIONS {
-        paths[operation.path] = json!({"post": post(operation, &names, has_keys)});
+        paths[operation.path] = json!({"post": operate(operation, model, has_keys)});
     }
+    paths[DELETE.path] = json!({"delete": operate(&DELETE, model, has_keys)});
+    paths["/v1/responses/{id}"] = stored(has_keys);
     for (path, id, summary) in [
         ("/api/tags", "ollamaTags", "The models, as Ollama."),
         ("/api/ps", "ollamaRunning", "The loaded models, as Ollama."),
@@ -168,10 +181,35 @@ pub(super) fn add(paths: &mut Value, model: &Model, has_keys: bool) {
     }
 }
 
-fn post(operation: &Operation, names: &[&str], has_keys: bool) -> Value {
+/// The operations on a stored response.
+fn stored(has_keys: bool) -> Value {
+    let text = json!({"type": "string", "minLength": 1});
+    let operation = |id: &str, summary: &str, stream: Option<&str>, parameters: Value| {
+        let mut responses = told(&STORED, has_keys);
+        responses.insert("200".into(), answer(stream));
+        json!({"operationId": id, "summary": summary, "parameters": parameters,
+            "responses": responses})
+    };
+    let id = json!({"name": "id", "in": "path", "required": true, "schema": text});
+    let is_stream = json!({"type": "boolean"});
+    let stream = json!({"name": "stream", "in": "query", "schema": is_stream});
+    let after = json!({"type": "integer", "minimum": 0});
+    let after = json!({"name": "starting_after", "in": "query", "schema": after});
+    let (tell, forget) = ("Tells a stored response.", "Forgets a stored response.");
+    json!({
+        "get": operation("storedResponse", tell, EVENTS, json!([id, stream, after])),
+        "delete": operation("forgetResponse", forget, None, json!([id])),
+    })
+}
+
+/// An operation that takes a body.
+fn operate(operation: &Operation, model: &Model, has_keys: bool) -> Value {
     let mut schema = object_schema(operation.table);
     if schema["properties"]["model"].is_object() {
-        schema["properties"]["model"]["enum"] = json!(names);
+        schema["properties"]["model"]["enum"] = json!(model.names().collect::<Vec<_>>());
+    }
+    if operation.path == "/v1/responses" {
+        narrow_tools(&mut schema, model);
     }
     let all: Vec<&str> = REFUSALS.iter().map(|(status, _)| *status).collect();
     let mut responses = told(&all, has_keys);

@@ -32,11 +32,7 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
         needs("stream_options", "stream"),
         {"not": {"required": ["max_tokens", "max_completion_tokens"]}},
     ]);
-    let syntax = model.template.as_deref().map(Syntax::of);
-    if syntax.and_then(|syntax| syntax.family()).is_none() {
-        chat["properties"]["tools"] = json!({"enum": [[], null]});
-        chat["properties"]["tool_choice"] = json!({"enum": ["auto", "none", null]});
-    }
+    narrow_tools(&mut chat, model);
     completion["allOf"] = json!([needs("stream_options", "stream"),]);
     let messages = json!({
         "type": "array",
@@ -55,6 +51,15 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
         ("Choices".to_owned(), choices),
         ("TokenId".to_owned(), token),
     ])
+}
+
+/// `tools` of a model that calls none are empty.
+pub(super) fn narrow_tools(request: &mut Value, model: &Model) {
+    let syntax = model.template.as_deref().map(Syntax::of);
+    if syntax.and_then(|syntax| syntax.family()).is_none() {
+        request["properties"]["tools"] = json!({"enum": [[], null]});
+        request["properties"]["tool_choice"] = json!({"enum": ["auto", "none", null]});
+    }
 }
 
 /// `field` only with `other: true`.

@@ -21,7 +21,7 @@ const NAMES: [[&str; 3]; 5] = [
 ];
 
 /// Most other files.
-const MAX_EXTRA: usize = 64;
+pub(super) const MAX_EXTRA: usize = 64;
 
 /// A hole in a text.
 #[derive(Clone, Copy, Debug, Default)]

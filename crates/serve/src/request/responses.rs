@@ -20,8 +20,18 @@ use crate::rejection::Rejection;
 use crate::render::responses::Terms;
 
 /// Most parts of an item, and most tools.
-const MAX_PARTS: usize = 1024;
-const MAX_TOOLS: usize = 512;
+pub(super) const MAX_PARTS: usize = 1024;
+pub(super) const MAX_TOOLS: usize = 512;
+
+/// Kinds of parts, all of which are text.
+pub(super) const PART_KINDS: [&str; 6] = [
+    "input_text",
+    "output_text",
+    "text",
+    "summary_text",
+    "reasoning_text",
+    "refusal",
+];
 
 impl Reader<'_> {
     /// Reads a request for a response.
@@ -208,19 +218,11 @@ impl Reader<'_> {
                 return Err(wrong_type(param.to_owned(), &other, expected));
             }
         };
-        const KINDS: [&str; 6] = [
-            "input_text",
-            "output_text",
-            "text",
-            "summary_text",
-            "reasoning_text",
-            "refusal",
-        ];
         let part = |(i, part): (usize, Value)| {
             let place = format!("{param}[{i}]");
             let map = object(part, || place.clone())?;
             let kind = map.get("type").cloned().unwrap_or_default();
-            if kind.is_string() && !KINDS.contains(&kind.as_str().unwrap_or_default()) {
+            if kind.is_string() && !PART_KINDS.contains(&kind.as_str().unwrap_or_default()) {
                 let why = "messages are text";
                 return Err(unsupported(format!("{place}.type"), show(&kind), why));
             }

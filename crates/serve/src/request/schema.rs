@@ -2,9 +2,10 @@
 
 use serde_json::{Value, json};
 
+use super::fields::responses as table;
 use super::fields::{FUNCTION, JSON_SCHEMA, PART, STREAM_OPTION, TOOL, TOOL_CALL, TOOL_FUNCTION};
-use super::{MAX_STOP_CHARS, MAX_STOPS, messages, tools as reader};
-use crate::field::object_schema;
+use super::{MAX_STOP_CHARS, MAX_STOPS, infill, messages, responses, tools as reader};
+use crate::field::{Field, object_schema};
 
 /// Most entries of `logit_bias`: the engine's bound.
 const MAX_BIASES: usize = paceline_engine::MAX_LOGIT_BIAS;
@@ -93,13 +94,85 @@ pub(super) fn tool_choice() -> Value {
     json!({"anyOf": [{"enum": ["auto", "none", "required"]}, tool, allowed]})
 }
 
+/// Formats without a schema.
+fn plain_format() -> Value {
+    json!({"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}},
+        "required": ["type"], "additionalProperties": false})
+}
+
 pub(super) fn response_format() -> Value {
-    let plain = json!({"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}},
-        "required": ["type"], "additionalProperties": false});
+    let plain = plain_format();
     let schema = json!({"type": "object", "properties": {"type": {"const": "json_schema"},
         "json_schema": object_schema(JSON_SCHEMA)}, "required": ["type", "json_schema"],
         "additionalProperties": false});
     json!({"anyOf": [plain, schema]})
+}
+
+/// The schema of an object of these fields whose `type` is `kind`.
+fn typed(table: &[Field], kind: &str) -> Value {
+    let mut schema = object_schema(table);
+    schema["properties"]["type"] = json!({"const": kind});
+    if let Some(required) = schema["required"].as_array_mut() {
+        required.retain(|name| name != "type");
+        required.push("type".into());
+    }
+    schema
+}
+
+/// A text, or parts of text, of the Responses API.
+fn response_text() -> Value {
+    let mut part = object_schema(table::PART);
+    part["properties"]["type"] = json!({"enum": responses::PART_KINDS});
+    let parts = json!({"type": "array", "items": part, "maxItems": responses::MAX_PARTS});
+    json!({"anyOf": [{"type": "string"}, parts]})
+}
+
+pub(super) fn response_input() -> Value {
+    let said = |mut item: Value, field: &str| {
+        item["properties"][field] = response_text();
+        item
+    };
+    let mut message = said(object_schema(table::MESSAGE), "content");
+    message["properties"]["type"] = json!({"const": "message"});
+    message["properties"]["role"] = json!({"enum": ["user", "assistant", "system", "developer"]});
+    let call = typed(table::CALL, "function_call");
+    let output = said(typed(table::OUTPUT, "function_call_output"), "output");
+    let reasoning = said(typed(table::REASONING, "reasoning"), "content");
+    let reasoning = said(reasoning, "summary");
+    let item = json!({"anyOf": [message, call, output, reasoning]});
+    json!({"anyOf": [{"type": "string"}, {"type": "array", "items": item, "minItems": 1}]})
+}
+
+pub(super) fn response_tools() -> Value {
+    let most = responses::MAX_TOOLS;
+    let list = |items: &Value| json!({"type": "array", "items": items, "maxItems": most});
+    let function = typed(table::FUNCTION, "function");
+    let mut space = typed(table::NAMESPACE, "namespace");
+    space["properties"]["tools"] = list(&function);
+    // Of a provider; left out with a warning.
+    let hosted = json!({"type": "object", "required": ["type"], "properties":
+        {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}}});
+    list(&json!({"anyOf": [function, space, hosted]}))
+}
+
+pub(super) fn response_tool_choice() -> Value {
+    let tool = json!({"type": "object", "properties": {"type": {"const": "function"},
+        "name": {"type": "string"}}, "required": ["type", "name"], "additionalProperties": false});
+    let allowed = json!({"type": "object", "properties": {"type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": tool}},
+        "required": ["type", "mode", "tools"], "additionalProperties": false});
+    json!({"anyOf": [{"enum": ["auto", "none", "required"]}, tool, allowed]})
+}
+
+/// `text.format`, which has the fields of a schema beside its type.
+pub(super) fn response_format_beside() -> Value {
+    json!({"anyOf": [plain_format(), typed(JSON_SCHEMA, "json_schema")]})
+}
+
+pub(super) fn files() -> Value {
+    let text = json!({"type": "string"});
+    let file = json!({"type": "object", "properties": {"filename": text, "text": text}});
+    json!({"type": "array", "items": file, "maxItems": infill::MAX_EXTRA})
 }
 
 pub(super) fn texts() -> Value {

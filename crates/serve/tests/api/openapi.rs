@@ -181,11 +181,18 @@ fn every_reference_and_path_is_there() {
         let pointer = reference.split('"').next().unwrap();
         assert!(document.pointer(pointer).is_some(), "{pointer}");
     }
+    let stored = rig.post("/v1/responses", body_of("/v1/responses")).json();
     for (path, operations) in document["paths"].as_object().unwrap() {
-        let path = path.replace("{id}", "tiny");
+        let id = match path.as_str() {
+            "/v1/responses/{id}" => stored["id"].as_str().unwrap(),
+            _ => "tiny",
+        };
+        let path = path.replace("{id}", id);
         for method in operations.as_object().unwrap().keys() {
+            let json_type = "Content-Type: application/json\r\n";
             let response = match method.as_str() {
                 "get" => rig.get(&path),
+                "delete" => rig.send("DELETE", &path, json_type, r#"{"model":"tiny"}"#),
                 _ if path == COMPLETE => rig.complete(""),
                 _ if path == CHAT => rig.chat(""),
                 _ => rig.post(&path, body_of(&path)),
@@ -193,6 +200,11 @@ fn every_reference_and_path_is_there() {
             if path == "/infill" {
                 // The tiny model has no tokens for it.
                 assert_eq!(response.status, 400);
+                continue;
+            }
+            if path == "/api/delete" {
+                // Not without --allow-delete.
+                assert_eq!(response.status, 501);
                 continue;
             }
             assert_eq!(response.status, 200, "{method} {path}");

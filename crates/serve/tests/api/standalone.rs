@@ -13,6 +13,7 @@
 //! | ends with a tool's result | `It has RESULT degrees.` |
 //! | has the tool `look` | a thought, a word and a call of `look` |
 //! | is held to a schema | `{"name": "Ada", "age": 36}` |
+//! | has a hole to fill (`/infill`) | `Hello, world.` |
 //! | else | `Hello, world.` |
 
 #![allow(
@@ -186,7 +187,8 @@ fn main() {
     // A token is a byte, and the prompts of coding agents have 100 KB.
     let model = Model {
         context: 1 << 20,
-        ..tiny::tool_model()
+        template: tiny::tool_model().template,
+        ..tiny::hole_model()
     };
     let server = Server::bind(config, model, Arc::new(Scripted::default())).unwrap();
     let handle = server.handle();

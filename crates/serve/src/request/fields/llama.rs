@@ -99,7 +99,7 @@ pub(crate) const INFILL: &[Field] = &[
     ),
     Field::new(
         "input_extra",
-        Own(schema::array),
+        Own(schema::files),
         "Other files: filename and text.",
     ),
     Field::new(

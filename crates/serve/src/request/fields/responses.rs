@@ -3,7 +3,7 @@
 
 use super::{MAX_COUNT, MAX_NOTE, MAX_TEXT, MODEL, NOT_YET, TEMPERATURE, TOP_P};
 use crate::field::Field;
-use crate::field::Kind::{Any, Boolean, Integer, Object, Only, Own, Text};
+use crate::field::Kind::{Any, Boolean, Integer, Object, Only, Own, Table, Text};
 use crate::request::schema;
 
 /// Fields of `POST /v1/responses`.
@@ -11,7 +11,7 @@ pub(crate) const RESPONSE: &[Field] = &[
     MODEL,
     Field::new(
         "input",
-        Own(schema::any),
+        Own(schema::response_input),
         "A text, or items of a conversation.",
     )
     .required(),
@@ -55,12 +55,12 @@ pub(crate) const RESPONSE: &[Field] = &[
     ),
     Field::new(
         "tools",
-        Own(schema::array),
+        Own(schema::response_tools),
         "Functions, and namespaces of them; hosted tools are left out with a warning.",
     ),
     Field::new(
         "tool_choice",
-        Own(schema::any),
+        Own(schema::response_tool_choice),
         "Whether and which tools are to be called. Default auto.",
     ),
     Field::new(
@@ -75,12 +75,12 @@ pub(crate) const RESPONSE: &[Field] = &[
     ),
     Field::new(
         "text",
-        Object,
+        Table(TEXT_FIELD),
         "format: what the answer must be; verbosity.",
     ),
     Field::new(
         "reasoning",
-        Object,
+        Table(REASONING_FIELD),
         "effort, for templates that know it; summary.",
     ),
     Field::new(
@@ -279,7 +279,11 @@ pub(crate) const REASONING_FIELD: &[Field] = &[
 
 /// Fields of `text`.
 pub(crate) const TEXT_FIELD: &[Field] = &[
-    Field::new("format", Own(schema::any), "what the answer must be"),
+    Field::new(
+        "format",
+        Own(schema::response_format_beside),
+        "what the answer must be",
+    ),
     Field::new(
         "verbosity",
         Any,
