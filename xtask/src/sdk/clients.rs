@@ -32,7 +32,7 @@ const JAVASCRIPT: [(&str, &str); 4] = [
 ];
 
 /// Programs that Python runs.
-const PYTHON: [(&str, &str); 5] = [
+const PYTHON: [(&str, &str); 6] = [
     ("openai-python", "openai_python.py"),
     ("dialects-python", "dialects_python.py"),
     ("schemathesis", "openapi_fuzz.py"),

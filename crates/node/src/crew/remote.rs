@@ -293,7 +293,7 @@ impl RemoteCrew {
         let is_over = self.over.load(Ordering::SeqCst);
         let (kept, late) = match spare {
             Some(spare) if is_over => (Slot::Empty, Some(spare)),
-            Some(spare) => (Slot::Kept(spare), None),
+            Some(spare) => (Slot::Kept(Box::new(spare)), None),
             None => (Slot::Empty, None),
         };
         let is_kept = matches!(kept, Slot::Kept(_));

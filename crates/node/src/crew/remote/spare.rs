@@ -54,7 +54,7 @@ pub(super) enum Slot {
     /// It is being started or told what to prepare, outside of the lock.
     Starting,
     /// It waits.
-    Kept(Spare),
+    Kept(Box<Spare>),
 }
 
 /// A second worker of a rank.
@@ -86,7 +86,7 @@ impl Slot {
     /// Takes the spare out, if one waits.
     pub(super) fn take(&mut self) -> Option<Spare> {
         match std::mem::take(self) {
-            Self::Kept(spare) => Some(spare),
+            Self::Kept(spare) => Some(*spare),
             Self::Empty | Self::Starting => None,
         }
     }
