@@ -88,8 +88,8 @@ const REPLICAS_MAX: u16 = NODES_MAX as u16;
 
 /// Hears which models this node answers with.
 pub trait Doors: Send + Sync {
-    /// Answers with a model from now on, by all of its replicas. `key` names the door; `path` is the
-    /// model's file on this node, `wanted` the record of one of the replicas.
+    /// Answers with a model from now on, by all of its replicas. `key` names the door; `path` is
+    /// the model's file on this node, `wanted` the record of one of the replicas.
     ///
     /// # Errors
     /// Why it cannot be answered with.

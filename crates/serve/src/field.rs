@@ -401,6 +401,7 @@ mod tests {
         Field::new("table", Kind::Table(INNER), ""),
     ];
 
+    // long: a case a line
     #[test]
     fn each_kind_has_its_bounds() {
         for (object, expected) in [

@@ -52,7 +52,8 @@ pub struct Wanted {
     /// Further copies of each shard that wait packed on other nodes.
     #[serde(default)]
     pub spare: u16,
-    /// Number of this instance among the replicas of its model, from 1; 0 where it was loaded alone.
+    /// Number of this instance among the replicas of its model, from 1; 0 where it was loaded
+    /// alone.
     #[serde(default)]
     pub replica: u16,
     /// The node that has the model's file: an owner that lacks the file copies it from there.

@@ -194,8 +194,8 @@ impl Inner {
         }
     }
 
-    /// Other nodes that live and stay, and that compute as this one does or are part of the instance
-    /// already: the same numbers come of them.
+    /// Other nodes that live and stay, and that compute as this one does or are part of the
+    /// instance already: the same numbers come of them.
     fn heirs(&self, wanted: &Wanted) -> Vec<NodeId> {
         let (own, nodes) = (self.agent.id(), self.agent.nodes());
         let (mut heirs, _) = self.ranked();

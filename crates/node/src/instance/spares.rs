@@ -1,7 +1,8 @@
 //! Keeps a second worker of each rank, a spare, while an instance answers.
 //!
-//! A spare that is lost, cannot pack its weights or took the place of its rank's worker is replaced.
-//! A thread of its own does so: to start a worker takes seconds, and to copy a model minutes.
+//! A spare that is lost, cannot pack its weights or took the place of its rank's worker is
+//! replaced. A thread of its own does so: to start a worker takes seconds, and to copy a model
+//! minutes.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
