@@ -29,6 +29,7 @@ pub(crate) fn stream(mut command: Command, log: &Path, mut see: impl FnMut(&str)
     }
     let mut log = File::create(log).with_context(|| format!("write {}", log.display()))?;
     let (reader, writer) = std::io::pipe().context("make a pipe")?;
+    repo::forget_xtask(&mut command);
     command
         .stdin(Stdio::null())
         .stdout(writer.try_clone()?)
@@ -56,6 +57,7 @@ pub(crate) fn stream(mut command: Command, log: &Path, mut see: impl FnMut(&str)
 pub(crate) fn capture(mut command: Command, limit: Duration) -> Result<String> {
     let name = describe(&command);
     let (reader, writer) = std::io::pipe().context("make a pipe")?;
+    repo::forget_xtask(&mut command);
     command
         .stdin(Stdio::null())
         .stdout(writer.try_clone()?)

@@ -18,13 +18,18 @@ pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
     command.current_dir(root());
-    // Variables that `cargo run` set for xtask itself: with them build scripts that look at them,
-    // ring's among them, would run again in a build by hand, and all above them be compiled again.
+    forget_xtask(&mut command);
+    command
+}
+
+/// Keeps variables from a program that `cargo run` set for xtask itself. With them build scripts
+/// that look at them, ring's among them, would run again in the next build by hand, and all above
+/// them be compiled again. Programs such as maturin start cargo too.
+pub(crate) fn forget_xtask(command: &mut Command) {
     let told = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for name in told.filter(|name| is_of_a_package(name)) {
         command.env_remove(name);
     }
-    command
 }
 
 /// Whether cargo sets this variable for the package that it runs.
