@@ -38,6 +38,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// of a large model from disk.
 const OWNERLESS_LIMIT: Duration = Duration::from_secs(120);
 
+/// An owner that goes gives its requests back first. One that still answers by then does not go:
+/// it looks every [`LOOK_EVERY`] whether it is still the one to ask, and closes the line if not.
+const SETTLED_AFTER: Duration = Duration::from_secs(1);
+
+/// How often a request is asked again of an owner that gives it back, and answers others.
+const AGAIN_MAX: u8 = 3;
+
 #[derive(Serialize, Deserialize)]
 enum ToOwner {
     /// The first message.
@@ -192,6 +199,21 @@ fn submit(
     }
 }
 
+/// What an owner says right after `Ready`: how the model is cut, and how its instance is. It knows
+/// both, so that the wait for them is short.
+fn introduction(line: &dyn Line) -> Result<(Option<String>, Option<Status>), Broken> {
+    let mut cut = None;
+    let begun = Instant::now();
+    while begun.elapsed() < LOOK_EVERY {
+        match hear(line, LOOK_EVERY)? {
+            Some(ToEntry::Split(split)) => cut = Some(split),
+            Some(ToEntry::Stand(status)) => return Ok((cut, Some(status))),
+            _ => {}
+        }
+    }
+    Ok((cut, None))
+}
+
 /// Other instances of a model, which can go on with requests.
 pub(super) trait Relief: Send + Sync {
     /// Hands the requests of an entry whose instance does not answer to other instances; whether
@@ -244,6 +266,19 @@ impl Open {
             let _: Result<(), _> = say(&**line, message);
         }
     }
+
+    /// What is to be done about a request that was given back.
+    fn settle(&mut self, ticket: Ticket) -> Option<Settled> {
+        let asked = self.requests.get_mut(&ticket)?;
+        let (_, failure) = asked.given_back.take()?;
+        let is_refused = matches!(failure, Failure::Unavailable { .. });
+        if is_refused && self.answers && asked.again < AGAIN_MAX {
+            asked.again += 1;
+            return Some(Settled::Again(asked.submit(ticket)));
+        }
+        let asked = self.requests.remove(&ticket)?;
+        Some(Settled::Over(asked, failure))
+    }
 }
 
 /// A request with what came of it so far.
@@ -252,6 +287,18 @@ pub(super) struct Asked {
     tokens: Vec<u32>,
     prompt_read: bool,
     sink: Option<Sink>,
+    /// When the owner said that it does not answer this, and why.
+    given_back: Option<(Instant, Failure)>,
+    /// How often it was asked again then.
+    again: u8,
+}
+
+/// What becomes of a request that its owner has given back.
+enum Settled {
+    /// It is asked again.
+    Again(ToOwner),
+    /// Its caller is told.
+    Over(Asked, Failure),
 }
 
 impl Asked {
@@ -262,7 +309,19 @@ impl Asked {
             prompt_read: !tokens.is_empty(),
             tokens,
             sink: Some(sink),
+            given_back: None,
+            again: 0,
         }
+    }
+
+    /// Whether it was given back so long ago that the owner which did so does not go.
+    fn is_settled(&self, answers: bool) -> bool {
+        let limit = match answers {
+            true => SETTLED_AFTER,
+            false => OWNERLESS_LIMIT,
+        };
+        let given_back = self.given_back.as_ref();
+        given_back.is_some_and(|(at, _)| at.elapsed() >= limit)
     }
 
     /// Tokens of the prompt.
@@ -339,6 +398,8 @@ impl Entry {
         if state.is_over || state.requests.len() >= OPEN_MAX {
             return Err(asked);
         }
+        let mut asked = asked;
+        asked.given_back = None;
         let submit = asked.submit(ticket);
         state.requests.insert(ticket, asked);
         state.tell(&submit);
@@ -412,20 +473,29 @@ impl Entry {
         self.lose("the model was unloaded");
     }
 
-    /// A channel to the owner, if it is ready, with all open requests handed to it.
+    /// A channel to the owner, if it has the instance, with all open requests handed to it.
     fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
         let line = inner.reach_owner(self.id)?;
         say(&*line, &ToOwner::Instance(self.id.0)).ok()?;
         let Ok(Some(ToEntry::Ready)) = hear(&*line, LOOK_EVERY * 10) else {
             return None;
         };
+        let (split, stand) = introduction(&*line).ok()?;
         let kind = inner.kind_of_owner(self.id);
         let mut state = lock(&self.state);
-        for (ticket, asked) in &state.requests {
+        if split.is_some() {
+            state.split = split;
+        }
+        (state.answers, state.others, state.kind) = (true, 0, kind);
+        for (ticket, asked) in &mut state.requests {
+            asked.given_back = None;
             say(&*line, &asked.submit(*ticket)).ok()?;
         }
         state.line = Some(Arc::clone(&line));
-        (state.answers, state.others, state.kind) = (true, 0, kind);
+        drop(state);
+        if let Some(status) = stand {
+            self.learn(&status);
+        }
         Some(line)
     }
 
@@ -442,6 +512,7 @@ impl Entry {
             if !self.is_ready() && self.relieve() {
                 break;
             }
+            self.settle();
         }
         lock(&self.state).line = None;
         line.close();
@@ -462,6 +533,31 @@ impl Entry {
         has_open && relief.is_some_and(|relief| relief.relieve(self))
     }
 
+    /// Ends what the owner has given back and goes on without, or asks for it again.
+    fn settle(&self) {
+        let mut state = lock(&self.state);
+        let answers = state.answers;
+        let settled = state.requests.iter();
+        let settled = settled.filter(|(_, asked)| asked.is_settled(answers));
+        let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
+        let all: Vec<_> = tickets
+            .into_iter()
+            .filter_map(|ticket| Some((ticket, state.settle(ticket)?)))
+            .collect();
+        drop(state);
+        for (ticket, settled) in all {
+            match settled {
+                Settled::Again(submit) => lock(&self.state).tell(&submit),
+                Settled::Over(asked, failure) => {
+                    lock(&self.state).tell(&ToOwner::Cancel(ticket)); // the owner forgets it
+                    if let Some(mut sink) = asked.sink {
+                        sink(Reply::Failed(failure));
+                    }
+                }
+            }
+        }
+    }
+
     fn deliver(&self, ticket: Ticket, reply: Reply) {
         let mut state = lock(&self.state);
         let Some(asked) = state.requests.get_mut(&ticket) else {
@@ -470,8 +566,11 @@ impl Entry {
         match &reply {
             Reply::PromptRead { .. } if std::mem::replace(&mut asked.prompt_read, true) => return,
             Reply::Token { token, .. } => asked.tokens.push(*token),
-            // The owner is about to go: the next one goes on.
-            Reply::Failed(Failure::Lost { .. } | Failure::Unavailable { .. }) => return,
+            // An owner that is about to go says so too: then the next one goes on.
+            Reply::Failed(failure @ (Failure::Lost { .. } | Failure::Unavailable { .. })) => {
+                asked.given_back = Some((Instant::now(), failure.clone()));
+                return;
+            }
             Reply::Finished { .. } | Reply::Failed(_) => {
                 let asked = state.requests.remove(&ticket);
                 state.tell(&ToOwner::Cancel(ticket)); // the owner forgets it
@@ -613,6 +712,77 @@ pub(super) mod testing {
             logprobs: None,
         };
         entry.deliver(ticket, reply);
+    }
+
+    fn lost() -> Failure {
+        Failure::Lost {
+            reason: "rank 1 died three times".to_owned(),
+        }
+    }
+
+    fn refused() -> Failure {
+        Failure::Unavailable {
+            reason: "it starts".to_owned(),
+        }
+    }
+
+    /// Makes what was given back old enough to be settled by an owner that answers.
+    fn let_time_go_by(entry: &Entry) {
+        for asked in lock(&entry.state).requests.values_mut() {
+            if let Some((at, _)) = &mut asked.given_back {
+                *at = at.checked_sub(SETTLED_AFTER).unwrap();
+            }
+        }
+    }
+
+    /// A remote with one request, whose failure is kept.
+    fn asked() -> (Remote, Owner, Ticket, Arc<Mutex<Option<Failure>>>) {
+        let (remote, owner) = connected(1, "cpu");
+        let failed: Arc<Mutex<Option<Failure>>> = Arc::default();
+        let told = Arc::clone(&failed);
+        let sink: Sink = Box::new(move |reply| {
+            if let Reply::Failed(failure) = reply {
+                *lock(&told) = Some(failure);
+            }
+        });
+        let ticket = remote.submit(Request::default(), sink).unwrap();
+        assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
+        (remote, owner, ticket, failed)
+    }
+
+    /// A worker that dies again and again loses the answer, and the owner lives on: its caller must
+    /// not wait for ever.
+    #[test]
+    fn what_a_living_owner_loses_is_told() {
+        let (remote, owner, ticket, failed) = asked();
+        remote.entry.deliver(ticket, Reply::Failed(lost()));
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), None, "the owner may be about to go");
+        let_time_go_by(&remote.entry);
+        say_stand(&remote.entry, State::Loading, 0);
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), None, "it may go yet");
+        say_stand(&remote.entry, State::Ready, 0);
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), Some(lost()));
+        assert_eq!(owner.heard().as_deref(), Some("cancel 1"));
+        assert_eq!(remote.entry.load(), 0);
+    }
+
+    #[test]
+    fn what_a_living_owner_refuses_is_asked_again_some_times() {
+        let (remote, owner, ticket, failed) = asked();
+        for _ in 0..AGAIN_MAX {
+            remote.entry.deliver(ticket, Reply::Failed(refused()));
+            let_time_go_by(&remote.entry);
+            remote.entry.settle();
+            assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
+        }
+        assert_eq!(*lock(&failed), None);
+        remote.entry.deliver(ticket, Reply::Failed(refused()));
+        let_time_go_by(&remote.entry);
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), Some(refused()));
     }
 
     /// The owner says how its instance is.

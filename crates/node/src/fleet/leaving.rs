@@ -224,7 +224,12 @@ impl Inner {
         let has = copies::holders(&self.agent, &heirs, wanted, limit);
         let order = by_preference(heirs.clone(), &wanted.successors, &has);
         let takes = |heir: &NodeId| {
-            self.equip(*heir, wanted, patience) && self.give(at, wanted, &heirs, *heir)
+            if !self.equip(*heir, wanted, patience) {
+                return false;
+            }
+            // A large model takes minutes to copy: another node may have gone meanwhile.
+            let heirs = self.heirs(wanted);
+            heirs.contains(heir) && self.give(at, wanted, &heirs, *heir)
         };
         order.iter().any(takes)
     }
@@ -253,6 +258,9 @@ impl Inner {
         heirs: &[NodeId],
         owner: NodeId,
     ) -> bool {
+        if self.epoch_of(id) != Some(epoch) {
+            return true; // somebody wrote a newer one, or unloaded it, while the model was copied
+        }
         let mut before = wanted.clone();
         if before.nodes[0] != owner {
             // In place of an owner that goes comes the first successor.

@@ -71,17 +71,24 @@ pub(super) struct Nodes {
 
 impl Nodes {
     /// The nodes to try for a rank: its own, then the others that live, each rank from another one
-    /// on, so that the ranks of a lost node are shared out. Those that lose workers again and again
-    /// come last.
+    /// on, so that the ranks of a lost node are shared out. Those that leave come last, and before
+    /// them those that lose workers again and again.
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
-        // A node that is left out for its losses comes last: it is better than none.
-        let now = Instant::now();
-        all.sort_by_key(|id| self.flaps.is_out(*id, now));
+        // A node that is left out for its losses, or that goes soon, is better than none.
+        let (now, leavers) = (Instant::now(), self.leavers());
+        all.sort_by_key(|id| (leavers.contains(id), self.flaps.is_out(*id, now)));
         all
+    }
+
+    /// Nodes that are about to go.
+    fn leavers(&self) -> BTreeSet<NodeId> {
+        let nodes = self.agent.nodes().into_iter();
+        let leavers = nodes.filter(|node| node.facts.leaving);
+        leavers.map(|node| node.id).collect()
     }
 
     fn name(&self, id: NodeId) -> String {
@@ -202,7 +209,8 @@ impl Nodes {
             view.is_none_or(|view| self.has_room(view, &map))
         };
         all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
-        all.retain(|id| self.lives(*id) && has_room(*id));
+        let leavers = self.leavers();
+        all.retain(|id| self.lives(*id) && !leavers.contains(id) && has_room(*id));
         let spares = lock(&self.spares);
         let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
         all.sort_by_key(|id| {
@@ -266,12 +274,13 @@ fn busy(map: &Registers) -> BTreeSet<NodeId> {
     nodes.collect()
 }
 
-/// Living nodes that compute as this one does, the first of `views`, and are not `busy`.
+/// Living nodes that stay, compute as this one does, the first of `views`, and are not `busy`.
 fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
     let kind = |view: &NodeView| (view.facts.numerics, view.facts.kernel_class.clone());
     let own = views.first().map(kind);
     let is_idle = |view: &&NodeView| {
-        view.state == Life::Alive && Some(kind(view)) == own && !busy.contains(&view.id)
+        let stays = view.state == Life::Alive && !view.facts.leaving;
+        stays && Some(kind(view)) == own && !busy.contains(&view.id)
     };
     views.iter().filter(is_idle).map(|view| view.id).collect()
 }
@@ -318,6 +327,13 @@ mod tests {
             view(3, Life::Suspect, "cpu"),
             view(4, Life::Alive, "mlx"),
             view(5, Life::Alive, "cpu"),
+            NodeView {
+                facts: paceline_cluster::nodes::agent::Facts {
+                    leaving: true,
+                    ..view(6, Life::Alive, "cpu").facts
+                },
+                ..view(6, Life::Alive, "cpu")
+            },
         ];
         let busy = [1, 2].map(|number| NodeId([number; 16]));
         assert_eq!(idle(&views, &BTreeSet::from(busy)), [NodeId([5; 16])]);
