@@ -56,9 +56,13 @@ pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 /// long.
 pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 
-/// Failures that a request outlives without a token in between. A request that itself ends the
-/// workers must not end them for ever.
+/// Failures of workers that had a request, without a token in between: with so many it is lost. A
+/// request that itself ends the workers must not end them for ever. Workers that cannot start have
+/// no request, and it waits for them.
 pub const FAILURES_MAX: u32 = 3;
+
+/// How long a request waits for workers that cannot start: as long as entries wait for an owner.
+pub const HELD_LIMIT: Duration = Duration::from_secs(120);
 
 /// Longest such wait.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -627,18 +631,6 @@ impl Supervisor {
         }));
         self.changed(now, &why);
         self.hand_over();
-    }
-
-    /// Hands all open requests to the leader.
-    fn hand_over(&mut self) {
-        let rank = self.ways[self.way].leader;
-        let open = self.requests.all();
-        self.out.extend(open.map(|(ticket, open)| Action::Submit {
-            rank,
-            ticket,
-            request: open.request.clone(),
-            tokens: open.tokens.clone(),
-        }));
     }
 
     /// Takes in a sign that something is wrong.

@@ -108,7 +108,9 @@ impl Report {
         match self.totals() {
             [_, 0, 0] => Ok(()),
             [answers, lost, altered] => {
-                bail!("of {answers} answers {lost} were lost and {altered} altered")
+                let reason = self.rounds.iter().find_map(|it| it.reason.as_deref());
+                let reason = reason.map_or_else(String::new, |it| format!("; first: {it}"));
+                bail!("of {answers} answers {lost} were lost and {altered} altered{reason}")
             }
         }
     }

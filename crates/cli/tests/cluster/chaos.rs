@@ -56,8 +56,9 @@ fn faults_neither_lose_nor_alter_answers() {
     let model = model.to_str().unwrap();
     let asked = ["--rounds", "6", "--tokens", "400", "--streams", "5"];
     let output = host.run(&[&["chaos", model, "--seed", "3", "--json"], &asked[..]].concat());
-    assert!(output.status.success(), "{}", said(&output));
-    let report: Value = serde_json::from_str(&text(&output.stdout)).unwrap();
+    let report = text(&output.stdout);
+    assert!(output.status.success(), "{}{report}", said(&output));
+    let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["answers"], 30, "{report}");
     assert_eq!(report["lost"], 0, "{report}");
     assert_eq!(report["altered"], 0, "{report}");

@@ -54,6 +54,17 @@ const VERDICT_BYTES_MAX: usize = 1024;
 /// How long a write may wait for a peer that does not read.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
+/// How long a session may be silent before its system asks the other system whether it is there,
+/// and how long each of the [`PROBES`] waits. Of a cable that is pulled while other cables lead to
+/// the peer nothing else tells.
+const PROBE_AFTER: Duration = Duration::from_secs(2);
+
+/// See [`PROBE_AFTER`].
+const PROBE_EVERY: Duration = Duration::from_secs(1);
+
+/// Unanswered probes that end a session: three, so that two lost packets do not.
+const PROBES: u32 = 3;
+
 /// What a session is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
@@ -262,6 +273,19 @@ fn preface(purpose: Purpose) -> [u8; 8] {
     std::array::from_fn(|i| *MAGIC.get(i).unwrap_or(&(purpose as u8)))
 }
 
+/// Has the system end a connection whose way is gone, within five seconds. A peer that is only busy
+/// or stopped stays: its system answers.
+fn end_with_its_way(stream: &TcpStream) -> io::Result<()> {
+    let socket = socket2::SockRef::from(stream);
+    let keepalive = socket2::TcpKeepalive::new().with_time(PROBE_AFTER);
+    let keepalive = keepalive.with_interval(PROBE_EVERY).with_retries(PROBES);
+    socket.set_tcp_keepalive(&keepalive)?;
+    // Bytes under way put probes off: there they have the same time. Other systems give them more.
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(PROBE_AFTER + PROBE_EVERY * PROBES))?;
+    Ok(())
+}
+
 /// A connection on which a handshake is under way.
 struct Wire {
     stream: TcpStream,
@@ -274,6 +298,7 @@ impl Wire {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(WRITE_LIMIT))?;
+        end_with_its_way(&stream)?;
         Ok(Self {
             stream,
             deadline,

@@ -298,7 +298,11 @@ fn mutated_templates_end_within_their_limits() {
             match answer {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => break,
-                Err(Failure::TooSlow { limit_ms: 2000 } | Failure::TooLarge { .. }) => break,
+                // Of processor time, and of the clock on a machine that is busy with other things.
+                Err(Failure::TooSlow {
+                    limit_ms: 2000 | 6000,
+                })
+                | Err(Failure::TooLarge { .. }) => break,
                 // A deep value overflows the stack when it is dropped.
                 Err(Failure::Ended { reason }) if reason.contains("stack") => break,
                 Err(failure) => panic!("seed {seed}: {failure}: {source}"),

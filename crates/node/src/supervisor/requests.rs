@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_engine::{Failure, Reply, Request, Ticket};
 
-use super::{Action, FAILURES_MAX, Phase, Supervisor, Why, steer};
+use super::{Action, FAILURES_MAX, HELD_LIMIT, Phase, Supervisor, Why, steer};
 
 /// A request that is not over.
 #[derive(Debug)]
@@ -15,8 +15,23 @@ pub(super) struct Open {
     pub(super) tokens: Vec<u32>,
     /// Whether the caller knows that the prompt was read.
     prompt_read: bool,
-    /// Epochs that failed under it since its last token.
+    /// Whether the epoch has it.
+    in_work: bool,
+    /// When it was in work last, or came.
+    since: Duration,
+    /// Epochs that had it and failed since its last token.
     failures: u32,
+}
+
+impl Open {
+    /// Counts an epoch that failed; whether the answer can still come.
+    fn outlives(&mut self, now: Duration) -> bool {
+        if std::mem::take(&mut self.in_work) {
+            self.failures += 1;
+            self.since = now;
+        }
+        self.failures < FAILURES_MAX && now.saturating_sub(self.since) < HELD_LIMIT
+    }
 }
 
 /// All of them, in the order in which they came.
@@ -24,10 +39,6 @@ pub(super) struct Open {
 pub(super) struct Requests(BTreeMap<Ticket, Open>);
 
 impl Requests {
-    pub(super) fn all(&self) -> impl Iterator<Item = (Ticket, &Open)> {
-        self.0.iter().map(|(ticket, open)| (*ticket, open))
-    }
-
     /// Requests that are computed, and that wait; nothing is computed unless `ready`.
     pub(super) fn load(&self, ready: bool) -> (usize, usize) {
         let started = self.0.values().filter(|open| open.prompt_read && ready);
@@ -103,7 +114,8 @@ impl Supervisor {
             return self.out.push_back(Action::Deliver(ticket, reply));
         }
         self.steer(now, steer::Event::Opened);
-        if matches!(self.phase, Phase::Ready) {
+        let in_work = matches!(self.phase, Phase::Ready);
+        if in_work {
             self.out.push_back(Action::Submit {
                 rank: self.ways[self.way].leader,
                 ticket,
@@ -115,6 +127,8 @@ impl Supervisor {
             request,
             prompt_read: !tokens.is_empty(),
             tokens,
+            in_work,
+            since: now,
             failures: 0,
         };
         self.requests.0.insert(ticket, open);
@@ -175,12 +189,23 @@ impl Supervisor {
         self.learn_sometimes(now);
     }
 
-    /// Counts a failure; requests that failed too often are lost.
-    pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
-        for open in self.requests.0.values_mut() {
-            open.failures += 1;
+    /// Hands all open requests to the leader.
+    pub(super) fn hand_over(&mut self) {
+        let rank = self.ways[self.way].leader;
+        for (ticket, open) in &mut self.requests.0 {
+            open.in_work = true;
+            self.out.push_back(Action::Submit {
+                rank,
+                ticket: *ticket,
+                request: open.request.clone(),
+                tokens: open.tokens.clone(),
+            });
         }
-        let lost = |_: &Ticket, open: &mut Open| open.failures >= FAILURES_MAX;
+    }
+
+    /// Counts a failure; requests that failed too often, or wait too long, are lost.
+    pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
+        let lost = |_: &Ticket, open: &mut Open| !open.outlives(now);
         let lost = self.requests.0.extract_if(.., lost).collect();
         self.lost(now, lost, reason);
     }

@@ -722,20 +722,40 @@ fn the_first_wait_is_short_and_comes_back_after_an_answer() {
     assert_eq!(waits(true), [0, 250, 0, 250]);
 }
 
+/// Whether the first request is lost by one of these.
+fn loses(actions: &[Action]) -> bool {
+    let lost = |action: &Action| {
+        matches!(
+            action,
+            Action::Deliver(Ticket(1), Reply::Failed(Failure::Lost { .. }))
+        )
+    };
+    actions.iter().any(lost)
+}
+
 #[test]
 fn a_request_that_ends_its_workers_is_given_up() {
     let mut failing = Failing::new(true);
     failing.become_ready();
     failing.ask(Ticket(1));
     for failures in 1..=FAILURES_MAX {
-        let lost = |action: &Action| {
-            matches!(
-                action,
-                Action::Deliver(Ticket(1), Reply::Failed(Failure::Lost { .. }))
-            )
-        };
-        let is_lost = failing.fail().iter().any(lost);
-        assert_eq!(is_lost, failures == FAILURES_MAX);
+        assert_eq!(loses(&failing.fail()), failures == FAILURES_MAX);
         failing.become_ready();
     }
+}
+
+/// Workers that end before they have it say nothing about a request.
+#[test]
+fn a_request_waits_for_workers_that_cannot_start() {
+    let mut failing = Failing::new(true);
+    failing.become_ready();
+    failing.ask(Ticket(1));
+    let mut rounds = 0;
+    let begun = failing.now;
+    while !loses(&failing.fail()) {
+        rounds += 1;
+        assert!(failing.now - begun < HELD_LIMIT * 2, "it waits for ever");
+    }
+    assert!(failing.now - begun >= HELD_LIMIT);
+    assert!(rounds >= 2, "{rounds}");
 }
