@@ -178,6 +178,7 @@ struct Shared {
     crew: Box<dyn Crew>,
     commands: Mutex<VecDeque<Command>>,
     view: Mutex<View>,
+    traces: Mutex<()>,
     last_ticket: AtomicU64,
 }
 
@@ -246,6 +247,7 @@ impl Instance {
             crew,
             commands: Mutex::default(),
             view: Mutex::new(view),
+            traces: Mutex::default(),
             last_ticket: AtomicU64::new(0),
         });
         let (first, started) = channel();
@@ -386,6 +388,11 @@ impl Instance {
     pub fn trace(&self) {
         self.shared.command(Command::Trace);
         let _ = self.moved(); // asked after it on the same channels, so answered after it
+    }
+
+    /// Held by a trace while it runs: ranks record for one at a time.
+    pub(crate) fn traces(&self) -> &Mutex<()> {
+        &self.shared.traces
     }
 
     /// Ends a trace; what each rank recorded, in rank order. Blocks for up to 20 s.
