@@ -3,7 +3,6 @@
 use std::cmp::Ordering;
 use std::collections::VecDeque;
 
-use paceline_base::Bytes;
 use ratatui::Frame;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -192,10 +191,20 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     let rows = view.items("instances").into_iter().map(instance);
     let names = ["MODEL", "STATE", "SPLIT", "TOK/S (PREDICTED)", "ON"];
     table(names, rows, [18, 15, 9, 18, 0]).render(models, buffer);
-    let rows = view.items("links").into_iter().map(link);
-    let names = ["LINK FROM", "TO", "BY", "LATENCY", "BANDWIDTH", "SENDS"];
+    let is_wide = area.width >= 90;
+    let rows = view.items("links").into_iter();
+    let rows = rows.map(|it| link(it, is_wide));
+    let names = [
+        "LINK FROM",
+        "TO",
+        "BY",
+        "LATENCY",
+        "BANDWIDTH",
+        "MODELS",
+        "SENDS",
+    ];
     let width = name_width(area.width);
-    table(names, rows, [width, width, 8, 9, 9, 0]).render(links, buffer);
+    table(names, rows, [width, width, 8, 8, 9, 9, 0]).render(links, buffer);
     let rows = view.items("requests").into_iter().map(request);
     let names = [
         "REQUEST", "MODEL", "PROMPT", "TOKENS", "TOK/S", "FIRST", "AT",
@@ -388,22 +397,23 @@ fn instance(it: &Value) -> [String; 5] {
     ]
 }
 
-/// A measured link; `SENDS` is all that leaves by its interface, with the share of its bandwidth.
-fn link(it: &Value) -> [String; 6] {
+/// A measured link; `MODELS` is what workers of models send over it, `SENDS` all that leaves by its
+/// interface, on a wide terminal with the share of its bandwidth.
+fn link(it: &Value, is_wide: bool) -> [String; 7] {
     let load = it["sent_bytes_s"].as_f64().zip(it["bytes_per_s"].as_f64());
-    let load = load.filter(|(_, most)| *most > 0.0);
+    let load = load.filter(|(_, most)| is_wide && *most > 0.0);
     let load = load.map_or_else(String::new, |(sent, most)| {
         format!(" ({:.0} %)", 100.0 * sent / most)
     });
+    let sent = |name: &str| number(&it[name], |sent| format!("{}/s", short(sent)));
     [
         text(&it["from"]),
         text(&it["to"]),
         text(&it["interface"]),
         number(&it["latency_s"], |s| format!("{:.2} ms", s * 1e3)),
         number(&it["bytes_per_s"], |rate| format!("{:.0} MB/s", rate / 1e6)),
-        number(&it["sent_bytes_s"], |sent| {
-            format!("{}/s{load}", Bytes(sent as u64))
-        }),
+        sent("model_bytes_s"),
+        sent("sent_bytes_s") + &load,
     ]
 }
 
@@ -445,7 +455,8 @@ mod tests {
             ],
             "links": [
                 {"from": "mini", "to": "studio", "interface": "eth0", "latency_s": 0.000_12,
-                 "bytes_per_s": 940_000_000, "sent_bytes_s": 47_000_000.0},
+                 "bytes_per_s": 940_000_000, "sent_bytes_s": 47_000_000.0,
+                 "model_bytes_s": 41_000_000.0},
                 {"from": "studio", "to": "mini", "interface": "en5", "latency_s": 0.000_35},
             ],
             "energy": {"watts": 64.2, "joules_per_token": 4.52},
@@ -490,9 +501,9 @@ qwen3:8b           ready           pipeline  14.2 (14.9)        mini, studio
 smollm2            fetching 25 %   tensor    - (-)              mini
 broken             failed          auto      - (-)              no tensor blk.3.
 
-LINK FROM       TO              BY       LATENCY   BANDWIDTH SENDS
-mini            studio          eth0     0.12 ms   940 MB/s  44.8 MiB/s (5 %)
-studio          mini            en5      0.35 ms   -         -
+LINK FROM       TO              BY       LATENCY  BANDWIDTH MODELS    SENDS
+mini            studio          eth0     0.12 ms  940 MB/s  39 MiB/s  45 MiB/s
+studio          mini            en5      0.35 ms  -         -         -
 
 REQUEST  MODEL                  PROMPT  TOKENS  TOK/S   FIRST    AT
 21       qwen3:8b               812     71      14.9    1.31 s   mini
