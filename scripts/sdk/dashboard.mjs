@@ -254,6 +254,24 @@ async function cluster() {
       const said = await page.locator("#talk .assistant").textContent();
       check(said.length > 0, "the model said nothing");
     });
+    await run("dashboard: an answer is seen stage by stage, and what the machines exchange for it", async () => {
+      await page.click("#stages summary");
+      await page.locator("#stage-list li").first().waitFor(); // it is being looked at
+      const isSeen = () => document.querySelectorAll("#stage-list .stage").length === 2
+        && [...document.querySelectorAll("#stage-list .stage")].every((stage) => /compute [\d.]+ ms/.test(stage.textContent) && stage.querySelector(".lane i.c"))
+        && [...document.querySelectorAll("#links span")].some((link) => link.textContent.includes("models move"));
+      for (let again = 2; ; again -= 1) { // an answer may end before both were seen
+        await page.click("#chat-clear");
+        await page.locator("#send:not([hidden]):not([disabled])").waitFor();
+        await chat(page, "Write a very long story about the sea.");
+        try {
+          await page.waitForFunction(isSeen, undefined, { timeout: again ? 10_000 : PATIENCE_MS });
+          break;
+        } catch (error) { if (again === 0) throw error; }
+      }
+      await page.click("#chat-clear");
+      await page.click("#stages summary");
+    });
     await run("dashboard: the cluster for axe, nothing cut", () => looks(one.url, 1280, "light"));
     await run("dashboard: a download that cannot be had says why", async () => {
       await page.click("#load summary");
