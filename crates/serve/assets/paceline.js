@@ -348,8 +348,8 @@ function stateKind(word) {
 }
 
 function makeNode() {
-  const forget = el("button", { type: "button", hidden: true, onclick: () => forgetNode(forget) }, "Forget");
-  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" }), forget), el("p", { class: "facts" }),
+  const remove = el("button", { type: "button", hidden: true, onclick: () => removeNode(remove) });
+  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" }), remove), el("p", { class: "facts" }),
     meter("CPU"), meter("Memory"), meter("Swap"), meter("GPU"), meter("Battery"), el("div", { class: "cores", "aria-hidden": "true" }), el("p", { class: "facts" }));
 }
 
@@ -360,9 +360,11 @@ function updateNode(node, it) {
   const isSlow = it.slow_ms !== undefined && it.state === "alive";
   text(title.children[1], it.found_by === "self" && it.state === "alive" ? "this node" : isSlow ? "slow" : it.state);
   classed(title.children[1], `pill ${isSlow ? "warn" : stateKind(it.state)}`);
-  title.lastChild.hidden = !state.status.may_manage || !["dead", "left"].includes(it.state);
-  attr(title.lastChild, "value", it.id || "");
-  attr(title.lastChild, "aria-label", `Forget ${it.name}`);
+  const remove = title.lastChild, what = ["dead", "left"].includes(it.state) ? "Forget" : "Revoke";
+  remove.hidden = !state.status.may_manage || it.found_by === "self";
+  attr(remove, "value", it.id || "");
+  text(remove, what);
+  attr(remove, "aria-label", `${what} ${it.name}`);
   text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`].filter(Boolean).join(" · "));
   setMeter(cpu, t.cpu_busy, `${percent(t.cpu_busy || 0)}${t.cpu_mhz ? ` · ${(t.cpu_mhz / 1000).toFixed(1)} GHz` : ""}`);
   const used = t.memory_bytes && t.memory_available_bytes !== undefined ? t.memory_bytes - t.memory_available_bytes : undefined;
@@ -637,9 +639,11 @@ async function preview() {
   return [placements.length ? "" : "no placement", ...notes].filter(Boolean).join("; ");
 }
 
-async function forgetNode(button) {
-  if (!confirm("Forget this machine? It may join again with a code.")) return;
-  try { await ask("forget", { node: button.value }); await look(); } catch (error) { alert(error.message); }
+async function removeNode(button) {
+  const isRevoked = button.textContent === "Revoke";
+  const words = isRevoked ? "Cut this machine off? No machine of the cluster lets it in any more." : "Forget this machine? It may join again with a code.";
+  if (!confirm(words)) return;
+  try { await ask(isRevoked ? "revoke" : "forget", { node: button.value }); await look(); } catch (error) { alert(error.message); }
 }
 
 async function joinCluster() {

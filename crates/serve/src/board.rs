@@ -7,7 +7,7 @@
 //! GET  /v1/paceline/stages?instance=ID  a look of some seconds at where its ranks' time goes
 //! GET  /v1/paceline/events?after=N  events as SSE, those kept first; an `error` ends them
 //! POST /v1/paceline/load, unload, preview, models, pull,
-//!                   invite, join, forget, keys, new_key, revoke_key
+//!                   invite, join, forget, revoke, keys, new_key, revoke_key
 //! ```
 //!
 //! All but the page itself need an API key where keys are in use, and commands one of an admin.
@@ -64,7 +64,7 @@ const PIECE_EVENTS: usize = 256;
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Commands that the dashboard sends.
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 12] = [
     "load",
     "unload",
     "preview",
@@ -73,6 +73,7 @@ const COMMANDS: [&str; 11] = [
     "invite",
     "join",
     "forget",
+    "revoke",
     "keys",
     "new_key",
     "revoke_key",
