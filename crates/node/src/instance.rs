@@ -178,6 +178,8 @@ struct Shared {
     crew: Box<dyn Crew>,
     commands: Mutex<VecDeque<Command>>,
     view: Mutex<View>,
+    /// Held while ranks are measured, and while they are traced.
+    measures: Mutex<()>,
     traces: Mutex<()>,
     last_ticket: AtomicU64,
 }
@@ -247,6 +249,7 @@ impl Instance {
             crew,
             commands: Mutex::default(),
             view: Mutex::new(view),
+            measures: Mutex::default(),
             traces: Mutex::default(),
             last_ticket: AtomicU64::new(0),
         });
@@ -368,13 +371,14 @@ impl Instance {
     }
 
     /// Asks every rank for its measurements, in rank order; `None` when one's are missing after
-    /// `limit`.
+    /// `limit`. Another caller's question is over first, so that its answers are not taken for
+    /// those of this one.
     fn measure(&self, limit: Duration) -> Option<Vec<Measured>> {
+        let _alone = lock(&self.shared.measures);
         let (sender, receiver) = channel();
         self.shared.command(Command::Measure(sender));
         let deadline = Instant::now() + limit;
         let mut told: Vec<Option<Measured>> = vec![None; self.cuts[0].split.ranks() as usize];
-        // Answers to another caller's question come here too.
         while told.iter().any(Option::is_none) {
             let left = deadline.saturating_duration_since(Instant::now());
             let (rank, measured) = receiver.recv_timeout(left).ok()?;
