@@ -443,7 +443,7 @@ async function watchStages() {
     const isWanted = $("stages").open && !document.hidden && !$("login").open;
     const all = isWanted ? (state.status?.instances || []).filter((it) => it.state === "ready").slice(0, WATCHED) : [];
     for (const it of all) await watchOne(it);
-    await new Promise((done) => setTimeout(done, 500));
+    await new Promise((done) => setTimeout(done, all.length ? 1000 : 300)); // ranks send what they recorded: some hundred KB
   }
 }
 
