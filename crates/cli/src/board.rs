@@ -251,6 +251,8 @@ impl Board {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
         facts.extend(links::facts(&ways.unwrap_or_default()));
+        let counts = self.0.counts.get().map(|counts| counts());
+        facts.extend(traffic::facts(&counts.unwrap_or_default()));
         facts
     }
 }
@@ -573,12 +575,17 @@ mod tests {
     fn dashboard_and_alerts_name_metrics_that_there_are() {
         let facts = machine_facts(&full())
             .into_iter()
-            .chain(links::facts(&two()));
+            .chain(links::facts(&two()))
+            .chain(traffic::facts(&[traffic::tests::counts(
+                "1",
+                1,
+                [[0, 5], [6, 0]],
+            )]));
         let mut machine: Vec<String> = facts
             .map(|fact| format!("paceline_{}", fact.name))
             .collect();
         machine.dedup(); // of each graphics processor
-        assert_eq!(machine.len(), 17 + 6 + 2);
+        assert_eq!(machine.len(), 17 + 6 + 2 + 1);
         // Figures of an instance have their names there.
         let up = include_str!("up.rs");
         let is_known = |name: &String| {

@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_node::Exchanged;
+use paceline_serve::Fact;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+use super::label;
 
 /// Least time between two counts.
 const COUNT_EVERY: Duration = Duration::from_millis(900);
@@ -98,13 +101,33 @@ pub(super) fn sums<'a>(own: Vec<Rate>, others: impl Iterator<Item = &'a Value>) 
     pairs
 }
 
+/// What `/metrics` tells of the instances of this node, by pairs of machines.
+pub(super) fn facts(counts: &[Exchanged]) -> Vec<Fact> {
+    let mut pairs: BTreeMap<(&String, &String), u64> = BTreeMap::new();
+    for it in counts {
+        for (from, sent) in it.nodes.iter().zip(&it.sent) {
+            let to = it.nodes.iter().zip(sent);
+            for (to, bytes) in to.filter(|(to, _)| *to != from) {
+                *pairs.entry((from, to)).or_default() += bytes;
+            }
+        }
+    }
+    let fact = |((from, to), bytes): ((&String, &String), u64)| Fact {
+        name: "link_model_bytes",
+        help: "Bytes that workers of models have sent to another machine in their epochs so far",
+        labels: [label("from", from), label("to", to)].join(","),
+        value: bytes as f64,
+    };
+    pairs.into_iter().map(fact).collect()
+}
+
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use serde_json::json;
     use std::cell::Cell;
 
-    fn counts(id: &str, epoch: u64, sent: [[u64; 2]; 2]) -> Exchanged {
+    pub(in super::super) fn counts(id: &str, epoch: u64, sent: [[u64; 2]; 2]) -> Exchanged {
         Exchanged {
             id: id.to_owned(),
             epoch,
@@ -135,6 +158,19 @@ mod tests {
         let expected = [rate("a", "b", 100.0), rate("b", "a", 0.0)];
         assert_eq!(rates(&before, &after, 2.0), expected);
         assert_eq!(rates(&[], &after, 2.0), []);
+    }
+
+    #[test]
+    fn metrics_have_the_bytes_of_each_pair_of_all_instances() {
+        let one = counts("1", 1, [[7, 300], [40, 7]]);
+        let two = counts("2", 4, [[0, 5], [0, 0]]);
+        let facts = facts(&[one, two]);
+        let told: Vec<(&str, f64)> = facts.iter().map(|it| (&*it.labels, it.value)).collect();
+        let expected = [
+            ("from=\"a\",to=\"b\"", 305.0),
+            ("from=\"b\",to=\"a\"", 40.0),
+        ];
+        assert_eq!(told, expected);
     }
 
     #[test]
