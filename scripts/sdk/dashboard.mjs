@@ -9,23 +9,20 @@
 // model, and tells of a node that is killed. SHOTS=FOLDER keeps pictures.
 // Ends with 1 when a case failed. `cargo xtask sdk` runs this.
 
-import { spawn } from "node:child_process";
 import { mkdirSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
+import { CHROMIUM, PATIENCE_MS, up } from "./nodes.mjs";
 
 const [url, , folder] = process.argv.slice(2);
 const load = createRequire(resolve(folder, "package.json"));
 const { chromium } = load("playwright-core");
 const axe = readFileSync(load.resolve("axe-core/axe.min.js"), "utf8");
 const { OPENAI_API_KEY: KEY, PACELINE_BINARY: BINARY, PACELINE_MODEL: MODEL, SHOTS } = process.env;
-const PATIENCE_MS = 30_000;
 const WENT_WITHIN_MS = 3_000;
-const FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-  "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
-const browser = await chromium.launch({ executablePath: "/usr/bin/chromium", args: FLAGS });
+const browser = await chromium.launch(CHROMIUM);
 let failed = false;
 
 async function run(name, action) {
@@ -182,36 +179,9 @@ async function manyEvents() {
   await page.context().close();
 }
 
-/** `paceline up` in a home of its own, when it listens. */
-function up(home, name) {
-  const child = spawn(BINARY, ["up", "--name", name, "--port", "0", "--control-port", "0", "--no-beacons"],
-    { env: { ...process.env, PACELINE_HOME: home, OPENAI_API_KEY: "" }, stdio: ["ignore", "ignore", "pipe"] });
-  let said = "";
-  const listening = new Promise((found, lost) => {
-    setTimeout(() => lost(new Error(`${name} does not listen: ${said}`)), PATIENCE_MS).unref();
-    child.stderr.on("data", (data) => {
-      said += data;
-      const at = /listening on (\S+)/.exec(said), port = /on port (\d+)/.exec(said);
-      if (at && port) found({ child, home, url: at[1], port: port[1] });
-    });
-  });
-  return listening;
-}
-
-/** Runs a command of the program; its output. */
-function paceline(home, ...args) {
-  return new Promise((done, lost) => {
-    const child = spawn(BINARY, args, { env: { ...process.env, PACELINE_HOME: home }, timeout: PATIENCE_MS });
-    let said = "";
-    child.stdout.on("data", (data) => (said += data));
-    child.stderr.on("data", (data) => (said += data));
-    child.on("close", (code) => (code === 0 ? done(said) : lost(new Error(`${args.join(" ")}: ${said}`))));
-  });
-}
-
 async function cluster() {
   const homes = ["one", "two"].map(() => mkdtempSync(join(tmpdir(), "dash-")));
-  const nodes = await Promise.all(homes.map((home, at) => up(home, ["one", "two"][at])));
+  const nodes = await Promise.all(homes.map((home, at) => up(BINARY, home, ["one", "two"][at])));
   const [one, two] = nodes;
   try {
     const page = await open(one.url);
@@ -253,6 +223,24 @@ async function cluster() {
       await page.locator("#chat-said:not(:empty)").waitFor();
       const said = await page.locator("#talk .assistant").textContent();
       check(said.length > 0, "the model said nothing");
+    });
+    await run("dashboard: an answer is seen stage by stage, and what the machines exchange for it", async () => {
+      await page.click("#stages summary");
+      await page.locator("#stage-list li").first().waitFor(); // it is being looked at
+      const isSeen = () => document.querySelectorAll("#stage-list .stage").length === 2
+        && [...document.querySelectorAll("#stage-list .stage")].every((stage) => /compute [\d.]+ ms/.test(stage.textContent) && stage.querySelector(".lane i.c"))
+        && [...document.querySelectorAll("#links span")].some((link) => link.textContent.includes("models move"));
+      for (let again = 2; ; again -= 1) { // an answer may end before both were seen
+        await page.click("#chat-clear");
+        await page.locator("#send:not([hidden]):not([disabled])").waitFor();
+        await chat(page, "Write a very long story about the sea.");
+        try {
+          await page.waitForFunction(isSeen, undefined, { timeout: again ? 10_000 : PATIENCE_MS });
+          break;
+        } catch (error) { if (again === 0) throw error; }
+      }
+      await page.click("#chat-clear");
+      await page.click("#stages summary");
     });
     await run("dashboard: the cluster for axe, nothing cut", () => looks(one.url, 1280, "light"));
     await run("dashboard: a download that cannot be had says why", async () => {

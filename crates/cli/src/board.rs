@@ -4,6 +4,7 @@
 //! agent, fleet or instance --every 200 ms--> changes --> events (SSE, --events FILE)
 //! ways between nodes       --every 2 s-----> changes
 //! /proc, /sys              --every 2 s-----> telemetry
+//! counts of the ranks      --once a second while somebody looks--> traffic between machines
 //! other nodes              --service "board", once a second while somebody looks--> their parts
 //! ```
 //!
@@ -14,6 +15,7 @@ mod changes;
 mod downloads;
 mod links;
 mod peers;
+mod traffic;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -29,8 +31,8 @@ use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
-use paceline_node::Portrait;
-use paceline_serve::{Fact, Live, Manage, Status};
+use paceline_node::{Exchanged, Portrait};
+use paceline_serve::{Fact, Live, Manage, Stages, Status};
 use paceline_store::{Audit, Cancel};
 use serde_json::{Value, json};
 
@@ -39,6 +41,7 @@ use crate::output::tell;
 use changes::Changes;
 use downloads::Downloads;
 use peers::Peers;
+use traffic::Traffic;
 
 /// Between looks for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -49,6 +52,9 @@ const SAMPLE_EVERY: Duration = Duration::from_secs(2);
 /// An instance as it is told, and its portrait where this node owns it.
 pub(crate) type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
 
+/// What the ranks of this node's instances have sent each other so far.
+pub(crate) type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
+
 /// What this node tells of itself and its cluster. Clones are the same.
 #[derive(Clone)]
 pub(crate) struct Board(Arc<Inner>);
@@ -57,6 +63,9 @@ struct Inner {
     live: Live,
     agent: OnceLock<Agent>,
     instances: OnceLock<Box<Instances>>,
+    stages: OnceLock<Box<Stages>>,
+    counts: OnceLock<Box<Counts>>,
+    traffic: Traffic,
     manage: OnceLock<Box<Manage>>,
     /// Price of a kilowatt-hour.
     kwh_price: OnceLock<f64>,
@@ -91,6 +100,9 @@ impl Board {
             live,
             agent: OnceLock::new(),
             instances: OnceLock::new(),
+            stages: OnceLock::new(),
+            counts: OnceLock::new(),
+            traffic: Traffic::default(),
             manage: OnceLock::new(),
             kwh_price: OnceLock::new(),
             sample: Mutex::default(),
@@ -119,6 +131,16 @@ impl Board {
         let _ = self.0.instances.set(instances); // the first one stays
     }
 
+    /// Looks at the stages of instances from now on. Once.
+    pub(crate) fn set_stages(&self, stages: Box<Stages>) {
+        let _ = self.0.stages.set(stages); // the first one stays
+    }
+
+    /// Tells what instances move between machines from now on. Once.
+    pub(crate) fn set_counts(&self, counts: Box<Counts>) {
+        let _ = self.0.counts.set(counts); // the first one stays
+    }
+
     /// Tells what tokens cost where a kilowatt-hour costs `price`. Once.
     pub(crate) fn set_kwh_price(&self, price: f64) {
         let _ = self.0.kwh_price.set(price); // the first one stays
@@ -131,7 +153,11 @@ impl Board {
 
     /// As the HTTP server asks for it. `manages` says whether commands are taken.
     pub(crate) fn for_server(&self, manages: bool) -> paceline_serve::Board {
-        let (status, manage) = (self.clone(), self.clone());
+        let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
+        let stages = move |id: &str| match watched.0.stages.get() {
+            Some(stages) => stages(id),
+            None => Err("the node is starting".to_owned()),
+        };
         let manage = move |command: &str, arguments: &Value| match manage.0.manage.get() {
             Some(_) if command == "pull" => {
                 let model = arguments["model"].as_str().unwrap_or_default();
@@ -144,6 +170,7 @@ impl Board {
         let manage: Arc<Manage> = Arc::new(manage);
         paceline_serve::Board {
             status: Status(Arc::new(move || status.status())),
+            stages: Some(Arc::new(stages)),
             manage: manages.then_some(manage),
         }
     }
@@ -203,7 +230,8 @@ impl Board {
             inner.requests(name.as_deref(), &others),
         );
         let ways = agent.map(Agent::nodes_and_ways).unwrap_or_default();
-        let links = links::told(&ways, &nodes);
+        let traffic = traffic::sums(inner.traffic(), others.values());
+        let links = links::told(&ways, &nodes, &traffic);
         let energy = energy(&nodes, &requests, inner.kwh_price.get().copied());
         json!({
             "name": name,
@@ -223,6 +251,8 @@ impl Board {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
         facts.extend(links::facts(&ways.unwrap_or_default()));
+        let counts = self.0.counts.get().map(|counts| counts());
+        facts.extend(traffic::facts(&counts.unwrap_or_default()));
         facts
     }
 }
@@ -325,6 +355,15 @@ impl Inner {
             "telemetry": *lock(&self.sample),
             "requests": self.live.running(Instant::now()),
             "portraits": portraits,
+            "traffic": self.traffic(),
+        })
+    }
+
+    /// What the instances of this node move between machines now.
+    fn traffic(&self) -> Vec<traffic::Rate> {
+        let counts = self.counts.get();
+        counts.map_or_else(Vec::new, |counts| {
+            self.traffic.rates(Instant::now(), &**counts)
         })
     }
 
@@ -536,12 +575,17 @@ mod tests {
     fn dashboard_and_alerts_name_metrics_that_there_are() {
         let facts = machine_facts(&full())
             .into_iter()
-            .chain(links::facts(&two()));
+            .chain(links::facts(&two()))
+            .chain(traffic::facts(&[traffic::tests::counts(
+                "1",
+                1,
+                [[0, 5], [6, 0]],
+            )]));
         let mut machine: Vec<String> = facts
             .map(|fact| format!("paceline_{}", fact.name))
             .collect();
         machine.dedup(); // of each graphics processor
-        assert_eq!(machine.len(), 17 + 6 + 2);
+        assert_eq!(machine.len(), 17 + 6 + 2 + 1);
         // Figures of an instance have their names there.
         let up = include_str!("up.rs");
         let is_known = |name: &String| {

@@ -463,7 +463,7 @@ pub(crate) fn manage(
                 .collect();
             Ok(json!({ "models": told }))
         }
-        "join" | "forget" => of_cluster(agent, command, arguments),
+        "join" | "forget" | "revoke" => of_cluster(agent, command, arguments),
         "keys" | "new_key" | "revoke_key" => {
             key::manage(command, arguments).map_err(|error| format!("{error:#}"))
         }
@@ -495,12 +495,16 @@ pub(crate) fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), String>
 
 type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 
-/// Joins another cluster, or forgets a machine of this one.
+/// Joins another cluster, or forgets or revokes a machine of this one.
 fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
-    if command == "forget" {
-        let forgot = agent.forget(text("node"));
-        return forgot.map(|_| json!({})).map_err(|error| error.to_string());
+    let done = match command {
+        "forget" => Some(agent.forget(text("node"))),
+        "revoke" => Some(agent.revoke(text("node"))),
+        _ => None,
+    };
+    if let Some(done) = done {
+        return done.map(|_| json!({})).map_err(|error| error.to_string());
     }
     let code = Code::parse(text("code")).map_err(|error| error.to_string())?;
     let peer = Some(text("peer")).filter(|peer| !peer.is_empty());

@@ -28,11 +28,16 @@ pub(crate) enum Command {
         /// Its name, its id, or the first digits of its id
         node: String,
     },
+    /// Cut a machine off for good: the others end their sessions with it and let it in no more
+    Revoke {
+        /// Its name, its id, or the first digits of its id
+        node: String,
+    },
     /// Show a code that lets one machine in, for five minutes and three tries
     Invite,
 }
 
-/// Lists nodes, forgets one, or lets one in.
+/// Lists nodes, forgets one or cuts it off, or lets one in.
 ///
 /// # Errors
 /// What the node says, or that it does not run.
@@ -41,6 +46,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Some(Command::Rm { node }) => {
             member::ask("forget", json!({ "node": node }))?;
             tell(format_args!("forgot {}", printable(node)));
+            Ok(())
+        }
+        Some(Command::Revoke { node }) => {
+            member::ask("revoke", json!({ "node": node }))?;
+            tell(format_args!("revoked {}", printable(node)));
             Ok(())
         }
         Some(Command::Invite) => invite(),

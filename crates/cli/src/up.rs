@@ -21,6 +21,7 @@ use paceline_model::{Config, ExpertUses};
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
+use paceline_node::trace::Stages;
 use paceline_node::{Instance, Observer, Portrait};
 use paceline_serve::tls::Wire;
 use paceline_serve::{
@@ -69,6 +70,10 @@ struct Named {
 
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Longest wait for what an instance's ranks have sent: they answer between two messages, and the
+/// dashboard that asks is to stay quick when one is gone.
+const COUNT_LIMIT: Duration = Duration::from_millis(250);
 
 /// Requests that wait for a place before further ones are refused as busy: one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
@@ -274,6 +279,16 @@ fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
             (views.collect(), fleet.portraits())
         })
     }));
+    let own = Arc::downgrade(fleet);
+    board.set_stages(Box::new(move |id| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        fleet.stages(id).map(|stages| json!(stages))
+    }));
+    let own = Arc::downgrade(fleet);
+    board.set_counts(Box::new(move || {
+        let fleet = own.upgrade();
+        fleet.map_or_else(Vec::new, |fleet| fleet.exchanged(COUNT_LIMIT))
+    }));
     let (own, agent) = (Arc::downgrade(fleet), agent.clone());
     board.set_manage(Box::new(move |command, arguments| {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
@@ -299,7 +314,19 @@ impl Shown {
         let shown = Self::default();
         let own = shown.clone();
         board.set_instances(Box::new(move || own.told()));
+        let own = shown.clone();
+        board.set_stages(Box::new(move |id| own.stages(id)));
         shown
+    }
+
+    /// Looks at where the time of a model's workers goes.
+    fn stages(&self, id: &str) -> Result<Value, String> {
+        let all = lock(&self.0);
+        let found = all.iter().find(|local| local.id == id);
+        let instance = found.and_then(|local| local.instance.upgrade());
+        drop(all);
+        let instance = instance.ok_or_else(|| format!("no instance of {id:?} is here"))?;
+        Stages::look(&instance).map(|stages| json!(stages))
     }
 
     fn told(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {

@@ -192,6 +192,11 @@ pub trait Group: fmt::Debug + Send + Sync {
     /// What this rank has sent and received so far, without groups split off this one.
     fn traffic(&self) -> Traffic;
 
+    /// What of it went to each rank, by rank; empty where a provider does not say.
+    fn sent_to(&self) -> Vec<Bytes> {
+        Vec::new()
+    }
+
     /// What of this rank's traffic was copied on the way. All of it where a provider does not say
     /// otherwise, and then it is not counted.
     fn copies(&self) -> Copies {

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use paceline_base::Rank;
+use paceline_base::{Bytes, Rank};
 
 use crate::linked::Linked;
 use crate::locks::lock;
@@ -208,6 +208,10 @@ impl Group for Local {
 
     fn traffic(&self) -> Traffic {
         self.linked.traffic()
+    }
+
+    fn sent_to(&self) -> Vec<Bytes> {
+        self.linked.sent_to()
     }
 
     fn tuning(&self) -> Tuning {

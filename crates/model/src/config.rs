@@ -413,7 +413,7 @@ impl Config {
         if let Some(tied) = outer_tied(source) {
             config.tied = Some(tied);
         }
-        if family == Family::DeepSeek {
+        if family.may_correct_choices() {
             config.find_corrections(source)?;
         }
         let widest = config.layers.iter().map(|layer| layer.ffn).max();
@@ -430,8 +430,8 @@ impl Config {
         fields.check_activation(family.activation())?;
         let width = fields.size("embedding_length", "hidden_size", 1, MAX_WIDTH)?;
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
-        let latent = (family == Family::DeepSeek).then(|| fields.latent());
-        let latent = latent.transpose()?;
+        let has_latent = family.has_latent_attention();
+        let latent = has_latent.then(|| fields.latent()).transpose()?;
         let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
         let (kv_heads, head_dim) = match latent {
             Some(latent) => (vec![1; n_layers], latent.key_dim()),

@@ -93,6 +93,16 @@ impl Links {
         Bytes(self.world.traffic().sent.0 + self.stage.traffic().sent.0)
     }
 
+    /// What of it went to each rank of the world, by rank; empty where a group does not say.
+    pub fn sent_to(&self) -> Vec<Bytes> {
+        let mut to = self.world.sent_to();
+        let first = self.world.rank().0 - self.stage.rank().0;
+        for (to, sent) in to.iter_mut().skip(first as usize).zip(self.stage.sent_to()) {
+            to.0 += sent.0;
+        }
+        to
+    }
+
     /// An error of the stage's group, whose ranks count from the first of the stage.
     fn stage_error(&self, error: paceline_comm::Error) -> Error {
         if self.stage.size() == self.world.size() {

@@ -56,7 +56,8 @@ use serde::Serialize;
 
 use crate::crew::host::{HostSpec, ModelName, host};
 use crate::crew::line::{Line, say};
-use crate::trace::Recording;
+use crate::moved::Exchanged;
+use crate::trace::{Recording, Stages};
 use crate::{Instance, Portrait};
 use answers::{Kind, Remote};
 use copies::Copies;
@@ -75,6 +76,7 @@ const FETCH: &str = "fetch";
 const FILE: &str = "file";
 const ANSWERS: &str = "answers";
 const TRACE: &str = "trace";
+const STAGES: &str = "stages";
 const SPEED: &str = "speed";
 
 /// How often duties are looked at although nothing changed.
@@ -349,6 +351,15 @@ impl Fleet {
         traced::trace(&self.inner, ask)
     }
 
+    /// Has the node that owns an instance, which goes by its id or model, look for some seconds at
+    /// where the time of its ranks goes. Blocks as long.
+    ///
+    /// # Errors
+    /// No such instance, one that does not answer, another trace of it that runs.
+    pub fn stages(&self, name: &str) -> Result<Stages, String> {
+        traced::stages(&self.inner, name)
+    }
+
     /// Moves what this node computes to others, before it goes: the instances answer all the while.
     /// Waits until others answer with them, at most `limit`; `wait` is called about once a second.
     /// Names of the models that could not be moved; none where no other node lives, or where all
@@ -405,14 +416,34 @@ impl Fleet {
 
     /// How the instances that this node owns compute, by id; those that are ready.
     pub fn portraits(&self) -> BTreeMap<String, Portrait> {
-        let owned = lock(&self.inner.owned);
-        let ready: Vec<_> = owned
-            .iter()
-            .filter_map(|(id, it)| Some((id.to_string(), it.answers.as_ref()?.instance()?.clone())))
-            .collect();
-        drop(owned);
-        let told = ready.into_iter().map(|(id, it)| (id, it.portrait()));
+        let told = self.ready().into_iter().map(|(id, it)| (id, it.portrait()));
         told.collect()
+    }
+
+    /// What the ranks of the instances that this node owns have sent each other. Waits for up to
+    /// `limit` for each; those that do not tell in time are left out.
+    pub fn exchanged(&self, limit: Duration) -> Vec<Exchanged> {
+        let views = self.list();
+        let told = self.ready().into_iter().filter_map(|(id, it)| {
+            let view = views.iter().find(|view| view.id == id)?;
+            Some(Exchanged {
+                epoch: it.epoch(),
+                nodes: view.nodes.clone(),
+                sent: it.sent_between(limit)?,
+                id,
+            })
+        });
+        told.collect()
+    }
+
+    /// The instances that this node owns and that are ready, by id.
+    fn ready(&self) -> Vec<(String, Arc<Instance>)> {
+        let owned = lock(&self.inner.owned);
+        let ready = owned.iter().filter_map(|(id, it)| {
+            let instance = it.answers.as_ref()?.instance()?;
+            Some((id.to_string(), Arc::clone(instance)))
+        });
+        ready.collect()
     }
 }
 
@@ -479,6 +510,10 @@ impl Inner {
         self.agent.serve(
             TRACE,
             with(|inner, channel| traced::answer(inner, &Wire(channel))),
+        );
+        self.agent.serve(
+            STAGES,
+            with(|inner, channel| traced::answer_stages(inner, &Wire(channel))),
         );
         self.agent.serve(
             journals::KEEP,

@@ -178,16 +178,27 @@ struct Shared {
     crew: Box<dyn Crew>,
     commands: Mutex<VecDeque<Command>>,
     view: Mutex<View>,
+    /// Held while ranks are measured, and while they are traced.
+    measures: Mutex<()>,
+    traces: Mutex<()>,
     last_ticket: AtomicU64,
 }
 
-/// Measurements of a rank: the data it moved, and how often its layers' experts were chosen.
-type RankMeasured = (Moved, Vec<ExpertUses>);
+/// Measurements of a rank.
+#[derive(Clone)]
+struct Measured {
+    /// Bytes that it moved in its epoch.
+    moved: Moved,
+    /// How often its layers' experts were chosen.
+    uses: Vec<ExpertUses>,
+    /// Bytes that it sent to each rank in its epoch.
+    sent_to: Vec<u64>,
+}
 
 enum Command {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
     Cancel(Ticket),
-    Measure(Sender<RankMeasured>),
+    Measure(Sender<(Rank, Measured)>),
     Trace,
     Traced(Sender<(Rank, RankTrace)>),
     End,
@@ -238,6 +249,8 @@ impl Instance {
             crew,
             commands: Mutex::default(),
             view: Mutex::new(view),
+            measures: Mutex::default(),
+            traces: Mutex::default(),
             last_ticket: AtomicU64::new(0),
         });
         let (first, started) = channel();
@@ -331,7 +344,8 @@ impl Instance {
 
     /// What all ranks together have moved so far; `None` when one does not say within a second.
     pub fn moved(&self) -> Option<Moved> {
-        let now = self.measure()?.into_iter().map(|(moved, _)| moved).sum();
+        let ranks = self.measure(MEASURE_LIMIT)?;
+        let now = ranks.into_iter().map(|rank| rank.moved).sum();
         let before = lock(&self.shared.view).moved;
         Some([before, now].into_iter().sum())
     }
@@ -339,25 +353,38 @@ impl Instance {
     /// How often the experts of each layer were chosen since the weights were loaded; none without
     /// experts, or when a rank does not say within a second.
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
-        let ranks = self.measure().unwrap_or_default().into_iter();
-        let mut uses: Vec<ExpertUses> = ranks.flat_map(|(_, uses)| uses).collect();
+        let ranks = self.measure(MEASURE_LIMIT).unwrap_or_default().into_iter();
+        let mut uses: Vec<ExpertUses> = ranks.flat_map(|rank| rank.uses).collect();
         // The ranks of a stage count the same.
         uses.sort_by_key(|uses| uses.layer);
         uses.dedup_by_key(|uses| uses.layer);
         uses
     }
 
-    /// Asks every rank for its measurements, in the order of their arrival; `None` when a rank's
-    /// are missing after a second.
-    fn measure(&self) -> Option<Vec<RankMeasured>> {
-        let (sender, receiver): (_, Receiver<RankMeasured>) = channel();
+    /// Bytes that each rank has sent to each other one in the epoch so far, by both ranks; `None`
+    /// when one does not say within `limit`, or its groups do not count that.
+    pub fn sent_between(&self, limit: Duration) -> Option<Vec<Vec<u64>>> {
+        let ranks = self.measure(limit)?;
+        let all = ranks.len();
+        let sent: Vec<Vec<u64>> = ranks.into_iter().map(|rank| rank.sent_to).collect();
+        sent.iter().all(|to| to.len() == all).then_some(sent)
+    }
+
+    /// Asks every rank for its measurements, in rank order; `None` when one's are missing after
+    /// `limit`. Another caller's question is over first, so that its answers are not taken for
+    /// those of this one.
+    fn measure(&self, limit: Duration) -> Option<Vec<Measured>> {
+        let _alone = lock(&self.shared.measures);
+        let (sender, receiver) = channel();
         self.shared.command(Command::Measure(sender));
-        let deadline = Instant::now() + MEASURE_LIMIT;
-        let next = |_| {
+        let deadline = Instant::now() + limit;
+        let mut told: Vec<Option<Measured>> = vec![None; self.cuts[0].split.ranks() as usize];
+        while told.iter().any(Option::is_none) {
             let left = deadline.saturating_duration_since(Instant::now());
-            receiver.recv_timeout(left).ok()
-        };
-        (0..self.cuts[0].split.ranks()).map(next).collect()
+            let (rank, measured) = receiver.recv_timeout(left).ok()?;
+            *told.get_mut(rank.0 as usize)? = Some(measured);
+        }
+        told.into_iter().collect()
     }
 
     /// Has every rank record what takes how long from now on, until [`traced`](Self::traced).
@@ -365,6 +392,11 @@ impl Instance {
     pub fn trace(&self) {
         self.shared.command(Command::Trace);
         let _ = self.moved(); // asked after it on the same channels, so answered after it
+    }
+
+    /// Held by a trace while it runs: ranks record for one at a time.
+    pub(crate) fn traces(&self) -> &Mutex<()> {
+        &self.shared.traces
     }
 
     /// Ends a trace; what each rank recorded, in rank order. Blocks for up to 20 s.
@@ -481,7 +513,7 @@ struct Shell {
     begun: Instant,
     sinks: HashMap<Ticket, Sink>,
     meeting: Meeting,
-    measuring: Vec<Sender<RankMeasured>>,
+    measuring: Vec<Sender<(Rank, Measured)>>,
     tracing: Vec<Sender<(Rank, RankTrace)>>,
     /// Hears how the first start went.
     first: Option<Sender<Result<(), Error>>>,
@@ -518,12 +550,20 @@ impl Shell {
             }
             event => event,
         };
-        if let CrewEvent::Message { message, .. } = &event {
+        if let CrewEvent::Message { rank, message } = &event {
             match message {
-                FromWorker::Measured { moved, uses } => {
-                    let measured = || ((*moved).into(), uses.clone());
+                FromWorker::Measured {
+                    moved,
+                    uses,
+                    sent_to,
+                } => {
+                    let measured = Measured {
+                        moved: (*moved).into(),
+                        uses: uses.clone(),
+                        sent_to: sent_to.clone(),
+                    };
                     self.measuring
-                        .retain(|asker| asker.send(measured()).is_ok());
+                        .retain(|asker| asker.send((*rank, measured.clone())).is_ok());
                     return;
                 }
                 FromWorker::Left { moved, .. } => {

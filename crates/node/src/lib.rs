@@ -65,6 +65,6 @@ pub use error::Error;
 pub use identity::identity;
 pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
-pub use moved::Moved;
+pub use moved::{Exchanged, Moved};
 pub use portrait::{Portrait, Shard};
 pub use prepared::{Answer, Loaded, Options, Prepared};

@@ -144,6 +144,10 @@ pub enum FromWorker {
         moved: RankMoved,
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,
+        /// Bytes that it has sent to each rank in its epoch so far, by rank; empty where its groups
+        /// do not say, and from earlier versions.
+        #[serde(default)]
+        sent_to: Vec<u64>,
     },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),

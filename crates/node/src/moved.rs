@@ -54,6 +54,19 @@ impl std::iter::Sum for Moved {
     }
 }
 
+/// What the ranks of an instance have sent each other in its epoch so far.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exchanged {
+    /// The instance's id.
+    pub id: String,
+    /// Number of the epoch; counts begin anew with each.
+    pub epoch: u64,
+    /// Names of the ranks' nodes, in rank order.
+    pub nodes: Vec<String>,
+    /// Bytes, by the rank that sent them and the one that they went to.
+    pub sent: Vec<Vec<u64>>,
+}
+
 /// [`Moved`] on the control channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMoved {

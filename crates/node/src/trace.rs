@@ -4,6 +4,7 @@
 //! Recording: RankTrace of every rank --align--> one clock --match exchanges--> Timeline
 //!    Timeline::json    Chrome's trace format, for Perfetto
 //!    Timeline::text    a table: parts of the answer's time, rank by rank
+//!    Timeline::stages  the same of a short look at whatever is computed, for the dashboard
 //! ```
 //!
 //! Each moment of an answer belongs to one part of a rank's time:
@@ -25,6 +26,7 @@
 mod chrome;
 mod intervals;
 mod recording;
+mod stages;
 mod table;
 
 use std::collections::HashMap;
@@ -36,6 +38,7 @@ use serde::{Deserialize, Serialize};
 
 use intervals::{Interval, Moments};
 pub use recording::{Record, Recording};
+pub use stages::{StageTime, Stages};
 
 /// When an answer was asked for and given, by the caller's clock, in nanoseconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

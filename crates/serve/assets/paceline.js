@@ -12,10 +12,11 @@ const SPEED_POINTS = 120;
 const KEPT_LINKS = 64; // rows of the list: those of eight machines, each with each
 const CLOSE = 12; // machines up to which the map has room for large discs and for the links of all pairs
 const LABELLED = 6; // machines up to which a line of the map has room for words
+const WATCHED = 4; // models whose stages are looked at
 const CLOCK = new Intl.DateTimeFormat([], { timeStyle: "medium", hour12: false });
 
 const $ = (id) => document.getElementById(id);
-const state = { keys: null, status: null, isFresh: false, frame: null, later: null, speed: [], seen: 0, queue: [], talk: [], chat: null };
+const state = { keys: null, stages: new Map(), status: null, isFresh: false, frame: null, later: null, speed: [], seen: 0, queue: [], talk: [], chat: null };
 
 // ---- small parts
 
@@ -202,6 +203,7 @@ function draw(status) {
   $("none-loaded").hidden = instances.length > 0;
   keyed($("instances"), instances, (it) => it.id, makeInstance, updateInstance);
   drawRequests(requests);
+  drawStages(instances);
   drawSpeed(requests);
   drawModels(instances);
   drawDownloads(status.downloads || []);
@@ -239,6 +241,7 @@ function drawSums(nodes, requests) {
 // Where the machines lie on the map: this one in the middle, the others around it.
 function spots(n) {
   if (n === 2) return [[120, 92], [280, 92]];
+  if (n === 3) return [[200, 44], [80, 140], [320, 140]]; // so that no line runs behind a disc
   const turn = (at) => 2 * Math.PI * (at - 1) / (n - 1) + Math.PI;
   return Array.from({ length: n }, (_, at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(turn(at)), 92 + 62 * Math.sin(turn(at))]);
 }
@@ -257,8 +260,11 @@ function pairs(nodes, links) {
   return [...found.values()];
 }
 
-// The share of a way's bandwidth that its interface sends.
-const loadOf = (it) => (it.bytes_per_s && it.sent_bytes_s !== undefined ? it.sent_bytes_s / it.bytes_per_s : 0);
+// The share of a way's bandwidth that its interface sends, or models do where that is not known.
+const loadOf = (it) => (it.bytes_per_s ? Math.max(it.sent_bytes_s ?? 0, it.model_bytes_s ?? 0) / it.bytes_per_s : 0);
+
+// Bytes a second that models move between two machines, in both directions.
+const movedOf = (ways) => ways.reduce((sum, it) => sum + (it.model_bytes_s ?? 0), 0);
 
 function drawMap(nodes, links) {
   const map = $("map"), n = nodes.length;
@@ -266,7 +272,7 @@ function drawMap(nodes, links) {
   drawLinks(links);
   if (n < 2) return;
   const at = spots(n), r = n > CLOSE ? 12 : 24;
-  attr(map, "viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
+  attr(map, "viewBox", n > 2 ? "0 0 400 200" : "0 58 400 76");
   if (!map.firstChild) map.append(el("g"), el("g"));
   keyed(map.firstChild, pairs(nodes, n > CLOSE ? [] : links), (it) => it.ends.join(" "), makeLine, (line, it) => updateLine(line, it, at, n));
   keyed(map.lastChild, nodes.map((node, index) => ({ node, x: at[index][0], y: at[index][1] })), (it) => it.node.id || it.node.name,
@@ -283,13 +289,13 @@ function updateLine(group, { ends, ways, off }, at, n) {
   const load = Math.max(0, ...ways.map(loadOf)), isOwn = ends[0] === 0;
   attr(line, "class", off ? "off" : load > .5 ? "busy" : isOwn ? "" : "side");
   style(line, "strokeWidth", load > .01 ? `${Math.round(20 + 40 * Math.min(load, 1)) / 10}px` : "");
-  const words = n <= LABELLED && isOwn && ways[0];
+  const first = n <= LABELLED ? ways[0] : undefined, moved = movedOf(ways);
   for (const [label, down] of [[over, -4], [under, 11]]) {
     attr(label, "x", ((x1 + x2) / 2).toFixed(1));
     attr(label, "y", ((y1 + y2) / 2 + down).toFixed(1));
   }
-  text(over, words ? millis(words.latency_s) : "");
-  text(under, words && words.bytes_per_s !== undefined ? wayRate(words.bytes_per_s) : "");
+  text(over, first && isOwn ? millis(first.latency_s) : "");
+  text(under, !first ? "" : moved > 0 ? `${wayRate(moved)} now` : isOwn && first.bytes_per_s !== undefined ? wayRate(first.bytes_per_s) : "");
 }
 
 const makeSpot = () => el("g", {}, el("circle", { class: "disc" }), el("path", { class: "load" }), el("text"), el("text"));
@@ -319,7 +325,8 @@ function drawLinks(links) {
   keyed($("links"), links.slice(0, KEPT_LINKS), (it) => `${it.from} ${it.to}`, () => el("li", {}, el("b", {}), el("span", {})), (row, it) => {
     const load = loadOf(it), sent = it.sent_bytes_s !== undefined && `sends ${bytes(it.sent_bytes_s)}/s`;
     text(row.firstChild, `${it.from} to ${it.to}`);
-    text(row.lastChild, [way(it), sent && (load ? `${sent} (${percent(load)})` : sent)].filter(Boolean).join(", "));
+    const moved = it.model_bytes_s > 0 && `models move ${bytes(it.model_bytes_s)}/s`;
+    text(row.lastChild, [way(it), moved, sent && (load ? `${sent} (${percent(load)})` : sent)].filter(Boolean).join(", "));
   });
 }
 
@@ -341,8 +348,8 @@ function stateKind(word) {
 }
 
 function makeNode() {
-  const forget = el("button", { type: "button", hidden: true, onclick: () => forgetNode(forget) }, "Forget");
-  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" }), forget), el("p", { class: "facts" }),
+  const remove = el("button", { type: "button", hidden: true, onclick: () => removeNode(remove) });
+  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" }), remove), el("p", { class: "facts" }),
     meter("CPU"), meter("Memory"), meter("Swap"), meter("GPU"), meter("Battery"), el("div", { class: "cores", "aria-hidden": "true" }), el("p", { class: "facts" }));
 }
 
@@ -353,9 +360,11 @@ function updateNode(node, it) {
   const isSlow = it.slow_ms !== undefined && it.state === "alive";
   text(title.children[1], it.found_by === "self" && it.state === "alive" ? "this node" : isSlow ? "slow" : it.state);
   classed(title.children[1], `pill ${isSlow ? "warn" : stateKind(it.state)}`);
-  title.lastChild.hidden = !state.status.may_manage || !["dead", "left"].includes(it.state);
-  attr(title.lastChild, "value", it.id || "");
-  attr(title.lastChild, "aria-label", `Forget ${it.name}`);
+  const remove = title.lastChild, what = ["dead", "left"].includes(it.state) ? "Forget" : "Revoke";
+  remove.hidden = !state.status.may_manage || it.found_by === "self";
+  attr(remove, "value", it.id || "");
+  text(remove, what);
+  attr(remove, "aria-label", `${what} ${it.name}`);
   text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`].filter(Boolean).join(" · "));
   setMeter(cpu, t.cpu_busy, `${percent(t.cpu_busy || 0)}${t.cpu_mhz ? ` · ${(t.cpu_mhz / 1000).toFixed(1)} GHz` : ""}`);
   const used = t.memory_bytes && t.memory_available_bytes !== undefined ? t.memory_bytes - t.memory_available_bytes : undefined;
@@ -418,10 +427,75 @@ function drawRequests(requests) {
   keyed(table.tBodies[0], [...requests.entries()], ([at]) => at,
     () => el("tr", {}, ...Array.from({ length: 8 }, (_, at) => el("td", { class: at > 3 ? "n" : null }))),
     (row, [, it]) => {
-      const stage = it.ttft_s === undefined ? "reads" : "writes";
+      const since = it.age_s - (it.ttft_s ?? 0);
+      const stage = `${it.ttft_s === undefined ? "reads" : "writes"}${since >= 0 ? ` ${seconds(since)}` : ""}`;
       [it.request, nick(it.model), it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
         .forEach((value, at) => text(row.children[at], String(value)));
     });
+}
+
+// ---- stage by stage: while that is open, one model after the other is looked at, for a second or some steps each
+
+const PARTS = [["c", "compute"], ["x", "exchange"], ["w", "wait"], ["o", "other"]];
+
+async function watchStages() {
+  for (;;) {
+    const isWanted = $("stages").open && !document.hidden && !$("login").open;
+    const all = isWanted ? (state.status?.instances || []).filter((it) => it.state === "ready").slice(0, WATCHED) : [];
+    for (const it of all) await watchOne(it);
+    await new Promise((done) => setTimeout(done, all.length ? 1000 : 300)); // ranks send what they recorded: some hundred KB
+  }
+}
+
+// What it says is drawn with the next look at everything.
+async function watchOne(it) {
+  try {
+    const response = await fetch(`/v1/paceline/stages?instance=${it.id}`, { headers: headers(), signal: AbortSignal.timeout(40_000) });
+    state.stages.set(it.id, response.ok ? await response.json() : { problem: await reason(response) });
+  } catch { state.stages.set(it.id, { problem: "the node does not answer" }); }
+}
+
+function drawStages(instances) {
+  const ready = instances.filter((it) => it.state === "ready");
+  $("stages").hidden = ready.length === 0;
+  for (const id of state.stages.keys()) if (!ready.some((it) => it.id === id)) state.stages.delete(id);
+  const looked = ready.filter((it) => state.stages.has(it.id));
+  $("stages-said").hidden = looked.length > 0;
+  keyed($("stage-list"), looked, (it) => it.id,
+    (it) => el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model))), el("p", { class: "facts" }), el("div", {}), el("p", { class: "facts" })),
+    (node, it) => updateStages(node, it, state.stages.get(it.id)));
+}
+
+function updateStages(node, it, look) {
+  const [, about, stages, below] = node.children, { steps = 0 } = look, some = steps > 0;
+  const step = look.whole_ms / steps;
+  text(about, look.problem || (some ? `${look.split} · ${steps} steps of ${millis(step / 1000)}, ${rate(look.tokens / steps)} tokens each` : "nothing is computed"));
+  keyed(stages, some ? [...look.ranks.entries()] : [], ([rank]) => rank, makeStage, (row, [rank, its]) => {
+    const [label, shares, lane, words] = row.children, per = PARTS.map(([letter, part]) => [letter, part, its[`${part}_ms`] / steps]);
+    text(label, `${it.nodes[rank] || `rank ${rank}`}: ${its.name}${its.leads ? ", leads" : ""}`);
+    fill(shares, per.map(([letter, , ms]) => [letter, ms]));
+    fill(lane, runs(its.lane));
+    text(words, per.map(([, part, ms]) => `${part} ${millis(ms / 1000)}`).join(" · "));
+  });
+  text(below, some ? `Upper bars: a step on average. Lower bars: the last ${millis(look.lane_ms / 1000)} as they were.` : "");
+}
+
+const makeStage = () => el("div", { class: "stage" }, el("b", {}), el("div", { class: "lane", "aria-hidden": "true" }), el("div", { class: "lane", "aria-hidden": "true" }), el("span", {}));
+
+// Letters in a row that are the same, as one piece with its length.
+function runs(letters) {
+  const found = [];
+  for (const letter of letters.replaceAll("-", "o")) {
+    if (found.at(-1)?.[0] === letter) found.at(-1)[1] += 1; else found.push([letter, 1]);
+  }
+  return found;
+}
+
+function fill(lane, pieces) {
+  keyed(lane, [...pieces.entries()], ([at]) => at, () => el("i", {}), (piece, [, [letter, length]]) => {
+    classed(piece, letter);
+    style(piece, "flexGrow", String(Math.round(length * 1000) / 1000));
+  });
 }
 
 function drawSpeed(requests) {
@@ -565,9 +639,11 @@ async function preview() {
   return [placements.length ? "" : "no placement", ...notes].filter(Boolean).join("; ");
 }
 
-async function forgetNode(button) {
-  if (!confirm("Forget this machine? It may join again with a code.")) return;
-  try { await ask("forget", { node: button.value }); await look(); } catch (error) { alert(error.message); }
+async function removeNode(button) {
+  const isRevoked = button.textContent === "Revoke";
+  const words = isRevoked ? "Cut this machine off? No machine of the cluster lets it in any more." : "Forget this machine? It may join again with a code.";
+  if (!confirm(words)) return;
+  try { await ask(isRevoked ? "revoke" : "forget", { node: button.value }); await look(); } catch (error) { alert(error.message); }
 }
 
 async function joinCluster() {
@@ -712,3 +788,4 @@ $("with-requests").addEventListener("change", () => $("events").classList.toggle
 setTheme(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "");
 lookOn();
 follow();
+watchStages();

@@ -4,9 +4,10 @@
 //! GET  /                            the page, for clients that accept HTML; others get the API's
 //! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
 //! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
+//! GET  /v1/paceline/stages?instance=ID  a look of some seconds at where its ranks' time goes
 //! GET  /v1/paceline/events?after=N  events as SSE, those kept first; an `error` ends them
 //! POST /v1/paceline/load, unload, preview, models, pull,
-//!                   invite, join, forget, keys, new_key, revoke_key
+//!                   invite, join, forget, revoke, keys, new_key, revoke_key
 //! ```
 //!
 //! All but the page itself need an API key where keys are in use, and commands one of an admin.
@@ -53,6 +54,9 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; i
 /// Streams of events at the same time; each is a connection that is never idle.
 const STREAMS_MAX: usize = 32;
 
+/// Looks at stages at the same time; each takes a thread for some seconds.
+const WATCHES_MAX: usize = 4;
+
 /// Events in one piece of a stream.
 const PIECE_EVENTS: usize = 256;
 
@@ -60,7 +64,7 @@ const PIECE_EVENTS: usize = 256;
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Commands that the dashboard sends.
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 12] = [
     "load",
     "unload",
     "preview",
@@ -69,6 +73,7 @@ const COMMANDS: [&str; 11] = [
     "invite",
     "join",
     "forget",
+    "revoke",
     "keys",
     "new_key",
     "revoke_key",
@@ -80,6 +85,7 @@ struct Shared {
     keys: Option<Arc<Watched>>,
     phase: watch::Receiver<Phase>,
     streams: Arc<Semaphore>,
+    watches: Semaphore,
     /// The API below.
     api: Router,
 }
@@ -99,6 +105,7 @@ pub(crate) fn over(
         config,
         phase,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+        watches: Semaphore::new(WATCHES_MAX),
         api,
     };
     Ok(Router::new().fallback(answer).with_state(Arc::new(shared)))
@@ -116,6 +123,10 @@ async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response
         "/assets/paceline.js" if reads => shared.asset(&request, "text/javascript", SCRIPT),
         "/v1/paceline/status" if reads => match shared.looks(&request) {
             Ok(may_manage) => shared.status(may_manage).await,
+            Err(rejection) => Err(rejection),
+        },
+        "/v1/paceline/stages" if reads => match shared.watched(&request) {
+            Ok(id) => shared.stages(id).await,
             Err(rejection) => Err(rejection),
         },
         "/v1/paceline/events" if reads => shared.events(&request),
@@ -199,6 +210,35 @@ impl Shared {
             object.insert("asks_for_keys".into(), self.keys.is_some().into());
         }
         Ok(json(&told))
+    }
+
+    /// The instance whose stages a client wants to see.
+    ///
+    /// # Errors
+    /// As [`admit`](Self::admit); a query that names none.
+    fn watched(&self, request: &Request) -> Result<String, Rejection> {
+        self.admit(request)?;
+        let query = request.uri().query().unwrap_or_default();
+        let id = query.strip_prefix("instance=").filter(|id| !id.is_empty());
+        id.map(str::to_owned).ok_or_else(|| Rejection::Range {
+            param: "instance".into(),
+            got: crate::field::clip(query),
+            expected: "the id of an instance".into(),
+        })
+    }
+
+    async fn stages(&self, id: String) -> Result<Response, Rejection> {
+        let limit = WATCHES_MAX;
+        let permit = self.watches.try_acquire();
+        let _permit = permit.map_err(|_| Rejection::TooManyRequests { limit })?;
+        let look = self.config.board.stages.clone();
+        let look = look.ok_or_else(|| Rejection::Invalid {
+            reason: "there are no instances here".into(),
+        })?;
+        let told = blocking(move || look(&id)).await;
+        let told = told.ok_or(Rejection::Broken { what: "look" })?;
+        told.map(|stages| json(&stages))
+            .map_err(|reason| Rejection::Invalid { reason })
     }
 
     /// Lets a client change something, provided that it was admitted with `key`.

@@ -361,11 +361,17 @@ impl fmt::Debug for Status {
 pub type Manage =
     dyn Fn(&str, &serde_json::Value) -> Result<serde_json::Value, String> + Send + Sync;
 
-/// What the dashboard of a node shows and does. Both are called on threads that may block.
+/// Where the time of an instance's ranks goes now, by its id, or a reason for people. Takes some
+/// seconds.
+pub type Stages = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
+
+/// What the dashboard of a node shows and does. All are called on threads that may block.
 #[derive(Clone)]
 pub struct Board {
     /// Nodes, instances and requests, asked for at every look.
     pub status: Status,
+    /// Asked for while somebody looks at the stages of an instance; `None` where there are none.
+    pub stages: Option<Arc<Stages>>,
     /// `load`, `unload`, `models` and `invite`; `None` where nothing can be managed.
     pub manage: Option<Arc<Manage>>,
 }
@@ -373,8 +379,11 @@ pub struct Board {
 impl Default for Board {
     fn default() -> Self {
         let status = Status(Arc::new(|| serde_json::json!({})));
-        let manage = None;
-        Self { status, manage }
+        Self {
+            status,
+            stages: None,
+            manage: None,
+        }
     }
 }
 

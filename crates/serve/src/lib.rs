@@ -77,7 +77,7 @@ pub mod tls;
 pub use api::doors::Doors;
 pub use config::{
     Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, PullStep, Puller,
-    Removal, Remover, Status, Times,
+    Removal, Remover, Stages, Status, Times,
 };
 pub use error::Error;
 pub use journal::{Done, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use paceline_formats::tensor::Tensor;
-use paceline_model::{Config, Family, LayerShape, Part, Role, Source};
+use paceline_model::{Config, LayerShape, Part, Role, Source};
 use paceline_tensor::{Kernels, RopePairs, stored};
 
 use crate::error::Error;
@@ -234,13 +234,13 @@ impl Loader<'_> {
         let (c, shape) = (self.config, self.config.layers[i]);
         let sizes = sizes(c.width, &shape);
         let norm_name = |name: &str| format!("model.layers.{i}.{name}.weight");
-        let sandwich = c.family == Family::Gemma3;
+        let sandwich = c.family.norms_after_halves();
         let before_ffn = match sandwich {
             true => "pre_feedforward_layernorm",
             false => "post_attention_layernorm",
         };
         let role = |part| Role::Layer(i, part);
-        let head_norms = matches!(c.family, Family::Qwen3 | Family::Gemma3);
+        let head_norms = c.family.norms_heads();
         let norm = role(Part::AttentionNorm);
         let attention_norm = self.vector(norm, c.width, &norm_name("input_layernorm"))?;
         let [query, key, value, out, gate, up, down] = sizes;
@@ -357,7 +357,7 @@ impl Loader<'_> {
         heads: Option<usize>,
     ) -> Result<Option<Vector>, Error> {
         let family = self.config.family;
-        let needed = family == Family::Qwen2
+        let needed = family.has_qkv_biases()
             && matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
         let bias = match needed {
             true => Some(self.source.bias(family, role)?),

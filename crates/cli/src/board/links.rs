@@ -2,7 +2,8 @@
 //!
 //! Latency and bandwidth are those that the nodes measured and told each other. Traffic is counted
 //! by the interface that the way leaves by, so it has all that leaves there, and is absent for
-//! ways without an interface of their own, such as loopback.
+//! ways without an interface of their own, such as loopback. What models move between both nodes is
+//! counted by their workers.
 
 use std::collections::BTreeMap;
 
@@ -15,6 +16,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::label;
+use super::traffic::Pairs;
 
 /// Links that are told at most: those of 16 nodes, each with each.
 const LINKS_MAX: usize = 240;
@@ -32,6 +34,9 @@ pub(super) struct Told {
     /// Bytes a second that leave by the way's interface now.
     #[serde(skip_serializing_if = "Option::is_none")]
     sent_bytes_s: Option<f64>,
+    /// Bytes a second that workers of models send from the one to the other now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    model_bytes_s: Option<f64>,
 }
 
 /// The way in use of each pair of nodes that live, by their names; `None` where no way answers.
@@ -68,16 +73,19 @@ pub(super) fn link(path: &Path) -> Link {
 }
 
 /// The links of `ways` in order of their nodes' names. `nodes` are as the page gets them, with
-/// their telemetry.
-pub(super) fn told(ways: &[NodeWays], nodes: &[Value]) -> Vec<Told> {
-    let links = used(ways).into_iter().filter_map(|((from, to), path)| {
+/// their telemetry; `traffic` is what models move.
+pub(super) fn told(ways: &[NodeWays], nodes: &[Value], traffic: &Pairs) -> Vec<Told> {
+    let links = used(ways).into_iter().filter_map(|(pair, path)| {
         let way = link(&path?);
-        let sent_bytes_s = sent(nodes, &from, &way.interface);
+        let sent_bytes_s = sent(nodes, &pair.0, &way.interface);
+        let model_bytes_s = traffic.get(&pair).copied();
+        let (from, to) = pair;
         Some(Told {
             from,
             to,
             way,
             sent_bytes_s,
+            model_bytes_s,
         })
     });
     links.take(LINKS_MAX).collect()
@@ -94,7 +102,7 @@ fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
 /// What `/metrics` tells of the links of the first node, which is this one.
 pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
     let own = ways.first().map(|it| it.node.facts.name.clone());
-    let mut links = told(ways, &[]);
+    let mut links = told(ways, &[], &Pairs::new());
     links.retain(|link| Some(&link.from) == own.as_ref());
     let fact = |name, help, link: &Told, value| Fact {
         name,
@@ -181,10 +189,11 @@ pub(super) mod tests {
         ];
         let expected = json!([
             {"from": "a", "to": "b", "interface": "eth0", "latency_s": 0.00012,
-             "bytes_per_s": 940_000_000, "sent_bytes_s": 4.0},
+             "bytes_per_s": 940_000_000, "sent_bytes_s": 4.0, "model_bytes_s": 3.5},
             {"from": "b", "to": "a", "interface": "eth0", "latency_s": 0.00013},
         ]);
-        assert_eq!(json!(told(&all, &nodes)), expected);
+        let traffic = Pairs::from([(("a".to_owned(), "b".to_owned()), 3.5)]);
+        assert_eq!(json!(told(&all, &nodes, &traffic)), expected);
     }
 
     #[test]
@@ -192,7 +201,7 @@ pub(super) mod tests {
         let mut all = [ways((1, "a"), (2, "b"), 120), ways((2, "b"), (1, "a"), 130)];
         all[0].paths[0].path.up = false;
         all[1].paths[0].path.preferred = false;
-        assert_eq!(told(&all, &[]), []);
+        assert_eq!(told(&all, &[], &Pairs::new()), []);
         assert_eq!(used(&all).len(), 2, "they were measured");
         all[0].node.state = Life::Dead;
         assert!(used(&all).is_empty());

@@ -3,7 +3,6 @@
 use std::cmp::Ordering;
 use std::collections::VecDeque;
 
-use paceline_base::Bytes;
 use ratatui::Frame;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -176,7 +175,7 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
         requests,
         foot,
     ] = parts.areas(area);
-    header(view).render(head, buffer);
+    header(view, usize::from(area.width)).render(head, buffer);
     let speeds = view.speeds.make_contiguous();
     let last = &speeds[speeds.len().saturating_sub(usize::from(area.width))..];
     Sparkline::default().data(last).render(graph, buffer);
@@ -185,21 +184,43 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     view.scroll = view.scroll.min(view.nodes().len().saturating_sub(shown));
     let rows = view.nodes().into_iter().skip(view.scroll).map(node);
     let names = [
-        "MACHINE", "STATE", "CPU", "GHZ", "MEMORY", "TEMP", "POWER", "NETWORK",
+        "MACHINE", "STATE", "CPU", "GHZ", "MEMORY", "TEMP", "POWER", "IN/S", "OUT/S",
     ];
-    table(names, rows, [18, 8, 6, 5, 16, 6, 7, 0]).render(machines, buffer);
+    let widths = [name_width(area.width), 7, 5, 4, 16, 5, 6, 7, 0];
+    table(names, rows, widths).render(machines, buffer);
     let rows = view.items("instances").into_iter().map(instance);
     let names = ["MODEL", "STATE", "SPLIT", "TOK/S (PREDICTED)", "ON"];
     table(names, rows, [18, 15, 9, 18, 0]).render(models, buffer);
-    let rows = view.items("links").into_iter().map(link);
-    let names = ["LINK FROM", "TO", "BY", "LATENCY", "BANDWIDTH", "SENDS"];
-    table(names, rows, [18, 18, 10, 9, 10, 0]).render(links, buffer);
+    let is_wide = area.width >= 90;
+    let rows = view.items("links").into_iter();
+    let rows = rows.map(|it| link(it, is_wide));
+    let names = [
+        "LINK FROM",
+        "TO",
+        "BY",
+        "LATENCY",
+        "BANDWIDTH",
+        "MODELS",
+        "SENDS",
+    ];
+    let width = name_width(area.width);
+    table(names, rows, [width, width, 8, 8, 9, 9, 0]).render(links, buffer);
     let rows = view.items("requests").into_iter().map(request);
     let names = [
         "REQUEST", "MODEL", "PROMPT", "TOKENS", "TOK/S", "FIRST", "AT",
     ];
     table(names, rows, [8, 22, 7, 7, 7, 8, 0]).render(requests, buffer);
     footer(view).render(foot, buffer);
+}
+
+/// Width of a machine's name. The other columns of machines need 64, spaces included, so that
+/// nothing is cut at 80.
+const fn name_width(width: u16) -> u16 {
+    match width.saturating_sub(65) {
+        ..15 => 15,
+        room @ 15..32 => room,
+        _ => 32,
+    }
 }
 
 /// Rows of each part, from the top. Where there is no room for all, the first and the last line
@@ -252,23 +273,30 @@ fn table<const N: usize>(
     Table::new(rows, widths).header(Row::new(names).style(bold))
 }
 
-fn header(view: &View) -> Line<'static> {
+/// The cluster at a glance; the energy of a token where it has room.
+fn header(view: &View, width: usize) -> Line<'static> {
+    const NAME: &str = "paceline";
     let status = &view.status;
     let text = |name: &str| printable(status[name].as_str().unwrap_or("-")).into_owned();
     let nodes = status["nodes"].as_array().map_or(&[][..], Vec::as_slice);
     let alive = nodes.iter().filter(|node| node["state"] == "alive").count();
     let requests = status["requests"].as_array().map_or(0, Vec::len);
-    let energy = status["energy"]["joules_per_token"].as_f64();
-    let energy = energy.map_or_else(String::new, |joules| format!(" · {joules:.1} J/token"));
-    let about = format!(
-        "  {} · cluster {} · {alive} of {} machines · {requests} requests · {:.1} tokens/s{energy}",
+    let mut about = format!(
+        "  {} · {} · {alive} of {} machines · {requests} requests · {:.1} tokens/s",
         text("name"),
         text("cluster"),
         nodes.len(),
         tok_s(status)
     );
+    if let Some(joules) = status["energy"]["joules_per_token"].as_f64() {
+        let energy = format!(" · {joules:.1} J/token");
+        let taken = [NAME, &about, &energy].map(|part| part.chars().count());
+        if taken.iter().sum::<usize>() <= width {
+            about += &energy;
+        }
+    }
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    Line::from(vec![Span::styled("paceline", bold), Span::raw(about)])
+    Line::from(vec![Span::styled(NAME, bold), Span::raw(about)])
 }
 
 fn footer(view: &View) -> Line<'static> {
@@ -297,28 +325,38 @@ fn number(value: &Value, write: impl Fn(f64) -> String) -> String {
     value.as_f64().map_or_else(|| "-".to_owned(), write)
 }
 
-fn node(node: &Value) -> [String; 8] {
+/// Bytes with three digits at most and a unit: seven characters below a PiB.
+fn short(bytes: f64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes.max(0.0), 0);
+    // From 999.5 on there would be four digits.
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        (value, unit) = (value / 1024.0, unit + 1);
+    }
+    let digits = usize::from(unit > 0 && value < 9.95);
+    format!("{value:.digits$} {}", UNITS[unit])
+}
+
+fn node(node: &Value) -> [String; 9] {
     let t = &node["telemetry"];
+    let all = t["memory_bytes"].as_f64().unwrap_or(0.0);
     let memory = memory_share(node).map_or_else(
         || "-".to_owned(),
-        |share| {
-            let all = Bytes(t["memory_bytes"].as_u64().unwrap_or(0));
-            format!("{:.0} % of {all}", share * 100.0)
-        },
+        |share| format!("{:.0} % of {}", share * 100.0, short(all)),
     );
-    let sum = |name: &str| {
-        let networks = t["networks"].as_array()?.iter();
-        Some(
-            networks
-                .filter_map(|network| network[name].as_f64())
-                .sum::<f64>(),
+    let traffic = |name: &str| {
+        let networks = t["networks"].as_array();
+        networks.map_or_else(
+            || "-".to_owned(),
+            |all| {
+                short(
+                    all.iter()
+                        .filter_map(|network| network[name].as_f64())
+                        .sum(),
+                )
+            },
         )
     };
-    let traffic = sum("received_bytes_s").zip(sum("sent_bytes_s"));
-    let traffic = traffic.map_or_else(
-        || "-".to_owned(),
-        |(down, up)| format!("{}/s in, {}/s out", Bytes(down as u64), Bytes(up as u64)),
-    );
     [
         text(&node["name"]),
         text(&node["state"]),
@@ -327,7 +365,8 @@ fn node(node: &Value) -> [String; 8] {
         memory,
         number(&t["temperature_c"], |c| format!("{c:.0} C")),
         number(&t["package_watts"], |watts| format!("{watts:.0} W")),
-        traffic,
+        traffic("received_bytes_s"),
+        traffic("sent_bytes_s"),
     ]
 }
 
@@ -358,22 +397,23 @@ fn instance(it: &Value) -> [String; 5] {
     ]
 }
 
-/// A measured link; `SENDS` is all that leaves by its interface, with the share of its bandwidth.
-fn link(it: &Value) -> [String; 6] {
+/// A measured link; `MODELS` is what workers of models send over it, `SENDS` all that leaves by its
+/// interface, on a wide terminal with the share of its bandwidth.
+fn link(it: &Value, is_wide: bool) -> [String; 7] {
     let load = it["sent_bytes_s"].as_f64().zip(it["bytes_per_s"].as_f64());
-    let load = load.filter(|(_, most)| *most > 0.0);
+    let load = load.filter(|(_, most)| is_wide && *most > 0.0);
     let load = load.map_or_else(String::new, |(sent, most)| {
         format!(" ({:.0} %)", 100.0 * sent / most)
     });
+    let sent = |name: &str| number(&it[name], |sent| format!("{}/s", short(sent)));
     [
         text(&it["from"]),
         text(&it["to"]),
         text(&it["interface"]),
         number(&it["latency_s"], |s| format!("{:.2} ms", s * 1e3)),
         number(&it["bytes_per_s"], |rate| format!("{:.0} MB/s", rate / 1e6)),
-        number(&it["sent_bytes_s"], |sent| {
-            format!("{}/s{load}", Bytes(sent as u64))
-        }),
+        sent("model_bytes_s"),
+        sent("sent_bytes_s") + &load,
     ]
 }
 
@@ -415,7 +455,8 @@ mod tests {
             ],
             "links": [
                 {"from": "mini", "to": "studio", "interface": "eth0", "latency_s": 0.000_12,
-                 "bytes_per_s": 940_000_000, "sent_bytes_s": 47_000_000.0},
+                 "bytes_per_s": 940_000_000, "sent_bytes_s": 47_000_000.0,
+                 "model_bytes_s": 41_000_000.0},
                 {"from": "studio", "to": "mini", "interface": "en5", "latency_s": 0.000_35},
             ],
             "energy": {"watts": 64.2, "joules_per_token": 4.52},
@@ -446,23 +487,23 @@ mod tests {
     #[test]
     fn a_frame_of_80_by_24() {
         let expected = "\
-paceline  mini · cluster blue-otter-31 · 2 of 3 machines · 2 requests · 14.9 tok
+paceline  mini · blue-otter-31 · 2 of 3 machines · 2 requests · 14.9 tokens/s
 █
 █
 █
-MACHINE            STATE    CPU    GHZ   MEMORY           TEMP   POWER   NETWORK
-mini               alive    83 %   3.4   75 % of 64.0 GiB 71 C   64 W    1.0 MiB
-studio             alive    91 %   -     -                -      -       -
-tower              dead     -      -     -                -      -       -
+MACHINE         STATE   CPU   GHZ  MEMORY           TEMP  POWER  IN/S    OUT/S
+mini            alive   83 %  3.4  75 % of 64 GiB   71 C  64 W   1.0 MiB 512 B
+studio          alive   91 %  -    -                -     -      -       -
+tower           dead    -     -    -                -     -      -       -
 
 MODEL              STATE           SPLIT     TOK/S (PREDICTED)  ON
 qwen3:8b           ready           pipeline  14.2 (14.9)        mini, studio
 smollm2            fetching 25 %   tensor    - (-)              mini
 broken             failed          auto      - (-)              no tensor blk.3.
 
-LINK FROM          TO                 BY         LATENCY   BANDWIDTH  SENDS
-mini               studio             eth0       0.12 ms   940 MB/s   44.8 MiB/s
-studio             mini               en5        0.35 ms   -          -
+LINK FROM       TO              BY       LATENCY  BANDWIDTH MODELS    SENDS
+mini            studio          eth0     0.12 ms  940 MB/s  39 MiB/s  45 MiB/s
+studio          mini            en5      0.35 ms  -         -         -
 
 REQUEST  MODEL                  PROMPT  TOKENS  TOK/S   FIRST    AT
 21       qwen3:8b               812     71      14.9    1.31 s   mini
@@ -517,6 +558,38 @@ q end  s sort (name)  / filter  arrows scroll";
         assert_eq!(lines.len(), 5, "{small}");
         assert!(lines[0].starts_with("paceline  mini"), "{small}");
         assert_eq!(lines[4], "q end  s sort (name)");
+    }
+
+    #[test]
+    fn the_widest_values_have_room_at_80_columns() {
+        let mut status = status();
+        status["nodes"][0]["telemetry"] = json!({
+            "cpu_busy": 1.0, "cpu_mhz": 3400.0, "memory_bytes": 1_099_511_627_776_u64,
+            "memory_available_bytes": 0, "temperature_c": 101.0, "package_watts": 1200.0,
+            "networks": [{"received_bytes_s": 999.0 * 1024.0, "sent_bytes_s": 1e9}],
+        });
+        let mut view = View::default();
+        view.hear(Ok(status));
+        let text = plain(&mut view, (80, 24));
+        let expected =
+            "mini            alive   100 % 3.4  100 % of 1.0 TiB 101 C 1200 W 999 KiB 954 MiB";
+        assert_eq!(text.lines().nth(5), Some(expected), "{text}");
+    }
+
+    #[test]
+    fn bytes_have_three_digits_at_most() {
+        let told = [0.0, 999.4, 999.5, 1e4, 10.2e3, 1023.9 * 1024.0, 2e6, 1e18].map(short);
+        let expected = [
+            "0 B",
+            "999 B",
+            "1.0 KiB",
+            "9.8 KiB",
+            "10 KiB",
+            "1.0 MiB",
+            "1.9 MiB",
+            "909495 TiB",
+        ];
+        assert_eq!(told, expected);
     }
 
     #[test]

@@ -1,11 +1,19 @@
 //! A model over two nodes of this machine: where an answer's time goes, and what is logged.
 
-use serde_json::Value;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
 
 use super::{Machine, said, until};
+use crate::nodes::http;
 use crate::nodes::tiny::FAMILIES;
 
 const MODEL: &str = "llama.gguf";
+
+/// Longest time in which the machines are kept busy.
+const BUSY_LIMIT: Duration = Duration::from_secs(30);
 
 /// The node that does not own the instance asks; both tell what their rank recorded. Standard error
 /// of a node whose log is JSON has nothing else, and no text of the prompt.
@@ -67,6 +75,8 @@ fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
         said(&output)
     );
 
+    stages_are_looked_at(&one, &two);
+
     let log = std::fs::read_to_string(one.home.path().join("log")).unwrap();
     let lines: Vec<Value> = log
         .lines()
@@ -79,4 +89,64 @@ fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
     );
     assert!(has("target", "cli") && has("level", "DEBUG"), "{log}");
     assert!(!log.contains(question), "a prompt is in the log");
+}
+
+/// A node that does not own the instance is asked for its stages while it answers, and tells what
+/// both machines send each other meanwhile.
+fn stages_are_looked_at(owner: &Machine, other: &Machine) {
+    let port = |machine: &Machine| {
+        let api = machine.nodes()[0]["api"][0].as_str().unwrap().to_owned();
+        let (_, port) = api.rsplit_once(':').unwrap();
+        port.parse::<u16>().unwrap()
+    };
+    let ports = [port(owner), port(other)];
+    let get = |path: &str| http::ask(ports[1], path, None);
+    let status = get("/v1/paceline/status").body;
+    let id = status["instances"][0]["id"].as_str().unwrap().to_owned();
+    let path = format!("/v1/paceline/stages?instance={id}");
+    let idle = get(&path).body;
+    assert_eq!(
+        (&idle["split"], &idle["steps"]),
+        (&json!("tensor"), &json!(0))
+    );
+    let asked = json!({
+        "model": MODEL, "prompt": "once", "max_tokens": 100, "ignore_eos": true, "temperature": 0,
+    });
+    let (is_over, begun) = (AtomicBool::new(false), Instant::now());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) && begun.elapsed() < BUSY_LIMIT {
+                let answer = http::ask(ports[0], "/v1/completions", Some(&asked));
+                assert_eq!(answer.status, 200, "{:?}", answer.body);
+            }
+        });
+        let stages = get(&path);
+        let mut links = Value::Null;
+        let moved = |links: &Value| {
+            let all = links.as_array().into_iter().flatten();
+            let of = |it: &Value| it["model_bytes_s"].as_f64();
+            all.filter_map(of).filter(|rate| *rate > 0.0).count()
+        };
+        while moved(&links) < 2 && begun.elapsed() < BUSY_LIMIT {
+            links = get("/v1/paceline/status").body["links"].clone();
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        is_over.store(true, Relaxed);
+        assert_eq!(stages.status, 200, "{:?}", stages.body);
+        assert_eq!(moved(&links), 2, "both directions: {links}");
+        let stages = stages.body;
+        assert!(stages["steps"].as_u64() > Some(0), "{stages}");
+        let whole = stages["whole_ms"].as_f64().unwrap();
+        for rank in stages["ranks"].as_array().unwrap() {
+            let part = |name: &str| rank[name].as_f64().unwrap();
+            let parts = ["compute_ms", "exchange_ms", "wait_ms", "other_ms"].map(part);
+            assert!(parts[0] > 0.0, "{rank}");
+            let sum: f64 = parts.iter().sum();
+            assert!(
+                (sum - whole).abs() < 1e-6 * whole,
+                "{sum} of {whole}: {rank}"
+            );
+            assert_eq!(rank["lane"].as_str().unwrap().len(), 120, "{rank}");
+        }
+    });
 }

@@ -576,9 +576,13 @@ impl Member {
         for key in changed {
             match key {
                 Key::Revoked(id) if self.map.get(key).is_some() => {
+                    let life = self.peers.life(*id);
                     self.dials.remove(*id);
                     self.peers.remove(*id);
                     actions.push(Action::Unlink(*id));
+                    if matches!(life, Some(Life::Alive | Life::Suspect)) {
+                        actions.push(Action::Life(*id, Life::Dead));
+                    }
                 }
                 Key::Node(id) if *id == self.own && !self.left => {
                     actions.push(Action::Life(*id, Life::Alive));

@@ -1,7 +1,10 @@
-//! Machines as recorded folders: a laptop with a battery, and systems that tell nothing.
+//! Machines as recorded folders: a laptop with a battery, a virtual machine, and systems that tell
+//! nothing.
 
 use std::path::Path;
 use std::time::Duration;
+
+use serde_json::Value;
 
 use super::{Network, Sample, Sampler};
 
@@ -162,6 +165,46 @@ fn a_laptop_is_read() {
         ..second
     };
     assert_eq!(plugged_in.watts(), Some(15.0 + 41.0));
+}
+
+/// A virtual machine, recorded by `scripts/golden/machine.py`, which has made the expected values of
+/// the files by itself. It has no sensors, and tells nothing of them.
+#[test]
+fn a_recorded_machine_is_read() {
+    const RECORDED: &str = include_str!("../../../../tests-data/golden/telemetry/cloud-vm.json");
+    let recorded: Value = serde_json::from_str(RECORDED).unwrap();
+    let root = tempfile::tempdir().unwrap();
+    let put = |when: &str| {
+        let files = recorded[when].as_object().unwrap().iter();
+        let files = files.map(|(path, text)| (path.as_str(), text.as_str().unwrap()));
+        write(root.path(), &files.collect::<Vec<_>>());
+    };
+    put("then");
+    let mut sampler = Sampler::new(root.path());
+    sampler.sample(Duration::ZERO);
+    put("now");
+    let took = Duration::from_secs_f64(recorded["seconds"].as_f64().unwrap());
+    let told = serde_json::to_value(sampler.sample(took)).unwrap();
+    let expected = &recorded["expected"];
+    assert!(is_near(&told, expected), "{told}, expected {expected}");
+}
+
+/// Whether both have the same keys, and numbers that differ by rounding at most.
+fn is_near(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => {
+            let (a, b) = (a.as_f64().unwrap(), b.as_f64().unwrap());
+            (a - b).abs() <= 1e-9 * b.abs()
+        }
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_near(a, b))
+        }
+        (Value::Object(a), Value::Object(b)) => {
+            let mut all = a.iter();
+            a.len() == b.len() && all.all(|(key, a)| b.get(key).is_some_and(|b| is_near(a, b)))
+        }
+        (a, b) => a == b,
+    }
 }
 
 #[test]

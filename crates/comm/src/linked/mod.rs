@@ -51,7 +51,8 @@ pub(crate) struct Linked<T> {
     /// The inboxes changed, or the thread that read from the links has stopped doing so.
     mail_changed: Condvar,
     messages: AtomicU64,
-    sent: AtomicU64,
+    /// By the rank that they went to.
+    sent: Box<[AtomicU64]>,
     received: AtomicU64,
     /// Bytes of bodies, in both directions.
     payload: AtomicU64,
@@ -74,7 +75,7 @@ impl<T: Transport> Linked<T> {
             mail: Mutex::new(Mail::new(size)),
             mail_changed: Condvar::new(),
             messages: AtomicU64::new(0),
-            sent: AtomicU64::new(0),
+            sent: (0..size).map(|_| AtomicU64::new(0)).collect(),
             received: AtomicU64::new(0),
             payload: AtomicU64::new(0),
             placed_before: AtomicU64::new(0),
@@ -108,9 +109,15 @@ impl<T: Transport> Linked<T> {
 
     pub(crate) fn traffic(&self) -> Traffic {
         Traffic {
-            sent: Bytes(self.sent.load(Ordering::Relaxed)),
+            sent: Bytes(self.sent_to().iter().map(|sent| sent.0).sum()),
             received: Bytes(self.received.load(Ordering::Relaxed)),
         }
+    }
+
+    pub(crate) fn sent_to(&self) -> Vec<Bytes> {
+        let sent = self.sent.iter();
+        sent.map(|sent| Bytes(sent.load(Ordering::Relaxed)))
+            .collect()
     }
 
     pub(crate) fn copies(&self) -> Copies {
@@ -135,7 +142,9 @@ impl<T: Transport> Linked<T> {
 
     /// Starts counting anew.
     pub(crate) fn reset_traffic(&self) {
-        self.sent.store(0, Ordering::Relaxed);
+        for sent in &self.sent {
+            sent.store(0, Ordering::Relaxed);
+        }
         self.received.store(0, Ordering::Relaxed);
         self.payload.store(0, Ordering::Relaxed);
         let placed = self.transport.placed();
@@ -221,7 +230,7 @@ impl<T: Transport> Linked<T> {
         body: &[u8],
     ) -> Result<usize, Closed> {
         let count = self.transport.write_whole(lane, peer, head, body)?;
-        self.sent.fetch_add(count as u64, Ordering::Relaxed);
+        self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }
 
@@ -235,13 +244,13 @@ impl<T: Transport> Linked<T> {
     ) -> Result<usize, Closed> {
         let transport = &self.transport;
         let count = transport.write_to_come_back(lane, peer, frame, whole)?;
-        self.sent.fetch_add(count as u64, Ordering::Relaxed);
+        self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }
 
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         let count = self.transport.write(lane, peer, head, body)?;
-        self.sent.fetch_add(count as u64, Ordering::Relaxed);
+        self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }
 }

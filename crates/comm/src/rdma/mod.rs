@@ -9,7 +9,7 @@
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
-//! use paceline_base::Rank;
+//! use paceline_base::{Bytes, Rank};
 //! use paceline_comm::rdma::{self, Cabling, Matrix, Verbs};
 //! use paceline_comm::{Deadline, Group, Reduce, tcp};
 //!
@@ -428,6 +428,10 @@ impl Group for Rdma {
 
     fn traffic(&self) -> Traffic {
         self.keeping.linked.traffic()
+    }
+
+    fn sent_to(&self) -> Vec<Bytes> {
+        self.keeping.linked.sent_to()
     }
 
     fn copies(&self) -> Copies {

@@ -229,6 +229,10 @@ macro_rules! keeping_group {
                 self.0.linked.traffic()
             }
 
+            fn sent_to(&self) -> Vec<paceline_base::Bytes> {
+                self.0.linked.sent_to()
+            }
+
             fn copies(&self) -> $crate::Copies {
                 self.0.linked.copies()
             }

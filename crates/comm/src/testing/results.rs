@@ -375,6 +375,14 @@ fn traffic_is_counted(lab: &Lab<'_>) {
             .all_gather(&[1_u8; 1000], &mut output, patient())
             .expect("all ranks come");
         let traffic = group.traffic();
+        let to = group.sent_to();
+        if !to.is_empty() {
+            assert_eq!(to.len(), group.size() as usize);
+            let sum: u64 = to.iter().map(|sent| sent.0).sum();
+            // Frames may follow between the two looks.
+            let near = traffic.sent.0..=traffic.sent.0 + 1000;
+            assert!(near.contains(&sum), "{sum} of {}", traffic.sent.0);
+        }
         group
             .barrier(patient())
             .expect("ranks leave after a barrier");

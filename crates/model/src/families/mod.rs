@@ -271,13 +271,28 @@ impl Family {
     }
 
     /// Whether queries, keys and values need biases.
-    pub(crate) const fn has_qkv_biases(self) -> bool {
+    pub const fn has_qkv_biases(self) -> bool {
         matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::GptOss)
     }
 
     /// Whether the attention's output, the router and the experts need biases, and heads sinks.
     pub(crate) const fn has_sinks_and_biases(self) -> bool {
         matches!(self, Self::GptOss)
+    }
+
+    /// Whether all heads of a layer share one latent vector of each position.
+    pub(crate) const fn has_latent_attention(self) -> bool {
+        matches!(self, Self::DeepSeek)
+    }
+
+    /// Whether some of its files have biases on the router's choice and others none.
+    pub(crate) const fn may_correct_choices(self) -> bool {
+        matches!(self, Self::DeepSeek)
+    }
+
+    /// Whether its newer files keep the steps and the decays of a delta net in one matrix.
+    pub(crate) const fn joins_delta_gates(self) -> bool {
+        matches!(self, Self::Qwen3Next)
     }
 
     /// Whether queries and keys have a norm over all heads.

@@ -8,7 +8,7 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, stored};
 
 use super::{AsStored, Linear, Loader, pack_error, vector};
 use crate::config::{self, HeadOrder};
-use crate::{Error, Family, LayerShape, Part, Role};
+use crate::{Error, LayerShape, Part, Role};
 
 /// Weights of a gated delta net besides queries, keys, values and an output. H are this rank's
 /// value heads.
@@ -176,7 +176,7 @@ impl Loader<'_> {
         let family = self.config.family;
         let has = |role| self.names.source.has_any(family, role);
         // Of both forms the one that the family's newer files have is missed by name.
-        let misses_joined = family == Family::Qwen3Next && !has(role(Part::DeltaStep));
+        let misses_joined = family.joins_delta_gates() && !has(role(Part::DeltaStep));
         if has(joined) || misses_joined {
             let [step, decay] = places.gates_by_key_head();
             let of = |own: &Rows| self.gathered(joined, 2 * heads, own, true);

@@ -16,10 +16,13 @@ use super::{Inner, OWNER_LIMIT, owner};
 use crate::crew::line::{Line, hear, say};
 use crate::interpreter::Program;
 use crate::texts;
-use crate::trace::Recording;
+use crate::trace::{Recording, Stages};
 
 /// Longest wait for an owner's recording: its longest answer, and the recording's way.
 const RECORDING_LIMIT: Duration = Duration::from_secs(280);
+
+/// Longest wait for an owner's look: its longest time, and what its ranks need to tell.
+const STAGES_LIMIT: Duration = Duration::from_secs(29);
 
 /// Longest wait for an entry's question on its open channel.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
@@ -60,6 +63,39 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
         let _: Result<(), _> = say(line, &recorded);
     }
     line.close();
+}
+
+/// Looks at the stages of an instance, on the node that owns it.
+pub(super) fn stages(inner: &Arc<Inner>, name: &str) -> Result<Stages, String> {
+    let (id, wanted) = find(inner, name)?;
+    let owner = wanted.nodes[0];
+    if owner == inner.agent.id() {
+        return look(inner, id, &wanted);
+    }
+    let channel = inner.agent.open(owner, super::STAGES, OWNER_LIMIT);
+    let line = Wire(channel.map_err(|error| format!("{}: {error}", inner.name(owner)))?);
+    let broken = |error: crate::crew::line::Broken| error.to_string();
+    say(&line, &id.to_string()).map_err(broken)?;
+    let answer: Option<Result<Stages, String>> = hear(&line, STAGES_LIMIT).map_err(broken)?;
+    line.close();
+    answer.unwrap_or_else(|| Err(format!("{} does not answer", inner.name(owner))))
+}
+
+/// Answers another node's question for stages on its line.
+pub(super) fn answer_stages(inner: &Arc<Inner>, line: &dyn Line) {
+    if let Ok(Some(name)) = hear::<String>(line, ASK_LIMIT) {
+        let found = find(inner, &name);
+        let looked = found.and_then(|(id, wanted)| look(inner, id, &wanted));
+        // An entry that left hears nothing.
+        let _: Result<(), _> = say(line, &looked);
+    }
+    line.close();
+}
+
+fn look(inner: &Inner, id: InstanceId, wanted: &Wanted) -> Result<Stages, String> {
+    let instance = inner.ready_instance(id);
+    let instance = instance.ok_or_else(|| format!("{} does not answer yet", wanted.model))?;
+    Stages::look(&instance)
 }
 
 fn find(inner: &Inner, name: &str) -> Result<(InstanceId, Wanted), String> {

@@ -4,12 +4,13 @@ use std::ops::Range;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Rank, lock};
 use paceline_engine::{Failure, Reply, Request, Service};
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use serde::{Deserialize, Serialize};
 
+use super::stages::stretch;
 use super::{Clock, Times};
 use crate::Instance;
 
@@ -69,6 +70,7 @@ impl Recording {
     /// # Errors
     /// Why it was not answered, or a rank that did not tell.
     pub fn of(instance: &Instance, config: &Config, request: Request) -> Result<Self, String> {
+        let _alone = lock(instance.traces()); // another trace takes a bounded time
         let clock = Clock::now();
         instance.trace();
         let answered = answer(instance, request, &clock);
@@ -76,6 +78,44 @@ impl Recording {
         let (times, traces) = (answered?, traces?);
         Ok(Self::new(traces, times, instance.split(), config))
     }
+
+    /// Records for `time` what an instance computes for others; its times are those of the whole
+    /// steps in it. Blocks for `time` and for what the ranks need to tell, at most some 20 s.
+    ///
+    /// # Errors
+    /// Another trace that runs, a rank that did not tell.
+    pub fn watch(instance: &Instance, time: Duration) -> Result<Self, String> {
+        let Ok(_alone) = instance.traces().try_lock() else {
+            return Err("another trace of it runs".to_owned());
+        };
+        instance.trace();
+        std::thread::sleep(time);
+        let traces = instance.traced().map_err(|error| error.to_string())?;
+        let split = instance.split();
+        let leader = split.leader().0;
+        Ok(Self {
+            split: split.to_string(),
+            leader,
+            times: stretch(&traces[leader as usize]),
+            ranks: records(split, traces),
+        })
+    }
+}
+
+/// The trace of each rank with what it holds, in rank order.
+fn records(split: &Split, traces: Vec<RankTrace>) -> Vec<Record> {
+    let mut first = 0;
+    let places = split.each_stage().flat_map(|(layers, shares)| {
+        let stage = first..first + shares.len() as u32;
+        first = stage.end;
+        std::iter::repeat_n((layers, stage), shares.len())
+    });
+    let record = |((layers, stage), trace)| Record {
+        layers,
+        stage,
+        trace,
+    };
+    places.zip(traces).map(record).collect()
 }
 
 /// Waits for an answer; when its parts came.

@@ -82,7 +82,14 @@ impl Epoch {
         FromWorker::Measured {
             moved: RankMoved::of(&*self.weights),
             uses: self.weights.expert_uses(),
+            sent_to: self.sent_to(),
         }
+    }
+
+    fn sent_to(&self) -> Vec<u64> {
+        let links = self.weights.links();
+        let sent = links.map(|links| links.sent_to()).unwrap_or_default();
+        sent.iter().map(|sent| sent.0).collect()
     }
 
     /// Begins a trace of this rank, or ends it and tells what was recorded.

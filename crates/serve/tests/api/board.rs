@@ -70,10 +70,29 @@ fn the_page_has_no_inline_code_and_no_other_server() {
 fn board() -> Board {
     Board {
         status: Status(Arc::new(|| json!({"name": "mini", "nodes": []}))),
+        stages: Some(Arc::new(|id: &str| match id {
+            "7" => Ok(json!({ "split": "pipeline", "steps": 3 })),
+            _ => Err(format!("no instance of {id:?} is loaded")),
+        })),
         manage: Some(Arc::new(|command: &str, arguments: &Value| match command {
             "load" => Ok(json!({ "id": arguments["model"] })),
             _ => Err(format!("no {command} here")),
         })),
+    }
+}
+
+#[test]
+fn stages_of_an_instance_are_looked_at() {
+    let rig = Rig::with(|config| config.board = board());
+    let told = rig.get("/v1/paceline/stages?instance=7").json();
+    assert_eq!(told["split"], "pipeline");
+    let unknown = rig.get("/v1/paceline/stages?instance=8");
+    assert_eq!(unknown.status, 400);
+    let why = &unknown.json()["error"]["message"];
+    assert_eq!(why, "no instance of \"8\" is loaded");
+    for bad in ["", "?instance=", "?model=7"] {
+        let got = rig.get(&format!("/v1/paceline/stages{bad}")).status;
+        assert_eq!(got, 400, "{bad}");
     }
 }
 
@@ -122,7 +141,8 @@ fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
         config.access.keys = Some(path);
     });
     let bearer = format!("Authorization: Bearer {key}\r\n");
-    for path in ["/v1/paceline/status", "/v1/paceline/events"] {
+    let stages = "/v1/paceline/stages?instance=7";
+    for path in ["/v1/paceline/status", "/v1/paceline/events", stages] {
         let refused = rig.get(path);
         assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
         assert_eq!(refused.status, 401, "{path}");

@@ -13,7 +13,7 @@
 use super::{AttentionRows, Kernels};
 use crate::attention::PAGE;
 use crate::delta::{self, Chains};
-use crate::kv::{DeltaShape, KvCache, Writer};
+use crate::kv::{DeltaHead, DeltaShape, KvCache, Writer};
 use crate::pool::DisjointMut;
 
 /// Added to the sum of squares of a key or query, as transformers does.
@@ -49,6 +49,19 @@ pub struct DeltaStep<'a> {
     pub decays: &'a [f32],
     /// The sequences of the batch.
     pub sequences: &'a [AttentionRows<'a>],
+}
+
+impl<'a> DeltaStep<'a> {
+    /// Queries, keys and values: all rows of each, its first channel, and its channels in a row.
+    fn inputs(&self, shape: DeltaShape) -> [(&'a [f32], usize, usize); 3] {
+        let keys = shape.key_heads * shape.head_dim;
+        let values = shape.heads * shape.value_dim;
+        [
+            (self.queries, 0, keys),
+            (self.keys, keys, keys),
+            (self.values, 2 * keys, values),
+        ]
+    }
 }
 
 impl Kernels {
@@ -118,13 +131,34 @@ impl Kernels {
         t: usize,
         out: &mut [f32],
     ) {
-        let (shape, taps) = (writer.delta(), writer.delta().taps);
-        let (keys, values) = (
-            shape.key_heads * shape.head_dim,
-            shape.heads * shape.value_dim,
-        );
+        let shape = writer.delta();
+        let keys = shape.key_heads * shape.head_dim;
         let position = sequence.position + t - first;
-        let (page, slot) = (sequence.page(position / PAGE), position % PAGE);
+        self.weigh_inputs(step, writer, (sequence, first), t, out);
+        self.silu(out);
+        self.normalise(&mut out[..2 * keys], shape.head_dim);
+        let root = 1.0 / (shape.head_dim as f32).sqrt();
+        out[..keys].iter_mut().for_each(|x| *x *= root);
+        let place = (sequence.page(position / PAGE), position % PAGE);
+        // SAFETY: this row's alone.
+        unsafe {
+            keep_inputs(step, writer, place, t);
+            writer.write_delta_keys(place.0, place.1, &out[keys..2 * keys]);
+        }
+    }
+
+    /// The convolution of row `t` of the batch over its own and earlier inputs; `first` is the row
+    /// at which its sequence begins.
+    fn weigh_inputs(
+        &self,
+        step: &DeltaStep<'_>,
+        writer: &Writer<'_>,
+        (sequence, first): (&AttentionRows<'_>, usize),
+        t: usize,
+        out: &mut [f32],
+    ) {
+        let taps = writer.delta().taps;
+        let position = sequence.position + t - first;
         // Newest tap last: the input `taps - 1 - i` positions before meets tap i.
         out.fill(0.0);
         for i in 0..taps {
@@ -132,12 +166,7 @@ impl Kernels {
             let Some(at) = position.checked_sub(back) else {
                 continue;
             };
-            let parts = [
-                (step.queries, 0, keys),
-                (step.keys, keys, keys),
-                (step.values, 2 * keys, values),
-            ];
-            for (input, channel, n) in parts {
+            for (input, channel, n) in step.inputs(writer.delta()) {
                 let row = match t.checked_sub(back).filter(|row| *row >= first) {
                     Some(row) => &input[row * n..(row + 1) * n],
                     // SAFETY: a position before those of this step, which nobody writes.
@@ -147,32 +176,18 @@ impl Kernels {
                     },
                 };
                 let weights = &step.conv[i * out.len() + channel..][..n];
+                let out = &mut out[channel..channel + n];
                 // SAFETY: equal lengths, multiples of 16; the table was detected.
-                unsafe {
-                    (delta::table(self.table.set).taps)(
-                        weights,
-                        row,
-                        &mut out[channel..channel + n],
-                    )
-                };
+                unsafe { (delta::table(self.table.set).taps)(weights, row, out) };
             }
         }
-        self.silu(out);
-        for (i, head) in out[..2 * keys].chunks_exact_mut(shape.head_dim).enumerate() {
+    }
+
+    /// Brings each head, `size` elements, to length 1.
+    fn normalise(&self, heads: &mut [f32], size: usize) {
+        for head in heads.chunks_exact_mut(size) {
             let scale = 1.0 / (self.square_sum(head) + EPS).sqrt();
             head.iter_mut().for_each(|x| *x *= scale);
-            if i < shape.key_heads {
-                let root = 1.0 / (shape.head_dim as f32).sqrt();
-                head.iter_mut().for_each(|x| *x *= root);
-            }
-        }
-        // SAFETY: this row's alone.
-        unsafe {
-            let inputs = writer.delta_inputs_mut(page, slot);
-            inputs[..keys].copy_from_slice(&step.queries[t * keys..][..keys]);
-            inputs[keys..2 * keys].copy_from_slice(&step.keys[t * keys..][..keys]);
-            inputs[2 * keys..].copy_from_slice(&step.values[t * values..][..values]);
-            writer.write_delta_keys(page, slot, &out[keys..2 * keys]);
         }
     }
 
@@ -227,102 +242,36 @@ impl Head<'_> {
             if slot == 0 {
                 self.begin(at / PAGE);
             }
-            self.rows(at, (self.first + done, n), mixed, out);
+            self.piece(at, (self.first + done, n), mixed, out).compute();
             done += n;
         }
     }
 
     /// Rows `t..t + n` of the batch, at `position` and behind, all of one page.
-    // long: one page's pointers, which every part of it shares
-    fn rows(&self, position: usize, (t, n): (usize, usize), mixed: &[f32], out: Out) {
-        let (d, e, slot) = (self.shape.head_dim, self.shape.value_dim, position % PAGE);
-        let (channels, key_head) = (self.shape.channels(), self.step.key_heads[self.head]);
+    fn piece<'p>(
+        &'p self,
+        position: usize,
+        (t, n): (usize, usize),
+        mixed: &'p [f32],
+        out: Out,
+    ) -> Piece<'p> {
+        let (e, slot) = (self.shape.value_dim, position % PAGE);
         let page = self.sequence.page(position / PAGE);
-        let keys = self.writer.delta_keys(page, key_head);
         let part = self.writer.delta_head(page, self.head);
-        let query = key_head * d;
-        let key = (self.shape.key_heads + key_head) * d;
-        let value = 2 * self.shape.key_heads * d + self.head * e;
-        let end = (slot + n).next_multiple_of(16);
         let stride = self.shape.heads * e;
-        // SAFETY: this task alone has this head of the page and of these rows; keys of the page's
-        // positions were written before.
-        unsafe {
-            let outs = out.0.add(t * stride + self.head * e);
-            let sums = std::slice::from_raw_parts_mut(part.sums, PAGE);
-            self.sum_decays(&mut sums[..slot + n], slot, t);
-            // Of queries, then of keys; what keys read lies where their differences will.
-            let mut scores = [[[0.0f32; PAGE]; ROWS]; 2];
-            let reads = [(outs, stride), (part.deltas.add(slot * e), e)];
-            for (acc, stride) in reads {
-                for i in 0..n {
-                    std::slice::from_raw_parts_mut(acc.add(i * stride), e).fill(0.0);
-                }
-            }
-            let of = |first: usize| Chains {
-                coefficients: mixed[t * channels + first..].as_ptr(),
-                coefficient_stride: channels,
-                x: keys,
-                x_stride: PAGE,
-                count: d,
-                acc: std::ptr::null_mut(),
-                acc_stride: PAGE,
-                rows: n,
-                width: end,
-            };
-            let of_state = |first: usize, (acc, acc_stride): (*mut f32, usize)| Chains {
-                x: part.state,
-                x_stride: e,
-                acc,
-                acc_stride,
-                width: e,
-                ..of(first)
-            };
-            if n == 1 && e <= PAIR {
-                // One row's query and key go through keys and state together.
-                let both = |chains: Chains| Chains {
-                    coefficient_stride: key - query,
-                    rows: 2,
-                    ..chains
-                };
-                self.kernels.accumulate(Chains {
-                    acc: scores.as_mut_ptr().cast(),
-                    acc_stride: ROWS * PAGE,
-                    ..both(of(query))
-                });
-                let mut pair = [[0.0f32; PAIR]; 2];
-                let acc = (pair.as_mut_ptr().cast(), PAIR);
-                self.kernels.accumulate(both(of_state(query, acc)));
-                for ((to, _), from) in reads.into_iter().zip(&pair) {
-                    std::slice::from_raw_parts_mut(to, e).copy_from_slice(&from[..e]);
-                }
-            } else {
-                for ((first, read), scores) in [query, key].into_iter().zip(reads).zip(&mut scores)
-                {
-                    let acc = scores.as_mut_ptr().cast();
-                    self.kernels.accumulate(Chains { acc, ..of(first) });
-                    self.kernels.accumulate(of_state(first, read));
-                }
-            }
-            for i in 0..n {
-                let at = slot + i;
-                let mut weights = [0.0f32; PAGE];
-                let far = self.weights(&sums[..=at], &mut weights);
-                for scores in &mut scores {
-                    let pairs = scores[i][..=at].iter_mut().zip(&weights);
-                    pairs.for_each(|(score, weight)| *score *= weight);
-                }
-                let delta = std::slice::from_raw_parts_mut(part.deltas.add(at * e), e);
-                delta.iter_mut().for_each(|x| *x *= far);
-                self.add_deltas(&scores[1][i], part.deltas, at, delta);
-                let values = &mixed[(t + i) * channels + value..][..e];
-                let step = self.step.steps[(t + i) * self.shape.heads + self.head];
-                let pairs = delta.iter_mut().zip(values);
-                pairs.for_each(|(delta, v)| *delta = step * (v - *delta));
-                let o = std::slice::from_raw_parts_mut(outs.add(i * stride), e);
-                o.iter_mut().for_each(|x| *x *= far);
-                self.add_deltas(&scores[0][i], part.deltas, at + 1, o);
-            }
+        Piece {
+            head: self,
+            mixed,
+            t,
+            n,
+            slot,
+            keys: self.writer.delta_keys(page, self.step.key_heads[self.head]),
+            part,
+            // SAFETY: within the page's positions.
+            fresh: unsafe { part.deltas.add(slot * e) },
+            // SAFETY: within the batch's rows.
+            outs: unsafe { out.0.add(t * stride + self.head * e) },
+            stride,
         }
     }
 
@@ -424,5 +373,186 @@ impl Head<'_> {
                 });
             }
         }
+    }
+}
+
+/// Keeps the inputs of row `t` of the batch for later rows, at a page and a place in it.
+///
+/// # Safety
+/// No other thread reads or writes this position.
+unsafe fn keep_inputs(
+    step: &DeltaStep<'_>,
+    writer: &Writer<'_>,
+    (page, slot): (u32, usize),
+    t: usize,
+) {
+    // SAFETY: by the caller's promise.
+    let kept = unsafe { writer.delta_inputs_mut(page, slot) };
+    for (input, channel, n) in step.inputs(writer.delta()) {
+        kept[channel..channel + n].copy_from_slice(&input[t * n..][..n]);
+    }
+}
+
+/// Products of each row's query, then of its key, with the keys of its page.
+type Scores = [[[f32; PAGE]; ROWS]; 2];
+
+/// Rows of a step that lie in one page, for one value head.
+struct Piece<'a> {
+    head: &'a Head<'a>,
+    /// `(rows, channels)`, all of the batch, convolved.
+    mixed: &'a [f32],
+    /// The first row in the batch.
+    t: usize,
+    /// Rows, 1 to [`ROWS`].
+    n: usize,
+    /// Place of the first row in the page.
+    slot: usize,
+    /// Keys of the page, `(D, PAGE)`.
+    keys: *const f32,
+    /// State, differences and sums of decays of the page.
+    part: DeltaHead,
+    /// Differences of these rows, `(n, E)`.
+    fresh: *mut f32,
+    /// Results of these rows, `(n, E)`, each `stride` behind the one before.
+    outs: *mut f32,
+    stride: usize,
+}
+
+impl Piece<'_> {
+    /// Takes the rows in and reads them, in order.
+    fn compute(&self) {
+        let (head, end) = (self.head, self.slot + self.n);
+        let mut scores: Scores = [[[0.0; PAGE]; ROWS]; 2];
+        // SAFETY: this task alone has this head of the page and of these rows; keys of the page's
+        // positions were written before.
+        unsafe {
+            let sums = std::slice::from_raw_parts_mut(self.part.sums, PAGE);
+            head.sum_decays(&mut sums[..end], self.slot, self.t);
+            if self.n == 1 && head.shape.value_dim <= PAIR {
+                self.read_one(&mut scores);
+            } else {
+                self.read(&mut scores);
+            }
+            for i in 0..self.n {
+                self.row(i, sums, &mut scores);
+            }
+        }
+    }
+
+    /// First channels of the query and of the key.
+    fn channels(&self) -> [usize; 2] {
+        let (shape, key_head) = (self.head.shape, self.head.step.key_heads[self.head.head]);
+        [key_head, shape.key_heads + key_head].map(|head| head * shape.head_dim)
+    }
+
+    /// Each row's elements from channel `first` on, with the keys of the page.
+    fn with_keys(&self, first: usize, acc: *mut f32) -> Chains {
+        let shape = self.head.shape;
+        Chains {
+            coefficients: self.mixed[self.t * shape.channels() + first..].as_ptr(),
+            coefficient_stride: shape.channels(),
+            x: self.keys,
+            x_stride: PAGE,
+            count: shape.head_dim,
+            acc,
+            acc_stride: PAGE,
+            rows: self.n,
+            width: (self.slot + self.n).next_multiple_of(16),
+        }
+    }
+
+    /// The same with the state.
+    fn with_state(&self, first: usize, (acc, acc_stride): (*mut f32, usize)) -> Chains {
+        let e = self.head.shape.value_dim;
+        Chains {
+            x: self.part.state,
+            x_stride: e,
+            acc_stride,
+            width: e,
+            ..self.with_keys(first, acc)
+        }
+    }
+
+    /// What a single row's query and key read, both at once: keys and state go by once.
+    ///
+    /// # Safety
+    /// As in [`compute`](Self::compute).
+    unsafe fn read_one(&self, scores: &mut Scores) {
+        let ([query, key], e) = (self.channels(), self.head.shape.value_dim);
+        let both = |chains: Chains| Chains {
+            coefficient_stride: key - query,
+            rows: 2,
+            ..chains
+        };
+        let mut pair = [[0.0f32; PAIR]; 2];
+        let read = (pair.as_mut_ptr().cast(), PAIR);
+        let kernels = self.head.kernels;
+        // SAFETY: by the caller's promise.
+        unsafe {
+            kernels.accumulate(Chains {
+                acc_stride: ROWS * PAGE,
+                ..both(self.with_keys(query, scores.as_mut_ptr().cast()))
+            });
+            kernels.accumulate(both(self.with_state(query, read)));
+            for (to, from) in [self.outs, self.fresh].into_iter().zip(&pair) {
+                std::slice::from_raw_parts_mut(to, e).copy_from_slice(&from[..e]);
+            }
+        }
+    }
+
+    /// What the rows' queries read, then their keys: of the page's keys to `scores`, of the state
+    /// to where results and differences will lie.
+    ///
+    /// # Safety
+    /// As in [`compute`](Self::compute).
+    unsafe fn read(&self, scores: &mut Scores) {
+        let e = self.head.shape.value_dim;
+        let reads = [(self.outs, self.stride), (self.fresh, e)];
+        let parts = self.channels().into_iter().zip(reads).zip(scores);
+        for ((first, (acc, stride)), scores) in parts {
+            // SAFETY: by the caller's promise.
+            unsafe {
+                for i in 0..self.n {
+                    std::slice::from_raw_parts_mut(acc.add(i * stride), e).fill(0.0);
+                }
+                let kernels = self.head.kernels;
+                kernels.accumulate(self.with_keys(first, scores.as_mut_ptr().cast()));
+                kernels.accumulate(self.with_state(first, (acc, stride)));
+            }
+        }
+    }
+
+    /// The difference that row `i` takes in, then its result; `sums` are those of the page.
+    ///
+    /// # Safety
+    /// As in [`compute`](Self::compute); the rows before are complete, and what this one reads of
+    /// keys and state is there.
+    unsafe fn row(&self, i: usize, sums: &[f64], scores: &mut Scores) {
+        let (head, e, at) = (self.head, self.head.shape.value_dim, self.slot + i);
+        let mut weights = [0.0f32; PAGE];
+        let far = head.weights(&sums[..=at], &mut weights);
+        for scores in scores.iter_mut() {
+            let pairs = scores[i][..=at].iter_mut().zip(&weights);
+            pairs.for_each(|(score, weight)| *score *= weight);
+        }
+        let step = head.step.steps[(self.t + i) * head.shape.heads + head.head];
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let delta = std::slice::from_raw_parts_mut(self.fresh.add(i * e), e);
+            delta.iter_mut().for_each(|x| *x *= far);
+            head.add_deltas(&scores[1][i], self.part.deltas, at, delta);
+            let pairs = delta.iter_mut().zip(self.values(i));
+            pairs.for_each(|(delta, v)| *delta = step * (v - *delta));
+            let out = std::slice::from_raw_parts_mut(self.outs.add(i * self.stride), e);
+            out.iter_mut().for_each(|x| *x *= far);
+            head.add_deltas(&scores[0][i], self.part.deltas, at + 1, out);
+        }
+    }
+
+    /// The value of row `i`, `(E,)`.
+    fn values(&self, i: usize) -> &[f32] {
+        let (shape, head) = (self.head.shape, self.head.head);
+        let first = 2 * shape.key_heads * shape.head_dim + head * shape.value_dim;
+        &self.mixed[(self.t + i) * shape.channels() + first..][..shape.value_dim]
     }
 }

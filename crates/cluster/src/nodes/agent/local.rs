@@ -283,6 +283,10 @@ fn execute(agent: &Agent, request: &Request, progress: &mut Progress<'_>) -> Res
             Ok(json!(joined.map_err(said)?))
         }
         "leave" => agent.leave().map(|()| json!({})).map_err(said),
+        "revoke" => {
+            let id = agent.revoke(needed("node")?).map_err(said)?;
+            Ok(json!({ "id": id }))
+        }
         "forget" => {
             let id = agent.forget(needed("node")?).map_err(said)?;
             Ok(json!({ "id": id }))

@@ -114,6 +114,20 @@ impl Agent {
         self.enter(&key)
     }
 
+    /// Cuts a node off for good: every node ends its sessions with it and lets it in no more. It
+    /// still has the cluster's key, with which another identity could come.
+    ///
+    /// # Errors
+    /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Itself`], [`Error::MapRefuses`].
+    pub fn revoke(&self, name: &str) -> Result<NodeId, Error> {
+        let node = self.find(name)?;
+        if node.id == self.id() {
+            return Err(Error::Itself);
+        }
+        self.write(Key::Revoked(node.id), 0, Some("{}".to_owned()))?;
+        Ok(node.id)
+    }
+
     /// Forgets a dead node.
     ///
     /// # Errors

@@ -184,6 +184,9 @@ pub enum Error {
         /// Its state.
         state: &'static str,
     },
+    /// A node was to revoke itself.
+    #[error("a node does not revoke itself")]
+    Itself,
     /// The map refuses a write: a bound is reached, or the entry has a higher epoch.
     #[error("the shared map refuses the entry: it is too large, out of date, or one too many")]
     MapRefuses,

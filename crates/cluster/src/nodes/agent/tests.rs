@@ -104,6 +104,27 @@ fn nodes_meet_through_one_peer_and_see_one_die() {
 }
 
 #[test]
+fn a_revoked_node_is_dead_to_all_and_its_channels_end() {
+    let nodes = cluster(&["one", "two", "three"]);
+    let (one, id) = (&nodes[0].agent, nodes[2].agent.id());
+    let (keep, kept) = channel();
+    nodes[2]
+        .agent
+        .serve("silent", move |channel| keep.send(channel).unwrap());
+    let silent = nodes[1].agent.open(id, "silent", PATIENCE).unwrap();
+    let _held = kept.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(one.revoke("one"), Err(Error::Itself)));
+    assert!(matches!(one.revoke("four"), Err(Error::NoNode { .. })));
+    assert_eq!(one.revoke("three").unwrap(), id);
+    for node in &nodes[..2] {
+        until("it is cut off", || node.agent.life(id) == Life::Dead);
+    }
+    assert!(silent.recv(1, PATIENCE).is_err(), "its node was revoked");
+    assert_eq!(one.forget("three").unwrap(), id);
+    until("it is forgotten", || nodes[1].agent.nodes().len() == 2);
+}
+
+#[test]
 fn channels_carry_messages_both_ways_and_end_with_their_peer() {
     let mut nodes = cluster(&["one", "two"]);
     nodes[1].agent.serve("echo", |channel| {

@@ -256,7 +256,9 @@ fn a_revoked_node_is_cut_off_and_not_dialled() {
         value: Some("{}".into()),
     };
     let actions = one.step(at(1), revoke);
-    assert!(actions.contains(&Action::Unlink(id(2))), "{actions:?}");
+    for expected in [Action::Unlink(id(2)), Action::Life(id(2), Life::Dead)] {
+        assert!(actions.contains(&expected), "{actions:?}");
+    }
     assert_eq!(link(&mut one, 2, 2), [Action::Unlink(id(2))]);
     one.step(at(3), Event::Found(Target::Node(id(2))));
     let later = one.step(at(9000), Event::Tick);
