@@ -107,6 +107,39 @@ fn workers_in_a_sandbox_share_memory() {
     server.stop(2);
 }
 
+/// Workers and the template's process get no secrets of the user's environment.
+#[test]
+fn workers_get_no_secrets_of_the_environment() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let args = [
+        "up",
+        "--no-beacons",
+        "--model",
+        &model,
+        "--port",
+        "0",
+        "--nodes",
+        "2",
+    ];
+    let mut command = world.paceline(args);
+    for name in ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PACELINE_API_KEY"] {
+        command.env(name, "a-secret");
+    }
+    let server = Server::of(&mut command);
+    let templates = templates(server.running.id());
+    for id in server.running.workers(2).into_iter().chain(templates) {
+        let variables = fs::read_to_string(format!("/proc/{id}/environ")).unwrap();
+        assert!(!variables.contains("a-secret"), "{variables}");
+    }
+    for worker in server.running.workers(2) {
+        let variables = fs::read_to_string(format!("/proc/{worker}/environ")).unwrap();
+        assert!(variables.contains("PACELINE_HOME="), "{variables}");
+    }
+    server.stop(2);
+}
+
 /// The node's audit log records loads, keys and refusals, and no prompts.
 #[test]
 fn the_audit_log_has_keys_and_refusals_and_no_prompts() {

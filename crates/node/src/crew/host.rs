@@ -117,6 +117,8 @@ pub struct HostSpec {
     pub program: PathBuf,
     /// Arguments of every worker.
     pub args: Vec<OsString>,
+    /// All of every worker's environment: see [`for_workers`](super::for_workers).
+    pub env: Vec<(OsString, OsString)>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
     /// The only interface that workers listen at; all without.
@@ -198,6 +200,7 @@ fn spawn(
     let crew = LocalCrew::spawn(LocalSpec {
         program: spec.program.clone(),
         args: spec.args.clone(),
+        env: spec.env.clone(),
         model: path.clone(),
         ranks: 1,
         pin,
