@@ -125,6 +125,11 @@ impl fmt::Debug for LocalSpec {
     }
 }
 
+/// Reads `bytes` as messages between an owner and a host, for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    host::parse(bytes);
+}
+
 /// Child processes of this machine, over pipes.
 pub struct LocalCrew {
     model: PathBuf,

@@ -793,6 +793,15 @@ impl Inner {
     }
 }
 
+/// Reads `bytes` as messages between nodes about instances, for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    answers::parse(bytes);
+    copies::parse(bytes);
+    journals::parse(bytes);
+    let _ = serde_json::from_slice::<TraceAsk>(bytes);
+    let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);
+}
+
 fn new_id() -> Result<InstanceId, String> {
     let mut number = [0; 8];
     getrandom::fill(&mut number).map_err(|error| error.to_string())?;

@@ -108,6 +108,12 @@ pub(super) enum FromHost {
     Beat,
 }
 
+/// Reads `bytes` as messages between an owner and a host, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<ToHost>(bytes);
+    let _ = serde_json::from_slice::<FromHost>(bytes);
+}
+
 /// Finds a model's file on this machine, or says why there is none.
 pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
 
