@@ -225,6 +225,14 @@ fn one_key_leaves_places_to_another() {
     let (status, code, ..) = refusal(refused);
     assert_eq!((status, code.as_str()), (429, "client_busy"));
     ask(&modest).ok("another key");
+    // The engine is told who asks: it shares its places between them.
+    let clients: Vec<u64> = rig.service.requests().iter().map(|r| r.client).collect();
+    assert_eq!(clients.len(), 3);
+    assert!(
+        clients[0] == clients[1] && clients[1] != clients[2],
+        "{clients:?}"
+    );
+    assert!(!clients.contains(&0), "{clients:?}");
     drop(held);
 }
 
