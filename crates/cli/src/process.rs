@@ -23,6 +23,12 @@ pub(crate) fn peak_memory_bytes() -> Option<u64> {
     Some(kib << 10)
 }
 
+/// Memory in use now, file pages included; `None` where the system does not say.
+pub(crate) fn memory_bytes() -> Option<u64> {
+    let kib: u64 = status("VmRSS")?.strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
+}
+
 /// Whether the parent wants a signal ignored, as `nohup` does; `false` where the system does not
 /// say.
 pub(crate) fn ignores(signal: c_int) -> bool {
