@@ -218,7 +218,8 @@ fn open(said: &[u8; NAME_BYTES], size: usize) -> io::Result<Segment> {
     let other = || io::Error::from(io::ErrorKind::NotFound);
     let file = File::open(name_of(said).ok_or_else(other)?)?;
     let length = rustix::fs::fstat(&file)?.st_size;
-    if u64::try_from(length).map_or(true, |length| length < Segment::file_bytes(size)) {
+    let is_whole = |length| length >= Segment::file_bytes(size);
+    if !u64::try_from(length).is_ok_and(is_whole) {
         return Err(other());
     }
     let segment = Segment::new(size, Some(&file))?;
