@@ -163,7 +163,8 @@ fn machine(host: &str, wanted: Wanted, said: &BTreeMap<String, String>) -> Resul
 /// Reads `bytes` as a machine's answers, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let said = sections("token", bytes);
-    let asked = [Wanted::Ethernet, Wanted::Thunderbolt].map(|wanted| machine("host", wanted, &said));
+    let asked =
+        [Wanted::Ethernet, Wanted::Thunderbolt].map(|wanted| machine("host", wanted, &said));
     let mut machines: Vec<Machine> = asked.into_iter().flatten().collect();
     choose_addresses(&mut machines.iter_mut().collect::<Vec<_>>());
 }
