@@ -19,7 +19,7 @@ struct Part {
     name: &'static str,
     package: &'static str,
     programs: &'static [&'static str],
-    /// Beginnings or parts of names of tests that are left out: of speed, which is another one here,
+    /// Parts of names of tests that are left out: of speed, which is another one here,
     /// and of other people's programs and libraries, which are not built so.
     skipped: &'static [&'static str],
 }

@@ -85,8 +85,8 @@ impl Clock {
     }
 }
 
-/// The kernel's limit for a rendering that begins when the process has `computed` so long: it counts
-/// whole seconds of the process's life.
+/// The kernel's limit for a rendering that begins when the process has `computed` so long: it
+/// counts whole seconds of the process's life.
 const fn end_s(computed: Duration) -> u64 {
     computed
         .saturating_add(COMPUTING.saturating_sub(ENDING))

@@ -233,8 +233,8 @@ fn a_full_queue_gives_the_request_back() {
     rig.drain();
 }
 
-/// However many requests a client has, another's is computed at once; and the sequence that gives up
-/// its place for it loses nothing.
+/// However many requests a client has, another's is computed at once; and the sequence that gives
+/// up its place for it loses nothing.
 #[test]
 fn a_client_with_many_requests_leaves_places_to_others() {
     let tiny = Tiny::new(1);
