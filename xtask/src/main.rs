@@ -5,10 +5,12 @@
     reason = "a program for people: stdout is its interface"
 )]
 
+mod asan;
 mod cargo_test;
 mod catalogue;
 mod darwin;
 mod deny;
+mod fuzz;
 mod instructions;
 mod minilm;
 mod mlx;
@@ -40,6 +42,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use steps::{Extent, Step};
+use tally::Tally;
 
 /// Project chores of paceline.
 #[derive(Debug, Parser)]
@@ -129,6 +132,20 @@ enum Chore {
         #[arg(long)]
         record: bool,
     },
+    /// Run the parsers of what comes from outside on bytes that libFuzzer makes.
+    Fuzz {
+        /// Only check that the targets compile.
+        #[arg(long, conflicts_with_all = ["only", "seconds"])]
+        check: bool,
+        /// Targets to run instead of all.
+        #[arg(long, value_delimiter = ',', value_name = "TARGETS")]
+        only: Vec<String>,
+        /// Time for each; as many run side by side as there are cores.
+        #[arg(long, default_value_t = 600)]
+        seconds: u32,
+    },
+    /// Run the tests of comm and tensor under AddressSanitizer, by a nightly compiler.
+    Asan,
     /// Run ranks over real verbs in a virtual machine with a software RDMA device.
     Rdma,
     /// Check licences, bans and sources of all dependencies with cargo-deny.
@@ -174,16 +191,12 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Sdk { binary: None, long } => steps::run(&[Step::Sdk], extent(long)),
         Chore::Sdk { binary, long } => {
             let tally = sdk::run(binary, extent(long), &mut |line| println!("{line}"))?;
-            tally.print_names();
-            println!("{tally}");
-            tally.failed == 0
+            told(&tally)
         }
         Chore::Wheel { binary: None } => steps::run(&[Step::Wheel], Extent::Default),
         Chore::Wheel { binary } => {
             let tally = wheel::run(binary, Extent::Default, &mut |line| println!("{line}"))?;
-            tally.print_names();
-            println!("{tally}");
-            tally.failed == 0
+            told(&tally)
         }
         Chore::Package { long } => {
             let extent = if long { Extent::Long } else { Extent::Default };
@@ -196,9 +209,7 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools], Extent::Default),
         Chore::MlxTools { binary, .. } => {
             let tally = mlx_tools::run(binary, &mut |line| println!("{line}"))?;
-            tally.print_names();
-            println!("{tally}");
-            tally.failed == 0
+            told(&tally)
         }
         Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx], Extent::Default),
         Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu], Extent::Default),
@@ -210,9 +221,23 @@ fn run(chore: Chore) -> Result<bool> {
             instructions::run(true, &mut |line| println!("{line}"))?.failed == 0
         }
         Chore::Instructions { record: false } => steps::run(&[Step::Instructions], Extent::Default),
+        Chore::Fuzz { check: true, .. } => steps::run(&[Step::Fuzz], Extent::Default),
+        Chore::Fuzz { only, seconds, .. } => {
+            let options = fuzz::Options { only, seconds };
+            let tally = fuzz::run(&options, &mut |line| println!("{line}"))?;
+            told(&tally)
+        }
+        Chore::Asan => steps::run(&[Step::Asan], Extent::Default),
         Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
         Chore::Deny => steps::run(&[Step::Deny], Extent::Default),
     })
+}
+
+/// Prints names and counts; true when nothing failed.
+fn told(tally: &Tally) -> bool {
+    tally.print_names();
+    println!("{tally}");
+    tally.failed == 0
 }
 
 const fn extent(is_long: bool) -> Extent {

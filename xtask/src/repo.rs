@@ -22,6 +22,22 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
+/// The triple of this machine, as the compiler names it.
+///
+/// # Errors
+/// When the compiler cannot be run or does not say it.
+pub(crate) fn host() -> Result<String> {
+    let program = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let output = Command::new(program)
+        .arg("-vV")
+        .current_dir(root())
+        .output()
+        .context("run rustc -vV")?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    let host = said.lines().find_map(|line| line.strip_prefix("host: "));
+    Ok(host.context("rustc names no host")?.to_owned())
+}
+
 /// Keeps variables from a program that `cargo run` set for xtask itself. With them build scripts
 /// that look at them, ring's among them, would run again in the next build by hand, and all above
 /// them be compiled again. Programs such as maturin start cargo too.

@@ -9,8 +9,8 @@ use clap::ValueEnum;
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{
-    darwin, deny, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon, package,
-    process, rdma, repo, sdk, tidy, wheel,
+    asan, darwin, deny, fuzz, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon,
+    package, process, rdma, repo, sdk, tidy, wheel,
 };
 
 /// One step. `cargo xtask test` runs those of [`DEFAULT`].
@@ -52,6 +52,10 @@ pub(crate) enum Step {
     Neon,
     /// Instructions of the AVX2 kernels, counted by callgrind.
     Instructions,
+    /// The fuzz targets compile.
+    Fuzz,
+    /// Unsafe code under AddressSanitizer.
+    Asan,
     /// Ranks over real verbs in a virtual machine.
     Rdma,
     /// Licences and sources of dependencies.
@@ -104,6 +108,8 @@ impl Step {
             Step::Darwin => "darwin",
             Step::Neon => "neon",
             Step::Instructions => "instructions",
+            Step::Fuzz => "fuzz",
+            Step::Asan => "asan",
             Step::Rdma => "rdma",
             Step::Deny => "deny",
         }
@@ -143,6 +149,8 @@ impl Step {
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
             Step::Neon => neon::run(&mut |line| println!("{line}")),
             Step::Instructions => instructions::run(false, &mut |line| println!("{line}")),
+            Step::Fuzz => fuzz::check(&mut |line| println!("{line}")),
+            Step::Asan => asan::run(&mut |line| println!("{line}")),
             Step::Rdma => rdma::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),
         }

@@ -88,6 +88,17 @@ pub fn long() -> bool {
     std::env::var_os("PACELINE_TEST_LONG").is_some_and(|value| value == "1")
 }
 
+/// Inputs changed at random that a test tries: `few`, or 10,000 with the slow proofs. The variable
+/// `PACELINE_MUTATIONS` asks for another number of them.
+///
+/// # Panics
+/// If that is no number.
+pub fn mutations(few: u64) -> u64 {
+    let asked = std::env::var("PACELINE_MUTATIONS").ok();
+    let asked = asked.map(|count| count.parse().expect("PACELINE_MUTATIONS is a number"));
+    asked.unwrap_or(if long() { 10_000 } else { few })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

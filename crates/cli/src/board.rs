@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::lock;
+use paceline_cluster::machine::give_back_free_memory;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
@@ -38,6 +39,7 @@ use serde_json::{Value, json};
 
 use crate::home;
 use crate::output::tell;
+use crate::process::memory_bytes;
 use changes::Changes;
 use downloads::Downloads;
 use peers::Peers;
@@ -45,6 +47,12 @@ use traffic::Traffic;
 
 /// Between looks for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Looks between two at the memory of the process: 4 s.
+const LOOKS_AT_MEMORY: u32 = 20;
+
+/// What it has grown by since it was least, before the heap is told to give back what is free.
+const GROWTH_BYTES: u64 = 16 << 20;
 
 /// Between samples of the machine. Two seconds smooth a decode step's pauses.
 const SAMPLE_EVERY: Duration = Duration::from_secs(2);
@@ -199,6 +207,8 @@ impl Board {
                 }
             })?;
         }
+        let inner = Arc::clone(&self.0);
+        watching.spawn("memory", move || inner.give_back_memory())?;
         match Audit::open(&home::home()?) {
             Ok(audit) => {
                 let inner = Arc::clone(&self.0);
@@ -320,6 +330,29 @@ impl Inner {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Gives memory back that long requests have left, until the end.
+    fn give_back_memory(&self) {
+        let mut low = memory_bytes();
+        for look in 1_u32.. {
+            if self.is_over() {
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY);
+            if !look.is_multiple_of(LOOKS_AT_MEMORY) {
+                continue;
+            }
+            let now = memory_bytes();
+            let grown = now.zip(low).map_or(0, |(now, low)| now.saturating_sub(low));
+            if grown > GROWTH_BYTES {
+                give_back_free_memory();
+            }
+            low = match grown > GROWTH_BYTES {
+                true => memory_bytes(),
+                false => low.min(now),
+            };
         }
     }
 

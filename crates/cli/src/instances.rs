@@ -25,7 +25,7 @@ use crate::interrupt::Signals;
 use crate::member::NodeArgs;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
-use crate::process::own_program;
+use crate::process::{own_program, worker_env};
 use crate::{home, key, loaded, member, pull, up};
 
 /// How often `load` asks how far it is.
@@ -384,6 +384,7 @@ pub(crate) fn start(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = FleetSpec {
         program: (program, node.worker_args()),
+        worker_env: worker_env(),
         find: Box::new(find),
         copies: home.join("copies"),
         home: home.clone(),

@@ -30,7 +30,7 @@ use crate::home;
 use crate::load::{self, LoadBar};
 use crate::log;
 use crate::output::tell;
-use crate::process::{own_program, template_program};
+use crate::process::{own_program, template_program, worker_env};
 use crate::progress::busy;
 
 /// Options of every command that can compute over several nodes.
@@ -280,6 +280,7 @@ impl Opened {
         let crew = LocalCrew::spawn(LocalSpec {
             program: own_program().context("cannot find this program's own file")?,
             args: log::worker_args(),
+            env: worker_env(),
             model: self.path.clone(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),

@@ -1,10 +1,11 @@
 //! What the system knows about this process.
 
-use std::ffi::c_int;
+use std::ffi::{OsString, c_int};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use paceline_node::crew::for_workers;
 use paceline_node::interpreter::Program;
 use tempfile::TempDir;
 
@@ -19,6 +20,12 @@ fn status(name: &str) -> Option<String> {
 /// where the system does not say.
 pub(crate) fn peak_memory_bytes() -> Option<u64> {
     let kib: u64 = status("VmHWM")?.strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// Memory in use now, file pages included; `None` where the system does not say.
+pub(crate) fn memory_bytes() -> Option<u64> {
+    let kib: u64 = status("VmRSS")?.strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
 }
 
@@ -65,6 +72,11 @@ pub(crate) fn own_program() -> io::Result<PathBuf> {
     let program = std::env::current_exe()?;
     let linked = LINKED.get_or_init(|| second_name(&program).ok());
     Ok(linked.as_ref().map_or(program, |(_, path)| path.clone()))
+}
+
+/// The environment that workers of a model get: what they need of this process's.
+pub(crate) fn worker_env() -> Vec<(OsString, OsString)> {
+    for_workers(std::env::vars_os())
 }
 
 /// The program that runs a model's chat template in a process of its own: `paceline template`.

@@ -15,6 +15,7 @@ use serde_json::json;
 use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
+use crate::process::own_program;
 use crate::{load, pull};
 use watch::Watch;
 
@@ -263,7 +264,7 @@ fn train(args: &Args, job: &Job, stop: &dyn Fn() -> bool) -> anyhow::Result<Repo
         true => Crew::here(),
         false => Crew::start(
             Processes {
-                program: std::env::current_exe().context("cannot find this program's own file")?,
+                program: own_program().context("cannot find this program's own file")?,
                 args: vec!["train-worker".into()],
                 nodes: args.nodes,
                 threads,

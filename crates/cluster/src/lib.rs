@@ -78,6 +78,7 @@ mod queue;
 pub mod remote;
 pub mod sandbox;
 pub mod telemetry;
+pub mod testing;
 pub mod topology;
 mod wire;
 pub mod workers;

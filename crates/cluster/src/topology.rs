@@ -31,3 +31,8 @@ pub use graph::{Cable, End, Graph};
 pub use probe::{Machine, Wanted, probe};
 pub use rings::{HOSTS_EXACT, Ring, best_ring, missing_for_ring};
 pub use thunderbolt::{Port, ports};
+
+/// Reads `bytes` as what a machine answers, for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    probe::parse(bytes);
+}

@@ -5,6 +5,7 @@
 //! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
 //!   Its end of the channel closes; a look every 50 ms finds it when somebody holds that open.
 //! - **A child is stopped or starved:** [`Event::Silent`] after [`Limits::silence`] without a byte.
+//!   Before its first byte, a child that is not found stopped has [`Limits::start`].
 //! - **A child sends what is no message:** [`Event::Garbled`], the last word of its channel.
 //! - **A child does not read:** [`Error::Stuck`] from `send` after [`Limits::write`].
 //! - **A child sends faster than anybody takes:** it waits, and is not called silent for that.
@@ -188,7 +189,7 @@ impl<T> fmt::Display for Event<T> {
             Self::Message { rank, .. } => write!(f, "{rank} sent a message"),
             Self::Exited { rank, ending, tail } => {
                 write!(f, "{rank} {ending}")?;
-                match tail.last() {
+                match last_words(tail) {
                     Some(line) => write!(f, ", its last line: {line}"),
                     None => Ok(()),
                 }
@@ -204,6 +205,14 @@ impl<T> fmt::Display for Event<T> {
             Self::Gone { rank, reason } => write!(f, "{rank} on {reason}"),
         }
     }
+}
+
+/// The line of a child's `tail` that says best why it ended: that memory could not be had, behind
+/// which Rust's runtime prints a backtrace or a note about one; else the last.
+pub fn last_words(tail: &[String]) -> Option<&str> {
+    let memory = |line: &&String| line.contains("memory allocation of");
+    let line = tail.iter().find(memory).or_else(|| tail.last());
+    line.map(String::as_str)
 }
 
 /// Running children, one per rank: `To` goes to them, `From` comes from them.

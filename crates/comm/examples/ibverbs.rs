@@ -2,7 +2,7 @@
 //!
 //! It is for the tests of loading, `tests/rdma.rs`, which build it under the name that the system
 //! looks for. Its devices `soft0` to `soft7` reach each other within a process, and from process
-//! to process where `SOFT_VERBS_FOLDER` names a folder that they share.
+//! to process where `IBV_SOFT_FOLDER` names a folder that they share.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -24,7 +24,7 @@ fn prepare() {
     static PREPARED: Once = Once::new();
     PREPARED.call_once(|| {
         let outside =
-            std::env::var_os("SOFT_VERBS_FOLDER").map(|folder| soft::Outside(folder.into()));
+            std::env::var_os("IBV_SOFT_FOLDER").map(|folder| soft::Outside(folder.into()));
         let (faults, caps) = (soft::Faults::default(), soft::Caps::APPLE);
         let fabric = soft::Fabric::with(faults, caps, outside);
         (0..8).for_each(|index| fabric.device(&format!("soft{index}")));

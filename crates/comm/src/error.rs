@@ -1,5 +1,7 @@
 //! Why a call failed.
 
+use std::io;
+
 use paceline_base::Rank;
 
 use crate::Call;
@@ -101,6 +103,22 @@ pub enum Error {
         /// Its own number for what went wrong.
         code: i32,
     },
+    /// The system refused what a new group needs, such as one more open file.
+    #[error("{call}: {rank} cannot {what}: {}", of_system(.code))]
+    System {
+        /// The call.
+        call: Call,
+        /// Who made it.
+        rank: Rank,
+        /// What was tried.
+        what: &'static str,
+        /// The system's number for what went wrong; 0 if it gave none.
+        code: i32,
+    },
+}
+
+fn of_system(code: &i32) -> io::Error {
+    io::Error::from_raw_os_error(*code)
 }
 
 impl Error {
@@ -114,7 +132,8 @@ impl Error {
             | Self::Silent { call, .. }
             | Self::Garbled { call, .. }
             | Self::Unsupported { call, .. }
-            | Self::Library { call, .. } => *call,
+            | Self::Library { call, .. }
+            | Self::System { call, .. } => *call,
             Self::Mismatch { expected, .. } => *expected,
         }
     }

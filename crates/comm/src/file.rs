@@ -3,6 +3,7 @@
 //! On Linux they are anonymous (memfd), their size is settled, and peers open them through `/proc`;
 //! elsewhere they are POSIX shared memory objects.
 
+use std::io;
 use std::os::fd::OwnedFd;
 
 /// A file of zeros, whose size nobody can change.
@@ -18,7 +19,7 @@ impl File {
     ///
     /// # Errors
     /// What the system says when it has none.
-    pub(crate) fn new(bytes: u64) -> std::io::Result<Self> {
+    pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, fcntl_add_seals};
         use std::os::fd::AsRawFd;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -30,15 +31,21 @@ impl File {
     }
 
     /// Opens what another process named, to read and write.
-    pub(crate) fn open(name: &str) -> Option<OwnedFd> {
-        let named = is_descriptor(name).then_some(name)?;
-        open_settled(named)
+    ///
+    /// # Errors
+    /// What the system says; [`NotFound`](io::ErrorKind::NotFound) for what is no such file.
+    pub(crate) fn open(name: &str) -> io::Result<OwnedFd> {
+        if is_descriptor(name) {
+            open_settled(name)
+        } else {
+            Err(io::ErrorKind::NotFound.into())
+        }
     }
 
     /// Opens a file by its descriptor in another process, to read and write.
     pub(crate) fn open_at(process: u32, descriptor: u32) -> Option<OwnedFd> {
         let name = format!("/proc/{process}/fd/{descriptor}");
-        open_settled(&name)
+        open_settled(&name).ok()
     }
 
     /// Its descriptor in this process.
@@ -51,12 +58,16 @@ impl File {
 /// Opens a file if it is memory whose size is settled. Were it not, a process that cuts it short
 /// would end all that have it mapped.
 #[cfg(target_os = "linux")]
-fn open_settled(name: &str) -> Option<OwnedFd> {
+fn open_settled(name: &str) -> io::Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags, fcntl_get_seals};
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-    let file = rustix::fs::open(name, flags, Mode::empty()).ok()?;
+    let file = rustix::fs::open(name, flags, Mode::empty())?;
     let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
-    sealed.then_some(file)
+    if sealed {
+        Ok(file)
+    } else {
+        Err(io::ErrorKind::NotFound.into())
+    }
 }
 
 /// What nobody may do to such a file any more, its owner included.
@@ -81,7 +92,7 @@ impl File {
     ///
     /// # Errors
     /// What the system says when it has none.
-    pub(crate) fn new(bytes: u64) -> std::io::Result<Self> {
+    pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::Mode;
         use rustix::shm::OFlags;
         let name = format!("/paceline-{:016x}", crate::tcp::random());
@@ -92,11 +103,19 @@ impl File {
     }
 
     /// Opens what another process named. The size of such an object can be set only once.
-    pub(crate) fn open(name: &str) -> Option<OwnedFd> {
+    ///
+    /// # Errors
+    /// As on Linux.
+    pub(crate) fn open(name: &str) -> io::Result<OwnedFd> {
         use rustix::fs::Mode;
-        let valid = name.starts_with("/paceline-");
-        let file = valid.then(|| rustix::shm::open(name, rustix::shm::OFlags::RDWR, Mode::empty()));
-        file?.ok()
+        if !name.starts_with("/paceline-") {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok(rustix::shm::open(
+            name,
+            rustix::shm::OFlags::RDWR,
+            Mode::empty(),
+        )?)
     }
 
     /// There is no way to descriptors of other processes.

@@ -6,6 +6,7 @@
 //! object that loses its name as soon as all have it; nothing is left when the processes end.
 
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -136,13 +137,13 @@ fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, Join
     gather(linked, &said, &mut all, deadline).map_err(JoinError::of_call)?;
     let open = |(peer, said): (usize, &[u8; NAME_BYTES])| {
         if peer == rank {
-            Some(Arc::clone(&segment))
+            Ok(Arc::clone(&segment))
         } else {
             open(said, size).map(Arc::new)
         }
     };
     let all = all.as_chunks().0;
-    let segments: Vec<_> = all.iter().enumerate().map(open).collect();
+    let opened: io::Result<Vec<_>> = all.iter().enumerate().map(open).collect();
     if let [first, second] = all {
         // The system lets a process name one reader only.
         let peer = if rank == 0 { second } else { first };
@@ -150,13 +151,20 @@ fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, Join
     }
 
     // All or none: ranks agree on whether it worked.
-    let able = segments.iter().all(Option::is_some);
     let mut verdicts = vec![false; size];
-    gather(linked, &[able], &mut verdicts, deadline).map_err(JoinError::of_call)?;
-    match (0..).zip(verdicts).find(|(_, able)| !able) {
-        Some((rank, _)) => Err(JoinError::Apart { rank: Rank(rank) }),
-        None => Ok(Met {
-            segments: segments.into_iter().flatten().collect(),
+    gather(linked, &[opened.is_ok()], &mut verdicts, deadline).map_err(JoinError::of_call)?;
+    let unable = (0..).zip(verdicts).find(|(_, able)| !able);
+    match (unable, opened) {
+        (_, Err(why)) => Err(JoinError::Apart {
+            rank: linked.rank(),
+            code: why.raw_os_error(),
+        }),
+        (Some((other, _)), Ok(_)) => Err(JoinError::Apart {
+            rank: Rank(other),
+            code: None,
+        }),
+        (None, Ok(segments)) => Ok(Met {
+            segments,
             lenders: (0..)
                 .zip(all)
                 .map(|(peer, said)| (peer != rank).then(|| lender(said))?)
@@ -202,16 +210,24 @@ pub(crate) fn parse(bytes: &[u8]) {
     );
 }
 
-/// Maps the memory that a peer described; `None` if that does not work, or it is other memory.
-fn open(said: &[u8; NAME_BYTES], size: usize) -> Option<Segment> {
-    let check = u64::from_le_bytes(*said.first_chunk()?);
-    let file = File::open(name_of(said)?)?;
-    let length = rustix::fs::fstat(&file).ok()?.st_size;
-    if u64::try_from(length).ok()? < Segment::file_bytes(size) {
-        return None;
+/// Maps the memory that a peer described.
+///
+/// # Errors
+/// What the system says; [`NotFound`](io::ErrorKind::NotFound) where it is other memory.
+fn open(said: &[u8; NAME_BYTES], size: usize) -> io::Result<Segment> {
+    let other = || io::Error::from(io::ErrorKind::NotFound);
+    let file = File::open(name_of(said).ok_or_else(other)?)?;
+    let length = rustix::fs::fstat(&file)?.st_size;
+    let is_whole = |length| length >= Segment::file_bytes(size);
+    if !u64::try_from(length).is_ok_and(is_whole) {
+        return Err(other());
     }
-    let segment = Segment::new(size, Some(&file)).ok()?;
-    (segment.check().load(Ordering::SeqCst) == check).then_some(segment)
+    let segment = Segment::new(size, Some(&file))?;
+    let check = said.first_chunk().map(|check| u64::from_le_bytes(*check));
+    match check == Some(segment.check().load(Ordering::SeqCst)) {
+        true => Ok(segment),
+        false => Err(other()),
+    }
 }
 
 impl Kept for Shared {

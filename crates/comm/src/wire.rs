@@ -299,6 +299,12 @@ fn put_error(writer: &mut Writer<'_>, error: &Error) {
             head(writer, 9, call, *rank);
             writer.put_u32(code.cast_unsigned());
         }
+        Error::System {
+            call, rank, code, ..
+        } => {
+            head(writer, 10, call, *rank);
+            writer.put_u32(code.cast_unsigned());
+        }
     }
 }
 
@@ -345,6 +351,12 @@ fn take_error(reader: &mut Reader<'_>) -> Option<Error> {
             call,
             rank,
             backend: "a library",
+            code: reader.take_u32()?.cast_signed(),
+        },
+        10 => Error::System {
+            call,
+            rank,
+            what: "set up the group",
             code: reader.take_u32()?.cast_signed(),
         },
         _ => return None,

@@ -12,6 +12,7 @@ use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
 use crate::draft::{Bounds, Candidate, Costs, DRAFT_ROWS, depths};
+use crate::fair;
 use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
@@ -129,14 +130,16 @@ impl Engine {
         &self.tracer
     }
 
-    /// Queues a request.
+    /// Queues a request. A client that is named may have half of the queue.
     ///
     /// # Errors
     /// [`Error::Busy`] gives the request back before anything else is looked at; a request that
     /// cannot be answered says why.
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
-        let waiting = self.waiting.len();
-        if waiting >= self.config.max_waiting {
+        let (waiting, most) = (self.waiting.len(), self.config.max_waiting);
+        let own = self.waiting.iter().filter(|s| s.client == request.client);
+        let own = if request.client == 0 { 0 } else { own.count() };
+        if waiting >= most || own >= most.div_ceil(2) {
             let request = Box::new(request);
             return Err(Error::Busy { waiting, request });
         }
@@ -320,17 +323,21 @@ impl Engine {
         Ok(self.compute.idle()?)
     }
 
-    /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
-    /// are neither taken nor still needed for tokens of running ones. Pages that another sequence
-    /// filled with the same beginning are shared.
+    /// Moves sequences to the running ones, those of the client with the fewest first, else in
+    /// order, while all their tokens fit in the pages that are neither taken nor still needed for
+    /// tokens of running ones. Pages that another sequence filled with the same beginning are
+    /// shared.
     pub(crate) fn admit(&mut self) {
+        self.make_way();
         while self.running.len() < self.config.max_running {
-            let queue = if self.resuming.is_empty() {
-                &mut self.waiting
-            } else {
-                &mut self.resuming
+            let Some((at, _)) = self.next_in_line() else {
+                return;
             };
-            let Some(next) = queue.front_mut() else {
+            let (queue, at) = match at.checked_sub(self.resuming.len()) {
+                Some(at) => (&mut self.waiting, at),
+                None => (&mut self.resuming, at),
+            };
+            let Some(next) = queue.get_mut(at) else {
                 return;
             };
             let (tokens, pages) = next.reusable();
@@ -341,7 +348,38 @@ impl Engine {
             }
             (next.computed, next.reused) = (reused, reused);
             self.reused += reused as u64;
-            self.running.extend(queue.pop_front());
+            self.running.extend(queue.remove(at));
+        }
+    }
+
+    /// Which sequence is next, counted through those that resume and those that wait, and whose it
+    /// is.
+    fn next_in_line(&self) -> Option<(usize, u64)> {
+        if self.resuming.is_empty() && self.waiting.is_empty() {
+            return None;
+        }
+        let queued = || self.resuming.iter().chain(&self.waiting).map(|s| s.client);
+        let at = fair::next(&self.clients(), queued())?;
+        Some((at, queued().nth(at)?))
+    }
+
+    /// Clients of the running sequences.
+    fn clients(&self) -> Vec<u64> {
+        self.running.iter().map(|s| s.client).collect()
+    }
+
+    /// Where all places are taken, takes one from the client with the most if that is fairer. Its
+    /// youngest sequence waits like one that gave up its pages. One in a step.
+    fn make_way(&mut self) {
+        if self.running.len() < self.config.max_running {
+            return;
+        }
+        let Some((_, client)) = self.next_in_line() else {
+            return;
+        };
+        if let Some(at) = fair::gives_way(&self.clients(), client) {
+            let youngest = self.stop_running(at);
+            self.resuming.push_back(youngest);
         }
     }
 

@@ -63,6 +63,7 @@ mod draft;
 mod embedding;
 mod engine;
 mod error;
+mod fair;
 mod follower;
 mod pace;
 mod pages;

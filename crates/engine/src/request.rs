@@ -38,6 +38,9 @@ pub struct Request {
     /// Control tokens whose names are part of the text, ascending; others give no text. For
     /// readers of tool calls (`paceline_formats::tools::Syntax::shown_tokens`).
     pub shown: Vec<u32>,
+    /// Who asks: an engine's places are shared fairly between clients. 0 is one client too.
+    #[serde(default)]
+    pub client: u64,
 }
 
 impl Request {

@@ -15,6 +15,8 @@ use crate::{Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs};
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
+    /// [`Request::client`].
+    pub(crate) client: u64,
     /// Prompt and answer.
     pub(crate) tokens: Vec<u32>,
     prompt_len: usize,
@@ -55,6 +57,7 @@ impl Sequence {
         let prompt_len = request.prompt.len();
         Ok(Self {
             id,
+            client: request.client,
             prompt_len,
             tokens_left: request.max_tokens.min(context - prompt_len),
             min_tokens: request.min_tokens,
@@ -274,6 +277,7 @@ impl Sequence {
     pub(crate) fn into_snapshot(self, model: String) -> Snapshot {
         Snapshot {
             model,
+            client: self.client,
             tokens: self.tokens,
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
@@ -294,6 +298,7 @@ impl Sequence {
         let is_new = snapshot.tokens.len() == snapshot.prompt_len;
         Self {
             id,
+            client: snapshot.client,
             tokens: snapshot.tokens,
             prompt_len: snapshot.prompt_len,
             computed: 0,

@@ -19,6 +19,9 @@ use crate::sampling::Sampler;
 pub struct Snapshot {
     /// Model and kernel class, as [`EngineConfig::model`](crate::EngineConfig::model) says.
     pub(crate) model: String,
+    /// [`Request::client`](crate::Request::client).
+    #[serde(default)]
+    pub(crate) client: u64,
     /// Prompt and answer so far.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,

@@ -233,6 +233,7 @@ const fn at_fault(error: &paceline_comm::Error) -> Option<Rank> {
         Error::Length { .. }
         | Error::NoSuchRank { .. }
         | Error::Unsupported { .. }
-        | Error::Library { .. } => None,
+        | Error::Library { .. }
+        | Error::System { .. } => None,
     }
 }

@@ -32,6 +32,7 @@ mod rope;
 mod source;
 pub mod split;
 mod step;
+pub mod testing;
 pub mod trace;
 mod uses;
 mod weights;

@@ -231,6 +231,32 @@ impl Limits<'_> {
 }
 
 /// Writes the length and pads to a header.
+/// Reads `words` as a plan, for fuzzing.
+pub(crate) fn parse(words: &[u32]) {
+    if words.len() < HEADER_WORDS {
+        return;
+    }
+    let limits = Limits {
+        rows: 300,
+        logit_rows: 8,
+        sequences: 4,
+        context: 400,
+        pages: 20,
+        windows: &[crate::WindowPool {
+            every: 1,
+            back: 70,
+            pages: 20,
+        }],
+        vocab: 1000,
+    };
+    let _ = Plan::len_of(words);
+    if let Ok(Some(plan)) = Plan::read(words, &limits) {
+        let windows: Vec<_> = plan.windows(words).collect();
+        let rows: usize = plan.batch(words, &windows).map(|s| s.tokens.len()).sum();
+        assert!(rows <= limits.rows, "{rows} rows");
+    }
+}
+
 fn finish(words: &mut Vec<u32>) {
     let len = words.len().max(HEADER_WORDS);
     words.resize(len, 0);

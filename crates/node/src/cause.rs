@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_cluster::processes::Ending;
-use paceline_cluster::workers::Event;
+use paceline_cluster::workers::{Event, last_words};
 
 use crate::messages::FromWorker;
 
@@ -106,7 +106,7 @@ impl fmt::Display for Sign {
         match self {
             Self::Exited { rank, ending, tail } => {
                 write!(f, "{rank} {ending}")?;
-                match tail.last() {
+                match last_words(tail) {
                     Some(line) => write!(f, "; its last words: {line}"),
                     None => Ok(()),
                 }
@@ -170,6 +170,19 @@ mod tests {
             ending,
             tail: Vec::new(),
         }
+    }
+
+    #[test]
+    fn memory_that_was_not_there_is_named_before_a_backtrace() {
+        let tail = [
+            "memory allocation of 1048576 bytes failed",
+            "stack backtrace:",
+            "note: Some details are omitted",
+        ];
+        let tail = tail.map(str::to_owned).to_vec();
+        let (rank, ending) = (Rank(1), Ending::Signal(6));
+        let text = Sign::Exited { rank, ending, tail }.to_string();
+        assert!(text.ends_with("its last words: memory allocation of 1048576 bytes failed"));
     }
 
     #[test]

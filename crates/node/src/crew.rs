@@ -4,6 +4,7 @@
 //! - [`remote::RemoteCrew`]: workers on several machines, each over a [`line::Line`] to a machine
 //!   that runs [`host::host`].
 
+mod environment;
 pub mod host;
 pub mod line;
 pub mod remote;
@@ -21,6 +22,8 @@ use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
 
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
+
+pub use environment::for_workers;
 
 /// A worker's place: what only its machine knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,6 +106,8 @@ pub struct LocalSpec {
     pub program: PathBuf,
     /// Arguments of every worker.
     pub args: Vec<OsString>,
+    /// All of every worker's environment: see [`for_workers`].
+    pub env: Vec<(OsString, OsString)>,
     /// GGUF file or Hugging Face folder.
     pub model: PathBuf,
     /// Workers.
@@ -118,6 +123,11 @@ impl fmt::Debug for LocalSpec {
         let Self { model, ranks, .. } = self;
         write!(f, "{ranks} workers for {} on this machine", model.display())
     }
+}
+
+/// Reads `bytes` as messages between an owner and a host, for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    host::parse(bytes);
 }
 
 /// Child processes of this machine, over pipes.
@@ -137,6 +147,8 @@ impl LocalCrew {
     pub fn spawn(spec: LocalSpec) -> Result<Self, Error> {
         let args = vec![spec.args; spec.ranks as usize];
         let mut workers = Spec::new(&spec.program, args);
+        workers.env = spec.env;
+        workers.env_alone = true;
         workers.on_line = spec.on_line;
         workers.sandbox = Some(Sandbox::Worker);
         Ok(Self {

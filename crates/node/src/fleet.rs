@@ -124,6 +124,8 @@ pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + S
 pub struct FleetSpec {
     /// Starts workers: program and arguments.
     pub program: (PathBuf, Vec<std::ffi::OsString>),
+    /// All of every worker's environment: see [`for_workers`](crate::crew::for_workers).
+    pub worker_env: Vec<(std::ffi::OsString, std::ffi::OsString)>,
     /// The file of a model of this machine, by the user's name for it.
     pub find: Box<Find>,
     /// Where copies of models are kept.
@@ -291,6 +293,7 @@ impl Fleet {
             host: Arc::new(HostSpec {
                 program: spec.program.0.clone(),
                 args: spec.program.1.clone(),
+                env: spec.worker_env.clone(),
                 find: Box::new(move |model| own.find(model)),
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
@@ -823,6 +826,15 @@ impl Inner {
         };
         (state, report.progress, report.reason)
     }
+}
+
+/// Reads `bytes` as messages between nodes about instances, for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    answers::parse(bytes);
+    copies::parse(bytes);
+    journals::parse(bytes);
+    let _ = serde_json::from_slice::<TraceAsk>(bytes);
+    let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);
 }
 
 fn new_id() -> Result<InstanceId, String> {

@@ -9,10 +9,10 @@
 //! A template is a program that came with a model. Its interpreter counts steps and output, but
 //! `x * 1000000000`, `replace`, `sort` or a deep value take memory, time or stack within one step.
 //! So the template runs in a process of its own, which has 192 MiB of memory beside the program
-//! itself, 1 to 2 s of computing per rendering, no core dumps, no environment, and no right to open
-//! a file or a socket (`paceline_cluster::sandbox`). The process is
-//! started when the model is opened, and stays. When a template breaks it, the conversation gets a
-//! [`Failure`] that says how, and the next conversation gets a new process.
+//! itself, 0.9 to 1.9 s of computing per rendering, no core dumps, no environment, and no right to
+//! open a file or a socket (`paceline_cluster::sandbox`). The process is started when the model is
+//! opened, and stays. When a template breaks it, the conversation gets a [`Failure`] that says how,
+//! and the next conversation gets a new process.
 //!
 //! Cost of a rendering beside the template's own: the conversation as JSON in both directions and
 //! two changes of thread, 0.1 ms for 2 KB (docs/measurements.md).
@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 
 pub use child::run;
 
-/// Longest wait for a rendering. The child ends itself after 2 s of computing; a machine that is
+/// Longest wait for a rendering. The child ends itself after 1.9 s of computing; a machine that is
 /// busy with other things gives it less than a core.
 const DEADLINE: Duration = Duration::from_secs(6);
 

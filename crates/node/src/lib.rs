@@ -53,6 +53,7 @@ pub mod room;
 pub mod service;
 pub mod shape;
 pub mod supervisor;
+pub mod testing;
 pub mod texts;
 pub mod trace;
 pub mod worker;

@@ -14,7 +14,9 @@ pub(crate) fn of_call(py: Python<'_>, error: Error) -> PyErr {
         Error::Silent { rank, .. } => ("PeerSilent", rank),
         Error::Length { rank, .. } | Error::NoSuchRank { rank, .. } => ("Invalid", rank),
         Error::Unsupported { rank, .. } => ("Unsupported", rank),
-        Error::Garbled { rank, .. } | Error::Library { rank, .. } => ("CommError", rank),
+        Error::Garbled { rank, .. } | Error::Library { rank, .. } | Error::System { rank, .. } => {
+            ("CommError", rank)
+        }
     };
     raise(py, class, &error.to_string(), Some(rank))
 }

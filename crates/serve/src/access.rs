@@ -36,6 +36,24 @@ pub(crate) enum Client {
     Key(String),
 }
 
+impl Client {
+    /// A number of this client's, for the engine, which shares its places between them; 0 for
+    /// programs of this machine. Equal numbers of two clients would cost them a fair share.
+    pub(crate) fn number(&self) -> u64 {
+        // FNV-1a for 64 bits (RFC 9923).
+        let mix = |text: &str| {
+            text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+            })
+        };
+        match self {
+            Self::Anybody => 0,
+            Self::Address(address) => mix(&address.to_string()),
+            Self::Key(id) => mix(id),
+        }
+    }
+}
+
 /// Where a connection comes from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Remote(pub(crate) SocketAddr);

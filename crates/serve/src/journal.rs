@@ -345,6 +345,15 @@ fn parsed<'a>(lines: impl Iterator<Item = &'a [u8]>) -> Result<Vec<Line>, serde_
     lines.map(serde_json::from_slice).collect()
 }
 
+/// Reads `bytes` as a journal and as a response that other nodes keep, for fuzzing. A journal that
+/// is taken can be read.
+pub(crate) fn parse(bytes: &[u8], now: Instant) {
+    if let Some(journal) = Journal::parse(bytes.to_vec(), now) {
+        assert!(journal.take_over().is_ok(), "its lines were read before");
+    }
+    let _ = serde_json::from_slice::<Stored>(bytes);
+}
+
 /// The journals of a node. Clones are the same ones.
 #[derive(Clone)]
 pub struct Journals(Arc<Shared>);

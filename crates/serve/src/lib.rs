@@ -72,6 +72,7 @@ mod server;
 mod store;
 mod stream;
 mod tally;
+pub mod testing;
 pub mod tls;
 
 pub use api::doors::Doors;

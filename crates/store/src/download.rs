@@ -320,6 +320,14 @@ fn announced_total(response: &Response) -> Option<u64> {
     response.header("content-length")?.parse().ok()
 }
 
+/// Reads `bytes` as the value of a `content-range` and as a note, for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    if let Some((start, total)) = std::str::from_utf8(bytes).ok().and_then(content_range) {
+        assert!(start < total, "{start} of {total}");
+    }
+    let _ = serde_json::from_slice::<Note>(bytes);
+}
+
 /// Start and total of `bytes START-END/TOTAL`.
 fn content_range(text: &str) -> Option<(u64, u64)> {
     let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;

@@ -143,6 +143,20 @@ fn parse_listing(id: &HubId, text: &[u8]) -> Result<Listing, Error> {
     })
 }
 
+/// Reads `bytes` as a list of files, and chooses from it; for fuzzing.
+pub(crate) fn parse(bytes: &[u8]) {
+    let id = HubId::parse("owner/repo").expect("it is one");
+    for selector in [None, Some("Q4_K_M"), Some("model.gguf")] {
+        let Ok(listing) = parse_listing(&id, bytes) else {
+            return;
+        };
+        let chosen = listing.select(selector).into_iter();
+        for file in chosen.flat_map(|selection| selection.files) {
+            assert!(check_file_path(&file.path).is_ok(), "{}", file.path);
+        }
+    }
+}
+
 impl Listing {
     /// Chooses what `selector` asks for.
     pub(crate) fn select(self, selector: Option<&str>) -> Result<Selection, Error> {

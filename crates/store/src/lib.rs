@@ -57,6 +57,7 @@ mod progress;
 mod pull;
 mod select;
 mod spec;
+pub mod testing;
 mod usual;
 mod wheel;
 

@@ -12,6 +12,7 @@ use super::Columns;
 use super::limit;
 use super::watch::Watch;
 use crate::output::{print, tell};
+use crate::process::own_program;
 
 /// Most worker processes.
 const NODES_MAX: i64 = 64;
@@ -214,7 +215,7 @@ impl JobArgs {
         let crew = match self.nodes {
             1 => Crew::here(threads),
             nodes => Crew::start(Processes {
-                program: std::env::current_exe().context("cannot find this program's own file")?,
+                program: own_program().context("cannot find this program's own file")?,
                 args: vec!["mapreduce".into(), "worker".into()],
                 nodes,
                 threads,

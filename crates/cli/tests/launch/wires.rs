@@ -65,7 +65,7 @@ fn ranks_over_rdma_are_found_by_jaccls_environment() {
     let path = folder.to_str().unwrap();
     let env = [
         format!("LD_LIBRARY_PATH={path}"),
-        format!("SOFT_VERBS_FOLDER={path}"),
+        format!("IBV_SOFT_FOLDER={path}"),
     ];
     let args = [
         "--hostfile",

@@ -58,6 +58,44 @@ fn a_template_that_takes_all_memory_ends_its_own_process() {
     world.assert_clean();
 }
 
+/// Memory that a process has now, in bytes.
+fn memory_bytes(id: u32) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{id}/status")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.unwrap().trim().strip_suffix(" kB").unwrap();
+    kib.parse::<u64>().unwrap() << 10
+}
+
+/// Prompts of megabytes are refused before they become tokens, and the server does not keep the
+/// memory that they took.
+#[test]
+fn memory_of_long_prompts_is_given_back() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let server = Server::start(&world, &model, &[]);
+    let hello = chat(&model, "hi", &json!({"max_tokens": 3}));
+    let ask = |body: &Value| http::ask(server.port, "/v1/chat/completions", Some(body)).status;
+    assert_eq!(ask(&hello), 200);
+    let before = memory_bytes(server.running.id());
+    let long = chat(
+        &model,
+        &"All work and no play. ".repeat(350_000),
+        &json!({}),
+    );
+    std::thread::scope(|scope| {
+        let asked: Vec<_> = (0..6).map(|_| scope.spawn(|| ask(&long))).collect();
+        let told = asked.into_iter().map(|thread| thread.join().unwrap());
+        assert_eq!(told.collect::<Vec<_>>(), [400; 6]);
+    });
+    let peak = peak_bytes(server.running.id());
+    assert!(peak <= before + 150_000_000, "{before} bytes, then {peak}");
+    until("memory is given back", || {
+        memory_bytes(server.running.id()) <= before + 30_000_000
+    });
+    server.stop(1);
+}
+
 /// Another file in the model's place is not served by a worker that starts again.
 #[test]
 fn a_file_that_was_replaced_is_refused_by_name() {
@@ -103,6 +141,39 @@ fn workers_in_a_sandbox_share_memory() {
         assert!(status.contains("NoNewPrivs:\t1"), "{status}");
         let maps = fs::read_to_string(format!("/proc/{worker}/maps")).unwrap();
         assert!(maps.contains("memfd:paceline"), "no shared memory: {maps}");
+    }
+    server.stop(2);
+}
+
+/// Workers and the template's process get no secrets of the user's environment.
+#[test]
+fn workers_get_no_secrets_of_the_environment() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let args = [
+        "up",
+        "--no-beacons",
+        "--model",
+        &model,
+        "--port",
+        "0",
+        "--nodes",
+        "2",
+    ];
+    let mut command = world.paceline(args);
+    for name in ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PACELINE_API_KEY"] {
+        command.env(name, "a-secret");
+    }
+    let server = Server::of(&mut command);
+    let templates = templates(server.running.id());
+    for id in server.running.workers(2).into_iter().chain(templates) {
+        let variables = fs::read_to_string(format!("/proc/{id}/environ")).unwrap();
+        assert!(!variables.contains("a-secret"), "{variables}");
+    }
+    for worker in server.running.workers(2) {
+        let variables = fs::read_to_string(format!("/proc/{worker}/environ")).unwrap();
+        assert!(variables.contains("PACELINE_HOME="), "{variables}");
     }
     server.stop(2);
 }

@@ -201,7 +201,7 @@ fn nodes_over_rdma_say_the_same() {
         );
         command
             .env("LD_LIBRARY_PATH", &folder)
-            .env("SOFT_VERBS_FOLDER", &folder);
+            .env("IBV_SOFT_FOLDER", &folder);
         command.env("MLX_IBV_DEVICES", &devices);
         super::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
     };

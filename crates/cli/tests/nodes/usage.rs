@@ -142,6 +142,36 @@ fn workers_that_cannot_have_memory_say_so() {
     }
 }
 
+/// So few open files that ranks start, and then cannot share memory: the cause is named, and not
+/// that a rank left. How many those are depends on what the system opens for a program.
+#[test]
+fn files_that_cannot_be_opened_are_named() {
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let mut refused = 0;
+    for (files, nodes) in [(22, "2"), (24, "2"), (30, "4"), (32, "4")] {
+        let paceline = world.paceline([""; 0]).get_program().to_owned();
+        let mut shell = std::process::Command::new("/bin/sh");
+        shell
+            .args(["-c", &format!("ulimit -n {files}; exec \"$0\" \"$@\"")])
+            .arg(paceline)
+            .args(["run", &model, "hi", "--max-tokens", "2", "--nodes", nodes])
+            .env_clear()
+            .env("PACELINE_HOME", world.path("home"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let output = finish(&mut shell);
+        let said = text(&output.stderr);
+        if output.status.success() {
+            continue;
+        }
+        refused += 1;
+        assert!(said.contains("Too many open files"), "{files}: {said}");
+    }
+    assert!(refused > 0, "every limit was enough");
+}
+
 #[test]
 fn a_worker_started_by_hand_says_what_it_is() {
     let world = World::new();

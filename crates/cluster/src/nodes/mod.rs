@@ -48,10 +48,19 @@ pub use registers::{Key, Register, Registers};
 /// Reads `bytes` as everything that another machine can say, for fuzzing: whatever they are, this
 /// returns.
 pub fn parse_all(bytes: &[u8]) {
-    let _ = discovery::read_beacon(&ClusterKey::new([7; 32]), bytes);
+    let key = ClusterKey::new([7; 32]);
+    let _ = discovery::read_beacon(&key, bytes);
     let _ = serde_json::from_slice::<member::Message>(bytes);
     session::parse(bytes);
+    agent::parse(bytes);
+    let _ = serde_json::from_slice::<placement::Wanted>(bytes);
+    let _ = serde_json::from_slice::<placement::Report>(bytes);
+    let _ = serde_json::from_slice::<Vec<paths::Path>>(bytes);
+    if let Ok(entries) = serde_json::from_slice::<Vec<(Key, Register)>>(bytes) {
+        let _ = Registers::from_entries(entries);
+    }
     if let Ok(text) = std::str::from_utf8(bytes) {
+        let _ = unhex(text).and_then(|bytes| discovery::read_beacon(&key, &bytes));
         let _ = pairing::Code::parse(text);
         let _ = ClusterKey::from_token(text);
     }

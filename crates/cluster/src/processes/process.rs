@@ -92,6 +92,15 @@ impl Process {
         !matches!(waitid(WaitId::Pid(self.pid()), options), Ok(None))
     }
 
+    /// Whether a signal has stopped it, and no other continued it. Never waits.
+    pub fn is_stopped(&self) -> bool {
+        if self.ending.is_some() {
+            return false;
+        }
+        let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        matches!(waitid(WaitId::Pid(self.pid()), options), Ok(Some(status)) if status.stopped())
+    }
+
     /// Kills it and what it started, and reaps it. Waits 2 s at most for the kernel; a process that
     /// a device holds longer is left to whoever inherits it.
     pub fn kill(&mut self) {

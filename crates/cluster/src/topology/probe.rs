@@ -160,6 +160,15 @@ fn machine(host: &str, wanted: Wanted, said: &BTreeMap<String, String>) -> Resul
     Ok(machine)
 }
 
+/// Reads `bytes` as a machine's answers, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let said = sections("token", bytes);
+    let asked =
+        [Wanted::Ethernet, Wanted::Thunderbolt].map(|wanted| machine("host", wanted, &said));
+    let mut machines: Vec<Machine> = asked.into_iter().flatten().collect();
+    choose_addresses(&mut machines.iter_mut().collect::<Vec<_>>());
+}
+
 fn after(text: &str, word: &str) -> Option<String> {
     let mut words = text.split_whitespace().skip_while(|found| *found != word);
     words.nth(1).map(str::to_owned)

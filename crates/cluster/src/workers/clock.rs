@@ -28,6 +28,11 @@ impl Clock {
         *self = Self::new(limit);
     }
 
+    /// No more silence is allowed.
+    pub(super) fn run_out(&mut self) {
+        self.limit = self.limit.min(self.silence);
+    }
+
     /// Time went by. Gives the silence when it becomes too long, once until something is heard.
     pub(super) fn pass(&mut self, awake: Duration) -> Option<Duration> {
         self.silence += awake;
@@ -89,6 +94,15 @@ mod tests {
         clock.heard(ms(50));
         assert_eq!(clock.pass(ms(49)), None);
         assert_eq!(clock.pass(ms(2)), Some(ms(51)));
+    }
+
+    #[test]
+    fn a_clock_that_has_run_out_reports_the_silence_so_far() {
+        let mut clock = Clock::new(ms(10_000));
+        assert_eq!(clock.pass(ms(1500)), None);
+        clock.run_out();
+        assert_eq!(clock.pass(ms(50)), Some(ms(1550)));
+        assert_eq!(clock.pass(ms(50)), None);
     }
 
     #[test]

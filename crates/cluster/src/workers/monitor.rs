@@ -66,6 +66,8 @@ struct Worker {
     hearing: Hearing,
     lines: Assembler,
     clock: Clock,
+    /// Until its first byte: for how long it has been found stopped.
+    unborn: Option<Duration>,
     stderr: Option<ChildStderr>,
     text: Lines,
     tail: Tail,
@@ -129,7 +131,7 @@ impl Monitor {
             self.hear();
             for worker in &mut self.workers {
                 worker.reap(&self.queue, &mut self.forward, &mut self.buffer);
-                worker.judge(passed, &self.queue);
+                worker.judge(passed, self.spec.limits.silence, &self.queue);
             }
             self.change();
             self.obey(now);
@@ -211,6 +213,7 @@ impl Monitor {
                 }
                 if worker.hearing == Hearing::Open {
                     worker.clock.heard(self.spec.limits.silence);
+                    worker.unborn = None;
                 }
             }
             worker.hear_stderr(READS_PER_TURN, &mut self.forward, &mut self.buffer);
@@ -268,6 +271,7 @@ impl Worker {
             hearing: Hearing::Open,
             lines: Assembler::new(),
             clock: Clock::new(spec.limits.start),
+            unborn: Some(Duration::ZERO),
             stderr,
             text: Lines::default(),
             tail: Tail::default(),
@@ -359,8 +363,9 @@ impl Worker {
         queue.push_verdict(self.index(), report);
     }
 
-    /// Counts its silence, or how long its channel is closed.
-    fn judge(&mut self, awake: Duration, queue: &Queue<Report>) {
+    /// Counts its silence, or how long its channel is closed. `limit` is the silence allowed to one
+    /// that has started.
+    fn judge(&mut self, awake: Duration, limit: Duration, queue: &Queue<Report>) {
         if self.ended {
             return;
         }
@@ -376,9 +381,25 @@ impl Worker {
         if !self.is_heard(queue) {
             return;
         }
+        self.look_at_start(awake, limit);
         if let Some(silence) = self.clock.pass(awake) {
             let rank = self.rank;
             queue.push(self.index(), 0, Report::Silent { rank, silence });
+        }
+    }
+
+    /// A start may take long. A process that is stopped does not start: it gets no more time than
+    /// one that has said something.
+    fn look_at_start(&mut self, awake: Duration, limit: Duration) {
+        let Some(stopped) = self.unborn else { return };
+        let stopped = if self.process.is_stopped() {
+            stopped + awake
+        } else {
+            Duration::ZERO
+        };
+        self.unborn = Some(stopped);
+        if stopped >= limit {
+            self.clock.run_out();
         }
     }
 

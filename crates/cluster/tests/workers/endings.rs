@@ -92,6 +92,21 @@ fn a_stopped_child_is_reported_within_two_seconds_and_ended() {
     assert!(workers.ids().iter().all(|id| is_gone(*id)));
 }
 
+/// However long a start may take.
+#[test]
+fn a_child_that_is_stopped_before_its_first_word_is_reported_within_two_seconds() {
+    let mut spec = scripts(&["kill -STOP $$"]);
+    spec.limits = unlimited();
+    let start = Stopwatch::start();
+    let workers: Ours = Workers::spawn(spec).unwrap();
+    let Event::Silent { rank, .. } = next(&workers) else {
+        panic!("not silent");
+    };
+    let took = start.elapsed();
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    assert_eq!(rank, Rank(0));
+}
+
 #[test]
 fn a_child_that_is_continued_is_heard_again() {
     let workers = spawn(1);

@@ -457,11 +457,11 @@ impl Group for Rdma {
         };
         match assemble(cabling, origin, rank, None, deadline) {
             Ok(group) => Ok(Box::new(group)),
-            Err(RdmaError::Join(error)) => Err(error.of_split(call, &ranks)),
-            Err(RdmaError::Elsewhere { rank } | RdmaError::Unwired { rank, .. }) => {
-                Err(JoinError::Lost { rank }.of_split(call, &ranks))
+            Err(RdmaError::Join(error)) => Err(error.of_split(call, rank, &ranks)),
+            Err(RdmaError::Elsewhere { rank: peer } | RdmaError::Unwired { rank: peer, .. }) => {
+                Err(JoinError::Lost { rank: peer }.of_split(call, rank, &ranks))
             }
-            Err(_) => Err(JoinError::Lost { rank }.of_split(call, &ranks)),
+            Err(_) => Err(JoinError::Lost { rank }.of_split(call, rank, &ranks)),
         }
     }
 }

@@ -8,8 +8,9 @@
 //! [`STRANGER_WAIT`] is over; the oldest makes room for a new one. Whoever is a member says hello
 //! at once, so it is not the oldest for long, and it dials again when it was turned out.
 //!
-//! With a group key, only who has proved to have it can end the join by what it says, and those who
-//! come from an address of the group: strangers elsewhere who know the group's id cannot.
+//! With a group key, a process that has proved to have it ends the join at once by a hello that
+//! does not fit. Without proof, a hello from an address of the group ends the join only if the rank that
+//! it names is not there after [`UNPROVEN_WAIT`]; from elsewhere it never does.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -47,6 +48,12 @@ const ADDRESS_WAIT: Duration = Duration::from_secs(1);
 /// it may be about to give up a group that has failed.
 const STRAY_WAIT: Duration = Duration::from_secs(1);
 
+/// How long the place of a rank is kept that came from an address of the group and did not prove to
+/// have the group key. It may have another key, and is to be named soon; or it is another process
+/// of that machine, and the rank itself is about to come. Ranks that are started together come
+/// within tens of milliseconds.
+const UNPROVEN_WAIT: Duration = Duration::from_millis(500);
+
 /// How long a rank that gives up still answers those who come.
 const FAREWELL: Duration = Duration::from_millis(300);
 
@@ -55,6 +62,28 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// What a dialler says first over a sealed connection, to show that its hello is no recording.
 const PROOF: [u8; 1] = [1];
+
+/// One who was turned away and said that it is a rank that is missing.
+#[derive(Clone, Copy)]
+struct Stray {
+    why: Refusal,
+    from: IpAddr,
+    since: Instant,
+}
+
+impl Stray {
+    fn new(why: Refusal, from: IpAddr) -> Self {
+        let since = deadline::now();
+        Self { why, from, since }
+    }
+
+    const fn patience(why: Refusal) -> Duration {
+        match why {
+            Refusal::Group => STRAY_WAIT,
+            _ => UNPROVEN_WAIT,
+        }
+    }
+}
 
 /// Connections by rank, none for the rank itself.
 pub(super) type Streams = Vec<Option<Stream>>;
@@ -98,8 +127,8 @@ pub(super) struct Joining<'a> {
     strangers: VecDeque<Stranger>,
     dials: Vec<Dial>,
     turned_away: Option<Refusal>,
-    /// When and from where a rank came with another group id.
-    strays: Vec<Option<(Instant, IpAddr)>>,
+    /// By the rank that each said it is, the first.
+    strays: Vec<Option<Stray>>,
 }
 
 /// All connections of `rank`, by slot, and who is at their other ends.
@@ -325,25 +354,28 @@ impl<'a> Joining<'a> {
             let (rank, to) = (hello.rank as usize, hello.to as usize);
             let meant = (hello.size, to) == (self.size(), self.rank);
             if let (true, Some(from), Some(stray)) = (meant, listed, self.strays.get_mut(rank)) {
-                stray.get_or_insert((deadline::now(), from));
+                stray.get_or_insert(Stray::new(Refusal::Group, from));
             }
             return Ok(());
         }
         let open = self.origin.config.protection.key().is_none();
-        match from {
-            Some(from) if proven || open || listed.is_some() => Err(JoinError::Unfit { why, from }),
-            _ => Ok(()),
+        if let (Some(from), true) = (from, proven || open) {
+            return Err(JoinError::Unfit { why, from });
         }
+        if let (Some(from), Some(stray)) = (listed, self.strays.get_mut(hello.rank as usize)) {
+            stray.get_or_insert(Stray::new(why, from));
+        }
+        Ok(())
     }
 
-    /// Gives up if a rank came with another group id and did not come back with the right one.
+    /// Gives up if a rank came with another group id, or without proof of the key, and did not come
+    /// back as a member.
     fn look_at_strays(&self) -> Result<(), JoinError> {
         for (rank, stray) in self.strays.iter().enumerate() {
-            if let Some((since, from)) = *stray
+            if let Some(Stray { why, from, since }) = *stray
                 && !self.is_linked(rank)
-                && since.elapsed() > STRAY_WAIT
+                && since.elapsed() > Stray::patience(why)
             {
-                let why = Refusal::Group;
                 return Err(JoinError::Unfit { why, from });
             }
         }

@@ -258,7 +258,7 @@ macro_rules! keeping_group {
                 let origin = self.0.part(color, &ranks);
                 match $join(origin, rank, deadline) {
                     Ok(group) => Ok(Box::new(group)),
-                    Err(error) => Err(error.of_split(call, &ranks)),
+                    Err(error) => Err(error.of_split(call, rank, &ranks)),
                 }
             }
         }

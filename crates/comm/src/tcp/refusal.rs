@@ -130,10 +130,12 @@ pub enum JoinError {
         why: Refusal,
     },
     /// A rank cannot use another's memory, most likely because it is on another machine.
-    #[error("{rank} cannot map the memory of all others")]
+    #[error("{rank} cannot map the memory of all others{}", because(.code))]
     Apart {
-        /// The first rank that cannot.
+        /// This rank if it cannot, else the first that cannot.
         rank: Rank,
+        /// The system's number for the cause, where this rank cannot and the system said why.
+        code: Option<i32>,
     },
     /// A rank that had joined is gone again.
     #[error("{rank} left before the group was complete")]
@@ -141,6 +143,12 @@ pub enum JoinError {
         /// Who.
         rank: Rank,
     },
+}
+
+fn because(code: &Option<i32>) -> String {
+    code.map_or(String::new(), |code| {
+        format!(": {}", io::Error::from_raw_os_error(code))
+    })
 }
 
 fn refused(why: &Option<Refusal>) -> String {
@@ -164,13 +172,14 @@ impl JoinError {
             | Error::Length { rank, .. }
             | Error::NoSuchRank { rank, .. }
             | Error::Unsupported { rank, .. }
-            | Error::Library { rank, .. } => Self::Lost { rank },
+            | Error::Library { rank, .. }
+            | Error::System { rank, .. } => Self::Lost { rank },
         }
     }
 
-    /// This error, met while a group was split: `ranks` are the new group's members by their old
-    /// ranks.
-    pub(crate) fn of_split(&self, call: Call, ranks: &[Rank]) -> Error {
+    /// This error, met by rank `own` of the new group while a group was split: `ranks` are the new
+    /// group's members by their old ranks.
+    pub(crate) fn of_split(&self, call: Call, own: Rank, ranks: &[Rank]) -> Error {
         let old = |rank: &Rank| ranks.get(rank.0 as usize).copied().unwrap_or(*rank);
         match self {
             Self::Missing { rank, .. } => Error::Timeout {
@@ -183,12 +192,29 @@ impl JoinError {
                 call,
                 rank: old(rank),
             },
+            Self::System { what, source } => Error::System {
+                call,
+                rank: old(&own),
+                what: *what,
+                code: source.raw_os_error().unwrap_or_default(),
+            },
+            Self::Apart {
+                rank,
+                code: Some(code),
+            } => Error::System {
+                call,
+                rank: old(rank),
+                what: "map the memory of all others",
+                code: *code,
+            },
+            Self::Apart { rank, code: None } => Error::PeerLost {
+                call,
+                rank: old(rank),
+            },
             Self::NoSuchRank { .. }
-            | Self::System { .. }
             | Self::Unfit { .. }
             | Self::Unprotected { .. }
-            | Self::NoAddress { .. }
-            | Self::Apart { .. } => Error::PeerLost {
+            | Self::NoAddress { .. } => Error::PeerLost {
                 call,
                 rank: ranks.first().copied().unwrap_or_default(),
             },

@@ -665,6 +665,40 @@ fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
     }
 }
 
+/// A process at an address of the group, without its key, says that it is a rank of it.
+#[test]
+fn a_hello_without_proof_does_not_end_a_join() {
+    let (listeners, addrs) = listeners(3);
+    let id = GroupId::random();
+    let with = |byte| Config {
+        protection: key(byte),
+        ..Config::default()
+    };
+    let join = |listener, rank, config| {
+        let addrs = addrs.clone();
+        thread::spawn(move || join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)))
+    };
+    let mut listeners = listeners.into_iter();
+    let mut next = || listeners.next().unwrap();
+    let first = [join(next(), 0, with(1)), join(next(), 1, with(1))];
+    let twin = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let error = join(twin, 1, with(9)).join().unwrap().unwrap_err();
+    let by_zero = matches!(
+        error,
+        JoinError::Refused {
+            by: Rank(0),
+            why: Refusal::Key
+        }
+    );
+    assert!(by_zero, "{error}");
+    // Longer than a rank with another key is waited for.
+    thread::sleep(Duration::from_millis(700));
+    let last = join(next(), 2, with(1));
+    for rank in first.into_iter().chain([last]) {
+        assert!(rank.join().unwrap().is_ok());
+    }
+}
+
 /// Connections for a group that is split off wait while the keeper of the first looks at the door.
 #[test]
 fn a_door_lets_through_who_means_another_group() {

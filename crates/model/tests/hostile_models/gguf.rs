@@ -12,7 +12,7 @@ use crate::common::tiny::{Random, Tiny, TinyFile};
 use crate::common::{gemma4, kernels, try_load};
 
 /// A model of one layer or two, small enough to be written hundreds of times.
-fn small(family: Family) -> Tiny {
+pub(super) fn small(family: Family) -> Tiny {
     Tiny {
         width: 64,
         heads: 4,

@@ -5,6 +5,7 @@
 
 mod gguf;
 mod hf;
+mod mutated;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

@@ -108,6 +108,12 @@ pub(super) enum FromHost {
     Beat,
 }
 
+/// Reads `bytes` as messages between an owner and a host, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<ToHost>(bytes);
+    let _ = serde_json::from_slice::<FromHost>(bytes);
+}
+
 /// Finds a model's file on this machine, or says why there is none.
 pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
 
@@ -117,6 +123,8 @@ pub struct HostSpec {
     pub program: PathBuf,
     /// Arguments of every worker.
     pub args: Vec<OsString>,
+    /// All of every worker's environment: see [`for_workers`](super::for_workers).
+    pub env: Vec<(OsString, OsString)>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
     /// The only interface that workers listen at; all without.
@@ -198,6 +206,7 @@ fn spawn(
     let crew = LocalCrew::spawn(LocalSpec {
         program: spec.program.clone(),
         args: spec.args.clone(),
+        env: spec.env.clone(),
         model: path.clone(),
         ranks: 1,
         pin,

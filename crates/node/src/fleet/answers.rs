@@ -68,6 +68,12 @@ enum ToEntry {
     Split(String),
 }
 
+/// Reads `bytes` as messages between an entry and an owner, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<ToOwner>(bytes);
+    let _ = serde_json::from_slice::<ToEntry>(bytes);
+}
+
 /// Answers an entry on its line until that closes.
 pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn Line>) {
     let id = match hear(&**line, LOOK_EVERY * 10) {

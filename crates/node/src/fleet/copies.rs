@@ -55,6 +55,12 @@ enum Told {
     Refused(String),
 }
 
+/// Reads `bytes` as messages about a copy, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<Fetch>(bytes);
+    let _ = serde_json::from_slice::<Told>(bytes);
+}
+
 /// Finds models of this machine, and keeps copies.
 pub(super) struct Copies {
     /// A model of the user's store, by its name.

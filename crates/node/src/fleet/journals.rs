@@ -304,6 +304,15 @@ fn unpacked(message: &[u8]) -> Option<Piece> {
     Some(Piece { id, at, bytes })
 }
 
+/// Reads `bytes` as messages about journals, for fuzzing. A piece that is read is what was packed.
+pub(super) fn parse(bytes: &[u8]) {
+    if let Some(piece) = unpacked(bytes) {
+        assert_eq!(unpacked(&packed(&piece)), Some(piece));
+    }
+    let _ = serde_json::from_slice::<Wish>(bytes);
+    let _ = serde_json::from_slice::<Kept>(bytes);
+}
+
 /// Keeps what another node sends until its channel closes.
 pub(super) fn answer_keep(inner: &Inner, line: &dyn Line) {
     let keep = || -> Result<(), Broken> {

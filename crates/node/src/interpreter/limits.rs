@@ -15,15 +15,17 @@ pub(super) const MEMORY_BYTES: u64 = 192 << 20;
 /// they use little. There are three threads.
 const RESERVED_BYTES: u64 = 3 * (64 << 20);
 
-/// The longest time of computing for one rendering; the kernel counts whole seconds, so that it may
-/// be one less.
+/// The longest time for one rendering on a machine that does nothing else.
 pub(super) const COMPUTING: Duration = Duration::from_secs(2);
+
+/// What of it is left for the end of a process with all its memory, which takes some 50 ms.
+const ENDING: Duration = Duration::from_millis(100);
 
 /// Open files: the control channel, standard output and error, and what `/proc` is read with.
 const FILES: u64 = 16;
 
-/// Clock ticks of `/proc/self/stat` in a second, on every architecture (`USER_HZ`).
-const TICKS_PER_S: u64 = 100;
+/// Length of a clock tick of `/proc/self/stat`, on every architecture (`USER_HZ`).
+const TICK_MS: u64 = 10;
 
 /// Sets all limits but that of computing. They hold until the process ends.
 ///
@@ -56,21 +58,22 @@ impl Clock {
         Self { stat }
     }
 
-    /// Allows [`COMPUTING`] from now on; the kernel ends the process after it by SIGXCPU.
+    /// Allows 0.9 to 1.9 s of computing from now on; the kernel ends the process after it by
+    /// SIGXCPU.
     pub(super) fn allow(&self) {
-        let Some(used_s) = self.computed_s() else {
+        let Some(computed) = self.computed() else {
             return; // the parent's deadline holds
         };
         let hard = getrlimit(Resource::Cpu).maximum;
         let new = Rlimit {
-            current: Some(used_s + COMPUTING.as_secs()),
+            current: Some(end_s(computed)),
             maximum: hard,
         };
         let _ = setrlimit(Resource::Cpu, new); // a lower limit of the user's stays
     }
 
-    /// Whole seconds that this process has computed; `None` where the system does not say.
-    fn computed_s(&self) -> Option<u64> {
+    /// How long this process has computed; `None` where the system does not say.
+    fn computed(&self) -> Option<Duration> {
         let mut bytes = [0; 1024];
         let len = self.stat.as_ref()?.read_at(&mut bytes, 0).ok()?;
         let text = std::str::from_utf8(&bytes[..len]).ok()?;
@@ -78,8 +81,16 @@ impl Clock {
         let rest = text.get(text.rfind(')')? + 2..)?;
         let mut fields = rest.split(' ').skip(11);
         let mut ticks = || fields.next()?.parse::<u64>().ok();
-        Some((ticks()? + ticks()?) / TICKS_PER_S)
+        Some(Duration::from_millis((ticks()? + ticks()?) * TICK_MS))
     }
+}
+
+/// The kernel's limit for a rendering that begins when the process has `computed` so long: it
+/// counts whole seconds of the process's life.
+const fn end_s(computed: Duration) -> u64 {
+    computed
+        .saturating_add(COMPUTING.saturating_sub(ENDING))
+        .as_secs()
 }
 
 fn limit(resource: Resource, value: u64) -> io::Result<()> {
@@ -106,9 +117,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_rendering_ends_before_its_time_is_over() {
+        for (computed_ms, end) in [(0, 1), (90, 1), (100, 2), (999, 2), (1000, 2), (1100, 3)] {
+            let computed = Duration::from_millis(computed_ms);
+            assert_eq!(end_s(computed), end, "{computed_ms}");
+            let allowed = Duration::from_secs(end) - computed;
+            assert!(allowed <= COMPUTING - ENDING && allowed > Duration::from_millis(900));
+        }
+    }
+
+    #[test]
     fn linux_tells_what_a_process_uses() {
         let is_linux = cfg!(target_os = "linux");
-        assert_eq!(Clock::open().computed_s().is_some(), is_linux);
+        assert_eq!(Clock::open().computed().is_some(), is_linux);
         assert_eq!(status_bytes("VmData:").is_some(), is_linux);
         assert_eq!(status_bytes("VmNothing:"), None);
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use paceline_base::SplitMix64;
+use paceline_base::testing::{Stopwatch, long, mutations};
 use serde_json::json;
 
 use super::*;
@@ -252,68 +253,131 @@ fn mutate(source: &mut String, random: &mut SplitMix64) {
 
 /// Most memory that a process had, in bytes; `None` when it is gone.
 #[cfg(target_os = "linux")]
-fn peak_bytes(child: &Child) -> Option<u64> {
-    let id = *child.workers.ids().first()?;
+fn peak_bytes(id: u32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{id}/status")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
 }
 
-/// Templates that are tried: few of them here, 10,000 where a record is made.
-fn mutations() -> u64 {
-    let asked = std::env::var("PACELINE_MUTATIONS").ok();
-    asked.map_or(60, |count| count.parse().unwrap())
+/// What became of a template, and at what cost.
+#[cfg(target_os = "linux")]
+#[derive(Default)]
+struct Trial {
+    /// The child, where it goes on.
+    child: Option<Child>,
+    /// Time of the slower of load and rendering.
+    slowest: Duration,
+    /// Most memory of the child in bytes.
+    largest: u64,
+    endings: Vec<String>,
 }
 
+/// Longest time for a template, measured while nobody else wants the cores. Among other tests the
+/// child may have to share them, so that only its own limits hold.
+#[cfg(target_os = "linux")]
+fn time_max() -> Duration {
+    if long() {
+        Duration::from_secs(2)
+    } else {
+        DEADLINE + Duration::from_secs(4)
+    }
+}
+
+/// Most memory of a template's process: its limit, and the program itself.
+#[cfg(target_os = "linux")]
+const LARGEST_MAX: u64 = 256 << 20;
+
+/// Asks the child, and looks at its memory every millisecond meanwhile.
+#[cfg(target_os = "linux")]
+fn asked(child: &Child, ask: &Ask, trial: &mut Trial) -> Result<Answer, Failure> {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+    let id = child.workers.ids()[0];
+    let (is_over, largest) = (AtomicBool::new(false), AtomicU64::new(0));
+    let look = || {
+        while !is_over.load(SeqCst) {
+            largest.fetch_max(peak_bytes(id).unwrap_or(0), SeqCst);
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let watch = Stopwatch::start();
+    let answer = thread::scope(|scope| {
+        scope.spawn(look);
+        let answer = child.ask(ask);
+        is_over.store(true, SeqCst);
+        answer
+    });
+    trial.slowest = trial.slowest.max(watch.elapsed());
+    trial.largest = trial.largest.max(largest.into_inner());
+    answer
+}
+
+/// Compiles and renders a template. A failure that is not one of its limits is the test's.
+#[cfg(target_os = "linux")]
+fn try_template(child: Option<Child>, source: &str, seed: u64) -> Trial {
+    let child = child.unwrap_or_else(|| Child::start(&program(), "").unwrap());
+    let (mut trial, mut is_whole) = (Trial::default(), true);
+    for ask in [Ask::Load(source.to_owned()), Ask::Render(job("a b"))] {
+        let answer = asked(&child, &ask, &mut trial);
+        trial.endings.push(match &answer {
+            Ok(Ok(_)) => "text".to_owned(),
+            Ok(Err(failure)) | Err(failure) => {
+                let name = format!("{failure:?}");
+                name.split([' ', '{']).next().unwrap().to_owned()
+            }
+        });
+        is_whole = answer.is_ok();
+        match answer {
+            Ok(Ok(_)) => {}
+            Ok(Err(_)) => break,
+            Err(Failure::TooSlow { limit_ms: 2000 } | Failure::TooLarge { .. }) => break,
+            // A deep value overflows the stack when it is dropped.
+            Err(Failure::Ended { reason }) if reason.contains("stack") => break,
+            Err(failure) => panic!("seed {seed}: {failure}: {source}"),
+        }
+    }
+    // A child that broke has told its end; it is not asked again.
+    trial.child = is_whole.then_some(child);
+    trial
+}
+
+/// With the slow proofs on a machine that does nothing else: `PACELINE_TEST_LONG=1 cargo test
+/// --release -p paceline-node --lib mutated_templates -- --nocapture`.
 #[cfg(target_os = "linux")]
 #[test]
 fn mutated_templates_end_within_their_limits() {
     let (mut kept, mut slowest, mut largest) = (None, Duration::ZERO, 0);
-    let mut endings = std::collections::BTreeMap::new();
-    for seed in 0..mutations() {
+    let (mut endings, count) = (std::collections::BTreeMap::new(), mutations(60));
+    for seed in 0..count {
         let mut random = SplitMix64::new(seed);
         let mut source = SEEDS[random.below(SEEDS.len())].to_owned();
         for _ in 0..=random.below(3) {
             mutate(&mut source, &mut random);
         }
-        let child = kept
-            .take()
-            .unwrap_or_else(|| Child::start(&program(), "").unwrap());
-        let mut is_whole = true;
-        for ask in [Ask::Load(source.clone()), Ask::Render(job("a b"))] {
-            let start = Instant::now();
-            let answer = child.ask(&ask);
-            slowest = slowest.max(start.elapsed());
-            largest = peak_bytes(&child).unwrap_or(0).max(largest);
-            let name = match &answer {
-                Ok(Ok(_)) => "text".to_owned(),
-                Ok(Err(failure)) | Err(failure) => {
-                    let name = format!("{failure:?}");
-                    name.split([' ', '{']).next().unwrap().to_owned()
-                }
-            };
-            *endings.entry(name).or_insert(0) += 1;
-            is_whole = answer.is_ok();
-            match answer {
-                Ok(Ok(_)) => {}
-                Ok(Err(_)) => break,
-                // Of processor time, and of the clock on a machine that is busy with other things.
-                Err(Failure::TooSlow {
-                    limit_ms: 2000 | 6000,
-                })
-                | Err(Failure::TooLarge { .. }) => break,
-                // A deep value overflows the stack when it is dropped.
-                Err(Failure::Ended { reason }) if reason.contains("stack") => break,
-                Err(failure) => panic!("seed {seed}: {failure}: {source}"),
+        let mut trial = try_template(kept.take(), &source, seed);
+        // A template that hangs does so each time, a machine that is busy does not.
+        for _ in 0..2 {
+            if trial.slowest > time_max() {
+                trial = try_template(None, &source, seed);
             }
         }
-        // A child that broke has told its end; it is not asked again.
-        kept = is_whole.then_some(child);
+        assert!(
+            trial.slowest <= time_max(),
+            "{seed}: {:?}: {source}",
+            trial.slowest
+        );
+        assert!(
+            trial.largest <= LARGEST_MAX,
+            "{seed}: {} bytes: {source}",
+            trial.largest
+        );
+        (slowest, largest) = (slowest.max(trial.slowest), largest.max(trial.largest));
+        for ending in trial.endings {
+            *endings.entry(ending).or_insert(0) += 1;
+        }
+        kept = trial.child;
     }
-    let n = mutations();
-    eprintln!("{n} mutated templates: slowest {slowest:?}, largest {largest} bytes, {endings:?}");
-    assert!(largest <= 256 << 20, "{largest} bytes");
-    // The bar is 2 s; a machine that is busy with other things gets more.
-    assert!(slowest <= DEADLINE + Duration::from_secs(4), "{slowest:?}");
+    eprintln!(
+        "{count} mutated templates: slowest {slowest:?}, largest {largest} bytes, {endings:?}"
+    );
 }

@@ -232,6 +232,15 @@ fn message(text: &str) -> String {
     message.unwrap_or(text).to_owned()
 }
 
+/// Reads `bytes` as a stream of server-sent events and as an error's body, for fuzzing.
+pub(crate) fn parse(bytes: &[u8], now: fn() -> Instant) {
+    let mut stream = Stream::new(now(), now);
+    if stream.read(bytes).is_ok() {
+        let _ = stream.end();
+    }
+    let _ = message(&String::from_utf8_lossy(bytes));
+}
+
 /// A stream of server-sent events as far as it was read.
 struct Stream {
     answer: Answered,

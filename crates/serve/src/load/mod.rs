@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use client::{Client, Outcome};
 use jobs::Job;
 
+pub(crate) use client::parse;
 pub use client::{Server, trust};
 pub use jobs::{Lengths, Span};
 pub use report::{Goals, Report, Times};

@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use paceline_engine::Finish;
+use paceline_engine::{Finish, State};
 use paceline_serve::keys::{Keys, Role};
 
 use crate::client::{PATIENCE, connect, raw, receive};
@@ -225,7 +225,35 @@ fn one_key_leaves_places_to_another() {
     let (status, code, ..) = refusal(refused);
     assert_eq!((status, code.as_str()), (429, "client_busy"));
     ask(&modest).ok("another key");
+    // The engine is told who asks: it shares its places between them.
+    let clients: Vec<u64> = rig.service.requests().iter().map(|r| r.client).collect();
+    assert_eq!(clients.len(), 3);
+    assert!(
+        clients[0] == clients[1] && clients[1] != clients[2],
+        "{clients:?}"
+    );
+    assert!(!clients.contains(&0), "{clients:?}");
     drop(held);
+}
+
+/// Why a model fails or recovers may name files of the machine: not for who has no key.
+#[test]
+fn strangers_do_not_hear_why_a_model_failed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (key, _) = keys.make("a", Role::User, 1).unwrap();
+    let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
+    let header = format!("Authorization: Bearer {key}\r\n");
+    let reason = || "/home/me/model.gguf: cannot read".to_owned();
+    for state in [State::Failed(reason()), State::Recovering(reason())] {
+        rig.service.state(state);
+        let told = |headers: &str| rig.send("GET", "/health", headers, "").text();
+        let (stranger, holder) = (told(""), told(&header));
+        assert!(!stranger.contains("/home/me"), "{stranger}");
+        assert!(stranger.contains("an API key is needed"), "{stranger}");
+        assert!(holder.contains("/home/me/model.gguf"), "{holder}");
+    }
 }
 
 #[test]

@@ -604,6 +604,12 @@ fn judge_mtu(channel: &Channel, name: &str, sides: [(bool, Side); 2]) -> Finding
     }
 }
 
+/// Reads `bytes` as messages of a diagnosis, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<Request>(bytes);
+    let _ = serde_json::from_slice::<Answer>(bytes);
+}
+
 fn tell(channel: &Channel, message: &impl Serialize) -> Result<(), Error> {
     channel.send(&serde_json::to_vec(message).expect("a message is JSON"))
 }

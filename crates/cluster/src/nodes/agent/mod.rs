@@ -638,5 +638,13 @@ fn random() -> u64 {
     u64::from_le_bytes(bytes)
 }
 
+/// Reads `bytes` as what opens a channel and as messages over those of this module, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<channel::Opening>(bytes);
+    let _ = serde_json::from_slice::<channel::Opened>(bytes);
+    let _ = serde_json::from_slice::<Facts>(bytes);
+    examine::parse(bytes);
+}
+
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,6 @@
 //! Limits, refusals and cancellation.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use paceline_tensor::PAGE;
@@ -230,6 +231,56 @@ fn a_full_queue_gives_the_request_back() {
     rig.step();
     rig.submit(&greedy(prompt(9, 9), 5));
     rig.drain();
+}
+
+/// However many requests a client has, another's is computed at once; and the sequence that gives
+/// up its place for it loses nothing.
+#[test]
+fn a_client_with_many_requests_leaves_places_to_others() {
+    let tiny = Tiny::new(1);
+    let mut engine = tiny.engine(EngineConfig {
+        max_waiting: 32,
+        ..sizes()
+    });
+    let mut wanted: Vec<Request> = long_answers(&tiny, 8);
+    wanted.push(greedy(prompt(9, 3), 5));
+    let mut tokens: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
+    let mut ids = Vec::new();
+    for request in &wanted[..8] {
+        let client = 1;
+        let request = request.clone();
+        ids.push(engine.submit(Request { client, ..request }).unwrap());
+    }
+    let mut step = |engine: &mut Engine| -> Vec<SequenceId> {
+        let (mut ended, events) = (Vec::new(), engine.step().unwrap());
+        for event in events {
+            match event {
+                Event::Token { id, token, .. } => tokens.entry(id).or_default().push(token),
+                Event::Finished { id, .. } => ended.push(id),
+                Event::PromptRead { .. } => {}
+            }
+        }
+        ended
+    };
+    (0..5).for_each(|_| drop(step(&mut engine)));
+    assert_eq!((engine.n_running(), engine.n_waiting()), (4, 4));
+    let client = 2;
+    let request = wanted[8].clone();
+    let other = engine.submit(Request { client, ..request }).unwrap();
+    ids.push(other);
+    let mut steps = 0;
+    while !step(&mut engine).contains(&other) {
+        steps += 1;
+        assert!(steps < 10, "it is not computed at once");
+    }
+    assert_eq!(engine.n_running(), 3);
+    while !engine.is_idle() {
+        step(&mut engine);
+    }
+    for (id, request) in ids.iter().zip(&wanted) {
+        let expected = alone(&tiny, request, CONTEXT).tokens;
+        assert_eq!(tokens[id], expected, "{id:?}");
+    }
 }
 
 #[test]

@@ -1,0 +1,112 @@
+//! `cargo xtask asan`: the unsafe code of `comm` and `tensor` under AddressSanitizer.
+//!
+//! A nightly compiler builds their tests with every access to memory checked, in `target/asan`, and
+//! runs them: kernels on every instruction set that this machine has, threads that share buffers,
+//! processes that share memory, software RDMA. What it cannot see: memory that C libraries use, the
+//! kernel's accesses, and races, which are the model checker's (`comm/tests/loom.rs`).
+
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::cargo_test::TestLog;
+use crate::tally::Tally;
+use crate::{process, repo};
+
+/// Tests that run together.
+struct Part {
+    name: &'static str,
+    package: &'static str,
+    programs: &'static [&'static str],
+    /// Parts of names of tests that are left out: of speed, which is another one here,
+    /// and of other people's programs and libraries, which are not built so.
+    skipped: &'static [&'static str],
+}
+
+const PARTS: [Part; 3] = [
+    Part {
+        name: "comm",
+        package: "paceline-comm",
+        programs: &["--lib"],
+        skipped: &["speed"],
+    },
+    Part {
+        name: "comm-processes",
+        package: "paceline-comm",
+        programs: &["--test", "all"],
+        skipped: &["mlx_ring::", "nccl::"],
+    },
+    Part {
+        name: "tensor",
+        package: "paceline-tensor",
+        programs: &["--tests"],
+        skipped: &[],
+    },
+];
+
+/// Leaks are no matter of safety, and some are meant. Sizes that no memory has are refused by the
+/// code under test, not by the checker.
+const OPTIONS: &str = "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1";
+
+/// Runs the tests. A line `asan: PART: N passed...` for each part tells the counts.
+///
+/// # Errors
+/// When cargo cannot be run. A nightly compiler that is not there is a skip.
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    const NAME: &str = "unsafe code under AddressSanitizer";
+    let mut nightly = Command::new("rustup");
+    nightly.args(["run", "nightly", "rustc", "--version"]);
+    match process::capture(nightly, Duration::from_secs(60)) {
+        Ok(version) => show(&format!("asan: {}", version.trim())),
+        Err(error) => return Ok(Tally::skip(NAME, &format!("no nightly: {error:#}"))),
+    }
+    let (host, mut all) = (repo::host()?, Tally::default());
+    for part in &PARTS {
+        let tally = test(part, &host, show)?;
+        show(&format!("asan: {}: {tally}", part.name));
+        all.add(tally);
+    }
+    Ok(all)
+}
+
+fn test(part: &Part, host: &str, show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    let (mut log, mut errors) = (TestLog::new(), 0);
+    let path = process::log_path(&format!("asan-{}", part.name));
+    let success = process::stream(command(part, host), &path, |line| {
+        errors += usize::from(line.contains("ERROR: AddressSanitizer"));
+        if log.read(line) {
+            show(line);
+        }
+    })?;
+    let mut tally = log.finish(part.name, success);
+    // Counted apart: a test may expect its child to die.
+    let name = format!(
+        "AddressSanitizer found {errors} errors: see {}",
+        path.display()
+    );
+    tally.add(Tally::check(&name, errors == 0));
+    Ok(tally)
+}
+
+fn command(part: &Part, host: &str) -> Command {
+    let mut command = Command::new("rustup");
+    command.args(["run", "nightly", "cargo", "test", "--release"]);
+    command
+        .args(["--package", part.package])
+        .args(part.programs);
+    command.args(["--target", host, "--target-dir", "target/asan"]);
+    command.args(["--", "--show-output"]);
+    for name in part.skipped {
+        command.args(["--skip", name]);
+    }
+    command.current_dir(repo::root());
+    command.env(
+        "RUSTFLAGS",
+        "-Zsanitizer=address -Cforce-frame-pointers=yes",
+    );
+    command.env("ASAN_OPTIONS", OPTIONS);
+    // Frames are several times as large.
+    command.env("RUST_MIN_STACK", (32 << 20).to_string());
+    command
+}
