@@ -330,7 +330,12 @@ fn try_template(child: Option<Child>, source: &str, seed: u64) -> Trial {
         match answer {
             Ok(Ok(_)) => {}
             Ok(Err(_)) => break,
-            Err(Failure::TooSlow { limit_ms: 2000 } | Failure::TooLarge { .. }) => break,
+            Err(
+                Failure::TooSlow {
+                    limit_ms: 2000 | 6000,
+                }
+                | Failure::TooLarge { .. },
+            ) => break,
             // A deep value overflows the stack when it is dropped.
             Err(Failure::Ended { reason }) if reason.contains("stack") => break,
             Err(failure) => panic!("seed {seed}: {failure}: {source}"),
