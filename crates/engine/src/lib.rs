@@ -15,6 +15,7 @@
 //! it, in whole pages: the next turn of a chat reads only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
+//! - [`Draft`]: a small model that guesses what the engine's model will say.
 //! - [`Pace`]: how long other answers may pause while a prompt is read.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
@@ -60,6 +61,7 @@
 mod config;
 mod constraint;
 mod draft;
+mod drafter;
 mod embedding;
 mod engine;
 mod error;
@@ -75,6 +77,7 @@ mod snapshot;
 
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
+pub use drafter::Draft;
 pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
