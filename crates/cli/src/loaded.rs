@@ -130,6 +130,8 @@ pub(crate) struct Opened {
     compute: ComputeArgs,
     classes: Classes,
     prepared: Prepared,
+    /// The model that guesses for it.
+    draft: Option<PathBuf>,
     start: Instant,
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// Nothing when the model has none. What is wrong with one matters only to those who use it.
@@ -172,8 +174,23 @@ impl Opened {
             compute,
             classes,
             prepared,
+            draft: None,
             start,
         })
+    }
+
+    /// Has the small model at `path` guess what this one will answer. Before
+    /// [`forecast`](Self::forecast).
+    ///
+    /// # Errors
+    /// What is wrong with it, such as another vocabulary.
+    pub(crate) fn guess_with(&mut self, path: &Path) -> anyhow::Result<()> {
+        let source = Arc::new(load::open(path)?);
+        let guessed = self.prepared.guess_with(source);
+        guessed.map_err(|error| in_model(path, error))?;
+        let path = std::path::absolute(path).with_context(|| path.display().to_string())?;
+        self.draft = Some(path);
+        Ok(())
     }
 
     /// What a forecast is about.
@@ -281,6 +298,7 @@ impl Opened {
             program: own_program().context("cannot find this program's own file")?,
             args: log::worker_args(),
             model: self.path.clone(),
+            draft: self.draft.clone(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),
             on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),

@@ -84,19 +84,22 @@ pub struct Draft {
 }
 
 impl Draft {
+    /// Whether tokens of a `draft` model mean the same to the model of `tokenizer`. Up to 128 may
+    /// be missing at the end of one: vocabularies are padded.
+    ///
     /// # Errors
     /// [`Error::DraftVocabulary`] for the first token that differs.
-    fn check(&self, tokenizer: &Tokenizer) -> Result<(), Error> {
-        let sizes = [&*self.tokenizer, tokenizer].map(Tokenizer::vocab_size);
+    pub fn check(draft: &Tokenizer, tokenizer: &Tokenizer) -> Result<(), Error> {
+        let sizes = [draft, tokenizer].map(Tokenizer::vocab_size);
         let (fewer, more) = (sizes[0].min(sizes[1]), sizes[0].max(sizes[1]));
         let end = if more - fewer <= PADDING { fewer } else { more };
-        let differs = |id: &u32| self.tokenizer.token_text(*id) != tokenizer.token_text(*id);
+        let differs = |id: &u32| draft.token_text(*id) != tokenizer.token_text(*id);
         let name = |text: Option<&str>| text.map_or("none".to_owned(), |text| format!("{text:?}"));
         match (0..end as u32).find(differs) {
             None => Ok(()),
             Some(token) => Err(Error::DraftVocabulary {
                 token,
-                got: name(self.tokenizer.token_text(token)),
+                got: name(draft.token_text(token)),
                 expected: name(tokenizer.token_text(token)),
             }),
         }
@@ -191,7 +194,7 @@ impl Drafter {
         config: &EngineConfig,
         vocab: usize,
     ) -> Result<Self, Error> {
-        draft.check(tokenizer)?;
+        Draft::check(&draft.tokenizer, tokenizer)?;
         let sequences = config.batch_size().sequences;
         let context = config.context.min(draft.model.config().context);
         let size = BatchSize {

@@ -18,7 +18,10 @@ use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
-use crate::{ConstraintError, EngineConfig, Error, Event, Request, Resumed, SequenceId, Snapshot};
+use crate::{
+    ConstraintError, EngineConfig, Error, Event, GuessCounts, Request, Resumed, SequenceId,
+    Snapshot,
+};
 
 /// Runs sequences of one model.
 ///
@@ -46,6 +49,7 @@ pub struct Engine {
     drafter: Option<Drafter>,
     /// Steps that checked guesses since one that did not.
     drafted_steps: usize,
+    guesses: GuessCounts,
     /// Of the last step.
     composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
@@ -79,6 +83,7 @@ impl Engine {
             costs: Costs::default(),
             drafter: None,
             drafted_steps: 0,
+            guesses: GuessCounts::default(),
             composition: Composition::default(),
             reused: 0,
             tracer: tracer(&*model),
@@ -143,6 +148,11 @@ impl Engine {
     /// before it gave up its pages, had begun with the same ones: whole pages of 64.
     pub const fn n_reused(&self) -> u64 {
         self.reused
+    }
+
+    /// Counts guesses that were checked, for others to look at while steps are computed.
+    pub const fn guesses(&self) -> &GuessCounts {
+        &self.guesses
     }
 
     /// Records what steps take, in this rank, where somebody asks.
@@ -644,7 +654,8 @@ impl Engine {
             }
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
-                self.choose(part, logits_row, &mut events);
+                let right = self.choose(part, logits_row, &mut events);
+                self.guesses.add(part.drafted(), right);
                 logits_row += 1 + part.drafted();
             }
             self.keep(part.index);
@@ -682,8 +693,8 @@ impl Engine {
     }
 
     /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
-    /// further ones, as long as the token before was guessed.
-    fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) {
+    /// further ones, as long as the token before was guessed; how many were.
+    fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
         let mut is_own = true; // the guesses of its own text were right so far
         for i in 0..=part.drafted() {
@@ -695,17 +706,18 @@ impl Engine {
             let chosen = choice.as_ref().ok().map(|choice| choice.token);
             sequence.accept(choice, &self.tokenizer, events);
             if let Some(Event::Finished { .. }) = events.last() {
-                return;
+                return i;
             }
             if let Some(guess) = part.guesses.get(i).filter(|_| is_own) {
                 is_own = Some(*guess) == chosen;
                 sequence.drafts.judge(is_own);
             }
             if part.checked.get(i + 1).copied() != chosen || i == part.drafted() {
-                return;
+                return i;
             }
             sequence.computed += 1; // the next row was computed for this token
         }
+        part.drafted()
     }
 }
 

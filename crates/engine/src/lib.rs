@@ -66,6 +66,7 @@ mod embedding;
 mod engine;
 mod error;
 mod follower;
+mod guesses;
 mod pace;
 mod pages;
 mod request;
@@ -82,6 +83,7 @@ pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;
+pub use guesses::{GuessCounts, Guesses};
 pub use pace::Pace;
 pub use request::{
     Event, Finish, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId,

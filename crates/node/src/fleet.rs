@@ -170,6 +170,8 @@ pub struct Ask {
     /// Whole copies of the model, each an instance of its own; at least 1. Each has `count` nodes,
     /// or an equal share of `nodes`.
     pub replicas: u16,
+    /// The user's name for a small model that guesses what the model will answer.
+    pub draft: Option<String>,
 }
 
 /// An instance, as any node sees it.

@@ -22,7 +22,7 @@ use paceline_base::{KernelClass, Rank, lock};
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
+    EngineConfig, Failure, Guesses, Reply, Request, Service, Sink, State, Status, Ticket,
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, ExpertUses, Split};
@@ -31,7 +31,7 @@ use tracing::{debug, info, warn};
 
 use crate::crew::Crew;
 use crate::forecast::Forecast;
-use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
+use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
 use crate::{Error, Moved};
 use spares::Keeper;
@@ -93,6 +93,8 @@ pub struct InstanceSpec {
     pub spares: bool,
     /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
     pub identity: String,
+    /// The same of the model that guesses for the leader, where one does.
+    pub draft: Option<String>,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -148,6 +150,7 @@ impl InstanceSpec {
             epoch,
             rank: rank.0,
             split: self.cuts[way].split.clone(),
+            draft: self.draft.clone().zip(post.draft).map(DraftJob::from),
             model: post.model,
             identity: self.identity.clone(),
             class: self.classes[rank.0 as usize].to_string(),
@@ -181,8 +184,9 @@ struct Shared {
     last_ticket: AtomicU64,
 }
 
-/// Measurements of a rank: the data it moved, and how often its layers' experts were chosen.
-type RankMeasured = (Moved, Vec<ExpertUses>);
+/// Measurements of a rank: the data it moved, how often its layers' experts were chosen, and the
+/// guesses that it checked.
+type RankMeasured = (Moved, Vec<ExpertUses>, Guesses);
 
 enum Command {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
@@ -331,7 +335,7 @@ impl Instance {
 
     /// What all ranks together have moved so far; `None` when one does not say within a second.
     pub fn moved(&self) -> Option<Moved> {
-        let now = self.measure()?.into_iter().map(|(moved, _)| moved).sum();
+        let now = self.measure()?.into_iter().map(|(moved, ..)| moved).sum();
         let before = lock(&self.shared.view).moved;
         Some([before, now].into_iter().sum())
     }
@@ -340,11 +344,17 @@ impl Instance {
     /// experts, or when a rank does not say within a second.
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
         let ranks = self.measure().unwrap_or_default().into_iter();
-        let mut uses: Vec<ExpertUses> = ranks.flat_map(|(_, uses)| uses).collect();
+        let mut uses: Vec<ExpertUses> = ranks.flat_map(|(_, uses, _)| uses).collect();
         // The ranks of a stage count the same.
         uses.sort_by_key(|uses| uses.layer);
         uses.dedup_by_key(|uses| uses.layer);
         uses
+    }
+
+    /// Guesses that were checked in this epoch; none when a rank does not say within a second.
+    pub fn guesses(&self) -> Guesses {
+        let ranks = self.measure().unwrap_or_default().into_iter();
+        ranks.map(|(.., guesses)| guesses).sum()
     }
 
     /// Asks every rank for its measurements, in the order of their arrival; `None` when a rank's
@@ -520,8 +530,12 @@ impl Shell {
         };
         if let CrewEvent::Message { message, .. } = &event {
             match message {
-                FromWorker::Measured { moved, uses } => {
-                    let measured = || ((*moved).into(), uses.clone());
+                FromWorker::Measured {
+                    moved,
+                    uses,
+                    guesses,
+                } => {
+                    let measured = || ((*moved).into(), uses.clone(), *guesses);
                     self.measuring
                         .retain(|asker| asker.send(measured()).is_ok());
                     return;

@@ -67,4 +67,4 @@ pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::Moved;
 pub use portrait::{Portrait, Shard};
-pub use prepared::{Answer, Loaded, Options, Prepared};
+pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};

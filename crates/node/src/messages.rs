@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use paceline_comm::tcp::KEY_BYTES;
-use paceline_engine::{EngineConfig, Reply, Request, Ticket};
+use paceline_engine::{EngineConfig, Guesses, Reply, Request, Ticket};
 use paceline_model::trace::RankTrace;
 use paceline_model::{ExpertUses, Split};
 use serde::{Deserialize, Serialize};
@@ -82,6 +82,9 @@ pub struct Job {
     pub(crate) model: PathBuf,
     /// Which model that is to be.
     pub(crate) identity: String,
+    /// The model that guesses, if this rank leads.
+    #[serde(default)]
+    pub(crate) draft: Option<DraftJob>,
     /// Names of a kernel class and of a backend of the group.
     pub(crate) class: String,
     pub(crate) backend: String,
@@ -99,6 +102,28 @@ pub struct Job {
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step.
     pub(crate) patience_s: u64,
+}
+
+/// A draft model, as a leader loads it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DraftJob {
+    pub(crate) model: PathBuf,
+    /// Which model that is to be.
+    pub(crate) identity: String,
+}
+
+impl From<(String, PathBuf)> for DraftJob {
+    fn from((identity, model): (String, PathBuf)) -> Self {
+        Self { model, identity }
+    }
+}
+
+impl DraftJob {
+    /// The same on a machine that has its files at `model`; nothing where it lacks them.
+    pub(crate) fn at(self, model: Option<PathBuf>) -> Option<Self> {
+        let model = model?;
+        Some(Self { model, ..self })
+    }
 }
 
 /// The secret of an epoch's group, another one for each epoch. Never printed.
@@ -144,6 +169,9 @@ pub enum FromWorker {
         moved: RankMoved,
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,
+        /// Of a leader: guesses that were checked in the epoch so far.
+        #[serde(default)]
+        guesses: Guesses,
     },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),

@@ -4,6 +4,7 @@
 //! does the loop of the other ranks. An epoch that fails is told, and the worker waits for another
 //! part with its packed weights kept. Only a broken control channel ends the process.
 
+mod drafting;
 mod epoch;
 mod tickets;
 mod watchdog;
@@ -27,6 +28,7 @@ use crate::Error;
 use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
+use drafting::Drafting;
 use epoch::{Epoch, Part};
 use watchdog::Watchdog;
 
@@ -68,6 +70,7 @@ pub fn run(
         number: 0,
         kernels: None,
         kept: None,
+        drafting: Drafting::default(),
         epoch: None,
     };
     loop {
@@ -125,6 +128,7 @@ struct Worker<'a> {
     number: u64,
     kernels: Option<Made>,
     kept: Option<Kept>,
+    drafting: Drafting,
     epoch: Option<Epoch>,
 }
 
@@ -247,9 +251,13 @@ impl Worker<'_> {
         };
         let weights = match self.kept.take().filter(|kept| kept.of == of) {
             Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
-            None => self.load(job, (class, &source), kernels, Some(links))?,
+            None => self.load(job, (class, &source), Arc::clone(&kernels), Some(links))?,
         };
-        Epoch::start(&self.channel, job, &source, weights, of).map(Some)
+        let draft = match of.shard.leads() {
+            true => self.drafting.of(job, &kernels, &self.mlx)?,
+            false => None,
+        };
+        Epoch::start(&self.channel, job, (&source, draft), weights, of).map(Some)
     }
 
     /// The kernels for a job, the same as before where they can be.
@@ -264,6 +272,7 @@ impl Worker<'_> {
             return Ok(Arc::clone(kernels));
         }
         self.kept = None; // packed for others
+        self.drafting = Drafting::default();
         let made = (self.make_kernels)(threads, pinning).map_err(|source| Error::System {
             what: "start threads",
             source,
@@ -390,17 +399,25 @@ impl Worker<'_> {
 /// # Errors
 /// [`Error::OtherModel`]; [`Error::System`].
 fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
+    check_file((&job.model, &job.identity), source)
+}
+
+/// Refuses files at `path` that are another model than `expected`.
+///
+/// # Errors
+/// As [`check_identity`].
+fn check_file((path, expected): (&Path, &str), source: &Source) -> Result<(), Error> {
     let got = crate::identity(source).map_err(|source| Error::System {
         what: "read the model's files",
         source,
     })?;
-    if got == job.identity {
+    if got == expected {
         return Ok(());
     }
     Err(Error::OtherModel {
-        path: job.model.clone(),
+        path: path.to_owned(),
         got,
-        expected: job.identity.clone(),
+        expected: expected.to_owned(),
     })
 }
 

@@ -351,6 +351,7 @@ impl World {
             replica: 0,
             source: None,
             lender: None,
+            draft: None,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

@@ -446,6 +446,7 @@ mod tests {
             replica: 0,
             source: None,
             lender: None,
+            draft: None,
         }
     }
 

@@ -375,6 +375,7 @@ mod tests {
             replica: 0,
             source: None,
             lender: None,
+            draft: None,
         }
     }
 

@@ -132,6 +132,7 @@ mod tests {
             replica,
             source: None,
             lender: None,
+            draft: None,
         }
     }
 
