@@ -77,6 +77,14 @@ pub(crate) struct LoadArgs {
     /// same answers in less time, where that pays
     #[arg(long, value_name = "MODEL")]
     draft: Option<String>,
+    /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
+    /// one step, where that pays; 0 for none [default: 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
+    drafts: Option<u8>,
+    /// Have machines that compute slower than before, because somebody uses them, give work to the
+    /// others meanwhile
+    #[arg(long)]
+    follow: bool,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
@@ -265,6 +273,8 @@ impl LoadArgs {
             "spare": self.spare,
             "replicas": self.replicas,
             "draft": self.draft,
+            "drafts": self.drafts,
+            "follow": self.follow,
         })
     }
 }
@@ -549,6 +559,8 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         spare: body.spare.unwrap_or(0).min(1),
         replicas: body.replicas.unwrap_or(1).max(1),
         draft: body.draft,
+        drafts: body.drafts,
+        follow: body.follow.unwrap_or(false),
     })
 }
 
@@ -566,6 +578,8 @@ struct Body {
     spare: Option<u16>,
     replicas: Option<u16>,
     draft: Option<String>,
+    drafts: Option<u8>,
+    follow: Option<bool>,
 }
 
 /// Arguments of `unload`.
@@ -616,7 +630,7 @@ fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
     EngineConfig {
         max_running: parallel,
         max_waiting: up::WAITING_MAX,
-        drafts: if wanted.draft.is_some() { DRAFTS } else { 0 },
+        drafts: wanted.drafts.map_or(DRAFTS, usize::from),
         ..room.engine(&wanted.model)
     }
 }

@@ -228,6 +228,11 @@ impl Opened {
         }
     }
 
+    /// Has nodes that compute slower than before give work away meanwhile.
+    pub(crate) fn follow_use(&mut self) {
+        self.prepared.follow_use();
+    }
+
     /// Keeps the split that was chosen, whatever comes of it.
     pub(crate) const fn stay(&mut self) {
         self.prepared.stay();

@@ -125,6 +125,10 @@ pub(crate) struct Args {
     /// same answers in less time, where that pays
     #[arg(long, value_name = "MODEL")]
     draft: Option<String>,
+    /// Have nodes that compute slower than before, because somebody uses their cores, give work to
+    /// the others meanwhile
+    #[arg(long)]
+    follow: bool,
     /// Most tokens of a conversation and its answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -222,6 +226,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
     if let Some(draft) = &args.draft {
         opened.guess_with(&pull::ensure(draft, signals)?.path)?;
+    }
+    if args.follow {
+        opened.follow_use();
     }
     opened.forecast();
     let model = args.served(&mut opened, &path);

@@ -172,6 +172,10 @@ pub struct Ask {
     pub replicas: u16,
     /// The user's name for a small model that guesses what the model will answer.
     pub draft: Option<String>,
+    /// Tokens that are guessed and checked in a step at most.
+    pub drafts: Option<u8>,
+    /// Whether nodes that compute slower than before give work to the others meanwhile.
+    pub follow: bool,
 }
 
 /// An instance, as any node sees it.

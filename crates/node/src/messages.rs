@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use paceline_comm::tcp::KEY_BYTES;
 use paceline_engine::{EngineConfig, Guesses, Reply, Request, Ticket};
 use paceline_model::trace::RankTrace;
-use paceline_model::{ExpertUses, Split};
+use paceline_model::{Busy, ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -48,6 +48,8 @@ pub enum ToWorker {
     },
     /// Tell what was sent so far, and how often experts were chosen.
     Measure,
+    /// Tell what steps computed for. Asked only where shares follow that.
+    Look,
     /// Record what takes how long from now on, or tell what was recorded since.
     Trace {
         /// Whether to record.
@@ -66,6 +68,7 @@ impl ToWorker {
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
             Self::Measure => "Measure",
+            Self::Look => "Look",
             Self::Trace { .. } => "Trace",
             Self::Leave => "Leave",
         }
@@ -172,6 +175,13 @@ pub enum FromWorker {
         /// Of a leader: guesses that were checked in the epoch so far.
         #[serde(default)]
         guesses: Guesses,
+    },
+    /// The answer to `Look`.
+    Busy {
+        /// The epoch's number.
+        epoch: u64,
+        /// What steps of the rank computed for in it.
+        busy: Busy,
     },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),

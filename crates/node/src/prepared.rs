@@ -24,6 +24,7 @@ use paceline_tensor::{Kernels, KvType};
 
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
+use crate::instance::follow::lighter;
 use crate::supervisor::Change;
 use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
 use crate::{identity, load_whole, texts};
@@ -89,6 +90,8 @@ pub struct Prepared {
     steers: bool,
     /// A second copy of each shard waits.
     spares: bool,
+    /// Shares follow what ranks take.
+    follows: bool,
     draft: Option<DraftModel>,
 }
 
@@ -122,6 +125,7 @@ impl Prepared {
             forecast: None,
             steers: false,
             spares: false,
+            follows: false,
             draft: None,
         })
     }
@@ -220,7 +224,7 @@ impl Prepared {
         self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
         let cuts = self.cuts();
         self.split = cuts[best(&cuts)].split.clone();
-        self.steers &= self.draft.is_none();
+        self.steers &= self.draft.is_none() && !self.follows;
     }
 
     /// Keeps the split that was chosen, whatever comes of it.
@@ -234,7 +238,16 @@ impl Prepared {
         self.spares = true;
     }
 
-    /// The ways to cut it that may be used: all if it steers.
+    /// Has ranks that compute slower than before, because somebody uses their machines, give work
+    /// away while that is so. In place of other changes of the split; of one rank there is nothing
+    /// to give away. On MLX shares stay.
+    pub fn follow_use(&mut self) {
+        self.follows = self.options.nodes > 1 && self.options.on_cpu();
+        self.steers &= !self.follows;
+    }
+
+    /// The ways to cut it that may be used: all if it steers, and those of less for one rank if its
+    /// shares follow what ranks take.
     fn cuts(&self) -> Vec<Cut> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let mut cuts = Vec::new();
@@ -253,6 +266,11 @@ impl Prepared {
                 split: self.split.clone(),
                 tok_s: forecast.as_deref().and_then(known),
             });
+            if self.follows {
+                let lighter = lighter(&self.config, &self.split, &self.options.shares);
+                let tok_s = cuts[0].tok_s;
+                cuts.extend(lighter.into_iter().map(|split| Cut { split, tok_s }));
+            }
         }
         cuts
     }
@@ -285,6 +303,7 @@ impl Prepared {
             restart,
             spares: self.spares,
             draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
+            follows: self.follows,
         };
         Instance::begin(spec, crew, observer)
     }

@@ -349,6 +349,7 @@ impl Worker<'_> {
         };
         match (message, &epoch.part) {
             (ToWorker::Measure, _) => self.channel.send(&epoch.measured())?,
+            (ToWorker::Look, _) => self.channel.send(&epoch.busy(self.number))?,
             (ToWorker::Trace { on }, _) => epoch.trace(&self.channel, on)?,
             (
                 ToWorker::Submit {

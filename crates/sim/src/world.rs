@@ -352,6 +352,8 @@ impl World {
             source: None,
             lender: None,
             draft: None,
+            drafts: None,
+            follow: false,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

@@ -68,6 +68,12 @@ pub struct Wanted {
     /// know drafts: those versions drop it when they write the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftOf>,
+    /// Tokens that are guessed and checked in a step at most, `None` for the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drafts: Option<u8>,
+    /// Whether nodes that compute slower than before give work to the others meanwhile.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub follow: bool,
 }
 
 /// A small model that guesses what the model of an instance will answer.
@@ -272,6 +278,8 @@ mod tests {
             source: None,
             lender: lender.map(node),
             draft: None,
+            drafts: None,
+            follow: false,
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -364,7 +372,10 @@ mod tests {
         let (_, _, plain) = wanted(&map(3, &[1], &[2])).next().unwrap();
         assert_eq!(plain.of_draft(), None);
         let text = serde_json::to_string(&plain).unwrap();
-        assert!(!text.contains("draft"), "{text}");
+        assert!(
+            !text.contains("draft") && !text.contains("follow"),
+            "{text}"
+        );
         let draft = DraftOf {
             model: "small".into(),
             sha256: "00".into(),
@@ -372,6 +383,8 @@ mod tests {
         };
         let guessed = Wanted {
             draft: Some(draft),
+            drafts: Some(4),
+            follow: true,
             ..plain.clone()
         };
         let text = serde_json::to_string(&guessed).unwrap();

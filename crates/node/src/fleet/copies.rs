@@ -447,6 +447,8 @@ mod tests {
             source: None,
             lender: None,
             draft: None,
+            drafts: None,
+            follow: false,
         }
     }
 

@@ -376,6 +376,8 @@ mod tests {
             source: None,
             lender: None,
             draft: None,
+            drafts: None,
+            follow: false,
         }
     }
 

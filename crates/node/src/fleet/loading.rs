@@ -112,6 +112,8 @@ impl Inner {
                 .as_deref()
                 .map(|name| self.draft(name))
                 .transpose()?,
+            drafts: ask.drafts,
+            follow: ask.follow,
         })
     }
 

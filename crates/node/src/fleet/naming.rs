@@ -133,6 +133,8 @@ mod tests {
             source: None,
             lender: None,
             draft: None,
+            drafts: None,
+            follow: false,
         }
     }
 

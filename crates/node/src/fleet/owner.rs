@@ -63,6 +63,9 @@ impl Owned {
         if self.wanted.spare > 0 {
             prepared.keep_spares();
         }
+        if self.wanted.follow {
+            prepared.follow_use();
+        }
         let places = Nodes {
             agent: inner.agent.clone(),
             wanted: self.wanted.clone(),

@@ -96,6 +96,13 @@ impl Epoch {
         }
     }
 
+    /// What its steps computed for.
+    pub(super) fn busy(&self, epoch: u64) -> FromWorker {
+        let links = self.weights.links();
+        let busy = links.map(|links| links.progress.busy()).unwrap_or_default();
+        FromWorker::Busy { epoch, busy }
+    }
+
     /// Begins a trace of this rank, or ends it and tells what was recorded.
     pub(super) fn trace(&self, channel: &Channel, on: bool) -> Result<(), Error> {
         let links = self.weights.links();
