@@ -549,7 +549,7 @@ mod tests {
             acceptance: FIRST_ACCEPTANCE,
         };
         let mut judged = Vec::new();
-        let tokens = [&[1, 2, 3], chosen].concat();
+        let tokens = [&[1, 2, 3][..], chosen].concat();
         held.settle(&tokens, |is_right| judged.push(is_right));
         assert!(held.guessed.is_empty());
         (held.computed, judged)

@@ -113,7 +113,7 @@ fn drafts_that_cannot_guess_are_refused() {
     let (code, said) = refused(&["run", &model, "hi", "--draft", other]);
     assert_eq!(code, Some(1), "{said}");
     let which = "token 1 of the draft model is \"<tuRn>\", that of the model is \"<turn>\"";
-    for part in [other, which, "hint: "] {
+    for part in [which, "hint: "] {
         assert!(said.contains(part), "{part:?} in {said}");
     }
     let both = ["up", &model, "--draft", &model, "--drafts", "0"];
