@@ -315,7 +315,7 @@ impl Drafter {
         let vocab = self.model.config().vocab;
         let is_known = |token: &u32| (*token as usize) < vocab;
         let unread = tokens.get(held.computed..).unwrap_or_default();
-        let fits = (self.context).saturating_sub(tokens.len());
+        let fits = self.context.saturating_sub(tokens.len());
         let is_read = !unread.is_empty() && unread.iter().all(is_known);
         let room = if is_read { wish.room.min(fits) } else { 0 };
         (held.acceptance, room)

@@ -20,6 +20,7 @@ use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
+use paceline_engine::Draft;
 use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
@@ -254,10 +255,22 @@ impl Worker<'_> {
             None => self.load(job, (class, &source), Arc::clone(&kernels), Some(links))?,
         };
         let draft = match of.shard.leads() {
-            true => self.drafting.of(job, &kernels, &self.mlx)?,
+            true => self.draft(job, &kernels)?,
             false => None,
         };
         Epoch::start(&self.channel, job, (&source, draft), weights, of).map(Some)
+    }
+
+    /// The draft of a job. One that cannot be loaded any more is no reason to lose answers: the
+    /// epochs after the first go on without.
+    fn draft(&mut self, job: &Job, kernels: &Arc<Kernels>) -> Result<Option<Draft>, Error> {
+        match self.drafting.of(job, kernels, &self.mlx) {
+            Err(error) if job.epoch > 1 => {
+                warn!(rank = job.rank, %error, "go on without the draft model");
+                Ok(None)
+            }
+            other => other,
+        }
     }
 
     /// The kernels for a job, the same as before where they can be.
