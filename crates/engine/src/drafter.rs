@@ -260,11 +260,13 @@ impl Drafter {
             costs,
         };
         let begun = (self.now)();
-        self.catch_up(wishes, &outlook)?;
+        let is_behind = self.catch_up(wishes, &outlook)?;
         let depths = self.depths(wishes, &outlook, least);
-        let guesses = depths.map(|depths| self.ask(wishes, &depths)).transpose();
-        self.spent += (self.now)().saturating_duration_since(begun);
-        Ok(guesses?.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
+        let guesses = depths.map(|depths| self.ask(wishes, &depths)).transpose()?;
+        if is_behind || guesses.is_some() {
+            self.spent += (self.now)().saturating_duration_since(begun);
+        }
+        Ok(guesses.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
     }
 
     /// Forgets sequences that are gone, begins with new ones, and judges the last guesses.
@@ -322,8 +324,8 @@ impl Drafter {
     }
 
     /// Reads tokens of sequences that the draft is far behind of, where that is expected to pay:
-    /// one pass.
-    fn catch_up(&mut self, wishes: &[Wish<'_>], outlook: &Outlook<'_>) -> Result<(), Error> {
+    /// one pass; whether there was one.
+    fn catch_up(&mut self, wishes: &[Wish<'_>], outlook: &Outlook<'_>) -> Result<bool, Error> {
         let mut left = CATCH_UP_ROWS;
         let mut parts = Vec::new();
         for wish in wishes {
@@ -340,7 +342,7 @@ impl Drafter {
             }
         }
         if parts.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         self.pass(&parts, Logits::None)?;
         for wish in wishes {
@@ -349,7 +351,7 @@ impl Drafter {
                 self.keep(wish.sequence, from + tokens.len());
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Whether what the draft is expected to save of the rest of an answer is more than it costs to
