@@ -468,7 +468,7 @@ impl Drafter {
         self.logits[..n].copy_from_slice(&logits[..n]);
         self.logits[n..].fill(f32::NEG_INFINITY);
         let asked = Asked {
-            history: (&guessing.history, guessing.prompt_len),
+            history: (&guessing.history[..], guessing.prompt_len),
             mask: None,
             logprobs: None,
         };
