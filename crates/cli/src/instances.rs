@@ -51,10 +51,9 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N|A,B,..", value_delimiter = ',')]
     nodes: Option<Vec<String>>,
     /// Whole copies of the model, each on N machines of its own while there are enough, or on its
-    /// share of those that are named
-    #[arg(long, value_name = "R", default_value_t = 1,
-          value_parser = clap::value_parser!(u16).range(1..=64))]
-    replicas: u16,
+    /// share of those that are named; `auto`: one, and more on idle machines while requests wait
+    #[arg(long, value_name = "R", default_value = "1", value_parser = replicas)]
+    replicas: Replicas,
     /// How the model is cut: auto, tensor, pipeline, or TENSORxPIPELINE such as 2x2
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
@@ -94,6 +93,24 @@ pub(crate) struct LoadArgs {
     /// Print one JSON object: the placements of --preview, else the instances
     #[arg(long)]
     json: bool,
+}
+
+/// Whole copies of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Replicas {
+    Count(u16),
+    /// One, and more while requests wait.
+    Auto,
+}
+
+/// `auto`, or a number from 1 to 64.
+fn replicas(text: &str) -> Result<Replicas, String> {
+    if text == "auto" {
+        return Ok(Replicas::Auto);
+    }
+    let count = text.parse().ok().filter(|count| (1..=64).contains(count));
+    let count = count.ok_or("expected `auto` or a number from 1 to 64")?;
+    Ok(Replicas::Count(count))
 }
 
 /// Arguments of `paceline unload`.
@@ -271,7 +288,11 @@ impl LoadArgs {
             "context": self.context,
             "parallel": self.parallel,
             "spare": self.spare,
-            "replicas": self.replicas,
+            "replicas": match self.replicas {
+                Replicas::Count(count) => count,
+                Replicas::Auto => 1,
+            },
+            "grows": self.replicas == Replicas::Auto,
             "draft": self.draft,
             "drafts": self.drafts,
             "follow": self.follow,
@@ -561,6 +582,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         draft: body.draft,
         drafts: body.drafts,
         follow: body.follow.unwrap_or(false),
+        grows: body.grows.unwrap_or(false),
     })
 }
 
@@ -580,6 +602,7 @@ struct Body {
     draft: Option<String>,
     drafts: Option<u8>,
     follow: Option<bool>,
+    grows: Option<bool>,
 }
 
 /// Arguments of `unload`.

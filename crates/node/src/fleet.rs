@@ -23,6 +23,7 @@ mod copies;
 mod deal;
 mod encoders;
 mod flaps;
+mod growth;
 pub mod journals;
 mod leaving;
 pub mod lent;
@@ -176,6 +177,8 @@ pub struct Ask {
     pub drafts: Option<u8>,
     /// Whether nodes that compute slower than before give work to the others meanwhile.
     pub follow: bool,
+    /// Whether replicas are added and ended by load.
+    pub grows: bool,
 }
 
 /// An instance, as any node sees it.
@@ -499,9 +502,11 @@ impl Inner {
     fn run(self: &Arc<Self>) {
         let mut watch = self.agent.watch();
         let mut lost = lent::Lost::new(Instant::now());
+        let mut growth = growth::Growth::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
             self.do_duties();
+            self.grow(&mut growth, Instant::now());
             self.tend_doors();
             self.take_back();
             self.stay();

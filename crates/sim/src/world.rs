@@ -354,6 +354,8 @@ impl World {
             draft: None,
             drafts: None,
             follow: false,
+            grows: false,
+            added: false,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

@@ -74,6 +74,12 @@ pub struct Wanted {
     /// Whether nodes that compute slower than before give work to the others meanwhile.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub follow: bool,
+    /// Whether replicas of it are added and ended by load.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub grows: bool,
+    /// Whether load added it: it ends when it is idle.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub added: bool,
 }
 
 /// A small model that guesses what the model of an instance will answer.
@@ -280,6 +286,8 @@ mod tests {
             draft: None,
             drafts: None,
             follow: false,
+            grows: false,
+            added: false,
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -385,6 +393,8 @@ mod tests {
             draft: Some(draft),
             drafts: Some(4),
             follow: true,
+            grows: true,
+            added: true,
             ..plain.clone()
         };
         let text = serde_json::to_string(&guessed).unwrap();

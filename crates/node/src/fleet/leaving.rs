@@ -378,6 +378,8 @@ mod tests {
             draft: None,
             drafts: None,
             follow: false,
+            grows: false,
+            added: false,
         }
     }
 

@@ -114,6 +114,8 @@ impl Inner {
                 .transpose()?,
             drafts: ask.drafts,
             follow: ask.follow,
+            grows: ask.grows,
+            added: false,
         })
     }
 
@@ -145,7 +147,7 @@ impl Inner {
         Ok(ids)
     }
 
-    fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
+    pub(super) fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
         let id = new_id()?;
         self.want(id, 1, Some(record)).map(|()| id)
     }

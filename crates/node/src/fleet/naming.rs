@@ -135,6 +135,8 @@ mod tests {
             draft: None,
             drafts: None,
             follow: false,
+            grows: false,
+            added: false,
         }
     }
 
