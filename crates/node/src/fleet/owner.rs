@@ -54,7 +54,7 @@ impl Owned {
         self.report(inner, State::Fetching, None, None);
         let path = self.own_file(inner)?;
         self.share(inner)?;
-        let draft = self.draft_file(inner)?;
+        let draft = self.draft(inner)?;
         self.report(inner, State::Loading, None, None);
         if encoders::is_encoder(&path) {
             return encoders::load(&path, &self.wanted).map(Answers::Encoder);
@@ -104,6 +104,19 @@ impl Owned {
             .take(&inner.agent, source, &self.wanted, &progress);
         taken.map_err(|reason| format!("the copy from {}: {reason}", inner.name(source)))?;
         path_of(inner, &self.wanted)
+    }
+
+    /// As [`draft_file`](Self::draft_file). An owner that took over and cannot have the draft goes
+    /// on without: answers need none.
+    fn draft(&self, inner: &Inner) -> Result<Option<PathBuf>, String> {
+        match self.draft_file(inner) {
+            Err(reason) if self.epoch > 1 => {
+                let model = &self.wanted.model;
+                (inner.spec.tell)(&format!("{model} goes on without its draft: {reason}"));
+                Ok(None)
+            }
+            other => other,
+        }
     }
 
     /// The draft model's file on this node, once every node has it; `None` without one.
