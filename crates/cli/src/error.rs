@@ -145,6 +145,12 @@ pub(crate) enum Error {
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
+    /// A draft model guesses for one model.
+    #[error("--draft is for one model that has guesses, and there is {with}")]
+    DraftOf {
+        /// What there is instead.
+        with: &'static str,
+    },
     /// One adapter, and several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
@@ -208,6 +214,7 @@ impl Error {
                 | Self::ClassOfOther { .. }
                 | Self::MixedStage { .. }
                 | Self::CpuOnly { .. }
+                | Self::DraftOf { .. }
                 | Self::WorkerByHand
         )
     }

@@ -13,6 +13,7 @@ use paceline_cluster::nodes::pairing::Code;
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
+use paceline_node::DRAFTS;
 use paceline_node::fleet::lent;
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk, journals};
 use paceline_node::room::Room;
@@ -50,10 +51,9 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N|A,B,..", value_delimiter = ',')]
     nodes: Option<Vec<String>>,
     /// Whole copies of the model, each on N machines of its own while there are enough, or on its
-    /// share of those that are named
-    #[arg(long, value_name = "R", default_value_t = 1,
-          value_parser = clap::value_parser!(u16).range(1..=64))]
-    replicas: u16,
+    /// share of those that are named; `auto`: one, and more on idle machines while requests wait
+    #[arg(long, value_name = "R", default_value = "1", value_parser = replicas)]
+    replicas: Replicas,
     /// How the model is cut: auto, tensor, pipeline, or TENSORxPIPELINE such as 2x2
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
@@ -72,6 +72,18 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", default_value_t = 0,
           value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: u16,
+    /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
+    /// same answers in less time, where that pays
+    #[arg(long, value_name = "MODEL")]
+    draft: Option<String>,
+    /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
+    /// one step, where that pays; 0 for none [default: 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
+    drafts: Option<u8>,
+    /// Have machines that compute slower than before, because somebody uses them, give work to the
+    /// others meanwhile
+    #[arg(long)]
+    follow: bool,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
@@ -81,6 +93,24 @@ pub(crate) struct LoadArgs {
     /// Print one JSON object: the placements of --preview, else the instances
     #[arg(long)]
     json: bool,
+}
+
+/// Whole copies of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Replicas {
+    Count(u16),
+    /// One, and more while requests wait.
+    Auto,
+}
+
+/// `auto`, or a number from 1 to 64.
+fn replicas(text: &str) -> Result<Replicas, String> {
+    if text == "auto" {
+        return Ok(Replicas::Auto);
+    }
+    let count = text.parse().ok().filter(|count| (1..=64).contains(count));
+    let count = count.ok_or("expected `auto` or a number from 1 to 64")?;
+    Ok(Replicas::Count(count))
 }
 
 /// Arguments of `paceline unload`.
@@ -109,6 +139,9 @@ pub(crate) struct PsArgs {
 pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     member::ask("ps", json!({}))?; // before anything is fetched
     pull::ensure(&args.model, signals)?;
+    if let Some(draft) = &args.draft {
+        pull::ensure(draft, signals)?;
+    }
     if args.preview {
         return preview(args);
     }
@@ -255,7 +288,14 @@ impl LoadArgs {
             "context": self.context,
             "parallel": self.parallel,
             "spare": self.spare,
-            "replicas": self.replicas,
+            "replicas": match self.replicas {
+                Replicas::Count(count) => count,
+                Replicas::Auto => 1,
+            },
+            "grows": self.replicas == Replicas::Auto,
+            "draft": self.draft,
+            "drafts": self.drafts,
+            "follow": self.follow,
         })
     }
 }
@@ -544,6 +584,10 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         parallel: body.parallel.unwrap_or(4),
         spare: body.spare.unwrap_or(0).min(1),
         replicas: body.replicas.unwrap_or(1).max(1),
+        draft: body.draft,
+        drafts: body.drafts,
+        follow: body.follow.unwrap_or(false),
+        grows: body.grows.unwrap_or(false),
     })
 }
 
@@ -560,6 +604,10 @@ struct Body {
     parallel: Option<u16>,
     spare: Option<u16>,
     replicas: Option<u16>,
+    draft: Option<String>,
+    drafts: Option<u8>,
+    follow: Option<bool>,
+    grows: Option<bool>,
 }
 
 /// Arguments of `unload`.
@@ -610,6 +658,7 @@ fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
     EngineConfig {
         max_running: parallel,
         max_waiting: up::WAITING_MAX,
+        drafts: wanted.drafts.map_or(DRAFTS, usize::from),
         ..room.engine(&wanted.model)
     }
 }

@@ -130,6 +130,8 @@ pub(crate) struct Opened {
     compute: ComputeArgs,
     classes: Classes,
     prepared: Prepared,
+    /// The model that guesses for it.
+    draft: Option<PathBuf>,
     start: Instant,
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// Nothing when the model has none. What is wrong with one matters only to those who use it.
@@ -172,8 +174,23 @@ impl Opened {
             compute,
             classes,
             prepared,
+            draft: None,
             start,
         })
+    }
+
+    /// Has the small model at `path` guess what this one will answer. Before
+    /// [`forecast`](Self::forecast).
+    ///
+    /// # Errors
+    /// What is wrong with it, such as another vocabulary.
+    pub(crate) fn guess_with(&mut self, path: &Path) -> anyhow::Result<()> {
+        let source = Arc::new(load::open(path)?);
+        let guessed = self.prepared.guess_with(source);
+        guessed.map_err(|error| in_model(path, error))?;
+        let path = std::path::absolute(path).with_context(|| path.display().to_string())?;
+        self.draft = Some(path);
+        Ok(())
     }
 
     /// What a forecast is about.
@@ -209,6 +226,11 @@ impl Opened {
             let _busy = busy("measuring what this machine can do");
             self.prepared.forecast(home.root(), kernels);
         }
+    }
+
+    /// Has nodes that compute slower than before give work away meanwhile.
+    pub(crate) fn follow_use(&mut self) {
+        self.prepared.follow_use();
     }
 
     /// Keeps the split that was chosen, whatever comes of it.
@@ -282,6 +304,7 @@ impl Opened {
             args: log::worker_args(),
             env: worker_env(),
             model: self.path.clone(),
+            draft: self.draft.clone(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),
             on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),

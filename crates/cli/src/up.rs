@@ -16,13 +16,13 @@ use paceline_base::{Bytes, KernelClass, lock};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Pace, Service, State};
+use paceline_engine::{EngineConfig, Guesses, Pace, Service, State};
 use paceline_model::{Config, ExpertUses};
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::trace::Stages;
-use paceline_node::{Instance, Observer, Portrait};
+use paceline_node::{DRAFTS, Instance, Observer, Portrait};
 use paceline_serve::tls::Wire;
 use paceline_serve::{
     About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Removal, Remover, Server,
@@ -122,10 +122,18 @@ pub(crate) struct Args {
     /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
     #[arg(long, value_name = "MS", default_value_t = Pace::Auto)]
     pace: Pace,
-    /// Most tokens of an answer that are guessed from its own text and checked in one step, where
-    /// that pays; 0 for none [default: 8 on one node, 0 on several]
+    /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
+    /// one step, where that pays; 0 for none [default: 8 on one node or with --draft, 0 on several]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
     drafts: Option<u8>,
+    /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
+    /// same answers in less time, where that pays
+    #[arg(long, value_name = "MODEL")]
+    draft: Option<String>,
+    /// Have nodes that compute slower than before, because somebody uses their cores, give work to
+    /// the others meanwhile
+    #[arg(long)]
+    follow: bool,
     /// Most tokens of a conversation and its answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -193,6 +201,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
     args.split.check()?;
     let each = args.each();
+    args.check_draft(each.len())?;
     if each.len() > 1 {
         if args.adapter.is_some() {
             return Err(Error::AdapterOfSeveral.into());
@@ -220,6 +229,12 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let path = adapter::applied(found.path, args.adapter.as_deref())?;
     let sizes = |config: &Config| args.engine(&path, config);
     let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
+    if let Some(draft) = &args.draft {
+        opened.guess_with(&pull::ensure(draft, signals)?.path)?;
+    }
+    if args.follow {
+        opened.follow_use();
+    }
     opened.forecast();
     let model = args.served(&mut opened, &path);
     ended(signals.orderly(|cancel| serve(args, opened, (model, beside), cancel)))
@@ -588,8 +603,24 @@ impl Args {
     /// Over several nodes the measured speed of answers decides which split is kept, and answers
     /// with drafts are no measure of a split.
     fn drafts(&self) -> usize {
-        let default = if self.split.nodes == 1 { 8 } else { 0 };
-        self.drafts.unwrap_or(default).into()
+        let is_default = self.split.nodes == 1 || self.draft.is_some();
+        let default = if is_default { DRAFTS } else { 0 };
+        self.drafts.map_or(default, usize::from)
+    }
+
+    /// Refuses a draft model for none of `models` models, for several, and without guesses.
+    ///
+    /// # Errors
+    /// [`Error::DraftOf`].
+    fn check_draft(&self, models: usize) -> Result<(), Error> {
+        let wrong = match models {
+            _ if self.draft.is_none() => None,
+            1 if self.drafts == Some(0) => Some("--drafts 0, which is for no guesses"),
+            1 => None,
+            0 => Some("no model"),
+            _ => Some("several models"),
+        };
+        wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
     }
 
     /// The model's names for clients: a file's or folder's own name, and the argument as given.
@@ -640,6 +671,7 @@ impl Args {
                 class.is_some_and(|class| class != KernelClass::CpuF32),
             ),
             ("--kv", self.compute.kv.is_some()),
+            ("--draft", self.draft.is_some()),
         ];
         match given.into_iter().find(|(_, is_given)| *is_given) {
             Some((option, _)) => Err(Error::OfDecoders { option }),
@@ -837,8 +869,31 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
             value: value as f64,
         }));
     }
+    facts.extend(guesses(instance.guesses()));
     facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
     facts
+}
+
+/// How many guesses steps checked, and how many of them were right.
+fn guesses(guesses: Guesses) -> [Fact; 2] {
+    let fact = |name, help, value: u64| Fact {
+        name,
+        help,
+        labels: String::new(),
+        value: value as f64,
+    };
+    [
+        fact(
+            "guesses_checked",
+            "Guessed tokens that steps checked since the workers started last",
+            guesses.checked,
+        ),
+        fact(
+            "guesses_right",
+            "Guessed tokens that became tokens of answers since the workers started last",
+            guesses.right,
+        ),
+    ]
 }
 
 /// How often each expert of a layer was chosen.

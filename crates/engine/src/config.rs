@@ -27,8 +27,9 @@ pub struct EngineConfig {
     /// How long a step with rows of prompts may take while answers are decoded. Kept only where the
     /// owner tells how long steps took ([`Engine::took`](crate::Engine::took)).
     pub pace: Pace,
-    /// Most tokens of a sequence that are guessed and checked in one step, where what the text
-    /// repeated so far says that it pays; 0 for none. Answers do not depend on it.
+    /// Most tokens of a sequence that are guessed and checked in one step, by what the text repeats
+    /// or by a draft model ([`Engine::guess_with`](crate::Engine::guess_with)), where it pays; 0
+    /// for none. Answers do not depend on it.
     pub drafts: usize,
 }
 

@@ -12,6 +12,8 @@
 //! logits after the tokens before it, in the same order, with the same random numbers. A row of a
 //! draft that was not accepted leaves keys behind that no row looks at before they are overwritten.
 //!
+//! A draft model, which is another way to guess, is in [`drafter`](crate::drafter).
+//!
 //! Whether drafts pay is measured. A sequence counts how often its first guess would have been
 //! right, also while nothing is drafted, which costs a look into a table. [`Costs`] has what steps
 //! of so many rows took. Only a gain beyond [`LEAST_GAIN`] starts drafts, so a text that does not
@@ -27,20 +29,20 @@ const N: usize = 3;
 pub(crate) const DRAFT_ROWS: usize = 32;
 
 /// Weight of the last guess in a sequence's acceptance.
-const LAST_WEIGHT: f64 = 0.08;
+pub(crate) const LAST_WEIGHT: f64 = 0.08;
 
 /// Acceptance before the first guess: too little to draft anything.
 const FIRST_ACCEPTANCE: f64 = 0.2;
 
 /// Expected tokens a second with drafts must be so many times those without.
-const LEAST_GAIN: f64 = 1.1;
+pub(crate) const LEAST_GAIN: f64 = 1.1;
 
 /// Rows up to which durations are kept.
 const ROWS_KNOWN: usize = 64;
 
 /// What a row more costs, as a share of a step of one row, until it is measured: little, so that
 /// drafts are tried once.
-const FIRST_GUESS: f64 = 0.15;
+pub(crate) const FIRST_GUESS: f64 = 0.15;
 
 /// Weight of the last step in the duration of a number of rows.
 const STEP_WEIGHT: f64 = 0.2;
@@ -90,20 +92,28 @@ impl Drafts {
 
     /// Counts whether a guess was right.
     pub(crate) fn judge(&mut self, is_right: bool) {
-        let was = f64::from(u8::from(is_right));
-        self.acceptance += LAST_WEIGHT * (was - self.acceptance);
+        self.acceptance = judged(self.acceptance, is_right, LAST_WEIGHT);
     }
 
-    /// Tokens that a draft of so many guesses is expected to give beside the first: each counts
-    /// only when those before it are right.
     fn expected(&self, guesses: usize) -> f64 {
-        let mut chance = 1.0;
-        let of_one = |_| {
-            chance *= self.acceptance;
-            chance
-        };
-        (0..guesses).map(of_one).sum()
+        expected(self.acceptance, guesses)
     }
+}
+
+/// Tokens that a draft of so many guesses is expected to give beside the first: each counts only
+/// when those before it are right, which each is with a chance of `acceptance`.
+pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
+    let mut chance = 1.0;
+    let of_one = |_| {
+        chance *= acceptance;
+        chance
+    };
+    (0..guesses).map(of_one).sum()
+}
+
+/// The acceptance after one more guess.
+pub(crate) fn judged(acceptance: f64, is_right: bool, weight: f64) -> f64 {
+    acceptance + weight * (f64::from(u8::from(is_right)) - acceptance)
 }
 
 /// How long steps without prompts take, by their rows.
@@ -131,10 +141,15 @@ impl Costs {
         *known = Some(known.map_or(seconds, |known| known + STEP_WEIGHT * (seconds - known)));
     }
 
+    /// Seconds of a step of `rows` rows, 1 or more, where such a step was measured.
+    pub(crate) fn seconds(&self, rows: usize) -> Option<f64> {
+        self.seconds.get(rows - 1).copied().flatten()
+    }
+
     /// Seconds of a step of `rows` rows relative to one of `base` rows, `rows` being at least as
     /// many. Between two known numbers of rows the time is on a line; beyond them a guess.
-    fn relative(&self, base: usize, rows: usize) -> f64 {
-        let known = |rows: usize| self.seconds.get(rows - 1).copied().flatten();
+    pub(crate) fn relative(&self, base: usize, rows: usize) -> f64 {
+        let known = |rows: usize| self.seconds(rows);
         let Some(of_base) = known(base) else {
             return 1.0 + FIRST_GUESS * (rows - base) as f64;
         };
@@ -171,8 +186,12 @@ pub(crate) struct Bounds {
 }
 
 /// Guesses to check for each candidate in a step: none, or as many as are expected to give most
-/// tokens a second.
-pub(crate) fn depths(candidates: &[Candidate<'_>], bounds: Bounds, costs: &Costs) -> Vec<usize> {
+/// tokens a second. Before them how many times as many as without: [`LEAST_GAIN`] for none.
+pub(crate) fn depths(
+    candidates: &[Candidate<'_>],
+    bounds: Bounds,
+    costs: &Costs,
+) -> (f64, Vec<usize>) {
     let Bounds {
         decoding,
         most,
@@ -202,7 +221,7 @@ pub(crate) fn depths(candidates: &[Candidate<'_>], bounds: Bounds, costs: &Costs
             best = (gain, depths);
         }
     }
-    best.1
+    best
 }
 
 #[cfg(test)]
@@ -255,7 +274,7 @@ mod tests {
         let dear = costs(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
         let of = |drafts: &Drafts, costs: &Costs| {
             let candidate = Candidate { drafts, guesses: 8 };
-            depths(&[candidate], bounds(1, 8), costs)[0]
+            depths(&[candidate], bounds(1, 8), costs).1[0]
         };
         assert_eq!(of(&trained(60, 0), &cheap), 8);
         assert_eq!(of(&trained(60, 0), &dear), 0, "each row costs a step");
@@ -278,7 +297,7 @@ mod tests {
                 guesses: 16,
             })
             .collect();
-        let depths = depths(&candidates, bounds(8, 16), &costs);
+        let (_, depths) = depths(&candidates, bounds(8, 16), &costs);
         assert_eq!(depths.iter().sum::<usize>(), DRAFT_ROWS, "{depths:?}");
     }
 

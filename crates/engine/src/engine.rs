@@ -12,13 +12,17 @@ use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
 use crate::draft::{Bounds, Candidate, Costs, DRAFT_ROWS, depths};
+use crate::drafter::{Draft, Drafter, Wish};
 use crate::fair;
 use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
-use crate::{ConstraintError, EngineConfig, Error, Event, Request, Resumed, SequenceId, Snapshot};
+use crate::{
+    ConstraintError, EngineConfig, Error, Event, GuessCounts, Request, Resumed, SequenceId,
+    Snapshot,
+};
 
 /// Runs sequences of one model.
 ///
@@ -42,6 +46,11 @@ pub struct Engine {
     pages: Pages,
     pacer: Pacer,
     costs: Costs,
+    /// Where a draft model guesses too.
+    drafter: Option<Drafter>,
+    /// Steps that checked guesses since one that did not.
+    drafted_steps: usize,
+    guesses: GuessCounts,
     /// Of the last step.
     composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
@@ -73,6 +82,9 @@ impl Engine {
             pages: Pages::new(compute.pages(), compute.windows()),
             pacer: Pacer::new(config.pace),
             costs: Costs::default(),
+            drafter: None,
+            drafted_steps: 0,
+            guesses: GuessCounts::default(),
             composition: Composition::default(),
             reused: 0,
             tracer: tracer(&*model),
@@ -87,6 +99,20 @@ impl Engine {
             waiting: VecDeque::new(),
             last_id: 0,
         })
+    }
+
+    /// Has a small model guess tokens, up to [`EngineConfig::drafts`] in a step, where measured
+    /// times and the share of guesses that were right say that it pays. Answers do not depend on
+    /// it. Reserves memory for a cache of the draft's own.
+    ///
+    /// # Errors
+    /// [`Error::DraftVocabulary`] for a model of another vocabulary, [`Error::Model`] when memory
+    /// cannot be had.
+    pub fn guess_with(&mut self, draft: Draft) -> Result<(), Error> {
+        let vocab = self.model.config().vocab;
+        let drafter = Drafter::new(draft, &self.tokenizer, &self.config, vocab)?;
+        self.drafter = Some(drafter);
+        Ok(())
     }
 
     /// The model.
@@ -123,6 +149,11 @@ impl Engine {
     /// before it gave up its pages, had begun with the same ones: whole pages of 64.
     pub const fn n_reused(&self) -> u64 {
         self.reused
+    }
+
+    /// Counts guesses that were checked, for others to look at while steps are computed.
+    pub const fn guesses(&self) -> &GuessCounts {
+        &self.guesses
     }
 
     /// Records what steps take, in this rank, where somebody asks.
@@ -303,7 +334,8 @@ impl Engine {
         self.tracer.end(self.stepped.take(), Kind::Between, 0);
         let began = self.tracer.begin();
         self.admit();
-        let plan = self.plan();
+        let mut plan = self.plan();
+        self.speculate(&mut plan)?;
         self.composition = self.composition_of(&plan);
         self.tracer.end(began, Kind::Schedule, plan.len());
         self.forward(&plan)?;
@@ -387,6 +419,10 @@ impl Engine {
     /// [`EngineConfig::pace`]; an engine that is never told keeps none.
     pub fn took(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
+        let is_plain = step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
+        let drafter = self.drafter.as_mut();
+        let drafting = drafter.map(|drafter| drafter.took(is_plain, duration));
+        let duration = duration.saturating_sub(drafting.unwrap_or_default());
         self.pacer.took(step, duration);
         if step.prompt == 0 && step.decoding > 0 {
             self.costs.took(step.decoding + step.drafted, duration);
@@ -405,30 +441,86 @@ impl Engine {
                 plan.push(PlannedRows::new(index, rows, is_scored));
             }
         }
-        if self.drafts() {
-            self.draft(&mut plan);
-        }
         plan
     }
 
     /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
-    /// one by one.
+    /// one by one. Now and then a step has none, so that what one takes without is known.
     fn drafts(&self) -> bool {
         let decodes = |s: &Sequence| s.pending().len() == 1;
         let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
-        is_on && self.running.iter().all(decodes)
+        is_on && self.drafted_steps < PLAIN_EVERY && self.running.iter().all(decodes)
     }
 
-    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. Grammars
-    /// must know each token before the next, so sequences with one have no guesses.
-    fn draft(&mut self, plan: &mut [PlannedRows]) {
-        let most = self.config.drafts;
-        // States of recurrent layers change with the last row of a page and cannot go back.
-        let kept = usize::from(!self.compute.windows().is_empty());
+    /// Adds guesses to the rows of sequences that decode, where they are expected to pay: those of
+    /// their own text, or those of the draft model where more is expected of them. Grammars must
+    /// know each token before the next, so sequences with one have no guesses.
+    fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
+        let mut is_drafted = false;
+        if self.drafts() && !plan.is_empty() {
+            let (gain, depths) = self.look_up(plan);
+            is_drafted = self.ask_draft(plan, gain)?;
+            if !is_drafted {
+                is_drafted = depths.iter().any(|depth| *depth > 0);
+                self.check(plan, &depths);
+            }
+        }
+        self.drafted_steps = if is_drafted {
+            self.drafted_steps + 1
+        } else {
+            0
+        };
+        Ok(())
+    }
+
+    /// Positions of a sequence's last page that no guess may have: states of recurrent layers
+    /// change with the last row of a page and cannot go back.
+    fn kept(&self) -> usize {
+        usize::from(!self.compute.windows().is_empty())
+    }
+
+    fn bounds(&self, decoding: usize) -> Bounds {
+        Bounds {
+            decoding,
+            most: self.config.drafts,
+            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(decoding)),
+        }
+    }
+
+    /// Has the draft model guess, if more than `least` times the tokens of a plain step are
+    /// expected of that; whether it did.
+    fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
+        let (kept, bounds) = (self.kept(), self.bounds(plan.len()));
+        let Some(drafter) = &mut self.drafter else {
+            return Ok(false);
+        };
+        let wish = |part: &PlannedRows| {
+            let sequence = &self.running[part.index];
+            let room = sequence.draft_room().saturating_sub(kept);
+            let room = if sequence.guide.is_some() { 0 } else { room };
+            Wish { sequence, room }
+        };
+        let wishes: Vec<Wish<'_>> = plan.iter().map(wish).collect();
+        let Some(guesses) = drafter.guess(&wishes, (bounds, &self.costs), least)? else {
+            return Ok(false);
+        };
+        for (part, guesses) in plan.iter_mut().zip(guesses) {
+            if !guesses.is_empty() {
+                let pending = self.running[part.index].pending().iter().copied();
+                part.checked = pending.chain(guesses).collect();
+            }
+        }
+        Ok(true)
+    }
+
+    /// Looks for guesses in the sequences' own texts; how many of them each is to check, and how
+    /// many times the tokens of a plain step are expected of that.
+    fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
+        let (kept, bounds) = (self.kept(), self.bounds(plan.len()));
         for part in &mut *plan {
             let sequence = &mut self.running[part.index];
             if sequence.guide.is_none() {
-                part.guesses = sequence.drafts.guess(&sequence.tokens, most);
+                part.guesses = sequence.drafts.guess(&sequence.tokens, bounds.most);
             }
         }
         let candidate = |part: &PlannedRows| {
@@ -440,19 +532,16 @@ impl Engine {
             }
         };
         let candidates: Vec<Candidate<'_>> = plan.iter().map(candidate).collect();
-        let bounds = Bounds {
-            decoding: plan.len(),
-            most,
-            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(plan.len())),
-        };
-        let depths = match candidates.iter().any(|candidate| candidate.guesses > 0) {
-            true => depths(&candidates, bounds, &self.costs),
-            false => return,
-        };
-        for (part, depth) in plan.iter_mut().zip(depths).filter(|(_, depth)| *depth > 0) {
+        depths(&candidates, bounds, &self.costs)
+    }
+
+    /// Has a step check so many of each sequence's own guesses.
+    fn check(&self, plan: &mut [PlannedRows], depths: &[usize]) {
+        let parts = plan.iter_mut().zip(depths);
+        for (part, depth) in parts.filter(|(_, depth)| **depth > 0) {
             let pending = self.running[part.index].pending().iter().copied();
             part.checked = pending
-                .chain(part.guesses[..depth].iter().copied())
+                .chain(part.guesses[..*depth].iter().copied())
                 .collect();
         }
     }
@@ -603,7 +692,8 @@ impl Engine {
             }
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
-                self.choose(part, logits_row, &mut events);
+                let right = self.choose(part, logits_row, &mut events);
+                self.guesses.add(part.drafted(), right);
                 logits_row += 1 + part.drafted();
             }
             self.keep(part.index);
@@ -641,9 +731,10 @@ impl Engine {
     }
 
     /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
-    /// further ones, as long as the token before was guessed.
-    fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) {
+    /// further ones, as long as the token before was guessed; how many were.
+    fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
+        let mut is_own = true; // the guesses of its own text were right so far
         for i in 0..=part.drafted() {
             let logits = self.compute.logits_mut(row + i);
             if sequence.must_go_on() {
@@ -653,19 +744,25 @@ impl Engine {
             let chosen = choice.as_ref().ok().map(|choice| choice.token);
             sequence.accept(choice, &self.tokenizer, events);
             if let Some(Event::Finished { .. }) = events.last() {
-                return;
+                return i;
             }
-            let is_guessed = part.guesses.get(i).map(|guess| Some(*guess) == chosen);
-            if let Some(is_right) = is_guessed {
-                sequence.drafts.judge(is_right);
+            if let Some(guess) = part.guesses.get(i).filter(|_| is_own) {
+                is_own = Some(*guess) == chosen;
+                sequence.drafts.judge(is_own);
             }
-            if is_guessed != Some(true) || i == part.drafted() {
-                return;
+            if part.checked.get(i + 1).copied() != chosen || i == part.drafted() {
+                return i;
             }
             sequence.computed += 1; // the next row was computed for this token
         }
+        part.drafted()
     }
 }
+
+/// Steps that check guesses before one that checks none: times change with the length of the text
+/// and with what else the machine does, and a gain is known beside fresh times only. One step in 65
+/// costs 1 % where guesses give twice as much.
+const PLAIN_EVERY: usize = 64;
 
 /// Makes tokens impossible.
 fn forbid(logits: &mut [f32], tokens: &[u32]) {
@@ -703,7 +800,7 @@ struct PlannedRows {
     rows: usize,
     /// Whether all of them have logits, by which the prompt's tokens are scored.
     is_scored: bool,
-    /// What may follow its tokens; the first is judged although it is not checked.
+    /// What may follow its tokens by its own text; the first is judged although it is not checked.
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,

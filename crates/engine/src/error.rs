@@ -159,6 +159,19 @@ pub enum Error {
         /// What would be accepted.
         expected: &'static str,
     },
+    /// The draft model and the model do not mean the same by a token.
+    #[error(
+        "token {token} of the draft model is {got}, that of the model is {expected}: a draft needs \
+         the vocabulary of its model"
+    )]
+    DraftVocabulary {
+        /// The first such token.
+        token: u32,
+        /// How the draft model's vocabulary writes it, in quotes, or that it has none.
+        got: String,
+        /// The same of the model's.
+        expected: String,
+    },
     /// Memory for the cache.
     #[error(transparent)]
     Model(#[from] paceline_model::Error),

@@ -15,6 +15,7 @@
 //! it, in whole pages: the next turn of a chat reads only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
+//! - [`Draft`]: a small model that guesses what the engine's model will say.
 //! - [`Pace`]: how long other answers may pause while a prompt is read.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
@@ -60,11 +61,13 @@
 mod config;
 mod constraint;
 mod draft;
+mod drafter;
 mod embedding;
 mod engine;
 mod error;
 mod fair;
 mod follower;
+mod guesses;
 mod pace;
 mod pages;
 mod request;
@@ -76,10 +79,12 @@ mod snapshot;
 
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
+pub use drafter::Draft;
 pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;
+pub use guesses::{GuessCounts, Guesses};
 pub use pace::Pace;
 pub use request::{
     Event, Finish, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId,

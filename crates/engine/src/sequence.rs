@@ -153,6 +153,16 @@ impl Sequence {
         }
     }
 
+    /// Tokens that the answer may still have.
+    pub(crate) const fn tokens_left(&self) -> usize {
+        self.tokens_left
+    }
+
+    /// How its next token will be chosen.
+    pub(crate) const fn sampler(&self) -> &Sampler {
+        &self.sampler
+    }
+
     /// Pages that its tokens need beyond those it owns.
     pub(crate) fn pages_missing(&self) -> usize {
         let needed = self.tokens.len().div_ceil(PAGE);

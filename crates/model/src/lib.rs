@@ -49,7 +49,7 @@ pub use links::Links;
 pub use mlx::{MlxModel, MlxOptions};
 pub use model::{Followed, LoadOptions, Model};
 pub use paceline_mlx::Places as MlxPlaces;
-pub use progress::{Doing, Place, Progress};
+pub use progress::{Busy, Doing, Place, Progress};
 pub use rope::Rope;
 pub use source::{Nth, Part, Role, Source};
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind};

@@ -11,6 +11,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 /// Activity of a rank at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Doing {
@@ -46,7 +48,25 @@ pub struct Progress {
     /// Nanoseconds of a layer for each row, exchanges included: the most of late; 0 before the
     /// first step.
     row_ns: AtomicU64,
+    /// Nanoseconds within exchanges.
+    waited_ns: AtomicU64,
+    /// Of steps of few rows: nanoseconds that they took, exchanges left out, and their number.
+    busy_ns: AtomicU64,
+    busy_steps: AtomicU64,
 }
+
+/// What steps of a few rows, which decode, computed for since the rank was linked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Busy {
+    /// Nanoseconds, exchanges with other ranks left out.
+    pub ns: u64,
+    /// Steps.
+    pub steps: u64,
+}
+
+/// Rows of a step up to which it counts for [`Busy`]: such steps read all weights and run as one
+/// half.
+const FEW_ROWS: usize = 8;
 
 /// Bits of a field of the word. At most two halves run, each in one exchange at a time.
 const FIELD_BITS: u32 = 4;
@@ -83,12 +103,21 @@ impl Progress {
         }
     }
 
+    /// What it computed for so far.
+    pub fn busy(&self) -> Busy {
+        Busy {
+            ns: self.busy_ns.load(Ordering::Relaxed),
+            steps: self.busy_steps.load(Ordering::Relaxed),
+        }
+    }
+
     /// Counts, and opens one `field`.
     fn open(&self, field: u64) -> Open<'_> {
         self.word.fetch_add(COUNT + field, Ordering::Relaxed);
         Open {
             progress: self,
             field,
+            begun: None,
         }
     }
 
@@ -99,6 +128,7 @@ impl Progress {
             open: self.open(STEP),
             begun: Instant::now(),
             parts: (rows * layers).max(1) as u64,
+            waited_ns: (rows <= FEW_ROWS).then(|| self.waited_ns.load(Ordering::Relaxed)),
         }
     }
 
@@ -119,7 +149,9 @@ impl Progress {
     /// An exchange of this half begins, or its wait for a turn; it ends when the result is dropped.
     /// A half has at most one open: else it would count as both.
     pub(crate) fn exchange(&self) -> Open<'_> {
-        self.open(EXCHANGE)
+        let mut open = self.open(EXCHANGE);
+        open.begun = Some(Instant::now());
+        open
     }
 }
 
@@ -142,12 +174,18 @@ const fn doing(word: u64) -> Doing {
 pub(crate) struct Open<'p> {
     progress: &'p Progress,
     field: u64,
+    /// Of an exchange.
+    begun: Option<Instant>,
 }
 
 impl Drop for Open<'_> {
     fn drop(&mut self) {
         let change = COUNT - self.field;
         self.progress.word.fetch_add(change, Ordering::Relaxed);
+        if let Some(begun) = self.begun {
+            let waited = begun.elapsed().as_nanos() as u64;
+            self.progress.waited_ns.fetch_add(waited, Ordering::Relaxed);
+        }
     }
 }
 
@@ -158,12 +196,22 @@ pub(crate) struct Stepping<'p> {
     begun: Instant,
     /// Layers times rows.
     parts: u64,
+    /// What exchanges took before it began; nothing where it does not count for [`Busy`].
+    waited_ns: Option<u64>,
 }
 
 impl Drop for Stepping<'_> {
     fn drop(&mut self) {
-        let row_ns = &self.open.progress.row_ns;
-        let took = self.begun.elapsed().as_nanos() as u64 / self.parts;
+        let progress = self.open.progress;
+        let row_ns = &progress.row_ns;
+        let elapsed = self.begun.elapsed().as_nanos() as u64;
+        if let Some(before) = self.waited_ns {
+            let waited = progress.waited_ns.load(Ordering::Relaxed) - before;
+            let busy = elapsed.saturating_sub(waited);
+            progress.busy_ns.fetch_add(busy, Ordering::Relaxed);
+            progress.busy_steps.fetch_add(1, Ordering::Relaxed);
+        }
+        let took = elapsed / self.parts;
         let old = row_ns.load(Ordering::Relaxed);
         // Slow steps are forgotten over some dozens of faster ones.
         let most = took.max(old - old / 64).max(1);
@@ -197,6 +245,29 @@ mod tests {
         drop(step);
         assert_eq!(seen(&progress), (7, Doing::Nothing, 3));
         assert!(progress.row_time().is_some());
+    }
+
+    #[test]
+    fn exchanges_are_no_time_of_computing() {
+        let progress = Progress::default();
+        let begun = Instant::now();
+        let step = progress.step(1, 2);
+        let exchange = progress.exchange();
+        let waits = Instant::now();
+        while waits.elapsed() < Duration::from_millis(20) {
+            std::hint::spin_loop();
+        }
+        drop(exchange);
+        drop(step);
+        let (busy, took) = (progress.busy(), begun.elapsed());
+        assert_eq!(busy.steps, 1);
+        let waited = took.saturating_sub(Duration::from_nanos(busy.ns));
+        assert!(
+            waited >= Duration::from_millis(20),
+            "{waited:?} of {took:?}"
+        );
+        drop(progress.step(FEW_ROWS + 1, 2));
+        assert_eq!(progress.busy(), busy, "a prompt does not count");
     }
 
     #[test]

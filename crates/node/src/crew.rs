@@ -32,6 +32,8 @@ pub struct Post {
     pub listen: SocketAddr,
     /// The model's files there.
     pub model: PathBuf,
+    /// The draft model's files there, where one guesses and the machine has it.
+    pub draft: Option<PathBuf>,
     /// The first of the cores that its threads are to stay on; anywhere without.
     pub first_core: Option<usize>,
     /// Its process, if it has one now.
@@ -110,6 +112,8 @@ pub struct LocalSpec {
     pub env: Vec<(OsString, OsString)>,
     /// GGUF file or Hugging Face folder.
     pub model: PathBuf,
+    /// The same of a draft model, where one guesses.
+    pub draft: Option<PathBuf>,
     /// Workers.
     pub ranks: u32,
     /// Threads of each, where they are to stay on cores of their own, those of rank 0 first.
@@ -133,6 +137,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 /// Child processes of this machine, over pipes.
 pub struct LocalCrew {
     model: PathBuf,
+    draft: Option<PathBuf>,
     pin: Option<usize>,
     workers: Workers<ToWorker, FromWorker>,
     /// Ranks whose first process no one has asked for yet.
@@ -153,6 +158,7 @@ impl LocalCrew {
         workers.sandbox = Some(Sandbox::Worker);
         Ok(Self {
             model: spec.model,
+            draft: spec.draft,
             pin: spec.pin,
             workers: Workers::spawn(workers)?,
             unasked: Mutex::new(vec![true; spec.ranks as usize]),
@@ -195,6 +201,7 @@ impl Crew for LocalCrew {
         Post {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
             model: self.model.clone(),
+            draft: self.draft.clone(),
             first_core: self.pin.map(|threads| rank.0 as usize * threads),
             pid: self.workers.ids().get(rank.0 as usize).copied(),
         }

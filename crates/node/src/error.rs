@@ -19,6 +19,9 @@ pub enum Error {
         /// Class of another.
         b: KernelClass,
     },
+    /// MLX computes few rows no faster than one by one, so guesses would cost and give nothing.
+    #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
+    DraftOnMlx,
     /// Packed weights cannot be taken into another epoch.
     #[error("something still holds the weights of the epoch before")]
     Held,

@@ -23,6 +23,7 @@ mod copies;
 mod deal;
 mod encoders;
 mod flaps;
+mod growth;
 pub mod journals;
 mod leaving;
 pub mod lent;
@@ -174,6 +175,14 @@ pub struct Ask {
     /// Whole copies of the model, each an instance of its own; at least 1. Each has `count` nodes,
     /// or an equal share of `nodes`.
     pub replicas: u16,
+    /// The user's name for a small model that guesses what the model will answer.
+    pub draft: Option<String>,
+    /// Tokens that are guessed and checked in a step at most.
+    pub drafts: Option<u8>,
+    /// Whether nodes that compute slower than before give work to the others meanwhile.
+    pub follow: bool,
+    /// Whether replicas are added and ended by load.
+    pub grows: bool,
 }
 
 /// An instance, as any node sees it.
@@ -531,9 +540,11 @@ impl Inner {
     fn run(self: &Arc<Self>) {
         let mut watch = self.agent.watch();
         let mut lost = lent::Lost::new(Instant::now());
+        let mut growth = growth::Growth::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
             self.do_duties();
+            self.grow(&mut growth, Instant::now());
             self.tend_doors();
             self.take_back();
             self.stay();

@@ -8,6 +8,7 @@
 //! The thread owns the supervisor, the sinks and the clock. Callers never wait for it but in
 //! [`Instance::moved`].
 
+pub(crate) mod follow;
 mod spares;
 
 use std::collections::{HashMap, VecDeque};
@@ -22,18 +23,20 @@ use paceline_base::{KernelClass, Rank, lock};
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
+    EngineConfig, Failure, Guesses, Reply, Request, Service, Sink, State, Status, Ticket,
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, ExpertUses, Split};
+use paceline_plan::follow::Move;
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
 use crate::crew::Crew;
 use crate::forecast::Forecast;
-use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
+use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
 use crate::{Error, Moved};
+use follow::Follower;
 use spares::Keeper;
 
 /// How long workers have to end by themselves when the instance ends.
@@ -93,6 +96,10 @@ pub struct InstanceSpec {
     pub spares: bool,
     /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
     pub identity: String,
+    /// The same of the model that guesses for the leader, where one does.
+    pub draft: Option<String>,
+    /// Whether ranks that compute slower than before get less to do, by one of `cuts`.
+    pub follows: bool,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -118,7 +125,10 @@ impl InstanceSpec {
             let known = forecast.as_ref().and_then(|all| all.load_s(&cut.split));
             let tok_s = cut.tok_s.filter(|v| v.is_finite() && *v > 0.0);
             Way {
-                name: cut.split.to_string(),
+                name: match self.follows {
+                    true => follow::name(&cut.split),
+                    false => cut.split.to_string(),
+                },
                 leader: cut.split.leader(),
                 tok_s: tok_s.unwrap_or(1.0), // of no consequence: it is the only way then
                 change: known.and_then(|s| Duration::try_from_secs_f64(s).ok()),
@@ -132,6 +142,7 @@ impl InstanceSpec {
                 .engine
                 .max_waiting
                 .saturating_add(self.engine.max_running),
+            holds: self.follows,
         };
         Ok(Supervisor::new(ways, self.first, self.ranks(), policy)?)
     }
@@ -148,6 +159,7 @@ impl InstanceSpec {
             epoch,
             rank: rank.0,
             split: self.cuts[way].split.clone(),
+            draft: self.draft.clone().zip(post.draft).map(DraftJob::from),
             model: post.model,
             identity: self.identity.clone(),
             class: self.classes[rank.0 as usize].to_string(),
@@ -193,6 +205,8 @@ struct Measured {
     uses: Vec<ExpertUses>,
     /// Bytes that it sent to each rank in its epoch.
     sent_to: Vec<u64>,
+    /// The guesses that it checked in its epoch.
+    guesses: Guesses,
 }
 
 enum Command {
@@ -255,7 +269,9 @@ impl Instance {
         });
         let (first, started) = channel();
         let cuts = spec.cuts.clone();
+        let follower = || Follower::new(&spec.config, &cuts, spec.first);
         let mut shell = Shell {
+            follower: spec.follows.then(follower),
             shared: Arc::clone(&shared),
             spec,
             supervisor,
@@ -368,6 +384,12 @@ impl Instance {
         let all = ranks.len();
         let sent: Vec<Vec<u64>> = ranks.into_iter().map(|rank| rank.sent_to).collect();
         sent.iter().all(|to| to.len() == all).then_some(sent)
+    }
+
+    /// Guesses that were checked in this epoch; none when a rank does not say within a second.
+    pub fn guesses(&self) -> Guesses {
+        let ranks = self.measure(MEASURE_LIMIT).unwrap_or_default();
+        ranks.into_iter().map(|rank| rank.guesses).sum()
     }
 
     /// Asks every rank for its measurements, in rank order; `None` when one's are missing after
@@ -518,6 +540,7 @@ struct Shell {
     /// Hears how the first start went.
     first: Option<Sender<Result<(), Error>>>,
     keeper: Keeper,
+    follower: Option<Follower>,
     over: bool,
 }
 
@@ -533,9 +556,20 @@ impl Shell {
                 Some(event) => self.heard(event),
                 None => self.step(Event::Tick),
             }
+            self.ask();
             self.obey();
         }
         self.sinks.clear();
+    }
+
+    /// Asks all ranks what their steps take, where shares follow that.
+    fn ask(&mut self) {
+        let is_computing = self.supervisor.load().0 > 0;
+        let now = self.begun.elapsed();
+        let follower = self.follower.as_mut().filter(|_| is_computing);
+        if follower.is_some_and(|follower| follower.is_due(now)) {
+            self.tell_all(&ToWorker::Look);
+        }
     }
 
     fn heard(&mut self, event: CrewEvent<FromWorker>) {
@@ -556,14 +590,24 @@ impl Shell {
                     moved,
                     uses,
                     sent_to,
+                    guesses,
                 } => {
                     let measured = Measured {
                         moved: (*moved).into(),
                         uses: uses.clone(),
                         sent_to: sent_to.clone(),
+                        guesses: *guesses,
                     };
                     self.measuring
                         .retain(|asker| asker.send((*rank, measured.clone())).is_ok());
+                    return;
+                }
+                FromWorker::Busy { epoch, busy } => {
+                    let follower = self.follower.as_mut();
+                    let better = follower.and_then(|it| it.hear(*rank, *epoch, *busy));
+                    if let Some(Move { to, gain }) = better {
+                        self.step(Event::Move { to, gain });
+                    }
                     return;
                 }
                 FromWorker::Left { moved, .. } => {
@@ -672,6 +716,9 @@ impl Shell {
             Action::Forget(ticket) => drop(self.sinks.remove(&ticket)),
             Action::Learn { way, tok_s } => self.learn(way, tok_s),
             Action::Loaded { way, took } => {
+                if let Some(follower) = &mut self.follower {
+                    follower.ready(self.supervisor.epoch(), way, took);
+                }
                 if let Some(forecast) = &self.spec.forecast {
                     let split = &self.spec.cuts[way].split;
                     lock(forecast).loaded(split, took.as_secs_f64());

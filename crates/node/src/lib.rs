@@ -68,4 +68,4 @@ pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::{Exchanged, Moved};
 pub use portrait::{Portrait, Shard};
-pub use prepared::{Answer, Loaded, Options, Prepared};
+pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};

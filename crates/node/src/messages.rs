@@ -12,9 +12,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use paceline_comm::tcp::KEY_BYTES;
-use paceline_engine::{EngineConfig, Reply, Request, Ticket};
+use paceline_engine::{EngineConfig, Guesses, Reply, Request, Ticket};
 use paceline_model::trace::RankTrace;
-use paceline_model::{ExpertUses, Split};
+use paceline_model::{Busy, ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -48,6 +48,8 @@ pub enum ToWorker {
     },
     /// Tell what was sent so far, and how often experts were chosen.
     Measure,
+    /// Tell what steps computed for. Asked only where shares follow that.
+    Look,
     /// Record what takes how long from now on, or tell what was recorded since.
     Trace {
         /// Whether to record.
@@ -66,6 +68,7 @@ impl ToWorker {
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
             Self::Measure => "Measure",
+            Self::Look => "Look",
             Self::Trace { .. } => "Trace",
             Self::Leave => "Leave",
         }
@@ -82,6 +85,9 @@ pub struct Job {
     pub(crate) model: PathBuf,
     /// Which model that is to be.
     pub(crate) identity: String,
+    /// The model that guesses, if this rank leads.
+    #[serde(default)]
+    pub(crate) draft: Option<DraftJob>,
     /// Names of a kernel class and of a backend of the group.
     pub(crate) class: String,
     pub(crate) backend: String,
@@ -99,6 +105,28 @@ pub struct Job {
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step.
     pub(crate) patience_s: u64,
+}
+
+/// A draft model, as a leader loads it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DraftJob {
+    pub(crate) model: PathBuf,
+    /// Which model that is to be.
+    pub(crate) identity: String,
+}
+
+impl From<(String, PathBuf)> for DraftJob {
+    fn from((identity, model): (String, PathBuf)) -> Self {
+        Self { model, identity }
+    }
+}
+
+impl DraftJob {
+    /// The same on a machine that has its files at `model`; nothing where it lacks them.
+    pub(crate) fn at(self, model: Option<PathBuf>) -> Option<Self> {
+        let model = model?;
+        Some(Self { model, ..self })
+    }
 }
 
 /// The secret of an epoch's group, another one for each epoch. Never printed.
@@ -148,6 +176,16 @@ pub enum FromWorker {
         /// do not say, and from earlier versions.
         #[serde(default)]
         sent_to: Vec<u64>,
+        /// Of a leader: guesses that were checked in the epoch so far.
+        #[serde(default)]
+        guesses: Guesses,
+    },
+    /// The answer to `Look`.
+    Busy {
+        /// The epoch's number.
+        epoch: u64,
+        /// What steps of the rank computed for in it.
+        busy: Busy,
     },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),

@@ -13,7 +13,10 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass, lock};
 use paceline_comm::Backend;
-use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
+use paceline_engine::{
+    Draft, Engine, EngineConfig, Failure, GuessCounts, Guesses, Reply, Request, Runner, Service,
+    Ticket,
+};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
@@ -21,9 +24,14 @@ use paceline_tensor::{Kernels, KvType};
 
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
+use crate::instance::follow::lighter;
 use crate::supervisor::Change;
 use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
-use crate::{identity, load_whole};
+use crate::{identity, load_whole, texts};
+
+/// Guesses of a draft model that a step checks at most, where nobody says: beyond eight few are
+/// right together (0.8 of each gives 0.17 of all eight).
+pub const DRAFTS: usize = 8;
 
 /// How a model is to be computed.
 #[derive(Clone, Debug)]
@@ -82,6 +90,17 @@ pub struct Prepared {
     steers: bool,
     /// A second copy of each shard waits.
     spares: bool,
+    /// Shares follow what ranks take.
+    follows: bool,
+    draft: Option<DraftModel>,
+}
+
+/// A model that guesses for another one.
+#[derive(Debug)]
+struct DraftModel {
+    source: Arc<Source>,
+    identity: String,
+    tokenizer: Arc<Tokenizer>,
 }
 
 impl Prepared {
@@ -106,7 +125,38 @@ impl Prepared {
             forecast: None,
             steers: false,
             spares: false,
+            follows: false,
+            draft: None,
         })
+    }
+
+    /// Has a small model guess tokens, which the leader loads whole; up to
+    /// [`EngineConfig::drafts`] a step, [`DRAFTS`] where that is 0. The split that is chosen first
+    /// is kept: the speed of answers is one of the text then. Reads both vocabularies.
+    ///
+    /// # Errors
+    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] where MLX computes, and what
+    /// is wrong with the draft's files.
+    pub fn guess_with(&mut self, source: Arc<Source>) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::DraftOnMlx);
+        }
+        Config::read(&source)?;
+        let of_draft = Arc::new(texts::tokenizer(&source)?);
+        Draft::check(&of_draft, &texts::tokenizer(&self.source)?)?;
+        let identity = identity(&source).map_err(|source| Error::System {
+            what: "read the draft model's files",
+            source,
+        })?;
+        if self.engine.drafts == 0 {
+            self.engine.drafts = DRAFTS;
+        }
+        self.draft = Some(DraftModel {
+            source,
+            identity,
+            tokenizer: of_draft,
+        });
+        Ok(())
     }
 
     /// The model's files.
@@ -174,6 +224,7 @@ impl Prepared {
         self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
         let cuts = self.cuts();
         self.split = cuts[best(&cuts)].split.clone();
+        self.steers &= self.draft.is_none() && !self.follows;
     }
 
     /// Keeps the split that was chosen, whatever comes of it.
@@ -187,7 +238,16 @@ impl Prepared {
         self.spares = true;
     }
 
-    /// The ways to cut it that may be used: all if it steers.
+    /// Has ranks that compute slower than before, because somebody uses their machines, give work
+    /// away while that is so. In place of other changes of the split; of one rank there is nothing
+    /// to give away. On MLX shares stay.
+    pub fn follow_use(&mut self) {
+        self.follows = self.options.nodes > 1 && self.options.on_cpu();
+        self.steers &= !self.follows;
+    }
+
+    /// The ways to cut it that may be used: all if it steers, and those of less for one rank if its
+    /// shares follow what ranks take.
     fn cuts(&self) -> Vec<Cut> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let mut cuts = Vec::new();
@@ -206,6 +266,11 @@ impl Prepared {
                 split: self.split.clone(),
                 tok_s: forecast.as_deref().and_then(known),
             });
+            if self.follows {
+                let lighter = lighter(&self.config, &self.split, &self.options.shares);
+                let tok_s = cuts[0].tok_s;
+                cuts.extend(lighter.into_iter().map(|split| Cut { split, tok_s }));
+            }
         }
         cuts
     }
@@ -237,6 +302,8 @@ impl Prepared {
             forecast: self.forecast.clone(),
             restart,
             spares: self.spares,
+            draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
+            follows: self.follows,
         };
         Instance::begin(spec, crew, observer)
     }
@@ -273,12 +340,27 @@ impl Prepared {
         progress: impl FnMut(usize, usize),
     ) -> Result<Loaded, Error> {
         let numbers = (self.options.classes[0], self.options.kv);
-        let model = load_whole(&self.source, numbers, &self.engine, mlx, kernels, progress)?;
+        let own = Arc::clone(&kernels);
+        let model = load_whole(&self.source, numbers, &self.engine, mlx, own, progress)?;
         let (device, weights) = (model.device(), model.weight_bytes());
-        let engine = Engine::new(model, tokenizer, self.engine)?;
+        let config = self.engine.clone();
+        let mut engine = Engine::new(model, tokenizer, self.engine)?;
+        if let Some(DraftModel {
+            source, tokenizer, ..
+        }) = self.draft
+        {
+            let numbers = (self.options.classes[0], None);
+            let model = load_whole(&source, numbers, &config, mlx, kernels, |_, _| {})?;
+            engine.guess_with(Draft {
+                model,
+                tokenizer,
+                now: Instant::now,
+            })?;
+        }
         Ok(Loaded {
             computing: Computing::Here {
                 tracer: engine.tracer().clone(),
+                guesses: engine.guesses().clone(),
                 runner: Runner::start(engine, Instant::now),
                 weights,
                 device,
@@ -311,6 +393,7 @@ pub struct Loaded {
 enum Computing {
     Here {
         tracer: Tracer,
+        guesses: GuessCounts,
         runner: Runner,
         weights: Bytes,
         device: String,
@@ -434,6 +517,15 @@ impl Loaded {
             Computing::Here { tracer, .. } => Ok(vec![tracer.stop()]),
             Computing::Crew(instance) => instance.traced(),
             Computing::Elsewhere { .. } => Ok(Vec::new()),
+        }
+    }
+
+    /// Guesses that were checked so far; none where a node does not say.
+    pub fn guesses(&self) -> Guesses {
+        match &self.computing {
+            Computing::Here { guesses, .. } => guesses.told(),
+            Computing::Crew(instance) => instance.guesses(),
+            Computing::Elsewhere { .. } => Guesses::default(),
         }
     }
 

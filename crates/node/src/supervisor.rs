@@ -92,6 +92,8 @@ pub struct Policy {
     pub resume: bool,
     /// Requests that are held while the split changes, or while answers wait to go on.
     pub held_max: usize,
+    /// Whether changes of the split are ordered by [`Event::Move`] alone.
+    pub holds: bool,
 }
 
 impl Policy {
@@ -136,6 +138,13 @@ pub enum Event {
         ticket: Ticket,
         /// Why.
         reason: String,
+    },
+    /// Another way is better now: change to it, unless another change or a failure is under way.
+    Move {
+        /// Its place.
+        to: usize,
+        /// Tokens a second there, as a multiple of those now.
+        gain: f64,
     },
     /// Time went by.
     Tick,
@@ -374,7 +383,7 @@ impl Supervisor {
         policy: Policy,
     ) -> Result<Self, paceline_plan::Error> {
         Ok(Self {
-            steering: steering(&ways, first, Duration::ZERO)?,
+            steering: steering(&ways, first, Duration::ZERO, policy.holds)?,
             ways,
             policy,
             way: first,
@@ -487,6 +496,7 @@ impl Supervisor {
             Event::Unsendable { ticket, reason } => {
                 self.finish(now, ticket, Reply::Failed(Failure::Invalid { reason }));
             }
+            Event::Move { to, gain } => self.move_to(now, to, gain),
             Event::Tick => {}
             Event::End => self.end(now, "the instance was ended"),
         }
@@ -617,7 +627,9 @@ impl Supervisor {
         };
         let (way, why, took) = (starting.way, starting.why.clone(), now - starting.since);
         self.phase = Phase::Ready;
-        if let (Why::First, Ok(steering)) = (&why, steering(&self.ways, way, took)) {
+        if let (Why::First, Ok(steering)) =
+            (&why, steering(&self.ways, way, took, self.policy.holds))
+        {
             self.steering = steering; // now it is known how long a load takes
         }
         (self.way, self.was_ready) = (way, true);
@@ -814,17 +826,20 @@ impl Why {
 }
 
 /// Steering that begins with way `first`; `unknown` is the price of ways that were never loaded.
+/// Where it `holds` it orders no change by itself.
 fn steering(
     ways: &[Way],
     first: usize,
     unknown: Duration,
+    holds: bool,
 ) -> Result<Steering, paceline_plan::Error> {
     let way = |way: &Way| steer::Way {
         tok_s: way.tok_s,
         change: way.change.unwrap_or(unknown),
     };
     let ways: Vec<steer::Way> = ways.iter().map(way).collect();
-    Steering::new(&ways, first)
+    let steering = Steering::new(&ways, first)?;
+    Ok(if holds { steering.holding() } else { steering })
 }
 
 fn cannot_start(reason: &str) -> String {

@@ -4,6 +4,7 @@
 //! does the loop of the other ranks. An epoch that fails is told, and the worker waits for another
 //! part with its packed weights kept. Only a broken control channel ends the process.
 
+mod drafting;
 mod epoch;
 mod tickets;
 mod watchdog;
@@ -19,6 +20,7 @@ use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
+use paceline_engine::Draft;
 use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
@@ -27,6 +29,7 @@ use crate::Error;
 use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
+use drafting::Drafting;
 use epoch::{Epoch, Part};
 use watchdog::Watchdog;
 
@@ -68,6 +71,7 @@ pub fn run(
         number: 0,
         kernels: None,
         kept: None,
+        drafting: Drafting::default(),
         epoch: None,
     };
     loop {
@@ -125,6 +129,7 @@ struct Worker<'a> {
     number: u64,
     kernels: Option<Made>,
     kept: Option<Kept>,
+    drafting: Drafting,
     epoch: Option<Epoch>,
 }
 
@@ -247,9 +252,25 @@ impl Worker<'_> {
         };
         let weights = match self.kept.take().filter(|kept| kept.of == of) {
             Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
-            None => self.load(job, (class, &source), kernels, Some(links))?,
+            None => self.load(job, (class, &source), Arc::clone(&kernels), Some(links))?,
         };
-        Epoch::start(&self.channel, job, &source, weights, of).map(Some)
+        let draft = match of.shard.leads() {
+            true => self.draft(job, &kernels)?,
+            false => None,
+        };
+        Epoch::start(&self.channel, job, (&source, draft), weights, of).map(Some)
+    }
+
+    /// The draft of a job. One that cannot be loaded any more is no reason to lose answers: the
+    /// epochs after the first go on without.
+    fn draft(&mut self, job: &Job, kernels: &Arc<Kernels>) -> Result<Option<Draft>, Error> {
+        match self.drafting.of(job, kernels, &self.mlx) {
+            Err(error) if job.epoch > 1 => {
+                warn!(rank = job.rank, %error, "go on without the draft model");
+                Ok(None)
+            }
+            other => other,
+        }
     }
 
     /// The kernels for a job, the same as before where they can be.
@@ -264,6 +285,7 @@ impl Worker<'_> {
             return Ok(Arc::clone(kernels));
         }
         self.kept = None; // packed for others
+        self.drafting = Drafting::default();
         let made = (self.make_kernels)(threads, pinning).map_err(|source| Error::System {
             what: "start threads",
             source,
@@ -340,6 +362,7 @@ impl Worker<'_> {
         };
         match (message, &epoch.part) {
             (ToWorker::Measure, _) => self.channel.send(&epoch.measured())?,
+            (ToWorker::Look, _) => self.channel.send(&epoch.busy(self.number))?,
             (ToWorker::Trace { on }, _) => epoch.trace(&self.channel, on)?,
             (
                 ToWorker::Submit {
@@ -390,17 +413,25 @@ impl Worker<'_> {
 /// # Errors
 /// [`Error::OtherModel`]; [`Error::System`].
 fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
+    check_file((&job.model, &job.identity), source)
+}
+
+/// Refuses files at `path` that are another model than `expected`.
+///
+/// # Errors
+/// As [`check_identity`].
+fn check_file((path, expected): (&Path, &str), source: &Source) -> Result<(), Error> {
     let got = crate::identity(source).map_err(|source| Error::System {
         what: "read the model's files",
         source,
     })?;
-    if got == job.identity {
+    if got == expected {
         return Ok(());
     }
     Err(Error::OtherModel {
-        path: job.model.clone(),
+        path: path.to_owned(),
         got,
-        expected: job.identity.clone(),
+        expected: expected.to_owned(),
     })
 }
 

@@ -38,6 +38,7 @@ pub mod cost;
 pub mod draw;
 mod error;
 pub mod fit;
+pub mod follow;
 pub mod model;
 mod network;
 pub mod placement;

@@ -92,6 +92,8 @@ pub struct Steering {
     /// The change that is being made.
     ordered: Option<usize>,
     changes: u32,
+    /// Whether it orders no change by itself.
+    holds: bool,
     /// Requests.
     open: usize,
     /// When the way in use began.
@@ -135,12 +137,38 @@ impl Steering {
             at,
             ordered: None,
             changes: 0,
+            holds: false,
             open: 0,
             since: Duration::ZERO,
             last: None,
             cold: COLD,
             gaps: Vec::with_capacity(WINDOW),
             n: 0,
+        })
+    }
+
+    /// Orders no change by itself from now on: [`order`](Self::order) does.
+    #[must_use]
+    pub const fn holding(mut self) -> Self {
+        self.holds = true;
+        self
+    }
+
+    /// Orders a change to way `to`, where `gain` times the tokens a second of the one in use are
+    /// expected; nothing while another change is made, or where `to` is in use or could not be
+    /// started before.
+    pub fn order(&mut self, to: usize, gain: f64) -> Option<Order> {
+        let way = self.ways.get(to)?;
+        if self.ordered.is_some() || to == self.at || way.refused {
+            return None;
+        }
+        let measured = self.ways[self.at].believed();
+        self.ordered = Some(to);
+        Some(Order {
+            from: self.at,
+            to,
+            measured,
+            expected: measured * gain,
         })
     }
 
@@ -226,7 +254,7 @@ impl Steering {
         let measured = 1.0 / gap;
         self.ways[self.at].measured = Some(measured);
         let (to, expected) = self.best_other()?;
-        if self.changes >= MOST || expected <= measured * (1.0 + NOISE) {
+        if self.holds || self.changes >= MOST || expected <= measured * (1.0 + NOISE) {
             return None;
         }
         let lost = self.n as f64 * (gap - 1.0 / expected);

@@ -351,6 +351,11 @@ impl World {
             replica: 0,
             source: None,
             lender: None,
+            draft: None,
+            drafts: None,
+            follow: false,
+            grows: false,
+            added: false,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

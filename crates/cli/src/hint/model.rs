@@ -59,6 +59,9 @@ fn of_engine(error: &paceline_engine::Error) -> Option<&'static str> {
     use paceline_engine::Error;
     match error {
         Error::EmptyPrompt => Some("the prompt needs at least one character"),
+        Error::DraftVocabulary { .. } => {
+            Some("choose a small model of the same family, or leave out --draft")
+        }
         Error::Model(error) => of_model(error),
         _ => None,
     }

@@ -51,6 +51,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "--plaintext allows it, for cables and networks that you trust".into()
         }
         Error::CpuOnly { option } => format!("leave out {option} or --engine"),
+        Error::DraftOf { .. } => "give one MODEL, and leave out --drafts 0 or --draft".into(),
         Error::AdapterOfSeveral => {
             "`paceline adapter fuse` writes a model with its adapter in it, to serve beside others"
                 .into()

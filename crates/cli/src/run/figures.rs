@@ -153,6 +153,7 @@ impl Figures {
             "instruction_set": loaded.device(),
             "seed": session.seed(),
             "expert_uses": expert_uses(&loaded.expert_uses()),
+            "guesses": loaded.guesses(),
         })
     }
 }

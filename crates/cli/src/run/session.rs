@@ -39,15 +39,16 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Loads the model at `path`, and tells how it is split.
+    /// Loads the model at `path`, for which the one at `draft` guesses, and tells how it is split.
     /// `stays` keeps the split that was chosen first, whatever comes of it.
     pub(super) fn open(
         args: &Args,
-        path: &Path,
+        (path, draft): (&Path, Option<&Path>),
         sampling: SamplingParams,
         stays: bool,
     ) -> anyhow::Result<Self> {
         let mut opened = open(args, path, &args.split)?;
+        draft.map_or(Ok(()), |draft| opened.guess_with(draft))?;
         opened.forecast();
         if stays {
             opened.stay();

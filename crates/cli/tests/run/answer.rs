@@ -48,12 +48,13 @@ fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
 }
 
 /// What `run --json` prints, in the order of the alphabet.
-const FIELDS: [&str; 25] = [
+const FIELDS: [&str; 26] = [
     "array_bytes_per_token",
     "context",
     "decode_tok_s",
     "expert_uses",
     "finish_reason",
+    "guesses",
     "instruction_set",
     "kernel_class",
     "kv_type",

@@ -64,6 +64,52 @@ pub struct Wanted {
     /// versions drop a lender when they write the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeId>,
+    /// The model that guesses for it. `None` without one, and in records of versions that do not
+    /// know drafts: those versions drop it when they write the next record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draft: Option<DraftOf>,
+    /// Tokens that are guessed and checked in a step at most, `None` for the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drafts: Option<u8>,
+    /// Whether nodes that compute slower than before give work to the others meanwhile.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub follow: bool,
+    /// Whether replicas of it are added and ended by load.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub grows: bool,
+    /// Whether load added it: it ends when it is idle.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub added: bool,
+}
+
+/// A small model that guesses what the model of an instance will answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DraftOf {
+    /// What its user calls it.
+    pub model: String,
+    /// SHA-256 of its file, in hexadecimal digits.
+    pub sha256: String,
+    /// Bytes of its file.
+    pub bytes: u64,
+}
+
+impl Wanted {
+    /// The record with the draft model in place of the model: for finding and copying its file.
+    /// `None` without a draft.
+    pub fn of_draft(&self) -> Option<Self> {
+        let DraftOf {
+            model,
+            sha256,
+            bytes,
+        } = self.draft.clone()?;
+        Some(Self {
+            model,
+            sha256,
+            bytes,
+            draft: None,
+            ..self.clone()
+        })
+    }
 }
 
 /// How an instance is, as its owner says.
@@ -237,6 +283,11 @@ mod tests {
             replica: 0,
             source: None,
             lender: lender.map(node),
+            draft: None,
+            drafts: None,
+            follow: false,
+            grows: false,
+            added: false,
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -322,6 +373,35 @@ mod tests {
         };
         let text = serde_json::to_string(&lent).unwrap();
         assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), lent);
+    }
+
+    #[test]
+    fn a_draft_is_kept_in_the_record_and_has_one_of_its_own() {
+        let (_, _, plain) = wanted(&map(3, &[1], &[2])).next().unwrap();
+        assert_eq!(plain.of_draft(), None);
+        let text = serde_json::to_string(&plain).unwrap();
+        assert!(
+            !text.contains("draft") && !text.contains("follow"),
+            "{text}"
+        );
+        let draft = DraftOf {
+            model: "small".into(),
+            sha256: "00".into(),
+            bytes: 7,
+        };
+        let guessed = Wanted {
+            draft: Some(draft),
+            drafts: Some(4),
+            follow: true,
+            grows: true,
+            added: true,
+            ..plain.clone()
+        };
+        let text = serde_json::to_string(&guessed).unwrap();
+        assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), guessed);
+        let of_draft = guessed.of_draft().unwrap();
+        assert_eq!((of_draft.model.as_str(), of_draft.bytes), ("small", 7));
+        assert_eq!(of_draft.nodes, plain.nodes);
     }
 
     #[test]

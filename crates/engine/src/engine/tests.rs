@@ -2,6 +2,7 @@
 
 mod batching;
 mod constrained;
+mod draft_model;
 mod drafts;
 mod edges;
 mod hostile;

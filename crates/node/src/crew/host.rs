@@ -56,6 +56,9 @@ pub(super) enum ToHost<M = ToWorker> {
         model: ModelName,
         /// Threads of it that stay on cores of their own.
         pin: Option<usize>,
+        /// The model that guesses for it. Earlier versions name none.
+        #[serde(default)]
+        draft: Option<ModelName>,
     },
     /// For the worker.
     Worker(M),
@@ -75,6 +78,9 @@ pub(super) enum FromHost {
         bind: SocketAddr,
         /// The model's file here.
         model: PathBuf,
+        /// The draft model's file here; a machine without it computes without guesses.
+        #[serde(default)]
+        draft: Option<PathBuf>,
         /// The first core of its threads.
         first_core: Option<usize>,
         /// The process.
@@ -146,7 +152,9 @@ impl fmt::Debug for HostSpec {
 /// [`Broken`]: how the line ended.
 pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
     let crew = match hear(line, START_LIMIT)? {
-        Some(ToHost::<ToWorker>::Start { model, pin }) => start(line, spec, &model, pin)?,
+        Some(ToHost::<ToWorker>::Start { model, pin, draft }) => {
+            start(line, spec, (&model, draft.as_ref()), pin)?
+        }
         _ => return Err(Broken::new("the owner did not say what to start")),
     };
     let over = AtomicBool::new(false);
@@ -166,12 +174,12 @@ pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
 fn start(
     line: &dyn Line,
     spec: &HostSpec,
-    model: &ModelName,
+    models: (&ModelName, Option<&ModelName>),
     pin: Option<usize>,
 ) -> Result<LocalCrew, Broken> {
     let bind = listen_address(spec.interface.as_deref()).map_err(|error| error.to_string());
-    let started = bind.and_then(|bind| Ok((bind, spawn(spec, model, pin)?)));
-    let (bind, (crew, path)) = match started {
+    let started = bind.and_then(|bind| Ok((bind, spawn(spec, models, pin)?)));
+    let (bind, crew) = match started {
         Ok(started) => started,
         Err(reason) => {
             let refused = FromHost::Refused {
@@ -189,7 +197,8 @@ fn start(
     let started = FromHost::Started {
         listen,
         bind,
-        model: path,
+        model: post.model,
+        draft: post.draft,
         first_core: post.first_core,
         pid: post.pid,
     };
@@ -198,22 +207,22 @@ fn start(
 
 fn spawn(
     spec: &HostSpec,
-    model: &ModelName,
+    (model, draft): (&ModelName, Option<&ModelName>),
     pin: Option<usize>,
-) -> Result<(LocalCrew, PathBuf), String> {
+) -> Result<LocalCrew, String> {
     let path = (spec.find)(model)?;
     let on_line = Arc::clone(&spec.on_line);
     let crew = LocalCrew::spawn(LocalSpec {
         program: spec.program.clone(),
         args: spec.args.clone(),
         env: spec.env.clone(),
-        model: path.clone(),
+        model: path,
+        draft: draft.and_then(|draft| (spec.find)(draft).ok()),
         ranks: 1,
         pin,
         on_line: Some(Box::new(move |_, line| on_line(line))),
     });
-    let crew = crew.map_err(|error| error.to_string())?;
-    Ok((crew, path))
+    crew.map_err(|error| error.to_string())
 }
 
 /// Passes on what the owner says, until the line ends.

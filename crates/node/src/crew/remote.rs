@@ -80,6 +80,7 @@ pub trait Places: Send + Sync + fmt::Debug {
 pub struct RemoteCrew {
     places: Box<dyn Places>,
     model: ModelName,
+    draft: Option<ModelName>,
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
     spares: Vec<Mutex<Slot>>,
@@ -155,6 +156,7 @@ impl RemoteCrew {
         Self {
             places,
             model,
+            draft: None,
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
             spares: (0..ranks).map(|_| Mutex::default()).collect(),
@@ -163,6 +165,13 @@ impl RemoteCrew {
             epochs: Mutex::default(),
             over: AtomicBool::new(false),
         }
+    }
+
+    /// Has a draft model's files told with each [`Post`], where the machine has them.
+    #[must_use]
+    pub fn with_draft(mut self, draft: Option<ModelName>) -> Self {
+        self.draft = draft;
+        self
     }
 
     /// What people call the machine of each rank; empty where there is none now.
@@ -195,6 +204,7 @@ impl RemoteCrew {
         let start = ToHost::<ToWorker>::Start {
             model: self.model.clone(),
             pin: self.pin,
+            draft: self.draft.clone(),
         };
         say(&*line, &start).map_err(|error| of(&error))?;
         let answer = hear(&*line, START_LIMIT).map_err(|error| of(&error))?;
@@ -203,6 +213,7 @@ impl RemoteCrew {
                 listen,
                 bind,
                 model,
+                draft,
                 first_core,
                 pid,
             }) => Ok(Seat {
@@ -212,6 +223,7 @@ impl RemoteCrew {
                 post: Post {
                     listen: bind,
                     model,
+                    draft,
                     first_core,
                     pid,
                 },
@@ -499,6 +511,7 @@ impl Crew for RemoteCrew {
             None => Post {
                 listen: own,
                 model: self.model.name.clone().into(),
+                draft: None,
                 first_core: None,
                 pid: None,
             },
@@ -738,6 +751,7 @@ mod tests {
             listen: Some(SocketAddr::from(([10, 0, 0, 7], 0))),
             bind: SocketAddr::from(([0, 0, 0, 0], 0)),
             model: "/there/model.gguf".into(),
+            draft: Some("/there/draft.gguf".into()),
             first_core: None,
             pid: Some(7),
         }
@@ -766,6 +780,7 @@ mod tests {
         let heard = [SocketAddr::from(([0, 0, 0, 0], 77))];
         assert_eq!(crew.seen_by(Rank(0), &heard), heard, "its own");
         assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
+        assert_eq!(post.draft.as_deref(), Some("/there/draft.gguf".as_ref()));
 
         let listening = FromWorker::Listening { addr: post.listen };
         say(&first, &FromHost::Message(listening.clone())).unwrap();

@@ -452,6 +452,11 @@ mod tests {
             replica: 0,
             source: None,
             lender: None,
+            draft: None,
+            drafts: None,
+            follow: false,
+            grows: false,
+            added: false,
         }
     }
 

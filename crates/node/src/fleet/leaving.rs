@@ -383,6 +383,11 @@ mod tests {
             replica: 0,
             source: None,
             lender: None,
+            draft: None,
+            drafts: None,
+            follow: false,
+            grows: false,
+            added: false,
         }
     }
 

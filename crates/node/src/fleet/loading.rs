@@ -3,11 +3,15 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, NODES_MAX, SPLIT_ANY, Wanted};
+use paceline_cluster::nodes::placement::{
+    self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPLIT_ANY, Wanted,
+};
 use paceline_cluster::nodes::{InstanceId, NodeId};
-use paceline_model::SplitKind;
+use paceline_engine::Draft;
+use paceline_model::{Source, SplitKind};
 
 use super::{Ask, Inner, REPLICAS_MAX, naming, new_id, preview};
+use crate::texts;
 
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
@@ -31,6 +35,9 @@ impl Inner {
         let path = self.copies.of_user(&ask.model)?;
         let all: BTreeSet<NodeId> = groups.iter().flatten().copied().collect();
         preview::check_file(&path, all.len())?;
+        if let Some(draft) = &ask.draft {
+            self.check_draft(draft, (&ask.model, &path), all.len())?;
+        }
         for nodes in &groups {
             self.measure_unknown(nodes);
             for way in self.ways_told(nodes) {
@@ -38,6 +45,23 @@ impl Inner {
             }
         }
         self.records(ask, &path, groups)
+    }
+
+    /// Whether a draft model can guess for a model, and be shared with so many nodes.
+    fn check_draft(
+        &self,
+        draft: &str,
+        (model, path): (&str, &Path),
+        nodes: usize,
+    ) -> Result<(), String> {
+        let of_draft = self.copies.of_user(draft)?;
+        preview::check_file(&of_draft, nodes)?;
+        let tokenizer = |name: &str, path: &Path| {
+            let source = Source::open(path).map_err(|error| format!("{name}: {error}"))?;
+            texts::tokenizer(&source).map_err(|error| format!("{name}: {error}"))
+        };
+        let both = (tokenizer(draft, &of_draft)?, tokenizer(model, path)?);
+        Draft::check(&both.0, &both.1).map_err(|error| format!("{draft}: {error}"))
     }
 
     /// A record for each replica, on its group of nodes.
@@ -83,6 +107,26 @@ impl Inner {
             replica: 0,
             source: Some(self.agent.id()),
             lender: None,
+            draft: ask
+                .draft
+                .as_deref()
+                .map(|name| self.draft(name))
+                .transpose()?,
+            drafts: ask.drafts,
+            follow: ask.follow,
+            grows: ask.grows,
+            added: false,
+        })
+    }
+
+    /// A draft model of this machine's store, as a record names it.
+    fn draft(&self, name: &str) -> Result<DraftOf, String> {
+        let path = self.copies.of_user(name)?;
+        let failed = |error| format!("{}: {error}", path.display());
+        Ok(DraftOf {
+            model: name.to_owned(),
+            sha256: self.copies.hash(&path).map_err(failed)?,
+            bytes: std::fs::metadata(&path).map_err(failed)?.len(),
         })
     }
 
@@ -103,7 +147,7 @@ impl Inner {
         Ok(ids)
     }
 
-    fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
+    pub(super) fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
         let id = new_id()?;
         self.want(id, 1, Some(record)).map(|()| id)
     }

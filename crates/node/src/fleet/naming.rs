@@ -132,6 +132,11 @@ mod tests {
             replica,
             source: None,
             lender: None,
+            draft: None,
+            drafts: None,
+            follow: false,
+            grows: false,
+            added: false,
         }
     }
 

@@ -1,6 +1,7 @@
 //! An instance that this node owns: the model on every node, workers over them, and reports.
 
 use std::cell::Cell;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -53,13 +54,17 @@ impl Owned {
         self.report(inner, State::Fetching, None, None);
         let path = self.own_file(inner)?;
         self.share(inner)?;
+        let draft = self.draft(inner)?;
         self.report(inner, State::Loading, None, None);
         if encoders::is_encoder(&path) {
             return encoders::load(&path, &self.wanted).map(Answers::Encoder);
         }
-        let mut prepared = self.prepare(inner, &path)?;
+        let mut prepared = self.prepare(inner, &path, draft.as_deref())?;
         if self.wanted.spare > 0 {
             prepared.keep_spares();
+        }
+        if self.wanted.follow {
+            prepared.follow_use();
         }
         let places = Nodes {
             agent: inner.agent.clone(),
@@ -72,6 +77,7 @@ impl Owned {
         };
         let ranks = self.wanted.nodes.len() as u32;
         let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);
+        let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
         let instance = prepared.over(Box::new(crew), true, self.observer(inner));
         let instance = instance.map_err(|error| error.to_string())?;
         instance.ready().map_err(|error| error.to_string())?;
@@ -100,7 +106,39 @@ impl Owned {
         path_of(inner, &self.wanted)
     }
 
-    fn prepare(&self, inner: &Inner, path: &Path) -> Result<Prepared, String> {
+    /// As [`draft_file`](Self::draft_file). An owner that took over and cannot have the draft goes
+    /// on without: answers need none.
+    fn draft(&self, inner: &Inner) -> Result<Option<PathBuf>, String> {
+        match self.draft_file(inner) {
+            Err(reason) if self.epoch > 1 => {
+                let model = &self.wanted.model;
+                (inner.spec.tell)(&format!("{model} goes on without its draft: {reason}"));
+                Ok(None)
+            }
+            other => other,
+        }
+    }
+
+    /// The draft model's file on this node, once every node has it; `None` without one.
+    fn draft_file(&self, inner: &Inner) -> Result<Option<PathBuf>, String> {
+        let Some(wanted) = self.wanted.of_draft() else {
+            return Ok(None);
+        };
+        let of_draft = Self {
+            wanted,
+            ..self.clone()
+        };
+        let path = of_draft.own_file(inner)?;
+        of_draft.share(inner)?;
+        Ok(Some(path))
+    }
+
+    fn prepare(
+        &self,
+        inner: &Inner,
+        path: &Path,
+        draft: Option<&Path>,
+    ) -> Result<Prepared, String> {
         let source = Source::open(path).map_err(|error| error.to_string())?;
         let options = Options {
             classes: vec![KernelClass::Cpu; self.wanted.nodes.len()],
@@ -118,7 +156,15 @@ impl Owned {
             probed: Backend::Tcp,
         };
         let sizes = |config: &_| (inner.spec.sizes)(path, config, &self.wanted);
-        Prepared::new(Arc::new(source), options, sizes).map_err(|error| error.to_string())
+        let prepared = Prepared::new(Arc::new(source), options, sizes);
+        let mut prepared = prepared.map_err(|error| error.to_string())?;
+        if let Some(draft) = draft {
+            let of_draft = |error: &dyn Display| format!("{}: {error}", draft.display());
+            let source = Source::open(draft).map_err(|error| of_draft(&error))?;
+            let guessed = prepared.guess_with(Arc::new(source));
+            guessed.map_err(|error| of_draft(&error))?;
+        }
+        Ok(prepared)
     }
 
     /// Has all nodes have the model, side by side.

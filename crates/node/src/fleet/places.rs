@@ -238,7 +238,11 @@ impl Nodes {
     fn get_model(&self, id: NodeId) -> Result<(), String> {
         match self.nodes.contains(&id) {
             true => Ok(()),
-            false => copies::ensure(&self.agent, id, &self.wanted, &|_| ()),
+            false => {
+                let draft = self.wanted.of_draft();
+                let mut models = std::iter::once(self.wanted.clone()).chain(draft);
+                models.try_for_each(|model| copies::ensure(&self.agent, id, &model, &|_| ()))
+            }
         }
     }
 }

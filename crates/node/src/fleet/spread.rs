@@ -176,7 +176,7 @@ impl Inner {
     }
 
     /// Bytes that a further model may have on each node.
-    fn rooms(&self) -> BTreeMap<NodeId, u64> {
+    pub(super) fn rooms(&self) -> BTreeMap<NodeId, u64> {
         let mut rooms: BTreeMap<NodeId, u64> = BTreeMap::new();
         for view in self.agent.nodes() {
             let usable = view.facts.memory_bytes as f64 * USABLE;

@@ -90,6 +90,7 @@ fn keep(crew: &dyn Crew, (job, tag): (&Job, u64), tries: &mut Tries) {
     let prepare = |post: Post| {
         ToWorker::Prepare(Box::new(Job {
             model: post.model,
+            draft: job.draft.clone().and_then(|draft| draft.at(post.draft)),
             first_core: post.first_core,
             ..job.clone()
         }))

@@ -51,9 +51,22 @@ impl Supervisor {
         if event == steer::Event::Token && !ready {
             return; // late ones say nothing about speed
         }
-        let Some(order) = self.steering.step(now, event) else {
+        if let Some(order) = self.steering.step(now, event) {
+            self.change(now, order);
+        }
+    }
+
+    /// Changes to a way that is better now by other measures than tokens.
+    pub(super) fn move_to(&mut self, now: Duration, to: usize, gain: f64) {
+        if !matches!(self.phase, Phase::Ready) {
             return;
-        };
+        }
+        if let Some(order) = self.steering.order(to, gain) {
+            self.change(now, order);
+        }
+    }
+
+    fn change(&mut self, now: Duration, order: Order) {
         self.learn(now);
         let pending = Pending {
             order,

@@ -169,6 +169,7 @@ impl World {
             restart: !random.one_in(4),
             resume: random.one_in(2),
             held_max: 4,
+            holds: false,
         };
         let ways = (0..ways).map(way).collect();
         Self {
@@ -632,10 +633,16 @@ struct Failing {
 
 impl Failing {
     fn new(resume: bool) -> Self {
+        Self::of(1, resume)
+    }
+
+    /// Of so many ways.
+    fn of(ways: usize, resume: bool) -> Self {
         let policy = Policy {
             restart: true,
             resume,
             held_max: 4,
+            holds: ways > 1,
         };
         let way = Way {
             name: "none".to_owned(),
@@ -643,7 +650,7 @@ impl Failing {
             tok_s: 1.0,
             change: None,
         };
-        let mut supervisor = Supervisor::new(vec![way], 0, 1, policy).unwrap();
+        let mut supervisor = Supervisor::new(vec![way; ways], 0, 1, policy).unwrap();
         supervisor.step(Duration::ZERO, Event::Begin);
         Self {
             supervisor,
@@ -758,4 +765,48 @@ fn a_request_waits_for_workers_that_cannot_start() {
     }
     assert!(failing.now - begun >= HELD_LIMIT);
     assert!(rounds >= 2, "{rounds}");
+}
+
+/// A move is one change of the split: open requests go on in the next epoch.
+#[test]
+fn a_better_way_is_moved_to_and_answers_go_on() {
+    let mut instance = Failing::of(2, true);
+    let to = 1;
+    assert_eq!(instance.step(Event::Move { to, gain: 2.0 }), [], "loading");
+    instance.become_ready();
+    instance.ask(Ticket(1));
+    let actions = instance.step(Event::Move { to, gain: 2.0 });
+    assert_eq!(actions, [Action::Leave(Rank(0))]);
+    assert_eq!(
+        instance.step(Event::Move { to, gain: 2.0 }),
+        [],
+        "it is leaving"
+    );
+    let (epoch, moved) = (1, RankMoved::default());
+    let assigned = instance.said(FromWorker::Left { epoch, moved });
+    let rank = Rank(0);
+    let expected = Action::Assign {
+        rank,
+        epoch: 2,
+        way: to,
+    };
+    assert_eq!(assigned, [expected]);
+    instance.said(FromWorker::Listening { addr: addr() });
+    let ready = instance.said(FromWorker::Ready(facts()));
+    let is_told = |action: &Action| matches!(action, Action::Tell(Notice::Changed(_)));
+    assert!(ready.iter().any(is_told), "{ready:?}");
+    let goes_on = |action: &Action| {
+        matches!(
+            action,
+            Action::Submit {
+                ticket: Ticket(1),
+                ..
+            }
+        )
+    };
+    assert!(ready.iter().any(goes_on), "{ready:?}");
+    assert_eq!(
+        (instance.supervisor.way(), instance.supervisor.changes()),
+        (1, 1)
+    );
 }

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_comm::{Deadline, Error as CommError, Group};
-use paceline_engine::{Engine, Follower, Request, Runner, Service, State, Ticket};
+use paceline_engine::{
+    Draft, Engine, Follower, GuessCounts, Guesses, Request, Runner, Service, State, Ticket,
+};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Source, Weights};
 
@@ -41,22 +43,27 @@ pub(super) enum Part {
 /// An engine, and what its requests are called outside.
 pub(super) struct Leader {
     runner: Runner,
+    guesses: GuessCounts,
     tickets: Tickets,
 }
 
 impl Epoch {
-    /// Starts to compute.
+    /// Starts to compute; of a leader, `draft` guesses.
     pub(super) fn start(
         channel: &Channel,
         job: &Job,
-        source: &Source,
+        (source, draft): (&Source, Option<Draft>),
         weights: Arc<dyn Weights>,
         of: Identity,
     ) -> Result<Self, Error> {
         let part = if of.shard.leads() {
             let tokenizer = Arc::new(tokenizer(source)?);
-            let engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
+            let mut engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
+            if let Some(draft) = draft {
+                engine.guess_with(draft)?;
+            }
             Part::Leads(Leader {
+                guesses: engine.guesses().clone(),
                 runner: Runner::start(engine, Instant::now),
                 tickets: Tickets::default(),
             })
@@ -83,6 +90,10 @@ impl Epoch {
             moved: RankMoved::of(&*self.weights),
             uses: self.weights.expert_uses(),
             sent_to: self.sent_to(),
+            guesses: match &self.part {
+                Part::Leads(leader) => leader.guesses.told(),
+                Part::Follows { .. } => Guesses::default(),
+            },
         }
     }
 
@@ -90,6 +101,13 @@ impl Epoch {
         let links = self.weights.links();
         let sent = links.map(|links| links.sent_to()).unwrap_or_default();
         sent.iter().map(|sent| sent.0).collect()
+    }
+
+    /// What its steps computed for.
+    pub(super) fn busy(&self, epoch: u64) -> FromWorker {
+        let links = self.weights.links();
+        let busy = links.map(|links| links.progress.busy()).unwrap_or_default();
+        FromWorker::Busy { epoch, busy }
     }
 
     /// Begins a trace of this rank, or ends it and tells what was recorded.

@@ -129,6 +129,37 @@ fn only_tokens_of_an_answer_alone_count() {
     assert_eq!(steering.at(), 1);
 }
 
+/// One that holds orders what it is told to, and nothing by its tokens.
+#[test]
+fn steering_that_holds_is_moved_by_others() {
+    let at = |ms: u64| Duration::from_millis(ms);
+    let mut steering = Steering::new(&[way(1e6, 0), way(2e6, 0)], 0)
+        .unwrap()
+        .holding();
+    steering.step(at(0), Event::Opened);
+    for ms in 0..1000 {
+        assert_eq!(steering.step(at(ms), Event::Token), None);
+    }
+    assert_eq!(steering.order(0, 2.0), None, "it is in use");
+    assert_eq!(steering.order(2, 2.0), None, "there is none");
+    let order = steering.order(1, 1.5).unwrap();
+    assert_eq!((order.from, order.to), (0, 1));
+    assert!(
+        (order.expected / order.measured - 1.5).abs() < 1e-9,
+        "{order:?}"
+    );
+    assert_eq!(steering.order(1, 1.5), None, "it is on its way");
+    steering.step(at(2000), Event::Changed(at(500)));
+    assert_eq!(steering.at(), 1);
+    assert!(steering.order(0, 1.2).is_some());
+    steering.step(at(3000), Event::Refused);
+    assert_eq!(
+        (steering.at(), steering.order(0, 1.2)),
+        (1, None),
+        "it was refused"
+    );
+}
+
 #[test]
 fn a_way_that_cannot_be_had_is_not_tried_again() {
     let mut steering = Steering::new(&[way(1e6, 0), way(2e6, 0)], 0).unwrap();

@@ -9,9 +9,9 @@ use super::rig::{Outcome, Rig, alone};
 use super::tiny::{END, Tiny};
 use crate::{EngineConfig, Request, SamplingParams};
 
-const CONTEXT: usize = 3 * PAGE;
+pub(super) const CONTEXT: usize = 3 * PAGE;
 
-fn sizes(drafts: usize) -> EngineConfig {
+pub(super) fn sizes(drafts: usize) -> EngineConfig {
     EngineConfig {
         cache_positions: 4 * CONTEXT,
         max_running: 4,
@@ -22,7 +22,7 @@ fn sizes(drafts: usize) -> EngineConfig {
 }
 
 /// An engine that finds further rows to cost nothing, so that it drafts wherever it has a guess.
-fn eager(tiny: &Tiny, drafts: usize) -> Rig {
+pub(super) fn eager(tiny: &Tiny, drafts: usize) -> Rig {
     let mut rig = Rig::new(tiny, sizes(drafts));
     (1..=64).for_each(|rows| rig.engine.costs.took(rows, Duration::from_millis(1)));
     rig
@@ -30,7 +30,7 @@ fn eager(tiny: &Tiny, drafts: usize) -> Rig {
 
 /// Outcomes of all requests together, guesses that were checked, and tokens beyond those that as
 /// many steps give without.
-fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
+pub(super) fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
     let ids: Vec<_> = requests.iter().map(|request| rig.submit(request)).collect();
     let (mut checked, mut gained) = (0, 0);
     while !rig.engine.is_idle() {
@@ -51,7 +51,7 @@ fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
 }
 
 /// Sampled from three tokens, so that guesses are often right and often wrong.
-fn babble(seed: u64) -> Request {
+pub(super) fn babble(seed: u64) -> Request {
     let sampling = SamplingParams {
         temperature: 2.0,
         seed,

@@ -1,0 +1,123 @@
+//! A draft model guesses, on any split: the same answers, in fewer steps.
+
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+
+use super::server::{Server, chat};
+use super::tiny::FAMILIES;
+use super::{World, alone, http, text};
+
+/// One node, which is the command itself, and every way to split.
+const CUTS: [&[&str]; 4] = [
+    &["--nodes", "1"],
+    &["--nodes", "2", "--split", "tensor"],
+    &["--nodes", "3", "--split", "pipeline"],
+    &["--nodes", "4", "--split", "2x2"],
+];
+
+/// The model, a copy of it that guesses all of its tokens, and one of another shape.
+fn models(world: &World) -> (String, [String; 2]) {
+    let model = world.write_model(FAMILIES[0]);
+    let copy = world.path("models/copy.gguf");
+    std::fs::copy(&model, &copy).unwrap();
+    let other = world.write_model(FAMILIES[3]);
+    (model, [copy.to_str().unwrap().to_owned(), other])
+}
+
+#[test]
+fn a_draft_changes_no_answer_over_any_split() {
+    let _alone = alone();
+    let world = World::new();
+    let (model, drafts) = models(&world);
+    let run = |more: &[&str]| {
+        let own = ["run", &model, "hi", "--json", "--max-tokens", "40"];
+        let command = own.iter().chain(more).copied();
+        let mut command = world.paceline(command);
+        let output = super::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+        assert!(output.status.success(), "{more:?}: {output:?}");
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        answer
+    };
+    for sampling in [["--temperature", "0"], ["--seed", "3"]] {
+        let plain = run(&sampling);
+        assert_eq!(plain["guesses"], json!({"checked": 0, "right": 0}));
+        for (cut, draft) in CUTS.iter().zip(drafts.iter().cycle()) {
+            let more = [&sampling[..], *cut, &["--draft", draft, "--threads", "1"]].concat();
+            let answer = run(&more);
+            assert_eq!(answer["tokens"], plain["tokens"], "{more:?}");
+        }
+    }
+    world.assert_clean();
+}
+
+/// Over slow links drafts always pay; here the model is too small for that to be sure, so that only
+/// what is checked is counted.
+#[test]
+fn a_server_guesses_by_its_draft_and_counts_it() {
+    let _alone = alone();
+    let world = World::new();
+    let (model, [copy, _]) = models(&world);
+    let more = json!({"max_tokens": 200, "temperature": 1.2, "seed": 4, "logprobs": true});
+    let request = chat(&model, "hi", &more);
+    let answered = |more: &[&str]| {
+        let own = ["--nodes", "2", "--split", "pipeline", "--threads", "1"];
+        let server = Server::start(&world, &model, &[&own[..], more].concat());
+        let answer = http::ask(server.port, "/v1/chat/completions", Some(&request));
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        let metrics = http::ask(server.port, "/metrics", None).body;
+        let mut lines = metrics.as_str().unwrap().lines();
+        let mut count = |name: &str| -> f64 {
+            let line = lines.find(|line| line.contains(name) && !line.starts_with('#'));
+            let value = line.and_then(|line| line.split(' ').next_back());
+            value
+                .unwrap_or_else(|| panic!("no {name}"))
+                .parse()
+                .unwrap()
+        };
+        let counts = [count("guesses_checked"), count("guesses_right")];
+        server.stop(2);
+        (answer.body["choices"][0].clone(), counts)
+    };
+    let (plain, none) = answered(&[]);
+    assert_eq!(none, [0.0, 0.0]);
+    let (guessed, [checked, right]) = answered(&["--draft", &copy]);
+    assert_eq!(guessed, plain);
+    assert!(checked >= 1.0 && right <= checked, "{right} of {checked}");
+}
+
+/// A model's file with another spelling of its second token.
+fn respelt(mut file: Vec<u8>) -> Vec<u8> {
+    let (turn, other) = (b"<turn>", b"<tuRn>");
+    for at in 0..file.len() - turn.len() {
+        if file[at..].starts_with(turn) {
+            file[at..at + turn.len()].copy_from_slice(other);
+        }
+    }
+    file
+}
+
+#[test]
+fn drafts_that_cannot_guess_are_refused() {
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let other = world.path("models/other.gguf");
+    let bytes = std::fs::read(&model).unwrap();
+    std::fs::write(&other, respelt(bytes)).unwrap();
+    let other = other.to_str().unwrap();
+    let refused = |args: &[&str]| {
+        let mut command = world.paceline(args.iter().copied());
+        let output = super::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+        (output.status.code(), text(&output.stderr))
+    };
+    let (code, said) = refused(&["run", &model, "hi", "--draft", other]);
+    assert_eq!(code, Some(1), "{said}");
+    let which = "token 1 of the draft model is \"<tuRn>\", that of the model is \"<turn>\"";
+    for part in [which, "hint: "] {
+        assert!(said.contains(part), "{part:?} in {said}");
+    }
+    let both = ["up", &model, "--draft", &model, "--drafts", "0"];
+    let (code, said) = refused(&both);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("--drafts 0"), "{said}");
+}

@@ -1,0 +1,571 @@
+//! A draft model: a small model that guesses what a large one will answer.
+//!
+//! ```text
+//! tokens   ... A B C            the pending token is C
+//! draft    C -> D, D -> E       one pass of the small model for each guess
+//! step     rows C D E           the large model checks them together, as guesses of `draft`
+//! next     C D F: D was right   the draft's keys of C and D stay, the row of E is written over
+//! ```
+//!
+//! The draft runs on the leader alone, whole, whatever the split of the model: a guess costs no
+//! exchange, and a step of several guesses has as many exchanges as a step of one token. It has a
+//! cache of its own, with pages of its own. A guess is drawn by a copy of the sequence's sampler,
+//! with the random numbers that the choice itself will take, so sampled answers are guessed as
+//! well. The answer never depends on a guess: see [`draft`](crate::draft).
+//!
+//! **Whether it pays.** [`Outlook`] has measured times: of plain steps, of steps that check so many
+//! rows, and of the draft's passes. With the share of guesses that were right they give the depth
+//! with the most tokens a second, 0 where none gains [`LEAST_GAIN`]. A draft that does not pay is
+//! tried again now and then, for [`TRIAL_SHARE`] of the time at most.
+
+mod outlook;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Logits, Weights, WindowPages};
+use paceline_tensor::PAGE;
+
+use crate::draft::{Bounds, Costs, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, judged};
+use crate::pages::{Owned, Pages};
+use crate::sampling::{Asked, Sampler, Scratch};
+use crate::sequence::Sequence;
+use crate::{EngineConfig, Error, SequenceId};
+use outlook::Outlook;
+
+/// Acceptance before the first guess of a draft model. People name drafts that fit: published
+/// pairs of one family accept 0.6 to 0.8 of their guesses.
+const FIRST_ACCEPTANCE: f64 = 0.6;
+
+/// Weight of the last guess in the acceptance that new sequences begin with: of many answers.
+const ALL_WEIGHT: f64 = 0.01;
+
+/// A pass of the draft model, as a share of a plain step, until one is measured: a draft is about a
+/// quarter of its model, or less.
+const FIRST_PASS: f64 = 0.25;
+
+/// Tokens that the draft may be behind and still guess at once: what a step adds. Beyond it catches
+/// up first.
+const FEW: usize = 8;
+
+/// Rows of a pass that catches up. Weights are unpacked once for all of them; more would hold up
+/// other answers, which have no prompt rows beside them.
+const CATCH_UP_ROWS: usize = 128;
+
+/// Tokens of the answer's rest over which the cost of catching up must pay. Nobody knows how long
+/// an answer will be; of the requests of chats few stay below it.
+const LOOK_AHEAD: usize = 256;
+
+/// Share of the time of plain steps that trials of a draft that does not pay may take: a draft that
+/// is of no use costs 5 % at most, the first guesses included.
+const TRIAL_SHARE: f64 = 0.03;
+
+/// Plain steps whose time trials may save up.
+const SAVED_STEPS: f64 = 8.0;
+
+/// Weight of the last pass in the time of a row that catches up.
+const ROW_WEIGHT: f64 = 0.5;
+
+/// A token of the draft's vocabulary may have so many more or fewer than the model's: vocabularies
+/// are padded to multiples of 128 (Qwen 2.5 has 151,936 and 152,064). The bound of llama.cpp.
+const PADDING: usize = 128;
+
+/// A small model that guesses for [`Engine::guess_with`](crate::Engine::guess_with).
+#[derive(Clone, Debug)]
+pub struct Draft {
+    /// All of it, on this rank.
+    pub model: Arc<dyn Weights>,
+    /// Its vocabulary, which must be the model's.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Measures its passes.
+    pub now: fn() -> Instant,
+}
+
+impl Draft {
+    /// Whether tokens of a `draft` model mean the same to the model of `tokenizer`. Up to 128 may
+    /// be missing at the end of one: vocabularies are padded.
+    ///
+    /// # Errors
+    /// [`Error::DraftVocabulary`] for the first token that differs.
+    pub fn check(draft: &Tokenizer, tokenizer: &Tokenizer) -> Result<(), Error> {
+        let sizes = [draft, tokenizer].map(Tokenizer::vocab_size);
+        let (fewer, more) = (sizes[0].min(sizes[1]), sizes[0].max(sizes[1]));
+        let end = if more - fewer <= PADDING { fewer } else { more };
+        let differs = |id: &u32| draft.token_text(*id) != tokenizer.token_text(*id);
+        let name = |text: Option<&str>| text.map_or("none".to_owned(), |text| format!("{text:?}"));
+        match (0..end as u32).find(differs) {
+            None => Ok(()),
+            Some(token) => Err(Error::DraftVocabulary {
+                token,
+                got: name(draft.token_text(token)),
+                expected: name(tokenizer.token_text(token)),
+            }),
+        }
+    }
+}
+
+/// A sequence that may have guesses in a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish<'a> {
+    pub(crate) sequence: &'a Sequence,
+    /// Guesses that its step has room for.
+    pub(crate) room: usize,
+}
+
+/// What the draft has of a sequence.
+#[derive(Debug)]
+struct Held {
+    pages: Owned,
+    /// Positions whose keys are in the draft's cache, of tokens that stay.
+    computed: usize,
+    /// Guesses behind them; the keys of all but the last are in the cache too.
+    guessed: Vec<u32>,
+    /// How likely the next guess is right, by those before.
+    acceptance: f64,
+}
+
+impl Held {
+    /// Takes in what became of the last guesses: calls `judge` for each that was checked.
+    fn settle(&mut self, tokens: &[u32], mut judge: impl FnMut(bool)) {
+        let guessed = std::mem::take(&mut self.guessed);
+        let chosen = tokens.get(self.computed..).unwrap_or_default();
+        let pairs = guessed.iter().zip(chosen);
+        let right = pairs.take_while(|(guess, token)| guess == token).count();
+        self.computed += right.min(guessed.len().saturating_sub(1));
+        let is_wrong = right < guessed.len() && right < chosen.len();
+        for is_right in (0..right).map(|_| true).chain(is_wrong.then_some(false)) {
+            self.acceptance = judged(self.acceptance, is_right, LAST_WEIGHT);
+            judge(is_right);
+        }
+    }
+}
+
+/// A sequence whose guesses are being made.
+struct Guessing {
+    /// Its place among the wishes.
+    place: usize,
+    id: SequenceId,
+    depth: usize,
+    /// Its tokens, then the guesses so far.
+    history: Vec<u32>,
+    prompt_len: usize,
+    /// Where its next rows begin.
+    from: usize,
+    sampler: Sampler,
+}
+
+/// The draft model of an engine.
+#[derive(Debug)]
+pub(crate) struct Drafter {
+    model: Arc<dyn Weights>,
+    compute: Box<dyn Compute>,
+    now: fn() -> Instant,
+    pages: Pages,
+    /// Positions of a sequence.
+    context: usize,
+    held: BTreeMap<SequenceId, Held>,
+    /// Tokens that end an answer: nothing is guessed behind them.
+    ends: Vec<u32>,
+    /// `(vocabulary of the model,)`: a row of the draft's logits.
+    logits: Vec<f32>,
+    scratch: Scratch,
+    /// Acceptance over all answers.
+    acceptance: f64,
+    /// Durations of passes by their rows.
+    passes: Costs,
+    /// Seconds of a row in passes of many.
+    row_s: Option<f64>,
+    /// Seconds that trials may take.
+    allowance: f64,
+    /// What the last step spent here.
+    spent: Duration,
+}
+
+impl Drafter {
+    /// Reserves memory for the sequences of an engine of `config`, whose model has `vocab` tokens.
+    ///
+    /// # Errors
+    /// [`Error::DraftVocabulary`]; [`Error::Model`] when memory cannot be had.
+    pub(crate) fn new(
+        draft: Draft,
+        tokenizer: &Tokenizer,
+        config: &EngineConfig,
+        vocab: usize,
+    ) -> Result<Self, Error> {
+        Draft::check(&draft.tokenizer, tokenizer)?;
+        let sequences = config.batch_size().sequences;
+        let context = config.context.min(draft.model.config().context);
+        let size = BatchSize {
+            rows: CATCH_UP_ROWS.max(FEW * sequences),
+            logit_rows: sequences,
+            sequences,
+            context,
+        };
+        let compute = Arc::clone(&draft.model).reserve(size, config.cache_positions)?;
+        Ok(Self {
+            pages: Pages::new(compute.pages(), compute.windows()),
+            model: draft.model,
+            compute,
+            now: draft.now,
+            context,
+            held: BTreeMap::new(),
+            ends: tokenizer.end_of_generation().to_vec(),
+            logits: vec![0.0; vocab],
+            scratch: Scratch::new(vocab),
+            acceptance: FIRST_ACCEPTANCE,
+            passes: Costs::default(),
+            row_s: None,
+            allowance: 0.0,
+            spent: Duration::ZERO,
+        })
+    }
+
+    /// Takes in how long a step without prompts took that had no guesses of this draft, or some.
+    /// What of it was spent here, which is no time of the model.
+    pub(crate) fn took(&mut self, is_plain: bool, duration: Duration) -> Duration {
+        let spent = std::mem::take(&mut self.spent);
+        if is_plain {
+            let seconds = duration.saturating_sub(spent).as_secs_f64();
+            let most = SAVED_STEPS * seconds;
+            self.allowance = (self.allowance + TRIAL_SHARE * seconds).min(most);
+        }
+        spent
+    }
+
+    /// Guesses for the sequences of a step, in the order of `wishes`; nothing where no depth is
+    /// expected to give `least` times the tokens a second of a plain step, and no trial is due.
+    ///
+    /// Blocks for a pass of the draft per guess, and for one that catches up.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when a pass fails.
+    pub(crate) fn guess(
+        &mut self,
+        wishes: &[Wish<'_>],
+        (bounds, costs): (Bounds, &Costs),
+        least: f64,
+    ) -> Result<Option<Vec<Vec<u32>>>, Error> {
+        self.settle(wishes);
+        let plain = costs.seconds(bounds.decoding).filter(|s| *s > 0.0);
+        let Some(plain) = plain else {
+            return Ok(None); // a plain step is measured first
+        };
+        let pass = self.pass_s(bounds.decoding, plain);
+        let outlook = Outlook {
+            plain,
+            pass,
+            bounds,
+            costs,
+        };
+        let begun = (self.now)();
+        let is_behind = self.catch_up(wishes, &outlook)?;
+        let depths = self.depths(wishes, &outlook, least);
+        let guesses = depths.map(|depths| self.ask(wishes, &depths)).transpose()?;
+        if is_behind || guesses.is_some() {
+            self.spent += (self.now)().saturating_duration_since(begun);
+        }
+        Ok(guesses.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
+    }
+
+    /// Forgets sequences that are gone, begins with new ones, and judges the last guesses.
+    fn settle(&mut self, wishes: &[Wish<'_>]) {
+        let is_gone = |id: &&SequenceId| wishes.iter().all(|wish| wish.sequence.id != **id);
+        let gone: Vec<SequenceId> = self.held.keys().filter(is_gone).copied().collect();
+        for mut held in gone.iter().filter_map(|id| self.held.remove(id)) {
+            self.pages.release(&mut held.pages);
+        }
+        for Wish { sequence, .. } in wishes {
+            let all = &mut self.acceptance;
+            if let Some(held) = self.held.get_mut(&sequence.id) {
+                held.settle(&sequence.tokens, |is_right| {
+                    *all = judged(*all, is_right, ALL_WEIGHT);
+                });
+                continue;
+            }
+            let mut pages = Owned::default();
+            let computed = self.pages.reuse(&sequence.tokens, &mut pages);
+            let held = Held {
+                pages,
+                computed,
+                guessed: Vec::new(),
+                acceptance: *all,
+            };
+            self.held.insert(sequence.id, held);
+        }
+    }
+
+    /// Seconds of a pass of one row for each of `n` sequences.
+    fn pass_s(&self, n: usize, plain: f64) -> f64 {
+        let known = self.passes.seconds(n).or_else(|| self.passes.seconds(1));
+        known.unwrap_or(plain * FIRST_PASS)
+    }
+
+    /// Tokens of a sequence that the draft has not read.
+    fn behind(&self, sequence: &Sequence) -> usize {
+        let computed = self.held.get(&sequence.id).map_or(0, |held| held.computed);
+        sequence.tokens.len() - computed
+    }
+
+    /// Acceptance and room of a sequence; no room for one that the draft cannot read.
+    fn chances(&self, wish: &Wish<'_>) -> (f64, usize) {
+        let Some(held) = self.held.get(&wish.sequence.id) else {
+            return (self.acceptance, 0);
+        };
+        let tokens = &wish.sequence.tokens;
+        let vocab = self.model.config().vocab;
+        let is_known = |token: &u32| (*token as usize) < vocab;
+        let unread = tokens.get(held.computed..).unwrap_or_default();
+        let fits = self.context.saturating_sub(tokens.len());
+        let is_read = !unread.is_empty() && unread.iter().all(is_known);
+        let room = if is_read { wish.room.min(fits) } else { 0 };
+        (held.acceptance, room)
+    }
+
+    /// Reads tokens of sequences that the draft is far behind of, where that is expected to pay:
+    /// one pass; whether there was one.
+    fn catch_up(&mut self, wishes: &[Wish<'_>], outlook: &Outlook<'_>) -> Result<bool, Error> {
+        let mut left = CATCH_UP_ROWS;
+        let mut parts = Vec::new();
+        for wish in wishes {
+            let behind = self.behind(wish.sequence);
+            if behind <= FEW || left == 0 || !self.is_worth(wish, behind, outlook) {
+                continue;
+            }
+            let (id, tokens) = (wish.sequence.id, &wish.sequence.tokens);
+            let from = tokens.len() - behind;
+            let end = from + (behind - 1).min(left);
+            if self.grow(id, end) {
+                left -= end - from;
+                parts.push((id, &tokens[from..end], from));
+            }
+        }
+        if parts.is_empty() {
+            return Ok(false);
+        }
+        self.pass(&parts, Logits::None)?;
+        for wish in wishes {
+            let part = parts.iter().find(|part| part.0 == wish.sequence.id);
+            if let Some((_, tokens, from)) = part {
+                self.keep(wish.sequence, from + tokens.len());
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether what the draft is expected to save of the rest of an answer is more than it costs to
+    /// read `behind` tokens; or a trial may take that.
+    fn is_worth(&mut self, wish: &Wish<'_>, behind: usize, outlook: &Outlook<'_>) -> bool {
+        let (acceptance, room) = self.chances(wish);
+        if room == 0 {
+            return false;
+        }
+        let row = self.row_s.unwrap_or(outlook.pass * FIRST_GUESS);
+        let cost = behind as f64 * row;
+        let (gain, _) = outlook.best(&[(acceptance, room)]);
+        let rest = wish.sequence.tokens_left().min(LOOK_AHEAD) as f64;
+        if gain > LEAST_GAIN && cost < outlook.plain * (1.0 - 1.0 / gain) * rest {
+            return true;
+        }
+        let is_tried = cost + outlook.trial() <= self.allowance;
+        if is_tried {
+            self.allowance -= cost;
+        }
+        is_tried
+    }
+
+    /// Guesses to make for each sequence; nothing where none are to be made.
+    fn depths(
+        &mut self,
+        wishes: &[Wish<'_>],
+        outlook: &Outlook<'_>,
+        least: f64,
+    ) -> Option<Vec<usize>> {
+        let ready = |wish: &Wish<'_>| {
+            let (acceptance, room) = self.chances(wish);
+            let is_ready = self.behind(wish.sequence) <= FEW;
+            (acceptance, if is_ready { room } else { 0 })
+        };
+        let each: Vec<(f64, usize)> = wishes.iter().map(ready).collect();
+        let (gain, depth) = outlook.best(&each);
+        if gain > least {
+            return Some(outlook.depths(&each, depth));
+        }
+        let tried = each.iter().position(|(_, room)| *room > 0)?;
+        // Where guesses of another kind pay already, nothing is tried.
+        if least > LEAST_GAIN || outlook.trial() > self.allowance {
+            return None;
+        }
+        self.allowance -= outlook.trial();
+        let mut depths = vec![0; wishes.len()];
+        depths[tried] = 1;
+        Some(depths)
+    }
+
+    /// Makes guesses, one pass for each depth.
+    fn ask(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Result<Vec<Vec<u32>>, Error> {
+        let mut guesses = vec![Vec::new(); wishes.len()];
+        let mut all = self.begin(wishes, depths);
+        for depth in 1.. {
+            all.retain(|guessing| guessing.depth >= depth);
+            if all.is_empty() {
+                break;
+            }
+            let parts = all
+                .iter()
+                .map(|of| (of.id, &of.history[of.from..], of.from));
+            self.pass(&parts.collect::<Vec<_>>(), Logits::Last)?;
+            for (row, guessing) in all.iter_mut().enumerate() {
+                let token = self.draw(row, guessing);
+                guessing.from = guessing.history.len();
+                guessing.history.push(token);
+                guesses[guessing.place].push(token);
+                if self.ends.contains(&token) {
+                    guessing.depth = 0; // nothing follows
+                }
+            }
+        }
+        for (wish, guessed) in wishes.iter().zip(&guesses) {
+            if !guessed.is_empty() {
+                self.keep(wish.sequence, wish.sequence.tokens.len());
+                let held = self.held.get_mut(&wish.sequence.id);
+                held.into_iter()
+                    .for_each(|held| held.guessed.clone_from(guessed));
+            }
+        }
+        Ok(guesses)
+    }
+
+    /// The sequences that are to have guesses and for which there are pages.
+    fn begin(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Vec<Guessing> {
+        let mut all = Vec::new();
+        for (place, (wish, &depth)) in wishes.iter().zip(depths).enumerate() {
+            let sequence = wish.sequence;
+            // The last guess is not read.
+            let positions = sequence.tokens.len() + depth.saturating_sub(1);
+            if depth == 0 || !self.grow(sequence.id, positions) {
+                continue;
+            }
+            all.push(Guessing {
+                place,
+                id: sequence.id,
+                depth,
+                history: sequence.tokens.clone(),
+                prompt_len: sequence.prompt_len(),
+                from: sequence.tokens.len() - self.behind(sequence),
+                sampler: sequence.sampler().clone(),
+            });
+        }
+        all
+    }
+
+    /// The guess of a sequence by row `row` of the logits. Tokens that only one of both
+    /// vocabularies has are never guessed.
+    fn draw(&mut self, row: usize, guessing: &mut Guessing) -> u32 {
+        let logits = self.compute.logits_mut(row);
+        let n = logits.len().min(self.logits.len());
+        self.logits[..n].copy_from_slice(&logits[..n]);
+        self.logits[n..].fill(f32::NEG_INFINITY);
+        let asked = Asked {
+            history: (&guessing.history[..], guessing.prompt_len),
+            mask: None,
+            logprobs: None,
+        };
+        let kernels = self.model.kernels();
+        let (sampler, logits) = (&mut guessing.sampler, &mut self.logits);
+        sampler
+            .choose(kernels, logits, asked, &mut self.scratch)
+            .token
+    }
+
+    /// Gets pages for the first `positions` positions of a sequence; whether there were some.
+    fn grow(&mut self, id: SequenceId, positions: usize) -> bool {
+        let pages = positions.div_ceil(PAGE);
+        let held = self.held.get_mut(&id);
+        held.is_some_and(|held| self.pages.grow(&mut held.pages, pages))
+    }
+
+    /// Remembers that the first `computed` tokens of a sequence are in the draft's cache.
+    fn keep(&mut self, sequence: &Sequence, computed: usize) {
+        let Some(held) = self.held.get_mut(&sequence.id) else {
+            return;
+        };
+        held.computed = computed;
+        let tokens = &sequence.tokens[..computed];
+        self.pages.learn(tokens, &mut held.pages);
+        let prompt = sequence.prompt_len();
+        self.pages.leave(&mut held.pages, computed, prompt);
+    }
+
+    /// One pass of the draft: tokens of sequences, each from a position on.
+    fn pass(&mut self, parts: &[(SequenceId, &[u32], usize)], logits: Logits) -> Result<(), Error> {
+        let held = parts.iter().map(|(id, ..)| &self.held[id].pages);
+        let windows: Vec<Vec<WindowPages<'_>>> = held
+            .clone()
+            .map(|pages| pages.windows().collect())
+            .collect();
+        let rows = parts.iter().zip(held).zip(&windows);
+        let rows = rows.map(|((part, pages), windows)| BatchSequence {
+            tokens: part.1,
+            position: part.2,
+            pages: pages.pages(),
+            windows,
+            logits,
+        });
+        let sequences: Vec<BatchSequence<'_>> = rows.collect();
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let begun = (self.now)();
+        let rows = batch.rows();
+        self.compute.forward(&batch)?;
+        let took = (self.now)().saturating_duration_since(begun);
+        self.measure(rows, took);
+        Ok(())
+    }
+
+    /// Takes in how long a pass took.
+    fn measure(&mut self, rows: usize, took: Duration) {
+        self.passes.took(rows, took);
+        if rows > FEW {
+            let row = took.as_secs_f64() / rows as f64;
+            self.row_s = Some(
+                self.row_s
+                    .map_or(row, |known| known + ROW_WEIGHT * (row - known)),
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is computed and how the guesses were judged, after `chosen` followed 3 tokens.
+    fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
+        let mut held = Held {
+            pages: Owned::default(),
+            computed: 3,
+            guessed: guessed.to_vec(),
+            acceptance: FIRST_ACCEPTANCE,
+        };
+        let mut judged = Vec::new();
+        let tokens = [&[1, 2, 3][..], chosen].concat();
+        held.settle(&tokens, |is_right| judged.push(is_right));
+        assert!(held.guessed.is_empty());
+        (held.computed, judged)
+    }
+
+    #[test]
+    fn keys_of_guesses_that_were_right_stay() {
+        assert_eq!(settled(&[], &[7]), (3, vec![]));
+        assert_eq!(settled(&[7, 8, 9], &[5]), (3, vec![false]));
+        assert_eq!(settled(&[7, 8, 9], &[7, 5]), (4, vec![true, false]));
+        // The last guess was not read.
+        assert_eq!(settled(&[7, 8, 9], &[7, 8, 9, 4]), (5, vec![true; 3]));
+        assert_eq!(settled(&[7], &[7, 4]), (3, vec![true]));
+        // An answer that goes on elsewhere after fewer tokens says nothing of the others.
+        assert_eq!(settled(&[7, 8], &[7]), (4, vec![true]));
+    }
+}

@@ -1,0 +1,109 @@
+//! How many guesses of a draft model pay, by measured times. Pure.
+
+use crate::draft::{Bounds, Costs, expected};
+
+/// What is known of the times of a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Outlook<'a> {
+    /// Seconds of a step without guesses, above 0.
+    pub(super) plain: f64,
+    /// Seconds of a pass of the draft, which gives a guess to each sequence.
+    pub(super) pass: f64,
+    pub(super) bounds: Bounds,
+    /// Of steps that check guesses.
+    pub(super) costs: &'a Costs,
+}
+
+impl Outlook<'_> {
+    /// The largest gain in tokens a second, and its depth: 1 and 0 where no depth gains any. `each`
+    /// has the acceptance of every sequence and the most guesses that it may have.
+    pub(super) fn best(&self, each: &[(f64, usize)]) -> (f64, usize) {
+        let mut best = (1.0, 0);
+        for depth in 1..=self.bounds.most {
+            let gain = self.gain(each, depth);
+            if gain > best.0 {
+                best = (gain, depth);
+            }
+        }
+        best
+    }
+
+    /// Guesses of each sequence, `depth` as far as there is room.
+    pub(super) fn depths(&self, each: &[(f64, usize)], depth: usize) -> Vec<usize> {
+        let mut left = self.bounds.rows;
+        let one = |(_, room): &(f64, usize)| {
+            let guesses = depth.min(*room).min(left);
+            left -= guesses;
+            guesses
+        };
+        each.iter().map(one).collect()
+    }
+
+    /// Seconds that a step with one guess takes longer than one without.
+    pub(super) fn trial(&self) -> f64 {
+        let decoding = self.bounds.decoding;
+        let longer = self.costs.relative(decoding, decoding + 1) - 1.0;
+        self.pass + self.plain * longer.max(0.0)
+    }
+
+    /// Tokens a second with guesses up to `depth`, as a multiple of those without.
+    fn gain(&self, each: &[(f64, usize)], depth: usize) -> f64 {
+        let depths = self.depths(each, depth);
+        let of =
+            |((acceptance, _), guesses): (&(f64, usize), &usize)| expected(*acceptance, *guesses);
+        let more: f64 = each.iter().zip(&depths).map(of).sum();
+        let (decoding, deepest) = (self.bounds.decoding, depths.iter().copied().max());
+        let rows: usize = depths.iter().sum();
+        let checked = self.costs.relative(decoding, decoding + rows);
+        let drafted = deepest.unwrap_or(0) as f64 * self.pass / self.plain;
+        let base = decoding as f64;
+        (base + more) / base / (checked + drafted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn costs(seconds: &[(usize, f64)]) -> Costs {
+        let mut costs = Costs::default();
+        for (rows, seconds) in seconds {
+            costs.took(*rows, Duration::from_secs_f64(*seconds));
+        }
+        costs
+    }
+
+    fn best(costs: &Costs, pass: f64, acceptance: f64, room: usize) -> (f64, usize) {
+        let bounds = Bounds {
+            decoding: 1,
+            most: 8,
+            rows: 32,
+        };
+        let plain = costs.seconds(1).unwrap();
+        let outlook = Outlook {
+            plain,
+            pass,
+            bounds,
+            costs,
+        };
+        outlook.best(&[(acceptance, room)])
+    }
+
+    #[test]
+    fn slow_links_want_deep_drafts_and_dear_rows_none() {
+        let slow_links = costs(&[(1, 0.1), (9, 0.11)]);
+        let (gain, depth) = best(&slow_links, 0.002, 0.8, 16);
+        assert!(gain > 3.0 && depth == 8, "{gain} {depth}");
+        let (gain, depth) = best(&slow_links, 0.002, 0.4, 16);
+        assert!((1.3..2.0).contains(&gain) && depth < 8, "{gain} {depth}");
+        // A fast model whose rows cost as much as steps: nothing to gain.
+        let dear = costs(&[(1, 0.01), (9, 0.09)]);
+        assert_eq!(best(&dear, 0.0025, 0.8, 16), (1.0, 0));
+        assert_eq!(best(&slow_links, 0.002, 0.0, 16), (1.0, 0));
+        // A draft as slow as its model.
+        assert_eq!(best(&slow_links, 0.1, 0.7, 16), (1.0, 0));
+        assert_eq!(best(&slow_links, 0.002, 0.9, 3).1, 3, "no room for more");
+    }
+}

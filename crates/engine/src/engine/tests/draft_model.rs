@@ -1,0 +1,157 @@
+//! A draft model changes how many steps an answer takes, and nothing of the answer.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use paceline_model::Model;
+use paceline_tensor::PAGE;
+
+use super::drafts::{CONTEXT, babble, eager, run, sizes};
+use super::requests::{SAMPLED, mixed, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::{END, Tiny, byte_tokenizer};
+use crate::{Draft, Error, SamplingParams};
+
+/// A clock that stands, by which a draft costs nothing.
+fn frozen() -> Instant {
+    static START: OnceLock<Instant> = OnceLock::new();
+    *START.get_or_init(Instant::now)
+}
+
+/// A clock by which every pass of a draft takes a second.
+fn slow() -> Instant {
+    static LOOKS: AtomicU64 = AtomicU64::new(0);
+    frozen() + Duration::from_secs(LOOKS.fetch_add(1, Ordering::Relaxed))
+}
+
+fn draft(of: &Tiny, now: fn() -> Instant) -> Draft {
+    let model: Arc<Model> = Arc::clone(&of.model);
+    let tokenizer = Arc::clone(&of.tokenizer);
+    Draft {
+        model,
+        tokenizer,
+        now,
+    }
+}
+
+/// An engine for which neither further rows nor drafts cost anything.
+fn drafting(tiny: &Tiny, by: &Tiny, drafts: usize) -> Rig {
+    let mut rig = eager(tiny, drafts);
+    rig.engine.guess_with(draft(by, frozen)).unwrap();
+    rig
+}
+
+fn check(tiny: &Tiny, by: &Tiny) {
+    let mut requests = mixed(tiny);
+    requests.extend((0..4).map(babble));
+    let expected: Vec<Outcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
+    for drafts in [1, 3, 8] {
+        let (outcomes, checked, gained) = run(&mut drafting(tiny, by, drafts), &requests);
+        for (outcome, expected) in outcomes.iter().zip(&expected) {
+            assert_eq!(outcome, expected, "{drafts} drafts");
+        }
+        assert!(
+            0 < gained && gained < checked,
+            "{gained} of {checked} guesses were right"
+        );
+    }
+}
+
+/// By a model of windows and states, and by one of states that outlast several pages.
+#[test]
+fn a_draft_of_another_shape_changes_no_answer() {
+    let tiny = Tiny::new(1);
+    check(&tiny, &Tiny::toy(1));
+    check(&tiny, &Tiny::delta_net(1));
+}
+
+#[test]
+fn a_draft_changes_no_answer_of_layers_that_differ() {
+    check(&Tiny::toy(2), &Tiny::new(1));
+    check(&Tiny::delta_net(1), &Tiny::toy(1));
+}
+
+/// Texts that do not repeat themselves, by a draft that says what the model will say.
+fn of_the_same_mind(sampling: SamplingParams) -> (usize, usize) {
+    let tiny = Tiny::new(1);
+    let request = request(prompt(20, 7), 2 * PAGE, sampling);
+    let steps = |rig: &mut Rig| {
+        let (outcomes, ..) = run(rig, std::slice::from_ref(&request));
+        (outcomes[0].tokens.clone(), rig.n_steps)
+    };
+    let (plain, drafted) = (
+        steps(&mut eager(&tiny, 0)),
+        steps(&mut drafting(&tiny, &tiny, 8)),
+    );
+    assert_eq!(plain.0, drafted.0);
+    assert_eq!(plain.0.len(), 2 * PAGE);
+    (plain.1, drafted.1)
+}
+
+#[test]
+fn a_draft_of_the_same_mind_takes_few_steps() {
+    let endless = vec![(END, -100.0)];
+    let greedy = SamplingParams {
+        logit_bias: endless.clone(),
+        ..SamplingParams::default()
+    };
+    let sampled = SamplingParams {
+        logit_bias: endless,
+        seed: 5,
+        ..SAMPLED
+    };
+    for sampling in [greedy, sampled] {
+        let (plain, drafted) = of_the_same_mind(sampling);
+        assert!(4 * drafted < plain, "{drafted} of {plain} steps");
+    }
+}
+
+/// Steps of an answer that does not repeat itself much, each of which takes a millisecond.
+fn steps_of(rig: &mut Rig) -> usize {
+    let sampling = SamplingParams {
+        logit_bias: vec![(END, -100.0)],
+        seed: 9,
+        ..SAMPLED
+    };
+    rig.submit(&request(prompt(5, 3), 2 * PAGE, sampling));
+    while !rig.engine.is_idle() {
+        rig.step();
+        rig.engine.took(Duration::from_millis(1));
+    }
+    rig.n_steps
+}
+
+#[test]
+fn a_draft_that_costs_more_than_it_gives_is_left() {
+    let tiny = Tiny::new(1);
+    let without = steps_of(&mut eager(&tiny, 8));
+    let mut rig = eager(&tiny, 8);
+    rig.engine.guess_with(draft(&tiny, slow)).unwrap();
+    let with = steps_of(&mut rig);
+    // Its first passes, whose guesses are right, show what it costs. Those of the text itself may
+    // come at other steps then.
+    assert!(with + 8 > without, "{with} steps, {without} without");
+    let free = steps_of(&mut drafting(&tiny, &tiny, 8));
+    assert!(2 * free < without, "{free} steps, {without} without");
+}
+
+#[test]
+fn a_draft_of_another_vocabulary_is_refused_by_its_first_token() {
+    let (tiny, other) = (Tiny::new(1), Arc::new(byte_tokenizer(&[])));
+    let mut engine = tiny.engine(sizes(8));
+    let refused = engine.guess_with(Draft {
+        tokenizer: other,
+        ..draft(&tiny, frozen)
+    });
+    let error = refused.unwrap_err();
+    assert!(
+        matches!(error, Error::DraftVocabulary { token: 0, .. }),
+        "{error}"
+    );
+    let text = error.to_string();
+    assert!(
+        text.contains("token 0 of the draft model is") && text.contains("the model is \"a\""),
+        "{text}"
+    );
+}

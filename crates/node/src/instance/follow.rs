@@ -1,0 +1,210 @@
+//! Has the shares of an instance's ranks follow what the ranks take.
+//!
+//! While answers are computed every rank is asked once a second what its steps took. What follows
+//! from that is [`paceline_plan::follow`]'s to say; here are the questions, and the ways: the split
+//! that was asked for, and splits that give one rank less, which are tried in no other case.
+
+use std::time::Duration;
+
+use paceline_base::Rank;
+use paceline_model::{Busy, Config, Shard, Split, SplitKind};
+use paceline_plan::follow::{Follow, Move, Shares};
+
+use crate::Cut;
+
+/// How often ranks are asked: two looks see a foreign load within 3 s.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+
+/// Steps between two looks from which a rank's time is known.
+const STEPS_LEAST: u64 = 3;
+
+/// Parts of its share that a rank may be left, in quarters.
+const QUARTERS: [u32; 3] = [3, 2, 1];
+
+/// Splits like `split` in which one rank has less than `shares` (all the same where it is empty)
+/// say, each once.
+pub(crate) fn lighter(config: &Config, split: &Split, shares: &[u32]) -> Vec<Split> {
+    let ranks = split.ranks();
+    let grid = SplitKind::Grid {
+        tensor: split.tensor_ranks() as u32,
+        pipeline: split.stages() as u32,
+    };
+    let mut all: Vec<Split> = Vec::new();
+    for rank in 0..ranks as usize {
+        for quarters in QUARTERS {
+            let share = |other: usize| {
+                let whole = shares.get(other).copied().unwrap_or(1);
+                whole.saturating_mul(if other == rank { quarters } else { 4 })
+            };
+            let shares: Vec<u32> = (0..ranks as usize).map(share).collect();
+            let planned = Split::plan(config, grid, ranks, &shares).ok();
+            let new = planned.filter(|other| other != split && !all.contains(other));
+            all.extend(new);
+        }
+    }
+    all
+}
+
+/// A split with the shares of its ranks, by which people tell it from others of its kind.
+pub(super) fn name(split: &Split) -> String {
+    let stages = split.each_stage();
+    let parts: Vec<String> = if split.tensor_ranks() > 1 {
+        stages
+            .flat_map(|(_, shares)| shares)
+            .map(u32::to_string)
+            .collect()
+    } else {
+        stages.map(|(layers, _)| layers.len().to_string()).collect()
+    };
+    format!("{split} {}", parts.join(","))
+}
+
+/// The part of the model that each rank has.
+fn parts(config: &Config, split: &Split) -> Shares {
+    let shards = (0..split.ranks()).map(|rank| split.shard(config, Rank(rank)));
+    let shards: Vec<Shard> = shards.collect();
+    // A rank without columns has heads, or rows of the head.
+    let columns = |shard: &Shard| shard.ffn().len().max(1);
+    let part = |shard: &Shard| {
+        let stage = shard.stage_ranks();
+        let of_stage = stage.map(|rank| columns(&shards[rank as usize]));
+        let all = of_stage.sum::<usize>() * config.layers.len();
+        (shard.layers.len() * columns(shard)) as f64 / all.max(1) as f64
+    };
+    shards.iter().map(part).collect()
+}
+
+/// Asks ranks and follows their answers.
+#[derive(Debug)]
+pub(super) struct Follower {
+    follow: Follow,
+    /// When the ranks were asked last.
+    asked: Duration,
+    /// What each rank said last, and at the look before.
+    told: Vec<Option<Busy>>,
+    before: Vec<Option<Busy>>,
+    epoch: u64,
+    /// What the last start of an epoch took.
+    change: Duration,
+}
+
+impl Follower {
+    /// For an instance that may use `cuts`, and begins with `first`.
+    pub(super) fn new(config: &Config, cuts: &[Cut], first: usize) -> Self {
+        let ways = cuts.iter().map(|cut| parts(config, &cut.split)).collect();
+        let split = &cuts[first].split;
+        let (ranks, each) = (split.ranks() as usize, split.tensor_ranks());
+        let stages = (0..ranks).step_by(each.max(1));
+        let stages = stages.map(|from| from..(from + each).min(ranks));
+        Self {
+            follow: Follow::new(ways, stages.collect(), first),
+            asked: Duration::ZERO,
+            told: vec![None; ranks],
+            before: vec![None; ranks],
+            epoch: 0,
+            change: Duration::ZERO,
+        }
+    }
+
+    /// Whether the ranks are to be asked at `now`.
+    pub(super) fn is_due(&mut self, now: Duration) -> bool {
+        let is_due = now.saturating_sub(self.asked) >= ASK_EVERY;
+        if is_due {
+            self.asked = now;
+            self.told.fill(None);
+        }
+        is_due
+    }
+
+    /// An epoch of way `at` is ready, and took so long.
+    pub(super) fn ready(&mut self, epoch: u64, at: usize, took: Duration) {
+        self.follow.moved(at);
+        (self.epoch, self.change) = (epoch, took);
+        self.told.fill(None);
+        self.before.fill(None);
+    }
+
+    /// Takes in what a rank of `epoch` says; a better way, when all have said it.
+    pub(super) fn hear(&mut self, rank: Rank, epoch: u64, busy: Busy) -> Option<Move> {
+        if epoch != self.epoch {
+            return None; // said before the ranks left it
+        }
+        *self.told.get_mut(rank.0 as usize)? = Some(busy);
+        let told: Vec<Busy> = self.told.iter().copied().collect::<Option<_>>()?;
+        self.told.fill(None);
+        let now: Vec<Option<Busy>> = told.iter().copied().map(Some).collect();
+        let before = std::mem::replace(&mut self.before, now);
+        let pairs = told.iter().zip(before);
+        let seconds: Option<Vec<f64>> = pairs.map(|(now, before)| since(*now, before?)).collect();
+        self.follow.look(&seconds?, self.change)
+    }
+}
+
+/// Seconds of a step between two looks; nothing where there were too few.
+fn since(now: Busy, before: Busy) -> Option<f64> {
+    let steps = now.steps.checked_sub(before.steps)?;
+    let ns = now.ns.checked_sub(before.ns)?;
+    (steps >= STEPS_LEAST).then(|| ns as f64 / 1e9 / steps as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ranks that share every layer, equally and with a third for the first.
+    fn follower() -> Follower {
+        let ways = vec![vec![0.5, 0.5], vec![1.0 / 3.0, 2.0 / 3.0]];
+        let mut follower = Follower {
+            follow: Follow::new(ways, std::iter::once(0..2).collect(), 0),
+            asked: Duration::ZERO,
+            told: vec![None; 2],
+            before: vec![None; 2],
+            epoch: 0,
+            change: Duration::ZERO,
+        };
+        follower.ready(1, 0, Duration::from_millis(100));
+        follower
+    }
+
+    /// What comes of looks at which each rank has computed ten more steps of so many ms.
+    fn looks(follower: &mut Follower, (epoch, ms): (u64, [u64; 2]), n: u64) -> Vec<Option<Move>> {
+        let look = |look: u64| {
+            let busy = |ms: u64| Busy {
+                ns: look * 10 * ms * 1_000_000,
+                steps: look * 10,
+            };
+            let first = follower.hear(Rank(0), epoch, busy(ms[0]));
+            assert_eq!(first, None, "one rank is missing");
+            follower.hear(Rank(1), epoch, busy(ms[1]))
+        };
+        (1..=n).map(look).collect()
+    }
+
+    #[test]
+    fn a_slow_rank_is_seen_at_the_third_look() {
+        let told = looks(&mut follower(), (1, [20, 10]), 3);
+        assert_eq!(told[..2], [None, None]);
+        assert_eq!(told[2].map(|it| it.to), Some(1));
+        assert_eq!(looks(&mut follower(), (1, [10, 10]), 9), [None; 9]);
+    }
+
+    #[test]
+    fn what_ranks_said_before_they_left_an_epoch_does_not_count() {
+        let mut follower = follower();
+        assert_eq!(looks(&mut follower, (0, [20, 10]), 9), [None; 9]);
+        follower.ready(2, 1, Duration::ZERO);
+        assert_eq!(looks(&mut follower, (2, [14, 14]), 3), [None; 3], "it fits");
+    }
+
+    #[test]
+    fn ranks_are_asked_once_a_second_and_few_steps_say_nothing() {
+        let mut follower = follower();
+        let at = Duration::from_millis;
+        let due = [900, 1000, 1100, 1999, 2000].map(|ms| follower.is_due(at(ms)));
+        assert_eq!(due, [false, true, false, false, true]);
+        let busy = |ns, steps| Busy { ns, steps };
+        assert_eq!(since(busy(5_000_000, 5), busy(0, 0)), Some(0.001));
+        assert_eq!(since(busy(5_000_000, 2), busy(0, 0)), None);
+        assert_eq!(since(busy(0, 0), busy(5, 5)), None, "another epoch");
+    }
+}

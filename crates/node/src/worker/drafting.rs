@@ -1,0 +1,74 @@
+//! The draft model of a leader, which outlives epochs as the weights do.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use paceline_base::KernelClass;
+use paceline_engine::Draft;
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{MlxPlaces, Source, Weights};
+use paceline_tensor::Kernels;
+
+use super::{Stamp, check_file, parse};
+use crate::messages::{DraftJob, Job};
+use crate::{Error, load_whole, texts};
+
+/// What decides whether a loaded draft serves another epoch.
+#[derive(Clone, Debug, PartialEq)]
+struct Key {
+    of: DraftJob,
+    stamp: Stamp,
+    class: String,
+}
+
+/// The draft that was loaded last. Packed for the kernels that its worker has: to be forgotten with
+/// them.
+#[derive(Default)]
+pub(super) struct Drafting(Option<(Key, Arc<dyn Weights>, Arc<Tokenizer>)>);
+
+impl Drafting {
+    /// The draft of a job, loaded now or before; `None` for a job without one.
+    ///
+    /// # Errors
+    /// What is wrong with its files; [`Error::OtherModel`] where they were replaced.
+    pub(super) fn of(
+        &mut self,
+        job: &Job,
+        kernels: &Arc<Kernels>,
+        mlx: &MlxPlaces,
+    ) -> Result<Option<Draft>, Error> {
+        let Some(of) = job.draft.clone() else {
+            self.0 = None;
+            return Ok(None);
+        };
+        let stamp = Stamp::of(&of.model)?;
+        let class = job.class.clone();
+        let key = Key { of, stamp, class };
+        let (key, model, tokenizer) = match self.0.take().filter(|kept| kept.0 == key) {
+            Some(kept) => kept,
+            None => load(key, job, kernels, mlx)?,
+        };
+        let draft = Draft {
+            model: Arc::clone(&model),
+            tokenizer: Arc::clone(&tokenizer),
+            now: Instant::now,
+        };
+        self.0 = Some((key, model, tokenizer));
+        Ok(Some(draft))
+    }
+}
+
+fn load(
+    key: Key,
+    job: &Job,
+    kernels: &Arc<Kernels>,
+    mlx: &MlxPlaces,
+) -> Result<(Key, Arc<dyn Weights>, Arc<Tokenizer>), Error> {
+    let source = Arc::new(Source::open(&key.of.model)?);
+    check_file((&key.of.model, &key.of.identity), &source)?;
+    let class: KernelClass = parse(&key.class, "kernel class")?;
+    let kernels = Arc::clone(kernels);
+    let model = load_whole(&source, (class, None), &job.engine, mlx, kernels, |_, _| {})?;
+    let tokenizer = Arc::new(texts::tokenizer(&source)?);
+    Ok((key, model, tokenizer))
+}

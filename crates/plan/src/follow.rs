@@ -1,0 +1,225 @@
+//! Which shares of the ranks fit what they take now, decided while they compute.
+//!
+//! A machine that somebody uses computes slower, and all ranks of a stage wait for it. [`Follow`]
+//! gets what each rank computed a step for, waits left out, every second or so. Time over share is
+//! what a rank takes for all of the model; with that it says how long a step would take at each of
+//! the ways that an instance may use, and names a better one.
+//!
+//! ```text
+//! step of a way = sum over stages of the most over its ranks of (share x what the rank takes)
+//! ```
+//!
+//! A change costs time, and times vary. So a way must be better by [`NOISE`] at [`LOOKS`] looks in
+//! a row, and gain what the change costs within [`HORIZON`]. The way back is found by the same
+//! rule, with the times of the ranks at the shares that they have then. The first way is also
+//! gone back to where it is no worse: its shares are those that fit the machines' memory.
+//!
+//! Pure: times come in with the looks.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::steer::NOISE;
+
+/// Looks in a row at which another way must be better.
+pub const LOOKS: u32 = 2;
+
+/// A change must gain what it costs within this time. Somebody who uses a machine does so for
+/// minutes.
+pub const HORIZON: Duration = Duration::from_secs(30);
+
+/// Weight of the last look in what a rank takes: the one before still counts, so that a spike moves
+/// nothing.
+const LOOK_WEIGHT: f64 = 0.6;
+
+/// Steps a second of the first way, as a multiple of those now, from which on it is no worse.
+const NO_WORSE: f64 = 0.98;
+
+/// A way to cut a model: the part of it that each rank has, all together 1.
+pub type Shares = Vec<f64>;
+
+/// A way that is better now.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Move {
+    /// Its place among the ways.
+    pub to: usize,
+    /// Steps a second there, as a multiple of those now.
+    pub gain: f64,
+}
+
+/// Follows what ranks take.
+#[derive(Clone, Debug)]
+pub struct Follow {
+    ways: Vec<Shares>,
+    /// Ranks of each stage, the same at all ways.
+    stages: Vec<Range<usize>>,
+    at: usize,
+    first: usize,
+    /// Seconds that each rank would take for all of the model.
+    takes: Vec<Option<f64>>,
+    /// The better way, and looks in a row that found it.
+    better: Option<(usize, u32)>,
+}
+
+impl Follow {
+    /// Begins at way `at`. `stages` has the ranks of each stage.
+    ///
+    /// # Panics
+    /// When there is no way `at`, or a way has a share that is not above 0.
+    pub fn new(ways: Vec<Shares>, stages: Vec<Range<usize>>, at: usize) -> Self {
+        assert!(at < ways.len(), "way {at} of {}", ways.len());
+        let is_share = |share: &f64| share.is_finite() && *share > 0.0;
+        assert!(ways.iter().flatten().all(is_share), "shares {ways:?}");
+        let takes = vec![None; ways[at].len()];
+        Self {
+            ways,
+            stages,
+            at,
+            first: at,
+            takes,
+            better: None,
+        }
+    }
+
+    /// Way `at` is in use from now on.
+    pub const fn moved(&mut self, at: usize) {
+        self.at = at;
+        self.better = None;
+    }
+
+    /// Takes in the seconds that each rank computed a step for since the last look; a better way,
+    /// where `change`, which a change takes, is worth it.
+    pub fn look(&mut self, busy: &[f64], change: Duration) -> Option<Move> {
+        let shares = &self.ways[self.at];
+        for ((takes, busy), share) in self.takes.iter_mut().zip(busy).zip(shares) {
+            let now = busy / share;
+            *takes = Some(takes.map_or(now, |known| known + LOOK_WEIGHT * (now - known)));
+        }
+        let Some(Move { to, gain }) = self.better_now(change) else {
+            self.better = None;
+            return None;
+        };
+        let looks = match self.better {
+            Some((way, looks)) if way == to => looks + 1,
+            _ => 1,
+        };
+        self.better = Some((to, looks));
+        (looks >= LOOKS).then_some(Move { to, gain })
+    }
+
+    /// A way that is better by what is known now.
+    fn better_now(&self, change: Duration) -> Option<Move> {
+        let now = self.step(self.at)?;
+        let others = (0..self.ways.len()).filter(|way| *way != self.at);
+        let steps = others.filter_map(|way| Some((way, self.step(way)?)));
+        let (to, step) = steps.min_by(|a, b| a.1.total_cmp(&b.1))?;
+        let gain = now / step;
+        let saved = HORIZON.as_secs_f64() * (1.0 - 1.0 / gain);
+        if gain > 1.0 + NOISE && saved > change.as_secs_f64() {
+            return Some(Move { to, gain });
+        }
+        let (to, gain) = (self.first, now / self.step(self.first)?);
+        let is_back = self.at != to && gain >= NO_WORSE && change < HORIZON / 10;
+        is_back.then_some(Move { to, gain })
+    }
+
+    /// Seconds of a step at a way; `None` before the first look.
+    fn step(&self, way: usize) -> Option<f64> {
+        let shares = &self.ways[way];
+        let of_rank = |rank: usize| Some(shares[rank] * self.takes[rank]?);
+        let of_stage = |ranks: &Range<usize>| -> Option<f64> {
+            let times: Option<Vec<f64>> = ranks.clone().map(of_rank).collect();
+            times?.into_iter().reduce(f64::max)
+        };
+        self.stages.iter().map(of_stage).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHANGE: Duration = Duration::from_millis(500);
+
+    /// Equal shares, and those with a quarter, half and three quarters of it for one of two.
+    fn ways() -> Vec<Shares> {
+        let all = [(1, 1), (1, 4), (1, 2), (3, 4), (4, 1), (2, 1), (4, 3)];
+        let part = |(a, b): (i32, i32)| {
+            let all = f64::from(a + b);
+            vec![f64::from(a) / all, f64::from(b) / all]
+        };
+        all.into_iter().map(part).collect()
+    }
+
+    fn tensor(at: usize) -> Follow {
+        Follow::new(ways(), std::iter::once(0..2).collect(), at)
+    }
+
+    /// What the ranks of a way compute a step for, where they would take `takes` for all.
+    fn busy(follow: &Follow, takes: [f64; 2]) -> Vec<f64> {
+        let shares = &follow.ways[follow.at];
+        shares
+            .iter()
+            .zip(takes)
+            .map(|(share, takes)| share * takes)
+            .collect()
+    }
+
+    /// The places of the ways that it moves to, of so many looks.
+    fn moves(follow: &mut Follow, takes: [f64; 2], looks: usize) -> Vec<usize> {
+        let mut all = Vec::new();
+        for _ in 0..looks {
+            if let Some(Move { to, gain }) = follow.look(&busy(follow, takes), CHANGE) {
+                assert!(gain > 1.0 + NOISE || to == 0);
+                follow.moved(to);
+                all.push(to);
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn a_rank_that_slows_gives_work_away_and_gets_it_back() {
+        let mut follow = tensor(0);
+        assert!(moves(&mut follow, [0.02, 0.02], 5).is_empty());
+        // Half of its cores are somebody else's: a third for it is best.
+        assert_eq!(moves(&mut follow, [0.04, 0.02], 5), [2]);
+        assert!(
+            moves(&mut follow, [0.04, 0.02], 20).is_empty(),
+            "it stays there"
+        );
+        assert_eq!(moves(&mut follow, [0.02, 0.02], 5), [0], "and back");
+        // The other one, to the last of its shares.
+        assert_eq!(moves(&mut follow, [0.02, 0.2], 10).last(), Some(&4));
+    }
+
+    #[test]
+    fn spikes_and_small_differences_move_nothing() {
+        let mut follow = tensor(0);
+        assert!(moves(&mut follow, [0.02, 0.02], 3).is_empty());
+        assert!(moves(&mut follow, [0.06, 0.02], 1).is_empty());
+        assert!(moves(&mut follow, [0.02, 0.02], 4).is_empty());
+        assert!(moves(&mut follow, [0.022, 0.02], 20).is_empty());
+    }
+
+    #[test]
+    fn a_change_that_takes_long_is_not_made() {
+        let mut follow = tensor(0);
+        let long = Duration::from_secs(20);
+        for _ in 0..10 {
+            assert_eq!(follow.look(&busy(&follow, [0.04, 0.02]), long), None);
+        }
+        assert!(follow.look(&busy(&follow, [0.04, 0.02]), CHANGE).is_none());
+        assert!(follow.look(&busy(&follow, [0.04, 0.02]), CHANGE).is_some());
+    }
+
+    /// Stages take turns: a slow one is left as little as may be.
+    #[test]
+    fn stages_of_a_pipeline_add_up() {
+        let stages = vec![0..1, 1..2];
+        let mut follow = Follow::new(ways(), stages, 0);
+        assert!(moves(&mut follow, [0.02, 0.02], 5).is_empty());
+        assert_eq!(moves(&mut follow, [0.04, 0.02], 10).last(), Some(&1));
+        assert_eq!(moves(&mut follow, [0.02, 0.02], 20), [0], "it is no worse");
+    }
+}
