@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{Kind, Tracer};
-use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages};
+use paceline_model::{Batch, BatchSequence, Compute, KeptPage, Logits, Weights, WindowPages};
 use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
@@ -18,6 +18,8 @@ use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
 use crate::{ConstraintError, EngineConfig, Error, Event, Request, Resumed, SequenceId, Snapshot};
+
+mod kept;
 
 /// Runs sequences of one model.
 ///
@@ -45,6 +47,8 @@ pub struct Engine {
     composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
     reused: u64,
+    /// Pages that became known in the step under way and are not in the store.
+    to_keep: Vec<KeptPage>,
     /// In order of admission; only these own pages.
     running: Vec<Sequence>,
     /// Preempted sequences in the order they ran in, then snapshots in the order they came.
@@ -74,6 +78,7 @@ impl Engine {
             costs: Costs::default(),
             composition: Composition::default(),
             reused: 0,
+            to_keep: Vec::new(),
             tracer: tracer(&*model),
             stepped: None,
             identity: format!("{} ({})", config.model, model.numbers()),
@@ -119,7 +124,8 @@ impl Engine {
     }
 
     /// Tokens so far that did not have to be computed, because another sequence, or the same one
-    /// before it gave up its pages, had begun with the same ones: whole pages of 64.
+    /// before it gave up its pages, had begun with the same ones, or the store had them: whole
+    /// pages of 64.
     pub const fn n_reused(&self) -> u64 {
         self.reused
     }
@@ -300,12 +306,14 @@ impl Engine {
         self.tracer.end(self.stepped.take(), Kind::Between, 0);
         let began = self.tracer.begin();
         self.admit();
+        self.recall()?;
         let plan = self.plan();
         self.composition = self.composition_of(&plan);
         self.tracer.end(began, Kind::Schedule, plan.len());
         self.forward(&plan)?;
         let began = self.tracer.begin();
         let events = self.take_results(&plan);
+        self.write_kept()?;
         self.tracer.end(began, Kind::Choose, events.len());
         self.stepped = self.tracer.begin().filter(|_| !self.is_idle());
         Ok(events)
@@ -350,6 +358,7 @@ impl Engine {
     pub fn took(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
         self.pacer.took(step, duration);
+        self.pages.set_cost(self.pacer.page_nanos());
         if step.prompt == 0 && step.decoding > 0 {
             self.costs.took(step.decoding + step.drafted, duration);
         }
@@ -430,12 +439,24 @@ impl Engine {
         {
             return;
         }
-        // What is given back stays known and is found again at once.
+        self.find_again(index);
+    }
+
+    /// Gives a sequence all known pages that it begins with. What it gives back for that stays known
+    /// and is found again at once.
+    fn find_again(&mut self, index: usize) {
+        let sequence = &mut self.running[index];
+        let at = sequence.computed;
         self.pages.release(&mut sequence.pages);
         sequence.computed = self.pages.reuse(&sequence.tokens, &mut sequence.pages);
         let more = sequence.computed.saturating_sub(at);
-        sequence.reused += more;
-        self.reused += more as u64;
+        self.count_reused(index, more);
+    }
+
+    /// So many more tokens of a sequence did not have to be computed.
+    fn count_reused(&mut self, index: usize, tokens: usize) {
+        self.running[index].reused += tokens;
+        self.reused += tokens as u64;
     }
 
     /// Whether a sequence waits for a page of its prompt that an older one is about to compute: of
@@ -457,7 +478,7 @@ impl Engine {
     /// stall answers.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
-        let pending = |index: usize| match self.waits(index) {
+        let pending = |index: usize| match self.running[index].holds || self.waits(index) {
             true => 0,
             false => self.running[index].next_rows(&mut spare),
         };
@@ -596,8 +617,13 @@ impl Engine {
     /// Remembers what a sequence has in full pages, and gives back what it looks at no more.
     fn keep(&mut self, index: usize) {
         let sequence = &mut self.running[index];
-        let computed = &sequence.tokens[..sequence.computed];
+        let (computed, known) = (
+            &sequence.tokens[..sequence.computed],
+            sequence.pages.n_known(),
+        );
         self.pages.learn(computed, &mut sequence.pages);
+        self.note_kept(index, known);
+        let sequence = &mut self.running[index];
         let (computed, prompt) = (sequence.computed, sequence.prompt_len());
         self.pages.leave(&mut sequence.pages, computed, prompt);
     }

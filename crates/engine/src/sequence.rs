@@ -2,6 +2,7 @@
 
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{KeptPage, PageName, PageStore};
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
@@ -24,6 +25,10 @@ pub(crate) struct Sequence {
     pub(crate) reused: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
+    /// Of its first pages, as far as a store asked for them: tokens in them do not change.
+    names: Vec<PageName>,
+    /// Whether it waits for pages that a store has.
+    pub(crate) holds: bool,
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
@@ -62,6 +67,8 @@ impl Sequence {
             computed: 0,
             reused: 0,
             pages: Owned::default(),
+            names: Vec::new(),
+            holds: false,
             drafts: Drafts::default(),
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
@@ -135,6 +142,25 @@ impl Sequence {
         if let Some(scores) = &mut self.scores {
             let token = self.tokens[scored + 1];
             scores.push(logprobs(kernels, logits, token, n, scratch));
+        }
+    }
+
+    /// Names its first `n` pages, which are full, as `store` does.
+    pub(crate) fn name_pages(&mut self, store: &dyn PageStore, n: usize) {
+        let named = self.names.len();
+        for page in self.tokens.chunks_exact(PAGE).take(n).skip(named) {
+            let before = self.names.last().copied().unwrap_or_default();
+            self.names.push(store.name(&before, page));
+        }
+    }
+
+    /// The page at place `index` in a pool, which was named before, for a store.
+    pub(crate) fn kept_page(&self, (pool, index): (u32, usize)) -> KeptPage {
+        KeptPage {
+            name: self.names[index],
+            index: index as u32,
+            pool,
+            page: self.pages.part((pool, index)).unwrap_or_default(),
         }
     }
 
@@ -299,6 +325,8 @@ impl Sequence {
             computed: 0,
             reused: 0,
             pages: Owned::default(),
+            names: Vec::new(),
+            holds: false,
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,

@@ -11,8 +11,11 @@ use std::sync::Arc;
 use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
+use crate::kept::Kept;
 use crate::step::{Batch, BatchSize, Workspace};
-use crate::{Config, Error, ExpertUses, Followed, Links, Model, Shard, WindowPool};
+use crate::{
+    Config, Error, ExpertUses, Followed, KeptPage, Links, Model, PageStore, Shard, WindowPool,
+};
 
 /// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
 /// and into them.
@@ -136,6 +139,38 @@ pub trait Compute: fmt::Debug + Send {
     /// # Panics
     /// If the model is not linked.
     fn follow(&mut self) -> Result<Followed, Error>;
+
+    /// Keeps pages in `store` from now on, as [`keep`](Self::keep) says. An engine that computes
+    /// with arrays of its own has no pages to keep and drops it.
+    fn attach(&mut self, store: Box<dyn PageStore>) {
+        drop(store);
+    }
+
+    /// Where pages are kept, if anywhere.
+    fn store(&self) -> Option<&dyn PageStore> {
+        None
+    }
+
+    /// Puts `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), into the stores of all ranks, each its
+    /// part. The leader calls it. Nobody hears of a store that has no room.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when a rank is gone.
+    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+        let _ = pages;
+        Ok(())
+    }
+
+    /// Brings `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), back into the cache of all ranks. How
+    /// many of them, from the first, every rank has; what is in the others is unknown, and they
+    /// are forgotten. The leader calls it.
+    ///
+    /// # Errors
+    /// As [`keep`](Self::keep).
+    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+        let _ = pages;
+        Ok(0)
+    }
 }
 
 impl Weights for Model {
@@ -194,6 +229,7 @@ impl Weights for Model {
             windows: self.kinds().windows(cache.pool_pages()),
             cache,
             workspace: Workspace::new(&self, size),
+            kept: Kept::default(),
             model: self,
         }))
     }
@@ -206,6 +242,7 @@ struct OnCpu {
     cache: KvCache,
     windows: Vec<WindowPool>,
     workspace: Workspace,
+    kept: Kept,
 }
 
 impl Compute for OnCpu {
@@ -232,6 +269,23 @@ impl Compute for OnCpu {
     }
 
     fn follow(&mut self) -> Result<Followed, Error> {
-        self.model.follow(&mut self.workspace, &mut self.cache)
+        let (workspace, kept) = (&mut self.workspace, &mut self.kept);
+        self.model.follow_with(workspace, &mut self.cache, kept)
+    }
+
+    fn attach(&mut self, store: Box<dyn PageStore>) {
+        self.kept = Kept::in_store(store);
+    }
+
+    fn store(&self) -> Option<&dyn PageStore> {
+        self.kept.store()
+    }
+
+    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+        self.kept.keep(&self.model, &self.cache, pages)
+    }
+
+    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+        self.kept.recall(&self.model, &mut self.cache, pages)
     }
 }

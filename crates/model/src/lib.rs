@@ -22,6 +22,7 @@ mod config;
 pub mod encoder;
 mod error;
 pub mod families;
+mod kept;
 mod kinds;
 mod links;
 mod mlx;
@@ -43,6 +44,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use families::Family;
+pub use kept::{KEPT_MAX, KeptPage, PageName, PageStore};
 pub use kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{MlxModel, MlxOptions};

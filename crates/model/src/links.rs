@@ -28,6 +28,7 @@ use crate::trace::{Kind, Tracer};
 const PLAN: u32 = 1;
 const RESIDUAL: u32 = 2;
 const LOGITS: u32 = 3;
+const RECALLED: u32 = 4;
 
 /// The groups that a rank of a split model computes with.
 #[derive(Debug)]
@@ -164,6 +165,25 @@ impl Links {
         }
         self.trace.end(began, Kind::Plan, 0);
         Ok(())
+    }
+
+    /// Tells the leader how many of the pages that it named this rank has recalled.
+    pub(crate) fn answer_recall(&self, leader: Rank, pages: usize) -> Result<(), Error> {
+        let count = (pages as u32).to_le_bytes();
+        Ok(self.world.send(&count, leader, RECALLED, self.deadline())?)
+    }
+
+    /// The fewest pages that another rank has recalled, `most` without others.
+    pub(crate) fn fewest_recalled(&self, most: usize) -> Result<usize, Error> {
+        let _exchange = self.progress.exchange();
+        let (own, mut fewest) = (self.world.rank(), most);
+        for rank in (0..self.world.size()).map(Rank).filter(|r| *r != own) {
+            let mut count = [0u8; 4];
+            self.world
+                .recv(&mut count, rank, RECALLED, self.deadline())?;
+            fewest = fewest.min(u32::from_le_bytes(count) as usize);
+        }
+        Ok(fewest)
     }
 
     /// Waits for the next step's plan from `leader`.

@@ -19,14 +19,15 @@ use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
-use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
+use paceline_model::{Config, Links, MlxPlaces, PageStore, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
-use crate::Error;
+use crate::disk::Disk;
 use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
+use crate::{DiskCache, Error};
 use epoch::{Epoch, Part};
 use watchdog::Watchdog;
 
@@ -49,7 +50,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
 /// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
-/// library is looked for, `ports` are those that it may listen at for ranks of other machines.
+/// library is looked for, `ports` are those that it may listen at for ranks of other machines, and
+/// `disk` is where it keeps prompts that were read.
 ///
 /// # Errors
 /// What failed.
@@ -58,6 +60,7 @@ pub fn run(
     wires: impl Fn(Backend) -> std::io::Result<Wires>,
     mlx: MlxPlaces,
     ports: Option<RangeInclusive<u16>>,
+    disk: Option<DiskCache>,
 ) -> Result<std::convert::Infallible, Error> {
     let mut worker = Worker {
         channel: Arc::new(Control::from_stdin()?),
@@ -65,6 +68,7 @@ pub fn run(
         find_wires: &wires,
         mlx,
         ports,
+        disk,
         number: 0,
         kernels: None,
         kept: None,
@@ -121,6 +125,8 @@ struct Worker<'a> {
     mlx: MlxPlaces,
     /// Where it listens for ranks of other machines; anywhere without.
     ports: Option<RangeInclusive<u16>>,
+    /// Where it keeps prompts that were read, if anywhere.
+    disk: Option<DiskCache>,
     /// Of the last epoch.
     number: u64,
     kernels: Option<Made>,
@@ -249,7 +255,21 @@ impl Worker<'_> {
             Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
             None => self.load(job, (class, &source), kernels, Some(links))?,
         };
-        Epoch::start(&self.channel, job, &source, weights, of).map(Some)
+        let store = self.store(job, &*weights);
+        Epoch::start(&self.channel, job, &source, (weights, store), of).map(Some)
+    }
+
+    /// Where this rank keeps pages of its cache beyond the epoch, if anywhere.
+    fn store(&self, job: &Job, weights: &dyn Weights) -> Option<Box<dyn PageStore>> {
+        // MLX has its cache in arrays of its own.
+        let disk = self.disk.as_ref().filter(|_| !weights.class().is_mlx())?;
+        match Disk::open(disk, &job.identity, weights) {
+            Ok(disk) => Some(Box::new(disk)),
+            Err(error) => {
+                warn!(folder = %disk.folder.display(), %error, "no prefix cache");
+                None
+            }
+        }
     }
 
     /// The kernels for a job, the same as before where they can be.

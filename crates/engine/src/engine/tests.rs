@@ -5,6 +5,7 @@ mod constrained;
 mod drafts;
 mod edges;
 mod hostile;
+mod kept;
 mod paced;
 pub(crate) mod requests;
 mod rig;

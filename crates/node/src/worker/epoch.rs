@@ -9,7 +9,7 @@ use paceline_base::Rank;
 use paceline_comm::{Deadline, Error as CommError, Group};
 use paceline_engine::{Engine, Follower, Request, Runner, Service, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Source, Weights};
+use paceline_model::{PageStore, Source, Weights};
 
 use super::tickets::Tickets;
 use super::{Channel, Identity, Kept, Watchdog, failed};
@@ -50,18 +50,22 @@ impl Epoch {
         channel: &Channel,
         job: &Job,
         source: &Source,
-        weights: Arc<dyn Weights>,
+        (weights, store): (Arc<dyn Weights>, Option<Box<dyn PageStore>>),
         of: Identity,
     ) -> Result<Self, Error> {
         let part = if of.shard.leads() {
             let tokenizer = Arc::new(tokenizer(source)?);
             let engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
+            let engine = match store {
+                Some(store) => engine.with_store(store),
+                None => engine,
+            };
             Part::Leads(Leader {
                 runner: Runner::start(engine, Instant::now),
                 tickets: Tickets::default(),
             })
         } else {
-            follow(channel, job, &weights)?
+            follow(channel, job, &weights, store)?
         };
         Ok(Self {
             part,
@@ -157,8 +161,16 @@ impl Leader {
 }
 
 /// Computes what the leader plans, on a thread that tells when it cannot go on.
-fn follow(channel: &Channel, job: &Job, weights: &Arc<dyn Weights>) -> Result<Part, Error> {
+fn follow(
+    channel: &Channel,
+    job: &Job,
+    weights: &Arc<dyn Weights>,
+    store: Option<Box<dyn PageStore>>,
+) -> Result<Part, Error> {
     let mut follower = Follower::new(Arc::clone(weights), &job.engine)?;
+    if let Some(store) = store {
+        follower = follower.with_store(store);
+    }
     let (channel, number) = (Arc::clone(channel), job.epoch);
     let leaving = Arc::new(AtomicBool::new(false));
     let told = Arc::clone(&leaving);
