@@ -17,9 +17,11 @@ use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
+use crate::turn::{self, Shares};
 use crate::{ConstraintError, EngineConfig, Error, Event, Request, Resumed, SequenceId, Snapshot};
 
 mod kept;
+mod turns;
 
 /// Runs sequences of one model.
 ///
@@ -43,6 +45,9 @@ pub struct Engine {
     pages: Pages,
     pacer: Pacer,
     costs: Costs,
+    shares: Shares,
+    /// Of all steps so far.
+    elapsed: Duration,
     /// Of the last step.
     composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
@@ -76,6 +81,8 @@ impl Engine {
             pages: Pages::new(compute.pages(), compute.windows()),
             pacer: Pacer::new(config.pace),
             costs: Costs::default(),
+            shares: Shares::default(),
+            elapsed: Duration::ZERO,
             composition: Composition::default(),
             reused: 0,
             to_keep: Vec::new(),
@@ -150,6 +157,7 @@ impl Engine {
         let guide = self.guide(request.constraint.as_ref(), &[])?;
         let id = self.new_id();
         let sequence = Sequence::new(id, request, guide, self.config.context)?;
+        let sequence = self.enter(sequence);
         self.waiting.push_back(sequence);
         Ok(id)
     }
@@ -208,8 +216,8 @@ impl Engine {
         let generated = &snapshot.tokens[snapshot.prompt_len..];
         let guide = self.guide(snapshot.constraint.as_ref(), generated)?;
         let id = self.new_id();
-        self.resuming
-            .push_back(Sequence::restored(id, snapshot, guide));
+        let sequence = self.enter(Sequence::restored(id, snapshot, guide));
+        self.resuming.push_back(sequence);
         Ok(id)
     }
 
@@ -305,6 +313,7 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.tracer.end(self.stepped.take(), Kind::Between, 0);
         let began = self.tracer.begin();
+        let mut events = self.end_late();
         self.admit();
         self.recall()?;
         let plan = self.plan();
@@ -312,7 +321,7 @@ impl Engine {
         self.tracer.end(began, Kind::Schedule, plan.len());
         self.forward(&plan)?;
         let began = self.tracer.begin();
-        let events = self.take_results(&plan);
+        self.take_results(&plan, &mut events);
         self.write_kept()?;
         self.tracer.end(began, Kind::Choose, events.len());
         self.stepped = self.tracer.begin().filter(|_| !self.is_idle());
@@ -328,17 +337,21 @@ impl Engine {
         Ok(self.compute.idle()?)
     }
 
-    /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
-    /// are neither taken nor still needed for tokens of running ones. Pages that another sequence
-    /// filled with the same beginning are shared.
+    /// Moves sequences to the running ones, in the order of their turns ([`turn`](crate::turn)),
+    /// those that resume first, while all their tokens fit in the pages that are neither taken nor
+    /// still needed for tokens of running ones. Pages that another sequence filled with the same
+    /// beginning are shared.
     pub(crate) fn admit(&mut self) {
         while self.running.len() < self.config.max_running {
-            let queue = if self.resuming.is_empty() {
-                &mut self.waiting
+            let (queue, place) = if self.resuming.is_empty() {
+                let turns = self.waiting.iter();
+                let turns = turns.map(|s| s.turn(self.shares.of(s.order.client)));
+                let place = turn::next(turns);
+                (&mut self.waiting, place.unwrap_or(0))
             } else {
-                &mut self.resuming
+                (&mut self.resuming, 0)
             };
-            let Some(next) = queue.front_mut() else {
+            let Some(next) = queue.get_mut(place) else {
                 return;
             };
             let (tokens, pages) = next.reusable();
@@ -349,7 +362,10 @@ impl Engine {
             }
             (next.computed, next.reused) = (reused, reused);
             self.reused += reused as u64;
-            self.running.extend(queue.pop_front());
+            next.passed = 0;
+            let passed = queue.iter_mut().take(place);
+            passed.for_each(|older| older.passed = older.passed.saturating_add(1));
+            self.running.extend(queue.remove(place));
         }
     }
 
@@ -357,6 +373,7 @@ impl Engine {
     /// [`EngineConfig::pace`]; an engine that is never told keeps none.
     pub fn took(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
+        self.elapsed += duration;
         self.pacer.took(step, duration);
         self.pages.set_cost(self.pacer.page_nanos());
         if step.prompt == 0 && step.decoding > 0 {
@@ -483,14 +500,26 @@ impl Engine {
             false => self.running[index].next_rows(&mut spare),
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        let prompts: Vec<usize> = rows.iter().copied().filter(|rows| *rows > 1).collect();
+        let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows == 1).count();
         let room = self.config.max_rows.saturating_sub(decoding);
-        let mut shares = share(&prompts, self.pacer.budget(decoding, room)).into_iter();
-        for rows in rows.iter_mut().filter(|rows| **rows > 1) {
-            *rows = shares.next().expect("a share for every prompt");
+        let left: Vec<usize> = prompts.iter().map(|index| rows[*index]).collect();
+        let shares = share(&left, self.pacer.budget(decoding, room));
+        for (index, share) in prompts.into_iter().zip(shares) {
+            rows[index] = share;
         }
         rows
+    }
+
+    /// Places of the running sequences that want several `rows`, in the order of their turns.
+    fn prompts(&self, rows: &[usize]) -> Vec<usize> {
+        let places: Vec<usize> = (0..rows.len()).filter(|i| rows[*i] > 1).collect();
+        let turn_of = |index: &usize| {
+            let sequence = &self.running[*index];
+            sequence.turn(self.shares.of(sequence.order.client))
+        };
+        let order = turn::in_order(places.iter().map(turn_of));
+        order.into_iter().map(|place| places[place]).collect()
     }
 
     fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
@@ -578,15 +607,16 @@ impl Engine {
     }
 
     /// Chooses tokens for every sequence of which all tokens are in the cache now.
-    fn take_results(&mut self, plan: &[PlannedRows]) -> Vec<Event> {
-        let (mut events, mut finished, mut logits_row) = (Vec::new(), Vec::new(), 0);
+    fn take_results(&mut self, plan: &[PlannedRows], events: &mut Vec<Event>) {
+        let (mut finished, mut logits_row) = (Vec::new(), 0);
+        self.charge(plan);
         for part in plan {
             if part.is_scored {
                 logits_row += self.score(part, logits_row);
             }
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
-                self.choose(part, logits_row, &mut events);
+                self.choose(part, logits_row, events);
                 logits_row += 1 + part.drafted();
             }
             self.keep(part.index);
@@ -600,7 +630,6 @@ impl Engine {
         for index in finished.into_iter().rev() {
             self.stop_running(index);
         }
-        events
     }
 
     /// Scores tokens of a prompt by the logits from `row` on; how many.

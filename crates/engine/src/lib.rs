@@ -15,6 +15,7 @@
 //! it, in whole pages: the next turn of a chat reads only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
+//! - [`Order`]: whose turn it is.
 //! - [`Pace`]: how long other answers may pause while a prompt is read.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
@@ -72,6 +73,7 @@ mod sampling;
 mod sequence;
 mod service;
 mod snapshot;
+mod turn;
 
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
@@ -88,3 +90,4 @@ pub use runner::Runner;
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
 pub use snapshot::Snapshot;
+pub use turn::Order;

@@ -1,5 +1,7 @@
 //! A sequence: its tokens, its pages, and the state that turns tokens into text.
 
+use std::time::Duration;
+
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{KeptPage, PageName, PageStore};
@@ -10,7 +12,8 @@ use crate::draft::Drafts;
 use crate::pages::Owned;
 use crate::sampling::logprobs::logprobs;
 use crate::sampling::{Asked, Choice, Sampler, Scratch};
-use crate::{Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs};
+use crate::turn::Turn;
+use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLogprobs};
 
 /// A request in progress.
 #[derive(Clone, Debug)]
@@ -29,6 +32,12 @@ pub(crate) struct Sequence {
     names: Vec<PageName>,
     /// Whether it waits for pages that a store has.
     pub(crate) holds: bool,
+    /// [`Request::order`].
+    pub(crate) order: Order,
+    /// When its deadline is over, in the time that the engine counts.
+    pub(crate) due: Option<Duration>,
+    /// How often others were admitted before it, or got rows while its prompt got none.
+    pub(crate) passed: u32,
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
@@ -69,6 +78,9 @@ impl Sequence {
             pages: Owned::default(),
             names: Vec::new(),
             holds: false,
+            order: request.order,
+            due: None,
+            passed: 0,
             drafts: Drafts::default(),
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
@@ -143,6 +155,21 @@ impl Sequence {
             let token = self.tokens[scored + 1];
             scores.push(logprobs(kernels, logits, token, n, scratch));
         }
+    }
+
+    /// Its turn among others, where `served` rows were computed for its client.
+    pub(crate) const fn turn(&self, served: u64) -> Turn {
+        Turn {
+            passed: self.passed,
+            priority: self.order.priority,
+            served,
+            due: self.due,
+        }
+    }
+
+    /// Whether its deadline is over.
+    pub(crate) fn is_late(&self, now: Duration) -> bool {
+        self.due.is_some_and(|due| due <= now)
     }
 
     /// Names its first `n` pages, which are full, as `store` does.
@@ -285,7 +312,7 @@ impl Sequence {
 
     /// The last event, with the text that was held back. A stop string that the end decides goes
     /// before `reason`.
-    fn finish(&mut self, reason: Finish) -> Event {
+    pub(crate) fn finish(&mut self, reason: Finish) -> Event {
         let mut text = self.stops.push(&self.decoder.finish()).text;
         let output = self.stops.finish();
         text.push_str(&output.text);
@@ -307,6 +334,7 @@ impl Sequence {
             logprobs: self.logprobs,
             prompt_logprobs: self.scores.is_some(),
             shown: self.shown,
+            order: self.order,
             constraint: self.guide.map(|guide| guide.constraint().clone()),
             sampler: self.sampler,
             decoder: self.decoder,
@@ -327,6 +355,9 @@ impl Sequence {
             pages: Owned::default(),
             names: Vec::new(),
             holds: false,
+            order: snapshot.order,
+            due: None,
+            passed: 0,
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,

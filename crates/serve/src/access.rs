@@ -6,6 +6,7 @@
 //! page of another site sends, must be this server's or a configured one. And bodies must be
 //! declared as JSON, which a page can do only after the browser has asked by `OPTIONS`.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, SocketAddr};
 
 use axum::http::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
@@ -34,6 +35,18 @@ pub(crate) enum Client {
     Address(IpAddr),
     /// Who has the key of this id.
     Key(String),
+}
+
+impl Client {
+    /// A number of its own, 0 for programs of this machine.
+    pub(crate) fn number(&self) -> u64 {
+        if *self == Self::Anybody {
+            return 0;
+        }
+        let mut hasher = DefaultHasher::new();
+        self.hash(&mut hasher);
+        hasher.finish()
+    }
 }
 
 /// Where a connection comes from.

@@ -16,3 +16,4 @@ pub(crate) mod smollm2;
 mod snapshots;
 mod text;
 pub(crate) mod tiny;
+mod turns;
