@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{Kind, Tracer};
-use paceline_model::{Batch, BatchSequence, Compute, KeptPage, Logits, Weights, WindowPages};
+use paceline_model::{Compute, KeptPage, Weights};
 use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
@@ -20,8 +20,11 @@ use crate::sequence::Sequence;
 use crate::turn::{self, Shares};
 use crate::{ConstraintError, EngineConfig, Error, Event, Request, Resumed, SequenceId, Snapshot};
 
+mod flights;
 mod kept;
 mod turns;
+
+use flights::Flight;
 
 /// Runs sequences of one model.
 ///
@@ -56,6 +59,10 @@ pub struct Engine {
     to_keep: Vec<KeptPage>,
     /// In order of admission; only these own pages.
     running: Vec<Sequence>,
+    /// Batches that other ranks know of, in the order in which all compute them.
+    flights: VecDeque<Flight>,
+    /// Whether a sequence needs a page of one that has rows under way: these are ended first.
+    starves: bool,
     /// Preempted sequences in the order they ran in, then snapshots in the order they came.
     resuming: VecDeque<Sequence>,
     /// Requests in the order they came.
@@ -94,6 +101,8 @@ impl Engine {
             config,
             compute,
             running: Vec::new(),
+            flights: VecDeque::new(),
+            starves: false,
             resuming: VecDeque::new(),
             waiting: VecDeque::new(),
             last_id: 0,
@@ -189,7 +198,8 @@ impl Engine {
     /// [`Error::NoSequence`].
     pub fn snapshot(&self, id: SequenceId) -> Result<Snapshot, Error> {
         let queued = self.resuming.iter().chain(&self.waiting);
-        let sequence = self.running.iter().chain(queued).find(|s| s.id == id);
+        let mut all = self.running.iter().chain(queued);
+        let sequence = all.find(|s| s.id == id && !s.gone);
         let copy = sequence.ok_or(Error::NoSequence(id))?.clone();
         Ok(copy.into_snapshot(self.identity.clone()))
     }
@@ -274,10 +284,17 @@ impl Engine {
         self.restore(snapshot).map(Resumed::Goes)
     }
 
-    /// Takes a sequence out of its queue, its pages given back.
+    /// Takes a sequence out of its queue, its pages given back; those of rows under way when they
+    /// are computed.
     fn take(&mut self, id: SequenceId) -> Result<Sequence, Error> {
-        if let Some(at) = self.running.iter().position(|s| s.id == id) {
-            return Ok(self.stop_running(at));
+        let is_it = |s: &Sequence| s.id == id && !s.gone;
+        if let Some(at) = self.running.iter().position(is_it) {
+            if self.running[at].flights == 0 {
+                return Ok(self.stop_running(at));
+            }
+            let sequence = &mut self.running[at];
+            sequence.gone = true;
+            return Ok(sequence.clone());
         }
         for queue in [&mut self.resuming, &mut self.waiting] {
             let at = queue.iter().position(|s| s.id == id);
@@ -303,6 +320,10 @@ impl Engine {
     /// when none is free makes the youngest give up its pages and wait; that one computes them
     /// again later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
+    /// Of a pipeline several batches are under way: the stages before this one compute those that
+    /// were planned behind the one that this step ends. A batch has its share of the sequences then,
+    /// and the next rows of a prompt follow those under way.
+    ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
     /// sequence that penalises repetition.
@@ -315,13 +336,15 @@ impl Engine {
         let began = self.tracer.begin();
         let mut events = self.end_late();
         self.admit();
-        self.recall()?;
-        let plan = self.plan();
-        self.composition = self.composition_of(&plan);
+        self.take_off()?;
+        let flight = self.flights.pop_front().unwrap_or_default();
+        let plan = self.land(flight.parts);
+        self.composition = flight.composition;
         self.tracer.end(began, Kind::Schedule, plan.len());
-        self.forward(&plan)?;
+        self.forward(&plan, &flight.rows)?;
         let began = self.tracer.begin();
         self.take_results(&plan, &mut events);
+        self.drop_gone();
         self.write_kept()?;
         self.tracer.end(began, Kind::Choose, events.len());
         self.stepped = self.tracer.begin().filter(|_| !self.is_idle());
@@ -495,11 +518,17 @@ impl Engine {
     /// stall answers.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
-        let pending = |index: usize| match self.running[index].holds || self.waits(index) {
-            true => 0,
-            false => self.running[index].next_rows(&mut spare),
+        let pending = |index: usize| {
+            let sequence = &self.running[index];
+            match sequence.is_to_end(self.elapsed) || sequence.holds || self.waits(index) {
+                true => 0,
+                false => sequence.next_rows(&mut spare),
+            }
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
+        let beyond = rows.iter_mut().filter(|rows| **rows > 0);
+        let most = self.running.len().div_ceil(self.compute.depth());
+        beyond.skip(most).for_each(|rows| *rows = 0);
         let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows == 1).count();
         let room = self.config.max_rows.saturating_sub(decoding);
@@ -541,57 +570,18 @@ impl Engine {
     fn get_pages(&mut self, index: usize, rows: usize) -> bool {
         while index < self.running.len() {
             let sequence = &mut self.running[index];
-            let pages = (sequence.computed + rows).div_ceil(PAGE);
+            let pages = (sequence.computed + sequence.flying + rows).div_ceil(PAGE);
             if self.pages.grow(&mut sequence.pages, pages) {
                 return true;
+            }
+            if self.running.last().is_some_and(|s| s.flights > 0) {
+                self.starves = true;
+                return false;
             }
             let youngest = self.stop_running(self.running.len() - 1);
             self.resuming.push_front(youngest);
         }
         false
-    }
-
-    /// Computes the rows, and meanwhile what grammars allow behind them, which depends on tokens
-    /// that are known already.
-    fn forward(&mut self, plan: &[PlannedRows]) -> Result<(), Error> {
-        let mut due = self.take_due(plan);
-        let owned = plan.iter().map(|part| &self.running[part.index].pages);
-        let windows: Vec<Vec<WindowPages<'_>>> = owned.map(|o| o.windows().collect()).collect();
-        let rows = plan.iter().zip(&windows).map(|(part, windows)| {
-            let s = &self.running[part.index];
-            let is_last = part.rows == s.pending().len();
-            let (tokens, logits) = match is_last {
-                _ if part.drafted() > 0 => (&*part.checked, Logits::All),
-                _ if part.is_scored => (&s.pending()[..part.rows], Logits::All),
-                true => (s.pending(), Logits::Last),
-                false => (&s.pending()[..part.rows], Logits::None),
-            };
-            BatchSequence {
-                tokens,
-                position: s.computed,
-                pages: s.pages.pages(),
-                windows,
-                logits,
-            }
-        });
-        let sequences: Vec<BatchSequence<'_>> = rows.collect();
-        let batch = Batch {
-            sequences: &sequences,
-        };
-        if self.model.links().is_none() {
-            self.tracer.next_step(); // else the links count
-        }
-        let began = self.tracer.begin();
-        let compute = &mut self.compute;
-        let outcome = match sequences.is_empty() {
-            true => Ok(()),
-            false => beside(&mut due, || compute.forward(&batch)).map(drop),
-        };
-        self.tracer.end(began, Kind::Step, batch.rows());
-        for (index, guide) in due {
-            self.running[index].guide = Some(guide);
-        }
-        Ok(outcome?)
     }
 
     /// Takes out the guides that must know before the end of the step what may come next.
@@ -608,16 +598,16 @@ impl Engine {
 
     /// Chooses tokens for every sequence of which all tokens are in the cache now.
     fn take_results(&mut self, plan: &[PlannedRows], events: &mut Vec<Event>) {
-        let (mut finished, mut logits_row) = (Vec::new(), 0);
+        let mut finished = Vec::new();
         self.charge(plan);
         for part in plan {
+            let mut logits_row = part.logits_row;
             if part.is_scored {
                 logits_row += self.score(part, logits_row);
             }
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
                 self.choose(part, logits_row, events);
-                logits_row += 1 + part.drafted();
             }
             self.keep(part.index);
             let last = events.last();
@@ -699,18 +689,6 @@ pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
     of_links.unwrap_or_default()
 }
 
-/// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one
-/// takes some 20 us, a mask up to milliseconds.
-fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
-    if guides.is_empty() {
-        return compute();
-    }
-    std::thread::scope(|scope| {
-        scope.spawn(|| guides.iter_mut().for_each(|(_, guide)| guide.prepare()));
-        compute()
-    })
-}
-
 /// Rows of a running sequence in a step.
 #[derive(Clone, Debug)]
 struct PlannedRows {
@@ -724,6 +702,8 @@ struct PlannedRows {
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,
+    /// The first of its rows of logits.
+    logits_row: usize,
 }
 
 impl PlannedRows {
@@ -734,6 +714,7 @@ impl PlannedRows {
             is_scored,
             guesses: Vec::new(),
             checked: Vec::new(),
+            logits_row: 0,
         }
     }
 

@@ -38,6 +38,11 @@ pub(crate) struct Sequence {
     pub(crate) due: Option<Duration>,
     /// How often others were admitted before it, or got rows while its prompt got none.
     pub(crate) passed: u32,
+    /// Batches under way that have rows of it, and these rows.
+    pub(crate) flights: usize,
+    pub(crate) flying: usize,
+    /// Whether it was taken out and has rows under way.
+    pub(crate) gone: bool,
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
@@ -81,6 +86,9 @@ impl Sequence {
             order: request.order,
             due: None,
             passed: 0,
+            flights: 0,
+            flying: 0,
+            gone: false,
             drafts: Drafts::default(),
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
@@ -126,9 +134,12 @@ impl Sequence {
     /// Rows that the next step may have of it. Rows that score need logits: one each sequence has,
     /// further ones are taken from `spare`.
     pub(crate) fn next_rows(&self, spare: &mut usize) -> usize {
-        let pending = self.pending().len();
+        let pending = self.pending().len() - self.flying;
         if !self.is_scoring() {
             return pending;
+        }
+        if self.flights > 0 {
+            return 0; // what is scored next follows from the rows under way
         }
         if !self.is_scored_next() {
             return self.scored() - self.computed;
@@ -165,6 +176,11 @@ impl Sequence {
             served,
             due: self.due,
         }
+    }
+
+    /// Whether nothing more of it is to be computed.
+    pub(crate) fn is_to_end(&self, now: Duration) -> bool {
+        self.gone || self.is_late(now)
     }
 
     /// Whether its deadline is over.
@@ -358,6 +374,9 @@ impl Sequence {
             order: snapshot.order,
             due: None,
             passed: 0,
+            flights: 0,
+            flying: 0,
+            gone: false,
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,

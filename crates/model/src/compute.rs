@@ -121,6 +121,22 @@ pub trait Compute: fmt::Debug + Send {
     /// pages than positions: the caller's duty. On a rank that does not lead.
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
 
+    /// How many steps may be under way at once: of a pipeline, one for each stage.
+    fn depth(&self) -> usize {
+        1
+    }
+
+    /// Tells the other ranks what a later [`forward`](Self::forward) computes, so that stages before
+    /// the leader's begin with it. Of several announced steps the first is computed first. Only
+    /// where the [`depth`](Self::depth) is more than 1.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when a rank is gone.
+    fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
+        let _ = batch;
+        Ok(())
+    }
+
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
     fn logits_mut(&mut self, i: usize) -> &mut [f32];
 
@@ -230,6 +246,7 @@ impl Weights for Model {
             cache,
             workspace: Workspace::new(&self, size),
             kept: Kept::default(),
+            announced: 0,
             model: self,
         }))
     }
@@ -243,6 +260,8 @@ struct OnCpu {
     windows: Vec<WindowPool>,
     workspace: Workspace,
     kept: Kept,
+    /// Steps that were announced and not computed.
+    announced: usize,
 }
 
 impl Compute for OnCpu {
@@ -254,9 +273,23 @@ impl Compute for OnCpu {
         &self.windows
     }
 
+    fn depth(&self) -> usize {
+        self.model.links().map_or(1, |_| self.model.shard().stages)
+    }
+
+    fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
+        self.model.announce(batch, &mut self.workspace)?;
+        self.announced += 1;
+        Ok(())
+    }
+
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
-        self.model
-            .forward(batch, &mut self.workspace, &mut self.cache)
+        let (workspace, cache) = (&mut self.workspace, &mut self.cache);
+        if self.announced == 0 {
+            return self.model.forward(batch, workspace, cache);
+        }
+        self.announced -= 1;
+        self.model.forward_announced(batch, workspace, cache)
     }
 
     fn logits_mut(&mut self, i: usize) -> &mut [f32] {

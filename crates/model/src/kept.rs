@@ -169,10 +169,15 @@ pub(crate) fn decline((links, leader): (&Links, Rank), words: &[u32]) -> Result<
     Ok(true)
 }
 
+/// Whether `words` are such a message, and no plan.
+pub(crate) const fn is_message(words: &[u32]) -> bool {
+    matches!(words[1], KEEP | RECALL)
+}
+
 /// Tells the other ranks of a split model.
 fn tell(model: &Model, kind: u32, pages: &[KeptPage]) -> Result<(), Error> {
     match model.links() {
-        Some(links) => links.announce(&write(kind, pages)),
+        Some(links) => links.announce_ahead(&write(kind, pages)),
         None => Ok(()),
     }
 }

@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 use paceline_base::{Bytes, Rank, tree};
 use paceline_comm::{Deadline, Group};
 
-use crate::Error;
 use crate::plan::{HEADER_WORDS, Plan};
 use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
 use crate::step::halves::Turn;
 use crate::trace::{Kind, Tracer};
+use crate::{Error, kept};
 
 /// Streams of messages between two ranks.
 const PLAN: u32 = 1;
@@ -148,9 +148,15 @@ impl Links {
 
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+        self.trace.next_step();
+        self.announce_ahead(words)
+    }
+
+    /// As [`announce`](Self::announce), of what this rank computes later or not at all: a trace
+    /// counts a step when it is computed.
+    pub(crate) fn announce_ahead(&self, words: &[u32]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let deadline = self.deadline();
-        self.trace.next_step();
         let began = self.trace.begin();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let (header, rest) = bytes.split_at(4 * HEADER_WORDS);
@@ -195,7 +201,9 @@ impl Links {
         if len > HEADER_WORDS {
             self.receive_words(leader, len - HEADER_WORDS, words)?;
         }
-        self.trace.next_step();
+        if !kept::is_message(words) {
+            self.trace.next_step();
+        }
         self.trace.end(began, Kind::Plan, 0);
         self.trace.begin_step();
         Ok(())

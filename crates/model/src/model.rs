@@ -341,6 +341,30 @@ impl Model {
         self.step(batch, ws, cache)
     }
 
+    /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced) computes.
+    pub(crate) fn announce(&self, batch: &Batch<'_>, ws: &mut Workspace) -> Result<(), Error> {
+        let Some(links) = &self.links else {
+            return Ok(());
+        };
+        let words = ws.words_mut();
+        Plan::write(batch, words);
+        links.announce_ahead(words)
+    }
+
+    /// As [`forward`](Self::forward), of the step that was announced first.
+    pub(crate) fn forward_announced(
+        &self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+    ) -> Result<usize, Error> {
+        assert!(self.shard.leads(), "{} does not lead", self.shard.rank);
+        if let Some(links) = &self.links {
+            links.trace.next_step();
+        }
+        self.step(batch, ws, cache)
+    }
+
     /// Tells the other ranks that the leader is alive and has nothing to do. To be called more
     /// often than [`Links::patience`].
     ///

@@ -71,6 +71,12 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether a prompt begins with pages that only the store has.
+    pub(super) fn wants_recall(&mut self) -> bool {
+        let has_store = self.compute.store().is_some();
+        has_store && (0..self.running.len()).any(|index| self.recallable(index) > 0)
+    }
+
     /// How many of the next pages of a running sequence the store has, so that it can go on behind
     /// them.
     fn recallable(&mut self, index: usize) -> usize {

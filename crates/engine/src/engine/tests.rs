@@ -4,6 +4,7 @@ mod batching;
 mod constrained;
 mod drafts;
 mod edges;
+mod flights;
 mod hostile;
 mod kept;
 mod paced;

@@ -23,7 +23,8 @@ impl Engine {
         let now = self.elapsed;
         let mut events = Vec::new();
         for index in (0..self.running.len()).rev() {
-            if self.running[index].is_late(now) {
+            let sequence = &self.running[index];
+            if sequence.is_late(now) && sequence.flights == 0 {
                 let mut sequence = self.stop_running(index);
                 events.push(sequence.finish(Finish::Deadline));
             }

@@ -19,7 +19,7 @@ const CONTEXT: usize = 5 * PAGE;
 
 /// Memory that outlives engines. Clones are the same.
 #[derive(Clone, Debug, Default)]
-struct Shelf(Arc<Mutex<State>>);
+pub(super) struct Shelf(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
