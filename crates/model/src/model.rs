@@ -398,7 +398,7 @@ impl Model {
     ) -> Result<Followed, Error> {
         let links = self.links.as_ref().expect("a follower is linked");
         let mut words = std::mem::take(ws.words_mut());
-        let followed = self.follow_plan(links, &mut words, (ws, cache), kept);
+        let followed = self.follow_plan(links, &mut words, (&mut *ws, cache), kept);
         *ws.words_mut() = words;
         followed
     }

@@ -210,7 +210,7 @@ fn no_answer_depends_on_what_a_store_has() {
             check(&rig, &mut asked, &all);
             reads.set(reads.get() + lock(&shelf.0).got);
         });
-        assert!(reads.get() > 100, "{}", reads.get());
+        assert!(reads.get() > 30, "{}", reads.get());
     }
 }
 
