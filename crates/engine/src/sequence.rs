@@ -178,6 +178,12 @@ impl Sequence {
         }
     }
 
+    /// Whether the largest logit alone decides its next token.
+    pub(crate) fn wants_best(&self) -> bool {
+        let is_free = self.guide.is_none() && !self.must_go_on();
+        is_free && self.logprobs.is_none() && self.sampler.params().takes_best()
+    }
+
     /// Whether nothing more of it is to be computed.
     pub(crate) fn is_to_end(&self, now: Duration) -> bool {
         self.gone || self.is_late(now)

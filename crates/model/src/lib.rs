@@ -17,6 +17,7 @@
 //! over the feed-forward width are canonical trees ([`LayerShape::attention_leaf`],
 //! [`Config::ffn_leaf`]), so that a tensor split can give them too.
 
+mod candidates;
 mod compute;
 mod config;
 pub mod encoder;

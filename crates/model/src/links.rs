@@ -22,7 +22,7 @@ use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
 use crate::step::halves::Turn;
 use crate::trace::{Kind, Tracer};
-use crate::{Error, kept};
+use crate::{Error, candidates, kept};
 
 /// Streams of messages between two ranks.
 const PLAN: u32 = 1;
@@ -307,11 +307,12 @@ impl Links {
 
     /// Brings the logits of all ranks of the last stage together at the leader: `mine` is
     /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)` and `scratch` has the room
-    /// it [needs](Self::logits_room); both are used by the leader only.
+    /// it [needs](Self::logits_room); both are used by the leader only. `best` says of each row
+    /// whether its largest logit alone is wanted: two words of a rank then, and NaN for its others.
     pub(crate) fn gather_logits(
         &self,
         shard: &Shard,
-        rows: usize,
+        best: &[bool],
         mine: &[f32],
         all: &mut [f32],
         scratch: &mut [f32],
@@ -323,18 +324,20 @@ impl Links {
             if mine.is_empty() {
                 return Ok(());
             }
-            self.world.send(mine, leader, LOGITS, self.deadline())?;
+            let packed = candidates::pack(mine, best);
+            let message = packed.as_deref().unwrap_or(mine);
+            self.world.send(message, leader, LOGITS, self.deadline())?;
             self.trace.end(began, Kind::Logits, 0);
             return Ok(());
         }
-        place(mine, rows, shard.vocab().start, all);
+        place(mine, best.len(), shard.vocab().start, all);
         for (rank, columns) in shard.stage_ranks().zip(&shard.vocab).skip(1) {
-            let part = &mut scratch[..rows * columns.len()];
+            let part = &mut scratch[..candidates::packed_len(columns.len(), best)];
             if part.is_empty() {
                 continue;
             }
             self.world.recv(part, Rank(rank), LOGITS, self.deadline())?;
-            place(part, rows, columns.start, all);
+            candidates::unpack(part, best, columns, all);
         }
         let alone = shard.stage_ranks().len() == 1;
         self.trace.end(began.filter(|_| !alone), Kind::Logits, 0);

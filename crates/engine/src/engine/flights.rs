@@ -63,7 +63,7 @@ impl Rows {
     const fn logit_rows(&self) -> usize {
         match self.logits {
             Logits::None => 0,
-            Logits::Last => 1,
+            Logits::Last | Logits::Best => 1,
             Logits::All => self.tokens.len(),
         }
     }
@@ -131,9 +131,12 @@ impl Engine {
         let position = s.computed + s.flying;
         let end = position + part.rows;
         let own = &s.tokens[position..end];
+        // Capping may make unlike logits equal, of which the first is chosen.
+        let is_plain = self.model.config().softcap.is_none();
         let (tokens, logits) = match end == s.tokens.len() {
             _ if part.drafted() > 0 => (&*part.checked, Logits::All),
             _ if part.is_scored => (own, Logits::All),
+            true if is_plain && s.wants_best() => (own, Logits::Best),
             true => (own, Logits::Last),
             false => (own, Logits::None),
         };
@@ -184,7 +187,7 @@ impl Engine {
             self.tracer.next_step(); // else the links count
         }
         let began = self.tracer.begin();
-        let n = rows.iter().map(|rows| rows.tokens.len()).sum();
+        let n: usize = rows.iter().map(|rows| rows.tokens.len()).sum();
         let compute = &mut self.compute;
         let outcome = match rows.is_empty() {
             true => Ok(()),

@@ -392,7 +392,7 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
         pages: sequence.pages,
         windows: sequence.windows,
         logits: match sequence.logits {
-            Logits::Last if i < last => Logits::None,
+            Logits::Last | Logits::Best if i < last => Logits::None,
             wanted => wanted,
         },
     })
