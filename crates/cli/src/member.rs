@@ -55,8 +55,8 @@ pub(crate) struct NodeArgs {
     /// in [default: any]
     #[arg(long, value_name = "A-B", value_parser = ports)]
     data_ports: Option<Ports>,
-    /// Most bytes on disk for prompts that were read, such as 500M or 4G, so that a node that starts
-    /// again need not read them again; `off` for none
+    /// Most bytes on disk for prompts that were read, such as 500M or 4G, so that a node that
+    /// starts again need not read them again; `off` for none
     #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = prefix_cache)]
     prefix_cache: PrefixCache,
 }

@@ -321,8 +321,8 @@ impl Engine {
     /// again later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
-    /// were planned behind the one that this step ends. A batch has its share of the sequences then,
-    /// and the next rows of a prompt follow those under way.
+    /// were planned behind the one that this step ends. A batch has its share of the sequences
+    /// then, and the next rows of a prompt follow those under way.
     ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
@@ -482,8 +482,8 @@ impl Engine {
         self.find_again(index);
     }
 
-    /// Gives a sequence all known pages that it begins with. What it gives back for that stays known
-    /// and is found again at once.
+    /// Gives a sequence all known pages that it begins with. What it gives back for that stays
+    /// known and is found again at once.
     fn find_again(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let at = sequence.computed;

@@ -126,9 +126,9 @@ pub trait Compute: fmt::Debug + Send {
         1
     }
 
-    /// Tells the other ranks what a later [`forward`](Self::forward) computes, so that stages before
-    /// the leader's begin with it. Of several announced steps the first is computed first. Only
-    /// where the [`depth`](Self::depth) is more than 1.
+    /// Tells the other ranks what a later [`forward`](Self::forward) computes, so that stages
+    /// before the leader's begin with it. Of several announced steps the first is computed first.
+    /// Only where the [`depth`](Self::depth) is more than 1.
     ///
     /// # Errors
     /// [`Error::Comm`] when a rank is gone.

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A page is named by what it holds: the tokens of its positions and of all before it. So a name
-//! means the same to all ranks, and each looks into its own [`PageStore`] for its part of the model.
-//! The words of these messages take the place of a step's plan (`plan.rs`):
+//! means the same to all ranks, and each looks into its own [`PageStore`] for its part of the
+//! model. The words of these messages take the place of a step's plan (`plan.rs`):
 //!
 //! ```text
 //! length in words | kind | pages | 0, then for each page: name (8 words), index, pool, page

@@ -341,7 +341,8 @@ impl Model {
         self.step(batch, ws, cache)
     }
 
-    /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced) computes.
+    /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced)
+    /// computes.
     pub(crate) fn announce(&self, batch: &Batch<'_>, ws: &mut Workspace) -> Result<(), Error> {
         let Some(links) = &self.links else {
             return Ok(());

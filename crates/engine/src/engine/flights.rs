@@ -5,11 +5,11 @@
 //! stage 1        A   B   A'  B'    A' needs the tokens that A gave
 //! ```
 //!
-//! All ranks compute batches in the order in which they were planned. So a page may have another
-//! owner as soon as a batch that uses it is planned no more: what is written to it comes later. What
-//! a batch reads and writes is copied when it is planned, because sequences go on meanwhile.
-//! Sequences with rows under way keep their pages: they are not preempted, and those that are
-//! cancelled are dropped when their rows are computed.
+//! All ranks compute batches in the order in which they were planned. So a page may get another
+//! owner while a batch that uses it is under way: what that one writes comes later. What a batch
+//! reads and writes is copied when it is planned, because sequences go on meanwhile. Sequences with
+//! rows under way keep their pages: they are not preempted, and those that are cancelled are
+//! dropped when their rows are computed.
 
 use paceline_model::trace::Kind;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages};
