@@ -160,7 +160,7 @@ impl Kept {
 }
 
 /// Answers such a message for a rank that keeps nothing; `false` where `words` are none of these.
-pub(crate) fn decline((links, leader): (&Links, Rank), words: &[u32]) -> Result<bool, Error> {
+pub(crate) fn decline(links: &Links, leader: Rank, words: &[u32]) -> Result<bool, Error> {
     match words[1] {
         KEEP => {}
         RECALL => links.answer_recall(leader, 0)?,

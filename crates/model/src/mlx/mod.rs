@@ -540,7 +540,7 @@ impl Compute for OnMlx {
     fn follow(&mut self) -> Result<Followed, Error> {
         let links = self.model.links.as_ref().expect("a follower is linked");
         links.next_plan(self.model.leader, &mut self.words)?;
-        if kept::decline((links, self.model.leader), &self.words)? {
+        if kept::decline(links, self.model.leader, &self.words)? {
             return Ok(Followed::Idle);
         }
         Ok(match self.step()? {
