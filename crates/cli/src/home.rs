@@ -14,7 +14,9 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::Context;
+use paceline_base::Bytes;
 use paceline_mlx::Places;
+use paceline_node::DiskCache;
 use paceline_serve::tls::Own;
 use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token, find_mlx};
 
@@ -56,6 +58,15 @@ impl Settings {
 /// As [`folder`].
 pub(crate) fn home() -> anyhow::Result<Home> {
     Ok(Home::new(folder()?))
+}
+
+/// The prefix cache on disk, of so many bytes.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn prefixes(limit: Bytes) -> anyhow::Result<DiskCache> {
+    let folder = folder()?.join("prefixes");
+    Ok(DiskCache { folder, limit })
 }
 
 /// The file of API keys.

@@ -1,5 +1,6 @@
 //! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::io;
 use std::ops::Deref;
@@ -250,7 +251,8 @@ impl Opened {
             here(self.prepared, &self.path, &self.tokenizer, kernels)?
         } else {
             let mut bar = Loading::new(self.nodes());
-            let instance = self.start(false, Box::new(move |notice, _| bar.hear(notice)))?;
+            let observer: Observer = Box::new(move |notice, _| bar.hear(notice));
+            let instance = self.start(log::worker_args(), false, observer)?;
             self.ready(&instance)?;
             self.prepared.loaded(instance)
         };
@@ -287,12 +289,17 @@ impl Opened {
         load::kernels_at(threads, self.compute.pinning())
     }
 
-    /// Starts the workers; `observer` hears what becomes of them. Does not wait until they are
-    /// ready.
+    /// Starts the workers, this program with `worker_args`; `observer` hears what becomes of them.
+    /// Does not wait until they are ready.
     ///
     /// # Errors
     /// What the system refuses.
-    pub(crate) fn start(&self, restart: bool, observer: Observer) -> anyhow::Result<Instance> {
+    pub(crate) fn start(
+        &self,
+        worker_args: Vec<OsString>,
+        restart: bool,
+        observer: Observer,
+    ) -> anyhow::Result<Instance> {
         if !self.classes.on_cpu() {
             load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
         }
@@ -301,7 +308,7 @@ impl Opened {
         self.prepared.identity()?;
         let crew = LocalCrew::spawn(LocalSpec {
             program: own_program().context("cannot find this program's own file")?,
-            args: log::worker_args(),
+            args: worker_args,
             env: worker_env(),
             model: self.path.clone(),
             draft: self.draft.clone(),

@@ -14,6 +14,7 @@ use paceline_mapreduce::worker;
 
 use crate::error::Error;
 use job::JobArgs;
+pub(crate) use sort::memory;
 
 /// What to compute.
 #[derive(Debug, clap::Subcommand)]

@@ -22,7 +22,7 @@ use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 
 use crate::output::{printable, tell};
-use crate::{home, log};
+use crate::{home, log, mapreduce};
 
 /// For the node to answer a question, or say how far it is. Joining takes up to 11 s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -55,6 +55,22 @@ pub(crate) struct NodeArgs {
     /// in [default: any]
     #[arg(long, value_name = "A-B", value_parser = ports)]
     data_ports: Option<Ports>,
+    /// Most bytes on disk for prompts that were read, such as 500M or 4G, so that a node that
+    /// starts again need not read them again; `off` for none
+    #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = prefix_cache)]
+    prefix_cache: PrefixCache,
+}
+
+/// Space for prompts that were read, if any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PrefixCache(Option<u64>);
+
+/// Parses `off` or a number of bytes.
+fn prefix_cache(text: &str) -> Result<PrefixCache, String> {
+    match text {
+        "off" => Ok(PrefixCache(None)),
+        size => mapreduce::memory(size).map(|bytes| PrefixCache(Some(bytes))),
+    }
 }
 
 /// How other machines are found.
@@ -129,7 +145,10 @@ impl NodeArgs {
         let ports = self.data_ports.as_ref();
         let ports = ports
             .map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
-        log::worker_args().into_iter().chain(ports).collect()
+        let PrefixCache(limit) = self.prefix_cache;
+        let limit = limit.map(|bytes| format!("--prefix-cache={bytes}").into());
+        let args = log::worker_args().into_iter();
+        args.chain(ports).chain(limit).collect()
     }
 
     fn facts(&self, class: KernelClass) -> Facts {

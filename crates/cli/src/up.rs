@@ -434,7 +434,8 @@ fn serve(
     (model, beside): (Model, Option<Serving>),
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
-    let instance = Arc::new(opened.start(true, observer(&opened))?);
+    let workers = args.node.worker_args();
+    let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
     let facts = Facts(Arc::new(move || facts(&measured, nodes)));

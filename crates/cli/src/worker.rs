@@ -1,5 +1,6 @@
 //! `paceline worker`: one rank of an instance. Started by `run`, `up` and `bench`, not by people.
 
+use paceline_base::Bytes;
 use paceline_comm::mlx_ring::Plaintext;
 
 use crate::error::Error;
@@ -13,6 +14,9 @@ pub(crate) struct Args {
     /// Ports to listen at for ranks of other machines
     #[arg(long, value_name = "A-B", value_parser = member::ports)]
     data_ports: Option<Ports>,
+    /// Bytes on disk for prompts that were read; none without
+    #[arg(long, value_name = "BYTES")]
+    prefix_cache: Option<u64>,
 }
 
 /// Runs the worker; the parent is told what fails, so nothing is printed.
@@ -24,7 +28,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // Whoever started this has asked for plaintext, or not been given such a wire.
     let wires = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
     let ports = args.data_ports.clone().map(|Ports(ports)| ports);
-    match paceline_node::worker::run(kernels, wires, home::mlx_places()?, ports) {
+    let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
+    let disk = disk.transpose()?;
+    match paceline_node::worker::run(kernels, wires, home::mlx_places()?, ports, disk) {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),

@@ -236,6 +236,7 @@ impl Drafter {
 
     /// Guesses for the sequences of a step, in the order of `wishes`; nothing where no depth is
     /// expected to give `least` times the tokens a second of a plain step, and no trial is due.
+    /// What it has of the others that are `running` stays.
     ///
     /// Blocks for a pass of the draft per guess, and for one that catches up.
     ///
@@ -243,11 +244,11 @@ impl Drafter {
     /// [`Error::Model`] when a pass fails.
     pub(crate) fn guess(
         &mut self,
-        wishes: &[Wish<'_>],
+        (running, wishes): (&[SequenceId], &[Wish<'_>]),
         (bounds, costs): (Bounds, &Costs),
         least: f64,
     ) -> Result<Option<Vec<Vec<u32>>>, Error> {
-        self.settle(wishes);
+        self.settle(running, wishes);
         let plain = costs.seconds(bounds.decoding).filter(|s| *s > 0.0);
         let Some(plain) = plain else {
             return Ok(None); // a plain step is measured first
@@ -269,9 +270,10 @@ impl Drafter {
         Ok(guesses.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
     }
 
-    /// Forgets sequences that are gone, begins with new ones, and judges the last guesses.
-    fn settle(&mut self, wishes: &[Wish<'_>]) {
-        let is_gone = |id: &&SequenceId| wishes.iter().all(|wish| wish.sequence.id != **id);
+    /// Forgets sequences that are gone, begins with new ones, and judges the last guesses of those
+    /// that are to have further ones.
+    fn settle(&mut self, running: &[SequenceId], wishes: &[Wish<'_>]) {
+        let is_gone = |id: &&SequenceId| !running.contains(id);
         let gone: Vec<SequenceId> = self.held.keys().filter(is_gone).copied().collect();
         for mut held in gone.iter().filter_map(|id| self.held.remove(id)) {
             self.pages.release(&mut held.pages);

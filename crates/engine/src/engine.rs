@@ -7,22 +7,29 @@ use std::time::{Duration, Instant};
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{Kind, Tracer};
-use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages};
+use paceline_model::{Compute, KeptPage, Weights};
 use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
-use crate::draft::{Bounds, Candidate, Costs, DRAFT_ROWS, depths};
-use crate::drafter::{Draft, Drafter, Wish};
-use crate::fair;
+use crate::draft::Costs;
+use crate::drafter::Drafter;
 use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
+use crate::turn::{self, Shares};
 use crate::{
     ConstraintError, EngineConfig, Error, Event, GuessCounts, Request, Resumed, SequenceId,
     Snapshot,
 };
+
+mod flights;
+mod guessing;
+mod kept;
+mod turns;
+
+use flights::Flight;
 
 /// Runs sequences of one model.
 ///
@@ -51,12 +58,22 @@ pub struct Engine {
     /// Steps that checked guesses since one that did not.
     drafted_steps: usize,
     guesses: GuessCounts,
+    shares: Shares,
+    /// Of all steps so far.
+    elapsed: Duration,
     /// Of the last step.
     composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
     reused: u64,
+    /// Pages that became known in the step under way and are not in the store.
+    to_keep: Vec<KeptPage>,
     /// In order of admission; only these own pages.
     running: Vec<Sequence>,
+    /// Batches that other ranks know of, in the order in which all compute them.
+    flights: VecDeque<Flight>,
+    /// Whether a sequence needs a page or the place of one that has rows under way: these are ended
+    /// first.
+    starves: bool,
     /// Preempted sequences in the order they ran in, then snapshots in the order they came.
     resuming: VecDeque<Sequence>,
     /// Requests in the order they came.
@@ -85,8 +102,11 @@ impl Engine {
             drafter: None,
             drafted_steps: 0,
             guesses: GuessCounts::default(),
+            shares: Shares::default(),
+            elapsed: Duration::ZERO,
             composition: Composition::default(),
             reused: 0,
+            to_keep: Vec::new(),
             tracer: tracer(&*model),
             stepped: None,
             identity: format!("{} ({})", config.model, model.numbers()),
@@ -95,24 +115,12 @@ impl Engine {
             config,
             compute,
             running: Vec::new(),
+            flights: VecDeque::new(),
+            starves: false,
             resuming: VecDeque::new(),
             waiting: VecDeque::new(),
             last_id: 0,
         })
-    }
-
-    /// Has a small model guess tokens, up to [`EngineConfig::drafts`] in a step, where measured
-    /// times and the share of guesses that were right say that it pays. Answers do not depend on
-    /// it. Reserves memory for a cache of the draft's own.
-    ///
-    /// # Errors
-    /// [`Error::DraftVocabulary`] for a model of another vocabulary, [`Error::Model`] when memory
-    /// cannot be had.
-    pub fn guess_with(&mut self, draft: Draft) -> Result<(), Error> {
-        let vocab = self.model.config().vocab;
-        let drafter = Drafter::new(draft, &self.tokenizer, &self.config, vocab)?;
-        self.drafter = Some(drafter);
-        Ok(())
     }
 
     /// The model.
@@ -146,14 +154,10 @@ impl Engine {
     }
 
     /// Tokens so far that did not have to be computed, because another sequence, or the same one
-    /// before it gave up its pages, had begun with the same ones: whole pages of 64.
+    /// before it gave up its pages, had begun with the same ones, or the store had them: whole
+    /// pages of 64.
     pub const fn n_reused(&self) -> u64 {
         self.reused
-    }
-
-    /// Counts guesses that were checked, for others to look at while steps are computed.
-    pub const fn guesses(&self) -> &GuessCounts {
-        &self.guesses
     }
 
     /// Records what steps take, in this rank, where somebody asks.
@@ -168,8 +172,9 @@ impl Engine {
     /// cannot be answered says why.
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
         let (waiting, most) = (self.waiting.len(), self.config.max_waiting);
-        let own = self.waiting.iter().filter(|s| s.client == request.client);
-        let own = if request.client == 0 { 0 } else { own.count() };
+        let client = request.order.client;
+        let own = self.waiting.iter().filter(|s| s.order.client == client);
+        let own = if client == 0 { 0 } else { own.count() };
         if waiting >= most || own >= most.div_ceil(2) {
             let request = Box::new(request);
             return Err(Error::Busy { waiting, request });
@@ -178,6 +183,7 @@ impl Engine {
         let guide = self.guide(request.constraint.as_ref(), &[])?;
         let id = self.new_id();
         let sequence = Sequence::new(id, request, guide, self.config.context)?;
+        let sequence = self.enter(sequence);
         self.waiting.push_back(sequence);
         Ok(id)
     }
@@ -209,7 +215,8 @@ impl Engine {
     /// [`Error::NoSequence`].
     pub fn snapshot(&self, id: SequenceId) -> Result<Snapshot, Error> {
         let queued = self.resuming.iter().chain(&self.waiting);
-        let sequence = self.running.iter().chain(queued).find(|s| s.id == id);
+        let mut all = self.running.iter().chain(queued);
+        let sequence = all.find(|s| s.id == id && !s.gone);
         let copy = sequence.ok_or(Error::NoSequence(id))?.clone();
         Ok(copy.into_snapshot(self.identity.clone()))
     }
@@ -236,8 +243,8 @@ impl Engine {
         let generated = &snapshot.tokens[snapshot.prompt_len..];
         let guide = self.guide(snapshot.constraint.as_ref(), generated)?;
         let id = self.new_id();
-        self.resuming
-            .push_back(Sequence::restored(id, snapshot, guide));
+        let sequence = self.enter(Sequence::restored(id, snapshot, guide));
+        self.resuming.push_back(sequence);
         Ok(id)
     }
 
@@ -294,10 +301,17 @@ impl Engine {
         self.restore(snapshot).map(Resumed::Goes)
     }
 
-    /// Takes a sequence out of its queue, its pages given back.
+    /// Takes a sequence out of its queue, its pages given back; those of rows under way when they
+    /// are computed.
     fn take(&mut self, id: SequenceId) -> Result<Sequence, Error> {
-        if let Some(at) = self.running.iter().position(|s| s.id == id) {
-            return Ok(self.stop_running(at));
+        let is_it = |s: &Sequence| s.id == id && !s.gone;
+        if let Some(at) = self.running.iter().position(is_it) {
+            if self.running[at].flights == 0 {
+                return Ok(self.stop_running(at));
+            }
+            let sequence = &mut self.running[at];
+            sequence.gone = true;
+            return Ok(sequence.clone());
         }
         for queue in [&mut self.resuming, &mut self.waiting] {
             let at = queue.iter().position(|s| s.id == id);
@@ -312,6 +326,7 @@ impl Engine {
         let mut sequence = self.running.remove(index);
         self.pages.release(&mut sequence.pages);
         sequence.computed = 0;
+        sequence.holds = false;
         sequence
     }
 
@@ -323,6 +338,10 @@ impl Engine {
     /// when none is free makes the youngest give up its pages and wait; that one computes them
     /// again later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
+    /// Of a pipeline several batches are under way: the stages before this one compute those that
+    /// were planned behind the one that this step ends. A batch has its share of the sequences
+    /// then, and the next rows of a prompt follow those under way.
+    ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
     /// sequence that penalises repetition.
@@ -333,14 +352,18 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.tracer.end(self.stepped.take(), Kind::Between, 0);
         let began = self.tracer.begin();
+        let mut events = self.end_late();
         self.admit();
-        let mut plan = self.plan();
-        self.speculate(&mut plan)?;
-        self.composition = self.composition_of(&plan);
+        self.take_off()?;
+        let flight = self.flights.pop_front().unwrap_or_default();
+        let plan = self.land(flight.parts);
+        self.composition = flight.composition;
         self.tracer.end(began, Kind::Schedule, plan.len());
-        self.forward(&plan)?;
+        self.forward(&plan, &flight.rows)?;
         let began = self.tracer.begin();
-        let events = self.take_results(&plan);
+        self.take_results(&plan, &mut events);
+        self.drop_gone();
+        self.write_kept()?;
         self.tracer.end(began, Kind::Choose, events.len());
         self.stepped = self.tracer.begin().filter(|_| !self.is_idle());
         Ok(events)
@@ -355,75 +378,17 @@ impl Engine {
         Ok(self.compute.idle()?)
     }
 
-    /// Moves sequences to the running ones, those of the client with the fewest first, else in
-    /// order, while all their tokens fit in the pages that are neither taken nor still needed for
-    /// tokens of running ones. Pages that another sequence filled with the same beginning are
-    /// shared.
-    pub(crate) fn admit(&mut self) {
-        self.make_way();
-        while self.running.len() < self.config.max_running {
-            let Some((at, _)) = self.next_in_line() else {
-                return;
-            };
-            let (queue, at) = match at.checked_sub(self.resuming.len()) {
-                Some(at) => (&mut self.waiting, at),
-                None => (&mut self.resuming, at),
-            };
-            let Some(next) = queue.get_mut(at) else {
-                return;
-            };
-            let (tokens, pages) = next.reusable();
-            let reused = self.pages.reuse(tokens, pages);
-            let promised: usize = self.running.iter().map(Sequence::pages_missing).sum();
-            if promised + next.pages_missing() > self.pages.available() {
-                return self.pages.release(&mut next.pages);
-            }
-            (next.computed, next.reused) = (reused, reused);
-            self.reused += reused as u64;
-            self.running.extend(queue.remove(at));
-        }
-    }
-
-    /// Which sequence is next, counted through those that resume and those that wait, and whose it
-    /// is.
-    fn next_in_line(&self) -> Option<(usize, u64)> {
-        if self.resuming.is_empty() && self.waiting.is_empty() {
-            return None;
-        }
-        let queued = || self.resuming.iter().chain(&self.waiting).map(|s| s.client);
-        let at = fair::next(&self.clients(), queued())?;
-        Some((at, queued().nth(at)?))
-    }
-
-    /// Clients of the running sequences.
-    fn clients(&self) -> Vec<u64> {
-        self.running.iter().map(|s| s.client).collect()
-    }
-
-    /// Where all places are taken, takes one from the client with the most if that is fairer. Its
-    /// youngest sequence waits like one that gave up its pages. One in a step.
-    fn make_way(&mut self) {
-        if self.running.len() < self.config.max_running {
-            return;
-        }
-        let Some((_, client)) = self.next_in_line() else {
-            return;
-        };
-        if let Some(at) = fair::gives_way(&self.clients(), client) {
-            let youngest = self.stop_running(at);
-            self.resuming.push_back(youngest);
-        }
-    }
-
     /// Tells how long the last [`step`](Self::step) took. By this the next steps keep
     /// [`EngineConfig::pace`]; an engine that is never told keeps none.
     pub fn took(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
+        self.elapsed += duration;
         let is_plain = step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
         let drafter = self.drafter.as_mut();
         let drafting = drafter.map(|drafter| drafter.took(is_plain, duration));
         let duration = duration.saturating_sub(drafting.unwrap_or_default());
         self.pacer.took(step, duration);
+        self.pages.set_cost(self.pacer.page_nanos());
         if step.prompt == 0 && step.decoding > 0 {
             self.costs.took(step.decoding + step.drafted, duration);
         }
@@ -444,108 +409,6 @@ impl Engine {
         plan
     }
 
-    /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
-    /// one by one. Now and then a step has none, so that what one takes without is known.
-    fn drafts(&self) -> bool {
-        let decodes = |s: &Sequence| s.pending().len() == 1;
-        let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
-        is_on && self.drafted_steps < PLAIN_EVERY && self.running.iter().all(decodes)
-    }
-
-    /// Adds guesses to the rows of sequences that decode, where they are expected to pay: those of
-    /// their own text, or those of the draft model where more is expected of them. Grammars must
-    /// know each token before the next, so sequences with one have no guesses.
-    fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
-        let mut is_drafted = false;
-        if self.drafts() && !plan.is_empty() {
-            let (gain, depths) = self.look_up(plan);
-            is_drafted = self.ask_draft(plan, gain)?;
-            if !is_drafted {
-                is_drafted = depths.iter().any(|depth| *depth > 0);
-                self.check(plan, &depths);
-            }
-        }
-        self.drafted_steps = if is_drafted {
-            self.drafted_steps + 1
-        } else {
-            0
-        };
-        Ok(())
-    }
-
-    /// Positions of a sequence's last page that no guess may have: states of recurrent layers
-    /// change with the last row of a page and cannot go back.
-    fn kept(&self) -> usize {
-        usize::from(!self.compute.windows().is_empty())
-    }
-
-    fn bounds(&self, decoding: usize) -> Bounds {
-        Bounds {
-            decoding,
-            most: self.config.drafts,
-            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(decoding)),
-        }
-    }
-
-    /// Has the draft model guess, if more than `least` times the tokens of a plain step are
-    /// expected of that; whether it did.
-    fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
-        let (kept, bounds) = (self.kept(), self.bounds(plan.len()));
-        let Some(drafter) = &mut self.drafter else {
-            return Ok(false);
-        };
-        let wish = |part: &PlannedRows| {
-            let sequence = &self.running[part.index];
-            let room = sequence.draft_room().saturating_sub(kept);
-            let room = if sequence.guide.is_some() { 0 } else { room };
-            Wish { sequence, room }
-        };
-        let wishes: Vec<Wish<'_>> = plan.iter().map(wish).collect();
-        let Some(guesses) = drafter.guess(&wishes, (bounds, &self.costs), least)? else {
-            return Ok(false);
-        };
-        for (part, guesses) in plan.iter_mut().zip(guesses) {
-            if !guesses.is_empty() {
-                let pending = self.running[part.index].pending().iter().copied();
-                part.checked = pending.chain(guesses).collect();
-            }
-        }
-        Ok(true)
-    }
-
-    /// Looks for guesses in the sequences' own texts; how many of them each is to check, and how
-    /// many times the tokens of a plain step are expected of that.
-    fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
-        let (kept, bounds) = (self.kept(), self.bounds(plan.len()));
-        for part in &mut *plan {
-            let sequence = &mut self.running[part.index];
-            if sequence.guide.is_none() {
-                part.guesses = sequence.drafts.guess(&sequence.tokens, bounds.most);
-            }
-        }
-        let candidate = |part: &PlannedRows| {
-            let sequence = &self.running[part.index];
-            let room = sequence.draft_room().saturating_sub(kept);
-            Candidate {
-                drafts: &sequence.drafts,
-                guesses: part.guesses.len().min(room),
-            }
-        };
-        let candidates: Vec<Candidate<'_>> = plan.iter().map(candidate).collect();
-        depths(&candidates, bounds, &self.costs)
-    }
-
-    /// Has a step check so many of each sequence's own guesses.
-    fn check(&self, plan: &mut [PlannedRows], depths: &[usize]) {
-        let parts = plan.iter_mut().zip(depths);
-        for (part, depth) in parts.filter(|(_, depth)| **depth > 0) {
-            let pending = self.running[part.index].pending().iter().copied();
-            part.checked = pending
-                .chain(part.guesses[..*depth].iter().copied())
-                .collect();
-        }
-    }
-
     /// Gives a sequence the pages that another one has computed since it was admitted.
     fn catch_up(&mut self, index: usize) {
         let sequence = &mut self.running[index];
@@ -557,12 +420,24 @@ impl Engine {
         {
             return;
         }
-        // What is given back stays known and is found again at once.
+        self.find_again(index);
+    }
+
+    /// Gives a sequence all known pages that it begins with. What it gives back for that stays
+    /// known and is found again at once.
+    fn find_again(&mut self, index: usize) {
+        let sequence = &mut self.running[index];
+        let at = sequence.computed;
         self.pages.release(&mut sequence.pages);
         sequence.computed = self.pages.reuse(&sequence.tokens, &mut sequence.pages);
         let more = sequence.computed.saturating_sub(at);
-        sequence.reused += more;
-        self.reused += more as u64;
+        self.count_reused(index, more);
+    }
+
+    /// So many more tokens of a sequence did not have to be computed.
+    fn count_reused(&mut self, index: usize, tokens: usize) {
+        self.running[index].reused += tokens;
+        self.reused += tokens as u64;
     }
 
     /// Whether a sequence waits for a page of its prompt that an older one is about to compute: of
@@ -584,19 +459,37 @@ impl Engine {
     /// stall answers.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
-        let pending = |index: usize| match self.waits(index) {
-            true => 0,
-            false => self.running[index].next_rows(&mut spare),
+        let pending = |index: usize| {
+            let sequence = &self.running[index];
+            match sequence.is_to_end(self.elapsed) || sequence.holds || self.waits(index) {
+                true => 0,
+                false => sequence.next_rows(&mut spare),
+            }
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        let prompts: Vec<usize> = rows.iter().copied().filter(|rows| *rows > 1).collect();
+        let beyond = rows.iter_mut().filter(|rows| **rows > 0);
+        let most = self.running.len().div_ceil(self.compute.depth());
+        beyond.skip(most).for_each(|rows| *rows = 0);
+        let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows == 1).count();
         let room = self.config.max_rows.saturating_sub(decoding);
-        let mut shares = share(&prompts, self.pacer.budget(decoding, room)).into_iter();
-        for rows in rows.iter_mut().filter(|rows| **rows > 1) {
-            *rows = shares.next().expect("a share for every prompt");
+        let left: Vec<usize> = prompts.iter().map(|index| rows[*index]).collect();
+        let shares = share(&left, self.pacer.budget(decoding, room));
+        for (index, share) in prompts.into_iter().zip(shares) {
+            rows[index] = share;
         }
         rows
+    }
+
+    /// Places of the running sequences that want several `rows`, in the order of their turns.
+    fn prompts(&self, rows: &[usize]) -> Vec<usize> {
+        let places: Vec<usize> = (0..rows.len()).filter(|i| rows[*i] > 1).collect();
+        let turn_of = |index: &usize| {
+            let sequence = &self.running[*index];
+            sequence.turn(self.shares.of(sequence.order.client))
+        };
+        let order = turn::in_order(places.iter().map(turn_of));
+        order.into_iter().map(|place| places[place]).collect()
     }
 
     fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
@@ -618,57 +511,18 @@ impl Engine {
     fn get_pages(&mut self, index: usize, rows: usize) -> bool {
         while index < self.running.len() {
             let sequence = &mut self.running[index];
-            let pages = (sequence.computed + rows).div_ceil(PAGE);
+            let pages = (sequence.computed + sequence.flying + rows).div_ceil(PAGE);
             if self.pages.grow(&mut sequence.pages, pages) {
                 return true;
+            }
+            if self.running.last().is_some_and(|s| s.flights > 0) {
+                self.starves = true;
+                return false;
             }
             let youngest = self.stop_running(self.running.len() - 1);
             self.resuming.push_front(youngest);
         }
         false
-    }
-
-    /// Computes the rows, and meanwhile what grammars allow behind them, which depends on tokens
-    /// that are known already.
-    fn forward(&mut self, plan: &[PlannedRows]) -> Result<(), Error> {
-        let mut due = self.take_due(plan);
-        let owned = plan.iter().map(|part| &self.running[part.index].pages);
-        let windows: Vec<Vec<WindowPages<'_>>> = owned.map(|o| o.windows().collect()).collect();
-        let rows = plan.iter().zip(&windows).map(|(part, windows)| {
-            let s = &self.running[part.index];
-            let is_last = part.rows == s.pending().len();
-            let (tokens, logits) = match is_last {
-                _ if part.drafted() > 0 => (&*part.checked, Logits::All),
-                _ if part.is_scored => (&s.pending()[..part.rows], Logits::All),
-                true => (s.pending(), Logits::Last),
-                false => (&s.pending()[..part.rows], Logits::None),
-            };
-            BatchSequence {
-                tokens,
-                position: s.computed,
-                pages: s.pages.pages(),
-                windows,
-                logits,
-            }
-        });
-        let sequences: Vec<BatchSequence<'_>> = rows.collect();
-        let batch = Batch {
-            sequences: &sequences,
-        };
-        if self.model.links().is_none() {
-            self.tracer.next_step(); // else the links count
-        }
-        let began = self.tracer.begin();
-        let compute = &mut self.compute;
-        let outcome = match sequences.is_empty() {
-            true => Ok(()),
-            false => beside(&mut due, || compute.forward(&batch)).map(drop),
-        };
-        self.tracer.end(began, Kind::Step, batch.rows());
-        for (index, guide) in due {
-            self.running[index].guide = Some(guide);
-        }
-        Ok(outcome?)
     }
 
     /// Takes out the guides that must know before the end of the step what may come next.
@@ -684,17 +538,18 @@ impl Engine {
     }
 
     /// Chooses tokens for every sequence of which all tokens are in the cache now.
-    fn take_results(&mut self, plan: &[PlannedRows]) -> Vec<Event> {
-        let (mut events, mut finished, mut logits_row) = (Vec::new(), Vec::new(), 0);
+    fn take_results(&mut self, plan: &[PlannedRows], events: &mut Vec<Event>) {
+        let mut finished = Vec::new();
+        self.charge(plan);
         for part in plan {
+            let mut logits_row = part.logits_row;
             if part.is_scored {
                 logits_row += self.score(part, logits_row);
             }
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
-                let right = self.choose(part, logits_row, &mut events);
+                let right = self.choose(part, logits_row, events);
                 self.guesses.add(part.drafted(), right);
-                logits_row += 1 + part.drafted();
             }
             self.keep(part.index);
             let last = events.last();
@@ -707,7 +562,6 @@ impl Engine {
         for index in finished.into_iter().rev() {
             self.stop_running(index);
         }
-        events
     }
 
     /// Scores tokens of a prompt by the logits from `row` on; how many.
@@ -724,8 +578,13 @@ impl Engine {
     /// Remembers what a sequence has in full pages, and gives back what it looks at no more.
     fn keep(&mut self, index: usize) {
         let sequence = &mut self.running[index];
-        let computed = &sequence.tokens[..sequence.computed];
+        let (computed, known) = (
+            &sequence.tokens[..sequence.computed],
+            sequence.pages.n_known(),
+        );
         self.pages.learn(computed, &mut sequence.pages);
+        self.note_kept(index, known);
+        let sequence = &mut self.running[index];
         let (computed, prompt) = (sequence.computed, sequence.prompt_len());
         self.pages.leave(&mut sequence.pages, computed, prompt);
     }
@@ -759,11 +618,6 @@ impl Engine {
     }
 }
 
-/// Steps that check guesses before one that checks none: times change with the length of the text
-/// and with what else the machine does, and a gain is known beside fresh times only. One step in 65
-/// costs 1 % where guesses give twice as much.
-const PLAIN_EVERY: usize = 64;
-
 /// Makes tokens impossible.
 fn forbid(logits: &mut [f32], tokens: &[u32]) {
     for token in tokens {
@@ -779,18 +633,6 @@ pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
     of_links.unwrap_or_default()
 }
 
-/// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one
-/// takes some 20 us, a mask up to milliseconds.
-fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
-    if guides.is_empty() {
-        return compute();
-    }
-    std::thread::scope(|scope| {
-        scope.spawn(|| guides.iter_mut().for_each(|(_, guide)| guide.prepare()));
-        compute()
-    })
-}
-
 /// Rows of a running sequence in a step.
 #[derive(Clone, Debug)]
 struct PlannedRows {
@@ -804,6 +646,8 @@ struct PlannedRows {
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,
+    /// The first of its rows of logits.
+    logits_row: usize,
 }
 
 impl PlannedRows {
@@ -814,6 +658,7 @@ impl PlannedRows {
             is_scored,
             guesses: Vec::new(),
             checked: Vec::new(),
+            logits_row: 0,
         }
     }
 

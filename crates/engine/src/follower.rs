@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use paceline_model::trace::Tracer;
-use paceline_model::{Compute, Followed, Weights};
+use paceline_model::{Compute, Followed, PageStore, Weights};
 
 use crate::engine::tracer;
 use crate::{EngineConfig, Error};
@@ -28,6 +28,13 @@ impl Follower {
         let tracer = tracer(&*model);
         let compute = model.reserve(config.batch_size(), config.cache_positions)?;
         Ok(Self { compute, tracer })
+    }
+
+    /// Keeps this rank's part of pages in `store`, as the leader asks for it.
+    #[must_use]
+    pub fn with_store(mut self, store: Box<dyn PageStore>) -> Self {
+        self.compute.attach(store);
+        self
     }
 
     /// Waits for a step and computes it, or hears that there is none.

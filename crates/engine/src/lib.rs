@@ -16,6 +16,7 @@
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
 //! - [`Draft`]: a small model that guesses what the engine's model will say.
+//! - [`Order`]: whose turn it is.
 //! - [`Pace`]: how long other answers may pause while a prompt is read.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
@@ -65,7 +66,6 @@ mod drafter;
 mod embedding;
 mod engine;
 mod error;
-mod fair;
 mod follower;
 mod guesses;
 mod pace;
@@ -76,6 +76,7 @@ mod sampling;
 mod sequence;
 mod service;
 mod snapshot;
+mod turn;
 
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
@@ -94,3 +95,4 @@ pub use runner::Runner;
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
 pub use snapshot::Snapshot;
+pub use turn::Order;

@@ -19,6 +19,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use paceline_tensor::PAGE;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -173,6 +174,12 @@ impl Pacer {
             rows
         };
         whole.max(LEAST_ROWS).min(room)
+    }
+
+    /// Nanoseconds of a page of a prompt, by the last steps; 0 before the first.
+    pub(crate) fn page_nanos(&self) -> u64 {
+        let row = self.row_alone_s.or(self.row_s).unwrap_or(0.0);
+        (row * PAGE as f64 * 1e9) as u64 // saturates
     }
 
     /// Takes in how long a step took.

@@ -10,7 +10,7 @@
 //! free --grow--> had by one --learn--> known, had by any number --release--> known, unused
 //!  ^                 |                              ^                              |
 //!  +-----release-----+                              +------------reuse-------------+
-//!  +------------------------ needed, longest unused first -------------------------+
+//!  +------------ needed: the cheapest to compute of those unused longest ----------+
 //! ```
 //!
 //! Layers that look at a window only, or keep a state, have pages of their own for the same
@@ -29,6 +29,7 @@ use std::sync::Arc;
 use paceline_model::{WindowPages, WindowPool};
 use paceline_tensor::PAGE;
 
+mod kept;
 mod window;
 
 use window::{Held, Window};
@@ -56,6 +57,12 @@ struct Known {
     key: Arc<Key>,
     /// When it was given back last, where nobody has it.
     since: u64,
+    /// Nanoseconds to compute it again, as measured when it was computed.
+    cost: u64,
+    /// The order in which unused pages are forgotten, the lowest first.
+    rank: u64,
+    /// The highest rank of a page behind it: it is forgotten after all of those.
+    least_rank: u64,
     /// The page of each window with the same positions, where it is still there. Whoever has one
     /// of these has this page.
     windows: Vec<Option<u32>>,
@@ -100,6 +107,11 @@ impl Owned {
     pub(crate) const fn len(&self) -> usize {
         self.pages.len()
     }
+
+    /// How many of them, from the first, are known.
+    pub(crate) const fn n_known(&self) -> usize {
+        self.n_known
+    }
 }
 
 /// The tokens of the page behind those that `owned` has, where they fill it and are not the last of
@@ -128,9 +140,16 @@ pub(crate) struct Pages {
     pages: Vec<Page>,
     /// Pages of which nothing is known and that nobody has.
     free: Vec<u32>,
-    /// Known pages that nobody has, by when they were given back. A page is always given back
-    /// before the one that it follows, so none stays behind that cannot be found.
-    unused: BTreeMap<u64, u32>,
+    /// Known pages that nobody has, by rank and by when they were given back. A page is always
+    /// given back before the one that it follows, and has no higher rank, so none stays behind that
+    /// cannot be found.
+    unused: BTreeMap<(u64, u64), u32>,
+    /// Rank of the page that was forgotten last: what is given back now ranks above it by its cost.
+    /// Of pages that cost the same the one unused longest goes first (Cao and Irani, GreedyDual,
+    /// USITS 1997).
+    level: u64,
+    /// Nanoseconds that a page costs now.
+    cost: u64,
     /// Not iterated: its order is arbitrary.
     known: HashMap<Arc<Key>, u32>,
     /// Counts pages that became known, and those given back.
@@ -146,10 +165,17 @@ impl Pages {
             pages: vec![Page::default(); pages],
             free: (0..n).rev().collect(),
             unused: BTreeMap::new(),
+            level: 0,
+            cost: 0,
             known: HashMap::new(),
             clock: 0,
             windows: windows.iter().map(|pool| Window::new(*pool)).collect(),
         }
+    }
+
+    /// Says how long a page takes to compute now, by which unused pages are kept.
+    pub(crate) const fn set_cost(&mut self, nanos: u64) {
+        self.cost = nanos;
     }
 
     /// Pages that nobody has.
@@ -158,7 +184,8 @@ impl Pages {
     }
 
     /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when
-    /// there are not enough. What was unused longest is forgotten for it when no page is free.
+    /// there are not enough. What is unused and ranks lowest is forgotten for it when no page is
+    /// free.
     pub(crate) fn grow(&mut self, owned: &mut Owned, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());
         owned.windows.resize_with(self.windows.len(), Held::default);
@@ -190,9 +217,10 @@ impl Pages {
         }
     }
 
-    /// Takes the known page that was unused longest. Nobody has those of its windows.
+    /// Takes the unused page that ranks lowest. Nobody has those of its windows.
     fn forget(&mut self) -> Option<u32> {
-        let (_, page) = self.unused.pop_first()?;
+        let ((rank, _), page) = self.unused.pop_first()?;
+        self.level = self.level.max(rank);
         let known = self.pages[page as usize].known.take()?;
         self.known.remove(&known.key);
         for (window, page) in self.windows.iter_mut().zip(&known.windows) {
@@ -229,17 +257,21 @@ impl Pages {
                 window.release(page, self.clock);
             }
         }
+        let mut behind = 0; // rank of the page behind
         for number in owned.pages.drain(..).rev() {
             let page = &mut self.pages[number as usize];
             page.users -= 1;
-            match &mut page.known {
-                None => self.free.push(number),
-                Some(known) if page.users == 0 => {
-                    self.clock += 1;
-                    known.since = self.clock;
-                    self.unused.insert(self.clock, number);
-                }
-                Some(_) => {}
+            let Some(known) = &mut page.known else {
+                self.free.push(number);
+                continue;
+            };
+            known.least_rank = known.least_rank.max(behind);
+            if page.users == 0 {
+                self.clock += 1;
+                known.since = self.clock;
+                known.rank = known.least_rank.max(self.level.saturating_add(known.cost));
+                self.unused.insert((known.rank, known.since), number);
+                behind = known.rank;
             }
         }
         *owned = Owned::default();
@@ -316,7 +348,7 @@ impl Pages {
         let page = &mut self.pages[page as usize];
         let known = page.known.as_ref().expect("found among the known");
         if page.users == 0 {
-            self.unused.remove(&known.since);
+            self.unused.remove(&(known.rank, known.since));
         }
         page.users += 1;
         known.number
@@ -375,6 +407,9 @@ impl Pages {
             number,
             key,
             since: 0,
+            cost: self.cost,
+            rank: 0,
+            least_rank: 0,
             windows: vec![None; self.windows.len()],
         });
         number

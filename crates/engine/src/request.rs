@@ -4,7 +4,7 @@ use paceline_formats::grammar::Constraint;
 use paceline_formats::text::StopMatcher;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, SamplingParams};
+use crate::{Error, Order, SamplingParams};
 
 /// A sequence in one engine; never used twice by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,9 +38,9 @@ pub struct Request {
     /// Control tokens whose names are part of the text, ascending; others give no text. For
     /// readers of tool calls (`paceline_formats::tools::Syntax::shown_tokens`).
     pub shown: Vec<u32>,
-    /// Who asks: an engine's places are shared fairly between clients. 0 is one client too.
+    /// When it gets its turn.
     #[serde(default)]
-    pub client: u64,
+    pub order: Order,
 }
 
 impl Request {
@@ -149,6 +149,8 @@ pub enum Finish {
     Length,
     /// The constraint cannot be followed any further within its limits; the answer is a part.
     Constraint,
+    /// [`Order::deadline_ms`] is over; the answer is a part, or nothing.
+    Deadline,
 }
 
 /// A request that is to go on after tokens that its caller has.

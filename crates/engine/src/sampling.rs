@@ -49,6 +49,18 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
 }
 
+impl SamplingParams {
+    /// Whether the token is that of the largest logit as the model gives it.
+    pub(crate) fn takes_best(&self) -> bool {
+        let penalties = (
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+        );
+        self.temperature == 0.0 && penalties == (1.0, 0.0, 0.0) && self.logit_bias.is_empty()
+    }
+}
+
 impl Default for SamplingParams {
     fn default() -> Self {
         Self {

@@ -1,7 +1,10 @@
 //! A sequence: its tokens, its pages, and the state that turns tokens into text.
 
+use std::time::Duration;
+
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{KeptPage, PageName, PageStore};
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
@@ -9,14 +12,13 @@ use crate::draft::Drafts;
 use crate::pages::Owned;
 use crate::sampling::logprobs::logprobs;
 use crate::sampling::{Asked, Choice, Sampler, Scratch};
-use crate::{Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs};
+use crate::turn::Turn;
+use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLogprobs};
 
 /// A request in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
-    /// [`Request::client`].
-    pub(crate) client: u64,
     /// Prompt and answer.
     pub(crate) tokens: Vec<u32>,
     prompt_len: usize,
@@ -26,6 +28,21 @@ pub(crate) struct Sequence {
     pub(crate) reused: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
+    /// Of its first pages, as far as a store asked for them: tokens in them do not change.
+    names: Vec<PageName>,
+    /// Whether it waits for pages that a store has.
+    pub(crate) holds: bool,
+    /// [`Request::order`].
+    pub(crate) order: Order,
+    /// When its deadline is over, in the time that the engine counts.
+    pub(crate) due: Option<Duration>,
+    /// How often others were admitted before it, or got rows while its prompt got none.
+    pub(crate) passed: u32,
+    /// Batches under way that have rows of it, and these rows.
+    pub(crate) flights: usize,
+    pub(crate) flying: usize,
+    /// Whether it was taken out and has rows under way.
+    pub(crate) gone: bool,
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
@@ -57,7 +74,6 @@ impl Sequence {
         let prompt_len = request.prompt.len();
         Ok(Self {
             id,
-            client: request.client,
             prompt_len,
             tokens_left: request.max_tokens.min(context - prompt_len),
             min_tokens: request.min_tokens,
@@ -65,6 +81,14 @@ impl Sequence {
             computed: 0,
             reused: 0,
             pages: Owned::default(),
+            names: Vec::new(),
+            holds: false,
+            order: request.order,
+            due: None,
+            passed: 0,
+            flights: 0,
+            flying: 0,
+            gone: false,
             drafts: Drafts::default(),
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
@@ -110,9 +134,12 @@ impl Sequence {
     /// Rows that the next step may have of it. Rows that score need logits: one each sequence has,
     /// further ones are taken from `spare`.
     pub(crate) fn next_rows(&self, spare: &mut usize) -> usize {
-        let pending = self.pending().len();
+        let pending = self.pending().len() - self.flying;
         if !self.is_scoring() {
             return pending;
+        }
+        if self.flights > 0 {
+            return 0; // what is scored next follows from the rows under way
         }
         if !self.is_scored_next() {
             return self.scored() - self.computed;
@@ -138,6 +165,53 @@ impl Sequence {
         if let Some(scores) = &mut self.scores {
             let token = self.tokens[scored + 1];
             scores.push(logprobs(kernels, logits, token, n, scratch));
+        }
+    }
+
+    /// Its turn among others, where `served` rows were computed for its client.
+    pub(crate) const fn turn(&self, served: u64) -> Turn {
+        Turn {
+            passed: self.passed,
+            priority: self.order.priority,
+            places: 0,
+            resumes: false,
+            served,
+            due: self.due,
+        }
+    }
+
+    /// Whether the largest logit alone decides its next token.
+    pub(crate) fn wants_best(&self) -> bool {
+        let is_free = self.guide.is_none() && !self.must_go_on();
+        is_free && self.logprobs.is_none() && self.sampler.params().takes_best()
+    }
+
+    /// Whether nothing more of it is to be computed.
+    pub(crate) fn is_to_end(&self, now: Duration) -> bool {
+        self.gone || self.is_late(now)
+    }
+
+    /// Whether its deadline is over.
+    pub(crate) fn is_late(&self, now: Duration) -> bool {
+        self.due.is_some_and(|due| due <= now)
+    }
+
+    /// Names its first `n` pages, which are full, as `store` does.
+    pub(crate) fn name_pages(&mut self, store: &dyn PageStore, n: usize) {
+        let named = self.names.len();
+        for page in self.tokens.chunks_exact(PAGE).take(n).skip(named) {
+            let before = self.names.last().copied().unwrap_or_default();
+            self.names.push(store.name(&before, page));
+        }
+    }
+
+    /// The page at place `index` in a pool, which was named before, for a store.
+    pub(crate) fn kept_page(&self, (pool, index): (u32, usize)) -> KeptPage {
+        KeptPage {
+            name: self.names[index],
+            index: index as u32,
+            pool,
+            page: self.pages.part((pool, index)).unwrap_or_default(),
         }
     }
 
@@ -272,7 +346,7 @@ impl Sequence {
 
     /// The last event, with the text that was held back. A stop string that the end decides goes
     /// before `reason`.
-    fn finish(&mut self, reason: Finish) -> Event {
+    pub(crate) fn finish(&mut self, reason: Finish) -> Event {
         let mut text = self.stops.push(&self.decoder.finish()).text;
         let output = self.stops.finish();
         text.push_str(&output.text);
@@ -287,7 +361,6 @@ impl Sequence {
     pub(crate) fn into_snapshot(self, model: String) -> Snapshot {
         Snapshot {
             model,
-            client: self.client,
             tokens: self.tokens,
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
@@ -295,6 +368,7 @@ impl Sequence {
             logprobs: self.logprobs,
             prompt_logprobs: self.scores.is_some(),
             shown: self.shown,
+            order: self.order,
             constraint: self.guide.map(|guide| guide.constraint().clone()),
             sampler: self.sampler,
             decoder: self.decoder,
@@ -308,12 +382,19 @@ impl Sequence {
         let is_new = snapshot.tokens.len() == snapshot.prompt_len;
         Self {
             id,
-            client: snapshot.client,
             tokens: snapshot.tokens,
             prompt_len: snapshot.prompt_len,
             computed: 0,
             reused: 0,
             pages: Owned::default(),
+            names: Vec::new(),
+            holds: false,
+            order: snapshot.order,
+            due: None,
+            passed: 0,
+            flights: 0,
+            flying: 0,
+            gone: false,
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,

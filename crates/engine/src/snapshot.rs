@@ -4,9 +4,9 @@ use paceline_formats::grammar::Constraint;
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
 use crate::request::{check_logprobs, check_prompt_logprobs, check_shown, check_tokens};
 use crate::sampling::Sampler;
+use crate::{Error, Order};
 
 /// Everything that decides how a sequence goes on: tokens, sampling state with its random
 /// numbers, characters and stop strings half seen. Keys and values are not in it: an engine of the
@@ -19,9 +19,6 @@ use crate::sampling::Sampler;
 pub struct Snapshot {
     /// Model and kernel class, as [`EngineConfig::model`](crate::EngineConfig::model) says.
     pub(crate) model: String,
-    /// [`Request::client`](crate::Request::client).
-    #[serde(default)]
-    pub(crate) client: u64,
     /// Prompt and answer so far.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
@@ -41,6 +38,9 @@ pub struct Snapshot {
     /// follows from the tokens.
     #[serde(default)]
     pub(crate) constraint: Option<Constraint>,
+    /// [`Request::order`](crate::Request::order), whose deadline counts anew.
+    #[serde(default)]
+    pub(crate) order: Order,
     pub(crate) sampler: Sampler,
     pub(crate) decoder: StreamDecoder,
     pub(crate) stops: StopMatcher,

@@ -11,8 +11,11 @@ use std::sync::Arc;
 use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
+use crate::kept::Kept;
 use crate::step::{Batch, BatchSize, Workspace};
-use crate::{Config, Error, ExpertUses, Followed, Links, Model, Shard, WindowPool};
+use crate::{
+    Config, Error, ExpertUses, Followed, KeptPage, Links, Model, PageStore, Shard, WindowPool,
+};
 
 /// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
 /// and into them.
@@ -118,6 +121,22 @@ pub trait Compute: fmt::Debug + Send {
     /// pages than positions: the caller's duty. On a rank that does not lead.
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
 
+    /// How many steps may be under way at once: of a pipeline, one for each stage.
+    fn depth(&self) -> usize {
+        1
+    }
+
+    /// Tells the other ranks what a later [`forward`](Self::forward) computes, so that stages
+    /// before the leader's begin with it. Of several announced steps the first is computed first.
+    /// Only where the [`depth`](Self::depth) is more than 1.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when a rank is gone.
+    fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
+        let _ = batch;
+        Ok(())
+    }
+
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
     fn logits_mut(&mut self, i: usize) -> &mut [f32];
 
@@ -136,6 +155,38 @@ pub trait Compute: fmt::Debug + Send {
     /// # Panics
     /// If the model is not linked.
     fn follow(&mut self) -> Result<Followed, Error>;
+
+    /// Keeps pages in `store` from now on, as [`keep`](Self::keep) says. An engine that computes
+    /// with arrays of its own has no pages to keep and drops it.
+    fn attach(&mut self, store: Box<dyn PageStore>) {
+        drop(store);
+    }
+
+    /// Where pages are kept, if anywhere.
+    fn store(&self) -> Option<&dyn PageStore> {
+        None
+    }
+
+    /// Puts `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), into the stores of all ranks, each its
+    /// part. The leader calls it. Nobody hears of a store that has no room.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when a rank is gone.
+    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+        let _ = pages;
+        Ok(())
+    }
+
+    /// Brings `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), back into the cache of all ranks. How
+    /// many of them, from the first, every rank has; what is in the others is unknown, and they
+    /// are forgotten. The leader calls it.
+    ///
+    /// # Errors
+    /// As [`keep`](Self::keep).
+    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+        let _ = pages;
+        Ok(0)
+    }
 }
 
 impl Weights for Model {
@@ -194,6 +245,8 @@ impl Weights for Model {
             windows: self.kinds().windows(cache.pool_pages()),
             cache,
             workspace: Workspace::new(&self, size),
+            kept: Kept::default(),
+            announced: 0,
             model: self,
         }))
     }
@@ -206,6 +259,9 @@ struct OnCpu {
     cache: KvCache,
     windows: Vec<WindowPool>,
     workspace: Workspace,
+    kept: Kept,
+    /// Steps that were announced and not computed.
+    announced: usize,
 }
 
 impl Compute for OnCpu {
@@ -217,9 +273,23 @@ impl Compute for OnCpu {
         &self.windows
     }
 
+    fn depth(&self) -> usize {
+        self.model.links().map_or(1, |_| self.model.shard().stages)
+    }
+
+    fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
+        self.model.announce(batch, &mut self.workspace)?;
+        self.announced += 1;
+        Ok(())
+    }
+
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
-        self.model
-            .forward(batch, &mut self.workspace, &mut self.cache)
+        let (workspace, cache) = (&mut self.workspace, &mut self.cache);
+        if self.announced == 0 {
+            return self.model.forward(batch, workspace, cache);
+        }
+        self.announced -= 1;
+        self.model.forward_announced(batch, workspace, cache)
     }
 
     fn logits_mut(&mut self, i: usize) -> &mut [f32] {
@@ -232,6 +302,23 @@ impl Compute for OnCpu {
     }
 
     fn follow(&mut self) -> Result<Followed, Error> {
-        self.model.follow(&mut self.workspace, &mut self.cache)
+        let (workspace, kept) = (&mut self.workspace, &mut self.kept);
+        self.model.follow_with(workspace, &mut self.cache, kept)
+    }
+
+    fn attach(&mut self, store: Box<dyn PageStore>) {
+        self.kept = Kept::in_store(store);
+    }
+
+    fn store(&self) -> Option<&dyn PageStore> {
+        self.kept.store()
+    }
+
+    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+        self.kept.keep(&self.model, &self.cache, pages)
+    }
+
+    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+        self.kept.recall(&self.model, &mut self.cache, pages)
     }
 }

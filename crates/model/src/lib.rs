@@ -17,11 +17,13 @@
 //! over the feed-forward width are canonical trees ([`LayerShape::attention_leaf`],
 //! [`Config::ffn_leaf`]), so that a tensor split can give them too.
 
+mod candidates;
 mod compute;
 mod config;
 pub mod encoder;
 mod error;
 pub mod families;
+mod kept;
 mod kinds;
 mod links;
 mod mlx;
@@ -44,6 +46,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use families::Family;
+pub use kept::{KEPT_MAX, KeptPage, PageName, PageStore};
 pub use kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{MlxModel, MlxOptions};

@@ -17,17 +17,18 @@ use std::time::{Duration, Instant};
 use paceline_base::{Bytes, Rank, tree};
 use paceline_comm::{Deadline, Group};
 
-use crate::Error;
 use crate::plan::{HEADER_WORDS, Plan};
 use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
 use crate::step::halves::Turn;
 use crate::trace::{Kind, Tracer};
+use crate::{Error, candidates, kept};
 
 /// Streams of messages between two ranks.
 const PLAN: u32 = 1;
 const RESIDUAL: u32 = 2;
 const LOGITS: u32 = 3;
+const RECALLED: u32 = 4;
 
 /// The groups that a rank of a split model computes with.
 #[derive(Debug)]
@@ -157,9 +158,15 @@ impl Links {
 
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+        self.trace.next_step();
+        self.announce_ahead(words)
+    }
+
+    /// As [`announce`](Self::announce), of what this rank computes later or not at all: a trace
+    /// counts a step when it is computed.
+    pub(crate) fn announce_ahead(&self, words: &[u32]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let deadline = self.deadline();
-        self.trace.next_step();
         let began = self.trace.begin();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let (header, rest) = bytes.split_at(4 * HEADER_WORDS);
@@ -176,6 +183,25 @@ impl Links {
         Ok(())
     }
 
+    /// Tells the leader how many of the pages that it named this rank has recalled.
+    pub(crate) fn answer_recall(&self, leader: Rank, pages: usize) -> Result<(), Error> {
+        let count = (pages as u32).to_le_bytes();
+        Ok(self.world.send(&count, leader, RECALLED, self.deadline())?)
+    }
+
+    /// The fewest pages that another rank has recalled, `most` without others.
+    pub(crate) fn fewest_recalled(&self, most: usize) -> Result<usize, Error> {
+        let _exchange = self.progress.exchange();
+        let (own, mut fewest) = (self.world.rank(), most);
+        for rank in (0..self.world.size()).map(Rank).filter(|r| *r != own) {
+            let mut count = [0u8; 4];
+            self.world
+                .recv(&mut count, rank, RECALLED, self.deadline())?;
+            fewest = fewest.min(u32::from_le_bytes(count) as usize);
+        }
+        Ok(fewest)
+    }
+
     /// Waits for the next step's plan from `leader`.
     pub(crate) fn next_plan(&self, leader: Rank, words: &mut Vec<u32>) -> Result<(), Error> {
         words.clear();
@@ -185,7 +211,9 @@ impl Links {
         if len > HEADER_WORDS {
             self.receive_words(leader, len - HEADER_WORDS, words)?;
         }
-        self.trace.next_step();
+        if !kept::is_message(words) {
+            self.trace.next_step();
+        }
         self.trace.end(began, Kind::Plan, 0);
         self.trace.begin_step();
         Ok(())
@@ -289,11 +317,12 @@ impl Links {
 
     /// Brings the logits of all ranks of the last stage together at the leader: `mine` is
     /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)` and `scratch` has the room
-    /// it [needs](Self::logits_room); both are used by the leader only.
+    /// it [needs](Self::logits_room); both are used by the leader only. `best` says of each row
+    /// whether its largest logit alone is wanted: two words of a rank then, and NaN for its others.
     pub(crate) fn gather_logits(
         &self,
         shard: &Shard,
-        rows: usize,
+        best: &[bool],
         mine: &[f32],
         all: &mut [f32],
         scratch: &mut [f32],
@@ -305,18 +334,20 @@ impl Links {
             if mine.is_empty() {
                 return Ok(());
             }
-            self.world.send(mine, leader, LOGITS, self.deadline())?;
+            let packed = candidates::pack(mine, best);
+            let message = packed.as_deref().unwrap_or(mine);
+            self.world.send(message, leader, LOGITS, self.deadline())?;
             self.trace.end(began, Kind::Logits, 0);
             return Ok(());
         }
-        place(mine, rows, shard.vocab().start, all);
+        place(mine, best.len(), shard.vocab().start, all);
         for (rank, columns) in shard.stage_ranks().zip(&shard.vocab).skip(1) {
-            let part = &mut scratch[..rows * columns.len()];
+            let part = &mut scratch[..candidates::packed_len(columns.len(), best)];
             if part.is_empty() {
                 continue;
             }
             self.world.recv(part, Rank(rank), LOGITS, self.deadline())?;
-            place(part, rows, columns.start, all);
+            candidates::unpack(part, best, columns, all);
         }
         let alone = shard.stage_ranks().len() == 1;
         self.trace.end(began.filter(|_| !alone), Kind::Logits, 0);

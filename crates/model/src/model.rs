@@ -8,6 +8,7 @@ use std::time::Duration;
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
 
+use crate::kept::Kept;
 use crate::kinds;
 use crate::links::Links;
 use crate::plan::Plan;
@@ -54,7 +55,7 @@ pub struct Model {
 pub enum Followed {
     /// Computed a step.
     Step,
-    /// Heard from the leader that there is nothing to do.
+    /// Heard from the leader that there is nothing to compute, or kept and recalled pages.
     Idle,
 }
 
@@ -340,6 +341,31 @@ impl Model {
         self.step(batch, ws, cache)
     }
 
+    /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced)
+    /// computes.
+    pub(crate) fn announce(&self, batch: &Batch<'_>, ws: &mut Workspace) -> Result<(), Error> {
+        let Some(links) = &self.links else {
+            return Ok(());
+        };
+        let words = ws.words_mut();
+        Plan::write(batch, words);
+        links.announce_ahead(words)
+    }
+
+    /// As [`forward`](Self::forward), of the step that was announced first.
+    pub(crate) fn forward_announced(
+        &self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+    ) -> Result<usize, Error> {
+        assert!(self.shard.leads(), "{} does not lead", self.shard.rank);
+        if let Some(links) = &self.links {
+            links.trace.next_step();
+        }
+        self.step(batch, ws, cache)
+    }
+
     /// Tells the other ranks that the leader is alive and has nothing to do. To be called more
     /// often than [`Links::patience`].
     ///
@@ -361,9 +387,19 @@ impl Model {
     /// # Panics
     /// If it is not linked.
     pub fn follow(&self, ws: &mut Workspace, cache: &mut KvCache) -> Result<Followed, Error> {
+        self.follow_with(ws, cache, &mut Kept::default())
+    }
+
+    /// As [`follow`](Self::follow), with the pages that this rank has `kept`.
+    pub(crate) fn follow_with(
+        &self,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+        kept: &mut Kept,
+    ) -> Result<Followed, Error> {
         let links = self.links.as_ref().expect("a follower is linked");
         let mut words = std::mem::take(ws.words_mut());
-        let followed = self.follow_plan(links, &mut words, ws, cache);
+        let followed = self.follow_plan(links, &mut words, (&mut *ws, cache), kept);
         *ws.words_mut() = words;
         followed
     }
@@ -372,10 +408,13 @@ impl Model {
         &self,
         links: &Links,
         words: &mut Vec<u32>,
-        ws: &mut Workspace,
-        cache: &mut KvCache,
+        (ws, cache): (&mut Workspace, &mut KvCache),
+        kept: &mut Kept,
     ) -> Result<Followed, Error> {
         links.next_plan(self.leader, words)?;
+        if kept.obey((links, self.leader), words, cache)? {
+            return Ok(Followed::Idle);
+        }
         let windows = self.kinds.windows(cache.pool_pages());
         let pages = (cache.pages(), &*windows);
         let limits = Limits::new(ws.size(), pages, self.config.vocab);

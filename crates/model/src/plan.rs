@@ -70,6 +70,7 @@ impl Plan {
                 Logits::None => 0,
                 Logits::Last => 1,
                 Logits::All => 2,
+                Logits::Best => 3,
             };
             words.extend([
                 s.tokens.len() as u32,
@@ -129,7 +130,8 @@ impl Plan {
                     0 => Logits::None,
                     1 => Logits::Last,
                     2 => Logits::All,
-                    other => return Err(bad("logits", other, 2)),
+                    3 => Logits::Best,
+                    other => return Err(bad("logits", other, 3)),
                 },
             });
             for window in 0..w {

@@ -493,13 +493,13 @@ impl<'m, 'b> Step<'m, 'b> {
         };
         let out = product(&mut ws.own_logits, output, rows);
         kernels.products(&ws.head_x, [out]);
-        let mine = &ws.own_logits[..rows * output.matrix.rows()];
+        let (best, mine) = (batch.best(), &ws.own_logits[..rows * output.matrix.rows()]);
         let all = if shard.leads() {
             &mut ws.logits[..rows * vocab]
         } else {
             &mut []
         };
-        links.gather_logits(shard, rows, mine, all, &mut ws.received)?;
+        links.gather_logits(shard, &best, mine, all, &mut ws.received)?;
         Ok(if shard.leads() { rows } else { 0 })
     }
 

@@ -33,11 +33,13 @@
 //! - [`identity`]: which model some files are.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
+//! - [`DiskCache`]: prompts that were read, on disk.
 //! - [`Error`].
 
 mod cause;
 pub mod classes;
 pub mod crew;
+mod disk;
 mod error;
 pub mod fleet;
 pub mod forecast;
@@ -62,6 +64,7 @@ pub mod worker;
 /// of answers. Nodes with unlike revisions share no instance.
 pub const NUMERICS: u32 = 1;
 
+pub use disk::DiskCache;
 pub use error::Error;
 pub use identity::identity;
 pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};

@@ -21,14 +21,15 @@ use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
 use paceline_engine::Draft;
-use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
+use paceline_model::{Config, Links, MlxPlaces, PageStore, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
-use crate::Error;
+use crate::disk::Disk;
 use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
+use crate::{DiskCache, Error};
 use drafting::Drafting;
 use epoch::{Epoch, Part};
 use watchdog::Watchdog;
@@ -52,7 +53,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
 /// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
-/// library is looked for, `ports` are those that it may listen at for ranks of other machines.
+/// library is looked for, `ports` are those that it may listen at for ranks of other machines, and
+/// `disk` is where it keeps prompts that were read.
 ///
 /// # Errors
 /// What failed.
@@ -61,6 +63,7 @@ pub fn run(
     wires: impl Fn(Backend) -> std::io::Result<Wires>,
     mlx: MlxPlaces,
     ports: Option<RangeInclusive<u16>>,
+    disk: Option<DiskCache>,
 ) -> Result<std::convert::Infallible, Error> {
     let mut worker = Worker {
         channel: Arc::new(Control::from_stdin()?),
@@ -68,6 +71,7 @@ pub fn run(
         find_wires: &wires,
         mlx,
         ports,
+        disk,
         number: 0,
         kernels: None,
         kept: None,
@@ -125,6 +129,8 @@ struct Worker<'a> {
     mlx: MlxPlaces,
     /// Where it listens for ranks of other machines; anywhere without.
     ports: Option<RangeInclusive<u16>>,
+    /// Where it keeps prompts that were read, if anywhere.
+    disk: Option<DiskCache>,
     /// Of the last epoch.
     number: u64,
     kernels: Option<Made>,
@@ -258,7 +264,8 @@ impl Worker<'_> {
             true => self.draft(job, &kernels)?,
             false => None,
         };
-        Epoch::start(&self.channel, job, (&source, draft), weights, of).map(Some)
+        let store = self.store(job, &*weights);
+        Epoch::start(&self.channel, job, (&source, draft), (weights, store), of).map(Some)
     }
 
     /// The draft of a job. One that cannot be loaded any more is no reason to lose answers: the
@@ -270,6 +277,19 @@ impl Worker<'_> {
                 Ok(None)
             }
             other => other,
+        }
+    }
+
+    /// Where this rank keeps pages of its cache beyond the epoch, if anywhere.
+    fn store(&self, job: &Job, weights: &dyn Weights) -> Option<Box<dyn PageStore>> {
+        // MLX has its cache in arrays of its own.
+        let disk = self.disk.as_ref().filter(|_| !weights.class().is_mlx())?;
+        match Disk::open(disk, &job.identity, weights) {
+            Ok(disk) => Some(Box::new(disk)),
+            Err(error) => {
+                warn!(folder = %disk.folder.display(), %error, "no prefix cache");
+                None
+            }
         }
     }
 

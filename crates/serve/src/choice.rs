@@ -173,7 +173,7 @@ impl Choice {
             // Its token has no text.
             Finish::EndOfText => drop(self.held.pop()),
             Finish::Stop(_) if text.is_empty() => self.held.clear(),
-            Finish::Stop(_) | Finish::Length | Finish::Constraint => {}
+            Finish::Stop(_) | Finish::Length | Finish::Constraint | Finish::Deadline => {}
         }
         let mut pieces = self.read(text);
         if let Some(reader) = &mut self.reader {
@@ -182,7 +182,7 @@ impl Choice {
         }
         let has_calls = self.has_calls || pieces.iter().any(is_call);
         let ending = match reason {
-            Finish::Length | Finish::Constraint => Ending::Length,
+            Finish::Length | Finish::Constraint | Finish::Deadline => Ending::Length,
             _ if has_calls => Ending::Calls,
             Finish::EndOfText => Ending::Said,
             Finish::Stop(i) => Ending::StopText(i),

@@ -23,6 +23,7 @@
 //! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone, of which the first
 //! `value_dim` elements are the values.
 
+use std::ops::Range;
 use std::str::FromStr;
 
 use half::f16;
@@ -269,6 +270,15 @@ struct Pool {
     data: HugeMap,
 }
 
+impl Pool {
+    /// Where a page lies.
+    fn place(&self, page: u32) -> Range<usize> {
+        let page = page as usize;
+        assert!(page < self.pages, "page {page} of {}", self.pages);
+        page * self.page_bytes..(page + 1) * self.page_bytes
+    }
+}
+
 /// Pages of all layers.
 #[derive(Debug)]
 pub struct KvCache {
@@ -340,6 +350,25 @@ impl KvCache {
     /// Pages of each pool.
     pub fn pool_pages(&self) -> impl Iterator<Item = usize> {
         self.pools.iter().map(|pool| pool.pages)
+    }
+
+    /// All layers of a page of a pool, as they lie in memory; empty where no layer is in the pool.
+    ///
+    /// # Panics
+    /// If there is no such pool or page.
+    pub fn page_data(&self, pool: usize, page: u32) -> &[u8] {
+        let pool = &self.pools[pool];
+        &pool.data[pool.place(page)]
+    }
+
+    /// As [`page_data`](Self::page_data), to be written: by bytes that came from there.
+    ///
+    /// # Panics
+    /// If there is no such pool or page.
+    pub fn page_data_mut(&mut self, pool: usize, page: u32) -> &mut [u8] {
+        let pool = &mut self.pools[pool];
+        let place = pool.place(page);
+        &mut pool.data[place]
     }
 
     /// Pool and store of each layer.

@@ -55,7 +55,7 @@ pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
 }
 
 /// Bytes of a text such as `500M` or `2G`, in powers of 1024.
-pub(super) fn memory(text: &str) -> Result<u64, String> {
+pub(crate) fn memory(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.strip_suffix(['K', 'M', 'G', 'T']) {
         Some(digits) => (
             digits,

@@ -58,7 +58,7 @@ impl End {
             Finish::EndOfText | Finish::Stop(_) => Self::Stop,
             Finish::Length if n_generated == max_tokens => Self::MaxTokens,
             // Nothing that `run` offers constrains an answer.
-            Finish::Length | Finish::Constraint => Self::Context,
+            Finish::Length | Finish::Constraint | Finish::Deadline => Self::Context,
         }
     }
 

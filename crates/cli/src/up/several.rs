@@ -92,7 +92,8 @@ fn load_all(
         }
         opened.forecast();
         let model = one.served(&mut opened, path);
-        let instance = Arc::new(opened.start(true, observer(&opened))?);
+        let workers = one.node.worker_args();
+        let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
         shown.add(&model.id, &instance, opened.nodes());
         opened.ready(&instance)?;
         tell(format_args!("{} is ready", model.id));

@@ -51,15 +51,15 @@ impl World {
         object(&self.run(model, &[args, &["--json"]].concat()))
     }
 
-    /// Fails when something was left behind, but for what was measured of this machine, and what a
-    /// node is known by after it ended.
+    /// Fails when something was left behind, but for what was measured of this machine, what a
+    /// node is known by after it ended, and the prompts that it has read.
     pub(crate) fn assert_clean(&self) {
         for name in ["home", "tmp"] {
             let entries = fs::read_dir(self.path(name)).unwrap();
             let mut left: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
             // What is being written when a signal ends it goes with the next run.
             left.retain(|file| !file.to_string_lossy().starts_with("measured."));
-            left.retain(|file| file != "audit.jsonl");
+            left.retain(|file| file != "audit.jsonl" && file != "prefixes");
             if let Ok(node) = fs::read_dir(self.path(name).join("node")) {
                 let kept = ["identity", "cluster-key", "map.json", "lock"];
                 left.retain(|file| file != "node");

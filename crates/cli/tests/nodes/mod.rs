@@ -14,6 +14,7 @@ pub(crate) mod embeddings;
 mod fake;
 mod hostile;
 pub(crate) mod http;
+mod kept;
 mod load;
 mod lost;
 mod mlx;

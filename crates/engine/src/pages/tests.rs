@@ -102,8 +102,9 @@ impl Pages {
         }
         let before = self.pages.iter().find(is_before).expect("it is known");
         assert!(before.users >= page.users);
-        let since = before.known.as_ref().unwrap().since;
-        assert!(before.users > 0 || since > known.since);
+        let it = before.known.as_ref().unwrap();
+        let later = (it.rank, it.since) > (known.rank, known.since);
+        assert!(before.users > 0 || later, "{it:?} goes before {known:?}");
     }
 
     /// Pages of which nothing is known.
@@ -162,6 +163,27 @@ fn what_is_reused_leaves_a_token_to_compute() {
         let (_, reused) = computed(&mut pages, &tokens(now, 1 + u32::from(!same)));
         assert_eq!(reused, expected, "{before} {now} {same}");
     }
+}
+
+#[test]
+fn what_took_long_to_compute_is_kept_longer_but_not_for_ever() {
+    let mut pages = Pages::new(4, &[]);
+    let read = |pages: &mut Pages, tokens: &[u32], cost| {
+        pages.set_cost(cost);
+        let (mut owned, reused) = computed(pages, tokens);
+        pages.release(&mut owned);
+        reused
+    };
+    let dear = tokens(2 * PAGE, 1);
+    read(&mut pages, &dear, 1000);
+    for seed in 2..10 {
+        assert_eq!(read(&mut pages, &tokens(2 * PAGE, 1000 * seed), 10), 0);
+    }
+    assert_eq!(read(&mut pages, &dear, 1000), PAGE, "all but the last");
+    for seed in 10..220 {
+        read(&mut pages, &tokens(2 * PAGE, 1000 * seed), 10);
+    }
+    assert_eq!(read(&mut pages, &dear, 1000), 0);
 }
 
 #[test]
@@ -357,6 +379,7 @@ proptest! {
                     prop_assert!(grows || more > before || few < n, "enough windows");
                     if grows {
                         *computed = wanted;
+                        pages.set_cost(by as u64 % 4 * 1000);
                         pages.learn(&all[..wanted], owned);
                         pages.leave(owned, wanted, all.len() / 2);
                     }

@@ -163,6 +163,19 @@ impl Held {
         self.pages.get_mut(index.checked_sub(self.first)?)
     }
 
+    /// Page `index` of the sequence, where it has that.
+    pub(super) fn at(&self, index: usize) -> Option<u32> {
+        let page = self.pages.get(index.checked_sub(self.first)?);
+        page.copied()
+    }
+
+    /// Where it has no page, the next to come is page `first` of the sequence, or one behind.
+    pub(super) fn begin_at(&mut self, first: usize) {
+        if self.pages.is_empty() {
+            self.first = self.first.max(first);
+        }
+    }
+
     /// Gives up its first page if that is before page `first` of the sequence; says which it was.
     pub(super) fn leave(&mut self, first: usize) -> Option<(usize, u32)> {
         if self.first >= first || self.pages.is_empty() {

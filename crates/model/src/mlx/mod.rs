@@ -43,7 +43,9 @@ use crate::compute::{Compute, Exchanged, Weights as Loaded};
 use crate::plan::Plan;
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Logits};
 use crate::weights::Names;
-use crate::{Config, Error, Followed, Kinds, Links, Shard, Source, Split, WindowPages, WindowPool};
+use crate::{
+    Config, Error, Followed, Kinds, Links, Shard, Source, Split, WindowPages, WindowPool, kept,
+};
 use cache::Cache;
 use exchange::{Receive, Tally};
 use host::{Host, Patience, Watch};
@@ -390,7 +392,7 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
         pages: sequence.pages,
         windows: sequence.windows,
         logits: match sequence.logits {
-            Logits::Last if i < last => Logits::None,
+            Logits::Last | Logits::Best if i < last => Logits::None,
             wanted => wanted,
         },
     })
@@ -538,6 +540,9 @@ impl Compute for OnMlx {
     fn follow(&mut self) -> Result<Followed, Error> {
         let links = self.model.links.as_ref().expect("a follower is linked");
         links.next_plan(self.model.leader, &mut self.words)?;
+        if kept::decline(links, self.model.leader, &self.words)? {
+            return Ok(Followed::Idle);
+        }
         Ok(match self.step()? {
             Some(_) => Followed::Step,
             None => Followed::Idle,

@@ -38,8 +38,10 @@ fn a_plan_says_what_was_written() {
     let long: Vec<u32> = (0..280).collect();
     let mut second = sequence(&[7], 130, &[4, 5, 6]);
     second.logits = Logits::All;
+    let mut best = sequence(&[5], 63, &[18]);
+    best.logits = Logits::Best;
     let cases: [&[BatchSequence<'_>]; 3] = [
-        &[sequence(&[999], 63, &[19])],
+        &[sequence(&[999], 63, &[19]), best],
         &[sequence(&long, 0, &[0, 1, 2, 3, 4]), second],
         &[],
     ];
@@ -83,7 +85,7 @@ fn plans_that_do_not_fit_name_what_does_not() {
         (5, 399, "positions"),
         (5, 70, "pages needed"),
         (5, u32::MAX, "position"),
-        (6, 3, "logits"),
+        (6, 4, "logits"),
         (7, 21, "pages"),
         (7, 0, "pages needed"),
         (8, 1000, "token"),

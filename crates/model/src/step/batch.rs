@@ -11,6 +11,9 @@ pub enum Logits {
     None,
     /// The last row's.
     Last,
+    /// The last row's, of which the largest alone is wanted, the first among equals: others that
+    /// another rank has computed may be NaN.
+    Best,
     /// All rows'.
     All,
 }
@@ -86,17 +89,30 @@ impl Batch<'_> {
             let end = first + sequence.tokens.len();
             match sequence.logits {
                 Logits::None => {}
-                Logits::Last => out.push(end - 1),
+                Logits::Last | Logits::Best => out.push(end - 1),
                 Logits::All => out.extend(first..end),
             }
             first = end;
         }
     }
 
+    /// For each wanted row whether its largest logit alone is wanted.
+    pub(crate) fn best(&self) -> Vec<bool> {
+        let rows = |s: &BatchSequence<'_>| match s.logits {
+            Logits::None => (false, 0),
+            Logits::Last => (false, 1),
+            Logits::Best => (true, 1),
+            Logits::All => (false, s.tokens.len()),
+        };
+        let rows = self.sequences.iter().map(rows);
+        rows.flat_map(|(best, n)| std::iter::repeat_n(best, n))
+            .collect()
+    }
+
     pub(crate) fn logit_rows(&self) -> usize {
         let rows = |s: &BatchSequence<'_>| match s.logits {
             Logits::None => 0,
-            Logits::Last => 1,
+            Logits::Last | Logits::Best => 1,
             Logits::All => s.tokens.len(),
         };
         self.sequences.iter().map(rows).sum()

@@ -42,7 +42,7 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
         left -= rows;
         let (first, second) = whole.tokens.split_at(rows);
         let logits = match whole.logits {
-            Logits::Last if !second.is_empty() => Logits::None,
+            Logits::Last | Logits::Best if !second.is_empty() => Logits::None,
             as_wanted => as_wanted,
         };
         let parts = [(first, 0, logits), (second, rows, whole.logits)];

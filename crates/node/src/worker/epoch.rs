@@ -11,7 +11,7 @@ use paceline_engine::{
     Draft, Engine, Follower, GuessCounts, Guesses, Request, Runner, Service, State, Ticket,
 };
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Source, Weights};
+use paceline_model::{PageStore, Source, Weights};
 
 use super::tickets::Tickets;
 use super::{Channel, Identity, Kept, Watchdog, failed};
@@ -53,7 +53,7 @@ impl Epoch {
         channel: &Channel,
         job: &Job,
         (source, draft): (&Source, Option<Draft>),
-        weights: Arc<dyn Weights>,
+        (weights, store): (Arc<dyn Weights>, Option<Box<dyn PageStore>>),
         of: Identity,
     ) -> Result<Self, Error> {
         let part = if of.shard.leads() {
@@ -62,13 +62,17 @@ impl Epoch {
             if let Some(draft) = draft {
                 engine.guess_with(draft)?;
             }
+            let engine = match store {
+                Some(store) => engine.with_store(store),
+                None => engine,
+            };
             Part::Leads(Leader {
                 guesses: engine.guesses().clone(),
                 runner: Runner::start(engine, Instant::now),
                 tickets: Tickets::default(),
             })
         } else {
-            follow(channel, job, &weights)?
+            follow(channel, job, &weights, store)?
         };
         Ok(Self {
             part,
@@ -182,8 +186,16 @@ impl Leader {
 }
 
 /// Computes what the leader plans, on a thread that tells when it cannot go on.
-fn follow(channel: &Channel, job: &Job, weights: &Arc<dyn Weights>) -> Result<Part, Error> {
+fn follow(
+    channel: &Channel,
+    job: &Job,
+    weights: &Arc<dyn Weights>,
+    store: Option<Box<dyn PageStore>>,
+) -> Result<Part, Error> {
     let mut follower = Follower::new(Arc::clone(weights), &job.engine)?;
+    if let Some(store) = store {
+        follower = follower.with_store(store);
+    }
     let (channel, number) = (Arc::clone(channel), job.epoch);
     let leaving = Arc::new(AtomicBool::new(false));
     let told = Arc::clone(&leaving);

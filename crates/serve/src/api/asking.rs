@@ -247,7 +247,7 @@ pub(super) fn understand(
         client,
     };
     let ask = |ask: Ask| Understood::Ask(Box::new(ask));
-    let mut understood = match endpoint {
+    let understood = match endpoint {
         Endpoint::Chat => reader.chat(body).map(ask),
         Endpoint::Completion => reader.completion(body).map(ask),
         Endpoint::Response => reader.response(body).map(ask),
@@ -269,12 +269,6 @@ pub(super) fn understand(
             .map(Understood::Embed),
         Endpoint::ApplyTemplate => reader.apply_template(body).map(Understood::Answer),
     }?;
-    if let Understood::Ask(ask) = &mut understood {
-        let number = client.number();
-        ask.requests
-            .iter_mut()
-            .for_each(|request| request.client = number);
-    }
     Ok((understood, notes.into_warnings()))
 }
 

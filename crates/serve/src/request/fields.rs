@@ -131,6 +131,24 @@ const MIN_TOKENS: Field = Field::new(
     },
     "Tokens before which the answer does not end by itself. Default 0. Not OpenAI's.",
 );
+const PRIORITY: Field = Field::new(
+    "priority",
+    Integer {
+        min: -100,
+        max: 100,
+    },
+    "Of requests that wait those of a higher priority get their turn first. Default 0. \
+     Not OpenAI's.",
+);
+const DEADLINE: Field = Field::new(
+    "deadline",
+    Number {
+        min: 1e-3,
+        max: 86_400.0,
+    },
+    "Seconds after which the answer ends with what there is of it, with the finish reason length. \
+     Of equal priority what is due first gets its turn first. Not OpenAI's.",
+);
 pub(super) const KEEP_ALIVE: Field = Field::new(
     "keep_alive",
     Any,
@@ -223,6 +241,8 @@ pub(crate) const CHAT: &[Field] = &[
     REPEAT_PENALTY,
     IGNORE_EOS,
     MIN_TOKENS,
+    PRIORITY,
+    DEADLINE,
     KEEP_ALIVE,
     CACHE_PROMPT,
     GUIDED_JSON,
@@ -424,6 +444,8 @@ pub(crate) const COMPLETION: &[Field] = &[
     REPEAT_PENALTY,
     IGNORE_EOS,
     MIN_TOKENS,
+    PRIORITY,
+    DEADLINE,
     KEEP_ALIVE,
     CACHE_PROMPT,
     GUIDED_JSON,

@@ -1,6 +1,6 @@
 //! Fields that decide how tokens are chosen, which all dialects share under the same names.
 
-use paceline_engine::{MAX_LOGIT_BIAS, Request, SamplingParams};
+use paceline_engine::{MAX_LOGIT_BIAS, Order, Request, SamplingParams};
 use serde_json::Value;
 
 use super::Reader;
@@ -27,8 +27,20 @@ impl Reader<'_> {
             sampling: self.sampling(fields)?,
             stop,
             logprobs,
+            order: self.order(fields),
             ..Request::default()
         })
+    }
+
+    /// When it gets its turn: keys, and machines without one, are clients of their own.
+    fn order(&self, fields: &Fields) -> Order {
+        let priority = fields.integer("priority").unwrap_or(0);
+        let millis = |seconds: f64| (seconds * 1e3).ceil() as u32;
+        Order {
+            priority: priority as i32, // at most 100
+            deadline_ms: fields.number("deadline").map(millis),
+            client: self.client.number(),
+        }
     }
 
     /// What is not given is the model's own.

@@ -1,6 +1,6 @@
 //! What is accepted, and what becomes of it.
 
-use paceline_engine::{Finish, SamplingParams};
+use paceline_engine::{Finish, Order, SamplingParams};
 
 use crate::rig::{CHAT, COMPLETE, Rig, chat_body, prompt_text, refusal};
 use crate::scripted::Script;
@@ -175,6 +175,34 @@ fn what_is_not_said_is_the_models_own() {
     // 257 ends an answer.
     let bias = rig.service.last().sampling.logit_bias;
     assert_eq!(bias, [(257, -100.0)]);
+}
+
+#[test]
+fn priority_and_deadline_reach_the_engine() {
+    let rig = Rig::new();
+    let order = |priority, deadline_ms| Order {
+        priority,
+        deadline_ms,
+        client: 0,
+    };
+    for (fields, expected) in [
+        ("", order(0, None)),
+        (r#""priority":-7"#, order(-7, None)),
+        (r#""priority":100,"deadline":1.5"#, order(100, Some(1500))),
+    ] {
+        rig.chat(fields).ok(fields);
+        assert_eq!(rig.service.last().order, expected, "{fields}");
+        assert_eq!(rig.complete(fields).status, 200);
+        assert_eq!(rig.service.last().order, expected, "{fields}");
+    }
+    for fields in [
+        r#""priority":101"#,
+        r#""deadline":0"#,
+        r#""deadline":"soon""#,
+    ] {
+        let refused = rig.chat(fields);
+        assert_eq!(refused.status, 400, "{fields}");
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone, id_of};
 use super::tiny::{END, Tiny, VOCAB};
 use crate::{
-    Engine, EngineConfig, Error, Event, Finish, Pace, Request, SamplingParams, SequenceId,
+    Engine, EngineConfig, Error, Event, Finish, Order, Pace, Request, SamplingParams, SequenceId,
 };
 
 const CONTEXT: usize = 2 * PAGE;
@@ -246,10 +246,14 @@ fn a_client_with_many_requests_leaves_places_to_others() {
     wanted.push(greedy(prompt(9, 3), 5));
     let mut tokens: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
     let mut ids = Vec::new();
+    let of = |client| Order {
+        client,
+        ..Order::default()
+    };
     for request in &wanted[..8] {
-        let client = 1;
         let request = request.clone();
-        ids.push(engine.submit(Request { client, ..request }).unwrap());
+        let order = of(1);
+        ids.push(engine.submit(Request { order, ..request }).unwrap());
     }
     let mut step = |engine: &mut Engine| -> Vec<SequenceId> {
         let (mut ended, events) = (Vec::new(), engine.step().unwrap());
@@ -264,9 +268,9 @@ fn a_client_with_many_requests_leaves_places_to_others() {
     };
     (0..5).for_each(|_| drop(step(&mut engine)));
     assert_eq!((engine.n_running(), engine.n_waiting()), (4, 4));
-    let client = 2;
+    let order = of(2);
     let request = wanted[8].clone();
-    let other = engine.submit(Request { client, ..request }).unwrap();
+    let other = engine.submit(Request { order, ..request }).unwrap();
     ids.push(other);
     let mut steps = 0;
     while !step(&mut engine).contains(&other) {

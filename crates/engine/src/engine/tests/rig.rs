@@ -65,7 +65,8 @@ pub(super) struct Rig {
     pub(super) n_steps: usize,
     /// How often a sequence had to give up its pages.
     pub(super) preemptions: usize,
-    has_restored: bool,
+    /// Whether sequences may come in another order than that of their ids.
+    is_unordered: bool,
 }
 
 impl Rig {
@@ -75,7 +76,15 @@ impl Rig {
             outcomes: BTreeMap::new(),
             n_steps: 0,
             preemptions: 0,
-            has_restored: false,
+            is_unordered: false,
+        }
+    }
+
+    /// For requests that do not get their turns in the order in which they come.
+    pub(super) fn unordered(self) -> Self {
+        Self {
+            is_unordered: true,
+            ..self
         }
     }
 
@@ -90,7 +99,7 @@ impl Rig {
 
     /// Continues a snapshot, which is serialised on its way. `past` is what came of it before.
     pub(super) fn restore(&mut self, snapshot: &Snapshot, past: Outcome) -> SequenceId {
-        self.has_restored = true;
+        self.is_unordered = true;
         let text = serde_json::to_string(snapshot).unwrap();
         let result = self.engine.restore(serde_json::from_str(&text).unwrap());
         let id = self.added(result).unwrap();
@@ -136,12 +145,17 @@ impl Rig {
         }
         let is_preempted = |id: &SequenceId| self.engine.resuming.iter().any(|s| s.id == *id);
         self.preemptions += running.iter().filter(|id| is_preempted(id)).count();
+        // Of a pipeline a step ends the rows of some, and those of what was cancelled.
+        let is_deep = self.engine.compute.depth() > 1;
         for id in decoding {
             let moved_on = events.iter().any(|event| id_of(event) == id);
-            assert!(moved_on || is_preempted(&id), "{id:?} was stalled");
+            assert!(
+                is_deep || moved_on || is_preempted(&id),
+                "{id:?} was stalled"
+            );
         }
         assert!(
-            idle || !self.engine.running.is_empty() || !events.is_empty(),
+            is_deep || idle || !self.engine.running.is_empty() || !events.is_empty(),
             "no progress"
         );
         self.n_steps += 1;
@@ -164,7 +178,7 @@ impl Rig {
             .map(|s| s.id)
             .collect();
         assert!(
-            self.has_restored || ids.is_sorted(),
+            self.is_unordered || ids.is_sorted(),
             "{ids:?} are out of order"
         );
         let n = ids.len();

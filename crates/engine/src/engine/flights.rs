@@ -1,0 +1,217 @@
+//! Batches under way: planned, known to the other ranks, and not yet computed by this one.
+//!
+//! ```text
+//! stage 0    A   B   A'  B'        the leader plans B before it computes A
+//! stage 1        A   B   A'  B'    A' needs the tokens that A gave
+//! ```
+//!
+//! All ranks compute batches in the order in which they were planned. So a page may get another
+//! owner while a batch that uses it is under way: what that one writes comes later. What a batch
+//! reads and writes is copied when it is planned, because sequences go on meanwhile. Sequences with
+//! rows under way keep their pages: they are not preempted, and those that are cancelled are
+//! dropped when their rows are computed.
+
+use paceline_model::trace::Kind;
+use paceline_model::{Batch, BatchSequence, Logits, WindowPages};
+
+use super::{Engine, PlannedRows};
+use crate::constraint::Guide;
+use crate::pace::Composition;
+use crate::{Error, SequenceId};
+
+/// A batch under way.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Flight {
+    /// Whose rows, in order of admission.
+    pub(super) parts: Vec<(SequenceId, PlannedRows)>,
+    pub(super) rows: Vec<Rows>,
+    pub(super) composition: Composition,
+}
+
+/// Rows of one sequence as the model computes them.
+#[derive(Clone, Debug)]
+pub(super) struct Rows {
+    tokens: Vec<u32>,
+    position: usize,
+    pages: Vec<u32>,
+    /// Of each window: pages let go, and those behind.
+    windows: Vec<(usize, Vec<u32>)>,
+    logits: Logits,
+}
+
+impl Rows {
+    fn windows(&self) -> Vec<WindowPages<'_>> {
+        let windows = self.windows.iter();
+        windows
+            .map(|(first_page, pages)| WindowPages {
+                first_page: *first_page,
+                pages,
+            })
+            .collect()
+    }
+
+    fn of_batch<'a>(&'a self, windows: &'a [WindowPages<'a>]) -> BatchSequence<'a> {
+        BatchSequence {
+            tokens: &self.tokens,
+            position: self.position,
+            pages: &self.pages,
+            windows,
+            logits: self.logits,
+        }
+    }
+
+    const fn logit_rows(&self) -> usize {
+        match self.logits {
+            Logits::None => 0,
+            Logits::Last | Logits::Best => 1,
+            Logits::All => self.tokens.len(),
+        }
+    }
+}
+
+/// Lets `run` see rows as a batch.
+fn as_batch<T>(rows: &[Rows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
+    let windows: Vec<Vec<WindowPages<'_>>> = rows.iter().map(Rows::windows).collect();
+    let sequences = rows.iter().zip(&windows);
+    let sequences: Vec<BatchSequence<'_>> = sequences.map(|(r, w)| r.of_batch(w)).collect();
+    run(&Batch {
+        sequences: &sequences,
+    })
+}
+
+impl Engine {
+    /// Plans batches until as many are under way as the ranks of the model compute at once.
+    pub(super) fn take_off(&mut self) -> Result<(), Error> {
+        if self.flights.is_empty() {
+            self.starves = false;
+            self.recall()?;
+        } else if self.starves || self.wants_recall() {
+            return Ok(()); // when none is under way
+        }
+        let depth = self.compute.depth();
+        while self.flights.len() < depth && !self.starves {
+            let mut plan = self.plan();
+            if plan.is_empty() {
+                break;
+            }
+            self.speculate(&mut plan)?;
+            let flight = self.flight(plan);
+            if depth > 1 {
+                as_batch(&flight.rows, |batch| self.compute.announce(batch))?;
+            }
+            self.flights.push_back(flight);
+        }
+        Ok(())
+    }
+
+    /// What is planned, with everything that the model needs for it.
+    fn flight(&mut self, mut plan: Vec<PlannedRows>) -> Flight {
+        let composition = self.composition_of(&plan);
+        let (mut rows, mut logits_row) = (Vec::with_capacity(plan.len()), 0);
+        for part in &mut plan {
+            let own = self.rows(part);
+            part.logits_row = logits_row;
+            logits_row += own.logit_rows();
+            rows.push(own);
+        }
+        let take_off = |part: PlannedRows| {
+            let sequence = &mut self.running[part.index];
+            sequence.flights += 1;
+            sequence.flying += part.rows;
+            (sequence.id, part)
+        };
+        Flight {
+            parts: plan.into_iter().map(take_off).collect(),
+            rows,
+            composition,
+        }
+    }
+
+    fn rows(&self, part: &PlannedRows) -> Rows {
+        let s = &self.running[part.index];
+        let position = s.computed + s.flying;
+        let end = position + part.rows;
+        let own = &s.tokens[position..end];
+        // Capping may make unlike logits equal, of which the first is chosen.
+        let is_plain = self.model.config().softcap.is_none();
+        let (tokens, logits) = match end == s.tokens.len() {
+            _ if part.drafted() > 0 => (&*part.checked, Logits::All),
+            _ if part.is_scored => (own, Logits::All),
+            true if is_plain && s.wants_best() => (own, Logits::Best),
+            true => (own, Logits::Last),
+            false => (own, Logits::None),
+        };
+        let windows = s.pages.windows();
+        Rows {
+            tokens: tokens.to_vec(),
+            position,
+            pages: s.pages.pages().to_vec(),
+            windows: windows.map(|w| (w.first_page, w.pages.to_vec())).collect(),
+            logits,
+        }
+    }
+
+    /// The rows of a flight that sequences still want, under the places that these have now.
+    pub(super) fn land(&mut self, parts: Vec<(SequenceId, PlannedRows)>) -> Vec<PlannedRows> {
+        let mut landed = Vec::with_capacity(parts.len());
+        let mut index = 0;
+        for (id, part) in parts {
+            // Both are in order of admission.
+            while self.running[index].id != id {
+                index += 1;
+            }
+            let sequence = &mut self.running[index];
+            sequence.flights -= 1;
+            sequence.flying -= part.rows;
+            if !sequence.gone {
+                landed.push(PlannedRows { index, ..part });
+            }
+        }
+        landed
+    }
+
+    /// Drops the sequences that were taken out while they had rows under way.
+    pub(super) fn drop_gone(&mut self) {
+        for index in (0..self.running.len()).rev() {
+            let sequence = &self.running[index];
+            if sequence.gone && sequence.flights == 0 {
+                self.stop_running(index);
+            }
+        }
+    }
+
+    /// Computes rows, and meanwhile what grammars allow behind them, which depends on tokens that
+    /// are known already.
+    pub(super) fn forward(&mut self, plan: &[PlannedRows], rows: &[Rows]) -> Result<(), Error> {
+        let mut due = self.take_due(plan);
+        if self.model.links().is_none() {
+            self.tracer.next_step(); // else the links count
+        }
+        let began = self.tracer.begin();
+        let n: usize = rows.iter().map(|rows| rows.tokens.len()).sum();
+        let compute = &mut self.compute;
+        let outcome = match rows.is_empty() {
+            true => Ok(()),
+            false => as_batch(rows, |batch| {
+                beside(&mut due, || compute.forward(batch)).map(drop)
+            }),
+        };
+        self.tracer.end(began, Kind::Step, n);
+        for (index, guide) in due {
+            self.running[index].guide = Some(guide);
+        }
+        Ok(outcome?)
+    }
+}
+
+/// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one
+/// takes some 20 us, a mask up to milliseconds.
+fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
+    if guides.is_empty() {
+        return compute();
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| guides.iter_mut().for_each(|(_, guide)| guide.prepare()));
+        compute()
+    })
+}

@@ -1,0 +1,260 @@
+//! Several batches under way, as of a pipeline: other ranks hear of a batch before the leader
+//! computes the one before it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use paceline_model::{
+    Batch, Compute, Error, Followed, KeptPage, PageStore, Weights as _, WindowPool,
+};
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::kept::Shelf;
+use super::requests::{mixed, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::{END, Tiny};
+use crate::{EngineConfig, Request, SamplingParams, SequenceId};
+
+const CONTEXT: usize = 3 * PAGE;
+
+/// Pools and pages.
+type Written = Vec<(usize, u32)>;
+
+/// A leader whose batches are computed as they were announced.
+#[derive(Debug)]
+struct Deep {
+    inner: Box<dyn Compute>,
+    depth: usize,
+    announced: VecDeque<(String, Written)>,
+}
+
+/// The pages that a batch writes to.
+fn written(batch: &Batch<'_>) -> Written {
+    let mut all = Vec::new();
+    for s in batch.sequences {
+        let last = s.position + s.tokens.len() - 1;
+        for index in s.position / PAGE..=last / PAGE {
+            all.push((0, s.pages[index]));
+            let windows = s.windows.iter().zip(1..);
+            all.extend(windows.map(|(w, pool)| (pool, w.pages[index - w.first_page])));
+        }
+    }
+    all
+}
+
+impl Compute for Deep {
+    fn pages(&self) -> usize {
+        self.inner.pages()
+    }
+
+    fn windows(&self) -> &[WindowPool] {
+        self.inner.windows()
+    }
+
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
+        assert!(self.announced.len() < self.depth, "too many under way");
+        let announced = (format!("{batch:?}"), written(batch));
+        self.announced.push_back(announced);
+        Ok(())
+    }
+
+    fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
+        let (announced, _) = self.announced.pop_front().unwrap();
+        assert_eq!(format!("{batch:?}"), announced);
+        self.inner.forward(batch)
+    }
+
+    fn logits_mut(&mut self, i: usize) -> &mut [f32] {
+        self.inner.logits_mut(i)
+    }
+
+    fn idle(&mut self) -> Result<(), Error> {
+        assert!(self.announced.is_empty());
+        self.inner.idle()
+    }
+
+    fn follow(&mut self) -> Result<Followed, Error> {
+        self.inner.follow()
+    }
+
+    fn attach(&mut self, store: Box<dyn PageStore>) {
+        self.inner.attach(store);
+    }
+
+    fn store(&self) -> Option<&dyn PageStore> {
+        self.inner.store()
+    }
+
+    /// Other ranks have computed what was announced when they hear of this.
+    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+        for (_, written) in &self.announced {
+            let is_kept = |(pool, page): &(usize, u32)| {
+                pages
+                    .iter()
+                    .any(|p| (p.pool as usize, p.page) == (*pool, *page))
+            };
+            assert!(!written.iter().any(is_kept), "{pages:?} {written:?}");
+        }
+        self.inner.keep(pages)
+    }
+
+    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+        assert!(
+            self.announced.is_empty(),
+            "the leader would recall too early"
+        );
+        self.inner.recall(pages)
+    }
+}
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        cache_positions: 3 * CONTEXT,
+        max_running: 4,
+        max_waiting: 100,
+        max_rows: 40,
+        ..EngineConfig::single("tiny", CONTEXT)
+    }
+}
+
+fn rig(tiny: &Tiny, config: EngineConfig, depth: usize) -> Rig {
+    let mut rig = Rig::new(tiny, config.clone());
+    let model = Arc::clone(&tiny.model);
+    let inner = model.reserve(config.batch_size(), config.cache_positions);
+    rig.engine.compute = Box::new(Deep {
+        inner: inner.unwrap(),
+        depth,
+        announced: VecDeque::new(),
+    });
+    rig
+}
+
+/// An answer that does not end by itself.
+fn long(prompt: Vec<u32>, n: usize) -> Request {
+    let sampling = SamplingParams {
+        logit_bias: vec![(END, -100.0)],
+        ..SamplingParams::default()
+    };
+    request(prompt, n, sampling)
+}
+
+#[test]
+fn streams_are_dealt_to_the_batches_under_way() {
+    let tiny = Tiny::new(1);
+    let mut rig = rig(&tiny, sizes(), 2);
+    let ids: Vec<_> = (0..4)
+        .map(|i| rig.submit(&long(prompt(9, i), 30)))
+        .collect();
+    rig.steps(4); // prompts
+    for _ in 0..20 {
+        rig.step();
+        assert_eq!(rig.engine.composition.decoding, 2);
+        assert_eq!(rig.engine.flights.len(), 1);
+    }
+    rig.drain();
+    for (id, i) in ids.iter().zip(0..) {
+        assert_eq!(
+            rig.outcomes[id],
+            alone(&tiny, &long(prompt(9, i), 30), CONTEXT)
+        );
+    }
+}
+
+#[test]
+fn chunks_of_one_prompt_follow_each_other() {
+    let tiny = Tiny::new(1);
+    let mut rig = rig(&tiny, sizes(), 3);
+    let id = rig.submit(&long(prompt(150, 1), 5)); // four chunks
+    rig.step();
+    assert_eq!(
+        (rig.engine.running[0].computed, rig.engine.flights.len()),
+        (40, 2)
+    );
+    rig.step();
+    assert_eq!(
+        (rig.engine.running[0].computed, rig.engine.flights.len()),
+        (80, 2)
+    );
+    rig.drain();
+    assert_eq!(rig.n_steps, 4 + 4);
+    assert_eq!(
+        rig.outcomes[&id],
+        alone(&tiny, &long(prompt(150, 1), 5), CONTEXT)
+    );
+}
+
+#[test]
+fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
+    let tiny = Tiny::new(1);
+    let mut rig = rig(&tiny, sizes(), 2);
+    let id = rig.submit(&long(prompt(150, 1), 5));
+    rig.step();
+    rig.cancel(id);
+    assert!(rig.engine.cancel(id).is_err(), "it is over for its owner");
+    let before = rig.engine.pages.available();
+    assert!(before < rig.engine.compute.pages());
+    rig.drain();
+    assert_eq!(rig.engine.pages.available(), rig.engine.compute.pages());
+    assert_eq!(rig.outcomes[&id].tokens, []);
+}
+
+/// A request, steps after it, and what happens to one that is open then.
+type Call = (usize, usize, u8);
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    prop::collection::vec((0..100usize, 0..15usize, 0..6u8), 1..25)
+}
+
+/// Cancels or moves some of what is open; what was asked and is left.
+fn disturb(rig: &mut Rig, asked: &mut Vec<(SequenceId, usize)>, (at, what): (usize, u8)) {
+    let is_open = |(id, _): &&(SequenceId, usize)| rig.outcomes[id].finish.is_none();
+    let open: Vec<_> = asked.iter().filter(is_open).copied().collect();
+    let Some((id, which)) = open.get(at % open.len().max(1)).copied() else {
+        return;
+    };
+    if what > 1 {
+        return;
+    }
+    asked.retain(|(other, _)| *other != id);
+    if what == 0 {
+        return rig.cancel(id);
+    }
+    let (snapshot, past) = rig.take(id);
+    asked.push((rig.restore(&snapshot, past), which));
+}
+
+#[test]
+fn no_answer_depends_on_how_many_batches_are_under_way() {
+    for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
+        let requests = mixed(&tiny);
+        let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+        let sizes_of = (2..5usize, 1..6usize, 0..6usize, prop::bool::ANY);
+        proptest!(ProptestConfig::with_cases(40), |(calls in calls(), sizes_of in sizes_of)| {
+            let (depth, max_running, pages, keeps) = sizes_of;
+            let config = EngineConfig {
+                cache_positions: CONTEXT + pages * PAGE,
+                max_running,
+                ..sizes()
+            };
+            let mut rig = rig(&tiny, config, depth).unordered();
+            if keeps {
+                rig.engine.compute.attach(Box::new(Shelf::default()));
+            }
+            let mut asked = Vec::new();
+            for (which, steps, what) in calls {
+                asked.push((rig.submit(&requests[which % requests.len()]), which % requests.len()));
+                rig.steps(steps);
+                disturb(&mut rig, &mut asked, (which, what));
+            }
+            rig.drain();
+            for (id, which) in asked {
+                prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
+            }
+        });
+    }
+}

@@ -1,0 +1,221 @@
+//! Pages in a store that outlives the engine, and that may lose or refuse any of them.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, hash_map::DefaultHasher};
+use std::hash::{Hash as _, Hasher as _};
+use std::sync::{Arc, Mutex};
+
+use paceline_base::lock;
+use paceline_model::{KeptPage, PageName, PageStore};
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::requests::{SAMPLED, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::Tiny;
+use crate::{EngineConfig, Request, SamplingParams, SequenceId};
+
+const CONTEXT: usize = 5 * PAGE;
+
+/// Memory that outlives engines. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Shelf(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    pages: BTreeMap<(PageName, u32), Vec<u8>>,
+    /// Bits of an endless sequence that says which pages are lost; 0 for none.
+    losses: u64,
+    got: usize,
+    lost: usize,
+}
+
+impl State {
+    /// Whether the next page is lost: one in four, where any is.
+    fn loses(&mut self) -> bool {
+        self.losses = self.losses.wrapping_mul(6_364_136_223_846_793_005);
+        let loses = self.losses >> 62 == 1;
+        self.lost += usize::from(loses);
+        loses
+    }
+}
+
+impl PageStore for Shelf {
+    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
+        let mut name = PageName::default();
+        for (i, word) in name.0.iter_mut().enumerate() {
+            let mut hasher = DefaultHasher::new();
+            (i, before, tokens).hash(&mut hasher);
+            *word = hasher.finish() as u32;
+        }
+        name
+    }
+
+    fn has(&self, page: &KeptPage) -> bool {
+        lock(&self.0).pages.contains_key(&(page.name, page.pool))
+    }
+
+    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+        let mut state = lock(&self.0);
+        if !state.loses() {
+            let key = (page.name, page.pool);
+            let before = state.pages.insert(key, bytes.to_vec());
+            assert!(before.is_none_or(|before| before == bytes), "{page:?}");
+        }
+    }
+
+    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool {
+        let mut state = lock(&self.0);
+        if state.loses() {
+            state.pages.remove(&(page.name, page.pool));
+        }
+        let Some(bytes) = state.pages.get(&(page.name, page.pool)) else {
+            into.fill(0xff); // as of a file whose checksum is wrong
+            return false;
+        };
+        into.copy_from_slice(bytes);
+        state.got += 1;
+        true
+    }
+
+    fn forget(&mut self, page: &KeptPage) {
+        lock(&self.0).pages.remove(&(page.name, page.pool));
+    }
+}
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        cache_positions: 3 * CONTEXT,
+        max_running: 4,
+        max_waiting: 40,
+        max_rows: 40,
+        ..EngineConfig::single("tiny", CONTEXT)
+    }
+}
+
+fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
+    request(prompt, n, SamplingParams { seed, ..SAMPLED })
+}
+
+fn rig(tiny: &Tiny, config: EngineConfig, shelf: &Shelf) -> Rig {
+    let mut rig = Rig::new(tiny, config.clone());
+    rig.engine = tiny.engine(config).with_store(Box::new(shelf.clone()));
+    rig
+}
+
+/// The answer of an engine that has nothing but the shelf, and the tokens that it did not compute.
+fn after_a_restart(tiny: &Tiny, wanted: &Request, shelf: &Shelf) -> (Outcome, u64) {
+    let mut rig = rig(tiny, sizes(), shelf);
+    let id = rig.submit(wanted);
+    rig.drain();
+    (rig.outcomes.remove(&id).unwrap(), rig.engine.n_reused())
+}
+
+#[test]
+fn a_prompt_is_not_computed_again_after_a_restart() {
+    for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(2)] {
+        let shelf = Shelf::default();
+        let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
+        let expected = alone(&tiny, &wanted, CONTEXT);
+        let (first, reused) = after_a_restart(&tiny, &wanted, &shelf);
+        assert_eq!((first, reused), (expected.clone(), 0));
+        let (again, reused) = after_a_restart(&tiny, &wanted, &shelf);
+        assert_eq!((again, reused), (expected, 3 * PAGE as u64));
+    }
+}
+
+/// Sequences that come at once wait for the one that recalls their prompt.
+#[test]
+fn a_prompt_of_many_is_recalled_once() {
+    let tiny = Tiny::new(1);
+    let shelf = Shelf::default();
+    let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
+    after_a_restart(&tiny, &wanted(0), &shelf);
+    let mut rig = rig(&tiny, sizes(), &shelf);
+    let ids: Vec<_> = (0..4).map(|seed| rig.submit(&wanted(seed))).collect();
+    rig.drain();
+    assert_eq!(rig.engine.n_reused(), 4 * 3 * PAGE as u64);
+    assert_eq!(lock(&shelf.0).got, 3);
+    for (id, seed) in ids.iter().zip(0..) {
+        assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
+    }
+}
+
+/// Longer than what is recalled before one step, beside an answer that goes on.
+#[test]
+fn answers_go_on_while_a_long_prompt_is_recalled() {
+    const LONG: usize = 60 * PAGE;
+    for tiny in [Tiny::new(1), Tiny::delta_net(1)] {
+        let config = EngineConfig {
+            context: LONG + 2 * PAGE,
+            cache_positions: 2 * LONG,
+            max_rows: 512,
+            ..sizes()
+        };
+        let shelf = Shelf::default();
+        let long = sampled(prompt(LONG + 3, 1), 5, 1);
+        let mut first = rig(&tiny, config.clone(), &shelf);
+        let id = first.submit(&long);
+        first.drain();
+        let expected = first.outcomes.remove(&id).unwrap();
+        let mut rig = rig(&tiny, config, &shelf);
+        let short = rig.submit(&sampled(prompt(10, 5), 60, 2));
+        rig.steps(3);
+        let id = rig.submit(&long);
+        rig.steps(1); // the rig fails where an answer stalls
+        assert_eq!(rig.engine.n_reused(), 32 * PAGE as u64);
+        rig.drain();
+        assert_eq!(rig.outcomes[&id], expected);
+        assert!(rig.engine.n_reused() >= (LONG - 2 * PAGE) as u64);
+        assert!(rig.outcomes[&short].finish.is_some());
+    }
+}
+
+/// Requests that begin alike, an engine that is made anew at times, caches that are too small for
+/// all, and a store that loses a page now and then.
+#[test]
+fn no_answer_depends_on_what_a_store_has() {
+    for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(1)] {
+        let base = prompt(4 * PAGE, 1);
+        let one = |i: usize| {
+            let common = [10, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 7][i % 5];
+            let own = prompt(20 * (i % 3) + 1, 90 + i as u32);
+            sampled([&base[..common], &own].concat(), 30, i as u64)
+        };
+        let all = (0..15).map(|i| (one(i), alone(&tiny, &one(i), CONTEXT)));
+        let all: Vec<(Request, Outcome)> = all.collect();
+        let calls =
+            prop::collection::vec((0..15usize, 0..40usize, prop::bool::weighted(0.2)), 1..25);
+        let config = ProptestConfig::with_cases(30);
+        let reads = Cell::new(0);
+        proptest!(config, |(calls in calls, losses in any::<u64>(), pages in 0..9usize)| {
+            let shelf = Shelf::default();
+            lock(&shelf.0).losses = losses | 1;
+            let config = EngineConfig {
+                cache_positions: CONTEXT + pages * PAGE,
+                ..sizes()
+            };
+            let mut rig = rig(&tiny, config.clone(), &shelf);
+            let mut asked = Vec::new();
+            for (which, steps, restarts) in calls {
+                if restarts {
+                    rig.drain();
+                    check(&rig, &mut asked, &all);
+                    rig = self::rig(&tiny, config.clone(), &shelf);
+                }
+                asked.push((rig.submit(&all[which].0), which));
+                rig.steps(steps);
+            }
+            rig.drain();
+            check(&rig, &mut asked, &all);
+            reads.set(reads.get() + lock(&shelf.0).got);
+        });
+        assert!(reads.get() > 30, "{}", reads.get());
+    }
+}
+
+fn check(rig: &Rig, asked: &mut Vec<(SequenceId, usize)>, all: &[(Request, Outcome)]) {
+    for (id, which) in asked.drain(..) {
+        assert_eq!(rig.outcomes[&id], all[which].1, "{:?}", all[which].0);
+    }
+}

@@ -1,0 +1,150 @@
+//! Priorities, deadlines and clients on a simulated machine.
+
+use std::time::Duration;
+
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::requests::{mixed, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::{END, Tiny};
+use crate::{EngineConfig, Finish, Order, Request, SamplingParams, SequenceId};
+
+const CONTEXT: usize = 3 * PAGE;
+
+/// Milliseconds of a step.
+const STEP_MS: u64 = 10;
+
+fn sizes(max_running: usize) -> EngineConfig {
+    EngineConfig {
+        cache_positions: 2 * CONTEXT,
+        max_running,
+        max_waiting: 100,
+        max_rows: 40,
+        ..EngineConfig::single("tiny", CONTEXT)
+    }
+}
+
+/// An answer of exactly `n` tokens.
+fn long(n: usize, seed: u32, order: Order) -> Request {
+    let sampling = SamplingParams {
+        logit_bias: vec![(END, -100.0)],
+        ..SamplingParams::default()
+    };
+    Request {
+        order,
+        ..request(prompt(5, seed), n, sampling)
+    }
+}
+
+fn step(rig: &mut Rig) {
+    rig.step();
+    rig.engine.took(Duration::from_millis(STEP_MS));
+}
+
+/// The ids of what ends, in that order.
+fn ends(rig: &mut Rig) -> Vec<SequenceId> {
+    let mut ended = Vec::new();
+    while !rig.engine.is_idle() {
+        step(rig);
+        for (id, outcome) in &rig.outcomes {
+            if outcome.finish.is_some() && !ended.contains(id) {
+                ended.push(*id);
+            }
+        }
+    }
+    ended
+}
+
+#[test]
+fn waiting_requests_get_their_turn_by_priority_and_deadline() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(&tiny, sizes(1)).unordered();
+    let order = |priority, deadline_ms| Order {
+        priority,
+        deadline_ms,
+        client: 0,
+    };
+    let first = rig.submit(&long(3, 1, order(0, None)));
+    step(&mut rig);
+    let orders = [
+        order(-1, Some(60_000)),
+        order(0, None),
+        order(0, Some(60_000)),
+        order(0, Some(50_000)),
+        order(2, None),
+    ];
+    let ids = orders.map(|order| rig.submit(&long(3, 1, order)));
+    let expected = [first, ids[4], ids[3], ids[2], ids[1], ids[0]];
+    assert_eq!(ends(&mut rig), expected);
+}
+
+#[test]
+fn an_answer_ends_when_its_deadline_is_over() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(&tiny, sizes(1)).unordered();
+    let order = |ms| Order {
+        deadline_ms: ms,
+        ..Order::default()
+    };
+    let part = rig.submit(&long(100, 1, order(Some(200))));
+    let nothing = rig.submit(&long(100, 2, order(Some(100))));
+    let whole = rig.submit(&long(100, 3, order(Some(10_000))));
+    ends(&mut rig);
+    let outcome = |id| &rig.outcomes[&id];
+    // Due first, it has the place: ten steps of 10 ms.
+    assert_eq!(outcome(nothing).tokens.len(), 10);
+    assert_eq!(outcome(part).tokens.len(), 10);
+    assert_eq!(outcome(whole).tokens.len(), 100);
+    let finishes = [nothing, part, whole].map(|id| outcome(id).finish);
+    let late = Some(Finish::Deadline);
+    assert_eq!(finishes, [late, late, Some(Finish::Length)]);
+    assert_eq!(rig.engine.pages.available(), rig.engine.compute.pages());
+}
+
+#[test]
+fn clients_with_many_and_with_few_requests_are_served_alike() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(&tiny, sizes(2)).unordered();
+    let of = |client| Order {
+        client,
+        ..Order::default()
+    };
+    let many: Vec<_> = (0..12).map(|i| rig.submit(&long(20, i, of(1)))).collect();
+    let few: Vec<_> = (0..3).map(|i| rig.submit(&long(20, i, of(2)))).collect();
+    let ended = ends(&mut rig);
+    let last = few
+        .iter()
+        .map(|id| ended.iter().position(|e| e == id).unwrap());
+    assert!(last.max().unwrap() <= 8, "{ended:?} of {few:?}");
+    assert_eq!(ended.len(), many.len() + few.len());
+}
+
+/// What comes, in which order it wants its turn, and steps before the next.
+type Arrival = (usize, i32, u64, usize);
+
+fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
+    prop::collection::vec((0..100usize, -2..3i32, 0..4u64, 0..20usize), 1..40)
+}
+
+#[test]
+fn orders_change_no_answer_and_nothing_starves() {
+    let tiny = Tiny::new(1);
+    let requests = mixed(&tiny);
+    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    proptest!(ProptestConfig::with_cases(40), |(arrivals in arrivals(), running in 1..5usize)| {
+        let mut rig = Rig::new(&tiny, sizes(running)).unordered();
+        let mut asked = Vec::new();
+        for (which, priority, client, steps) in arrivals {
+            let which = which % requests.len();
+            let order = Order { priority, deadline_ms: None, client };
+            let request = Request { order, ..requests[which].clone() };
+            asked.push((rig.submit(&request), which));
+            (0..steps).for_each(|_| step(&mut rig));
+        }
+        rig.drain(); // which fails when it takes too long
+        for (id, which) in asked {
+            prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
+        }
+    });
+}

@@ -1,0 +1,213 @@
+//! A simulated engine with a few places: seeded arrivals of several clients.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const fn turn(priority: i32, served: u64, due_ms: Option<u64>) -> Turn {
+    Turn {
+        passed: 0,
+        priority,
+        places: 0,
+        resumes: false,
+        served,
+        due: match due_ms {
+            Some(ms) => Some(Duration::from_millis(ms)),
+            None => None,
+        },
+    }
+}
+
+#[test]
+fn turns_go_by_priority_service_deadline_and_age() {
+    let of = |places, served| Turn {
+        places,
+        ..turn(0, served, None)
+    };
+    let resumed = |places, served| Turn {
+        resumes: true,
+        ..of(places, served)
+    };
+    let cases: [(&[Turn], usize); 11] = [
+        (&[turn(0, 0, None), turn(0, 0, None)], 0),
+        (&[turn(0, 0, None), turn(1, 9, None)], 1),
+        (&[of(3, 0), of(3, 0), of(1, 9), of(0, 9), of(0, 9)], 3),
+        (&[of(1, 5), of(1, 4)], 1),
+        (&[of(1, 4), resumed(1, 9)], 1),
+        (&[resumed(2, 0), of(1, 9)], 1),
+        (&[of(0, 0), turn(1, 9, None)], 1),
+        (&[turn(0, 5, Some(1)), turn(0, 4, None)], 1),
+        (
+            &[turn(0, 0, None), turn(0, 0, Some(9)), turn(0, 0, Some(8))],
+            2,
+        ),
+        (&[turn(-1, 0, None), turn(0, 7, None), turn(0, 7, None)], 1),
+        (
+            &[
+                turn(9, 0, None),
+                Turn {
+                    passed: PASSED_MAX,
+                    ..turn(-9, 9, None)
+                },
+            ],
+            1,
+        ),
+    ];
+    for (turns, expected) in cases {
+        assert_eq!(next(turns.iter().copied()), Some(expected), "{turns:?}");
+        assert_eq!(in_order(turns.iter().copied())[0], expected, "{turns:?}");
+    }
+    assert_eq!(next(std::iter::empty()), None);
+}
+
+/// Orders of sequences of these clients and priorities.
+fn orders<const N: usize>(all: [(u64, i32); N]) -> [Order; N] {
+    all.map(|(client, priority)| Order {
+        client,
+        priority,
+        ..Order::default()
+    })
+}
+
+/// Orders of sequences of these clients.
+fn clients<const N: usize>(all: [u64; N]) -> [Order; N] {
+    orders(all.map(|client| (client, 0)))
+}
+
+#[test]
+fn a_client_alone_keeps_its_places() {
+    let [seven] = clients([7]);
+    assert_eq!(gives_way(&clients([7, 7, 7, 7]), seven), None);
+    assert_eq!(gives_way(&[], seven), None);
+}
+
+#[test]
+fn the_client_with_the_most_places_gives_way() {
+    let [_, _, two, three, four] = clients([0, 1, 2, 3, 4]);
+    assert_eq!(gives_way(&clients([1, 1, 2, 1]), two), Some(3));
+    assert_eq!(gives_way(&clients([1, 1, 2, 2]), three), Some(3));
+    assert_eq!(gives_way(&clients([1, 1, 2]), two), None);
+    assert_eq!(gives_way(&clients([1, 2, 3]), four), None);
+}
+
+/// Else it would get its place back at once.
+#[test]
+fn nothing_gives_way_to_a_lower_priority() {
+    let [low, same, high] = orders([(2, -1), (2, 0), (2, 1)]);
+    assert_eq!(gives_way(&clients([1, 1, 1]), low), None);
+    assert_eq!(gives_way(&clients([1, 1, 1]), same), Some(2));
+    assert_eq!(gives_way(&clients([1, 1, 1]), high), Some(2));
+    assert_eq!(gives_way(&orders([(1, 5), (1, 0), (1, 5)]), same), Some(1));
+}
+
+#[test]
+fn a_client_saves_nothing_up() {
+    let mut shares = Shares::default();
+    shares.enter(1, std::iter::empty());
+    shares.charge(1, 1000);
+    shares.enter(2, [1].into_iter());
+    assert_eq!((shares.of(1), shares.of(2)), (1000, 1000));
+    shares.charge(2, 10);
+    shares.enter(1, [1, 2].into_iter());
+    assert_eq!((shares.of(1), shares.of(2)), (1000, 1010));
+    shares.enter(3, [2].into_iter());
+    assert_eq!((shares.of(1), shares.of(3)), (0, 1010), "forgotten");
+}
+
+/// A request of the simulation.
+#[derive(Clone, Copy, Debug)]
+struct Job {
+    order: Order,
+    rows: usize,
+    passed: u32,
+    came: usize,
+}
+
+/// An engine that computes a row of each of its places in a step.
+#[derive(Debug, Default)]
+struct Simulated {
+    shares: Shares,
+    waiting: Vec<Job>,
+    running: Vec<Job>,
+    /// How long each request waited, with its priority and client.
+    waits: Vec<(usize, Order)>,
+    served: BTreeMap<u64, usize>,
+    step: usize,
+}
+
+impl Simulated {
+    fn come(&mut self, order: Order, rows: usize) {
+        let open = self.waiting.iter().chain(&self.running);
+        let clients: Vec<u64> = open.map(|job| job.order.client).collect();
+        self.shares.enter(order.client, clients.into_iter());
+        self.waiting.push(Job {
+            order,
+            rows,
+            passed: 0,
+            came: self.step,
+        });
+    }
+
+    fn step(&mut self, places: usize) {
+        while self.running.len() < places {
+            let turns = self.waiting.iter().map(|job| Turn {
+                passed: job.passed,
+                priority: job.order.priority,
+                places: 0,
+                resumes: false,
+                served: self.shares.of(job.order.client),
+                due: None,
+            });
+            let Some(place) = next(turns) else {
+                break;
+            };
+            let job = self.waiting.remove(place);
+            self.waiting[..place].iter_mut().for_each(|j| j.passed += 1);
+            self.waits.push((self.step - job.came, job.order));
+            self.running.push(job);
+        }
+        for job in &mut self.running {
+            job.rows -= 1;
+            self.shares.charge(job.order.client, 1);
+            *self.served.entry(job.order.client).or_default() += 1;
+        }
+        self.running.retain(|job| job.rows > 0);
+        self.step += 1;
+    }
+}
+
+proptest! {
+    /// However many requests of a higher priority come, every one gets its place.
+    #[test]
+    fn nothing_starves(rows in 1..30usize, places in 1..5usize, low in 1..20usize) {
+        let mut simulated = Simulated::default();
+        let order = |priority| Order { priority, ..Order::default() };
+        (0..low).for_each(|_| simulated.come(order(-5), rows));
+        for _ in 0..(PASSED_MAX as usize + low + 2) * rows * 2 {
+            while simulated.waiting.len() < low + 4 {
+                simulated.come(order(5), rows);
+            }
+            simulated.step(places);
+        }
+        let n_low = simulated.waits.iter().filter(|(_, order)| order.priority < 0).count();
+        prop_assert_eq!(n_low, low);
+    }
+
+    /// A client with many requests and one with few get as many rows while both have some waiting.
+    #[test]
+    fn clients_are_served_alike(rows in 1..20usize, places in 1..5usize, many in 2..30usize) {
+        let mut simulated = Simulated::default();
+        let order = |client| Order { client, ..Order::default() };
+        for _ in 0..400 {
+            while simulated.waiting.iter().filter(|j| j.order.client == 1).count() < many {
+                simulated.come(order(1), rows);
+            }
+            while !simulated.waiting.iter().any(|j| j.order.client == 2) {
+                simulated.come(order(2), rows);
+            }
+            simulated.step(places);
+        }
+        let (a, b) = (simulated.served[&1], simulated.served[&2]);
+        prop_assert!(a.abs_diff(b) <= 3 * rows * places + PASSED_MAX as usize, "{a} {b}");
+    }
+}

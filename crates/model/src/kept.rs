@@ -1,0 +1,266 @@
+//! Pages of the cache that are kept outside of it, so that what they hold is not computed again.
+//!
+//! ```text
+//! leader  -- keep: names and pages ----> every rank puts its part of each page into its store
+//! leader  -- recall: names and pages --> every rank gets its part of each page from its store
+//!         <-- how many, from the first -
+//! ```
+//!
+//! A page is named by what it holds: the tokens of its positions and of all before it. So a name
+//! means the same to all ranks, and each looks into its own [`PageStore`] for its part of the
+//! model. The words of these messages take the place of a step's plan (`plan.rs`):
+//!
+//! ```text
+//! length in words | kind | pages | 0, then for each page: name (8 words), index, pool, page
+//! ```
+
+use std::fmt;
+
+use paceline_base::Rank;
+use paceline_tensor::KvCache;
+
+use crate::plan::HEADER_WORDS;
+use crate::{Error, Links, Model};
+
+/// Most pages of one message.
+pub const KEPT_MAX: usize = 4096;
+
+/// Kinds of messages, behind those of plans.
+const KEEP: u32 = 3;
+const RECALL: u32 = 4;
+
+/// Words before the pages, and words of a page.
+const FIRST: usize = 4;
+const EACH: usize = 11;
+
+/// What a page holds: a hash of its tokens and of the name before it. The first page of a sequence
+/// follows the default name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageName(pub [u32; 8]);
+
+/// A page of the cache under its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptPage {
+    /// What it holds.
+    pub name: PageName,
+    /// Its place among the pages of a sequence.
+    pub index: u32,
+    /// 0 for layers that look at all positions, then one for each of
+    /// [`Compute::windows`](crate::Compute::windows).
+    pub pool: u32,
+    /// Its number in the pool.
+    pub page: u32,
+}
+
+/// Where one rank keeps its part of pages. Pages are found by name and pool.
+pub trait PageStore: fmt::Debug + Send {
+    /// The name of a page of `tokens` behind the page called `before`. No two beginnings of
+    /// sequences may get one name: it is a cryptographic hash.
+    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName;
+
+    /// Whether it is there, as far as is known. Called often: no input or output.
+    fn has(&self, page: &KeptPage) -> bool;
+
+    /// Keeps the bytes of a page, in the place of those that are there. Returns soon, and may
+    /// decline.
+    fn put(&mut self, page: &KeptPage, bytes: &[u8]);
+
+    /// Fills `into` with the bytes that were put, all of them checked. `false` when they are not
+    /// there any more; then `into` may hold anything.
+    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool;
+
+    /// It is not to be had, here or at another rank, or not without pages that are lost: it is put
+    /// again when it was computed.
+    fn forget(&mut self, page: &KeptPage);
+}
+
+/// The store of a rank, if it has one.
+#[derive(Debug, Default)]
+pub(crate) struct Kept(Option<Box<dyn PageStore>>);
+
+impl Kept {
+    pub(crate) const fn in_store(store: Box<dyn PageStore>) -> Self {
+        Self(Some(store))
+    }
+
+    pub(crate) fn store(&self) -> Option<&dyn PageStore> {
+        self.0.as_deref()
+    }
+
+    /// [`Compute::keep`](crate::Compute::keep).
+    pub(crate) fn keep(
+        &mut self,
+        model: &Model,
+        cache: &KvCache,
+        pages: &[KeptPage],
+    ) -> Result<(), Error> {
+        tell(model, KEEP, pages)?;
+        self.put(cache, pages);
+        Ok(())
+    }
+
+    /// [`Compute::recall`](crate::Compute::recall).
+    pub(crate) fn recall(
+        &mut self,
+        model: &Model,
+        cache: &mut KvCache,
+        pages: &[KeptPage],
+    ) -> Result<usize, Error> {
+        tell(model, RECALL, pages)?;
+        let own = self.get(cache, pages);
+        let all = match model.links() {
+            Some(links) => links.fewest_recalled(own)?,
+            None => own,
+        };
+        if let Some(store) = &mut self.0 {
+            pages[all..].iter().for_each(|page| store.forget(page));
+        }
+        Ok(all)
+    }
+
+    /// Does what the leader's message asks for; `false` where `words` are none of these.
+    pub(crate) fn obey(
+        &mut self,
+        (links, leader): (&Links, Rank),
+        words: &[u32],
+        cache: &mut KvCache,
+    ) -> Result<bool, Error> {
+        let pools: Vec<usize> = cache.pool_pages().collect();
+        match words[1] {
+            KEEP => self.put(cache, &read(words, &pools)?),
+            RECALL => {
+                let own = self.get(cache, &read(words, &pools)?);
+                links.answer_recall(leader, own)?;
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    fn put(&mut self, cache: &KvCache, pages: &[KeptPage]) {
+        let Some(store) = &mut self.0 else {
+            return;
+        };
+        for page in pages {
+            store.put(page, cache.page_data(page.pool as usize, page.page));
+        }
+    }
+
+    /// How many of the pages, from the first, could be had.
+    fn get(&mut self, cache: &mut KvCache, pages: &[KeptPage]) -> usize {
+        let Some(store) = &mut self.0 else {
+            return 0;
+        };
+        let mut get = |page: &KeptPage| {
+            let into = cache.page_data_mut(page.pool as usize, page.page);
+            store.get(page, into)
+        };
+        pages.iter().take_while(|&page| get(page)).count()
+    }
+}
+
+/// Answers such a message for a rank that keeps nothing; `false` where `words` are none of these.
+pub(crate) fn decline(links: &Links, leader: Rank, words: &[u32]) -> Result<bool, Error> {
+    match words[1] {
+        KEEP => {}
+        RECALL => links.answer_recall(leader, 0)?,
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// Whether `words` are such a message, and no plan.
+pub(crate) const fn is_message(words: &[u32]) -> bool {
+    matches!(words[1], KEEP | RECALL)
+}
+
+/// Tells the other ranks of a split model.
+fn tell(model: &Model, kind: u32, pages: &[KeptPage]) -> Result<(), Error> {
+    match model.links() {
+        Some(links) => links.announce_ahead(&write(kind, pages)),
+        None => Ok(()),
+    }
+}
+
+fn write(kind: u32, pages: &[KeptPage]) -> Vec<u32> {
+    let mut words = vec![0, kind, pages.len() as u32, 0];
+    for page in pages {
+        words.extend(page.name.0);
+        words.extend([page.index, page.pool, page.page]);
+    }
+    let len = words.len().max(HEADER_WORDS);
+    words.resize(len, 0);
+    words[0] = len as u32;
+    words
+}
+
+/// Reads and checks pages of a cache that has so many in each pool.
+fn read(words: &[u32], pools: &[usize]) -> Result<Vec<KeptPage>, Error> {
+    let n = below("kept pages", words[2], KEPT_MAX + 1)?;
+    below("words in use", (FIRST + n * EACH) as u32, words.len() + 1)?;
+    let page = |words: &[u32]| {
+        let (name, rest) = words.split_at(8);
+        let pool = below("pool of a kept page", rest[1], pools.len())?;
+        below("kept page", rest[2], pools[pool])?;
+        Ok(KeptPage {
+            name: PageName(name.try_into().expect("eight words")),
+            index: rest[0],
+            pool: rest[1],
+            page: rest[2],
+        })
+    };
+    words[FIRST..]
+        .chunks_exact(EACH)
+        .take(n)
+        .map(page)
+        .collect()
+}
+
+const fn below(what: &'static str, got: u32, end: usize) -> Result<usize, Error> {
+    let (got, limit) = (got as usize, end.saturating_sub(1));
+    if got < end {
+        return Ok(got);
+    }
+    Err(Error::Plan { what, got, limit })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(i: u32) -> KeptPage {
+        KeptPage {
+            name: PageName([i; 8]),
+            index: i,
+            pool: i % 2,
+            page: i % 5,
+        }
+    }
+
+    #[test]
+    fn messages_say_what_was_written() {
+        for n in [0, 1, 22, 23, 100] {
+            let pages: Vec<KeptPage> = (0..n).map(page).collect();
+            let words = write(RECALL, &pages);
+            assert_eq!((words[0] as usize, words[1]), (words.len(), RECALL));
+            assert_eq!(read(&words, &[5, 5]).unwrap(), pages);
+        }
+    }
+
+    #[test]
+    fn hostile_messages_are_refused() {
+        let words = write(KEEP, &[page(1), page(4)]);
+        let refused = |at: usize, value: u32, pools: &[usize], what: &str| {
+            let mut words = words.clone();
+            words[at] = value;
+            let error = read(&words, pools).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        };
+        refused(2, u32::MAX, &[5, 5], "kept pages");
+        refused(2, 4000, &[5, 5], "words in use");
+        refused(FIRST + 9, 2, &[5, 5], "pool");
+        refused(FIRST + 10, 5, &[5, 5], "kept page");
+        refused(0, 0, &[5], "pool");
+        refused(0, 0, &[5, 0], "kept page");
+    }
+}

@@ -1,0 +1,372 @@
+//! The prefix cache on disk: pages of a rank's cache, so that prompts that were read before are not
+//! computed again after a restart.
+//!
+//! ```text
+//! prefixes/{space}/{name}-{pool}     a page: header, bytes, SHA-256 of both
+//! ```
+//!
+//! A *space* is everything that decides which bytes a page has, besides its tokens: the model, the
+//! revision and class of the numbers, and the rank's shard. Files are written under another name,
+//! by a thread of their own, and then renamed. So a process may be killed at any time, and several
+//! may share the folder: whatever is not whole, or is of something else, is ignored with a line in
+//! the log, and computed again.
+//!
+//! Prompts can be read out of these files. The folder is the user's alone (0700).
+
+use std::collections::HashSet;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, SystemTime};
+
+use paceline_base::Bytes;
+use paceline_model::{KeptPage, PageName, PageStore, Weights};
+use sha2::{Digest, Sha256};
+use tracing::{debug, warn};
+
+/// Revision of the files.
+const VERSION: u32 = 1;
+
+/// What a file begins with.
+const MAGIC: &[u8; 8] = b"plpage\r\n";
+
+/// Bytes of a header: magic, version, space, name, pool and length.
+const HEAD: usize = 8 + 4 + 16 + 32 + 4 + 8;
+
+/// Bytes of the sum at the end of a file.
+const SUM: usize = 32;
+
+/// Most bytes of pages that wait to be written. A prompt of 2,000 tokens of a 0.5B model is 25 MB,
+/// which take a second to compute; what comes faster than the disk writes is not kept.
+const QUEUE_BYTES: u64 = 64 << 20;
+
+/// Most pages that wait to be written.
+const QUEUE_PAGES: usize = 4096;
+
+/// A page counts as used so much earlier for each page before it: pages further behind are of no
+/// use without those before, so they are removed first. Longer than a page takes to compute at 7
+/// tokens a second.
+const AGE: Duration = Duration::from_secs(10);
+
+/// A file that was not renamed for so long is nobody's.
+const PART_AGE: Duration = Duration::from_secs(3600);
+
+/// Where pages are kept on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskCache {
+    /// The folder; made when it is needed.
+    pub folder: PathBuf,
+    /// Most bytes of all files. Two processes that write at the same time keep to it together; each
+    /// further one may exceed it by a sixteenth.
+    pub limit: Bytes,
+}
+
+/// Pages of one rank.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    folder: PathBuf,
+    space: [u8; 16],
+    /// Written or waiting to be, as far as this process knows.
+    here: HashSet<(PageName, u32)>,
+    /// Bytes of the largest page that is kept.
+    largest: u64,
+    queue: SyncSender<Waiting>,
+    /// Bytes in the queue.
+    queued: Arc<AtomicU64>,
+}
+
+/// A page to be written.
+#[derive(Debug)]
+struct Waiting {
+    path: PathBuf,
+    age: Duration,
+    head: [u8; HEAD],
+    bytes: Vec<u8>,
+}
+
+impl Disk {
+    /// The pages of the rank that holds `weights` of the model with this `identity`.
+    ///
+    /// # Errors
+    /// When the folder cannot be had, or no thread.
+    pub(crate) fn open(
+        cache: &DiskCache,
+        identity: &str,
+        weights: &dyn Weights,
+    ) -> io::Result<Self> {
+        let (numbers, shard) = (weights.numbers(), weights.shard());
+        Self::in_space(cache, &format!("{identity}/{numbers}/{shard:?}"))
+    }
+
+    fn in_space(cache: &DiskCache, of: &str) -> io::Result<Self> {
+        let hash = Sha256::digest(format!("{VERSION}/{}/{of}", crate::NUMERICS));
+        let space: [u8; 16] = *hash.first_chunk().expect("a hash has 32 bytes");
+        let folder = cache.folder.join(hex(&space));
+        make_private(&cache.folder)?;
+        make_private(&folder)?;
+        let here = known(&folder)?;
+        debug!(folder = %folder.display(), pages = here.len(), "prefix cache");
+        let (queue, waiting) = sync_channel(QUEUE_PAGES);
+        let queued = Arc::new(AtomicU64::new(0));
+        let writer = Writer {
+            root: cache.folder.clone(),
+            limit: cache.limit.0,
+            written: 0,
+            queued: Arc::clone(&queued),
+            has_failed: false,
+        };
+        let thread = std::thread::Builder::new().name("prefix cache".to_owned());
+        thread.spawn(move || writer.run(&waiting))?;
+        Ok(Self {
+            folder,
+            space,
+            here,
+            largest: cache.limit.0 / 16,
+            queue,
+            queued,
+        })
+    }
+
+    fn path(&self, page: &KeptPage) -> PathBuf {
+        let name: Vec<u8> = bytes_of(&page.name).collect();
+        self.folder.join(format!("{}-{}", hex(&name), page.pool))
+    }
+
+    fn head(&self, page: &KeptPage, len: usize) -> [u8; HEAD] {
+        let mut head = Vec::with_capacity(HEAD);
+        head.extend(MAGIC);
+        head.extend(VERSION.to_le_bytes());
+        head.extend(self.space);
+        head.extend(bytes_of(&page.name));
+        head.extend(page.pool.to_le_bytes());
+        head.extend((len as u64).to_le_bytes());
+        head.try_into().expect("the parts of a header")
+    }
+}
+
+impl PageStore for Disk {
+    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
+        let mut hash = Sha256::new();
+        hash.update(bytes_of(before).collect::<Vec<u8>>());
+        for token in tokens {
+            hash.update(token.to_le_bytes());
+        }
+        let hash = hash.finalize();
+        let mut name = PageName::default();
+        for (to, word) in name.0.iter_mut().zip(hash.as_chunks().0) {
+            *to = u32::from_le_bytes(*word);
+        }
+        name
+    }
+
+    fn has(&self, page: &KeptPage) -> bool {
+        self.here.contains(&(page.name, page.pool))
+    }
+
+    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+        let (len, queued) = (bytes.len() as u64, self.queued.load(Ordering::Relaxed));
+        let has_room = queued == 0 || queued + len <= QUEUE_BYTES;
+        if !has_room || len > self.largest {
+            return;
+        }
+        let waiting = Waiting {
+            path: self.path(page),
+            age: AGE * page.index,
+            head: self.head(page, bytes.len()),
+            bytes: bytes.to_vec(),
+        };
+        self.queued.fetch_add(len, Ordering::Relaxed);
+        if self.queue.try_send(waiting).is_ok() {
+            self.here.insert((page.name, page.pool));
+        } else {
+            self.queued.fetch_sub(len, Ordering::Relaxed);
+        }
+    }
+
+    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool {
+        let (path, head) = (self.path(page), self.head(page, into.len()));
+        let Err(error) = read(&path, &head, into, AGE * page.index) else {
+            return true;
+        };
+        if error.kind() == io::ErrorKind::NotFound {
+            debug!(file = %path.display(), "a page of the prefix cache is gone");
+        } else {
+            warn!(file = %path.display(), %error, "a page of the prefix cache is ignored");
+        }
+        self.forget(page);
+        false
+    }
+
+    fn forget(&mut self, page: &KeptPage) {
+        self.here.remove(&(page.name, page.pool));
+    }
+}
+
+/// Reads the bytes of a page, and says that it was used.
+fn read(path: &Path, head: &[u8; HEAD], into: &mut [u8], age: Duration) -> io::Result<()> {
+    let bad = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    let mut file = File::open(path)?;
+    if file.metadata()?.len() != (HEAD + into.len() + SUM) as u64 {
+        return bad("it has another length");
+    }
+    let (mut start, mut sum) = ([0; HEAD], [0; SUM]);
+    file.read_exact(&mut start)?;
+    if start != *head {
+        return bad("it is of another model, page or version");
+    }
+    file.read_exact(into)?;
+    file.read_exact(&mut sum)?;
+    if sum != summed(head, into) {
+        return bad("its checksum is wrong");
+    }
+    // Should the time not be taken, it is removed sooner than it had to be.
+    let _ = file.set_modified(SystemTime::now() - age);
+    Ok(())
+}
+
+fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
+    let hash = Sha256::new().chain_update(head).chain_update(bytes);
+    hash.finalize().into()
+}
+
+/// Writes pages, and keeps to the limit.
+struct Writer {
+    root: PathBuf,
+    limit: u64,
+    /// Bytes since it last looked at all files.
+    written: u64,
+    queued: Arc<AtomicU64>,
+    has_failed: bool,
+}
+
+impl Writer {
+    /// Until the queue is closed.
+    fn run(mut self, queue: &Receiver<Waiting>) {
+        self.sweep();
+        while let Ok(page) = queue.recv() {
+            let written = self.write(&page);
+            self.queued
+                .fetch_sub(page.bytes.len() as u64, Ordering::Relaxed);
+            if let Err(error) = written
+                && !std::mem::replace(&mut self.has_failed, true)
+            {
+                warn!(file = %page.path.display(), %error, "the prefix cache cannot be written");
+            }
+        }
+    }
+
+    fn write(&mut self, page: &Waiting) -> io::Result<()> {
+        let len = (HEAD + page.bytes.len() + SUM) as u64;
+        if self.written + len > self.limit / 16 {
+            self.sweep();
+        }
+        let part = page
+            .path
+            .with_extension(format!("{}.part", std::process::id()));
+        let written = write_whole(&part, page).and_then(|()| fs::rename(&part, &page.path));
+        if written.is_err() {
+            let _ = fs::remove_file(&part); // the error is told
+        }
+        self.written += len;
+        written
+    }
+
+    /// Removes the files that were used longest ago until all take seven eighths of the limit: two
+    /// sixteenths are for what processes write before they look again.
+    fn sweep(&mut self) {
+        self.written = 0;
+        let mut files = files(&self.root);
+        files.sort();
+        let mut total: u64 = files.iter().map(|(_, len, _)| len).sum();
+        for (used, len, path) in files {
+            let part = path.extension().is_some_and(|end| end == "part");
+            let is_left = part && used.elapsed().is_ok_and(|age| age > PART_AGE);
+            let is_over = total > self.limit / 8 * 7;
+            if (is_left || is_over) && fs::remove_file(&path).is_ok() {
+                total -= len;
+            }
+        }
+    }
+}
+
+fn write_whole(path: &Path, page: &Waiting) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let mut file = options.open(path)?;
+    file.write_all(&page.head)?;
+    file.write_all(&page.bytes)?;
+    file.write_all(&summed(&page.head, &page.bytes))?;
+    file.set_modified(SystemTime::now() - page.age)
+}
+
+/// When each page of all spaces was used last, its bytes, and its file. Others are left alone.
+fn files(root: &Path) -> Vec<(SystemTime, u64, PathBuf)> {
+    let spaces = fs::read_dir(root).into_iter().flatten().flatten();
+    let files = spaces.filter_map(|space| fs::read_dir(space.path()).ok());
+    let facts = |file: fs::DirEntry| {
+        let facts = file.metadata().ok()?;
+        let is_page = facts.is_file() && parse(file.file_name().to_str()?).is_some();
+        let used = facts.modified().ok().filter(|_| is_page)?;
+        Some((used, facts.len(), file.path()))
+    };
+    files.flatten().flatten().filter_map(facts).collect()
+}
+
+/// The whole pages in the folder of a space.
+fn known(folder: &Path) -> io::Result<HashSet<(PageName, u32)>> {
+    let (mut here, mut foreign) = (HashSet::new(), 0);
+    for file in fs::read_dir(folder)? {
+        match file?.file_name().to_str().and_then(parse) {
+            Some((page, "")) => {
+                here.insert(page);
+            }
+            Some(_) => {} // not renamed
+            None => foreign += 1,
+        }
+    }
+    if foreign > 0 {
+        warn!(folder = %folder.display(), files = foreign, "no pages of the prefix cache: ignored");
+    }
+    Ok(here)
+}
+
+/// The page of a file name, and what comes after it.
+fn parse(name: &str) -> Option<((PageName, u32), &str)> {
+    let (digits, rest) = name.split_at_checked(64)?;
+    let (pool, rest) = match rest.split_once('.') {
+        Some((pool, rest)) if rest.ends_with("part") => (pool, rest),
+        Some(_) => return None,
+        None => (rest, ""),
+    };
+    let pool = pool.strip_prefix('-')?.parse().ok()?;
+    let mut name = PageName::default();
+    for (i, word) in name.0.iter_mut().enumerate() {
+        let digits = digits.get(8 * i..8 * (i + 1))?;
+        *word = u32::from_str_radix(digits, 16).ok()?.swap_bytes();
+    }
+    Some(((name, pool), rest))
+}
+
+/// Makes a folder that only the user can look into.
+fn make_private(folder: &Path) -> io::Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder)?;
+    fs::set_permissions(folder, Permissions::from_mode(0o700))
+}
+
+fn bytes_of(name: &PageName) -> impl Iterator<Item = u8> {
+    name.0.into_iter().flat_map(u32::to_le_bytes)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests;
