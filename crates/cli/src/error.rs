@@ -145,6 +145,12 @@ pub(crate) enum Error {
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
+    /// An argument that neither the command line nor a configuration has.
+    #[error("{name} is given neither here nor in the configuration")]
+    Needed {
+        /// The argument.
+        name: &'static str,
+    },
     /// One adapter, and several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
@@ -209,6 +215,7 @@ impl Error {
                 | Self::MixedStage { .. }
                 | Self::CpuOnly { .. }
                 | Self::WorkerByHand
+                | Self::Needed { .. }
         )
     }
 }

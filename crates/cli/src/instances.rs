@@ -16,6 +16,7 @@ use paceline_model::{Config, SplitKind};
 use paceline_node::fleet::lent;
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk, journals};
 use paceline_node::room::Room;
+use paceline_node::tunnel;
 use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
 use paceline_tensor::KvType;
 use serde::Deserialize;
@@ -380,6 +381,7 @@ pub(crate) fn start(
     doors: Doors,
 ) -> anyhow::Result<Arc<Fleet>> {
     let program = own_program().context("cannot find this program's own file")?;
+    let train_program = program.clone();
     let home = home::folder()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = FleetSpec {
@@ -426,6 +428,21 @@ pub(crate) fn start(
         move |arguments: &Value, progress: &mut Progress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             lent::answer(&fleet, arguments, progress)
+        },
+    );
+    tunnel::serve(
+        agent,
+        train_program,
+        vec!["train-far".into(), "--store-only".into()],
+    );
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        tunnel::TRAIN,
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            let agent = fleet.agent();
+            drop(fleet); // a training does not keep the fleet alive
+            tunnel::lead(&agent, arguments, progress)
         },
     );
     let own = Arc::downgrade(&fleet);

@@ -485,7 +485,8 @@ impl Run {
             .map(|(name, shape, v)| (name, shape.to_vec(), v.to_vec()));
         let base = trained.model.display().to_string();
         let lora = trained.lora;
-        let adapter = Adapter::new(lora.rank, f64::from(lora.alpha), base, owned.collect());
+        let mut adapter = Adapter::new(lora.rank, f64::from(lora.alpha), base, owned.collect());
+        adapter.dropout = f64::from(trained.dropout);
         adapter.write(output, Form::Peft)?;
         let files = ["adapter_model.safetensors", "adapter_config.json"];
         Ok(files.map(|name| output.join(name)).to_vec())

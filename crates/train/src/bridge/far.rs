@@ -8,7 +8,7 @@ use std::time::Duration;
 use paceline_base::Rank;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 
-use super::line::{Ends, Files, Line, broken};
+use super::line::{Ends, Files, Line, broken, is_inside};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
 use crate::stage::Stage;
@@ -110,10 +110,11 @@ impl Far<'_> {
                 },
             },
             b'e' => {
-                let model = self
-                    .files
-                    .folder()
-                    .join(String::from_utf8_lossy(bytes).as_ref());
+                let name = String::from_utf8_lossy(bytes);
+                if name != "model" && !(name.starts_with("model/") && is_inside(&name)) {
+                    return Err(broken(format!("a model called {name:?}")));
+                }
+                let model = self.files.folder().join(&*name);
                 match self.waiting.take() {
                     Some(start) => self.spawn(start, &model),
                     None => Err(broken("a model that nobody asked for")),

@@ -268,7 +268,7 @@ impl Files {
 }
 
 /// Whether a name is `FOLDER/FILE`, both plain.
-fn is_inside(name: &str) -> bool {
+pub(super) fn is_inside(name: &str) -> bool {
     let parts: Vec<Component<'_>> = Path::new(name).components().collect();
     let is_plain = |part: &Component<'_>| matches!(part, Component::Normal(_));
     name.len() <= NAME_BYTES_MAX && parts.len() == 2 && parts.iter().all(is_plain)
