@@ -17,8 +17,8 @@
 //! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: what
 //!   computes leaves. [`worker`]: the other side. [`bridge`]: workers on other machines.
 //! - [`Stage`]: a part of a model that does not fit one machine.
-//! - [`adapter`]: files of adapters, in PEFT's, MLX's and GGUF's form. [`fuse`]: a model with one in
-//!   it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
+//! - [`adapter`]: files of adapters, in PEFT's, MLX's and GGUF's form. [`fuse`]: a model with one
+//!   in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** Products are chains of fused multiply-adds ([`paceline_tensor::chain`]), the rest
 //! is plain f32 in a written order: threads, blocking and instruction set cannot show in a bit.

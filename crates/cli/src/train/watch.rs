@@ -52,8 +52,8 @@ impl Watch {
                 };
                 let threads = counted(self.threads, "thread");
                 tell(format_args!(
-                    "{examples} examples{rows}, {numbers} trained numbers, {nodes} of {threads}, step \
-                     {step} of {} done",
+                    "{examples} examples{rows}, {numbers} trained numbers, {nodes} of {threads}, \
+                     step {step} of {} done",
                     self.steps
                 ));
                 if cut > 0 {

@@ -24,8 +24,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 type Channel = Control<ToWorker, FromWorker>;
 
 /// Stands between the run, whose control channel is this process's standard input, and a worker at
-/// the other end of the line that `connect` gives, where [`far`](super::far()) runs. `model` is what
-/// the user calls the model. Returns only when something failed.
+/// the other end of the line that `connect` gives, where [`far`](super::far()) runs. `model` is
+/// what the user calls the model. Returns only when something failed.
 ///
 /// # Errors
 /// [`Error::Line`]: what became of the other side; [`Error::File`].
