@@ -27,7 +27,7 @@ use crate::member::NodeArgs;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::process::own_program;
-use crate::{home, key, loaded, member, pull, up};
+use crate::{home, key, loaded, member, pull, train, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -430,11 +430,7 @@ pub(crate) fn start(
             lent::answer(&fleet, arguments, progress)
         },
     );
-    tunnel::serve(
-        agent,
-        train_program,
-        vec!["train-far".into(), "--store-only".into()],
-    );
+    tunnel::serve(agent, move || train::start_far(&train_program));
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         tunnel::TRAIN,

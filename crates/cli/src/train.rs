@@ -19,7 +19,7 @@ use crate::output::{print, tell};
 use crate::{load, process, pull};
 use watch::Watch;
 
-pub(crate) use places::{FarArgs, WorkerArgs, far, work};
+pub(crate) use places::{FarArgs, WorkerArgs, far, start_far, work};
 
 const EXAMPLES: &str = "\
 Examples:

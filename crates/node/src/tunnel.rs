@@ -6,11 +6,9 @@
 //! Nodes pass the bytes on as they are. Both programs end, by the end of their input, when either
 //! of them or a node does.
 
-use std::ffi::OsString;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::NodeId;
@@ -33,16 +31,12 @@ const OPEN_LIMIT: Duration = Duration::from_secs(5);
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts `program` for each channel to [`TRAIN`].
-pub fn serve(agent: &Agent, program: PathBuf, args: Vec<OsString>) {
-    agent.serve(TRAIN, move |channel| {
-        let mut command = Command::new(&program);
-        command.args(&args).stderr(Stdio::null());
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        match command.spawn() {
-            Ok(child) => join(&channel, child),
-            Err(_) => channel.close(), // the other end sees a line that ended
-        }
+/// Starts a program for each channel to [`TRAIN`]: `start` gives one whose standard input and output
+/// are pipes.
+pub fn serve(agent: &Agent, start: impl Fn() -> io::Result<Child> + Send + Sync + 'static) {
+    agent.serve(TRAIN, move |channel| match start() {
+        Ok(child) => join(&channel, child),
+        Err(_) => channel.close(), // the other end sees a line that ended
     });
 }
 

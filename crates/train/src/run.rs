@@ -338,7 +338,7 @@ impl Run {
         });
         let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step)?;
         let now = || options.epoch_s + (options.clock)();
-        let mut events = Events::start(&output.join("tensorboard"), state.step, now())?;
+        let events = Events::start(&output.join("tensorboard"), state.step, now())?;
         watch(Progress::Begun {
             step: state.step,
             steps: self.job.optimiser.steps,

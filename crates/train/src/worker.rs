@@ -112,7 +112,7 @@ impl Worker<'_> {
         }
         let (start, end) = (leaves.start, leaves.end);
         let (channel, exchange) = (self.channel, &self.exchange);
-        let mut tell = |part: usize, roots: &[f32]| {
+        let mut tell = |part: usize, roots: &[f32]| -> Result<(), Error> {
             let digest = publish(exchange, &roots_file(step, start, end, part), roots)?;
             let part = FromWorker::Part {
                 step,

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -181,6 +181,17 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
         Ok(never) => match never {},
         Err(error) => Err(error.into()),
     }
+}
+
+/// Starts `paceline train-far` for another node of the cluster.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
+    let mut command = Command::new(program);
+    command.args(["train-far", "--store-only"]);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.stderr(Stdio::null()).spawn()
 }
 
 /// A line to this program on a host: where it lies there as here, else as the host's shell finds

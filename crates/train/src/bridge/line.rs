@@ -47,10 +47,15 @@ impl std::fmt::Debug for Ends {
     }
 }
 
+/// The way out of a line. Clones are the same way.
+#[derive(Clone)]
+pub(super) struct Out(Arc<Mutex<Box<dyn Write + Send>>>);
+
 /// A line with threads that read it and say that this side lives.
 pub(super) struct Line {
-    to: Arc<Mutex<Box<dyn Write + Send>>>,
+    out: Out,
     frames: Receiver<(u8, Vec<u8>)>,
+    began: Instant,
     heard: Arc<Mutex<Instant>>,
     broken: Arc<Mutex<Option<String>>>,
 }
@@ -58,10 +63,12 @@ pub(super) struct Line {
 impl Line {
     pub(super) fn new(ends: Ends) -> Result<Self, Error> {
         let (put, frames) = sync_channel(HELD_MAX);
+        let began = Instant::now();
         let line = Self {
-            to: Arc::new(Mutex::new(ends.to)),
+            out: Out(Arc::new(Mutex::new(ends.to))),
             frames,
-            heard: Arc::new(Mutex::new(Instant::now())),
+            began,
+            heard: Arc::new(Mutex::new(began)),
             broken: Arc::default(),
         };
         let reader = Reader {
@@ -70,9 +77,9 @@ impl Line {
             heard: Arc::clone(&line.heard),
             broken: Arc::clone(&line.broken),
         };
-        let to = Arc::clone(&line.to);
+        let out = line.out();
         let beat = move || {
-            while send(&mut **lock(&to), b'b', &[]).is_ok() {
+            while out.send(b'b', &[]).is_ok() {
                 std::thread::sleep(BEAT);
             }
         };
@@ -93,6 +100,11 @@ impl Line {
         }
     }
 
+    /// For how long it has been there.
+    pub(super) fn age(&self) -> Duration {
+        self.began.elapsed()
+    }
+
     fn check(&self) -> Result<(), Error> {
         if let Some(why) = &*lock(&self.broken) {
             return Err(broken(why));
@@ -103,8 +115,24 @@ impl Line {
         }
     }
 
+    /// Its way out.
+    pub(super) fn out(&self) -> Out {
+        self.out.clone()
+    }
+
     pub(super) fn send(&self, kind: u8, bytes: &[u8]) -> Result<(), Error> {
-        send(&mut **lock(&self.to), kind, bytes).map_err(broken)
+        self.out.send(kind, bytes)
+    }
+
+    /// Sends a file under a name.
+    pub(super) fn send_file(&self, path: &Path, name: &str) -> Result<(), Error> {
+        self.out.send_file(path, name)
+    }
+}
+
+impl Out {
+    pub(super) fn send(&self, kind: u8, bytes: &[u8]) -> Result<(), Error> {
+        send(&mut **lock(&self.0), kind, bytes).map_err(broken)
     }
 
     /// Sends a file under a name.

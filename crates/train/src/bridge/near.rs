@@ -3,12 +3,15 @@
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use paceline_base::lock;
 use paceline_cluster::Control;
 use paceline_model::Source;
 
-use super::line::{Ends, Files, Line, broken};
+use super::line::{Ends, Files, Line, Out, broken};
 use crate::data::file_of;
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
@@ -33,11 +36,10 @@ pub fn near(
     connect: impl FnOnce() -> Result<Ends, Error>,
     model: &str,
 ) -> Result<Infallible, Error> {
-    let channel = Channel::from_stdin()?;
+    let channel = Arc::new(Channel::from_stdin()?);
     let line = Line::new(connect()?)?;
-    let start = Instant::now();
     while line.recv(LOOK_EVERY)?.is_none_or(|(kind, _)| kind != b'h') {
-        if start.elapsed() > START_LIMIT {
+        if line.age() > START_LIMIT {
             return Err(broken("nobody is there"));
         }
     }
@@ -51,30 +53,82 @@ pub fn near(
     else {
         return Err(broken("the run did not say what it is"));
     };
-    let near = Near {
-        channel,
-        line,
+    let wants_model = Arc::new(AtomicBool::new(false));
+    let failed: Arc<Mutex<Option<Error>>> = Arc::default();
+    let outgoing = Outgoing {
+        channel: Arc::clone(&channel),
+        out: line.out(),
+        name: model.to_owned(),
         model: job.trained.model.clone(),
-        files: Files::new(exchange),
+        folder: exchange.clone(),
         stage,
         sent: BTreeSet::new(),
+        wants_model: Arc::clone(&wants_model),
     };
-    near.line.send(b's', model.as_bytes())?;
-    near.send_data(*job, threads)?;
-    near.run()
+    // A thread of its own: what comes is taken even while a large file goes, so that the two sides
+    // never wait for each other, and a side that reads no more is noticed.
+    let told = Arc::clone(&failed);
+    let send = move || {
+        let error = match outgoing.run(*job, threads) {
+            Ok(never) => match never {},
+            Err(error) => error,
+        };
+        *lock(&told) = Some(error);
+    };
+    let thread = std::thread::Builder::new().name("outgoing".to_owned());
+    let started = thread.spawn(send);
+    started.map_err(|source| Error::Threads { threads: 1, source })?;
+    let mut files = Files::new(exchange);
+    loop {
+        if let Some(error) = lock(&failed).take() {
+            return Err(error);
+        }
+        let Some((kind, bytes)) = line.recv(LOOK_EVERY)? else {
+            continue;
+        };
+        match kind {
+            b'f' => files.begin(&bytes)?,
+            b'd' => files.data(&bytes)?,
+            b'n' => wants_model.store(true, Ordering::SeqCst),
+            b'm' => {
+                let message: FromWorker = serde_json::from_slice(&bytes).map_err(broken)?;
+                channel.send(&message)?;
+            }
+            other => return Err(broken(format!("a frame of kind {other}"))),
+        }
+    }
 }
 
-struct Near {
-    channel: Channel,
-    line: Line,
+/// What goes to the other side.
+struct Outgoing {
+    channel: Arc<Channel>,
+    out: Out,
+    /// What the user calls the model.
+    name: String,
     model: PathBuf,
-    files: Files,
+    /// The run's folder of exchanged files.
+    folder: PathBuf,
     stage: Stage,
     /// Files of the step under way that the other side has.
     sent: BTreeSet<String>,
+    wants_model: Arc<AtomicBool>,
 }
 
-impl Near {
+impl Outgoing {
+    fn run(mut self, job: Job, threads: usize) -> Result<Infallible, Error> {
+        self.out.send(b's', self.name.as_bytes())?;
+        self.send_data(job, threads)?;
+        loop {
+            if self.wants_model.swap(false, Ordering::SeqCst) {
+                self.send_model()?;
+            }
+            if let Some(message) = self.channel.recv(LOOK_EVERY)? {
+                self.send_files(&message)?;
+                self.pass_on(&message)?;
+            }
+        }
+    }
+
     /// The data, and what the run is, with paths below the other side's folder.
     fn send_data(&self, mut job: Job, threads: usize) -> Result<(), Error> {
         let valid = job
@@ -83,11 +137,11 @@ impl Near {
             .unwrap_or_else(|| job.data.join("valid.jsonl"));
         let valid = file_of(&valid, "valid");
         let train = file_of(&job.data, "train");
-        self.line.send_file(&train, "data/train.jsonl")?;
+        self.out.send_file(&train, "data/train.jsonl")?;
         job.data = "data/train.jsonl".into();
         job.valid = None;
         if valid.is_file() {
-            self.line.send_file(&valid, "data/valid.jsonl")?;
+            self.out.send_file(&valid, "data/valid.jsonl")?;
             job.valid = Some("data/valid.jsonl".into());
         }
         let start = ToWorker::Start {
@@ -101,19 +155,7 @@ impl Near {
 
     fn pass_on(&self, message: &ToWorker) -> Result<(), Error> {
         let text = serde_json::to_vec(message).map_err(broken)?;
-        self.line.send(b'm', &text)
-    }
-
-    fn run(mut self) -> Result<Infallible, Error> {
-        loop {
-            if let Some(message) = self.channel.recv(LOOK_EVERY)? {
-                self.send_files(&message)?;
-                self.pass_on(&message)?;
-            }
-            while let Some((kind, bytes)) = self.line.recv(Duration::ZERO)? {
-                self.take(kind, &bytes)?;
-            }
-        }
+        self.out.send(b'm', &text)
     }
 
     /// Files that a message speaks of, which the other side does not have.
@@ -122,27 +164,14 @@ impl Near {
             let step = name.split('/').next().unwrap_or_default();
             let same = format!("{step}/");
             self.sent.retain(|name| name.starts_with(&same));
-            let path = self.files.folder().join(&name);
+            let path = self.folder.join(&name);
             // A step that is over has no files any more; the message is told, and passed over.
             if !self.sent.contains(&name) && path.is_file() {
-                self.line.send_file(&path, &name)?;
+                self.out.send_file(&path, &name)?;
                 self.sent.insert(name);
             }
         }
         Ok(())
-    }
-
-    fn take(&mut self, kind: u8, bytes: &[u8]) -> Result<(), Error> {
-        match kind {
-            b'f' => self.files.begin(bytes),
-            b'd' => self.files.data(bytes),
-            b'n' => self.send_model(),
-            b'm' => {
-                let message: FromWorker = serde_json::from_slice(bytes).map_err(broken)?;
-                Ok(self.channel.send(&message)?)
-            }
-            other => Err(broken(format!("a frame of kind {other}"))),
-        }
     }
 
     /// The model's files, for a machine that has none.
@@ -153,14 +182,14 @@ impl Near {
         };
         for path in &paths {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            self.line.send_file(path, &format!("model/{name}"))?;
+            self.out.send_file(path, &format!("model/{name}"))?;
         }
         let name = self.model.file_name().unwrap_or_default();
         let there = match self.model.is_dir() {
             true => "model".to_owned(),
             false => format!("model/{}", name.to_string_lossy()),
         };
-        self.line.send(b'e', there.as_bytes())
+        self.out.send(b'e', there.as_bytes())
     }
 }
 
