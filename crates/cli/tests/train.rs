@@ -213,7 +213,7 @@ fn hosts_stages_and_a_foreign_configuration() {
         fs::read(folder.join("adapter_model.safetensors")).unwrap()
     };
     let run = |output: &str, more: &[&str]| {
-        let more = [&["--steps", "8", "--json"], more].concat();
+        let more = [&["--steps", "8", "--json"][..], more].concat();
         object(&finish(&mut world.paceline(args(&data, output, &more))))
     };
     run("one", &[]);

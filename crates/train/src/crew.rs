@@ -50,7 +50,7 @@ pub struct Crew {
 #[derive(Debug)]
 pub struct Processes {
     /// A program that is [`worker::run`](crate::worker::run), or
-    /// [`bridge::near`](crate::bridge::near) to one.
+    /// [`bridge::near`](crate::bridge::near()) to one.
     pub program: PathBuf,
     /// Each of them, at least one.
     pub posts: Vec<Post>,

@@ -241,7 +241,7 @@ pub fn changes(config: &Config, plan: &Plan<'_>, machines: &[Machine]) -> Vec<Ch
     }
     let largest = alone.iter().max_by_key(|machine| machine.memory_bytes);
     if let Some(largest) = largest.filter(|_| plan.method != Method::Full || !plan.tied) {
-        let more = plan.stages + 1..=config.layers.len();
+        let mut more = plan.stages + 1..=config.layers.len();
         let enough = |stages: &usize| {
             let (nodes, stages) = (*stages, *stages);
             let plan = Plan {
@@ -251,7 +251,7 @@ pub fn changes(config: &Config, plan: &Plan<'_>, machines: &[Machine]) -> Vec<Ch
             };
             fits(plan, std::slice::from_ref(largest))
         };
-        found.extend(more.into_iter().find(enough).map(Change::Stages));
+        found.extend(more.find(enough).map(Change::Stages));
     }
     found
 }
