@@ -368,6 +368,7 @@ fn as_json(report: &Report, (args, output): (&Args, &Path), nodes: usize) -> ser
         "steps": report.steps,
         "first_loss": report.loss[0],
         "loss": report.loss[1],
+        "first_val_loss": report.val_loss_before,
         "val_loss": report.val_loss,
         "digest": report.digest,
         "nodes": nodes,

@@ -95,6 +95,11 @@ pub enum Progress {
         /// Numbers that are trained.
         numbers: usize,
     },
+    /// What is held out was looked at before the first step.
+    HeldOut {
+        /// Negative log likelihood of a token.
+        loss: f64,
+    },
     /// A step is done.
     Step(Measured),
     /// A worker was lost, and its leaves are computed by others.
@@ -111,6 +116,8 @@ pub struct Report {
     pub steps: u64,
     /// Loss of the first step of all and of the last.
     pub loss: [f64; 2],
+    /// Held-out loss before the first step, unless that was another run's.
+    pub val_loss_before: Option<f64>,
     /// Held-out loss at the end.
     pub val_loss: Option<f64>,
     /// SHA-256 of values and moments.
@@ -347,6 +354,13 @@ impl Run {
             cut: self.examples.cut,
             numbers: layout.len(),
         });
+        let val_loss_before = match state.step {
+            0 => self.look(&state, crew, &options, watch)?,
+            _ => None, // that run told it
+        };
+        if let Some(loss) = val_loss_before {
+            watch(Progress::HeldOut { loss });
+        }
         let steps = self.job.optimiser.steps;
         let mut saved = state.step;
         while state.step < steps {
@@ -371,6 +385,7 @@ impl Run {
         Ok(Report {
             steps,
             loss: metrics.ends(),
+            val_loss_before,
             val_loss: metrics.last.as_ref().and_then(|m| m.val_loss),
             digest: state.digest(),
             lost: crew.lost(),
@@ -404,16 +419,9 @@ impl Run {
         let step_s = (options.clock)() - start;
         let looks = state.step.is_multiple_of(options.eval_every.max(1))
             || state.step == self.job.optimiser.steps;
-        let looks = looks && self.held_out() > 0;
-        let done = state.step;
         let val_loss = match looks {
             false => None,
-            true => {
-                let losses = crew.judge(self, &state.params, done, options.clock, watch)?;
-                let all: Vec<usize> = (0..losses.len()).collect();
-                let judged = self.valid.as_ref().map_or(1, |valid| valid.judged(&all));
-                Some(losses.iter().sum::<f64>() / judged as f64)
-            }
+            true => self.look(state, crew, options, watch)?,
         };
         let flop = forecast::step_flop(&self.net, self.job.trained.method, tokens);
         let share = flop / (options.flops * step_s).max(1.0);
@@ -432,6 +440,22 @@ impl Run {
             memory_bytes: (options.memory)(),
             nodes: crew.nodes(),
         })
+    }
+
+    /// Negative log likelihood of a held-out token, if any is held out.
+    fn look(
+        &self,
+        state: &State,
+        crew: &mut Crew,
+        options: &RunOptions<'_>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Option<f64>, Error> {
+        let Some(valid) = &self.valid else {
+            return Ok(None);
+        };
+        let losses = crew.judge(self, &state.params, state.step, options.clock, watch)?;
+        let all: Vec<usize> = (0..losses.len()).collect();
+        Ok(Some(losses.iter().sum::<f64>() / valid.judged(&all) as f64))
     }
 
     /// Says in the folder what its run is, or checks that it says the same.

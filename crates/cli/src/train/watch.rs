@@ -67,6 +67,10 @@ impl Watch {
                     "a worker was lost ({why}): others compute its leaves"
                 ));
             }
+            Progress::HeldOut { loss } => tell(format_args!(
+                "held out before the first step: {loss:.4} (perplexity {:.2})",
+                loss.exp()
+            )),
             Progress::Step(m) => {
                 let gone = self.since.1.elapsed().as_secs_f64();
                 let each = gone / m.step.saturating_sub(self.since.0).max(1) as f64;

@@ -137,11 +137,7 @@ impl Out {
 
     /// Sends a file under a name.
     pub(super) fn send_file(&self, path: &Path, name: &str) -> Result<(), Error> {
-        let unread = Error::file("read", path);
-        let mut file = match File::open(path) {
-            Ok(file) => file,
-            Err(error) => return Err(unread(error)),
-        };
+        let mut file = File::open(path).map_err(Error::file("read", path))?;
         let size = file.metadata().map_or(0, |about| about.len());
         self.send(b'f', &[&size.to_le_bytes()[..], name.as_bytes()].concat())?;
         let (mut left, mut buffer) = (size, vec![0; CHUNK_BYTES]);
@@ -149,9 +145,8 @@ impl Out {
             let n = buffer
                 .len()
                 .min(usize::try_from(left).unwrap_or(usize::MAX));
-            if let Err(error) = file.read_exact(&mut buffer[..n]) {
-                return Err(Error::file("read", path)(error));
-            }
+            let read = file.read_exact(&mut buffer[..n]);
+            read.map_err(Error::file("read", path))?;
             self.send(b'd', &buffer[..n])?;
             left -= n as u64;
         }

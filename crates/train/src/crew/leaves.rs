@@ -27,7 +27,7 @@ impl Given {
     /// Adds up everything, the losses leaf by leaf.
     fn sum(mut self, leaves: usize, parts: &[Range<usize>]) -> (f64, Vec<f32>) {
         let losses = self.done.values().flat_map(|(_, losses)| losses);
-        let loss = losses.sum();
+        let loss: f64 = losses.sum();
         let nodes = self.done.iter();
         let nodes: Vec<_> = nodes
             .flat_map(|(start, (end, _))| tree::roots(*start..*end, leaves))
