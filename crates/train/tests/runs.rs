@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use paceline_base::testing;
 use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::{Kernels, stored};
 use paceline_train::adapter::{Adapter, Form};
@@ -147,13 +148,19 @@ struct Where {
     stages: usize,
     /// Whether workers are behind a bridge.
     far: bool,
+    /// Whether their command lines have [`MARK_OF_LONG`], so that a test finds its own.
+    marked: bool,
 }
+
+/// A word that `libtest` passes over.
+const MARK_OF_LONG: &str = "--skip=of-the-long-run";
 
 const fn nodes(nodes: usize) -> Where {
     Where {
         nodes,
         stages: 1,
         far: false,
+        marked: false,
     }
 }
 
@@ -166,10 +173,10 @@ fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
     } else {
         "runs::as_worker"
     };
+    let mark = at.marked.then_some(MARK_OF_LONG);
+    let args = [name, "--exact", "--nocapture"].into_iter().chain(mark);
     let post = Post {
-        args: [name, "--exact", "--nocapture"]
-            .map(OsString::from)
-            .to_vec(),
+        args: args.map(OsString::from).collect(),
         threads: 1,
         place: String::new(),
     };
@@ -295,6 +302,7 @@ fn stages_give_the_bytes_of_one_process() {
             nodes: count,
             stages,
             far: false,
+            marked: false,
         };
         let hear = |progress: &Progress, ids: &[u32]| {
             if let (Progress::Step(m), Some(rank)) = (progress, killed)
@@ -315,6 +323,7 @@ fn stages_give_the_bytes_of_one_process() {
         nodes: 2,
         stages: 9,
         far: false,
+        marked: false,
     };
     let output = folder.path().join("too-many");
     let error = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap_err();
@@ -335,6 +344,7 @@ fn workers_elsewhere_give_the_bytes_of_one_process() {
             nodes: 2,
             stages,
             far: true,
+            marked: false,
         };
         let output = far.join(stages.to_string());
         let report = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap();
@@ -354,6 +364,66 @@ fn epochs_count_rows() {
     let output = folder.path().join("epochs");
     let report = train(&job, nodes(1), &output, (false, &|| false), |_, _| {}).unwrap();
     assert_eq!(report.steps, 4, "2 x 23 rows of 13 a step");
+}
+
+/// A kill every 15 s for ten minutes, with others in the place of those that were killed: the bytes
+/// of the calm run, in at most 1.25 times its time.
+#[test]
+fn ten_minutes_of_kills_cost_a_quarter_at_most() {
+    const EVERY: f64 = 15.0;
+    const LENGTH: f64 = 600.0;
+    if !testing::long() || !cfg!(target_os = "linux") {
+        return eprintln!("SKIPPED ten minutes of kills (its time): PACELINE_TEST_LONG is not set");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let mut job = job(&data, 200);
+    job.valid = None;
+    let timed = |job: &Job, output: &str, kills: bool| {
+        let (output, start) = (folder.path().join(output), std::time::Instant::now());
+        let (mut killed, mut turn) = (0.0, 0);
+        let hear = |progress: &Progress, _: &[u32]| {
+            let now = start.elapsed().as_secs_f64();
+            if kills && matches!(progress, Progress::Step(_)) && now - killed >= EVERY {
+                let workers = marked_children();
+                if let Some(id) = workers.get(turn % workers.len().max(1)) {
+                    // Fails where it has just ended by itself.
+                    let _ = kill_process(Pid::from_raw(*id).unwrap(), Signal::KILL);
+                    (killed, turn) = (now, turn + 1);
+                }
+            }
+        };
+        let at = Where {
+            marked: true,
+            ..nodes(3)
+        };
+        train(job, at, &output, (false, &|| false), hear).unwrap();
+        (start.elapsed().as_secs_f64(), result(&output), turn)
+    };
+    let (probe, ..) = timed(&job, "probe", false);
+    job.optimiser.steps = (200.0 * LENGTH / probe) as u64;
+    let (calm, expected, _) = timed(&job, "calm", false);
+    let (rough, got, kills) = timed(&job, "rough", true);
+    eprintln!("calm {calm:.0} s, rough {rough:.0} s with {kills} kills");
+    assert!(expected == got && kills >= 30, "{kills} kills");
+    assert!(rough <= 1.25 * calm, "calm {calm:.0} s, rough {rough:.0} s");
+}
+
+/// Processes that this one started with the mark and that are still there.
+fn marked_children() -> Vec<i32> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let of_task = |task: std::fs::DirEntry| {
+        std::fs::read_to_string(task.path().join("children")).unwrap_or_default()
+    };
+    let texts: Vec<String> = tasks.map(|task| of_task(task.unwrap())).collect();
+    let ids = texts.iter().flat_map(|text| text.split_whitespace());
+    let is_marked = |id: &&str| {
+        let line = std::fs::read_to_string(format!("/proc/{id}/cmdline"));
+        line.is_ok_and(|line| line.contains(MARK_OF_LONG))
+    };
+    ids.filter(is_marked)
+        .map(|id| id.parse().unwrap())
+        .collect()
 }
 
 /// Stopped in the middle, with the rest of a checkpoint that was being written and a line that
