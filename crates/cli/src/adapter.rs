@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use paceline_train::adapter::{Adapter, Form};
+use paceline_model::{Config, Source};
+use paceline_train::adapter::{Adapter, Base, Form};
 use paceline_train::fuse::fuse;
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -18,7 +19,7 @@ use crate::{home, load, pull};
 pub(crate) enum Command {
     /// What an adapter is
     Show(ShowArgs),
-    /// Write an adapter in PEFT's or MLX's form
+    /// Write an adapter in PEFT's, MLX's or GGUF's form
     Convert(ConvertArgs),
     /// Write a model with an adapter in its matrices
     Fuse(FuseArgs),
@@ -39,10 +40,13 @@ pub(crate) struct ShowArgs {
 pub(crate) struct ConvertArgs {
     /// Folder of an adapter, or its file of weights
     adapter: PathBuf,
-    /// The form: peft or mlx
+    /// The form: peft, mlx or gguf
     #[arg(long, value_name = "FORM", value_enum)]
     to: FormName,
-    /// Folder for both files
+    /// The model that the adapter is for: GGUF files have its architecture and order of rows
+    #[arg(long, value_name = "MODEL", required_if_eq("to", "gguf"))]
+    base: Option<String>,
+    /// Folder for its files
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
 }
@@ -67,6 +71,8 @@ enum FormName {
     Peft,
     /// That of `mlx_lm.lora`
     Mlx,
+    /// That of llama.cpp
+    Gguf,
 }
 
 /// Does it.
@@ -77,12 +83,16 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Show(args) => show(args),
         Command::Convert(args) => {
-            let (adapter, _) = Adapter::read(&args.adapter)?;
-            let form = match args.to {
-                FormName::Peft => Form::Peft,
-                FormName::Mlx => Form::Mlx,
-            };
-            adapter.write(&args.output, form)?;
+            let base = args.base.as_deref();
+            let base = base.map(|model| base_of(model, signals)).transpose()?;
+            let (adapter, _) = Adapter::read_for(&args.adapter, base)?;
+            match (args.to, base) {
+                (FormName::Gguf, Some(base)) => adapter.write_gguf(&args.output, base)?,
+                (FormName::Mlx, _) => adapter.write(&args.output, Form::Mlx)?,
+                (FormName::Peft | FormName::Gguf, _) => {
+                    adapter.write(&args.output, Form::Peft)?;
+                }
+            }
             print(&args.output.display().to_string())
         }
         Command::Fuse(args) => {
@@ -93,7 +103,8 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
                 }
                 .into());
             }
-            let (adapter, _) = Adapter::read(&args.adapter)?;
+            let base = base_at(&found.path)?;
+            let (adapter, _) = Adapter::read_for(&args.adapter, Some(base))?;
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
             let kernels = load::free_kernels(threads)?;
             fuse(
@@ -107,9 +118,23 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     }
 }
 
+/// What an adapter's GGUF file depends on, of a model.
+fn base_of(model: &str, signals: &Signals) -> anyhow::Result<Base> {
+    base_at(&pull::ensure(model, signals)?.path)
+}
+
+/// The same of the model at a path.
+fn base_at(path: &Path) -> anyhow::Result<Base> {
+    Ok(Base::of(&Config::read(&Source::open(path)?)?))
+}
+
 fn show(args: &ShowArgs) -> anyhow::Result<()> {
     let (adapter, form) = Adapter::read(&args.adapter)?;
-    let form = if form == Form::Peft { "peft" } else { "mlx" };
+    let form = match form {
+        Form::Peft => "peft",
+        Form::Mlx => "mlx",
+        Form::Gguf => "gguf",
+    };
     let (targets, scale) = (adapter.targets(), adapter.scale());
     let matrices = adapter.pairs().len();
     if args.json {
@@ -149,7 +174,7 @@ pub(crate) fn applied(model: PathBuf, adapter: Option<&Path>) -> anyhow::Result<
 /// # Errors
 /// What is wrong with either; what the system refuses.
 fn fused(model: &Path, adapter: &Path) -> anyhow::Result<PathBuf> {
-    let (read, _) = Adapter::read(adapter)?;
+    let (read, _) = Adapter::read_for(adapter, Some(base_at(model)?))?;
     let mut hash = Sha256::new();
     let changed = crate::loaded::changed_unix_s(model);
     let absolute = std::path::absolute(model)?;

@@ -151,6 +151,12 @@ pub(crate) enum Error {
         /// What there is instead.
         with: &'static str,
     },
+    /// An argument that neither the command line nor a configuration has.
+    #[error("{name} is given neither here nor in the configuration")]
+    Needed {
+        /// The argument.
+        name: &'static str,
+    },
     /// One adapter, and several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
@@ -216,6 +222,7 @@ impl Error {
                 | Self::CpuOnly { .. }
                 | Self::DraftOf { .. }
                 | Self::WorkerByHand
+                | Self::Needed { .. }
         )
     }
 }

@@ -17,6 +17,7 @@ use paceline_node::DRAFTS;
 use paceline_node::fleet::lent;
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk, journals};
 use paceline_node::room::Room;
+use paceline_node::tunnel;
 use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
 use paceline_tensor::KvType;
 use serde::Deserialize;
@@ -27,7 +28,7 @@ use crate::member::NodeArgs;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::process::{own_program, worker_env};
-use crate::{home, key, loaded, member, pull, up};
+use crate::{home, key, loaded, member, pull, train, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -420,6 +421,7 @@ pub(crate) fn start(
     doors: Doors,
 ) -> anyhow::Result<Arc<Fleet>> {
     let program = own_program().context("cannot find this program's own file")?;
+    let train_program = program.clone();
     let home = home::folder()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = FleetSpec {
@@ -467,6 +469,17 @@ pub(crate) fn start(
         move |arguments: &Value, progress: &mut Progress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             lent::answer(&fleet, arguments, progress)
+        },
+    );
+    tunnel::serve(agent, move || train::start_far(&train_program));
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        tunnel::TRAIN,
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            let agent = fleet.agent();
+            drop(fleet); // a training does not keep the fleet alive
+            tunnel::lead(&agent, arguments, progress)
         },
     );
     let own = Arc::downgrade(&fleet);

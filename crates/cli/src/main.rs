@@ -123,7 +123,10 @@ enum Command {
     Train(train::Args),
     /// One process of a training: started by the other commands
     #[command(hide = true)]
-    TrainWorker,
+    TrainWorker(train::WorkerArgs),
+    /// What runs a worker of a training on another machine: started by the other commands
+    #[command(hide = true)]
+    TrainFar(train::FarArgs),
     /// Show, convert and fuse adapters
     #[command(subcommand)]
     Adapter(adapter::Command),
@@ -169,7 +172,7 @@ fn main() -> ExitCode {
         Err(error)
             if matches!(
                 command,
-                Command::Worker(_) | Command::Template | Command::TrainWorker
+                Command::Worker(_) | Command::Template | Command::TrainWorker(_)
             ) && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
@@ -210,7 +213,8 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Bench(command) => bench::run(command, &signals),
         Command::Mapreduce(command) => mapreduce::run(command),
         Command::Train(args) => train::run(args, &signals),
-        Command::TrainWorker => train::work(),
+        Command::TrainWorker(args) => train::work(args),
+        Command::TrainFar(args) => train::far(args),
         Command::Adapter(command) => adapter::run(command, &signals),
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),

@@ -137,7 +137,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     if args.train.is_asked() {
         let model = args.model.as_deref().unwrap_or_default();
-        return train::run(model, &args.train, args.json);
+        return train::run(model, (&args.train, &args.cluster), args.json);
     }
     if args.cluster.is_empty() {
         let model = args.model.as_deref().unwrap_or_default();

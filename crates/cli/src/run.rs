@@ -46,7 +46,8 @@ pub(crate) struct Args {
     pub(crate) model: String,
     /// What to answer; without it, a chat on a terminal, else what standard input holds
     prompt: Option<String>,
-    /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
+    /// Put this adapter into the model: its folder, or its file of weights (PEFT's, MLX's or GGUF's
+    /// form)
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
     /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the

@@ -1,29 +1,34 @@
 //! `paceline train`: adapters and whole models, on one process or several, with the same bits.
 
+mod foreign;
+mod places;
 mod watch;
 
-use std::path::PathBuf;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
     Crew, Job, Lora, Method, OptimiserOptions, Processes, Report, Rule, Run, RunOptions, Schedule,
-    TARGETS, TrainOn, Trained, read_metrics, svg, worker,
+    TARGETS, TrainOn, Trained, measured_flops, read_metrics, svg,
 };
 use serde_json::json;
 
-use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
-use crate::process::own_program;
-use crate::{load, pull};
+use crate::{load, process, pull};
 use watch::Watch;
+
+pub(crate) use places::{FarArgs, WorkerArgs, far, start_far, work};
 
 const EXAMPLES: &str = "\
 Examples:
   paceline train smollm2 --data chats.jsonl --steps 200 --output my-adapter
   paceline train smollm2 --data chats.jsonl --output my-adapter --nodes 2   the same bits
   paceline train smollm2 --data chats.jsonl --output my-adapter --resume    after a kill
+  paceline train smollm2 --data chats.jsonl --output my-adapter --hosts 127.0.0.1,studio
+  paceline train big.gguf --data chats.jsonl --output my-adapter --nodes 2 --stages 2
+  paceline train --from-mlx-lm lora.yaml --output my-adapter --steps 50     as mlx_lm.lora would
   paceline run smollm2 --adapter my-adapter \"Hi\"
 
 A line of FILE has messages, prompt and completion, text, conversations (ShareGPT), or instruction
@@ -34,16 +39,21 @@ and output (Alpaca). Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
-    model: String,
+    #[arg(required_unless_present = "from_mlx_lm")]
+    model: Option<String>,
     /// Lines of JSON, or a folder with train.jsonl and valid.jsonl
-    #[arg(long, value_name = "FILE")]
-    data: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "from_mlx_lm")]
+    data: Option<PathBuf>,
     /// Lines of JSON that are held out, to see how well the model does on them
     #[arg(long, value_name = "FILE")]
     valid: Option<PathBuf>,
     /// Folder for the adapter, checkpoints and metrics
-    #[arg(long, value_name = "DIR")]
-    output: PathBuf,
+    #[arg(long, value_name = "DIR", required_unless_present = "from_mlx_lm")]
+    output: Option<PathBuf>,
+    /// Take what is not given here from a configuration of `mlx_lm.lora` (YAML, or its
+    /// adapter_config.json)
+    #[arg(long, value_name = "CONFIG")]
+    from_mlx_lm: Option<PathBuf>,
     /// lora (a pair of small matrices beside each), qlora (the same, the base stays as it is
     /// stored), full (every weight; folders only)
     #[arg(long, value_name = "HOW", default_value = "lora", value_parser = of_name::<Method>)]
@@ -62,11 +72,26 @@ pub(crate) struct Args {
     /// Matrices with adapters: all, attention, or names such as `q_proj,v_proj`
     #[arg(long, value_name = "NAMES", default_value = "all")]
     targets: String,
+    /// How many of the last layers have adapters [default: all]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    layers: Option<usize>,
+    /// Share of an adapter's inputs that are left out by chance while it is trained
+    #[arg(
+        long,
+        value_name = "F",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
+    dropout: f32,
     /// Steps, an update each
     #[arg(long, value_name = "N", default_value_t = 100, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     steps: u64,
-    /// Sequences of a step
+    /// See each row this often, in place of a number of steps
+    #[arg(long, value_name = "N", conflicts_with = "steps", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    epochs: Option<u64>,
+    /// Rows of a step
     #[arg(
         long,
         value_name = "B",
@@ -74,7 +99,7 @@ pub(crate) struct Args {
         allow_negative_numbers = true
     )]
     batch: usize,
-    /// Sequences that go through the model together; the result depends on it, and on no machine
+    /// Rows that go through the model together; the result depends on it, and on no machine
     #[arg(
         long,
         value_name = "N",
@@ -82,7 +107,7 @@ pub(crate) struct Args {
         allow_negative_numbers = true
     )]
     leaf: usize,
-    /// Longest sequence; the rest of a longer one is left out
+    /// Longest row; the rest of a longer example is left out
     #[arg(
         long,
         value_name = "N",
@@ -90,6 +115,9 @@ pub(crate) struct Args {
         allow_negative_numbers = true
     )]
     max_tokens_per_row: usize,
+    /// Put as many examples into a row as fit; they do not see each other
+    #[arg(long)]
+    pack: bool,
     /// Which tokens of a conversation are trained on: assistant (its turns), last (its last turn),
     /// all
     #[arg(long, value_name = "WHICH", default_value = "assistant",
@@ -128,7 +156,7 @@ pub(crate) struct Args {
         allow_negative_numbers = true
     )]
     clip: f64,
-    /// Chooses first values and the order of examples
+    /// Chooses first values, the order of rows, and what --dropout leaves out
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
     /// Steps between looks at what is held out
@@ -142,11 +170,29 @@ pub(crate) struct Args {
     /// Go on from the newest checkpoint of the folder, with the bits of not having stopped
     #[arg(long)]
     resume: bool,
-    /// Compute with N worker processes; the result has the same bits for any N
+    /// Compute with N workers: machines of the cluster where this machine's node runs and has as
+    /// many, else processes here; the result has the same bits for any N
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     nodes: u32,
-    /// Threads of each node [default: the cores, shared by the nodes]
+    /// Compute on these machines, a worker each, reached by `ssh`; what they lack of model and data
+    /// is sent
+    #[arg(
+        long,
+        value_name = "A,B",
+        value_delimiter = ',',
+        conflicts_with = "nodes"
+    )]
+    hosts: Vec<String>,
+    /// Cut the model into stages, one after the other, for a base that does not fit one machine;
+    /// worker N has stage N modulo this, and the result has the same bits
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    stages: u32,
+    /// Compute on this machine alone, whatever the cluster has
+    #[arg(long, conflicts_with = "hosts")]
+    local: bool,
+    /// Threads of each node [default: the cores, shared by the nodes of a machine]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
@@ -173,14 +219,18 @@ impl Args {
                     alpha: self.alpha.unwrap_or(2.0 * self.rank as f32),
                 },
                 targets: self.targets(),
+                layers: self.layers,
+                dropout: self.dropout,
             },
-            data: absolute(&self.data)?,
+            data: absolute(foreign::needed(self.data.as_ref(), "--data")?)?,
             valid: self.valid.as_ref().map(absolute).transpose()?,
             train_on: self.train_on,
             tokens_max: self.max_tokens_per_row,
+            pack: self.pack,
             batch: self.batch,
             leaf: self.leaf,
             seed: self.seed,
+            epochs: self.epochs,
             optimiser: OptimiserOptions {
                 rule: self.optimizer,
                 lr: self.lr,
@@ -210,9 +260,18 @@ impl Args {
         }
     }
 
-    fn threads(&self) -> usize {
+    /// Workers.
+    fn workers(&self) -> usize {
+        match self.hosts.len() {
+            0 => (self.nodes as usize).max(self.stages as usize),
+            hosts => hosts,
+        }
+    }
+
+    /// Threads of a worker on this machine, which has `here` of them.
+    fn threads(&self, here: usize) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let even = (cores / self.nodes as usize).max(1);
+        let even = (cores / here.max(1)).max(1);
         self.threads.map_or(even, usize::from)
     }
 }
@@ -222,87 +281,99 @@ impl Args {
 /// # Errors
 /// What is wrong with model, data or options, each before the first step.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    let found = pull::ensure(&args.model, signals)?;
+    let with_config = args.from_mlx_lm.as_deref();
+    let merged = with_config
+        .map(|path| foreign::merged(args, path))
+        .transpose()?;
+    let args = merged.as_ref().unwrap_or(args);
+    let output = foreign::needed(args.output.as_ref(), "--output")?;
+    let name = foreign::needed(args.model.as_ref(), "MODEL")?;
+    let found = pull::ensure(name, signals)?;
     let job = args.job(found.path)?;
-    let report = signals.orderly(|cancel| {
+    let (report, nodes) = signals.orderly(|cancel| {
         let stop = || cancel.is_cancelled();
-        train(args, &job, &stop)
+        train(args, (&job, output, name), &stop)
     })?;
-    let metrics = read_metrics(&args.output.join("metrics.jsonl"))?;
-    let curve = args.output.join("loss.svg");
+    let metrics = read_metrics(&output.join("metrics.jsonl"))?;
+    let curve = output.join("loss.svg");
     std::fs::write(&curve, svg(&metrics)).with_context(|| curve.display().to_string())?;
     if args.json {
-        return print(&as_json(&report, args).to_string());
+        return print(&as_json(&report, (args, output), nodes).to_string());
     }
     let [first, last] = report.loss;
     print(&format!(
         "{}: loss {first:.4} -> {last:.4} in {} steps",
-        args.output.display(),
+        output.display(),
         report.steps
     ))
 }
 
-/// `paceline train-worker`: one of the processes of a training; its parent is told what fails, so
-/// nothing is printed.
-///
-/// # Errors
-/// What failed.
-pub(crate) fn work() -> anyhow::Result<()> {
-    let kernels = |threads| load::free_kernels(threads).map_err(std::io::Error::other);
-    match worker::run(kernels) {
-        Ok(never) => match never {},
-        Err(paceline_train::Error::Cluster(_)) => Err(Error::WorkerByHand.into()),
-        Err(error) => Err(error.into()),
-    }
-}
-
-fn train(args: &Args, job: &Job, stop: &dyn Fn() -> bool) -> anyhow::Result<Report> {
-    let threads = args.threads();
-    let here = args.nodes == 1;
-    let run = Run::open(job, load::free_kernels(threads)?, here)?;
-    let mut crew = match here {
+fn train(
+    args: &Args,
+    (job, output, name): (&Job, &Path, &str),
+    stop: &dyn Fn() -> bool,
+) -> anyhow::Result<(Report, usize)> {
+    let posts = places::posts(args, name)?;
+    let here = posts.iter().filter(|post| post.place.is_empty()).count();
+    let threads = args.threads(here.max(1));
+    let kernels = load::free_kernels(threads)?;
+    let start = Instant::now();
+    let clock = || start.elapsed().as_secs_f64();
+    // Those of other machines are not known, so their share is not told.
+    let all_here = here == posts.len();
+    let flops = if all_here {
+        measured_flops(&kernels, &clock) * posts.len().max(1) as f64
+    } else {
+        0.0
+    };
+    let run = Run::open(job, kernels, posts.is_empty())?;
+    let nodes = posts.len().max(1);
+    let mut crew = match posts.is_empty() {
         true => Crew::here(),
         false => Crew::start(
             Processes {
-                program: own_program().context("cannot find this program's own file")?,
-                args: vec!["train-worker".into()],
-                nodes: args.nodes,
-                threads,
-                exchange: std::path::absolute(args.output.join(".exchange"))?,
+                program: process::own_program().context("cannot find this program's own file")?,
+                posts,
+                stages: args.stages as usize,
+                exchange: std::path::absolute(output.join(".exchange"))?,
             },
-            job,
+            &run,
         )?,
     };
-    let start = Instant::now();
-    let clock = || start.elapsed().as_secs_f64();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let options = RunOptions {
-        output: &args.output,
+        output,
         resume: args.resume,
         save_every: args.save_every,
         eval_every: args.eval_every,
         clock: &clock,
+        epoch_s: now.map_or(0.0, |now| now.as_secs_f64()) - clock(),
+        flops,
+        memory: &process::peak_memory_bytes,
         stop,
     };
-    let mut watch = Watch::new(args.steps, args.nodes, threads);
+    let mut watch = Watch::new(nodes, threads);
     let report = run.train(&mut crew, options, &mut |progress| watch.hear(progress));
     watch.end();
     let report = report?;
     if report.lost > 0 {
         tell(format_args!("{} workers were lost on the way", report.lost));
     }
-    Ok(report)
+    Ok((report, nodes))
 }
 
-fn as_json(report: &Report, args: &Args) -> serde_json::Value {
+fn as_json(report: &Report, (args, output): (&Args, &Path), nodes: usize) -> serde_json::Value {
     json!({
-        "output": args.output,
+        "output": output,
         "steps": report.steps,
         "first_loss": report.loss[0],
         "loss": report.loss[1],
+        "first_val_loss": report.val_loss_before,
         "val_loss": report.val_loss,
         "digest": report.digest,
-        "nodes": args.nodes,
-        "threads": args.threads(),
+        "nodes": nodes,
+        "stages": args.stages,
+        "threads": args.threads(nodes),
         "lost": report.lost,
         "files": report.files,
     })

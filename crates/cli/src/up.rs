@@ -96,9 +96,13 @@ pub(crate) struct Args {
         conflicts_with = "model"
     )]
     option: Vec<String>,
-    /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
-    #[arg(long, value_name = "FILE")]
-    adapter: Option<PathBuf>,
+    /// Put this adapter into the model: its folder, or its file of weights (PEFT's, MLX's or GGUF's
+    /// form); with names, or several, each answers beside the model, by the `model` of a request
+    #[arg(long, value_name = "[NAME=]FILE", value_parser = Tuned::parse)]
+    adapter: Vec<Tuned>,
+    /// The adapter that these arguments are about, where it answers beside the model.
+    #[arg(skip)]
+    tuned: Option<Tuned>,
     /// Another name that clients may call the model by, the first of several; may be given several
     /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
@@ -203,7 +207,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let each = args.each();
     args.check_draft(each.len())?;
     if each.len() > 1 {
-        if args.adapter.is_some() {
+        let models = each.iter().filter(|one| one.tuned.is_none()).count();
+        if models > 1 && !args.adapter.is_empty() {
             return Err(Error::AdapterOfSeveral.into());
         }
         return several::run(args, &each, signals);
@@ -226,7 +231,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         return ended(signals.orderly(|cancel| embed(args, all, cancel)));
     }
     let beside = args.beside(signals)?;
-    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    let path = adapter::applied(found.path, args.only_adapter())?;
     let sizes = |config: &Config| args.engine(&path, config);
     let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
     if let Some(draft) = &args.draft {
@@ -309,6 +314,36 @@ fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
         instances::manage((&agent, &fleet), command, arguments)
     }));
+}
+
+/// An adapter, and the name that it answers by.
+#[derive(Clone, Debug)]
+struct Tuned {
+    name: Option<String>,
+    path: PathBuf,
+}
+
+impl Tuned {
+    /// Reads `NAME=FILE` or `FILE`; a path that is there may have a `=` in it.
+    fn parse(text: &str) -> Result<Self, String> {
+        let named = text.split_once('=').filter(|(name, _)| !name.contains('/'));
+        let (name, path) = match named.filter(|_| !Path::new(text).exists()) {
+            Some(("", _)) => return Err("the name before = is empty".to_owned()),
+            Some((name, path)) => (Some(name.to_owned()), path),
+            None => (None, text),
+        };
+        Ok(Self {
+            name,
+            path: path.into(),
+        })
+    }
+
+    /// Its name; without one that of its folder or file.
+    fn id(&self) -> String {
+        let stem = self.path.file_stem().unwrap_or_default();
+        let name = self.name.clone();
+        name.unwrap_or_else(|| stem.to_string_lossy().into_owned())
+    }
 }
 
 /// The models that this process has workers for, as its dashboard shows them. Clones are the same.
@@ -576,7 +611,27 @@ impl Args {
                 });
             }
         }
+        let beside: &[Tuned] = match self.only_adapter() {
+            Some(_) => &[],
+            None => &self.adapter[..],
+        };
+        let model = self.model().map(str::to_owned);
+        each.extend(beside.iter().map(|tuned| Self {
+            model: model.clone().into_iter().collect(),
+            option: Vec::new(),
+            alias: Vec::new(),
+            tuned: Some(tuned.clone()),
+            ..self.clone()
+        }));
         each
+    }
+
+    /// The adapter that is put into the model itself.
+    fn only_adapter(&self) -> Option<&Path> {
+        match self.adapter.as_slice() {
+            [Tuned { name: None, path }] => Some(path.as_path()),
+            _ => None,
+        }
     }
 
     /// The kernel class that this node computes by default.
@@ -626,6 +681,12 @@ impl Args {
 
     /// The model's names for clients: a file's or folder's own name, and the argument as given.
     fn named(&self, given: &str) -> Named {
+        if let Some(tuned) = &self.tuned {
+            return Named {
+                aliases: Vec::new(),
+                id: tuned.id(),
+            };
+        }
         let name = Path::new(given).file_stem();
         let is_path = Path::new(given).exists();
         let short = name

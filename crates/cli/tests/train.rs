@@ -126,6 +126,20 @@ fn an_adapter_is_shown_converted_and_run() {
     ]));
     assert_eq!(shown["form"], "mlx");
     let (model, prompt) = (model(), "who rides at 4");
+    let to = |from: &str, form: &str, output: &str| {
+        let convert = ["adapter", "convert", from, "--to", form, "--output", output];
+        let done = paceline(&[&convert[..], &["--base", &model]].concat());
+        assert!(done.status.success(), "{}", text(&done.stderr));
+    };
+    to("mlx", "gguf", "gguf");
+    to("gguf/adapter.gguf", "peft", "back");
+    let bytes = |folder: &str| {
+        let path = world.path("models").join(folder);
+        fs::read(path.join("adapter_model.safetensors")).unwrap()
+    };
+    assert!(bytes("own") == bytes("back"), "PEFT, MLX, GGUF, PEFT");
+    let unnamed = ["adapter", "convert", "own", "--to", "gguf", "--output", "x"];
+    assert!(text(&paceline(&unnamed).stderr).contains("--base"));
     let answer = |more: &[&str]| {
         let fixed = [
             "run",
@@ -142,6 +156,11 @@ fn an_adapter_is_shown_converted_and_run() {
     let (plain, own) = (answer(&[]), answer(&["--adapter", "own"]));
     assert_ne!(plain, own);
     assert_eq!(own, answer(&["--adapter", "mlx"]));
+    assert_eq!(own, answer(&["--adapter", "gguf"]));
+    assert_eq!(
+        own,
+        answer(&["--adapter", "own", "--nodes", "2", "--threads", "1"])
+    );
     let fuse = [
         "adapter",
         "fuse",
@@ -182,4 +201,86 @@ fn what_cannot_be_trained_is_told_before_the_first_step() {
         let told = complaint(more);
         assert!(told.contains(said), "{more:?}: {told}");
     }
+}
+
+/// Hosts, stages and a configuration of mlx-lm all lead to the same bytes.
+#[test]
+fn hosts_stages_and_a_foreign_configuration() {
+    let world = World::new();
+    let data = data(&world);
+    let adapter = |output: &str| {
+        let folder = world.path("models").join(output);
+        fs::read(folder.join("adapter_model.safetensors")).unwrap()
+    };
+    let run = |output: &str, more: &[&str]| {
+        let more = [&["--steps", "8", "--json"][..], more].concat();
+        object(&finish(&mut world.paceline(args(&data, output, &more))))
+    };
+    run("one", &[]);
+    let hosts = run(
+        "hosts",
+        &["--hosts", "127.0.0.1,localhost", "--threads", "1"],
+    );
+    assert_eq!((&hosts["nodes"], &hosts["lost"]), (&2.into(), &0.into()));
+    let stages = run(
+        "stages",
+        &["--nodes", "2", "--stages", "2", "--threads", "1"],
+    );
+    assert_eq!(stages["stages"], 2);
+    assert!(adapter("one") == adapter("hosts") && adapter("one") == adapter("stages"));
+    // What mlx-lm would have trained, but for what is said here.
+    let model = model();
+    let config = format!(
+        "model: \"{model}\"\ndata: \"{data}\"\nbatch_size: 6\nseed: 3\niters: 4\n\
+         learning_rate: 1e-3\nnum_layers: 2\nlora_parameters:\n  rank: 2\n  scale: 4.0\n"
+    );
+    let path = world.path("models").join("lora.yaml");
+    fs::write(&path, config).unwrap();
+    let path = path.display().to_string();
+    let foreign = [
+        "train",
+        "--from-mlx-lm",
+        &path,
+        "--output",
+        "mlx",
+        "--rank",
+        "3",
+        "--json",
+    ];
+    let report = object(&finish(&mut world.paceline(foreign)));
+    assert_eq!(report["steps"], 4);
+    let shown = ["adapter", "show", "mlx", "--json"];
+    let shown = object(&finish(&mut world.paceline(shown)));
+    assert_eq!(
+        (&shown["rank"], &shown["matrices"]),
+        (&3.into(), &14.into())
+    );
+    let refused = finish(&mut world.paceline(["train", "--from-mlx-lm", &path]));
+    assert!(
+        text(&refused.stderr).contains("--output"),
+        "{}",
+        text(&refused.stderr)
+    );
+}
+
+#[test]
+fn a_plan_of_a_training_has_energy_and_what_would_fit() {
+    let world = World::new();
+    let model = model();
+    let plan = |more: &[&str]| {
+        let fixed = ["plan", &model, "--train", "--json"];
+        object(&finish(&mut world.paceline([&fixed[..], more].concat())))
+    };
+    let here = plan(&["--watts", "30", "--kwh-usd", "0.4", "--steps", "100"]);
+    let number = |key: &str| here[key].as_f64().unwrap();
+    assert!((number("joules") - 30.0 * number("step_s")).abs() < 1e-6 * number("joules"));
+    assert!((number("training_s") - 100.0 * number("step_s")).abs() < 1e-6 * number("training_s"));
+    assert!(
+        number("usd_per_million_tokens") > 0.0 && here["fits"] == true,
+        "{here}"
+    );
+    let crowded = plan(&["--nodes", "64", "--row", "100000000", "--batch", "64"]);
+    assert_eq!(crowded["fits"], false);
+    let would = crowded["would_fit"].to_string();
+    assert!(would.contains("--row"), "{would}");
 }

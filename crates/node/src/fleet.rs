@@ -470,6 +470,13 @@ impl Drop for Fleet {
     }
 }
 
+impl Fleet {
+    /// The node that the fleet is part of.
+    pub fn agent(&self) -> Agent {
+        self.inner.agent.clone()
+    }
+}
+
 impl fmt::Debug for Fleet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "fleet of {:?}", self.inner.agent)

@@ -30,6 +30,7 @@
 //! - [`trace`]: where the time of an answer went, over all ranks.
 //! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
 //!   of its own.
+//! - [`tunnel`]: bytes between programs on two machines.
 //! - [`identity`]: which model some files are.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
@@ -58,6 +59,7 @@ pub mod supervisor;
 pub mod testing;
 pub mod texts;
 pub mod trace;
+pub mod tunnel;
 pub mod worker;
 
 /// Revision of the numbers' definition: raised with every change that docs/numerics.md lists as one

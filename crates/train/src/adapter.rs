@@ -1,13 +1,16 @@
-//! Files of adapters: PEFT's form and MLX's.
+//! Files of adapters: PEFT's form, MLX's and GGUF's.
 //!
 //! ```text
 //! PEFT  adapter_config.json, adapter_model.safetensors
 //!       base_model.model.model.layers.I.BLOCK.NAME.lora_A.weight (r, in), .lora_B.weight (out, r)
 //! MLX   adapter_config.json, adapters.safetensors
 //!       model.layers.I.BLOCK.NAME.lora_a (in, r), .lora_b (r, out); scale for alpha / r
+//! GGUF  adapter.gguf, see `gguf`
 //! ```
 //!
 //! Values are never changed by a conversion, only turned: f32 both ways.
+
+mod gguf;
 
 use std::path::{Path, PathBuf};
 
@@ -16,18 +19,23 @@ use serde_json::{Value, json};
 use crate::error::Error;
 use crate::tensors::{self, Named};
 
-/// The two forms.
+pub use gguf::Base;
+
+/// The forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Hugging Face's.
     Peft,
     /// That of `mlx_lm.lora`.
     Mlx,
+    /// That of llama.cpp.
+    Gguf,
 }
 
 /// File names of weights, by form.
 const PEFT_FILE: &str = "adapter_model.safetensors";
 const MLX_FILE: &str = "adapters.safetensors";
+const GGUF_FILE: &str = "adapter.gguf";
 const CONFIG: &str = "adapter_config.json";
 
 /// How names of tensors begin in PEFT's form.
@@ -42,6 +50,8 @@ pub struct Adapter {
     pub alpha: f64,
     /// The model that it is for, as the file says it.
     pub base: Option<String>,
+    /// Share of inputs that were left out while it was trained.
+    pub dropout: f64,
     tensors: Vec<Named>,
 }
 
@@ -68,6 +78,7 @@ impl Adapter {
             rank,
             alpha,
             base: Some(base),
+            dropout: 0.0,
             tensors,
         }
     }
@@ -87,6 +98,22 @@ impl Adapter {
     /// # Errors
     /// [`Error::Malformed`] with what is wrong or not supported; [`Error::File`].
     pub fn read(path: &Path) -> Result<(Self, Form), Error> {
+        Self::read_for(path, None)
+    }
+
+    /// The same of an adapter for a known model, which GGUF files of others are read by.
+    ///
+    /// # Errors
+    /// As of [`read`](Self::read).
+    pub fn read_for(path: &Path, base: Option<Base>) -> Result<(Self, Form), Error> {
+        let of_folder = path.join(GGUF_FILE);
+        let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
+        if !path.is_dir() && is_gguf(path) {
+            return Ok((gguf::read(path, base)?, Form::Gguf));
+        }
+        if !path.join(CONFIG).exists() && of_folder.is_file() {
+            return Ok((gguf::read(&of_folder, base)?, Form::Gguf));
+        }
         let folder = if path.is_dir() {
             path
         } else {
@@ -104,13 +131,10 @@ impl Adapter {
                 return Err(Error::malformed(&config_path, reason));
             }
         };
-        let weights = match form {
-            Form::Peft => folder.join(PEFT_FILE),
-            Form::Mlx => folder.join(MLX_FILE),
-        };
+        let weights = weights_file(folder, form);
         let (rank, alpha) = match form {
-            Form::Peft => peft_sizes(&config),
             Form::Mlx => mlx_sizes(&config),
+            Form::Peft | Form::Gguf => peft_sizes(&config),
         }
         .map_err(|reason| Error::malformed(&config_path, reason))?;
         let base_key = if form == Form::Peft {
@@ -127,19 +151,38 @@ impl Adapter {
             rank,
             alpha,
             base: config[base_key].as_str().map(str::to_owned),
+            dropout: match form {
+                Form::Mlx => &config["lora_parameters"]["dropout"],
+                Form::Peft | Form::Gguf => &config["lora_dropout"],
+            }
+            .as_f64()
+            .unwrap_or(0.0),
             tensors,
         };
         adapter.check(&weights)?;
         Ok((adapter, form))
     }
 
-    /// Writes both files into `folder`, which is made.
+    /// Writes a GGUF file into `folder`, which is made.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] for a matrix that has no name there; [`Error::File`].
+    pub fn write_gguf(&self, folder: &Path, base: Base) -> Result<(), Error> {
+        std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
+        gguf::write(self, &folder.join(GGUF_FILE), base)
+    }
+
+    /// Writes both files of PEFT's or MLX's form into `folder`, which is made.
     ///
     /// # Errors
     /// [`Error::File`].
+    ///
+    /// # Panics
+    /// For GGUF's form, which needs a base: [`write_gguf`](Self::write_gguf).
     pub fn write(&self, folder: &Path, form: Form) -> Result<(), Error> {
         std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
         let (file, config, turned): (_, _, Vec<Named>) = match form {
+            Form::Gguf => panic!("GGUF's form is written by `write_gguf`"),
             Form::Peft => (PEFT_FILE, self.peft_config(), self.tensors.clone()),
             Form::Mlx => {
                 let turned = self.tensors.iter().map(to_mlx).collect();
@@ -186,6 +229,14 @@ impl Adapter {
         names
     }
 
+    /// Numbers of layers that have pairs, where the first ones have none.
+    fn layers(&self) -> Option<Vec<usize>> {
+        let layers = self.tensors.iter().map(|(name, _, _)| order(name).0);
+        let mut layers: Vec<usize> = layers.collect();
+        layers.dedup();
+        (layers.first() != Some(&0)).then_some(layers)
+    }
+
     /// Whether all tensors are pairs that fit each other.
     fn check(&self, path: &Path) -> Result<(), Error> {
         let (twos, rest) = self.tensors.as_chunks::<2>();
@@ -222,7 +273,8 @@ impl Adapter {
             "inference_mode": true,
             "init_lora_weights": true,
             "lora_alpha": number(self.alpha),
-            "lora_dropout": 0.0,
+            "layers_to_transform": self.layers(),
+            "lora_dropout": self.dropout,
             "modules_to_save": null,
             "peft_type": "LORA",
             "r": self.rank,
@@ -243,7 +295,7 @@ impl Adapter {
             "num_layers": -1,
             "lora_parameters": {
                 "rank": self.rank,
-                "dropout": 0.0,
+                "dropout": self.dropout,
                 "scale": self.alpha / self.rank as f64,
                 "keys": keys,
             },
@@ -371,9 +423,9 @@ fn rank(value: &Value) -> Result<usize, String> {
 
 /// Where an adapter's weights lie in a folder.
 pub fn weights_file(folder: &Path, form: Form) -> PathBuf {
-    folder.join(if form == Form::Peft {
-        PEFT_FILE
-    } else {
-        MLX_FILE
+    folder.join(match form {
+        Form::Peft => PEFT_FILE,
+        Form::Mlx => MLX_FILE,
+        Form::Gguf => GGUF_FILE,
     })
 }

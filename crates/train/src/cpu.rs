@@ -8,6 +8,7 @@ mod linear;
 use paceline_model::{Activation, Config};
 use paceline_tensor::Kernels;
 
+use crate::dropout::Dropout;
 use crate::engine::{Engine, Rows};
 use crate::ops::{self, Gate, Norm};
 use crate::pool;
@@ -21,6 +22,8 @@ pub(crate) struct Cpu<'a> {
     pub(crate) weights: &'a Weights,
     /// What pairs are multiplied by.
     pub(crate) scale: f32,
+    /// Which inputs of pairs are left out.
+    pub(crate) dropout: Option<Dropout>,
 }
 
 /// What a layer's forward pass leaves for its backward pass.
@@ -65,7 +68,7 @@ impl Engine for Cpu<'_> {
         rows: &Rows,
         x: &[f32],
     ) -> (Vec<f32>, Activations) {
-        let w = &self.weights.layers[layer];
+        let w = self.weights.layer(layer);
         let normed = self.norm(&w.attention_norm, params, x);
         let mut query = self.linear(&w.matrices[QUERY], params, &normed);
         let mut key = self.linear(&w.matrices[KEY], params, &normed);
@@ -123,7 +126,7 @@ impl Engine for Cpu<'_> {
         grads: &mut [f32],
     ) -> Vec<f32> {
         let kept = kept.unwrap_or_else(|| self.forward(params, layer, rows, x).1);
-        let w = &self.weights.layers[layer];
+        let w = self.weights.layer(layer);
         let (kept, d_middle) = self.backward_ffn(params, w, kept, dy, grads);
         let attention = self.attention(layer, rows);
         let post = w.post_attention_norm.as_ref();
@@ -299,7 +302,7 @@ impl Cpu<'_> {
         let c = self.config.width;
         let mut x = vec![0.0; tokens.len() * c];
         pool::chunks(self.kernels.pool(), &mut x, c, |i, out| {
-            self.weights.embedding.row(params, tokens[i] as usize, out);
+            self.weights.table().row(params, tokens[i] as usize, out);
             if self.config.embedding_scale != 1.0 {
                 out.iter_mut()
                     .for_each(|x| *x *= self.config.embedding_scale);
@@ -310,7 +313,7 @@ impl Cpu<'_> {
 
     /// Adds what the embedding gets, token by token.
     pub(crate) fn embed_back(&self, tokens: &[u32], dx: &[f32], grads: &mut [f32]) {
-        let crate::weights::Kept::Trained(range) = &self.weights.embedding.kept else {
+        let crate::weights::Kept::Trained(range) = &self.weights.table().kept else {
             return;
         };
         let c = self.config.width;
@@ -345,12 +348,8 @@ impl Cpu<'_> {
                 .iter()
                 .flat_map(|(row, _)| x[row * c..][..c].iter().copied())
                 .collect();
-            let normed = self.norm(&self.weights.output_norm, params, &rows);
-            let matrix = self
-                .weights
-                .output
-                .as_ref()
-                .unwrap_or(&self.weights.embedding);
+            let (norm, matrix) = self.weights.head();
+            let normed = self.norm(norm, params, &rows);
             let mut logits = self.linear(matrix, params, &normed);
             let losses = pool::chunks_map(
                 self.kernels.pool(),
@@ -366,7 +365,6 @@ impl Cpu<'_> {
             let at = (matrix, normed.as_slice());
             self.linear_back(at, params, &logits, (&mut d_normed, false), grads);
             let mut d_rows = vec![0.0; rows.len()];
-            let norm = &self.weights.output_norm;
             self.norm_back(norm, params, (&rows, &d_normed), &mut d_rows, grads);
             for ((row, _), d) in block.iter().zip(d_rows.chunks(c)) {
                 dx[row * c..][..c].copy_from_slice(d);

@@ -1,24 +1,30 @@
-//! What computes the leaves of a step: this process, or worker processes.
+//! What computes the leaves of a step: this process, or worker processes, each with the whole
+//! model ([`leaves`]) or a stage of it ([`pipeline`]).
 //!
 //! A worker that ends, hangs or sends garbage loses its leaves, and the others compute those. The
 //! sum is the same, because a leaf depends on no worker and the tree on no share. Another worker
 //! is started in its place and joins when it has loaded the model.
 
-use std::collections::BTreeMap;
+mod flow;
+mod leaves;
+mod pipeline;
+
 use std::ffi::OsString;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_base::tree::{self, Stack};
+use paceline_base::tree::Stack;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use sha2::{Digest, Sha256};
 
 use crate::data::hex;
 use crate::error::Error;
-use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
+use crate::messages::{FromWorker, Task, ToWorker};
+use crate::net::{KEPT_BYTES, Pass};
 use crate::run::{Job, Progress, Run};
+use crate::stage::Stage;
 use crate::tensors;
 
 /// Longest silence of a worker before its leaves go to others. Its signs of life do not depend on
@@ -43,16 +49,26 @@ pub struct Crew {
 /// Worker processes that are to be started.
 #[derive(Debug)]
 pub struct Processes {
-    /// A program that is [`worker::run`](crate::worker::run).
+    /// A program that is [`worker::run`](crate::worker::run), or
+    /// [`bridge::near`](crate::bridge::near()) to one.
     pub program: PathBuf,
-    /// Its arguments.
-    pub args: Vec<OsString>,
-    /// How many, at least one.
-    pub nodes: u32,
-    /// Threads of each.
-    pub threads: usize,
+    /// Each of them, at least one.
+    pub posts: Vec<Post>,
+    /// Stages that the model is cut into. Worker `n` has stage `n` modulo this.
+    pub stages: usize,
     /// Folder of exchanged files: made, and removed at the end.
     pub exchange: PathBuf,
+}
+
+/// A worker process.
+#[derive(Clone, Debug)]
+pub struct Post {
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// Its threads; 0 for as many as its machine has cores.
+    pub threads: usize,
+    /// What people call its machine.
+    pub place: String,
 }
 
 impl Crew {
@@ -61,36 +77,47 @@ impl Crew {
         Self { team: None }
     }
 
-    /// Starts workers on this machine. They end with the crew.
+    /// Starts workers for a run. They end with the crew.
     ///
     /// # Errors
-    /// [`Error::Cluster`], [`Error::File`].
-    pub fn start(processes: Processes, job: &Job) -> Result<Self, Error> {
+    /// [`Error::Option`] for fewer workers than stages; [`Error::Cluster`], [`Error::File`].
+    pub fn start(processes: Processes, run: &Run) -> Result<Self, Error> {
+        let (count, stages) = (processes.posts.len(), processes.stages.max(1));
+        if count < stages {
+            return Err(Error::Option {
+                option: "--nodes",
+                got: count.to_string(),
+                expected: format!("a node for each of {stages} stages at least"),
+            });
+        }
         let exchange = processes.exchange;
         let _ = std::fs::remove_dir_all(&exchange); // of a run that was killed
         std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
-        let mut spec = Spec::new(
-            processes.program,
-            vec![processes.args; processes.nodes as usize],
-        );
+        let args = processes.posts.iter().map(|post| post.args.clone());
+        let mut spec = Spec::new(processes.program, args.collect());
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,
             ..Limits::default()
         };
-        let member = Member::default;
         let mut team = Team {
             workers: Workers::spawn(spec)?,
-            members: (0..processes.nodes).map(|_| member()).collect(),
+            members: (0..count).map(|_| Member::default()).collect(),
+            stages,
             lost: 0,
             fruitless: 0,
             last: String::new(),
             untold: Vec::new(),
-            start: (job.clone(), processes.threads.max(1)),
+            job: run.job.clone(),
+            posts: processes.posts,
+            expected: (
+                run.net.fingerprint().to_owned(),
+                run.examples.digest.clone(),
+            ),
             exchange,
         };
-        for rank in 0..processes.nodes {
-            team.welcome(rank);
+        for rank in 0..count {
+            team.welcome(rank as u32);
         }
         Ok(Self { team: Some(team) })
     }
@@ -123,42 +150,139 @@ impl Crew {
         clock: &dyn Fn() -> f64,
         watch: &mut dyn FnMut(Progress),
     ) -> Result<(f64, Vec<f32>), Error> {
-        let leaves = run.order.leaves();
+        let at = At { step, clock };
         match &mut self.team {
-            None => {
-                let (losses, mut roots) = compute(run, params, step, 0..leaves);
-                roots.truncate(params.len());
-                Ok((losses.iter().sum(), roots))
-            }
-            Some(team) => {
-                let at = At {
-                    step,
-                    leaves,
-                    width: params.len(),
-                    clock,
-                };
-                team.step(params, &at, watch)
-            }
+            None => alone(run, params, step),
+            Some(team) if team.stages == 1 => team.leaves(run, params, &at, watch),
+            Some(team) => team.trained(run, params, &at, watch),
+        }
+    }
+
+    /// The loss of each row of what is held out, with the values before a step.
+    pub(crate) fn judge(
+        &mut self,
+        run: &Run,
+        params: &[f32],
+        step: u64,
+        clock: &dyn Fn() -> f64,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<f64>, Error> {
+        let at = At { step, clock };
+        match &mut self.team {
+            Some(team) if team.stages > 1 => team.judged(run, params, &at, watch),
+            _ => Ok(run.losses(params)),
         }
     }
 }
 
-/// Losses of leaves and the values of the roots of their range.
+/// A step in this process.
+fn alone(run: &Run, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error> {
+    let mut grads = vec![0.0; params.len()];
+    let parts = run.net.parts();
+    let losses = compute(
+        run,
+        params,
+        step,
+        0..run.order.leaves(),
+        &mut |part, roots| {
+            grads[parts[part].clone()].copy_from_slice(roots);
+            Ok(())
+        },
+    )?;
+    Ok((losses.iter().sum(), grads))
+}
+
+/// Losses of leaves. `done` gets the number of each part of what is trained and the values of the
+/// roots of the leaves' range, as soon as they are there: the last layer's while the one before is
+/// computed.
 pub(crate) fn compute(
     run: &Run,
     params: &[f32],
     step: u64,
     leaves: Range<usize>,
-) -> (Vec<f64>, Vec<f32>) {
-    let mut stack = Stack::new(run.order.leaves(), params.len());
-    stack.reset(leaves.start);
-    let losses = leaves.map(|leaf| {
-        let (loss, grads) = run.leaf(params, step, leaf);
-        stack.push(&grads);
-        loss
-    });
-    let losses = losses.collect();
-    (losses, stack.values().to_vec())
+    done: &mut dyn FnMut(usize, &[f32]) -> Result<(), Error>,
+) -> Result<Vec<f64>, Error> {
+    let mut sums = Sums::new(run, params.len(), leaves.start);
+    let mut losses = Vec::with_capacity(leaves.len());
+    let together = run.net.together(run.job.tokens_max * run.job.leaf);
+    let all: Vec<usize> = leaves.collect();
+    let judged = run.judged(step);
+    for group in all.chunks(together) {
+        let is_last = group.last() == all.last();
+        // One leaf keeps activations; many have their layers' inputs alone.
+        let keep = if group.len() == 1 { KEPT_BYTES } else { 0 };
+        let mut passes: Vec<Pass> = Vec::with_capacity(group.len());
+        let last = run.net.parts().len() - 1;
+        for number in group {
+            let (leaf, chance) = run.leaf(step, *number);
+            let mut pass = run.net.begin(params, &leaf, (None, chance), keep);
+            let at = (&mut pass, &leaf);
+            losses.push(run.net.top(params, at, judged, &mut sums.grads));
+            sums.push(last);
+            passes.push(pass);
+        }
+        sums.tell(last, is_last, done)?;
+        for part in (1..last).rev() {
+            for pass in &mut passes {
+                run.net.down(params, pass, &mut sums.grads);
+                sums.push(part);
+            }
+            sums.tell(part, is_last, done)?;
+        }
+        for pass in &passes {
+            run.net.bottom(pass, &mut sums.grads);
+            sums.push(0);
+        }
+        sums.tell(0, is_last, done)?;
+    }
+    Ok(losses)
+}
+
+/// The trees over leaves of all parts of what is trained.
+struct Sums<'a> {
+    parts: &'a [Range<usize>],
+    stacks: Vec<Stack>,
+    /// Of the leaf under way; zeros but for parts that are under way.
+    grads: Vec<f32>,
+}
+
+impl<'a> Sums<'a> {
+    fn new(run: &'a Run, n: usize, first_leaf: usize) -> Self {
+        let parts = run.net.parts();
+        let stack = |part: &Range<usize>| {
+            let mut stack = Stack::new(run.order.leaves(), part.len());
+            stack.reset(first_leaf);
+            stack
+        };
+        Self {
+            parts,
+            stacks: parts.iter().map(stack).collect(),
+            grads: vec![0.0; n],
+        }
+    }
+
+    /// A leaf's gradient of a part is complete.
+    fn push(&mut self, part: usize) {
+        let grads = &mut self.grads[self.parts[part].clone()];
+        if !grads.is_empty() {
+            self.stacks[part].push(grads);
+            grads.fill(0.0);
+        }
+    }
+
+    /// Hands out the roots of a part, and forgets them, if no leaf follows.
+    fn tell(
+        &mut self,
+        part: usize,
+        is_last: bool,
+        done: &mut dyn FnMut(usize, &[f32]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        if is_last && !self.parts[part].is_empty() {
+            let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
+            done(part, stack.values())?;
+        }
+        Ok(())
+    }
 }
 
 /// A worker, as far as the parent knows.
@@ -167,183 +291,118 @@ struct Member {
     is_ready: bool,
     /// Has a process.
     is_there: bool,
-    /// What it computes, and since when.
-    has: Vec<Range<usize>>,
+    has: Has,
+    /// When it got that.
     since: f64,
     /// Leaves a second, 0 before it has computed any.
     speed: f64,
 }
 
+/// What a worker computes.
+#[derive(Debug, Default)]
+struct Has {
+    leaves: Vec<Range<usize>>,
+    task: Option<Task>,
+}
+
 /// What a step is.
 struct At<'a> {
     step: u64,
-    leaves: usize,
-    width: usize,
     clock: &'a dyn Fn() -> f64,
 }
 
-/// What workers have given for a step: by first leaf, the one behind the last, losses and roots.
-type Given = BTreeMap<usize, (usize, Vec<f64>, Vec<f32>)>;
+/// What an event comes to.
+enum News {
+    Nothing,
+    Lost(Has),
+    Said(u32, FromWorker),
+}
 
 #[derive(Debug)]
 struct Team {
     workers: Workers<ToWorker, FromWorker>,
     members: Vec<Member>,
+    stages: usize,
     lost: u32,
     fruitless: u32,
     /// What became of the last worker that was lost.
     last: String,
     /// The same of those that the caller was not told of.
     untold: Vec<String>,
-    start: (Job, usize),
+    job: Job,
+    posts: Vec<Post>,
+    /// What tells the model and the data apart from others.
+    expected: (String, String),
     exchange: PathBuf,
 }
 
 impl Team {
-    fn step(
-        &mut self,
-        params: &[f32],
-        at: &At<'_>,
-        watch: &mut dyn FnMut(Progress),
-    ) -> Result<(f64, Vec<f32>), Error> {
-        let file = params_file(&self.exchange, at.step);
-        publish(&file, params)?;
-        let mut open: Vec<Range<usize>> = std::iter::once(0..at.leaves).collect();
-        let mut given = Given::new();
-        while given
-            .values()
-            .map(|(_, losses, _)| losses.len())
-            .sum::<usize>()
-            < at.leaves
-        {
-            if self.is_ready() {
-                for range in std::mem::take(&mut open) {
-                    open.extend(self.lease(range, at));
-                }
-            } else if !self.members.iter().any(|member| member.is_there) {
-                return Err(Error::Lost {
-                    last: self.last.clone(),
-                });
-            }
-            if let Some(event) = self.workers.recv(LOOK_EVERY) {
-                open.extend(self.take(event, at, &mut given)?);
-            }
-            for why in self.untold.drain(..) {
-                watch(Progress::Lost { why });
-            }
+    /// The stage of a worker.
+    fn stage(&self, rank: usize) -> Stage {
+        Stage {
+            index: rank % self.stages,
+            of: self.stages,
         }
-        let _ = std::fs::remove_file(&file);
-        Ok(summed(given, at))
     }
 
-    /// Whether all of those who load the model are waited for: only before anything was computed.
-    fn is_ready(&self) -> bool {
-        let (mut ready, mut loading) = (false, false);
-        for member in &self.members {
-            ready |= member.is_ready;
-            loading |= member.is_there && !member.is_ready;
-        }
-        let begun = self.members.iter().any(|member| member.speed > 0.0) || self.lost > 0;
-        ready && (begun || !loading)
-    }
-
-    /// Cuts leaves among those who are ready, by their speed. Gives back what nobody took.
-    fn lease(&mut self, leaves: Range<usize>, at: &At<'_>) -> Vec<Range<usize>> {
-        let ready: Vec<usize> = (0..self.members.len())
-            .filter(|rank| self.members[*rank].is_ready)
-            .collect();
-        let speeds: Vec<f64> = ready.iter().map(|rank| self.members[*rank].speed).collect();
-        let mut back = Vec::new();
-        for (rank, range) in ready.into_iter().zip(shares(leaves, &speeds)) {
-            if range.is_empty() {
-                continue;
-            }
-            let message = ToWorker::Compute {
-                step: at.step,
-                start: range.start,
-                end: range.end,
-            };
-            let member = &mut self.members[rank];
-            if member.has.is_empty() {
-                member.since = (at.clock)();
-            }
-            member.has.push(range);
-            if let Err(error) = self.workers.send(Rank(rank as u32), &message) {
-                back.extend(self.lose(rank as u32, error.to_string()));
-            }
-        }
-        back
-    }
-
-    /// Gives the leaves that are open again.
-    fn take(
-        &mut self,
-        event: Event<FromWorker>,
-        at: &At<'_>,
-        given: &mut Given,
-    ) -> Result<Vec<Range<usize>>, Error> {
+    /// Takes an event; what is not about leaves is dealt with here.
+    fn take(&mut self, event: Event<FromWorker>) -> Result<News, Error> {
         let (text, rank) = (event.to_string(), event.rank().0);
-        let why = match event {
-            Event::Message { message, .. } => match self.hear(rank, message, at, given)? {
-                None => return Ok(Vec::new()),
-                Some(why) => why,
-            },
-            Event::Exited { .. } | Event::Silent { .. } => text,
-            Event::Garbled { .. } | Event::Gone { .. } => text,
+        match event {
+            Event::Message { message, .. } => self.hear(rank, message),
+            _ if self.members[rank as usize].is_there => Ok(News::Lost(self.lose(rank, text))),
+            _ => Ok(News::Nothing),
+        }
+    }
+
+    fn hear(&mut self, rank: u32, message: FromWorker) -> Result<News, Error> {
+        let place = self.posts[rank as usize].place.clone();
+        let failed = |reason| Error::Worker {
+            rank,
+            place,
+            reason,
         };
-        if !self.members[rank as usize].is_there {
-            return Ok(Vec::new());
-        }
-        Ok(self.lose(rank, why))
-    }
-
-    /// What is wrong with a message, if anything.
-    fn hear(
-        &mut self,
-        rank: u32,
-        message: FromWorker,
-        at: &At<'_>,
-        given: &mut Given,
-    ) -> Result<Option<String>, Error> {
-        let member = &mut self.members[rank as usize];
         match message {
-            FromWorker::Ready => member.is_ready = true,
-            FromWorker::Failed { reason } => return Err(Error::Worker { rank, reason }),
-            FromWorker::Done {
-                step,
-                start,
-                end,
-                losses,
-                digest,
-            } => {
-                let mine = member.has.iter().position(|range| *range == (start..end));
-                let Some(mine) = mine.filter(|_| step == at.step && losses.len() == end - start)
-                else {
-                    return Ok(None); // leaves that are others' by now
-                };
-                member.has.remove(mine);
-                let file = roots_file(&self.exchange, step, start, end);
-                let n = tree::roots(start..end, at.leaves).len() * at.width;
-                let Some(roots) = read_roots(&file, n, &digest) else {
-                    member.has.push(start..end);
-                    return Ok(Some(format!("rank {rank} wrote other roots than it says")));
-                };
-                let now = (at.clock)();
-                member.speed = (end - start) as f64 / (now - member.since).max(1e-6);
-                member.since = now;
-                self.fruitless = 0;
-                let losses = losses.into_iter().map(f64::from_bits).collect();
-                given.insert(start, (end, losses, roots));
+            FromWorker::Failed { reason } => Err(failed(reason)),
+            FromWorker::Ready { model, data } => {
+                let (expected_model, expected_data) = &self.expected;
+                if model != *expected_model {
+                    return Err(failed("its model is another one".to_owned()));
+                }
+                if data != *expected_data {
+                    return Err(failed("it reads other tokens from the data".to_owned()));
+                }
+                self.members[rank as usize].is_ready = true;
+                Ok(News::Nothing)
             }
+            other => Ok(News::Said(rank, other)),
         }
-        Ok(None)
     }
 
-    /// Gives up a worker, starts another in its place, and gives its leaves back.
-    fn lose(&mut self, rank: u32, why: String) -> Vec<Range<usize>> {
+    /// Whether every stage has a worker, or one that is about to be.
+    fn check_alive(&self) -> Result<(), Error> {
+        let has_one = |stage: usize| {
+            let mut members = self.members.iter().skip(stage).step_by(self.stages);
+            members.any(|member| member.is_there)
+        };
+        match (0..self.stages).all(has_one) {
+            true => Ok(()),
+            false => Err(Error::Lost {
+                last: self.last.clone(),
+            }),
+        }
+    }
+
+    /// Gives up a worker, starts another in its place, and gives back what it had.
+    fn lose(&mut self, rank: u32, why: String) -> Has {
         let gone = std::mem::take(&mut self.members[rank as usize]);
         self.lost += 1;
         self.fruitless += 1;
+        let place = &self.posts[rank as usize].place;
+        let why = match place.as_str() {
+            "" => why,
+            place => format!("{place}: {why}"),
+        };
         self.untold.push(why.clone());
         self.last = why;
         if self.fruitless > FRUITLESS_MAX {
@@ -356,15 +415,28 @@ impl Team {
 
     /// Tells a worker that was just started what the run is.
     fn welcome(&mut self, rank: u32) {
-        let (job, threads) = &self.start;
         let message = ToWorker::Start {
-            job: Box::new(job.clone()),
-            threads: *threads,
+            job: Box::new(self.job.clone()),
+            threads: self.posts[rank as usize].threads,
             exchange: self.exchange.clone(),
+            stage: self.stage(rank as usize),
         };
         // What does not read will be reported as ended.
         let _ = self.workers.send(Rank(rank), &message);
         self.members[rank as usize].is_there = true;
+    }
+
+    /// Tells of lost workers.
+    fn tell(&mut self, watch: &mut dyn FnMut(Progress)) {
+        for why in self.untold.drain(..) {
+            watch(Progress::Lost { why });
+        }
+    }
+
+    /// Removes the files of a step.
+    fn forget(&self, step: u64) {
+        // What is left goes with the folder.
+        let _ = std::fs::remove_dir_all(self.exchange.join(step.to_string()));
     }
 }
 
@@ -375,86 +447,23 @@ impl Drop for Team {
     }
 }
 
-/// Adds up what was given, the losses leaf by leaf.
-fn summed(given: Given, at: &At<'_>) -> (f64, Vec<f32>) {
-    let (mut loss, mut nodes, mut values) = (0.0, Vec::new(), Vec::new());
-    for (start, (end, losses, roots)) in given {
-        loss = losses.iter().fold(loss, |sum, loss| sum + loss);
-        nodes.extend(tree::roots(start..end, at.leaves));
-        values.extend(roots);
-    }
-    let n = tree::combine(at.leaves, &nodes, &mut values).len();
-    values.truncate(n);
-    (loss, values)
-}
-
-/// Neighbouring parts of a range, in proportion to speeds; those not known count as the mean.
-fn shares(range: Range<usize>, speeds: &[f64]) -> Vec<Range<usize>> {
-    let known: Vec<f64> = speeds
-        .iter()
-        .copied()
-        .filter(|speed| *speed > 0.0)
-        .collect();
-    let mean = known.iter().sum::<f64>() / known.len() as f64;
-    let of = |speed: &f64| {
-        if *speed > 0.0 {
-            *speed
-        } else if mean > 0.0 {
-            mean
-        } else {
-            1.0
-        }
-    };
-    let total: f64 = speeds.iter().map(of).sum();
-    let (mut sum, mut start, n) = (0.0, range.start, range.len() as f64);
-    let mut parts = Vec::with_capacity(speeds.len());
-    for (i, speed) in speeds.iter().enumerate() {
-        sum += of(speed);
-        let end = match i + 1 == speeds.len() {
-            true => range.end,
-            false => range.start + (n * sum / total).round() as usize,
-        };
-        let end = end.clamp(start, range.end);
-        parts.push(start..end);
-        start = end;
-    }
-    parts
-}
-
-/// Writes values where other processes see them whole or not at all.
-pub(crate) fn publish(path: &Path, values: &[f32]) -> Result<String, Error> {
+/// Writes values where other processes see them whole or not at all. Gives their SHA-256.
+pub(crate) fn publish(exchange: &Path, name: &str, values: &[f32]) -> Result<String, Error> {
+    let path = exchange.join(name);
+    let folder = path.parent().unwrap_or(exchange);
+    std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
     let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
     let written =
-        std::fs::write(&temporary, &bytes).and_then(|()| std::fs::rename(&temporary, path));
-    written.map_err(Error::file("write", path))?;
+        std::fs::write(&temporary, &bytes).and_then(|()| std::fs::rename(&temporary, &path));
+    written.map_err(Error::file("write", &path))?;
     Ok(hex(&Sha256::digest(&bytes)))
 }
 
-/// The `n` values of a file with this digest, which is removed.
-fn read_roots(path: &Path, n: usize, digest: &str) -> Option<Vec<f32>> {
+/// The `n` values of a file; with this digest where there is one.
+pub(crate) fn read_values(path: &Path, n: usize, digest: Option<&str>) -> Option<Vec<f32>> {
     let bytes = std::fs::read(path).ok()?;
-    let _ = std::fs::remove_file(path);
-    let right = bytes.len() == n * size_of::<f32>() && hex(&Sha256::digest(&bytes)) == digest;
+    let is_right = |digest: &str| hex(&Sha256::digest(&bytes)) == digest;
+    let right = bytes.len() == n * size_of::<f32>() && digest.is_none_or(is_right);
     right.then(|| tensors::floats(&bytes))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shares_follow_speeds_and_cover_the_range() {
-        assert_eq!(shares(0..8, &[0.0, 0.0]), [0..4, 4..8]);
-        assert_eq!(shares(2..10, &[3.0, 1.0]), [2..8, 8..10]);
-        assert_eq!(shares(0..4, &[2.0, 0.0, 2.0]), [0..1, 1..3, 3..4]);
-        assert_eq!(
-            shares(0..1, &[1.0, 1.0, 1.0])
-                .iter()
-                .map(Range::len)
-                .sum::<usize>(),
-            1
-        );
-        assert_eq!(shares(5..5, &[1.0, 2.0]), [5..5, 5..5]);
-    }
 }

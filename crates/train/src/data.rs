@@ -37,10 +37,12 @@ struct Example {
     judged: Vec<bool>,
 }
 
-/// Examples, in the order of their files.
+/// Examples, in the order of their files, and the rows that they are put into.
 #[derive(Clone, Debug)]
 pub struct Examples {
     examples: Vec<Example>,
+    /// Which examples lie one after the other in each row, without seeing each other.
+    rows: Vec<Vec<usize>>,
     /// How many were cut to the longest length.
     pub cut: usize,
     /// SHA-256 of all tokens and masks.
@@ -53,8 +55,10 @@ pub struct Reader {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     train_on: TrainOn,
-    /// Longest example; the rest of a longer one is left out.
+    /// Longest row; the rest of a longer example is left out.
     tokens_max: usize,
+    /// Whether a row has as many examples as fit.
+    pack: bool,
 }
 
 impl Reader {
@@ -62,7 +66,11 @@ impl Reader {
     ///
     /// # Errors
     /// What is wrong with its tokenizer or template.
-    pub fn new(model: &Path, train_on: TrainOn, tokens_max: usize) -> Result<Self, Error> {
+    pub fn new(
+        model: &Path,
+        train_on: TrainOn,
+        (tokens_max, pack): (usize, bool),
+    ) -> Result<Self, Error> {
         let source = Source::open(model)?;
         let (tokenizer, template) = match &source {
             Source::Gguf(file) => (
@@ -84,6 +92,7 @@ impl Reader {
             template,
             train_on,
             tokens_max,
+            pack,
         })
     }
 
@@ -92,10 +101,7 @@ impl Reader {
     /// # Errors
     /// [`Error::Data`] with file, line and reason; [`Error::NoExamples`]; [`Error::File`].
     pub fn read(&self, path: &Path, name: &str) -> Result<Examples, Error> {
-        let path: PathBuf = match path.is_dir() {
-            true => path.join(format!("{name}.jsonl")),
-            false => path.to_owned(),
-        };
+        let path = file_of(path, name);
         let text = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
         let (mut examples, mut cut) = (Vec::new(), 0);
         for (i, line) in text.lines().enumerate() {
@@ -123,8 +129,14 @@ impl Reader {
             return Err(Error::NoExamples { path });
         }
         let digest = digest(&examples);
+        let lengths: Vec<usize> = examples.iter().map(|e| e.tokens.len() - 1).collect();
+        let rows = match self.pack {
+            true => packed(&lengths, self.tokens_max),
+            false => (0..lengths.len()).map(|i| vec![i]).collect(),
+        };
         Ok(Examples {
             examples,
+            rows,
             cut,
             digest,
         })
@@ -251,6 +263,42 @@ impl Reader {
     }
 }
 
+/// The file of examples that `path` means: itself, or `NAME.jsonl` in it.
+pub(crate) fn file_of(path: &Path, name: &str) -> PathBuf {
+    match path.is_dir() {
+        true => path.join(format!("{name}.jsonl")),
+        false => path.to_owned(),
+    }
+}
+
+/// Rows of at most `room` together: the longest first, each into the first row that has room for
+/// it (first-fit decreasing).
+fn packed(lengths: &[usize], room: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..lengths.len()).collect();
+    order.sort_by_key(|i| (std::cmp::Reverse(lengths[*i]), *i));
+    let mut rows: Vec<(usize, Vec<usize>)> = Vec::new();
+    // Rows before this one have no room for the shortest example.
+    let (mut first, shortest) = (0, lengths.iter().copied().min().unwrap_or(0));
+    for i in order {
+        let fits = |(used, _): &(usize, Vec<usize>)| used + lengths[i] <= room;
+        match rows[first..].iter().position(fits) {
+            Some(at) => {
+                let (used, row) = &mut rows[first + at];
+                *used += lengths[i];
+                row.push(i);
+            }
+            None => rows.push((lengths[i], vec![i])),
+        }
+        while rows
+            .get(first)
+            .is_some_and(|(used, _)| used + shortest > room)
+        {
+            first += 1;
+        }
+    }
+    rows.into_iter().map(|(_, row)| row).collect()
+}
+
 /// Tokens that both begin with.
 fn common(one: &[u32], other: &[u32]) -> usize {
     one.iter().zip(other).take_while(|(a, b)| a == b).count()
@@ -319,8 +367,13 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 impl Examples {
     /// How many there are, at least one.
-    pub fn count(&self) -> usize {
+    pub fn examples(&self) -> usize {
         self.examples.len()
+    }
+
+    /// How many rows they are put into, at least one.
+    pub fn count(&self) -> usize {
+        self.rows.len()
     }
 
     /// The largest token of all.
@@ -337,10 +390,16 @@ impl Examples {
             .sum()
     }
 
-    /// These examples as one leaf. The last token of each is only a target.
-    pub fn leaf(&self, which: &[usize]) -> Leaf {
+    /// The examples of these rows.
+    fn of<'a>(&'a self, rows: &'a [usize]) -> impl Iterator<Item = &'a Example> {
+        let numbers = rows.iter().flat_map(move |row| &self.rows[*row]);
+        numbers.map(move |i| &self.examples[*i])
+    }
+
+    /// These rows as one leaf. The last token of each example is only a target.
+    pub fn leaf(&self, rows: &[usize]) -> Leaf {
         let mut leaf = Leaf::default();
-        for example in which.iter().map(|i| &self.examples[*i]) {
+        for example in self.of(rows) {
             let n = example.tokens.len() - 1;
             leaf.tokens.extend(&example.tokens[..n]);
             let next = example.tokens.iter().zip(&example.judged).skip(1);
@@ -351,16 +410,31 @@ impl Examples {
         leaf
     }
 
-    /// How many tokens of these are judged.
-    pub fn judged(&self, which: &[usize]) -> u64 {
-        let of = |i: &usize| {
-            self.examples[*i]
-                .judged
-                .iter()
-                .skip(1)
-                .filter(|j| **j)
-                .count() as u64
-        };
-        which.iter().map(of).sum()
+    /// How many tokens of these rows are judged.
+    pub fn judged(&self, rows: &[usize]) -> u64 {
+        let of = |example: &Example| example.judged.iter().skip(1).filter(|j| **j).count() as u64;
+        self.of(rows).map(of).sum()
+    }
+
+    /// How many tokens of these rows go through the model.
+    pub fn computed(&self, rows: &[usize]) -> u64 {
+        let of = |example: &Example| example.tokens.len() as u64 - 1;
+        self.of(rows).map(of).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_filled_by_the_longest_first_and_none_is_too_long() {
+        let lengths = [3, 9, 1, 6, 4, 2, 10];
+        let rows = packed(&lengths, 10);
+        assert_eq!(rows, [vec![6], vec![1, 2], vec![3, 4], vec![0, 5]]);
+        let mut all: Vec<usize> = rows.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..lengths.len()).collect::<Vec<_>>());
+        assert_eq!(packed(&[5, 5, 5], 9), [vec![0], vec![1], vec![2]]);
     }
 }

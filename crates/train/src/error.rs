@@ -99,6 +99,12 @@ pub enum Error {
     /// Worker processes cannot be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
+    /// A worker's machine is out of reach, or ended its worker.
+    #[error("the other machine: {reason}")]
+    Line {
+        /// What became of it.
+        reason: String,
+    },
     /// No worker is left.
     #[error("no worker is left; the last one was lost because {last}")]
     Lost {
@@ -106,10 +112,12 @@ pub enum Error {
         last: String,
     },
     /// A worker cannot go on, and nor could another.
-    #[error("worker {rank}: {reason}")]
+    #[error("worker {rank}{}: {reason}", on(place))]
     Worker {
         /// Its rank.
         rank: u32,
+        /// Its machine, empty for this one.
+        place: String,
         /// What it said.
         reason: String,
     },
@@ -135,6 +143,14 @@ pub enum Error {
         /// The step, from 1.
         step: u64,
     },
+}
+
+/// A machine, if it is another one.
+fn on(place: &str) -> String {
+    match place {
+        "" => String::new(),
+        place => format!(" on {place}"),
+    }
 }
 
 impl Error {

@@ -1,10 +1,13 @@
 //! What a training would take, before anything is loaded.
+//!
+//! Pure: counts of the model's shape, rates and watts of machines in, memory, seconds, bytes and
+//! joules out. docs/guide.md says how near it is.
 
 use paceline_model::Config;
 use paceline_tensor::Kernels;
 use paceline_tensor::chain::{Sizes, Strided, Target};
 
-use crate::net::{KEPT_BYTES, layer_bytes};
+use crate::net::{KEPT_BYTES, Net, layer_bytes};
 use crate::params::Lora;
 use crate::weights::{Method, TARGETS, sizes};
 
@@ -21,16 +24,33 @@ pub struct Plan<'a> {
     pub file_bytes: u64,
     /// Whether the head is the embedding.
     pub tied: bool,
-    /// Tokens of a sequence.
+    /// Tokens of a row.
     pub tokens: usize,
-    /// Leaves of a step, of one sequence each.
+    /// Leaves of a step, of one row each.
     pub leaves: usize,
     /// Worker processes.
     pub nodes: usize,
+    /// Stages that the model is cut into, at most as many as nodes.
+    pub stages: usize,
+}
+
+/// A machine with some of the processes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// What people call it.
+    pub name: String,
+    /// Bytes that programs may have.
+    pub memory_bytes: u64,
+    /// Floating-point operations a second that products of training reach.
+    pub flops: f64,
+    /// Watts under load, where they are known.
+    pub watts: Option<f64>,
+    /// Processes on it.
+    pub processes: usize,
 }
 
 /// What it takes.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Forecast {
     /// Numbers that are trained.
     pub numbers: u64,
@@ -40,15 +60,61 @@ pub struct Forecast {
     pub step_flop: f64,
     /// Bytes that a step exchanges, all nodes together.
     pub exchange_bytes: u64,
+    /// Seconds of a step.
+    pub step_s: f64,
+    /// Of these, seconds in which numbers are exchanged.
+    pub exchange_s: f64,
+    /// Tokens a second.
+    pub tokens_s: f64,
+    /// Joules of a step, where all machines' watts are known.
+    pub joules: Option<f64>,
+    /// What a million tokens cost, where a price of energy is known too.
+    pub usd_per_million: Option<f64>,
 }
 
-/// Counts.
-pub fn forecast(config: &Config, plan: Plan<'_>) -> Forecast {
-    let table = (config.vocab * config.width) as u64;
-    let (mut inner, mut pairs) = (0, 0);
+/// A change of a plan that makes it fit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// The base stays as it is stored.
+    Qlora,
+    /// So many tokens of a row.
+    Row(usize),
+    /// Adapters of this rank.
+    Rank(usize),
+    /// One process on each machine.
+    OneProcess,
+    /// So many stages, on as many machines like the largest.
+    Stages(usize),
+}
+
+/// Shortest row that is proposed.
+const ROW_MIN: usize = 64;
+
+/// Joules of a kilowatt-hour.
+const KWH: f64 = 3.6e6;
+
+/// Weights of all layers' matrices, and of a table of tokens.
+fn weights(config: &Config) -> (u64, u64) {
+    let of = |[rows, cols]: &[usize; 2]| (rows * cols) as u64;
+    let layers = config.layers.iter();
+    let inner = layers.map(|shape| sizes(config.width, shape).iter().map(of).sum::<u64>());
+    (inner.sum(), (config.vocab * config.width) as u64)
+}
+
+/// Operations of a step that its result needs: nothing that is computed again counts.
+pub(crate) fn step_flop(net: &Net, method: Method, tokens: u64) -> f64 {
+    let (inner, table) = weights(net.config());
+    let passes = if method == Method::Full { 3.0 } else { 2.0 };
+    passes * 2.0 * (inner + table) as f64 * tokens as f64
+}
+
+/// Bytes of each process, and operations and bytes of a step.
+fn counts(config: &Config, plan: &Plan<'_>) -> (u64, u64, f64, u64) {
+    let (inner, table) = weights(config);
+    let stages = plan.stages.max(1);
+    let mut pairs = 0;
     for shape in &config.layers {
         for (part, [rows, cols]) in TARGETS.iter().zip(sizes(config.width, shape)) {
-            inner += (rows * cols) as u64;
             if plan.targets.iter().any(|name| name == part.2) {
                 pairs += (plan.lora.rank * (rows + cols)) as u64;
             }
@@ -56,49 +122,144 @@ pub fn forecast(config: &Config, plan: Plan<'_>) -> Forecast {
     }
     let tables = if plan.tied { table } else { 2 * table };
     let all = inner + tables;
-    let numbers = if plan.method == Method::Full {
-        all
-    } else {
-        pairs
-    };
+    let is_full = plan.method == Method::Full;
+    let numbers = if is_full { all } else { pairs };
     let tokens = plan.tokens as f64;
-    let attention: f64 = config
-        .layers
-        .iter()
-        .map(|l| (l.heads * l.head_dim) as f64)
-        .sum();
-    let attention = 4.0 * attention * tokens * tokens;
+    let heads = config.layers.iter().map(|l| (l.heads * l.head_dim) as f64);
+    let attention = 4.0 * heads.sum::<f64>() * tokens * tokens;
     let products = 2.0 * (inner + table) as f64 * tokens;
     let layers = config.layers.len();
     let layer = layer_bytes(config, plan.tokens);
-    let again = layers.saturating_sub(KEPT_BYTES / layer.max(1)) as f64 / layers.max(1) as f64;
-    let passes = 2.0
-        + again
-        + if plan.method == Method::Full {
-            1.0
-        } else {
-            0.0
-        };
-    let base = if plan.method == Method::Qlora {
-        plan.file_bytes
+    let own = layers.div_ceil(stages);
+    let again = if stages > 1 {
+        1.0 // forward for the stage behind, and again for the way back
     } else {
-        4 * all
+        layers.saturating_sub(KEPT_BYTES / layer.max(1)) as f64 / layers.max(1) as f64
     };
+    let passes = 2.0 + again + if is_full { 1.0 } else { 0.0 };
+    let base = match plan.method {
+        Method::Qlora => plan.file_bytes,
+        Method::Lora | Method::Full => 4 * all,
+    };
+    // The largest stage has the head besides its share.
+    let base = base.div_ceil(stages as u64) + if stages > 1 { 4 * table } else { 0 };
     let depth = u64::from(plan.leaves.next_power_of_two().trailing_zeros());
     let logits = 4 * (plan.tokens.min(256) * config.vocab) as u64;
-    let kept = (layers * layer).min(KEPT_BYTES) as u64;
+    let kept = (own * layer).min(KEPT_BYTES) as u64;
     // Values, moments, a leaf's gradient and those that the tree holds.
     let state = 4 * numbers * (5 + depth);
-    let roots = if plan.nodes > 1 {
-        2 * plan.nodes as u64
-    } else {
-        0
+    let borders = 2 * 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * config.width;
+    let roots = match (plan.nodes, stages) {
+        (0 | 1, _) => 0,
+        (nodes, 1) => 4 * numbers * 2 * nodes as u64,
+        _ => 4 * numbers * (1 + plan.leaves as u64) + borders as u64,
     };
+    let flop = plan.leaves as f64 * (passes * products + (passes + 1.0) * attention);
+    let memory = base + state + kept + layer as u64 + 2 * logits;
+    (numbers, memory, flop, roots)
+}
+
+/// What a training takes on `machines`, whose slowest link carries `link` bytes a second (none on
+/// one machine). `usd_per_kwh`: the price of energy.
+pub fn forecast(
+    config: &Config,
+    plan: &Plan<'_>,
+    machines: &[Machine],
+    (link, usd_per_kwh): (Option<f64>, Option<f64>),
+) -> Forecast {
+    let (numbers, memory_bytes, step_flop, exchange_bytes) = counts(config, plan);
+    let flops: f64 = machines.iter().map(|machine| machine.flops).sum();
+    let (stages, leaves) = (plan.stages.max(1) as f64, plan.leaves.max(1) as f64);
+    let idle = (stages - 1.0) / leaves; // the first leaf fills the pipeline, the last empties it
+    let compute_s = step_flop / flops.max(1.0) * (1.0 + idle);
+    let others = machines.len().saturating_sub(1) as f64 / machines.len().max(1) as f64;
+    let exchange_s = link.map_or(0.0, |link| exchange_bytes as f64 * others / link);
+    let step_s = compute_s + exchange_s;
+    let tokens = (plan.leaves * plan.tokens) as f64;
+    let watts: Option<f64> = machines.iter().map(|machine| machine.watts).sum();
+    let joules = watts.map(|watts| watts * step_s);
+    let usd = joules.zip(usd_per_kwh);
     Forecast {
         numbers,
-        memory_bytes: base + state + kept + layer as u64 + 2 * logits,
-        step_flop: plan.leaves as f64 * (passes * products + (passes + 1.0) * attention),
-        exchange_bytes: 4 * numbers * roots,
+        memory_bytes,
+        step_flop,
+        exchange_bytes,
+        step_s,
+        exchange_s,
+        tokens_s: tokens / step_s.max(1e-9),
+        joules,
+        usd_per_million: usd.map(|(joules, price)| joules / KWH * price * 1e6 / tokens.max(1.0)),
+    }
+}
+
+/// The machine that has no room for its processes by the most: its number, what they need and what
+/// it has.
+pub fn too_small(
+    config: &Config,
+    plan: &Plan<'_>,
+    machines: &[Machine],
+) -> Option<(usize, u64, u64)> {
+    let each = counts(config, plan).1;
+    let lacking = machines.iter().enumerate().filter_map(|(i, machine)| {
+        let needs = each.saturating_mul(machine.processes as u64);
+        (needs > machine.memory_bytes).then_some((i, needs, machine.memory_bytes))
+    });
+    lacking.max_by_key(|(_, needs, has)| needs - has)
+}
+
+/// Changes that each make a plan fit that does not.
+pub fn changes(config: &Config, plan: &Plan<'_>, machines: &[Machine]) -> Vec<Change> {
+    let fits = |plan: Plan<'_>, machines: &[Machine]| too_small(config, &plan, machines).is_none();
+    let mut found = Vec::new();
+    if plan.method == Method::Lora {
+        let method = Method::Qlora;
+        if fits(Plan { method, ..*plan }, machines) {
+            found.push(Change::Qlora);
+        }
+    }
+    let halves = |from: usize, least: usize| {
+        std::iter::successors(Some(from / 2), |n| Some(n / 2)).take_while(move |n| *n >= least)
+    };
+    let row = |tokens: &usize| {
+        let tokens = *tokens;
+        fits(Plan { tokens, ..*plan }, machines)
+    };
+    found.extend(halves(plan.tokens, ROW_MIN).find(row).map(Change::Row));
+    let rank = |rank: &usize| {
+        let lora = Lora {
+            rank: *rank,
+            ..plan.lora
+        };
+        fits(Plan { lora, ..*plan }, machines)
+    };
+    if plan.method != Method::Full {
+        found.extend(halves(plan.lora.rank, 1).find(rank).map(Change::Rank));
+    }
+    let alone: Vec<Machine> = machines.iter().cloned().map(one_process).collect();
+    if machines.iter().any(|machine| machine.processes > 1) && fits(*plan, &alone) {
+        found.push(Change::OneProcess);
+    }
+    let largest = alone.iter().max_by_key(|machine| machine.memory_bytes);
+    if let Some(largest) = largest.filter(|_| plan.method != Method::Full || !plan.tied) {
+        let mut more = plan.stages + 1..=config.layers.len();
+        let enough = |stages: &usize| {
+            let (nodes, stages) = (*stages, *stages);
+            let plan = Plan {
+                nodes,
+                stages,
+                ..*plan
+            };
+            fits(plan, std::slice::from_ref(largest))
+        };
+        found.extend(more.find(enough).map(Change::Stages));
+    }
+    found
+}
+
+fn one_process(machine: Machine) -> Machine {
+    Machine {
+        processes: 1,
+        ..machine
     }
 }
 
@@ -124,4 +285,92 @@ pub fn measured_flops(kernels: &Kernels, clock: &dyn Fn() -> f64) -> f64 {
     }
     let flop = 2.0 * (sizes.m * sizes.n * sizes.k) as f64 * f64::from(times);
     flop / (clock() - start).max(1e-9)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use paceline_model::Source;
+
+    use super::*;
+
+    fn config() -> Config {
+        let golden = "../../tests-data/golden/hf/llama-tied";
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(golden);
+        Config::read(&Source::open(&folder).unwrap()).unwrap()
+    }
+
+    fn plan(targets: &[String]) -> Plan<'_> {
+        Plan {
+            method: Method::Lora,
+            lora: Lora {
+                rank: 8,
+                alpha: 16.0,
+            },
+            targets,
+            file_bytes: 1 << 20,
+            tied: true,
+            tokens: 512,
+            leaves: 4,
+            nodes: 1,
+            stages: 1,
+        }
+    }
+
+    fn machine(memory_bytes: u64) -> Machine {
+        Machine {
+            name: "a".to_owned(),
+            memory_bytes,
+            flops: 1e9,
+            watts: Some(20.0),
+            processes: 1,
+        }
+    }
+
+    #[test]
+    fn time_energy_and_cost_follow_from_rates() {
+        let (config, targets) = (config(), TARGETS.map(|t| t.2.to_owned()));
+        let plan = plan(&targets);
+        let one = forecast(&config, &plan, &[machine(1 << 40)], (None, Some(0.5)));
+        assert!((one.step_s - one.step_flop / 1e9).abs() < 1e-12);
+        assert!((one.joules.unwrap() - 20.0 * one.step_s).abs() < 1e-12);
+        let per_token = one.joules.unwrap() / 2048.0 / 3.6e6 * 0.5;
+        assert!((one.usd_per_million.unwrap() / (per_token * 1e6) - 1.0).abs() < 1e-12);
+        let two = Plan { nodes: 2, ..plan };
+        let machines = [machine(1 << 40), machine(1 << 40)];
+        let both = forecast(&config, &two, &machines, (Some(1e6), None));
+        assert!((both.step_s - both.exchange_s - one.step_s / 2.0).abs() < 1e-12);
+        assert!((both.exchange_s - both.exchange_bytes as f64 / 2.0 / 1e6).abs() < 1e-12);
+        let unknown = Machine {
+            watts: None,
+            ..machine(1)
+        };
+        let dark = forecast(&config, &plan, &[unknown], (None, Some(0.5)));
+        assert_eq!((dark.joules, dark.usd_per_million), (None, None));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_told_with_changes_that_each_suffice() {
+        let (config, targets) = (config(), TARGETS.map(|t| t.2.to_owned()));
+        let plan = plan(&targets);
+        let needs = counts(&config, &plan).1;
+        assert_eq!(too_small(&config, &plan, &[machine(needs)]), None);
+        let small = [machine(needs - 1)];
+        assert_eq!(
+            too_small(&config, &plan, &small),
+            Some((0, needs, needs - 1))
+        );
+        let found = changes(&config, &plan, &small);
+        assert!(
+            found.contains(&Change::Row(256)) && found.contains(&Change::Rank(4)),
+            "{found:?}"
+        );
+        let crowded = [Machine {
+            processes: 2,
+            ..machine(needs)
+        }];
+        assert!(changes(&config, &plan, &crowded).contains(&Change::OneProcess));
+        assert_eq!(changes(&config, &plan, &[machine(0)]), []);
+    }
 }

@@ -15,23 +15,31 @@
 //! - [`Examples`]: what is trained on. [`Order`]: which of it a step sees.
 //! - [`Optimiser`]: AdamW, schedules, clipping.
 //! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: what
-//!   computes leaves. [`worker`]: the other side.
-//! - [`adapter`]: files of adapters, in PEFT's and MLX's form. [`fuse`]: a model with one in it.
+//!   computes leaves. [`worker`]: the other side. [`bridge`]: workers on other machines.
+//! - [`Stage`]: a part of a model that does not fit one machine.
+//! - [`adapter`]: files of adapters, in PEFT's, MLX's and GGUF's form. [`fuse`]: a model with one
+//!   in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** Products are chains of fused multiply-adds ([`paceline_tensor::chain`]), the rest
 //! is plain f32 in a written order: threads, blocking and instruction set cannot show in a bit.
 
 pub mod adapter;
+pub mod bridge;
 mod checkpoint;
 mod cpu;
 mod crew;
 mod curve;
 mod data;
+mod dropout;
 mod engine;
 mod error;
+mod events;
+mod fingerprint;
 mod forecast;
 pub mod fuse;
 mod messages;
+mod metrics;
+pub mod mlx_lm;
 mod net;
 mod ops;
 mod optimiser;
@@ -40,19 +48,22 @@ mod params;
 mod pool;
 mod random;
 mod run;
+mod stage;
 mod tensors;
 mod weights;
 pub mod worker;
 
-pub use crew::{Crew, Processes};
+pub use crew::{Crew, Post, Processes};
 pub use curve::svg;
 pub use data::{Examples, Reader, TrainOn};
 pub use engine::{Engine, Rows};
 pub use error::Error;
-pub use forecast::{Forecast, Plan, forecast, measured_flops};
+pub use forecast::{Change, Forecast, Machine, Plan, changes, forecast, measured_flops, too_small};
+pub use metrics::{Measured, read_metrics};
 pub use net::{Leaf, Net, Trained};
 pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
 pub use order::Order;
 pub use params::{Layout, Lora, Slot};
-pub use run::{Job, Measured, Progress, Report, Run, RunOptions, read_metrics};
+pub use run::{Job, Progress, Report, Run, RunOptions};
+pub use stage::Stage;
 pub use weights::{Method, TARGETS};

@@ -1,10 +1,12 @@
-//! What a run's process and its workers say to each other. Numbers go through files.
+//! What a run's process and its workers say to each other. Numbers go through files, whose names
+//! follow from the messages: `STEP/...` in the folder of exchanged files.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use crate::run::Job;
+use crate::stage::Stage;
 
 /// To a worker.
 #[derive(Debug, Serialize, Deserialize)]
@@ -12,39 +14,142 @@ pub(crate) enum ToWorker {
     /// What the run is. Sent once, first.
     Start {
         job: Box<Job>,
+        /// 0 for as many as there are cores.
         threads: usize,
         /// Folder of exchanged files.
         exchange: PathBuf,
+        /// What of the model the worker has.
+        stage: Stage,
     },
-    /// Leaves `start..end` of a step are to be computed.
+    /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
     Compute { step: u64, start: usize, end: usize },
+    /// A leaf is to go through a stage.
+    Pass(Task),
+}
+
+/// A leaf and a stage of a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Task {
+    /// Whose values before it are used.
+    pub(crate) step: u64,
+    pub(crate) set: Set,
+    /// Of a step's leaves, or a row of what is held out.
+    pub(crate) leaf: usize,
+    /// Whether the leaf goes back; in the last stage forward and back at once.
+    pub(crate) back: bool,
+}
+
+/// Where leaves come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Set {
+    Train,
+    Valid,
 }
 
 /// From a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
-    /// The model is loaded.
-    Ready,
-    /// The roots of these leaves are in a file.
+    /// The model is loaded: what tells it and the data apart from others.
+    Ready { model: String, data: String },
+    /// The roots of a part of what is trained, of these leaves, are in a file.
+    Part {
+        step: u64,
+        start: usize,
+        end: usize,
+        part: usize,
+        /// SHA-256 of the file.
+        digest: String,
+    },
+    /// All parts of these leaves were told.
     Done {
         step: u64,
         start: usize,
         end: usize,
         /// Of each leaf, as bits: text would round.
         losses: Vec<u64>,
-        /// SHA-256 of the file.
-        digest: String,
+    },
+    /// A leaf went through a stage.
+    Passed {
+        task: Task,
+        /// As bits, in the last stage.
+        loss: Option<u64>,
+        /// SHA-256 of the file of gradients, of a leaf that went back.
+        digest: Option<String>,
     },
     /// It cannot go on, and nor could another.
     Failed { reason: String },
 }
 
-/// The values before a step.
-pub(crate) fn params_file(exchange: &Path, step: u64) -> PathBuf {
-    exchange.join(format!("params-{step}"))
+/// The values before a step, of what a stage trains.
+pub(crate) fn params_file(step: u64, stage: usize) -> String {
+    format!("{step}/params-{stage}")
 }
 
-/// The roots of leaves of a step.
-pub(crate) fn roots_file(exchange: &Path, step: u64, start: usize, end: usize) -> PathBuf {
-    exchange.join(format!("roots-{step}-{start}-{end}"))
+/// The roots of leaves of a step: of a part, or of a stage.
+pub(crate) fn roots_file(step: u64, start: usize, end: usize, part: usize) -> String {
+    format!("{step}/roots-{start}-{end}-{part}")
+}
+
+impl Task {
+    /// What the leaf is at the beginning of a stage.
+    pub(crate) fn inputs_file(&self, stage: usize) -> String {
+        let set = if self.set == Set::Train { "t" } else { "v" };
+        format!("{}/inputs-{set}-{}-{stage}", self.step, self.leaf)
+    }
+
+    /// The gradient of that.
+    pub(crate) fn gradient_file(&self, stage: usize) -> String {
+        format!("{}/gradient-{}-{stage}", self.step, self.leaf)
+    }
+
+    /// The gradient of what the stage trains.
+    pub(crate) fn roots_file(&self, stage: usize) -> String {
+        roots_file(self.step, self.leaf, self.leaf + 1, stage)
+    }
+}
+
+impl ToWorker {
+    /// Files that a worker of a stage reads for it.
+    pub(crate) fn needs(&self, stage: Stage) -> Vec<String> {
+        match self {
+            Self::Start { .. } => Vec::new(),
+            Self::Compute { step, .. } => vec![params_file(*step, stage.index)],
+            Self::Pass(task) => {
+                let mut files = vec![params_file(task.step, stage.index)];
+                if !stage.is_first() {
+                    files.push(task.inputs_file(stage.index));
+                }
+                if task.back && !stage.is_last() {
+                    files.push(task.gradient_file(stage.index + 1));
+                }
+                files
+            }
+        }
+    }
+}
+
+impl FromWorker {
+    /// Files that a worker of a stage wrote before it said so.
+    pub(crate) fn gives(&self, stage: Stage) -> Vec<String> {
+        match self {
+            Self::Part {
+                step,
+                start,
+                end,
+                part,
+                ..
+            } => vec![roots_file(*step, *start, *end, *part)],
+            Self::Passed { task, .. } if task.back => {
+                let mut files = vec![task.roots_file(stage.index)];
+                if !stage.is_first() {
+                    files.push(task.gradient_file(stage.index));
+                }
+                files
+            }
+            Self::Passed { task, .. } if !stage.is_last() => {
+                vec![task.inputs_file(stage.index + 1)]
+            }
+            _ => Vec::new(),
+        }
+    }
 }

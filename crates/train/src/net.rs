@@ -1,15 +1,19 @@
 //! A model that can be trained: leaves in, losses and gradients out.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use paceline_model::{Config, Family, LayerCache, LayerShape, Role, Source};
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::Cpu;
+use crate::cpu::{Activations, Cpu};
+use crate::dropout::Dropout;
 use crate::engine::{Engine, Rows};
 use crate::error::Error;
+use crate::fingerprint::fingerprint;
 use crate::params::{Layout, Lora, first_values};
+use crate::stage::Stage;
 use crate::weights::{Loader, Method, TARGETS, Weights, numbers};
 
 /// What of a model is trained.
@@ -23,6 +27,10 @@ pub struct Trained {
     pub lora: Lora,
     /// Names of matrices with adapters, out of [`TARGETS`].
     pub targets: Vec<String>,
+    /// How many of the last layers have adapters; all without.
+    pub layers: Option<usize>,
+    /// Share of an adapter's inputs that are left out by chance while it is trained.
+    pub dropout: f32,
 }
 
 /// Tokens and targets of a logical micro-batch: one forward and one backward pass.
@@ -47,14 +55,29 @@ impl Leaf {
 /// again, with the same bits.
 pub(crate) const KEPT_BYTES: usize = 512 << 20;
 
-/// A model that can be trained.
+/// A model that can be trained, or a stage of one.
 #[derive(Debug)]
 pub struct Net {
     config: Config,
+    stage: Stage,
     weights: Weights,
     kernels: Kernels,
     lora: Lora,
     method: Method,
+    is_tied: bool,
+    fingerprint: String,
+}
+
+/// A leaf whose forward pass is done, and whose backward pass is under way.
+pub(crate) struct Pass {
+    rows: Rows,
+    tokens: Vec<u32>,
+    chance: Option<Dropout>,
+    /// (T, C) at the beginning of each layer that is still to come.
+    inputs: Vec<Vec<f32>>,
+    kept: Vec<Option<Activations>>,
+    /// (T, C) behind the last layer; then the gradient there, and before each layer that is done.
+    x: Vec<f32>,
 }
 
 impl Net {
@@ -64,10 +87,31 @@ impl Net {
     /// What is wrong with the model; [`Error::Family`]; [`Error::Option`] for an unknown target
     /// or an impossible rank.
     pub fn load(trained: &Trained, kernels: Kernels) -> Result<Self, Error> {
+        Self::load_stage(trained, kernels, Stage::WHOLE)
+    }
+
+    /// Loads a stage of what `trained` names.
+    ///
+    /// # Errors
+    /// As of [`load`](Self::load), and [`Error::Option`] for more stages than layers.
+    pub fn load_stage(trained: &Trained, kernels: Kernels, stage: Stage) -> Result<Self, Error> {
         trained.check()?;
         let source = Source::open(&trained.model)?;
         let mut config = Config::read(&source)?;
         check_family(&config)?;
+        let layers = config.layers.len();
+        let adapted = trained.layers.unwrap_or(layers);
+        if adapted == 0 || adapted > layers {
+            return option("--layers", adapted, format!("1 to the model's {layers}"));
+        }
+        let is_tied = match config.tied {
+            Some(tied) => tied,
+            None => source.opt_weight(config.family, Role::Output)?.is_none(),
+        };
+        if stage.of > 1 && is_tied && trained.method == Method::Full {
+            let expected = "1: the first and the last stage share a table that is trained";
+            return option("--stages", stage.of, expected.to_owned());
+        }
         if let Some(factors) = source.opt_weight(config.family, Role::RopeFactors)? {
             let rope = &mut config.ropes[0];
             let factors = numbers(&factors, rope.frequencies.len())?;
@@ -80,6 +124,8 @@ impl Net {
             method: trained.method,
             lora: trained.lora,
             targets: &trained.targets,
+            adapted_from: layers - adapted,
+            stage,
             layout: Layout::default(),
             first: Vec::new(),
         };
@@ -90,12 +136,41 @@ impl Net {
             .iter_mut()
             .for_each(|rope| rope.pairs = RopePairs::Halves);
         Ok(Self {
+            fingerprint: fingerprint(&source)?,
             config,
+            stage,
             weights,
             kernels,
             lora: trained.lora,
             method: trained.method,
+            is_tied,
         })
+    }
+
+    /// Tells models apart: samples of all tensors, hashed.
+    pub(crate) fn fingerprint(&self) -> &str {
+        &self.fingerprint
+    }
+
+    /// Which part of the model this is.
+    pub(crate) const fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// Where the embedding lies in what is trained, then each layer, then the rest.
+    pub(crate) fn parts(&self) -> &[Range<usize>] {
+        &self.weights.parts
+    }
+
+    /// Leaves whose backward passes go layer by layer together: as many as their layers' inputs
+    /// have room for where the gradients are what takes memory, else one.
+    pub(crate) fn together(&self, tokens: usize) -> usize {
+        // The gradient of a table that is the head too comes from both ends of a pass.
+        if self.method != Method::Full || self.is_tied {
+            return 1;
+        }
+        let of_leaf = self.weights.layers.len() * self.config.width * tokens * size_of::<f32>();
+        (INPUT_BYTES / of_leaf.max(1)).max(1)
     }
 
     /// The model's shape.
@@ -116,51 +191,157 @@ impl Net {
         }
     }
 
-    fn cpu(&self) -> Cpu<'_> {
+    fn cpu(&self, dropout: Option<Dropout>) -> Cpu<'_> {
         Cpu {
             kernels: &self.kernels,
             config: &self.config,
             weights: &self.weights,
             scale: self.lora.scale(),
+            dropout,
         }
+    }
+
+    /// What the first layer begins with: `x`, which another stage gave, or the tokens' rows.
+    fn enter(&self, cpu: &Cpu<'_>, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> Vec<f32> {
+        x.unwrap_or_else(|| cpu.embed(params, &leaf.tokens))
+    }
+
+    /// The stage's layers, without anything for a backward pass: (T, C) behind the last one.
+    pub(crate) fn forward(
+        &self,
+        params: &[f32],
+        leaf: &Leaf,
+        x: Option<Vec<f32>>,
+        chance: Option<Dropout>,
+    ) -> Vec<f32> {
+        let cpu = self.cpu(chance);
+        let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
+        let mut x = self.enter(&cpu, params, leaf, x);
+        for layer in self.weights.numbers() {
+            x = cpu.forward(params, layer, &rows, &x).0;
+        }
+        x
     }
 
     /// The sum of the negative log likelihoods of a leaf's targets.
     pub fn loss(&self, params: &[f32], leaf: &Leaf) -> f64 {
-        let cpu = self.cpu();
-        let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
-        let mut x = cpu.embed(params, &leaf.tokens);
-        for layer in 0..self.config.layers.len() {
-            x = cpu.forward(params, layer, &rows, &x).0;
-        }
-        cpu.head(params, &x, &leaf.targets, 1.0, None).0
+        self.loss_after(params, leaf, None)
     }
 
-    /// The same sum, and the gradient of it divided by `judged`, the targets of the whole step.
-    pub fn gradient(&self, params: &[f32], leaf: &Leaf, judged: u64) -> (f64, Vec<f32>) {
-        let cpu = self.cpu();
+    /// The same in the last stage, behind what the one before gave.
+    pub(crate) fn loss_after(&self, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> f64 {
+        let x = self.forward(params, leaf, x, None);
+        let head = self.cpu(None).head(params, &x, &leaf.targets, 1.0, None);
+        head.0
+    }
+
+    /// Begins a leaf: forward through all layers. Of the last ones, which are needed first, as
+    /// many activations are kept as `keep_bytes` have room for.
+    pub(crate) fn begin(
+        &self,
+        params: &[f32],
+        leaf: &Leaf,
+        (x, chance): (Option<Vec<f32>>, Option<Dropout>),
+        keep_bytes: usize,
+    ) -> Pass {
+        let cpu = self.cpu(chance);
         let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
-        let mut grads = vec![0.0; self.weights.layout.len()];
-        let layers = self.config.layers.len();
-        let mut inputs = Vec::with_capacity(layers);
-        let mut kept = Vec::with_capacity(layers);
-        let keep = KEPT_BYTES / layer_bytes(&self.config, rows.tokens()).max(1);
-        let mut x = cpu.embed(params, &leaf.tokens);
-        for layer in 0..layers {
+        let numbers = self.weights.numbers();
+        let keep = keep_bytes / layer_bytes(&self.config, rows.tokens()).max(1);
+        let mut inputs = Vec::with_capacity(numbers.len());
+        let mut kept = Vec::with_capacity(numbers.len());
+        let mut x = self.enter(&cpu, params, leaf, x);
+        for layer in numbers.clone() {
             let (y, activations) = cpu.forward(params, layer, &rows, &x);
-            // The last layers, which are needed first.
-            kept.push((layer + keep >= layers).then_some(activations));
+            kept.push((layer + keep >= numbers.end).then_some(activations));
             inputs.push(std::mem::replace(&mut x, y));
         }
-        let weight = 1.0 / judged as f32;
-        let (loss, mut d) = cpu.head(params, &x, &leaf.targets, weight, Some(&mut grads));
-        while let (Some(x), Some(kept)) = (inputs.pop(), kept.pop()) {
-            let at = (inputs.len(), &rows, x.as_slice());
-            d = cpu.backward(params, at, kept, &d, &mut grads);
+        Pass {
+            rows,
+            tokens: leaf.tokens.clone(),
+            chance,
+            inputs,
+            kept,
+            x,
         }
-        cpu.embed_back(&leaf.tokens, &d, &mut grads);
-        (loss, grads)
     }
+
+    /// The loss of a leaf behind the last layer; the pass goes on with its gradient, divided by
+    /// `judged`.
+    pub(crate) fn top(
+        &self,
+        params: &[f32],
+        (pass, leaf): (&mut Pass, &Leaf),
+        judged: u64,
+        grads: &mut [f32],
+    ) -> f64 {
+        let (cpu, weight) = (self.cpu(None), 1.0 / judged as f32);
+        let (loss, d) = cpu.head(params, &pass.x, &leaf.targets, weight, Some(grads));
+        pass.x = d;
+        loss
+    }
+
+    /// Goes one layer back; the last one first.
+    pub(crate) fn down(&self, params: &[f32], pass: &mut Pass, grads: &mut [f32]) {
+        if let (Some(x), Some(kept)) = (pass.inputs.pop(), pass.kept.pop()) {
+            let layer = self.weights.first_layer + pass.inputs.len();
+            let at = (layer, &pass.rows, x.as_slice());
+            let cpu = self.cpu(pass.chance);
+            pass.x = cpu.backward(params, at, kept, &pass.x, grads);
+        }
+    }
+
+    /// What the tokens' rows get, in the first stage.
+    pub(crate) fn bottom(&self, pass: &Pass, grads: &mut [f32]) {
+        if self.stage.is_first() {
+            self.cpu(None).embed_back(&pass.tokens, &pass.x, grads);
+        }
+    }
+
+    /// A leaf through a stage and back: its loss in the last stage, and the gradient at its input.
+    /// `dy` is what the stage behind gave.
+    pub(crate) fn through(
+        &self,
+        params: &[f32],
+        leaf: &Leaf,
+        (x, chance): (Option<Vec<f32>>, Option<Dropout>),
+        (dy, judged): (Option<Vec<f32>>, u64),
+        grads: &mut [f32],
+    ) -> (f64, Vec<f32>) {
+        let mut pass = self.begin(params, leaf, (x, chance), KEPT_BYTES);
+        let loss = match dy {
+            None => self.top(params, (&mut pass, leaf), judged, grads),
+            Some(dy) => {
+                pass.x = dy;
+                0.0
+            }
+        };
+        while !pass.inputs.is_empty() {
+            self.down(params, &mut pass, grads);
+        }
+        self.bottom(&pass, grads);
+        (loss, pass.x)
+    }
+
+    /// The same sum as of [`loss`](Self::loss), and the gradient of it divided by `judged`, the
+    /// targets of the whole step.
+    pub fn gradient(&self, params: &[f32], leaf: &Leaf, judged: u64) -> (f64, Vec<f32>) {
+        let mut grads = vec![0.0; self.weights.layout.len()];
+        let loss = self.through(params, leaf, (None, None), (None, judged), &mut grads);
+        (loss.0, grads)
+    }
+}
+
+/// Bytes of inputs of layers of all leaves that go layer by layer together.
+const INPUT_BYTES: usize = 1 << 30;
+
+fn option<T>(option: &'static str, got: impl ToString, expected: String) -> Result<T, Error> {
+    let got = got.to_string();
+    Err(Error::Option {
+        option,
+        got,
+        expected,
+    })
 }
 
 /// Bytes that a layer's activations take.
@@ -174,30 +355,29 @@ pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
 
 impl Trained {
     fn check(&self) -> Result<(), Error> {
-        let option = |option, got: String, expected: &str| {
-            let expected = expected.to_owned();
-            Err(Error::Option {
-                option,
-                got,
-                expected,
-            })
-        };
         if self.method == Method::Full {
             return Ok(());
         }
         let Lora { rank, alpha } = self.lora;
         if rank == 0 || rank > 1024 {
-            return option("--rank", rank.to_string(), "1 to 1024");
+            return option("--rank", rank, "1 to 1024".to_owned());
         }
         if !(alpha.is_finite() && alpha > 0.0) {
-            return option("--alpha", alpha.to_string(), "a number above 0");
+            return option("--alpha", alpha, "a number above 0".to_owned());
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return option(
+                "--dropout",
+                self.dropout,
+                "0 or more, and below 1".to_owned(),
+            );
         }
         let known = |name: &String| TARGETS.iter().any(|(_, _, target)| target == name);
         let names = TARGETS.map(|(_, _, name)| name).join(", ");
         match self.targets.iter().find(|name| !known(name)) {
-            Some(bad) => option("--targets", bad.clone(), &format!("some of {names}")),
+            Some(bad) => option("--targets", bad, format!("some of {names}")),
             None if self.targets.is_empty() => {
-                option("--targets", "empty".to_owned(), &format!("some of {names}"))
+                option("--targets", "empty", format!("some of {names}"))
             }
             None => Ok(()),
         }

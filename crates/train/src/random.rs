@@ -4,6 +4,8 @@
 pub(crate) const INIT: u64 = 1;
 /// Purpose of a key: the order of examples.
 pub(crate) const ORDER: u64 = 2;
+/// Purpose of a key: inputs of adapters that are left out.
+pub(crate) const DROPOUT: u64 = 3;
 
 /// 64 even bits of a key: the finaliser of SplitMix64 (Steele et al. 2014) over each word in turn.
 pub(crate) fn bits(key: [u64; 4]) -> u64 {

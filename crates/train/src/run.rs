@@ -11,12 +11,17 @@ use crate::adapter::{Adapter, Form};
 use crate::checkpoint::{State, named};
 use crate::crew::Crew;
 use crate::data::{Examples, Reader, TrainOn};
+use crate::dropout::Dropout;
 use crate::error::Error;
-use crate::net::{Net, Trained};
+use crate::events::Events;
+use crate::messages::{Set, Task};
+use crate::metrics::{Measured, Metrics};
+use crate::net::{Leaf, Net, Trained};
 use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::order::Order;
+use crate::stage::Stage;
 use crate::weights::Method;
-use crate::{fuse, tensors};
+use crate::{forecast, fuse, tensors};
 
 /// All that the bits of a result depend on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,14 +34,18 @@ pub struct Job {
     pub valid: Option<PathBuf>,
     /// Which tokens are judged.
     pub train_on: TrainOn,
-    /// Longest example.
+    /// Longest row.
     pub tokens_max: usize,
-    /// Sequences of a step.
+    /// Whether a row has as many examples as fit, which do not see each other.
+    pub pack: bool,
+    /// Rows of a step.
     pub batch: usize,
-    /// Sequences of a leaf.
+    /// Rows of a leaf.
     pub leaf: usize,
-    /// Chooses first values and order.
+    /// Chooses first values, order and what is left out.
     pub seed: u64,
+    /// How often each row is seen, in place of a number of steps.
+    pub epochs: Option<u64>,
     /// The rule of updates.
     pub optimiser: OptimiserOptions,
 }
@@ -58,6 +67,12 @@ pub struct RunOptions<'a> {
     pub eval_every: u64,
     /// Seconds since some moment.
     pub clock: &'a dyn Fn() -> f64,
+    /// Seconds between 1970 and that moment.
+    pub epoch_s: f64,
+    /// Floating-point operations a second of what computes, all together; 0 where unknown.
+    pub flops: f64,
+    /// Most bytes that this process had in memory, where that is known.
+    pub memory: &'a dyn Fn() -> Option<u64>,
     /// Whether to end after the step under way.
     pub stop: &'a dyn Fn() -> bool,
 }
@@ -69,12 +84,21 @@ pub enum Progress {
     Begun {
         /// Steps that were done before.
         step: u64,
+        /// Steps of the whole run.
+        steps: u64,
         /// Examples.
         examples: usize,
+        /// Rows that they are put into.
+        rows: usize,
         /// Examples that were cut to the longest length.
         cut: usize,
         /// Numbers that are trained.
         numbers: usize,
+    },
+    /// What is held out was looked at before the first step.
+    HeldOut {
+        /// Negative log likelihood of a token.
+        loss: f64,
     },
     /// A step is done.
     Step(Measured),
@@ -85,32 +109,6 @@ pub enum Progress {
     },
 }
 
-/// A line of `metrics.jsonl`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Measured {
-    /// From 1.
-    pub step: u64,
-    /// Negative log likelihood of a judged token, before the step's update.
-    pub loss: f64,
-    /// Learning rate.
-    pub lr: f64,
-    /// Of the gradient, before it was shortened.
-    pub grad_norm: f64,
-    /// Tokens that were judged.
-    pub judged: u64,
-    /// Tokens that went through the model.
-    pub tokens: u64,
-    /// Negative log likelihood of a held-out token after the update.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub val_loss: Option<f64>,
-    /// Seconds of the step.
-    pub step_s: f64,
-    /// Tokens a second.
-    pub tok_s: f64,
-    /// Workers that computed.
-    pub nodes: u32,
-}
-
 /// What a run came to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
@@ -118,6 +116,8 @@ pub struct Report {
     pub steps: u64,
     /// Loss of the first step of all and of the last.
     pub loss: [f64; 2],
+    /// Held-out loss before the first step, unless that was another run's.
+    pub val_loss_before: Option<f64>,
     /// Held-out loss at the end.
     pub val_loss: Option<f64>,
     /// SHA-256 of values and moments.
@@ -168,6 +168,9 @@ impl Job {
             let expected = "lora or qlora: only folders of safetensors are trained whole";
             return option("--method", "full".to_owned(), expected);
         }
+        if self.epochs == Some(0) {
+            return option("--epochs", "0".to_owned(), "1 or more");
+        }
         let o = &self.optimiser;
         if o.steps == 0 {
             return option("--steps", o.steps.to_string(), "1 or more");
@@ -201,8 +204,26 @@ impl Run {
     /// # Errors
     /// What is wrong with its model, its data or its options.
     pub fn open(job: &Job, kernels: Kernels, computes: bool) -> Result<Self, Error> {
+        let trained = if computes {
+            job.trained.clone()
+        } else {
+            job.without_copies()
+        };
+        Self::read(job, || Net::load(&trained, kernels))
+    }
+
+    /// Reads a job for a worker that has a stage of the model.
+    ///
+    /// # Errors
+    /// As of [`open`](Self::open).
+    pub(crate) fn open_stage(job: &Job, kernels: Kernels, stage: Stage) -> Result<Self, Error> {
+        Self::read(job, || Net::load_stage(&job.trained, kernels, stage))
+    }
+
+    fn read(job: &Job, net: impl FnOnce() -> Result<Net, Error>) -> Result<Self, Error> {
         job.check()?;
-        let reader = Reader::new(&job.trained.model, job.train_on, job.tokens_max)?;
+        let rows = (job.tokens_max, job.pack);
+        let reader = Reader::new(&job.trained.model, job.train_on, rows)?;
         let examples = reader.read(&job.data, "train")?;
         let beside = job.data.join("valid.jsonl");
         let valid = match &job.valid {
@@ -210,12 +231,7 @@ impl Run {
             None => beside.is_file().then_some(beside.as_path()),
         };
         let valid = valid.map(|path| reader.read(path, "valid")).transpose()?;
-        let trained = if computes {
-            job.trained.clone()
-        } else {
-            job.without_copies()
-        };
-        let net = Net::load(&trained, kernels)?;
+        let net = net()?;
         let vocab = net.config().vocab;
         for examples in [Some(&examples), valid.as_ref()].into_iter().flatten() {
             let largest = examples.largest_token();
@@ -230,8 +246,13 @@ impl Run {
             batch: job.batch,
             leaf: job.leaf,
         };
+        let mut job = job.clone();
+        if let Some(epochs) = job.epochs {
+            let rows = epochs.saturating_mul(examples.count() as u64);
+            job.optimiser.steps = rows.div_ceil(job.batch as u64);
+        }
         Ok(Self {
-            job: job.clone(),
+            job,
             net,
             examples,
             valid,
@@ -244,12 +265,60 @@ impl Run {
         &self.net
     }
 
-    /// Gradient and loss of leaf `leaf` of a step.
-    pub(crate) fn leaf(&self, params: &[f32], step: u64, leaf: usize) -> (f64, Vec<f32>) {
-        let examples = self.order.step(step);
-        let judged = self.examples.judged(&examples);
-        let leaf = self.examples.leaf(&examples[self.order.places(leaf)]);
-        self.net.gradient(params, &leaf, judged)
+    /// A leaf of a step, and what chance leaves out of it.
+    pub(crate) fn leaf(&self, step: u64, leaf: usize) -> (Leaf, Option<Dropout>) {
+        let rows = self.order.step(step);
+        let chance = [self.job.seed, step, leaf as u64];
+        (
+            self.examples.leaf(&rows[self.order.places(leaf)]),
+            Dropout::of(self.job.trained.dropout, chance),
+        )
+    }
+
+    /// The leaf of a task.
+    pub(crate) fn leaf_of(&self, task: &Task) -> (Leaf, Option<Dropout>) {
+        match (task.set, &self.valid) {
+            (Set::Valid, Some(valid)) => (valid.leaf(&[task.leaf]), None),
+            _ => self.leaf(task.step, task.leaf),
+        }
+    }
+
+    /// Tokens of a step that are judged.
+    pub(crate) fn judged(&self, step: u64) -> u64 {
+        self.examples.judged(&self.order.step(step))
+    }
+
+    /// Rows that are held out.
+    pub(crate) fn held_out(&self) -> usize {
+        self.valid.as_ref().map_or(0, Examples::count)
+    }
+
+    /// The loss of each row that is held out, computed here.
+    pub(crate) fn losses(&self, params: &[f32]) -> Vec<f64> {
+        let rows = self.valid.iter().flat_map(|valid| {
+            let leaf = move |row| valid.leaf(&[row]);
+            (0..valid.count()).map(leaf)
+        });
+        rows.map(|leaf| self.net.loss(params, &leaf)).collect()
+    }
+
+    /// Where each of `of` stages lies in what is trained.
+    pub(crate) fn stages(&self, of: usize) -> Result<Vec<std::ops::Range<usize>>, Error> {
+        let parts = self.net.parts();
+        let range = |index: usize| {
+            let stage = Stage { index, of };
+            let layers = stage.layers(self.net.config())?;
+            let start = match stage.is_first() {
+                true => 0,
+                false => parts[layers.start + 1].start,
+            };
+            let end = match stage.is_last() {
+                true => self.net.layout().len(),
+                false => parts[layers.end].end,
+            };
+            Ok(start..end)
+        };
+        (0..of).map(range).collect()
     }
 
     /// Trains, and writes the result. `watch` hears how it goes.
@@ -275,12 +344,23 @@ impl Run {
             optimiser: fresh,
         });
         let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step)?;
+        let now = || options.epoch_s + (options.clock)();
+        let events = Events::start(&output.join("tensorboard"), state.step, now())?;
         watch(Progress::Begun {
             step: state.step,
-            examples: self.examples.count(),
+            steps: self.job.optimiser.steps,
+            examples: self.examples.examples(),
+            rows: self.examples.count(),
             cut: self.examples.cut,
             numbers: layout.len(),
         });
+        let val_loss_before = match state.step {
+            0 => self.look(&state, crew, &options, watch)?,
+            _ => None, // that run told it
+        };
+        if let Some(loss) = val_loss_before {
+            watch(Progress::HeldOut { loss });
+        }
         let steps = self.job.optimiser.steps;
         let mut saved = state.step;
         while state.step < steps {
@@ -293,6 +373,7 @@ impl Run {
             }
             let measured = self.step(&mut state, crew, &options, watch)?;
             metrics.add(&measured)?;
+            events.add(&measured, now())?;
             watch(Progress::Step(measured));
             if state.step.is_multiple_of(options.save_every.max(1)) && state.step < steps {
                 state.save(output, layout)?;
@@ -304,6 +385,7 @@ impl Run {
         Ok(Report {
             steps,
             loss: metrics.ends(),
+            val_loss_before,
             val_loss: metrics.last.as_ref().and_then(|m| m.val_loss),
             digest: state.digest(),
             lost: crew.lost(),
@@ -320,9 +402,8 @@ impl Run {
     ) -> Result<Measured, Error> {
         let start = (options.clock)();
         let step = state.step;
-        let which = self.order.step(step);
-        let judged = self.examples.judged(&which);
-        let tokens = self.examples.leaf(&which).tokens.len() as u64;
+        let judged = self.judged(step);
+        let tokens = self.examples.computed(&self.order.step(step));
         let (loss, mut grads) = crew.step(self, &state.params, step, options.clock, watch)?;
         let loss = loss / judged as f64;
         if !loss.is_finite() {
@@ -338,7 +419,12 @@ impl Run {
         let step_s = (options.clock)() - start;
         let looks = state.step.is_multiple_of(options.eval_every.max(1))
             || state.step == self.job.optimiser.steps;
-        let valid = self.valid.as_ref().filter(|_| looks);
+        let val_loss = match looks {
+            false => None,
+            true => self.look(state, crew, options, watch)?,
+        };
+        let flop = forecast::step_flop(&self.net, self.job.trained.method, tokens);
+        let share = flop / (options.flops * step_s).max(1.0);
         Ok(Measured {
             step: state.step,
             loss,
@@ -346,20 +432,30 @@ impl Run {
             grad_norm,
             judged,
             tokens,
-            val_loss: valid.map(|valid| self.held_out(valid, &state.params)),
+            val_loss,
+            val_ppl: val_loss.map(libm::exp),
             step_s,
             tok_s: tokens as f64 / step_s.max(1e-9),
+            flop_share: (options.flops > 0.0).then_some(share),
+            memory_bytes: (options.memory)(),
             nodes: crew.nodes(),
         })
     }
 
-    /// Mean negative log likelihood of the judged tokens, example by example.
-    fn held_out(&self, valid: &Examples, params: &[f32]) -> f64 {
-        let all: Vec<usize> = (0..valid.count()).collect();
-        let losses = all
-            .iter()
-            .map(|i| self.net.loss(params, &valid.leaf(&[*i])));
-        losses.sum::<f64>() / valid.judged(&all) as f64
+    /// Negative log likelihood of a held-out token, if any is held out.
+    fn look(
+        &self,
+        state: &State,
+        crew: &mut Crew,
+        options: &RunOptions<'_>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Option<f64>, Error> {
+        let Some(valid) = &self.valid else {
+            return Ok(None);
+        };
+        let losses = crew.judge(self, &state.params, state.step, options.clock, watch)?;
+        let all: Vec<usize> = (0..losses.len()).collect();
+        Ok(Some(losses.iter().sum::<f64>() / valid.judged(&all) as f64))
     }
 
     /// Says in the folder what its run is, or checks that it says the same.
@@ -413,7 +509,8 @@ impl Run {
             .map(|(name, shape, v)| (name, shape.to_vec(), v.to_vec()));
         let base = trained.model.display().to_string();
         let lora = trained.lora;
-        let adapter = Adapter::new(lora.rank, f64::from(lora.alpha), base, owned.collect());
+        let mut adapter = Adapter::new(lora.rank, f64::from(lora.alpha), base, owned.collect());
+        adapter.dropout = f64::from(trained.dropout);
         adapter.write(output, Form::Peft)?;
         let files = ["adapter_model.safetensors", "adapter_config.json"];
         Ok(files.map(|name| output.join(name)).to_vec())
@@ -438,65 +535,4 @@ fn flat(value: &Value) -> BTreeMap<String, Value> {
         }
     }
     out
-}
-
-/// The file of measured steps.
-struct Metrics {
-    path: PathBuf,
-    first: Option<Measured>,
-    last: Option<Measured>,
-}
-
-impl Metrics {
-    /// Keeps the lines of the first `step` steps, as they are: what came after was not saved.
-    fn open(path: &Path, step: u64) -> Result<Self, Error> {
-        let text = std::fs::read_to_string(path).unwrap_or_default();
-        let read = |line: &str| serde_json::from_str::<Measured>(line).ok();
-        let kept = text.lines().map_while(|line| Some((line, read(line)?)));
-        let kept: Vec<_> = kept.filter(|(_, measured)| measured.step <= step).collect();
-        tensors::replace(path, |file| {
-            kept.iter()
-                .try_for_each(|(line, _)| writeln!(file, "{line}"))
-        })?;
-        Ok(Self {
-            path: path.to_owned(),
-            first: kept.first().map(|(_, measured)| measured.clone()),
-            last: kept.last().map(|(_, measured)| measured.clone()),
-        })
-    }
-
-    fn add(&mut self, measured: &Measured) -> Result<(), Error> {
-        use std::io::Write;
-        let file = std::fs::OpenOptions::new().append(true).open(&self.path);
-        let written = file.and_then(|mut file| file.write_all(line(measured).as_bytes()));
-        written.map_err(Error::file("write", &self.path))?;
-        self.first.get_or_insert_with(|| measured.clone());
-        self.last = Some(measured.clone());
-        Ok(())
-    }
-
-    fn ends(&self) -> [f64; 2] {
-        [&self.first, &self.last].map(|end| end.as_ref().map_or(f64::NAN, |m| m.loss))
-    }
-}
-
-fn line(measured: &Measured) -> String {
-    let mut line = serde_json::to_string(measured).unwrap_or_default();
-    line.push('\n');
-    line
-}
-
-/// The lines of `metrics.jsonl`; one that was cut off by a kill is left out, as are those behind.
-///
-/// # Errors
-/// [`Error::File`], unless there is none.
-pub fn read_metrics(path: &Path) -> Result<Vec<Measured>, Error> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(text
-            .lines()
-            .map_while(|line| serde_json::from_str(line).ok())
-            .collect()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(Error::file("read", path)(error)),
-    }
 }

@@ -9,6 +9,7 @@ use paceline_tensor::{Kernels, RopePairs, stored};
 use crate::error::Error;
 use crate::params::{Layout, Lora};
 use crate::pool;
+use crate::stage::Stage;
 
 /// Floats of a tile of a matrix that is kept as stored: 4 MiB.
 const TILE_FLOATS: usize = 1 << 20;
@@ -96,6 +97,8 @@ pub(crate) enum Kept {
 /// The two factors of an adapter: `(rank, cols)` and `(rows, rank)`.
 #[derive(Clone, Debug)]
 pub(crate) struct Pair {
+    /// Which matrix of the whole model it belongs to.
+    pub(crate) number: u64,
     pub(crate) a: Range<usize>,
     pub(crate) b: Range<usize>,
 }
@@ -180,17 +183,48 @@ pub(crate) struct Layer {
     pub(crate) matrices: [Matrix; 7],
 }
 
-/// All weights, and where what is trained lies.
+/// The weights of a stage, and where what is trained lies.
 #[derive(Debug)]
 pub(crate) struct Weights {
-    pub(crate) embedding: Matrix,
+    /// None where a stage neither begins with tokens nor ends with them.
+    pub(crate) embedding: Option<Matrix>,
+    /// The number of the first of `layers`.
+    pub(crate) first_layer: usize,
     pub(crate) layers: Vec<Layer>,
-    pub(crate) output_norm: Vector,
-    /// None where it is the embedding.
+    /// None but in the last stage.
+    pub(crate) output_norm: Option<Vector>,
+    /// None where it is the embedding, and but in the last stage.
     pub(crate) output: Option<Matrix>,
     pub(crate) layout: Layout,
+    /// Where the embedding lies in what is trained, then each layer, then the rest.
+    pub(crate) parts: Vec<Range<usize>>,
     /// What a whole model's training begins with; empty for adapters.
     pub(crate) first: Vec<f32>,
+}
+
+impl Weights {
+    /// The layer with this number in the whole model.
+    pub(crate) fn layer(&self, number: usize) -> &Layer {
+        &self.layers[number - self.first_layer]
+    }
+
+    /// Numbers of the layers.
+    pub(crate) fn numbers(&self) -> Range<usize> {
+        self.first_layer..self.first_layer + self.layers.len()
+    }
+
+    /// The table that tokens begin with.
+    pub(crate) fn table(&self) -> &Matrix {
+        let table = self.embedding.as_ref();
+        table.expect("the first stage has the table of tokens")
+    }
+
+    /// The matrix that logits come from, and the norm before it.
+    pub(crate) fn head(&self) -> (&Vector, &Matrix) {
+        let norm = self.output_norm.as_ref();
+        let norm = norm.expect("the last stage has the last norm");
+        (norm, self.output.as_ref().unwrap_or_else(|| self.table()))
+    }
 }
 
 /// Reads weights.
@@ -202,6 +236,9 @@ pub(crate) struct Loader<'a> {
     pub(crate) lora: Lora,
     /// Names out of [`TARGETS`].
     pub(crate) targets: &'a [String],
+    /// The first layer with adapters.
+    pub(crate) adapted_from: usize,
+    pub(crate) stage: Stage,
     pub(crate) layout: Layout,
     pub(crate) first: Vec<f32>,
 }
@@ -209,23 +246,34 @@ pub(crate) struct Loader<'a> {
 impl Loader<'_> {
     pub(crate) fn load(mut self) -> Result<Weights, Error> {
         let c = self.config;
-        let table = [c.vocab, c.width];
+        let (stage, table) = (self.stage, [c.vocab, c.width]);
+        let (numbers, tied) = (stage.layers(c)?, self.is_tied()?);
         let role = Role::TokenEmbedding;
-        let embedding = self.matrix(role, table, "model.embed_tokens", None)?;
-        let layers = (0..c.layers.len()).map(|i| self.layer(i));
-        let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let output_norm = self.vector(Role::OutputNorm, c.width, "model.norm.weight")?;
-        let tied = match c.tied {
-            Some(tied) => tied,
-            None => self.source.opt_weight(c.family, Role::Output)?.is_none(),
-        };
-        let output = (!tied).then(|| self.matrix(Role::Output, table, "lm_head", None));
+        let has_table = stage.is_first() || (stage.is_last() && tied);
+        let embedding = has_table.then(|| self.matrix(role, table, "model.embed_tokens", None));
+        let embedding = embedding.transpose()?;
+        let mut ends = vec![0, self.layout.len()];
+        let mut layers = Vec::with_capacity(numbers.len());
+        for i in numbers.clone() {
+            layers.push(self.layer(i)?);
+            ends.push(self.layout.len());
+        }
+        let mut output_norm = None;
+        if stage.is_last() {
+            output_norm = Some(self.vector(Role::OutputNorm, c.width, "model.norm.weight")?);
+        }
+        let has_head = stage.is_last() && !tied;
+        let output = has_head.then(|| self.matrix(Role::Output, table, "lm_head", None));
+        let output = output.transpose()?;
+        ends.push(self.layout.len());
         Ok(Weights {
             embedding,
+            first_layer: numbers.start,
             layers,
             output_norm,
-            output: output.transpose()?,
+            output,
             layout: self.layout,
+            parts: ends.windows(2).map(|two| two[0]..two[1]).collect(),
             first: self.first,
         })
     }
@@ -301,7 +349,6 @@ impl Loader<'_> {
     ) -> Result<Matrix, Error> {
         let tensor = self.source.weight(self.config.family, role)?;
         check(&tensor, &[rows, cols])?;
-        let is_table = !matches!(role, Role::Layer(..));
         let mut matrix = Matrix {
             kept: Kept::Stored(tensor, heads),
             rows,
@@ -312,7 +359,7 @@ impl Loader<'_> {
         match self.method {
             Method::Qlora => {}
             // Few rows of a table that is no head are used, and those by their number.
-            Method::Lora if is_table && role == Role::TokenEmbedding && !self.is_tied()? => {}
+            Method::Lora if role == Role::TokenEmbedding && !self.is_head()? => {}
             Method::Lora => matrix.kept = Kept::Fixed(self.unpacked(&matrix)),
             Method::Full => {
                 let values = self.unpacked(&matrix);
@@ -320,14 +367,29 @@ impl Loader<'_> {
                     Kept::Trained(self.add(format!("{name}.weight"), &[rows, cols], &values));
             }
         }
-        let short = name.rsplit('.').next().unwrap_or(name);
-        if self.method != Method::Full && !is_table && self.targets.iter().any(|t| t == short) {
+        if let Some(number) = self.adapted(role) {
             let of = |part| format!("base_model.model.{name}.{part}.weight");
             let a = self.layout.add(of("lora_A"), vec![self.lora.rank, cols]);
             let b = self.layout.add(of("lora_B"), vec![rows, self.lora.rank]);
-            matrix.pair = Some(Pair { a, b });
+            matrix.pair = Some(Pair { number, a, b });
         }
         Ok(matrix)
+    }
+
+    /// The number of a matrix that has an adapter.
+    fn adapted(&self, role: Role) -> Option<u64> {
+        let Role::Layer(layer, part) = role else {
+            return None;
+        };
+        let nth = TARGETS.iter().position(|(of, _, _)| *of == part)?;
+        let is_target = self.targets.iter().any(|name| name == TARGETS[nth].2);
+        let is_adapted = self.method != Method::Full && is_target && layer >= self.adapted_from;
+        is_adapted.then_some((layer * TARGETS.len() + nth) as u64)
+    }
+
+    /// Whether logits come from the table of tokens here.
+    fn is_head(&self) -> Result<bool, Error> {
+        Ok(self.stage.is_last() && self.is_tied()?)
     }
 
     fn is_tied(&self) -> Result<bool, Error> {

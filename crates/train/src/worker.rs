@@ -1,14 +1,16 @@
 //! What a worker process runs: leaves for its parent.
 
 use std::convert::Infallible;
+use std::ops::Range;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use paceline_cluster::Control;
 use paceline_tensor::Kernels;
 
-use crate::crew::{compute, publish};
+use crate::crew::{compute, publish, read_values};
 use crate::error::Error;
-use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
+use crate::messages::{FromWorker, Task, ToWorker, params_file, roots_file};
 use crate::run::Run;
 use crate::tensors;
 
@@ -42,43 +44,144 @@ fn work(
     channel: &Channel,
     kernels: impl FnOnce(usize) -> std::io::Result<Kernels>,
 ) -> Result<Infallible, Error> {
-    let (job, threads, exchange) = match channel.recv(START_LIMIT)? {
+    let (job, threads, exchange, stage) = match channel.recv(START_LIMIT)? {
         Some(ToWorker::Start {
             job,
             threads,
             exchange,
-        }) => (job, threads, exchange),
+            stage,
+        }) => (job, threads, exchange, stage),
         other => return Err(unexpected(other.as_ref(), "Start")),
     };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = if threads == 0 { cores } else { threads };
     let kernels = kernels(threads).map_err(|source| Error::Threads { threads, source })?;
-    let run = Run::open(&job, kernels, true)?;
-    channel.send(&FromWorker::Ready)?;
-    let mut values = (None, Vec::new());
+    let run = Run::open_stage(&job, kernels, stage)?;
+    channel.send(&FromWorker::Ready {
+        model: run.net.fingerprint().to_owned(),
+        data: run.examples.digest.clone(),
+    })?;
+    let mut worker = Worker {
+        channel,
+        run,
+        exchange,
+        values: (None, Vec::new()),
+    };
     loop {
-        let (step, start, end) = match channel.recv(Duration::MAX)? {
-            Some(ToWorker::Compute { step, start, end }) => (step, start, end),
-            None => continue,
+        match channel.recv(Duration::MAX)? {
+            Some(ToWorker::Compute { step, start, end }) => worker.compute(step, start..end)?,
+            Some(ToWorker::Pass(task)) => worker.pass(&task)?,
+            None => {}
             other => return Err(unexpected(other.as_ref(), "Compute")),
-        };
-        if values.0 != Some(step) {
-            let path = params_file(&exchange, step);
-            match std::fs::read(&path) {
-                Ok(bytes) => values = (Some(step), tensors::floats(&bytes)),
-                // The step is over: its leaves were others' before this message was read.
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(Error::file("read", &path)(error)),
-            }
         }
-        let (losses, roots) = compute(&run, &values.1, step, start..end);
-        let losses = losses.into_iter().map(f64::to_bits).collect();
-        let digest = publish(&roots_file(&exchange, step, start, end), &roots)?;
-        channel.send(&FromWorker::Done {
+    }
+}
+
+/// A worker that has loaded its part of the model.
+struct Worker<'a> {
+    channel: &'a Channel,
+    run: Run,
+    exchange: PathBuf,
+    /// A step, and the values before it.
+    values: (Option<u64>, Vec<f32>),
+}
+
+impl Worker<'_> {
+    /// Reads the values before a step. False when the step is over: its leaves were others' before
+    /// this process read the message about them.
+    fn know(&mut self, step: u64) -> Result<bool, Error> {
+        if self.values.0 == Some(step) {
+            return Ok(true);
+        }
+        let stage = self.run.net.stage().index;
+        let path = self.exchange.join(params_file(step, stage));
+        match std::fs::read(&path) {
+            Ok(bytes) => {
+                self.values = (Some(step), tensors::floats(&bytes));
+                Ok(true)
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(Error::file("read", &path)(error)),
+        }
+    }
+
+    /// Leaves of the whole model, part by part.
+    fn compute(&mut self, step: u64, leaves: Range<usize>) -> Result<(), Error> {
+        if !self.know(step)? {
+            return Ok(());
+        }
+        let (start, end) = (leaves.start, leaves.end);
+        let (channel, exchange) = (self.channel, &self.exchange);
+        let mut tell = |part: usize, roots: &[f32]| -> Result<(), Error> {
+            let digest = publish(exchange, &roots_file(step, start, end, part), roots)?;
+            let part = FromWorker::Part {
+                step,
+                start,
+                end,
+                part,
+                digest,
+            };
+            Ok(channel.send(&part)?)
+        };
+        let losses = compute(&self.run, &self.values.1, step, leaves, &mut tell)?;
+        let done = FromWorker::Done {
             step,
             start,
             end,
-            losses,
+            losses: losses.into_iter().map(f64::to_bits).collect(),
+        };
+        Ok(self.channel.send(&done)?)
+    }
+
+    /// A leaf through a stage.
+    fn pass(&mut self, task: &Task) -> Result<(), Error> {
+        if !self.know(task.step)? {
+            return Ok(());
+        }
+        let (net, stage) = (&self.run.net, self.run.net.stage());
+        let (leaf, chance) = self.run.leaf_of(task);
+        let n = leaf.tokens.len() * net.config().width;
+        let x = match stage.is_first() {
+            true => None,
+            false => Some(self.read(&task.inputs_file(stage.index), n)?),
+        };
+        let (mut loss, mut digest) = (None, None);
+        let params = &self.values.1;
+        if task.back {
+            let dy = match stage.is_last() {
+                true => None,
+                false => Some(self.read(&task.gradient_file(stage.index + 1), n)?),
+            };
+            let mut grads = vec![0.0; params.len()];
+            let judged = self.run.judged(task.step);
+            let (own, dx) = net.through(params, &leaf, (x, chance), (dy, judged), &mut grads);
+            if !stage.is_first() {
+                publish(&self.exchange, &task.gradient_file(stage.index), &dx)?;
+            }
+            digest = Some(publish(
+                &self.exchange,
+                &task.roots_file(stage.index),
+                &grads,
+            )?);
+            loss = stage.is_last().then_some(own.to_bits());
+        } else if stage.is_last() {
+            loss = Some(net.loss_after(params, &leaf, x).to_bits());
+        } else {
+            let y = net.forward(params, &leaf, x, chance);
+            publish(&self.exchange, &task.inputs_file(stage.index + 1), &y)?;
+        }
+        let passed = FromWorker::Passed {
+            task: *task,
+            loss,
             digest,
-        })?;
+        };
+        Ok(self.channel.send(&passed)?)
+    }
+
+    fn read(&self, name: &str, n: usize) -> Result<Vec<f32>, Error> {
+        let path = self.exchange.join(name);
+        let values = read_values(&path, n, None);
+        values.ok_or_else(|| Error::malformed(&path, format!("has no {n} numbers")))
     }
 }
 
@@ -86,6 +189,7 @@ const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error
     let got = match message {
         Some(ToWorker::Start { .. }) => "Start",
         Some(ToWorker::Compute { .. }) => "Compute",
+        Some(ToWorker::Pass(_)) => "Pass",
         None => "nothing",
     };
     Error::Protocol { got, expected }

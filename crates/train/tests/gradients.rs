@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use paceline_formats::safetensors::Safetensors;
+use paceline_model::{Config, Source};
 use paceline_tensor::{InstructionSet, Kernels, stored};
-use paceline_train::adapter::{Adapter, Form};
+use paceline_train::adapter::{Adapter, Base, Form};
 use paceline_train::{Leaf, Lora, Method, Net, TARGETS, Trained};
 use serde_json::Value;
 
@@ -64,6 +65,8 @@ pub(crate) fn trained(model: &str, method: Method) -> Trained {
         method,
         lora: LORA,
         targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
+        layers: None,
+        dropout: 0.0,
     }
 }
 
@@ -254,9 +257,33 @@ fn families_without_gradients_are_refused_by_name() {
     );
 }
 
-/// peft's files are read, and go through MLX's form and back without a change.
+/// The last layers alone have adapters, and the others none.
 #[test]
-fn adapters_keep_their_bytes_through_both_forms() {
+fn adapters_of_the_last_layers_alone() {
+    let mut of = trained("qwen3-bf16", Method::Lora);
+    of.layers = Some(1);
+    let net = Net::load(&of, Kernels::new(1).unwrap()).unwrap();
+    let last = net.config().layers.len() - 1;
+    let prefix = format!("base_model.model.model.layers.{last}.");
+    assert_eq!(net.layout().slots().len(), 14);
+    assert!(
+        net.layout()
+            .slots()
+            .iter()
+            .all(|slot| slot.name.starts_with(&prefix))
+    );
+    of.layers = Some(99);
+    let error = Net::load(&of, Kernels::new(1).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("--layers is 99"), "{error}");
+    of.layers = None;
+    of.dropout = 1.0;
+    let error = Net::load(&of, Kernels::new(1).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("--dropout is 1"), "{error}");
+}
+
+/// peft's files are read, and go through the other forms and back without a change.
+#[test]
+fn adapters_keep_their_bytes_through_all_forms() {
     let from = golden().join("train/adapter");
     let (adapter, form) = Adapter::read(&from).unwrap();
     assert_eq!((form, adapter.rank, adapter.scale()), (Form::Peft, 2, 2.0));
@@ -267,6 +294,11 @@ fn adapters_keep_their_bytes_through_both_forms() {
         .unwrap();
     let (back, form) = Adapter::read(&folder.path().join("mlx/adapters.safetensors")).unwrap();
     assert_eq!(form, Form::Mlx);
+    let source = Source::open(&golden().join("hf/llama-tied")).unwrap();
+    let base = Base::of(&Config::read(&source).unwrap());
+    back.write_gguf(&folder.path().join("gguf"), base).unwrap();
+    let (back, form) = Adapter::read(&folder.path().join("gguf")).unwrap();
+    assert_eq!((form, back.scale()), (Form::Gguf, 2.0));
     back.write(&folder.path().join("peft"), Form::Peft).unwrap();
     let read = |path: PathBuf| {
         let file = Safetensors::open(path.join("adapter_model.safetensors")).unwrap();

@@ -4,12 +4,14 @@ use std::cell::Cell;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use paceline_base::testing;
 use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::{Kernels, stored};
 use paceline_train::adapter::{Adapter, Form};
+use paceline_train::bridge::{Ends, FarSpec, far, near};
 use paceline_train::{
-    Crew, Error, Job, Leaf, Method, Net, OptimiserOptions, Processes, Progress, Report, Rule, Run,
-    RunOptions, Schedule, TrainOn, fuse, read_metrics, svg, worker,
+    Crew, Error, Job, Leaf, Method, Net, OptimiserOptions, Post, Processes, Progress, Report, Rule,
+    Run, RunOptions, Schedule, TrainOn, fuse, read_metrics, svg, worker,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
@@ -23,6 +25,84 @@ const STEPS: u64 = 16;
 #[test]
 fn as_worker() {
     assert!(worker::run(Kernels::new).is_err());
+}
+
+/// Not a test: stands between a run and a worker that it starts by the program's own `as_far`.
+#[test]
+fn as_near() {
+    let connect = || {
+        let program = std::env::current_exe().unwrap();
+        let mut far = std::process::Command::new(program)
+            .args(["runs::as_far", "--exact", "--nocapture"])
+            .env("PACELINE_TRAIN_FAR", "1")
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (from, to) = (far.stdout.take().unwrap(), far.stdin.take().unwrap());
+        std::thread::spawn(move || far.wait());
+        Ok(Ends {
+            from: Box::new(AfterBanner::new(from)),
+            to: Box::new(to),
+        })
+    };
+    assert!(near(connect, "no such name").is_err());
+}
+
+/// Not a test but where `as_near` starts it: the other side, which has no model.
+#[test]
+fn as_far() {
+    if std::env::var_os("PACELINE_TRAIN_FAR").is_none() {
+        return;
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    // A mark, since the test program says something on standard output before.
+    let mut to = std::io::stdout();
+    std::io::Write::write_all(&mut to, MARK).unwrap();
+    let spec = FarSpec {
+        program: std::env::current_exe().unwrap(),
+        args: worker_args(),
+        scratch: scratch.path(),
+        find: &|_, _| None,
+    };
+    let ends = Ends {
+        from: Box::new(std::io::stdin()),
+        to: Box::new(to),
+    };
+    assert!(far(ends, spec).is_err());
+}
+
+const MARK: &[u8] = b"\nthe line begins here\n";
+
+/// What comes after the mark.
+struct AfterBanner<R> {
+    from: R,
+    seen: Vec<u8>,
+}
+
+impl<R: std::io::Read> AfterBanner<R> {
+    fn new(from: R) -> Self {
+        Self {
+            from,
+            seen: Vec::new(),
+        }
+    }
+}
+
+impl<R: std::io::Read> std::io::Read for AfterBanner<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        while !self.seen.ends_with(MARK) {
+            let mut byte = [0];
+            self.from.read_exact(&mut byte)?;
+            self.seen.push(byte[0]);
+        }
+        self.from.read(buffer)
+    }
+}
+
+fn worker_args() -> Vec<OsString> {
+    let args = ["runs::as_worker", "--exact", "--nocapture"];
+    args.map(OsString::from).to_vec()
 }
 
 /// Short lines of letters, whose lengths differ.
@@ -44,9 +124,11 @@ fn job(data: &Path, steps: u64) -> Job {
         valid: Some(data.to_owned()),
         train_on: TrainOn::Assistant,
         tokens_max: 64,
+        pack: false,
         batch: 13,
         leaf: 2,
         seed: 7,
+        epochs: None,
         optimiser: OptimiserOptions {
             rule: Rule::AdamW,
             lr: 1e-2,
@@ -59,32 +141,64 @@ fn job(data: &Path, steps: u64) -> Job {
     }
 }
 
-fn crew(job: &Job, nodes: u32, output: &Path) -> Crew {
-    if nodes == 1 {
-        return Crew::here();
+/// Where a run computes.
+#[derive(Clone, Copy)]
+struct Where {
+    nodes: usize,
+    stages: usize,
+    /// Whether workers are behind a bridge.
+    far: bool,
+    /// Whether their command lines have [`MARK_OF_LONG`], so that a test finds its own.
+    marked: bool,
+}
+
+/// A word that `libtest` passes over.
+const MARK_OF_LONG: &str = "--skip=of-the-long-run";
+
+const fn nodes(nodes: usize) -> Where {
+    Where {
+        nodes,
+        stages: 1,
+        far: false,
+        marked: false,
     }
+}
+
+fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
+    if at.nodes == 1 && !at.far {
+        return Ok(Crew::here());
+    }
+    let name = if at.far {
+        "runs::as_near"
+    } else {
+        "runs::as_worker"
+    };
+    let mark = at.marked.then_some(MARK_OF_LONG);
+    let args = [name, "--exact", "--nocapture"].into_iter().chain(mark);
+    let post = Post {
+        args: args.map(OsString::from).collect(),
+        threads: 1,
+        place: String::new(),
+    };
     let processes = Processes {
         program: std::env::current_exe().unwrap(),
-        args: ["runs::as_worker", "--exact", "--nocapture"]
-            .map(OsString::from)
-            .to_vec(),
-        nodes,
-        threads: 1,
+        posts: vec![post; at.nodes],
+        stages: at.stages,
         exchange: output.join(".exchange"),
     };
-    Crew::start(processes, job).unwrap()
+    Crew::start(processes, run)
 }
 
 /// Trains, and hears of every progress together with the workers' ids at the start.
 fn train(
     job: &Job,
-    nodes: u32,
+    at: Where,
     output: &Path,
     (resume, stop): (bool, &dyn Fn() -> bool),
     mut hear: impl FnMut(&Progress, &[u32]),
 ) -> Result<Report, Error> {
-    let run = Run::open(job, Kernels::new(1).unwrap(), nodes == 1)?;
-    let mut crew = crew(job, nodes, output);
+    let run = Run::open(job, Kernels::new(1).unwrap(), at.nodes == 1 && !at.far)?;
+    let mut crew = crew(&run, at, output)?;
     let ids = crew.ids();
     let start = std::time::Instant::now();
     let options = RunOptions {
@@ -93,6 +207,9 @@ fn train(
         save_every: 5,
         eval_every: 8,
         clock: &|| start.elapsed().as_secs_f64(),
+        epoch_s: 1.75e9,
+        flops: 1e9,
+        memory: &|| None,
         stop,
     };
     run.train(&mut crew, options, &mut |progress| hear(&progress, &ids))
@@ -117,14 +234,14 @@ fn any_number_of_workers_gives_the_same_bytes() {
     let data = data(folder.path());
     let job = job(&data, STEPS);
     let mut first = None;
-    for nodes in [1, 2, 3, 4, 6] {
-        let output = folder.path().join(format!("nodes-{nodes}"));
-        let report = train(&job, nodes, &output, (false, &|| false), |_, _| {}).unwrap();
+    for count in [1, 2, 3, 4, 6] {
+        let output = folder.path().join(format!("nodes-{count}"));
+        let report = train(&job, nodes(count), &output, (false, &|| false), |_, _| {}).unwrap();
         assert!(report.loss[1] < report.loss[0] - 1.0, "{:?}", report.loss);
         let result = result(&output);
         assert_eq!(result.1.len() as u64, STEPS);
         let first = first.get_or_insert_with(|| result.clone());
-        assert!(*first == result, "{nodes} workers");
+        assert!(*first == result, "{count} workers");
         assert!(!output.join(".exchange").exists());
     }
     let picture = svg(&read_metrics(&folder.path().join("nodes-3/metrics.jsonl")).unwrap());
@@ -141,7 +258,7 @@ fn lost_workers_do_not_show() {
     let data = data(folder.path());
     let job = job(&data, 2 * STEPS);
     let (calm, rough) = (folder.path().join("calm"), folder.path().join("rough"));
-    train(&job, 1, &calm, (false, &|| false), |_, _| {}).unwrap();
+    train(&job, nodes(1), &calm, (false, &|| false), |_, _| {}).unwrap();
     let send = |ids: &[u32], rank: usize, signal| {
         let id = Pid::from_raw(i32::try_from(ids[rank]).unwrap()).unwrap();
         kill_process(id, signal).unwrap();
@@ -149,7 +266,7 @@ fn lost_workers_do_not_show() {
     let mut lost = 0;
     let report = train(
         &job,
-        4,
+        nodes(4),
         &rough,
         (false, &|| false),
         |progress, ids| match progress {
@@ -167,6 +284,148 @@ fn lost_workers_do_not_show() {
     assert!(result(&calm) == result(&rough));
 }
 
+/// A model cut into stages, one of which is killed on its way, and with two workers a stage: the
+/// bytes of one process, what is held out included. Left-out inputs and packed rows are the same
+/// everywhere too.
+#[test]
+fn stages_give_the_bytes_of_one_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let mut job = job(&data, 6);
+    job.trained.dropout = 0.2;
+    job.pack = true;
+    let one = folder.path().join("one");
+    train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
+    for (count, stages, killed) in [(2, 2, None), (3, 3, Some(1)), (4, 2, Some(3)), (2, 1, None)] {
+        let output = folder.path().join(format!("stages-{count}-{stages}"));
+        let at = Where {
+            nodes: count,
+            stages,
+            far: false,
+            marked: false,
+        };
+        let hear = |progress: &Progress, ids: &[u32]| {
+            if let (Progress::Step(m), Some(rank)) = (progress, killed)
+                && m.step == 2
+            {
+                let id = i32::try_from(ids[rank]).unwrap();
+                kill_process(Pid::from_raw(id).unwrap(), Signal::KILL).unwrap();
+            }
+        };
+        let report = train(&job, at, &output, (false, &|| false), hear).unwrap();
+        assert_eq!(report.lost, u32::from(killed.is_some()));
+        assert!(
+            result(&one) == result(&output),
+            "{count} workers, {stages} stages"
+        );
+    }
+    let at = Where {
+        nodes: 2,
+        stages: 9,
+        far: false,
+        marked: false,
+    };
+    let output = folder.path().join("too-many");
+    let error = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap_err();
+    assert!(error.to_string().contains("9 stages"), "{error}");
+}
+
+/// Workers behind a bridge, which have neither model nor data: all of it is sent, and the bytes are
+/// those of one process.
+#[test]
+fn workers_elsewhere_give_the_bytes_of_one_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let job = job(&data, 4);
+    let (one, far) = (folder.path().join("one"), folder.path().join("far"));
+    train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
+    for stages in [1, 2] {
+        let at = Where {
+            nodes: 2,
+            stages,
+            far: true,
+            marked: false,
+        };
+        let output = far.join(stages.to_string());
+        let report = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap();
+        assert_eq!(report.lost, 0);
+        assert!(result(&one) == result(&output), "{stages} stages");
+    }
+    let events = std::fs::read_dir(one.join("tensorboard")).unwrap().count();
+    assert_eq!(events, 1);
+}
+
+/// As many steps as see every row twice.
+#[test]
+fn epochs_count_rows() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = job(&data(folder.path()), 1);
+    job.epochs = Some(2);
+    let output = folder.path().join("epochs");
+    let report = train(&job, nodes(1), &output, (false, &|| false), |_, _| {}).unwrap();
+    assert_eq!(report.steps, 4, "2 x 23 rows of 13 a step");
+}
+
+/// A kill every 15 s for ten minutes, with others in the place of those that were killed: the bytes
+/// of the calm run, in at most 1.25 times its time.
+#[test]
+fn ten_minutes_of_kills_cost_a_quarter_at_most() {
+    const EVERY: f64 = 15.0;
+    const LENGTH: f64 = 600.0;
+    if !testing::long() || !cfg!(target_os = "linux") {
+        return eprintln!("SKIPPED ten minutes of kills (its time): PACELINE_TEST_LONG is not set");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let mut job = job(&data, 200);
+    job.valid = None;
+    let timed = |job: &Job, output: &str, kills: bool| {
+        let (output, start) = (folder.path().join(output), std::time::Instant::now());
+        let (mut killed, mut turn) = (0.0, 0);
+        let hear = |progress: &Progress, _: &[u32]| {
+            let now = start.elapsed().as_secs_f64();
+            if kills && matches!(progress, Progress::Step(_)) && now - killed >= EVERY {
+                let workers = marked_children();
+                if let Some(id) = workers.get(turn % workers.len().max(1)) {
+                    // Fails where it has just ended by itself.
+                    let _ = kill_process(Pid::from_raw(*id).unwrap(), Signal::KILL);
+                    (killed, turn) = (now, turn + 1);
+                }
+            }
+        };
+        let at = Where {
+            marked: true,
+            ..nodes(3)
+        };
+        train(job, at, &output, (false, &|| false), hear).unwrap();
+        (start.elapsed().as_secs_f64(), result(&output), turn)
+    };
+    let (probe, ..) = timed(&job, "probe", false);
+    job.optimiser.steps = (200.0 * LENGTH / probe) as u64;
+    let (calm, expected, _) = timed(&job, "calm", false);
+    let (rough, got, kills) = timed(&job, "rough", true);
+    eprintln!("calm {calm:.0} s, rough {rough:.0} s with {kills} kills");
+    assert!(expected == got && kills >= 30, "{kills} kills");
+    assert!(rough <= 1.25 * calm, "calm {calm:.0} s, rough {rough:.0} s");
+}
+
+/// Processes that this one started with the mark and that are still there.
+fn marked_children() -> Vec<i32> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let of_task = |task: std::fs::DirEntry| {
+        std::fs::read_to_string(task.path().join("children")).unwrap_or_default()
+    };
+    let texts: Vec<String> = tasks.map(|task| of_task(task.unwrap())).collect();
+    let ids = texts.iter().flat_map(|text| text.split_whitespace());
+    let is_marked = |id: &&str| {
+        let line = std::fs::read_to_string(format!("/proc/{id}/cmdline"));
+        line.is_ok_and(|line| line.contains(MARK_OF_LONG))
+    };
+    ids.filter(is_marked)
+        .map(|id| id.parse().unwrap())
+        .collect()
+}
+
 /// Stopped in the middle, with the rest of a checkpoint that was being written and a line that
 /// was cut off: going on gives the bytes of not having stopped. Another job is refused.
 #[test]
@@ -175,13 +434,13 @@ fn going_on_gives_the_bytes_of_not_having_stopped() {
     let data = data(folder.path());
     let job = job(&data, STEPS);
     let (whole, cut) = (folder.path().join("whole"), folder.path().join("cut"));
-    train(&job, 1, &whole, (false, &|| false), |_, _| {}).unwrap();
+    train(&job, nodes(1), &whole, (false, &|| false), |_, _| {}).unwrap();
     let asked = Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);
         asked.get() > 9
     };
-    let error = train(&job, 1, &cut, (false, &stop), |_, _| {}).unwrap_err();
+    let error = train(&job, nodes(1), &cut, (false, &stop), |_, _| {}).unwrap_err();
     assert!(matches!(error, Error::Stopped { step: 10 }), "{error}");
     let steps = |name: &str| cut.join(name).exists();
     assert!(steps("step-0000009") && steps("step-0000005") && !steps("adapter_config.json"));
@@ -190,25 +449,25 @@ fn going_on_gives_the_bytes_of_not_having_stopped() {
     std::fs::create_dir(cut.join(".step-0000010.tmp")).unwrap();
     let metrics = std::fs::read_to_string(cut.join("metrics.jsonl")).unwrap();
     std::fs::write(cut.join("metrics.jsonl"), metrics + "{\"step\":10,\"lo").unwrap();
-    let there = train(&job, 1, &cut, (false, &|| false), |_, _| {}).unwrap_err();
+    let there = train(&job, nodes(1), &cut, (false, &|| false), |_, _| {}).unwrap_err();
     assert!(there.to_string().contains("--resume"), "{there}");
     let mut other = job.clone();
     other.optimiser.lr = 0.5;
-    let refused = train(&other, 1, &cut, (true, &|| false), |_, _| {})
+    let refused = train(&other, nodes(1), &cut, (true, &|| false), |_, _| {})
         .unwrap_err()
         .to_string();
     assert!(
         refused.contains("optimiser.lr") && refused.contains("0.5"),
         "{refused}"
     );
-    train(&job, 2, &cut, (true, &|| false), |_, _| {}).unwrap();
+    train(&job, nodes(2), &cut, (true, &|| false), |_, _| {}).unwrap();
     assert!(result(&whole) == result(&cut));
     // A checkpoint whose numbers changed is not gone on from.
     let path = cut.join("step-0000016/params.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    let refused = train(&job, 1, &cut, (true, &|| false), |_, _| {})
+    let refused = train(&job, nodes(1), &cut, (true, &|| false), |_, _| {})
         .unwrap_err()
         .to_string();
     assert!(refused.contains("digest"), "{refused}");
@@ -324,13 +583,13 @@ fn a_whole_model_learns_and_is_read_back() {
     job.trained = trained("qwen2-f16", Method::Full);
     job.optimiser.lr = 1e-3;
     let output = folder.path().join("full");
-    let report = train(&job, 2, &output, (false, &|| false), |_, _| {}).unwrap();
+    let report = train(&job, nodes(2), &output, (false, &|| false), |_, _| {}).unwrap();
     assert!(report.loss[1] < report.loss[0], "{:?}", report.loss);
     let mut again = job.clone();
     again.trained.model = output;
     again.optimiser.steps = 1;
     let output = folder.path().join("again");
-    let next = train(&again, 1, &output, (false, &|| false), |_, _| {}).unwrap();
+    let next = train(&again, nodes(1), &output, (false, &|| false), |_, _| {}).unwrap();
     assert!(
         next.loss[0] < report.loss[0],
         "{:?} {:?}",

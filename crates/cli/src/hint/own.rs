@@ -56,6 +56,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "`paceline adapter fuse` writes a model with its adapter in it, to serve beside others"
                 .into()
         }
+        Error::Needed { name } => format!("give it on the command line: {name}"),
         Error::OutputThere { .. } => "choose another place, or move away what is there".into(),
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoMlx { build, .. } if build != "MLX" => {

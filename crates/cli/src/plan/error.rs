@@ -14,26 +14,32 @@ pub(crate) enum Error {
     #[error("{0} is neither a file nor in the store, so it cannot be measured here")]
     NotHere(String),
     /// A training that memory has no room for.
-    #[error("this training needs {needs}, and the machine has {has}")]
+    #[error("this training needs {needs} on {machine}, which has {has}")]
     TrainingTooLarge {
-        /// All processes together.
+        /// The machine that lacks most.
+        machine: String,
+        /// All its processes together.
         needs: Bytes,
-        /// Main memory.
+        /// Memory that programs may have.
         has: Bytes,
+        /// What would fit, a sentence each.
+        changes: Vec<String>,
     },
 }
 
 /// Advice for an error of the planner or of the command, none for others.
 pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
     if let Some(error) = cause.downcast_ref::<Error>() {
+        if let Error::TrainingTooLarge { changes, .. } = error
+            && !changes.is_empty()
+        {
+            return changes.clone();
+        }
         return vec![match error {
             Error::NotHere(_) => "name the machines with --cluster, or fetch the model with \
                                   `paceline pull`"
                 .to_owned(),
-            Error::TrainingTooLarge { .. } => "--method qlora keeps the base as it is stored; a \
-                                               smaller --rank or --row takes less, and so do \
-                                               fewer --nodes"
-                .to_owned(),
+            Error::TrainingTooLarge { .. } => "no single change of the plan is enough".to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
         }];
     }

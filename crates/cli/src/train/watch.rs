@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use paceline_base::Bytes;
 use paceline_train::Progress;
 
 use crate::output::{counted, tell};
@@ -12,7 +13,7 @@ const LINE_EVERY: Duration = Duration::from_secs(2);
 /// Tells of steps now and then.
 pub(super) struct Watch {
     steps: u64,
-    nodes: u32,
+    nodes: usize,
     threads: usize,
     told: Option<Instant>,
     /// Steps and moment since which the time left is estimated.
@@ -21,9 +22,9 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub(super) fn new(steps: u64, nodes: u32, threads: usize) -> Self {
+    pub(super) fn new(nodes: usize, threads: usize) -> Self {
         Self {
-            steps,
+            steps: 0,
             nodes,
             threads,
             told: None,
@@ -36,16 +37,23 @@ impl Watch {
         match progress {
             Progress::Begun {
                 step,
+                steps,
                 examples,
+                rows,
                 cut,
                 numbers,
             } => {
+                self.steps = steps;
                 self.since = (step, Instant::now());
-                let nodes = counted(self.nodes as usize, "node");
+                let nodes = counted(self.nodes, "node");
+                let rows = match rows == examples {
+                    true => String::new(),
+                    false => format!(" in {}", counted(rows, "row")),
+                };
                 let threads = counted(self.threads, "thread");
                 tell(format_args!(
-                    "{examples} examples, {numbers} trained numbers, {nodes} of {threads}, step \
-                     {step} of {} done",
+                    "{examples} examples{rows}, {numbers} trained numbers, {nodes} of {threads}, \
+                     step {step} of {} done",
                     self.steps
                 ));
                 if cut > 0 {
@@ -59,6 +67,10 @@ impl Watch {
                     "a worker was lost ({why}): others compute its leaves"
                 ));
             }
+            Progress::HeldOut { loss } => tell(format_args!(
+                "held out before the first step: {loss:.4} (perplexity {:.2})",
+                loss.exp()
+            )),
             Progress::Step(m) => {
                 let gone = self.since.1.elapsed().as_secs_f64();
                 let each = gone / m.step.saturating_sub(self.since.0).max(1) as f64;
@@ -66,8 +78,15 @@ impl Watch {
                 let held_out = m.val_loss.map_or(String::new(), |loss| {
                     format!(", held out {loss:.4} (perplexity {:.2})", loss.exp())
                 });
+                let share = m.flop_share.map_or(String::new(), |share| {
+                    format!(" ({:.0} % of the machine's arithmetic)", share * 100.0)
+                });
+                let memory = m.memory_bytes.map_or(String::new(), |bytes| {
+                    format!(", {} in memory", Bytes(bytes))
+                });
                 let line = format!(
-                    "step {}/{}: loss {:.4}, lr {:.2e}, {:.0} tok/s, {left:.0} s left{held_out}",
+                    "step {}/{}: loss {:.4}, lr {:.2e}, {:.0} tok/s{share}{memory}, {left:.0} s \
+                     left{held_out}",
                     m.step, self.steps, m.loss, m.lr, m.tok_s
                 );
                 let is_due = self.told.is_none_or(|told| told.elapsed() >= LINE_EVERY);

@@ -14,7 +14,7 @@ use super::{Args, Serving, Shown, encoder, ended, join_in, observer, tell_urls, 
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
-use crate::{member, pull};
+use crate::{adapter, member, pull};
 
 /// Answers with the models of `each` until a signal comes.
 ///
@@ -24,7 +24,8 @@ pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Resu
     let mut models = Vec::new();
     for one in each {
         let found = pull::ensure(one.model().unwrap_or_default(), signals)?;
-        models.push((one, found.path));
+        let tuned = one.tuned.as_ref().map(|tuned| tuned.path.as_path());
+        models.push((one, adapter::applied(found.path, tuned)?));
     }
     let beside = args.beside(signals)?;
     ended(signals.orderly(|cancel| serve(args, &models, beside, cancel)))

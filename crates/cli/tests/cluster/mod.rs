@@ -10,6 +10,7 @@ mod models;
 mod replicas;
 mod shared;
 mod traced;
+mod train;
 mod ways;
 
 use std::process::{Child, Command, Output, Stdio};

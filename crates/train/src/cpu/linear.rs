@@ -1,8 +1,11 @@
 //! A matrix with its adapter: `y = x W^T + s (x A^T) B^T + bias`, and its gradients.
 
+use std::borrow::Cow;
+
 use paceline_tensor::chain::{Sizes, Strided, Target};
 
 use super::Cpu;
+use crate::pool;
 use crate::weights::{Kept, Matrix, Pair};
 
 impl Cpu<'_> {
@@ -30,7 +33,8 @@ impl Cpu<'_> {
             );
         });
         if let Some(pair) = &matrix.pair {
-            let (u, r) = self.inner(pair, params, x, cols);
+            let x = self.inputs(pair, x, cols);
+            let (u, r) = self.inner(pair, params, &x, cols);
             let b = Strided::rows(&params[pair.b.clone()], r).t();
             let sizes = Sizes { m, n: out, k: r };
             self.kernels.chains(
@@ -50,7 +54,19 @@ impl Cpu<'_> {
         y
     }
 
-    /// s x A^T (T, r), and r.
+    /// The inputs of a pair: those of its matrix, but for those that chance leaves out.
+    fn inputs<'x>(&self, pair: &Pair, x: &'x [f32], cols: usize) -> Cow<'x, [f32]> {
+        let Some(dropout) = self.dropout else {
+            return Cow::Borrowed(x);
+        };
+        let mut x = x.to_vec();
+        pool::chunks(self.kernels.pool(), &mut x, cols, |row, x| {
+            dropout.apply(pair.number, row, x);
+        });
+        Cow::Owned(x)
+    }
+
+    /// s x A^T (T, r), and r; x as [`inputs`](Self::inputs) gives it.
     fn inner(&self, pair: &Pair, params: &[f32], x: &[f32], cols: usize) -> (Vec<f32>, usize) {
         let (m, r) = (x.len() / cols, pair.a.len() / cols);
         let mut u = vec![0.0; m * r];
@@ -128,7 +144,8 @@ impl Cpu<'_> {
         grads: &mut [f32],
     ) {
         let (out, cols) = (matrix.rows, matrix.cols);
-        let (u, r) = self.inner(pair, params, x, cols);
+        let x = self.inputs(pair, x, cols);
+        let (u, r) = self.inner(pair, params, &x, cols);
         let m = x.len() / cols;
         let dy = Strided::rows(dy, out);
         // As (r, out), so that the long side lies in lanes.
@@ -157,11 +174,20 @@ impl Cpu<'_> {
                 k: m,
             },
             du.t(),
-            Strided::rows(x, cols),
+            Strided::rows(&x, cols),
             at,
         );
         let a = Strided::rows(&params[pair.a.clone()], cols);
-        let at = Target::rows(dx, cols).more();
-        self.kernels.chains(Sizes { m, n: cols, k: r }, du, a, at);
+        let sizes = Sizes { m, n: cols, k: r };
+        let Some(dropout) = self.dropout else {
+            let at = Target::rows(dx, cols).more();
+            return self.kernels.chains(sizes, du, a, at);
+        };
+        let mut through = vec![0.0; m * cols];
+        let at = Target::rows(&mut through, cols);
+        self.kernels.chains(sizes, du, a, at);
+        pool::chunks(self.kernels.pool(), dx, cols, |row, dx| {
+            dropout.add(pair.number, row, &through[row * cols..], dx);
+        });
     }
 }

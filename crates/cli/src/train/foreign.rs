@@ -1,0 +1,57 @@
+//! Options that come from a configuration of `mlx_lm.lora`.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use anyhow::{Context, anyhow};
+use clap::Parser;
+use paceline_train::mlx_lm;
+
+use super::Args;
+use crate::error::Error;
+use crate::log::LogArgs;
+
+/// The command line once more, behind the options of a configuration: the last word counts.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true, args_override_self = true)]
+struct Again {
+    #[command(flatten)]
+    args: Args,
+    #[command(flatten)]
+    _log: LogArgs,
+}
+
+/// An argument that must be there, on the command line or in a configuration.
+///
+/// # Errors
+/// [`Error::Needed`].
+pub(super) fn needed<'a, T>(value: Option<&'a T>, name: &'static str) -> Result<&'a T, Error> {
+    value.ok_or(Error::Needed { name })
+}
+
+/// The arguments with those of the configuration at `path` before them.
+///
+/// # Errors
+/// What is wrong with the configuration, or with a value of it.
+pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
+    let named = || path.display().to_string();
+    let text = std::fs::read_to_string(path).with_context(named)?;
+    let options = mlx_lm::options(&text).map_err(|reason| anyhow!(reason).context(named()))?;
+    let mut words: Vec<OsString> = Vec::new();
+    for (option, value) in options {
+        match option {
+            "MODEL" if args.model.is_some() => {}
+            "MODEL" => words.push(value.into()),
+            // A number of epochs replaces the number of steps.
+            "--steps" if args.epochs.is_some() => {}
+            option => words.push(format!("{option}={value}").into()),
+        }
+    }
+    let given = std::env::args_os()
+        .skip_while(|word| word != "train")
+        .skip(1);
+    words.extend(given);
+    let again =
+        Again::try_parse_from(words).map_err(|error| anyhow!("{error}").context(named()))?;
+    Ok(again.args)
+}

@@ -1,0 +1,260 @@
+//! Where the workers of a training run: here, on hosts that `ssh` reaches, or on machines of the
+//! cluster.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use paceline_cluster::nodes::agent::local;
+use paceline_cluster::remote::{Reach, Sharing};
+use paceline_node::tunnel;
+use paceline_train::bridge::{self, Ends, FarSpec};
+use paceline_train::{Post, worker};
+use serde_json::{Value, json};
+
+use super::Args;
+use crate::error::Error;
+use crate::output::tell;
+use crate::{home, load, member, process};
+
+/// Longest wait for the own node to lead to another one.
+const LEAD_LIMIT: Duration = Duration::from_secs(15);
+
+/// A node that says nothing for so long is gone; it says something five times a second.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// Before a worker that could not be reached is tried again.
+const AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+/// One process of a training.
+#[derive(Debug, clap::Args)]
+pub(crate) struct WorkerArgs {
+    /// Stand between the run and a worker on this host
+    #[arg(long, value_name = "HOST", conflicts_with = "node")]
+    host: Option<String>,
+    /// Stand between the run and a worker on the machine of this node
+    #[arg(long, value_name = "ID")]
+    node: Option<String>,
+    /// What the user calls the model
+    #[arg(long, value_name = "MODEL", default_value = "")]
+    named: String,
+}
+
+/// The other machine's part of a training.
+#[derive(Debug, clap::Args)]
+pub(crate) struct FarArgs {
+    /// Take the model from the store, or have it sent: open no path that the other machine names
+    #[arg(long)]
+    store_only: bool,
+}
+
+/// The workers of a training; none where this process computes by itself.
+///
+/// # Errors
+/// What the own node says.
+pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
+    let own = args.threads.map_or(0, usize::from);
+    let elsewhere = |option: &str, name: &str, place: &str| Post {
+        args: ["train-worker", option, name, "--named", model]
+            .map(OsString::from)
+            .to_vec(),
+        threads: own,
+        place: place.to_owned(),
+    };
+    if !args.hosts.is_empty() {
+        let hosts = args.hosts.iter();
+        return Ok(hosts.map(|host| elsewhere("--host", host, host)).collect());
+    }
+    let count = args.workers();
+    if count == 1 {
+        return Ok(Vec::new());
+    }
+    let here = |count: usize| Post {
+        args: vec!["train-worker".into()],
+        threads: args.threads(count),
+        place: String::new(),
+    };
+    let nodes = if args.local { None } else { cluster(count)? };
+    let Some(nodes) = nodes else {
+        return Ok(vec![here(count); count]);
+    };
+    let names: Vec<&str> = nodes.iter().map(|(_, name, _)| name.as_str()).collect();
+    tell(format_args!(
+        "workers on {}; --local computes here",
+        names.join(", ")
+    ));
+    let post = |(id, name, is_own): &(String, String, bool)| match is_own {
+        true => here(1),
+        false => elsewhere("--node", id, name),
+    };
+    Ok(nodes.iter().map(post).collect())
+}
+
+/// Id and name of `count` machines of the cluster, the own one first, and whether it is that;
+/// nothing where no node runs, or the cluster has fewer.
+fn cluster(count: usize) -> anyhow::Result<Option<Vec<(String, String, bool)>>> {
+    let Some(told) = member::ask_if_up("nodes", json!({}))? else {
+        return Ok(None);
+    };
+    let all = told["nodes"].as_array().cloned().unwrap_or_default();
+    let own = all.iter().find(|node| node["found_by"] == "self").cloned();
+    let Some(own) = own else { return Ok(None) };
+    let fits = |node: &&Value| {
+        let same = ["build", "numerics"]
+            .iter()
+            .all(|fact| node[*fact] == own[*fact]);
+        node["state"] == "alive" && same && node["leaving"] != true
+    };
+    let mut found: Vec<(String, String, bool)> = all
+        .iter()
+        .filter(fits)
+        .map(|node| {
+            let text = |key: &str| node[key].as_str().unwrap_or_default().to_owned();
+            (text("id"), text("name"), node["found_by"] == "self")
+        })
+        .collect();
+    found.sort_by_key(|(id, _, is_own)| (!is_own, id.clone()));
+    if found.len() < count {
+        return Ok(None);
+    }
+    found.truncate(count);
+    Ok(Some(found))
+}
+
+/// `paceline train-worker`: one of the processes of a training; its parent is told what fails, so
+/// nothing is printed but of a line to another machine.
+///
+/// # Errors
+/// What failed.
+pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
+    let kernels = |threads| load::free_kernels(threads).map_err(std::io::Error::other);
+    let ended = match (&args.host, &args.node) {
+        (Some(host), _) => bridge::near(|| by_ssh(host), &args.named),
+        (None, Some(id)) => bridge::near(|| by_node(id), &args.named),
+        (None, None) => worker::run(kernels),
+    };
+    let error = match ended {
+        Ok(never) => match never {},
+        Err(error) => error,
+    };
+    if matches!(error, paceline_train::Error::Cluster(_)) {
+        return Err(Error::WorkerByHand.into());
+    }
+    if args.host.is_some() || args.node.is_some() {
+        tell(&error); // the run shows a worker's last line
+        std::thread::sleep(AGAIN_AFTER);
+    }
+    Err(error.into())
+}
+
+/// `paceline train-far`: what runs a worker on another machine, over standard input and output.
+///
+/// # Errors
+/// What failed.
+pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
+    let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
+    let find = |name: &str, path: &Path| -> Option<PathBuf> {
+        if !args.store_only && path.exists() {
+            return Some(path.to_owned());
+        }
+        let found = paceline_store::resolve(&home::home().ok()?, name).ok()?;
+        match found {
+            paceline_store::Resolved::Path(found) if found.name.is_some() => Some(found.path),
+            _ => None,
+        }
+    };
+    let ends = Ends {
+        from: Box::new(std::io::stdin()),
+        to: Box::new(std::io::stdout()),
+    };
+    let spec = FarSpec {
+        program: process::own_program().context("cannot find this program's own file")?,
+        args: vec!["train-worker".into()],
+        scratch: scratch.path(),
+        find: &find,
+    };
+    match bridge::far(ends, spec) {
+        Ok(never) => match never {},
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Starts `paceline train-far` for another node of the cluster.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
+    let mut command = Command::new(program);
+    command.args(["train-far", "--store-only"]);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.stderr(Stdio::null()).spawn()
+}
+
+/// A line to this program on a host: where it lies there as here, else as the host's shell finds
+/// it.
+fn by_ssh(host: &str) -> Result<Ends, paceline_train::Error> {
+    let failed = |reason: String| paceline_train::Error::Line { reason };
+    let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
+    let program = format!("'{}'", program.display().to_string().replace('\'', "'\\''"));
+    let script = format!(
+        "if [ -x {program} ]; then exec {program} train-far; fi; exec paceline train-far\n"
+    );
+    let mut shell = Reach::new("ssh", None).shell(host, Sharing::Alone);
+    shell.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let child = shell.spawn();
+    let mut child = child.map_err(|error| failed(format!("cannot start ssh: {error}")))?;
+    let (to, from) = (child.stdin.take(), child.stdout.take());
+    std::thread::spawn(move || child.wait()); // so that it leaves no entry when it ends
+    let (Some(mut to), Some(from)) = (to, from) else {
+        return Err(failed("ssh has no streams".to_owned()));
+    };
+    let sent = to.write_all(script.as_bytes()).and_then(|()| to.flush());
+    sent.map_err(|error| failed(format!("{host}: {error}")))?;
+    Ok(Ends {
+        from: Box::new(from),
+        to: Box::new(to),
+    })
+}
+
+/// A line to a node of the cluster, which the own node leads to.
+fn by_node(id: &str) -> Result<Ends, paceline_train::Error> {
+    let failed = |reason: &dyn std::fmt::Display| paceline_train::Error::Line {
+        reason: reason.to_string(),
+    };
+    let home = home::folder().map_err(|error| failed(&error))?;
+    let folder = tempfile::tempdir().map_err(|error| failed(&error))?;
+    let path = folder.path().join("line");
+    let listener = UnixListener::bind(&path).map_err(|error| failed(&error))?;
+    let quiet = listener.set_nonblocking(true);
+    quiet.map_err(|error| failed(&error))?;
+    let arguments = json!({ "node": id, "socket": path });
+    let ask = move || local::ask_while(&home, tunnel::TRAIN, arguments, SILENCE, |_| true);
+    let led = std::thread::spawn(ask);
+    let began = Instant::now();
+    let stream: UnixStream = loop {
+        match listener.accept() {
+            Ok((stream, _)) => break stream,
+            Err(_) if led.is_finished() => {
+                return Err(match led.join() {
+                    Ok(Err(error)) => failed(&error),
+                    _ => failed(&"the own node leads nowhere"),
+                });
+            }
+            Err(_) if began.elapsed() < LEAD_LIMIT => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(error) => return Err(failed(&error)),
+        }
+    };
+    let blocking = stream.set_nonblocking(false);
+    blocking.map_err(|error| failed(&error))?;
+    let other = stream.try_clone().map_err(|error| failed(&error))?;
+    Ok(Ends {
+        from: Box::new(other),
+        to: Box::new(stream),
+    })
+}

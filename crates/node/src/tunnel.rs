@@ -1,0 +1,125 @@
+//! Bytes between a program on one machine and a program that another machine's node starts for it.
+//!
+//! ```text
+//! program == its socket ==> own node == channel ==> other node == pipes ==> the program it starts
+//! ```
+//! Nodes pass the bytes on as they are. Both programs end, by the end of their input, when either
+//! of them or a node does.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::local::Progress;
+use paceline_cluster::nodes::agent::{Agent, Channel};
+use serde_json::{Value, json};
+
+/// The service that starts a worker of a training.
+pub const TRAIN: &str = "train";
+
+/// Bytes of a message.
+const MESSAGE_BYTES: usize = 64 << 10;
+
+/// How often a side that says nothing is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Longest time to open a channel.
+const OPEN_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long a program has to put things in order when its input has ended.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Starts a program for each channel to [`TRAIN`]: `start` gives one whose standard input and output
+/// are pipes.
+pub fn serve(agent: &Agent, start: impl Fn() -> io::Result<Child> + Send + Sync + 'static) {
+    agent.serve(TRAIN, move |channel| match start() {
+        Ok(child) => join(&channel, child),
+        Err(_) => channel.close(), // the other end sees a line that ended
+    });
+}
+
+/// Passes bytes between a channel and a program until either ends, and ends the program.
+fn join(channel: &Channel, mut child: Child) {
+    let (input, output) = (child.stdin.take(), child.stdout.take());
+    std::thread::scope(|scope| {
+        if let Some(output) = output {
+            scope.spawn(|| send(channel, output));
+        }
+        if let Some(input) = input {
+            // Without a beat: a program that is gone closes the channel.
+            receive(channel, input, &mut || true);
+        }
+        end(&mut child); // closes its output, so that the other thread ends too
+    });
+}
+
+/// Waits for a program whose input has ended, and kills it when it does not end.
+fn end(child: &mut Child) {
+    let began = Instant::now();
+    while began.elapsed() < GRACE {
+        match child.try_wait() {
+            Ok(None) => std::thread::sleep(LOOK_EVERY / 10),
+            _ => return,
+        }
+    }
+    let _ = child.kill(); // fails where it has just ended
+    let _ = child.wait();
+}
+
+/// Leads the program that listens at the socket `arguments` name to the node that they name; for
+/// [`Agent::serve_local`]. Returns when either side has ended.
+///
+/// # Errors
+/// A node or a socket that there is not.
+pub fn lead(
+    agent: &Agent,
+    arguments: &Value,
+    progress: &mut Progress<'_>,
+) -> Result<Value, String> {
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    let node: NodeId = text("node").parse().map_err(|_| "no id of a node")?;
+    let channel = agent.open(node, TRAIN, OPEN_LIMIT);
+    let channel = channel.map_err(|error| error.to_string())?;
+    let socket = UnixStream::connect(text("socket")).map_err(|error| error.to_string())?;
+    let own = socket.try_clone().map_err(|error| error.to_string())?;
+    std::thread::scope(|scope| {
+        scope.spawn(|| send(&channel, own));
+        receive(&channel, &socket, &mut || progress(Value::Null));
+        channel.close();
+        // The other thread's read ends with it.
+        let _ = socket.shutdown(std::net::Shutdown::Both);
+    });
+    Ok(json!({}))
+}
+
+/// From a stream into a channel, until either ends.
+fn send(channel: &Channel, mut from: impl Read) {
+    let mut buffer = vec![0; MESSAGE_BYTES];
+    while let Ok(n @ 1..) = from.read(&mut buffer) {
+        if channel.send(&buffer[..n]).is_err() {
+            break;
+        }
+    }
+    channel.close();
+}
+
+/// From a channel into a stream, until either ends or `goes_on` says no, which is asked now and
+/// then.
+fn receive(channel: &Channel, mut to: impl Write, goes_on: &mut dyn FnMut() -> bool) {
+    let mut asked = Instant::now();
+    while let Ok(message) = channel.recv(MESSAGE_BYTES, LOOK_EVERY) {
+        if let Some(bytes) = message
+            && to.write_all(&bytes).and_then(|()| to.flush()).is_err()
+        {
+            break;
+        }
+        if asked.elapsed() >= LOOK_EVERY {
+            asked = Instant::now();
+            if !goes_on() {
+                break;
+            }
+        }
+    }
+}

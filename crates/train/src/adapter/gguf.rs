@@ -1,0 +1,300 @@
+//! Adapters as GGUF files, as llama.cpp's `convert_lora_to_gguf.py` writes them.
+//!
+//! ```text
+//! general.type "adapter", general.architecture, adapter.type "lora", adapter.lora.alpha (f32)
+//! blk.I.attn_q.weight.lora_a (r, in), .lora_b (out, r)
+//! ```
+//! Files of the architecture `llama` have the rows of queries and keys, and so of their `lora_b`,
+//! as pairs of neighbours: they are turned both ways, by the size of the base's heads. Our files
+//! say it (`paceline.head_dim`); for others the base is needed.
+
+use std::path::Path;
+
+use paceline_formats::gguf::{Gguf, Value, testing::Writer};
+use paceline_model::{Config, Family};
+use paceline_tensor::stored;
+
+use super::{Adapter, PREFIX, matrix_of, order};
+use crate::error::Error;
+use crate::tensors;
+use crate::weights::file_row;
+
+/// Name in GGUF files of each of our matrices, by block and name.
+const NAMES: [(&str, &str); 7] = [
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+];
+
+const ALPHA: &str = "adapter.lora.alpha";
+const HEAD_DIM: &str = "paceline.head_dim";
+const BASE: &str = "general.base_model.0.name";
+
+/// What a file depends on beside the adapter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Base {
+    family: Family,
+    head_dim: usize,
+}
+
+impl Base {
+    /// That of a model.
+    pub fn of(config: &Config) -> Self {
+        Self {
+            family: config.family,
+            head_dim: config.layers.first().map_or(0, |layer| layer.head_dim),
+        }
+    }
+}
+
+/// Reads a file. `base` is needed where its rows are turned and it does not say by what.
+pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
+    let bad = |error: paceline_formats::gguf::Error| Error::malformed(path, error);
+    let file = Gguf::open(path).map_err(bad)?;
+    let about = file.metadata();
+    let text = |key: &str| about.opt_str(key).map_err(bad);
+    for (key, expected) in [("general.type", "adapter"), ("adapter.type", "lora")] {
+        let got = text(key)?.unwrap_or("absent");
+        if got != expected {
+            let reason = format!("{key} is {got}, expected {expected}");
+            return Err(Error::malformed(path, reason));
+        }
+    }
+    let is_turned = text("general.architecture")? == Some("llama");
+    let own = about.opt_u32(HEAD_DIM).map_err(bad)?;
+    let heads = own.map(|n| n as usize).or(base.map(|base| base.head_dim));
+    if is_turned && heads.is_none_or(|n| n == 0 || !n.is_multiple_of(2)) {
+        let reason = "the order of rows of queries and keys follows from the base: --base MODEL";
+        return Err(Error::malformed(path, reason));
+    }
+    let heads = heads.filter(|_| is_turned);
+    let alpha = about.f32(ALPHA).map_err(bad)?;
+    let mut found = Vec::new();
+    for info in file.tensors() {
+        let tensor = file.tensor(info.name()).map_err(bad)?;
+        let mut values = vec![0.0; tensor.shape.iter().product()];
+        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        let ours = ours(info.name());
+        let (name, is_query_or_key) = ours.ok_or_else(|| {
+            let reason = format!("tensor {} is no half of a pair of LoRA", info.name());
+            Error::malformed(path, reason)
+        })?;
+        if is_query_or_key && name.ends_with("lora_B.weight") {
+            values = turned(&tensor.shape, &values, heads, path)?.from_file;
+        }
+        found.push((name, tensor.shape.clone(), values));
+    }
+    found.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
+    let rank = found
+        .first()
+        .and_then(|(_, shape, _)| shape.first().copied());
+    let adapter = Adapter {
+        rank: rank.unwrap_or(0),
+        alpha: f64::from(alpha),
+        base: text(BASE)?.map(str::to_owned),
+        dropout: 0.0,
+        tensors: found,
+    };
+    adapter.check(path)?;
+    Ok(adapter)
+}
+
+/// Writes a file.
+pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Error> {
+    let is_turned = base.family == Family::Llama;
+    let mut writer = Writer::new()
+        .meta("general.type", Value::String("adapter".to_owned()))
+        .meta(
+            "general.architecture",
+            Value::String(base.family.name().to_owned()),
+        )
+        .meta("adapter.type", Value::String("lora".to_owned()))
+        .meta(ALPHA, Value::F32(adapter.alpha as f32));
+    if let Some(name) = &adapter.base {
+        writer = writer.meta(BASE, Value::String(name.clone()));
+    }
+    if is_turned {
+        writer = writer.meta(HEAD_DIM, Value::U32(base.head_dim as u32));
+    }
+    for (name, shape, values) in &adapter.tensors {
+        let (theirs, is_query_or_key) = theirs(name).ok_or_else(|| {
+            let reason = format!("tensor {name} has no name in GGUF files");
+            Error::malformed(path, reason)
+        })?;
+        let is_b = name.ends_with("lora_B.weight");
+        let heads = Some(base.head_dim).filter(|_| is_turned);
+        writer = match is_query_or_key && is_b {
+            true => {
+                let rows = turned(shape, values, heads, path)?;
+                writer.f32s(&theirs, shape, &rows.to_file)
+            }
+            false => writer.f32s(&theirs, shape, values),
+        };
+    }
+    let bytes = writer.to_bytes();
+    tensors::replace(path, |file| file.write_all(&bytes))
+}
+
+/// Rows in both orders.
+struct Turned {
+    from_file: Vec<f32>,
+    to_file: Vec<f32>,
+}
+
+fn turned(
+    shape: &[usize],
+    values: &[f32],
+    heads: Option<usize>,
+    path: &Path,
+) -> Result<Turned, Error> {
+    let [rows, cols] = *shape else {
+        return Err(Error::malformed(
+            path,
+            format!("a factor of sizes {shape:?}"),
+        ));
+    };
+    if heads.is_some_and(|size| size == 0 || !rows.is_multiple_of(size)) {
+        let reason = format!("{rows} rows are no whole number of heads of {heads:?}");
+        return Err(Error::malformed(path, reason));
+    }
+    let mut both = Turned {
+        from_file: vec![0.0; values.len()],
+        to_file: vec![0.0; values.len()],
+    };
+    for ours in 0..rows {
+        let theirs = file_row(ours, heads) * cols;
+        let ours = ours * cols;
+        both.from_file[ours..ours + cols].copy_from_slice(&values[theirs..theirs + cols]);
+        both.to_file[theirs..theirs + cols].copy_from_slice(&values[ours..ours + cols]);
+    }
+    Ok(both)
+}
+
+/// PEFT's name of a tensor of a GGUF file, and whether it is of a query or a key.
+fn ours(name: &str) -> Option<(String, bool)> {
+    let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (matrix, half) = rest.split_once(".weight.")?;
+    let (place, _) = NAMES.iter().find(|(_, theirs)| *theirs == matrix)?;
+    let half = match half {
+        "lora_a" => "lora_A",
+        "lora_b" => "lora_B",
+        _ => return None,
+    };
+    let layer: usize = layer.parse().ok()?;
+    let name = format!("{PREFIX}model.layers.{layer}.{place}.{half}.weight");
+    Some((name, matches!(matrix, "attn_q" | "attn_k")))
+}
+
+/// The other way.
+fn theirs(name: &str) -> Option<(String, bool)> {
+    let matrix = matrix_of(name)?;
+    let (layer, place) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
+    let (_, theirs) = NAMES.iter().find(|(ours, _)| *ours == place)?;
+    let half = if name.ends_with("lora_A.weight") {
+        "lora_a"
+    } else {
+        "lora_b"
+    };
+    let name = format!("blk.{layer}.{theirs}.weight.{half}");
+    Some((name, matches!(*theirs, "attn_q" | "attn_k")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensors::Named;
+
+    fn adapter() -> Adapter {
+        let tensor = |name: &str, half: &str, shape: [usize; 2]| -> Named {
+            let values = (0..shape[0] * shape[1]).map(|i| i as f32 * 0.37).collect();
+            let name = format!("{PREFIX}model.layers.1.self_attn.{name}.{half}.weight");
+            (name, shape.to_vec(), values)
+        };
+        let tensors = vec![
+            tensor("q_proj", "lora_A", [2, 12]),
+            tensor("q_proj", "lora_B", [8, 2]),
+            tensor("v_proj", "lora_A", [2, 12]),
+            tensor("v_proj", "lora_B", [4, 2]),
+        ];
+        Adapter::new(2, 5.0, "base".to_owned(), tensors)
+    }
+
+    #[test]
+    fn files_come_back_and_rows_of_queries_are_turned() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter.gguf");
+        let base = Base {
+            family: Family::Llama,
+            head_dim: 4,
+        };
+        write(&adapter(), &path, base).unwrap();
+        assert_eq!(read(&path, None).unwrap(), adapter());
+        let file = Gguf::open(&path).unwrap();
+        let values = |name: &str| {
+            let tensor = file.tensor(name).unwrap();
+            let mut values = vec![0.0; tensor.shape.iter().product()];
+            stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+            values
+        };
+        let (turned, plain) = (
+            values("blk.1.attn_q.weight.lora_b"),
+            values("blk.1.attn_v.weight.lora_b"),
+        );
+        // Heads of four: rows 0, 1, 2, 3 lie as 0, 2, 1, 3.
+        assert_eq!(turned[2..4], adapter().tensors[1].2[4..6]);
+        assert_eq!(plain, adapter().tensors[3].2);
+        let qwen = Base {
+            family: Family::Qwen3,
+            ..base
+        };
+        write(&adapter(), &path, qwen).unwrap();
+        assert_eq!(read(&path, None).unwrap(), adapter());
+    }
+
+    #[test]
+    fn files_of_others_need_the_base_and_those_that_lie_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter.gguf");
+        let writer = || {
+            Writer::new()
+                .meta("general.type", Value::String("adapter".to_owned()))
+                .meta("general.architecture", Value::String("llama".to_owned()))
+                .meta("adapter.type", Value::String("lora".to_owned()))
+                .meta(ALPHA, Value::F32(4.0))
+        };
+        let half = |half: &str, shape: &[usize]| {
+            let n = shape.iter().product();
+            (
+                format!("blk.0.attn_k.weight.{half}"),
+                shape.to_vec(),
+                vec![1.0; n],
+            )
+        };
+        let (a, b) = (half("lora_a", &[2, 4]), half("lora_b", &[4, 2]));
+        writer()
+            .f32s(&a.0, &a.1, &a.2)
+            .f32s(&b.0, &b.1, &b.2)
+            .write(&path);
+        let error = read(&path, None).unwrap_err().to_string();
+        assert!(error.contains("--base"), "{error}");
+        let base = Base {
+            family: Family::Llama,
+            head_dim: 4,
+        };
+        assert_eq!(read(&path, Some(base)).unwrap().rank, 2);
+        let odd = Base {
+            head_dim: 8,
+            ..base
+        };
+        assert!(read(&path, Some(odd)).is_err());
+        writer()
+            .f32s("blk.0.ffn_norm.weight", &[4], &[1.0; 4])
+            .write(&path);
+        let error = read(&path, Some(base)).unwrap_err().to_string();
+        assert!(error.contains("ffn_norm"), "{error}");
+    }
+}

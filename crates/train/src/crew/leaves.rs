@@ -1,0 +1,233 @@
+//! Leaves leased to workers that have the whole model, in ranges as long as they are fast.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use paceline_base::Rank;
+use paceline_base::tree;
+
+use super::{At, LOOK_EVERY, News, Team, publish, read_values};
+use crate::error::Error;
+use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
+use crate::run::{Progress, Run};
+
+/// What workers have given for a step, by first leaf.
+#[derive(Default)]
+struct Given {
+    done: BTreeMap<usize, (usize, Vec<f64>)>,
+    /// By the leaves' range and the part.
+    roots: BTreeMap<(usize, usize, usize), Vec<f32>>,
+}
+
+impl Given {
+    fn leaves(&self) -> usize {
+        self.done.values().map(|(_, losses)| losses.len()).sum()
+    }
+
+    /// Adds up everything, the losses leaf by leaf.
+    fn sum(mut self, leaves: usize, parts: &[Range<usize>]) -> (f64, Vec<f32>) {
+        let losses = self.done.values().flat_map(|(_, losses)| losses);
+        let loss: f64 = losses.sum();
+        let nodes = self.done.iter();
+        let nodes: Vec<_> = nodes
+            .flat_map(|(start, (end, _))| tree::roots(*start..*end, leaves))
+            .collect();
+        let mut grads = vec![0.0; parts.last().map_or(0, |part| part.end)];
+        for (number, part) in parts
+            .iter()
+            .enumerate()
+            .filter(|(_, part)| !part.is_empty())
+        {
+            let mut values = Vec::with_capacity(nodes.len() * part.len());
+            for (start, (end, _)) in &self.done {
+                let roots = self.roots.remove(&(*start, *end, number));
+                values.extend(roots.unwrap_or_default());
+            }
+            grads[part.clone()].copy_from_slice(tree::combine(leaves, &nodes, &mut values));
+        }
+        (loss, grads)
+    }
+}
+
+impl Team {
+    /// The loss and the gradient of a step.
+    pub(super) fn leaves(
+        &mut self,
+        run: &Run,
+        params: &[f32],
+        at: &At<'_>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<(f64, Vec<f32>), Error> {
+        publish(&self.exchange, &params_file(at.step, 0), params)?;
+        let (leaves, parts) = (run.order.leaves(), run.net.parts());
+        let mut open: Vec<Range<usize>> = std::iter::once(0..leaves).collect();
+        let mut given = Given::default();
+        while given.leaves() < leaves {
+            if self.is_ready() {
+                for range in std::mem::take(&mut open) {
+                    open.extend(self.lease(range, at));
+                }
+            } else {
+                self.check_alive()?;
+            }
+            if let Some(event) = self.workers.recv(LOOK_EVERY) {
+                match self.take(event)? {
+                    News::Nothing => {}
+                    News::Lost(has) => open.extend(has.leaves),
+                    News::Said(rank, message) => {
+                        let wrong = self.given(rank, message, (at, leaves, parts), &mut given);
+                        if let Some(why) = wrong {
+                            open.extend(self.lose(rank, why).leaves);
+                        }
+                    }
+                }
+            }
+            self.tell(watch);
+        }
+        self.forget(at.step);
+        Ok(given.sum(leaves, parts))
+    }
+
+    /// Whether all of those who load the model are waited for: only before anything was computed.
+    fn is_ready(&self) -> bool {
+        let (mut ready, mut loading) = (false, false);
+        for member in &self.members {
+            ready |= member.is_ready;
+            loading |= member.is_there && !member.is_ready;
+        }
+        let begun = self.members.iter().any(|member| member.speed > 0.0) || self.lost > 0;
+        ready && (begun || !loading)
+    }
+
+    /// Cuts leaves among those who are ready, by their speed. Gives back what nobody took.
+    fn lease(&mut self, leaves: Range<usize>, at: &At<'_>) -> Vec<Range<usize>> {
+        let ready: Vec<usize> = (0..self.members.len())
+            .filter(|rank| self.members[*rank].is_ready)
+            .collect();
+        let speeds: Vec<f64> = ready.iter().map(|rank| self.members[*rank].speed).collect();
+        let mut back = Vec::new();
+        for (rank, range) in ready.into_iter().zip(shares(leaves, &speeds)) {
+            if range.is_empty() {
+                continue;
+            }
+            let message = ToWorker::Compute {
+                step: at.step,
+                start: range.start,
+                end: range.end,
+            };
+            let member = &mut self.members[rank];
+            if member.has.leaves.is_empty() {
+                member.since = (at.clock)();
+            }
+            member.has.leaves.push(range);
+            if let Err(error) = self.workers.send(Rank(rank as u32), &message) {
+                back.extend(self.lose(rank as u32, error.to_string()).leaves);
+            }
+        }
+        back
+    }
+
+    /// Takes what a worker computed. What is wrong with it, if anything.
+    fn given(
+        &mut self,
+        rank: u32,
+        message: FromWorker,
+        (at, leaves, parts): (&At<'_>, usize, &[Range<usize>]),
+        given: &mut Given,
+    ) -> Option<String> {
+        let member = &mut self.members[rank as usize];
+        let is_mine =
+            |step: u64, range: Range<usize>| step == at.step && member.has.leaves.contains(&range);
+        match message {
+            FromWorker::Part {
+                step,
+                start,
+                end,
+                part,
+                digest,
+            } if is_mine(step, start..end) => {
+                let width = parts.get(part).map_or(0, Range::len);
+                let n = tree::roots(start..end, leaves).len() * width;
+                let file = self.exchange.join(roots_file(step, start, end, part));
+                let Some(roots) = read_values(&file, n, Some(&digest)) else {
+                    return Some(format!("rank {rank} wrote other roots than it says"));
+                };
+                given.roots.insert((start, end, part), roots);
+            }
+            FromWorker::Done {
+                step,
+                start,
+                end,
+                losses,
+            } if is_mine(step, start..end) => {
+                let told = |part: usize| given.roots.contains_key(&(start, end, part));
+                let whole = (0..parts.len()).all(|part| parts[part].is_empty() || told(part));
+                if !whole || losses.len() != end - start {
+                    return Some(format!("rank {rank} says it is done, but it is not"));
+                }
+                let now = (at.clock)();
+                member.has.leaves.retain(|range| *range != (start..end));
+                member.speed = (end - start) as f64 / (now - member.since).max(1e-6);
+                member.since = now;
+                self.fruitless = 0;
+                let losses = losses.into_iter().map(f64::from_bits).collect();
+                given.done.insert(start, (end, losses));
+            }
+            _ => {} // leaves that are others' by now
+        }
+        None
+    }
+}
+
+/// Neighbouring parts of a range, in proportion to speeds; those not known count as the mean.
+fn shares(range: Range<usize>, speeds: &[f64]) -> Vec<Range<usize>> {
+    let known: Vec<f64> = speeds
+        .iter()
+        .copied()
+        .filter(|speed| *speed > 0.0)
+        .collect();
+    let mean = known.iter().sum::<f64>() / known.len() as f64;
+    let of = |speed: &f64| {
+        if *speed > 0.0 {
+            *speed
+        } else if mean > 0.0 {
+            mean
+        } else {
+            1.0
+        }
+    };
+    let total: f64 = speeds.iter().map(of).sum();
+    let (mut sum, mut start, n) = (0.0, range.start, range.len() as f64);
+    let mut parts = Vec::with_capacity(speeds.len());
+    for (i, speed) in speeds.iter().enumerate() {
+        sum += of(speed);
+        let end = match i + 1 == speeds.len() {
+            true => range.end,
+            false => range.start + (n * sum / total).round() as usize,
+        };
+        let end = end.clamp(start, range.end);
+        parts.push(start..end);
+        start = end;
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_follow_speeds_and_cover_the_range() {
+        assert_eq!(shares(0..8, &[0.0, 0.0]), [0..4, 4..8]);
+        assert_eq!(shares(2..10, &[3.0, 1.0]), [2..8, 8..10]);
+        assert_eq!(shares(0..4, &[2.0, 0.0, 2.0]), [0..1, 1..3, 3..4]);
+        assert_eq!(
+            shares(0..1, &[1.0, 1.0, 1.0])
+                .iter()
+                .map(Range::len)
+                .sum::<usize>(),
+            1
+        );
+        assert_eq!(shares(5..5, &[1.0, 2.0]), [5..5, 5..5]);
+    }
+}

@@ -1,0 +1,155 @@
+//! Leaves through workers that have a stage each.
+
+use paceline_base::Rank;
+use paceline_base::tree;
+
+use super::flow::Flow;
+use super::{At, Has, LOOK_EVERY, News, Team, publish, read_values};
+use crate::error::Error;
+use crate::messages::{FromWorker, Set, Task, ToWorker, params_file};
+use crate::run::{Progress, Run};
+
+/// What came of leaves.
+struct Given {
+    /// By leaf.
+    losses: Vec<f64>,
+    /// By stage and leaf; empty where leaves are only judged.
+    grads: Vec<Vec<Vec<f32>>>,
+}
+
+impl Team {
+    /// The loss and the gradient of a step.
+    pub(super) fn trained(
+        &mut self,
+        run: &Run,
+        params: &[f32],
+        at: &At<'_>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<(f64, Vec<f32>), Error> {
+        let leaves = run.order.leaves();
+        let given = self.flow(run, params, (at, Set::Train, leaves), watch)?;
+        self.forget(at.step);
+        // Stages follow each other in what is trained, as layers do.
+        let mut grads = Vec::with_capacity(params.len());
+        for of_stage in &given.grads {
+            let leaves: Vec<&[f32]> = of_stage.iter().map(Vec::as_slice).collect();
+            grads.extend(tree::sum_all(&leaves));
+        }
+        Ok((given.losses.iter().sum(), grads))
+    }
+
+    /// The loss of each row of what is held out.
+    pub(super) fn judged(
+        &mut self,
+        run: &Run,
+        params: &[f32],
+        at: &At<'_>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<f64>, Error> {
+        let rows = run.held_out();
+        Ok(self
+            .flow(run, params, (at, Set::Valid, rows), watch)?
+            .losses)
+    }
+
+    fn flow(
+        &mut self,
+        run: &Run,
+        params: &[f32],
+        (at, set, leaves): (&At<'_>, Set, usize),
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Given, Error> {
+        let ranges = run.stages(self.stages)?;
+        for (stage, range) in ranges.iter().enumerate() {
+            let name = params_file(at.step, stage);
+            publish(&self.exchange, &name, &params[range.clone()])?;
+        }
+        let mut flow = Flow::new(self.stages, leaves, set == Set::Train);
+        let back = if set == Set::Train { leaves } else { 0 };
+        let mut given = Given {
+            losses: vec![0.0; leaves],
+            grads: vec![vec![Vec::new(); back]; self.stages],
+        };
+        while !flow.is_over() {
+            self.hand_out(&mut flow, (at.step, set));
+            self.check_alive()?;
+            if let Some(event) = self.workers.recv(LOOK_EVERY) {
+                match self.take(event)? {
+                    News::Nothing => {}
+                    News::Lost(has) => give_back(&mut flow, &has),
+                    News::Said(rank, message) => {
+                        let n = ranges[self.stage(rank as usize).index].len();
+                        let wrong = self.passed(rank, message, n, (&mut flow, &mut given));
+                        if let Some(why) = wrong {
+                            give_back(&mut flow, &self.lose(rank, why));
+                        }
+                    }
+                }
+            }
+            self.tell(watch);
+        }
+        Ok(given)
+    }
+
+    /// Gives a leaf to everyone who has none and for whose stage there is one.
+    fn hand_out(&mut self, flow: &mut Flow, (step, set): (u64, Set)) {
+        for rank in 0..self.members.len() {
+            let member = &self.members[rank];
+            if !member.is_ready || member.has.task.is_some() {
+                continue;
+            }
+            let Some((leaf, back)) = flow.next(rank % self.stages) else {
+                continue;
+            };
+            let task = Task {
+                step,
+                set,
+                leaf,
+                back,
+            };
+            self.members[rank].has.task = Some(task);
+            if let Err(error) = self.workers.send(Rank(rank as u32), &ToWorker::Pass(task)) {
+                give_back(flow, &self.lose(rank as u32, error.to_string()));
+            }
+        }
+    }
+
+    /// Takes what a stage of `n` trained numbers gave. What is wrong with it, if anything.
+    fn passed(
+        &mut self,
+        rank: u32,
+        message: FromWorker,
+        n: usize,
+        (flow, given): (&mut Flow, &mut Given),
+    ) -> Option<String> {
+        let FromWorker::Passed { task, loss, digest } = message else {
+            return None;
+        };
+        let stage = self.stage(rank as usize).index;
+        if self.members[rank as usize].has.task != Some(task) {
+            return None; // of a step that is over
+        }
+        if let Some(loss) = loss {
+            given.losses[task.leaf] = f64::from_bits(loss);
+        }
+        if task.back {
+            let file = self.exchange.join(task.roots_file(stage));
+            let digest = digest.unwrap_or_default();
+            let Some(grads) = read_values(&file, n, Some(&digest)) else {
+                return Some(format!("rank {rank} wrote another gradient than it says"));
+            };
+            given.grads[stage][task.leaf] = grads;
+        }
+        self.members[rank as usize].has.task = None;
+        self.fruitless = 0;
+        flow.pass(task.leaf);
+        None
+    }
+}
+
+/// What a lost worker had is for others.
+fn give_back(flow: &mut Flow, has: &Has) {
+    if let Some(task) = has.task {
+        flow.lose(task.leaf);
+    }
+}
