@@ -9,6 +9,7 @@ mod cargo_test;
 mod catalogue;
 mod darwin;
 mod deny;
+mod docs;
 mod instructions;
 mod minilm;
 mod mlx;
@@ -21,6 +22,7 @@ mod neon;
 mod package;
 mod process;
 mod rdma;
+mod release;
 mod repo;
 mod rust_target;
 mod schemas;
@@ -40,6 +42,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use steps::{Extent, Step};
+use tally::Tally;
 
 /// Project chores of paceline.
 #[derive(Debug, Parser)]
@@ -54,7 +57,7 @@ enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
         /// Steps to run, in this order, instead of
-        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,package.
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,docs.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.
@@ -99,6 +102,21 @@ enum Chore {
         /// Install the package into a fresh Debian too.
         #[arg(long)]
         long: bool,
+    },
+    /// Check pages made of definitions, follow the tutorials, check the samples for schedulers.
+    Docs {
+        /// Make the pages in docs/reference instead.
+        #[arg(long)]
+        write: bool,
+        /// Run the slow parts of tutorials too.
+        #[arg(long)]
+        long: bool,
+    },
+    /// Build programs, wheels and packages for Linux on x86-64 and AArch64 into target/publish.
+    Release {
+        /// Build again in a clone elsewhere, and compare every file.
+        #[arg(long)]
+        twice: bool,
     },
     /// Compare `paceline launch` and `topology` with MLX's own tools, and start MLX programs.
     MlxTools {
@@ -152,7 +170,8 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Test { only, long } => {
             let extent = extent(long);
             if only.is_empty() {
-                steps::run_stages(&steps::DEFAULT, extent)
+                let more: &[_] = if long { &steps::LONG_ONLY } else { &[] };
+                steps::run_stages(&[&steps::DEFAULT[..], more].concat(), extent)
             } else {
                 steps::run(&only, extent)
             }
@@ -172,34 +191,27 @@ fn run(chore: Chore) -> Result<bool> {
             true
         }
         Chore::Sdk { binary: None, long } => steps::run(&[Step::Sdk], extent(long)),
-        Chore::Sdk { binary, long } => {
-            let tally = sdk::run(binary, extent(long), &mut |line| println!("{line}"))?;
-            tally.print_names();
-            println!("{tally}");
-            tally.failed == 0
-        }
+        Chore::Sdk { binary, long } => closed(&sdk::run(binary, extent(long), &mut show)?),
         Chore::Wheel { binary: None } => steps::run(&[Step::Wheel], Extent::Default),
-        Chore::Wheel { binary } => {
-            let tally = wheel::run(binary, Extent::Default, &mut |line| println!("{line}"))?;
-            tally.print_names();
-            println!("{tally}");
-            tally.failed == 0
-        }
+        Chore::Wheel { binary } => closed(&wheel::run(binary, Extent::Default, &mut show)?),
         Chore::Package { long } => {
             let extent = if long { Extent::Long } else { Extent::Default };
             steps::run(&[Step::Package], extent)
+        }
+        Chore::Docs { write: false, long } => steps::run(&[Step::Docs], extent(long)),
+        Chore::Docs { write: true, .. } => {
+            closed(&docs::run(docs::Pages::Write, Extent::Default, &mut show)?)
+        }
+        Chore::Release { twice: false } => steps::run(&[Step::Release], Extent::Default),
+        Chore::Release { twice: true } => {
+            closed(&release::run(release::Builds::Twice, &mut show)?)
         }
         Chore::MlxTools { golden: true, .. } => {
             mlx_tools::golden()?;
             true
         }
         Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools], Extent::Default),
-        Chore::MlxTools { binary, .. } => {
-            let tally = mlx_tools::run(binary, &mut |line| println!("{line}"))?;
-            tally.print_names();
-            println!("{tally}");
-            tally.failed == 0
-        }
+        Chore::MlxTools { binary, .. } => closed(&mlx_tools::run(binary, &mut show)?),
         Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx], Extent::Default),
         Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu], Extent::Default),
         Chore::MlxRing => steps::run(&[Step::MlxRing], Extent::Default),
@@ -213,6 +225,17 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
         Chore::Deny => steps::run(&[Step::Deny], Extent::Default),
     })
+}
+
+fn show(line: &str) {
+    println!("{line}");
+}
+
+/// Prints the closing lines of a chore that is no step; true when nothing failed.
+fn closed(tally: &Tally) -> bool {
+    tally.print_names();
+    println!("{tally}");
+    tally.failed == 0
 }
 
 const fn extent(is_long: bool) -> Extent {

@@ -137,11 +137,25 @@ fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result
     stream(client.name, client.command(server), see)
 }
 
-/// Runs a program that prints its cases.
+/// Runs a client that prints its cases.
 fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Tally> {
-    let mut tally = Tally::default();
     let log = process::log_path(&format!("sdk-{name}"));
-    let passed = process::stream(command, &log, |line| {
+    cases(name, &log, command, see)
+}
+
+/// Runs a program that prints its cases to its end, with all it says in the file `log`, and counts
+/// them. One that fails without naming a case, or names none, is a failure.
+///
+/// # Errors
+/// When it cannot be started.
+pub(crate) fn cases(
+    name: &str,
+    log: &Path,
+    command: Command,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    let mut tally = Tally::default();
+    let passed = process::stream(command, log, |line| {
         if let Some(case) = case(name, line) {
             see(line);
             tally.add(case);
@@ -158,7 +172,7 @@ fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Ta
 
 /// The case that `line` is the outcome of: `ok NAME ...`, `FAILED NAME: why` or
 /// `SKIPPED NAME: why`.
-pub(crate) fn case(client: &str, line: &str) -> Option<Tally> {
+fn case(client: &str, line: &str) -> Option<Tally> {
     if let Some(case) = line.strip_prefix("ok ") {
         return Some(Tally::check(case, true));
     }
