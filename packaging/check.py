@@ -1,9 +1,10 @@
 """Checks what `packaging` makes and holds; prints `ok NAME`, `FAILED NAME: why` or `SKIPPED NAME: why`.
 
-    python3 packaging/check.py BINARY [--model FILE] [--long]
+    python3 packaging/check.py BINARY [--model FILE] [--samples|--long]
 
-BINARY is a built paceline with libpaceline_c beside it. `--long` also installs the package into
-a fresh Debian made by debootstrap and answers there.
+BINARY is a built paceline with libpaceline_c beside it. `--samples` is what takes seconds: completions,
+manual, units, and the samples for schedulers. `--long` also installs package, wheel and program into
+fresh roots (`fresh.py`) and answers there, and starts the sample for Ray under real Ray.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import os
 import plistlib
 import py_compile
+import re
 import shutil
 import socket
 import subprocess
@@ -20,26 +22,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import fresh
+from fresh import Skip, need, run
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 120
 
 
-class Skip(Exception):
-    """A tool is missing."""
-
-
-def need(tool: str) -> str:
-    found = shutil.which(tool)
-    if not found:
-        raise Skip(f"{tool} is not installed")
-    return found
-
-
-def run(*command, **options) -> str:
-    done = subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=options.pop("timeout", LIMIT), **options)
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stdout[-800:]}"
-    return done.stdout
+#: Ray for the long run.
+RAY = "ray==2.60.0"
 
 
 class Checks:
@@ -163,10 +154,37 @@ class Checks:
             import yaml
         except ImportError as error:
             raise Skip(f"{error.name} is not installed") from None
-        services = yaml.safe_load((ROOT / "packaging/compose.yaml").read_text())["services"]
+        path = ROOT / "packaging/compose.yaml"
+        file = yaml.safe_load(path.read_text())
+        services = file["services"]
         assert len(services) == 3, services
-        if shutil.which("docker"):
-            run("docker", "compose", "-f", ROOT / "packaging/compose.yaml", "config")
+        ports = [self.up(" ".join(service["command"])) for service in services.values()]
+        assert len(set(ports)) == 3, f"nodes of one machine share ports: {ports}"
+        for name, service in services.items():
+            assert set(service["secrets"]) <= set(file["secrets"]), name
+            assert {volume.partition(":")[0] for volume in service["volumes"]} <= set(file["volumes"]), name
+            assert (path.parent / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], check=False,
+                                                     capture_output=True).returncode == 0:
+            run("docker", "compose", "-f", path, "config")
+
+    # Has the program itself read the options of `paceline up` in a line of a sample; gives its port.
+    def up(self, line: str) -> str:
+        found = re.search(r"paceline up\b(.*)", line)
+        assert found, f"no `paceline up` in {line}"
+        run(self.binary, "service", "install", "--print", "--", *found[1].split())
+        port = re.search(r"--control-port (\d+)", found[1])
+        return port[1] if port else "52416"
+
+    def commands(self):
+        """options of paceline in the samples are options of this paceline"""
+        for path in ("kubernetes/paceline.yaml", "compose.yaml"):
+            for line in (ROOT / "packaging" / path).read_text().splitlines():
+                if "exec paceline up" in line:
+                    self.up(line)
+        last = (ROOT / "packaging/Containerfile").read_text().splitlines()[-1]
+        assert last == 'CMD ["up"]', last
+        run(self.binary, "service", "install", "--print")
 
     def scripts(self):
         """the scripts for Slurm and Ray parse"""
@@ -180,24 +198,62 @@ class Checks:
             raise Skip("no model")
         run("bash", ROOT / "packaging/slurm/try.sh", self.binary, self.model, timeout=300)
 
+    def actors(self):
+        """two nodes meet as Ray's script starts them"""
+        self.ray(sys.executable, "try.py")
+
+    def ray(self, python, script: str):
+        if self.model is None:
+            raise Skip("no model")
+        with tempfile.TemporaryDirectory() as home:
+            said = run(python, ROOT / "packaging/ray" / script, self.model, "--nodes", "2",
+                       "--ask", "Name three colours.", timeout=300,
+                       env={**os.environ, "PACELINE": str(self.binary), "PACELINE_HOME": home})
+        assert "answers, on" in said and "decode" in said, said[-800:]
+
+
+#: What `--samples` checks.
+SAMPLES = ("completions", "manual", "units", "kubernetes", "compose", "commands", "scripts",
+           "rendezvous", "actors")
+
 
 class LongChecks(Checks):
     """What takes minutes."""
 
-    def fresh_root(self):
-        """the package answers in a fresh Debian"""
-        need("debootstrap")
-        if os.geteuid() != 0 or self.model is None:
-            raise Skip("this user is not root, or there is no model")
-        root = self.folder / "debian"
-        run("debootstrap", "--variant=minbase", "stable", root, timeout=900)
-        deb = next(self.packages.glob("*.deb"))
-        shutil.copy(deb, root / "paceline.deb")
-        shutil.copy(self.model, root / "model.gguf")
-        run("chroot", root, "dpkg", "-i", "/paceline.deb")
-        said = run("chroot", root, "paceline", "run", "/model.gguf", "Name three colours.",
-                   "--max-tokens", "8", "--temperature", "0")
-        assert said.strip(), "no answer"
+    def real_ray(self):
+        """two nodes meet under real Ray"""
+        folder = self.folder / "ray"
+        run(sys.executable, "-m", "venv", folder)
+        try:
+            run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:", RAY,
+                timeout=600)
+        except AssertionError as error:
+            raise Skip(str(error)[-200:]) from None
+        self.ray(folder / "bin/python", "paceline_ray.py")
+
+    def fresh_debian(self):
+        """the Debian package answers in a fresh Debian"""
+        fresh.debian(self.made(f"*_{fresh.DEBIAN_ARCH}.deb"), self.needed(), self.folder)
+
+    def fresh_wheel(self):
+        """the wheel answers in a fresh root, without Rust"""
+        fresh.wheel(self.made(f"*_{fresh.ARCH}.whl"), self.needed(), self.folder)
+
+    def fresh_program(self):
+        """the archive's program answers in a fresh root"""
+        fresh.archive(self.made(f"*-{fresh.ARCH}.tar.gz"), self.needed(), self.folder)
+
+    def needed(self) -> Path:
+        if self.model is None:
+            raise Skip("no model")
+        return Path(self.model)
+
+    # What other machines get, if `cargo xtask release` has made it, else what is made here.
+    def made(self, pattern: str) -> Path:
+        for folder in (ROOT / "target/publish", self.packages, ROOT / "target/wheels"):
+            for found in sorted(folder.glob(pattern)):
+                return found
+        raise Skip(f"no {pattern} was made")
 
 
 def cases(kind):
@@ -212,6 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("binary", type=Path)
     parser.add_argument("--model")
+    parser.add_argument("--samples", action="store_true")
     parser.add_argument("--long", action="store_true")
     arguments = parser.parse_args()
     kind = LongChecks if arguments.long else Checks
@@ -219,6 +276,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checks = kind(arguments.binary.resolve(), arguments.model, Path(folder))
         for name, title in cases(kind):
+            if arguments.samples and name not in SAMPLES:
+                continue
             try:
                 getattr(checks, name)()
                 print(f"ok {title}", flush=True)

@@ -203,9 +203,7 @@ fn run(chore: Chore) -> Result<bool> {
             closed(&docs::run(docs::Pages::Write, Extent::Default, &mut show)?)
         }
         Chore::Release { twice: false } => steps::run(&[Step::Release], Extent::Default),
-        Chore::Release { twice: true } => {
-            closed(&release::run(release::Builds::Twice, &mut show)?)
-        }
+        Chore::Release { twice: true } => closed(&release::run(release::Builds::Twice, &mut show)?),
         Chore::MlxTools { golden: true, .. } => {
             mlx_tools::golden()?;
             true
