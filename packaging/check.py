@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import plistlib
 import py_compile
@@ -115,6 +116,14 @@ class Checks:
                    stderr=subprocess.DEVNULL)
         assert made == (ROOT / "crates/capi/include/paceline.h").read_text(), "make it anew"
 
+    def header_alone(self):
+        """paceline.h stands alone, in C and in C++"""
+        path = ROOT / "crates/capi/include/paceline.h"
+        for compiler, language, standard in (("cc", "c", "c11"), ("c++", "c++", "c++17")):
+            need(compiler)
+            run(compiler, "-x", language, f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
+                path)
+
     def compiled(self, name: str) -> Path:
         need("cc")
         library = self.binary.parent
@@ -136,6 +145,35 @@ class Checks:
         path.write_text(unit)
         need("systemd-analyze")
         run("systemd-analyze", "verify", "--man=no", path)
+
+    def service(self):
+        """the service is installed, tells its state and is removed"""
+        if sys.platform == "darwin":
+            raise Skip("launchctl has no stand-in here")
+        with tempfile.TemporaryDirectory() as folder:
+            # A manager that notes its orders and says that the node runs.
+            manager, orders = Path(folder, "systemctl"), Path(folder, "orders")
+            manager.write_text(f'#!/bin/sh\necho "$*" >>{orders}\n[ "$2" != show ] || printf '
+                               "'ActiveState=active\\nMainPID=7\\nUnitFileState=enabled\\n'\n")
+            manager.chmod(0o755)
+            env = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": folder}
+            unit = Path(folder, ".config/systemd/user/paceline.service")
+
+            def service(*words: str) -> str:
+                return run(self.binary, "service", *words, env=env)
+
+            assert "not installed" in service("status")
+            service("install", "--", "--port", "8080")
+            assert '"up" "--port" "8080"' in unit.read_text(), unit.read_text()
+            assert json.loads(service("status", "--json")) == {
+                "installed": True, "state": "active", "pid": 7, "enabled": True, "unit": str(unit)}
+            service("remove")
+            assert not unit.exists()
+            told = [line.removeprefix("--user ") for line in orders.read_text().splitlines()]
+            name = "paceline.service"
+            assert [line.split()[0] for line in told] == [
+                "daemon-reload", "enable", "restart", "show", "disable"], told
+            assert all(name in line or line == "daemon-reload" for line in told), told
 
     def kubernetes(self):
         """Kubernetes manifests against published schemas"""
@@ -213,8 +251,8 @@ class Checks:
 
 
 #: What `--samples` checks.
-SAMPLES = ("completions", "manual", "units", "kubernetes", "compose", "commands", "scripts",
-           "rendezvous", "actors")
+SAMPLES = ("completions", "manual", "units", "service", "kubernetes", "compose", "commands",
+           "scripts", "rendezvous", "actors")
 
 
 class LongChecks(Checks):

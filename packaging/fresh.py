@@ -45,6 +45,13 @@ exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.U
     sh -euc "$2"
 """
 
+#: Runs `$2` in the root `$1` that is whole already.
+ENTER_WHOLE = r"""
+set -eu
+mount -t proc proc "$1/proc"
+exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 sh -euc "$2"
+"""
+
 WITHOUT_RUST = "if command -v cargo rustc paceline >/dev/null; then echo this root is not fresh; exit 9; fi; "
 
 
@@ -123,6 +130,6 @@ def debian(given: Path, model: Path, folder: Path) -> None:
     (root / "in").mkdir()
     shutil.copy(given, root / "in")
     shutil.copy(model, root / "in/model.gguf")
-    run("chroot", root, "sh", "-euc", f"{WITHOUT_RUST}dpkg -i /in/{given.name} >&2")
-    said = run("chroot", root, "sh", "-euc", f"paceline {ASK}", stderr=None)
+    said = run("unshare", "--mount", "--pid", "--fork", "sh", "-c", ENTER_WHOLE, "sh", root,
+               f"{WITHOUT_RUST}dpkg -i /in/{given.name} >&2; paceline {ASK}", stderr=None)
     assert len(said.strip()) > 2, f"no answer in {said!r}"
