@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 120
 
 
-#: Ray for the long run.
-RAY = "ray==2.60.0"
+#: What the long run takes from pip.
+RAY, UV = "ray==2.60.0", "uv==0.13.9"
 
 
 class Checks:
@@ -260,14 +260,27 @@ class LongChecks(Checks):
 
     def real_ray(self):
         """two nodes meet under real Ray"""
-        folder = self.folder / "ray"
+        self.ray(self.environment(RAY) / "python", "paceline_ray.py")
+
+    def uvx(self):
+        """uvx runs the wheel's command"""
+        wheel = self.made(f"*_{fresh.ARCH}.whl")
+        env = {**os.environ, "UV_CACHE_DIR": str(self.folder / "uv"),
+               "UV_TOOL_DIR": str(self.folder / "uv-tools")}
+        said = run(self.environment(UV) / "uvx", "--python", sys.executable, "--from", wheel, "paceline",
+                   "version", env=env, timeout=300)
+        assert "paceline " in said.splitlines()[-1], said
+
+    # The programs of a new environment that has one package of pip's.
+    def environment(self, requirement: str) -> Path:
+        folder = self.folder / requirement.partition("=")[0]
         run(sys.executable, "-m", "venv", folder)
         try:
-            run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:", RAY,
-                timeout=600)
+            run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:",
+                requirement, timeout=600)
         except AssertionError as error:
             raise Skip(str(error)[-200:]) from None
-        self.ray(folder / "bin/python", "paceline_ray.py")
+        return folder / "bin"
 
     def fresh_debian(self):
         """the Debian package answers in a fresh Debian"""
