@@ -21,9 +21,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import fresh
+import make
+import release
 from fresh import Skip, need, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +82,50 @@ class Checks:
         for path in ("share/man/man1/paceline-up.1.gz", "lib/libpaceline_c.so", "include/paceline.h",
                      "share/bash-completion/completions/paceline"):
             assert (unpacked / "usr" / path).is_file(), path
+
+    def wheels(self):
+        """a wheel for other machines is packed the same twice, and wrong ones are refused"""
+        elf = self.elf("x86_64", "2.17")
+        made = self.folder / "paceline-0-cp311-abi3-manylinux_2_28_x86_64.whl"
+        with zipfile.ZipFile(made, "w") as archive:
+            for name, data in {"paceline/_native.abi3.so": elf, "paceline-0.dist-info/RECORD": b"",
+                               "paceline-0.dist-info/METADATA": f"Version: {make.version()}\n".encode(),
+                               "paceline-0.dist-info/sboms/x.json": b"{}"}.items():
+                archive.writestr(name, data)
+        out, program = self.folder / "with", self.folder / "program"
+        out.mkdir()
+
+        def packed(program_: bytes) -> Path:
+            program.write_bytes(program_)
+            return release.with_program(made, program, out)
+
+        one = packed(elf).read_bytes()
+        assert packed(elf).read_bytes() == one, "the second has other bytes"
+        release.check_wheel(packed(elf), "x86_64")
+        for why, arch, program_ in (("expected the tag", "aarch64", elf),
+                                    ("asks for glibc 2.34", "x86_64", self.elf("x86_64", "2.34")),
+                                    ("is for 183", "x86_64", self.elf("aarch64", "2.17"))):
+            try:
+                release.check_wheel(packed(program_), arch)
+            except AssertionError as error:
+                assert why in str(error), error
+            else:
+                raise AssertionError(f"not refused: {why}")
+
+    # As much of an ELF file as the checks read.
+    def elf(self, arch: str, glibc: str) -> bytes:
+        head = b"\x7fELF" + bytes(14) + release.MACHINES[arch].to_bytes(2, "little")
+        return head + f"\0GLIBC_{glibc}\0".encode()
+
+    def formula(self):
+        """Homebrew's formula names the archive and its hash"""
+        source = self.folder / "paceline.tar.gz"
+        source.write_bytes(b"sources")
+        text = make.formula(source, "https://example.com/paceline.tar.gz", self.folder).read_text()
+        assert not re.search(r"@[A-Z0-9]+@", text), text
+        assert hashlib.sha256(b"sources").hexdigest() in text and f'"{make.version()}"' in text, text
+        if shutil.which("ruby"):
+            run("ruby", "-c", self.folder / "paceline.rb")
 
     def c_groups(self):
         """a C program: two ranks"""
@@ -251,8 +298,8 @@ class Checks:
 
 
 #: What `--samples` checks.
-SAMPLES = ("completions", "manual", "units", "service", "kubernetes", "compose", "commands",
-           "scripts", "rendezvous", "actors")
+SAMPLES = ("completions", "manual", "units", "service", "wheels", "formula", "kubernetes", "compose",
+           "commands", "scripts", "rendezvous", "actors")
 
 
 class LongChecks(Checks):
