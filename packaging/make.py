@@ -6,6 +6,9 @@ All have the program, its manual, completions for bash, zsh and fish, the C libr
 they lie beside the program, and the licence. The same program gives the same bytes: times come from
 SOURCE_DATE_EPOCH, else from the last commit. `dpkg-deb` and `rpmbuild` are programs of Debian's
 packages `dpkg` and `rpm`; a package whose tool is missing is named as SKIPPED.
+
+`--arch` names a processor that is not this machine's; manual and completions then come from `--tool`, a
+paceline of this machine.
 """
 
 from __future__ import annotations
@@ -56,8 +59,15 @@ def glibc(program: Path) -> str:
     return f"2.{max(map(int, found))}" if found else "2.28"
 
 
-def stage(binary: Path, folder: Path) -> None:
-    """Lays the files of a package out below `folder`, as they will lie below `/`."""
+def strip(path: Path, *options: str) -> None:
+    """Removes symbols where this machine's tool knows the processor; they only cost space."""
+    if shutil.which("strip"):
+        subprocess.run(["strip", *options, path], stderr=subprocess.DEVNULL, check=False)
+
+
+def stage(binary: Path, tool: Path, folder: Path) -> None:
+    """Lays the files of a package out below `folder`, as they will lie below `/`; `tool` is a
+    paceline of this machine, which writes the manual and the completions."""
     shutil.rmtree(folder, ignore_errors=True)
     places = {name: folder / "usr" / path for name, path in {
         "bin": "bin", "man": "share/man/man1", "doc": "share/doc/paceline", "lib": "lib",
@@ -68,30 +78,28 @@ def stage(binary: Path, folder: Path) -> None:
     program = places["bin"] / "paceline"
     shutil.copy(binary, program)
     program.chmod(0o755)
-    if shutil.which("strip"):
-        run("strip", program)
-    run(binary, "man", "--output", places["man"])
+    strip(program)
+    run(tool, "man", "--output", places["man"])
     for page in sorted(places["man"].iterdir()):
         with open(page.with_name(page.name + ".gz"), "wb") as file:
             file.write(gzip.compress(page.read_bytes(), mtime=0))
         page.unlink()
     for shell, name in {"bash": "paceline", "zsh": "_paceline", "fish": "paceline.fish"}.items():
-        (places[shell] / name).write_text(run(binary, "completions", shell))
+        (places[shell] / name).write_text(run(tool, "completions", shell))
     shutil.copy(ROOT / "LICENSE", places["doc"] / "copyright")
     shutil.copy(ROOT / "CHANGELOG.md", places["doc"])
     library = binary.parent / "libpaceline_c.so"
     if library.exists():
         shutil.copy(library, places["lib"])
-        if shutil.which("strip"):
-            run("strip", "--strip-unneeded", places["lib"] / library.name)
+        strip(places["lib"] / library.name, "--strip-unneeded")
         shutil.copy(ROOT / "crates/capi/include/paceline.h", places["include"])
     for place in sorted(folder.rglob("*")):
         os.utime(place, (epoch(), epoch()))
 
 
-def tarball(folder: Path, out: Path) -> Path:
+def tarball(folder: Path, arch: str, out: Path) -> Path:
     """An archive that is unpacked into a prefix, such as /usr/local."""
-    name = f"paceline-{version()}-{platform.system().lower()}-{platform.machine()}"
+    name = f"paceline-{version()}-{platform.system().lower()}-{arch}"
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for path in sorted((folder / "usr").rglob("*")):
@@ -106,8 +114,8 @@ def tarball(folder: Path, out: Path) -> Path:
     return target
 
 
-def deb(folder: Path, out: Path) -> Path:
-    arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+def deb(folder: Path, arch: str, out: Path) -> Path:
+    arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(arch, arch)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024
     control = folder / "DEBIAN/control"
     control.parent.mkdir()
@@ -131,7 +139,7 @@ Description: {SUMMARY}
     return target
 
 
-def rpm(folder: Path, out: Path) -> Path:
+def rpm(folder: Path, arch: str, out: Path) -> Path:
     top = out / "rpmbuild"
     shutil.rmtree(top, ignore_errors=True)
     files = [f"/{path.relative_to(folder)}" for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -150,7 +158,7 @@ One program pools the Macs, GPU boxes and CPU hosts a person owns.
 cp -a {folder}/. %{{buildroot}}/
 %files
 """ + "\n".join(files) + "\n")
-    run("rpmbuild", "-bb", "--quiet", "--define", f"_topdir {top}",
+    run("rpmbuild", "-bb", "--quiet", "--target", f"{arch}-linux", "--define", f"_topdir {top}",
         "--define", "_build_id_links none", "--define", "debug_package %{nil}",
         "--define", "__os_install_post %{nil}", "--define", "use_source_date_epoch_as_buildtime 1",
         "--define", "clamp_mtime_to_source_date_epoch 1", "--define", "_buildhost paceline",
@@ -211,6 +219,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--binary", type=Path, default=ROOT / "target/release/paceline")
     parser.add_argument("--out", type=Path, default=ROOT / "target/packages")
+    parser.add_argument("--arch", default=platform.machine(), help="processor of BINARY, such as aarch64")
+    parser.add_argument("--tool", type=Path, help="a paceline of this machine [default: BINARY]")
     parser.add_argument("--source", type=Path, help="archive of the sources, for Homebrew's formula")
     parser.add_argument("--source-url", help="where that archive is published")
     arguments = parser.parse_args()
@@ -219,13 +229,13 @@ def main() -> None:
         sys.exit(f"{binary} is missing: cargo build --release makes it")
     out.mkdir(parents=True, exist_ok=True)
     folder = out / "stage"
-    stage(binary, folder)
-    made = [tarball(folder, out), sbom(out)]
+    stage(binary, (arguments.tool or binary).resolve(), folder)
+    made = [tarball(folder, arguments.arch, out), sbom(out)]
     if arguments.source and arguments.source_url:
         made.append(formula(arguments.source, arguments.source_url, out))
     for name, tool, make in (("deb", "dpkg-deb", deb), ("rpm", "rpmbuild", rpm)):
         if shutil.which(tool):
-            made.append(make(folder, out))
+            made.append(make(folder, arguments.arch, out))
         else:
             print(f"SKIPPED the {name} package: {tool} is not installed")
     shutil.rmtree(folder)

@@ -1,22 +1,44 @@
 """A cluster of paceline on the machines of a Ray cluster: an actor a machine, each with a node.
 
     python paceline_ray.py qwen3:8b --nodes 3
+    python paceline_ray.py smollm2 --nodes 2 --ask "Hi"
 
 Needs `pip install ray paceline` on all machines. Actors that die are made again by Ray; the
-cluster goes on meanwhile.
+cluster goes on meanwhile. The models lie in the store of each machine's user.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import pathlib
+import socket
 import subprocess
 import tempfile
 import time
 
 import ray
 
-PORT = 52415
+#: Ports of the API and of the cluster, where they are free.
+PORTS = (52415, 52416)
+
+#: Seconds until all nodes have met.
+MEETING = 120
+
+PROGRAM = os.environ.get("PACELINE", "paceline")
+
+
+def free(port: int) -> int:
+    """`port`, or another one where something else has it."""
+    for wanted in (port, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", wanted))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    return port
 
 
 @ray.remote(num_cpus=1, max_restarts=-1)
@@ -25,39 +47,76 @@ class Node:
 
     def __init__(self, token: str, peers: list[str]):
         self.home = tempfile.mkdtemp(prefix="paceline-")
+        store = pathlib.Path(os.environ.get("PACELINE_HOME", pathlib.Path.home() / ".paceline"), "models")
+        store.mkdir(parents=True, exist_ok=True)
+        os.symlink(store.absolute(), f"{self.home}/models")
         self.run("join", "--token-file", "-", text=token)
+        self.port, self.control = (free(port) for port in PORTS)
         options = [word for peer in peers for word in ("--peer", peer)]
-        self.node = subprocess.Popen(["paceline", "up", *options], env=self.env())
+        self.node = subprocess.Popen(
+            [PROGRAM, "up", "--port", str(self.port), "--control-port", str(self.control), *options],
+            env=self.env(), stdin=subprocess.DEVNULL)
 
     def env(self) -> dict[str, str]:
         return {**os.environ, "PACELINE_HOME": self.home}
 
     def run(self, *words: str, text: str | None = None) -> str:
-        done = subprocess.run(["paceline", *words], env=self.env(), input=text, text=True,
-                              check=True, stdout=subprocess.PIPE)
+        done = subprocess.run([PROGRAM, *words], env=self.env(), input=text or "", text=True,
+                              stdout=subprocess.PIPE, check=True)
         return done.stdout
 
     def address(self) -> str:
-        return ray.util.get_node_ip_address()
+        """Where other nodes reach this one."""
+        return f"{ray.util.get_node_ip_address()}:{self.control}"
+
+    def api(self) -> str:
+        """Where this machine's clients reach it."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def alive(self) -> int:
+        """Nodes that this one sees alive, itself too; 0 before it is up."""
+        done = subprocess.run([PROGRAM, "nodes", "--json"], env=self.env(), text=True,
+                              capture_output=True, check=False, stdin=subprocess.DEVNULL)
+        nodes = json.loads(done.stdout) if done.returncode == 0 else []
+        return sum(node["state"] == "alive" for node in nodes)
+
+    def end(self) -> None:
+        self.node.terminate()
+        self.node.wait()
+
+
+def meet(first, count: int) -> None:
+    until = time.monotonic() + MEETING
+    while ray.get(first.alive.remote()) < count:
+        if time.monotonic() > until:
+            raise SystemExit(f"after {MEETING} s the {count} nodes have not met")
+        time.sleep(0.5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ask", metavar="PROMPT", help="answer this and end")
     arguments = parser.parse_args()
     ray.init()
-    token = subprocess.run(["paceline", "key", "cluster", "show"], check=True, text=True,
+    token = subprocess.run([PROGRAM, "key", "cluster", "show"], check=True, text=True,
                            stdout=subprocess.PIPE).stdout
     spread = Node.options(scheduling_strategy="SPREAD")
     first = spread.remote(token, [])
     peers = [ray.get(first.address.remote())]
     others = [spread.remote(token, peers) for _ in range(arguments.nodes - 1)]
-    ray.get([node.address.remote() for node in others])
-    print(ray.get(first.run.remote("load", arguments.model, "--nodes", str(arguments.nodes))))
-    print(f"ready: http://{peers[0]}:{PORT}/v1 on that machine's loopback; Ctrl-C ends the cluster")
-    while True:
-        time.sleep(60)
+    meet(first, arguments.nodes)
+    print(ray.get(first.run.remote("load", arguments.model, "--nodes", str(arguments.nodes))), end="")
+    try:
+        if arguments.ask is not None:
+            print(ray.get(first.run.remote("run", arguments.model, arguments.ask)))
+            return
+        print(f"ready: {ray.get(first.api.remote())} on {peers[0]}; Ctrl-C ends the cluster")
+        while True:
+            time.sleep(60)
+    finally:
+        ray.get([node.end.remote() for node in [*others, first]])
 
 
 if __name__ == "__main__":

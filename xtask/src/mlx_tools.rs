@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::tally::{Skip, Tally};
+use crate::tally::Tally;
 use crate::{models, process, repo, sdk, venv};
 
 /// What is compared, in `scripts/mlx`, and what it needs of MLX beside its Python.
@@ -72,20 +72,6 @@ fn command(python: &Path, script: &str, tool: &str) -> Command {
 
 /// Runs a script to its end and counts its cases.
 fn count(script: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Tally> {
-    let mut tally = Tally::default();
     let log = process::log_path(&format!("mlx-{script}"));
-    let passed = process::stream(command, &log, |line| {
-        let skip = Skip::find(line).map(|skip| Tally::skip(&skip.name, &skip.reason));
-        if let Some(case) = skip.or_else(|| sdk::case("mlx", line)) {
-            see(line);
-            tally.add(case);
-        }
-    })?;
-    if tally.failed == 0 && (!passed || tally.passed == 0) {
-        tally.add(Tally::failure(&format!("{script}: ended early")));
-    }
-    if tally.failed > 0 {
-        see(&format!("see {}", log.display()));
-    }
-    Ok(tally)
+    sdk::cases("mlx", &log, command, see)
 }

@@ -3,13 +3,13 @@
 //! `packaging/make.py` makes the packages and `packaging/check.py` checks them and everything
 //! beside them; its lines are outcomes, as those of the clients' scripts are.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::steps::{self, Extent};
-use crate::tally::{Skip, Tally};
+use crate::tally::Tally;
 use crate::{models, process, repo, sdk, venv};
 
 /// Builds the program and the C library, and checks all that is made of them.
@@ -19,26 +19,32 @@ use crate::{models, process, repo, sdk, venv};
 pub(crate) fn run(extent: Extent, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let binary = sdk::build(see)?;
     library(see)?;
+    check(&binary, (extent == Extent::Long).then_some("--long"), see)
+}
+
+/// Checks what takes seconds: completions, manual, units, and samples for schedulers.
+///
+/// # Errors
+/// When the script cannot be started.
+pub(crate) fn samples(binary: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    check(binary, Some("--samples"), see)
+}
+
+fn check(binary: &Path, option: Option<&str>, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let mut tally = Tally::default();
     let mut command = Command::new(python(&mut tally)?);
     command.arg(repo::root().join("packaging/check.py"));
-    command.arg(&binary).env("PYTHONDONTWRITEBYTECODE", "1");
+    command.arg(binary).env("PYTHONDONTWRITEBYTECODE", "1");
     if let Ok(model) = models::smollm2() {
         command.arg("--model").arg(model);
     }
-    if extent == Extent::Long {
-        command.arg("--long");
-    }
-    let passed = process::stream(command, &process::log_path("package"), |line| {
-        let skip = Skip::find(line).map(|skip| Tally::skip(&skip.name, &skip.reason));
-        if let Some(case) = skip.or_else(|| sdk::case("package", line)) {
-            see(line);
-            tally.add(case);
-        }
-    })?;
-    if tally.failed == 0 && (!passed || tally.passed == 0) {
-        tally.add(Tally::failure("packaging/check.py: ended early"));
-    }
+    command.args(option);
+    tally.add(sdk::cases(
+        "package",
+        &process::log_path("package"),
+        command,
+        see,
+    )?);
     Ok(tally)
 }
 

@@ -137,28 +137,66 @@ fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result
     stream(client.name, client.command(server), see)
 }
 
-/// Runs a program that prints its cases.
+/// Runs a client that prints its cases; it may skip all of them.
 fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Tally> {
-    let mut tally = Tally::default();
     let log = process::log_path(&format!("sdk-{name}"));
-    let passed = process::stream(command, &log, |line| {
+    let (passed, tally) = read(name, &log, command, see)?;
+    let is_whole = passed && tally.passed + tally.skips.len() > 0;
+    Ok(close(name, &log, (tally, is_whole), see))
+}
+
+/// Runs a program that prints its cases to its end, with all it says in the file `log`, and counts
+/// them. One that fails without naming a case, or has none that passes, is a failure.
+///
+/// # Errors
+/// When it cannot be started.
+pub(crate) fn cases(
+    name: &str,
+    log: &Path,
+    command: Command,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    let (passed, tally) = read(name, log, command, see)?;
+    let is_whole = passed && tally.passed > 0;
+    Ok(close(name, log, (tally, is_whole), see))
+}
+
+/// Whether the program ends well, and its cases.
+fn read(
+    name: &str,
+    log: &Path,
+    command: Command,
+    see: &mut impl FnMut(&str),
+) -> Result<(bool, Tally)> {
+    let mut tally = Tally::default();
+    let passed = process::stream(command, log, |line| {
         if let Some(case) = case(name, line) {
             see(line);
             tally.add(case);
         }
     })?;
-    if tally.failed == 0 && (!passed || tally.passed + tally.skips.len() == 0) {
+    Ok((passed, tally))
+}
+
+/// Adds a failure where a program is not whole and named none itself, and says where its log is.
+fn close(
+    name: &str,
+    log: &Path,
+    (mut tally, is_whole): (Tally, bool),
+    see: &mut impl FnMut(&str),
+) -> Tally {
+    if tally.failed == 0 && !is_whole {
         tally.add(Tally::failure(&format!("{name}: ended early")));
     }
     if tally.failed > 0 {
         see(&format!("see {}", log.display()));
     }
-    Ok(tally)
+    tally
 }
 
 /// The case that `line` is the outcome of: `ok NAME ...`, `FAILED NAME: why` or
 /// `SKIPPED NAME: why`.
-pub(crate) fn case(client: &str, line: &str) -> Option<Tally> {
+fn case(client: &str, line: &str) -> Option<Tally> {
     if let Some(case) = line.strip_prefix("ok ") {
         return Some(Tally::check(case, true));
     }

@@ -9,8 +9,8 @@ use clap::ValueEnum;
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{
-    asan, darwin, deny, fuzz, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon,
-    package, process, rdma, repo, sdk, tidy, wheel,
+    asan, darwin, deny, docs, fuzz, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi,
+    neon, package, process, rdma, release, repo, sdk, tidy, wheel,
 };
 
 /// One step. `cargo xtask test` runs those of [`DEFAULT`].
@@ -36,8 +36,12 @@ pub(crate) enum Step {
     Sdk,
     /// The package for Python, in an environment of its own.
     Wheel,
+    /// Pages made of definitions, tutorials, and samples for schedulers.
+    Docs,
     /// Packages, the C library, service units and samples.
     Package,
+    /// Programs, wheels and packages for other machines, by Zig.
+    Release,
     /// MLX's own tools, and programs that use MLX.
     MlxTools,
     /// The MLX engine on this machine's GPU.
@@ -72,8 +76,11 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     ],
     &[&[Step::Unit]],
     &[&[Step::Doc, Step::Mpi], &[Step::MlxTools]],
-    &[&[Step::Sdk, Step::Wheel]],
+    &[&[Step::Sdk, Step::Wheel, Step::Docs]],
 ];
+
+/// What the long run has besides: packages in fresh roots, made of what other machines get.
+pub(crate) const LONG_ONLY: [&[&[Step]]; 1] = [&[&[Step::Release, Step::Package]]];
 
 /// How much the tests do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,7 +107,9 @@ impl Step {
             Step::Doc => "doc",
             Step::Sdk => "sdk",
             Step::Wheel => "wheel",
+            Step::Docs => "docs",
             Step::Package => "package",
+            Step::Release => "release",
             Step::MlxTools => "mlx-tools",
             Step::MlxGpu => "mlx-gpu",
             Step::Mpi => "mpi",
@@ -141,6 +150,8 @@ impl Step {
             Step::Doc => cargo_test(self, "--doc", extent),
             Step::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
             Step::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
+            Step::Docs => docs::run(docs::Pages::Check, extent, &mut |line| println!("{line}")),
+            Step::Release => release::run(release::Builds::Once, &mut |line| println!("{line}")),
             Step::Package => package::run(extent, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),

@@ -1,6 +1,6 @@
 """Tests of `paceline.LLM` over processes that it starts itself.
 
-    python llm_test.py MODEL        prints `ok NAME` or `FAILED NAME: why` for each case
+    python llm_test.py MODEL [ENCODER]      prints `ok NAME` or `FAILED NAME: why` for each case
 """
 
 from __future__ import annotations
@@ -80,6 +80,23 @@ def splits(model: str, llm: paceline.LLM) -> None:
     raise AssertionError("the node outlives its block")
 
 
+def vectors(encoder: str, talker: paceline.LLM) -> None:
+    texts = ["A cat sits on the mat.", "A kitten rests on the rug.", "Interest rates rose again."]
+    with paceline.LLM(encoder, threads=1) as llm:
+        cat, kitten, rates = llm.embed(texts)
+        assert abs(sum(value * value for value in cat) - 1) < 1e-4
+        product = lambda a, b: sum(x * y for x, y in zip(a, b, strict=True))
+        assert product(cat, kitten) > 0.5 > product(cat, rates), (cat[:3], kitten[:3], rates[:3])
+        assert llm.embed(texts[1]) == [kitten]
+        assert asyncio.run(paceline.AsyncLLM(llm).embed(texts)) == [cat, kitten, rates]
+    try:
+        talker.embed("Hi")
+    except paceline.errors.ServerError as error:
+        assert error.status is not None and 400 <= error.status <= 501, error
+    else:
+        raise AssertionError("a model without vectors makes some")
+
+
 def wrong_models() -> None:
     try:
         paceline.LLM("/nowhere/model.gguf")
@@ -136,6 +153,8 @@ def main() -> int:
         report.check("coroutines", coroutines, llm)
         report.check("a running node, and its refusals", connections, llm)
         report.check("two nodes answer the same", splits, model, llm)
+        if len(sys.argv) > 2:
+            report.check("vectors of an encoder", vectors, sys.argv[2], llm)
     report.check("a killed program leaves no node", orphans, model)
     return report.failed
 

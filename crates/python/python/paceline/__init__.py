@@ -1,6 +1,7 @@
 """paceline: pool machines, run models too large for one of them, and compute together.
 
 - `paceline.LLM`: a model that answers, over a node that this process starts or one that runs.
+- `paceline.connect`: array jobs and training on several processes.
 - `paceline.distributed`: collectives between processes, with MLX's names.
 - `paceline.errors`: what is raised.
 
@@ -15,9 +16,11 @@ from ._native import VERSION as __version__
 
 if TYPE_CHECKING:
     from . import distributed, errors
-    from .llm import LLM, AsyncLLM, Answer
+    from .compute import Machines, connect
+    from .llm import LLM, Answer, AsyncLLM
 
-__all__ = ["LLM", "Answer", "AsyncLLM", "__version__", "distributed", "errors"]
+__all__ = ["LLM", "Answer", "AsyncLLM", "Machines", "__version__", "connect", "distributed",
+           "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +30,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name in ("LLM", "AsyncLLM", "Answer"):
         return getattr(importlib.import_module(".llm", __name__), name)
+    if name in ("Machines", "connect"):
+        return getattr(importlib.import_module(".compute", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,7 +7,7 @@ failed is poisoned: later calls raise the first cause again. Drop it and build a
 from __future__ import annotations
 
 __all__ = [
-    "CommError", "DeadlineExceeded", "Invalid", "JoinError", "Mismatch", "PeerLost",
+    "CommError", "DeadlineExceeded", "Invalid", "JobError", "JoinError", "Mismatch", "PeerLost",
     "PeerSilent", "ServerError", "Unsupported",
 ]
 
@@ -60,3 +60,7 @@ class ServerError(RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class JobError(RuntimeError):
+    """An array job or a training failed; the text is what the program said."""

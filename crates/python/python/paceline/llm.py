@@ -172,6 +172,22 @@ class LLM:
         with ThreadPoolExecutor(_AT_ONCE, "paceline-batch") as pool:
             return list(pool.map(lambda prompt: self.chat(prompt, **options), prompts))
 
+    def embed(self, texts: str | Sequence[str], **options: Any) -> list[list[float]]:
+        """A vector for each text, of unit length, from an encoder or an embedding model.
+
+        `options` are fields of `/v1/embeddings`, such as `dimensions`.
+
+        Returns:
+            `(n, d)` as lists, in the order of `texts`; of a single text `(1, d)`.
+
+        Raises:
+            ServerError: as of `generate`, and where the model makes no vectors.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        said = self._http.call("POST", "/v1/embeddings", self._body(options, input=texts))
+        rows = sorted(said["data"], key=lambda row: row["index"])
+        return [row["embedding"] for row in rows]
+
     def _body(self, options: dict[str, Any], **fields: Any) -> dict[str, Any]:
         return {"model": self.model, **fields, **options}
 
@@ -237,6 +253,10 @@ class AsyncLLM:
                     **options: Any) -> list[Answer]:
         """`LLM.batch`."""
         return await asyncio.to_thread(self.llm.batch, prompts, **options)
+
+    async def embed(self, texts: str | Sequence[str], **options: Any) -> list[list[float]]:
+        """`LLM.embed`."""
+        return await asyncio.to_thread(self.llm.embed, texts, **options)
 
     async def close(self) -> None:
         """`LLM.close`."""

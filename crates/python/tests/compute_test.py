@@ -1,0 +1,121 @@
+"""Tests of `paceline.connect`: array jobs and a short training, beside what NumPy and math say.
+
+    python compute_test.py [MODEL]  prints `ok NAME` or `FAILED NAME: why` for each case
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+
+from ranks import Report
+
+import paceline
+
+VALUES = np.random.default_rng(5).normal(size=40_000) * 10.0 ** np.arange(-8, 8).repeat(2500)
+
+
+def sums() -> None:
+    expected = math.fsum(VALUES)
+    for nodes in (1, 2):
+        machines = paceline.connect(nodes, threads=1)
+        assert machines.sum(VALUES) == expected
+        assert machines.sum(VALUES[::-1]) == expected
+    machines = paceline.connect()
+    assert machines.sum([0.1] * 10) == 1.0
+    assert machines.sum(np.array([2**63, 5], np.uint64)) == 2**63 + 5
+    assert machines.sum(np.array([math.inf, 1])) == math.inf
+    assert machines.dot(np.arange(4.0), np.arange(4.0)) == 14
+    assert machines.mean(memoryview(np.arange(5.0))) == 2
+    assert machines.reduce("sum", np.arange(4.0), np.ones(4), map="x + 2*y") == 14
+    assert machines.reduce("count", VALUES) == len(VALUES)
+
+
+def orders() -> None:
+    machines = paceline.connect(2, threads=1)
+    assert np.array_equal(machines.sort(VALUES), np.sort(VALUES))
+    values, rows = machines.topk(VALUES, k=3)
+    assert np.array_equal(values, np.sort(VALUES)[:-4:-1]) and np.array_equal(VALUES[rows], values)
+    assert machines.topk(VALUES, k=2, smallest=True)[0][0] == VALUES.min()
+    counts, edges = machines.hist(VALUES, bins=10, range=(-5, 5))
+    expected, borders = np.histogram(VALUES, 10, (-5, 5))
+    assert np.allclose(edges, borders) and abs(counts - expected).sum() <= 2, counts
+
+
+def groups() -> None:
+    machines = paceline.connect(2, threads=1)
+    keys = np.arange(len(VALUES)) % 7
+    found, totals = machines.groupby("sum", keys, VALUES)
+    assert found.tolist() == list(range(7))
+    assert totals.tolist() == [math.fsum(VALUES[keys == key]) for key in range(7)]
+    rows = np.concatenate([np.zeros((30, 2)), np.full((10, 2), 9.0)])
+    clusters = machines.kmeans(rows, 2)
+    assert sorted(clusters.counts) == [10, 30] and clusters.inertia == 0, clusters
+    assert clusters.centroids.shape == (2, 2)
+
+
+def expressions() -> None:
+    machines = paceline.connect(2, threads=1)
+    assert np.array_equal(machines.map("2*x + i", np.ones(5)), np.arange(5) + 2.0)
+    one, two = (paceline.connect(nodes, threads=1).montecarlo("x*x", samples=20_000)
+                for nodes in (1, 2))
+    assert one == two and abs(one[0] - 1 / 3) < 5 * one[1], one
+
+
+def files() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = pathlib.Path(folder, "-x.npy"), pathlib.Path(folder, "out.npy")
+        np.save(path, VALUES)
+        machines = paceline.connect()
+        assert machines.sum(path) == math.fsum(VALUES)
+        assert machines.sort(path, out=out, memory="64M") == out
+        assert np.array_equal(np.load(out), np.sort(VALUES))
+
+
+def refusals() -> None:
+    machines = paceline.connect()
+    for expected, work in {
+        "max of no values": lambda: machines.reduce("max", np.zeros(0)),
+        "median": lambda: machines.reduce("median", np.zeros(2)),
+        "nowhere.npy": lambda: machines.sum("/nowhere.npy"),
+        "complex128": lambda: machines.sum(np.zeros(2, complex)),
+        "<c8": lambda: machines.sum(np.zeros(2, np.complex64)),
+        "0.001 s": lambda: paceline.connect(deadline=0.001).montecarlo("x", samples=10**9),
+    }.items():
+        try:
+            work()
+        except (paceline.errors.JobError, TypeError) as error:
+            assert expected in str(error), f"{error!r} lacks {expected}"
+        else:
+            raise AssertionError(f"{expected} passes")
+
+
+def trainings(model: str) -> None:
+    data = [{"prompt": "Say hello.", "completion": "Ahoy!"}]
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder, "adapter")
+        done = paceline.connect(2, threads=1).train(model, data, output, steps=1, rank=2,
+                                                    targets="attention")
+        assert done["steps"] == 1, done
+        assert (output / "adapter_model.safetensors").stat().st_size > 1000
+
+
+def main() -> int:
+    report = Report()
+    report.check("array jobs: exact sums", sums)
+    report.check("array jobs: sorts, extremes and histograms are NumPy's", orders)
+    report.check("array jobs: groups and clusters", groups)
+    report.check("array jobs: expressions", expressions)
+    report.check("array jobs: files", files)
+    report.check("array jobs: what is wrong is named", refusals)
+    if len(sys.argv) > 1:
+        report.check("a training over two nodes", trainings, sys.argv[1])
+    return report.failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

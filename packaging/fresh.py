@@ -1,0 +1,135 @@
+"""Fresh roots: packages are installed where nothing of this project is, and answer there.
+
+A fresh root is this machine's own system in a mount namespace of its own: an overlay whose changes are
+thrown away, without homes, with an empty PATH but for the system's programs. So there is no Rust, no
+build folder and no store. Where `debootstrap` is installed, the Debian package goes into a Debian that it
+makes instead. Both need root.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ARCH = platform.machine()
+DEBIAN_ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(ARCH, ARCH)
+
+#: Seconds for a program.
+LIMIT = 120
+
+#: What a fresh root is asked, and how.
+ASK = 'run /in/model.gguf "Name three colours." --max-tokens 8 --temperature 0'
+
+#: Makes the root `$1` and runs `$2` in it. `$3` has what to install, at `/in`; `$4` is this Python.
+ENTER = r"""
+set -eu
+layers=$1.layers
+mkdir -p "$1" "$layers"
+mount -t tmpfs tmpfs "$layers"
+mkdir "$layers/upper" "$layers/work"
+mount -t overlay overlay -o "lowerdir=/,upperdir=$layers/upper,workdir=$layers/work" "$1"
+for empty in root home tmp run mnt opt; do
+    mkdir -p "$1/$empty"
+    mount -t tmpfs tmpfs "$1/$empty"
+done
+mkdir -p "$1/in" "$1$4"
+mount --bind "$3" "$1/in"
+mount --bind "$4" "$1$4"
+mount -t proc proc "$1/proc"
+mount --rbind /dev "$1/dev"
+exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 PYTHON="$4/bin/python3" \
+    sh -euc "$2"
+"""
+
+#: Runs `$2` in the root `$1` that is whole already.
+ENTER_WHOLE = r"""
+set -eu
+mount -t proc proc "$1/proc"
+exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 sh -euc "$2"
+"""
+
+WITHOUT_RUST = "if command -v cargo rustc paceline >/dev/null; then echo this root is not fresh; exit 9; fi; "
+
+
+class Skip(Exception):
+    """A tool or a right is missing."""
+
+
+def need(tool: str) -> str:
+    found = shutil.which(tool)
+    if not found:
+        raise Skip(f"{tool} is not installed")
+    return found
+
+
+def run(*command, **options) -> str:
+    """What a program says, on both streams.
+
+    Raises:
+        AssertionError: it fails; with its last words.
+    """
+    done = subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE,
+                          stderr=options.pop("stderr", subprocess.STDOUT),
+                          timeout=options.pop("timeout", LIMIT), **options)
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stdout[-800:]}"
+    return done.stdout
+
+
+def inside(work: str, given: Path, model: Path, folder: Path) -> None:
+    """Runs `work` in a fresh root, with `given` and the model in `/in`; its last line is an answer."""
+    if os.geteuid() != 0:
+        raise Skip("this user is not root")
+    need("unshare")
+    into = folder / f"in-{given.name}"
+    into.mkdir(exist_ok=True)
+    shutil.copy(given, into)
+    shutil.copy(model, into / "model.gguf")
+    if given.suffix == ".whl":  # with what it needs: the root asks no index
+        run(sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", into,
+            given, timeout=600)
+    try:
+        run("unshare", "--mount", "--pid", "--fork", "true")
+    except AssertionError as error:
+        raise Skip(f"no namespaces here: {error}") from None
+    said = run("unshare", "--mount", "--pid", "--fork", "sh", "-c", ENTER, "sh", folder / "root",
+               WITHOUT_RUST + work.replace("ASK", ASK), into, sys.base_prefix, timeout=600,
+               stderr=None)
+    assert len(said.strip()) > 2, f"no answer in {said!r}"
+
+
+def archive(given: Path, model: Path, folder: Path) -> None:
+    """The archive is unpacked into /opt."""
+    inside(f"mkdir -p /opt/paceline; tar -xzf /in/{given.name} -C /opt/paceline --strip-components=1; "
+           "/opt/paceline/bin/paceline ASK", given, model, folder)
+
+
+def wheel(given: Path, model: Path, folder: Path) -> None:
+    """The wheel is installed into a new environment; its command and its `LLM` answer."""
+    program = ("import paceline, paceline.distributed, numpy\n"
+               'with paceline.LLM("/in/model.gguf") as llm:\n'
+               '    print(llm.chat("Name three colours.", temperature=0, max_tokens=8))\n')
+    inside('"$PYTHON" -m venv /opt/venv; '
+           f"/opt/venv/bin/pip install --quiet --no-index --find-links /in /in/{given.name}; "
+           f"/opt/venv/bin/python -c '{program}'; /opt/venv/bin/paceline ASK", given, model, folder)
+
+
+def debian(given: Path, model: Path, folder: Path) -> None:
+    """The package is installed by dpkg; in a Debian of debootstrap's where that is installed."""
+    if not shutil.which("debootstrap"):
+        need("dpkg")
+        inside(f"dpkg -i /in/{given.name} >&2; paceline ASK", given, model, folder)
+        return
+    if os.geteuid() != 0:
+        raise Skip("this user is not root")
+    root = folder / "debian"
+    run("debootstrap", "--variant=minbase", "stable", root, timeout=900)
+    (root / "in").mkdir()
+    shutil.copy(given, root / "in")
+    shutil.copy(model, root / "in/model.gguf")
+    said = run("unshare", "--mount", "--pid", "--fork", "sh", "-c", ENTER_WHOLE, "sh", root,
+               f"{WITHOUT_RUST}dpkg -i /in/{given.name} >&2; paceline {ASK}", stderr=None)
+    assert len(said.strip()) > 2, f"no answer in {said!r}"

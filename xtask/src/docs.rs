@@ -1,0 +1,83 @@
+//! `cargo xtask docs`: pages that are made of definitions, tutorials, and samples for schedulers.
+//!
+//! `scripts/docs/reference.py` makes `docs/reference` or checks that it is fresh; `tutorials.py`
+//! follows `docs/tutorials`; `packaging/check.py --samples` has the samples. What needs the package
+//! for Python is skipped unless `cargo xtask wheel` has installed it as it is in the tree.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::steps::Extent;
+use crate::tally::Tally;
+use crate::{models, package, process, repo, sdk, wheel};
+
+/// Whether pages are made or checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pages {
+    /// Compared with what their definitions say now.
+    Check,
+    /// Written.
+    Write,
+}
+
+/// Checks, or makes, everything.
+///
+/// # Errors
+/// When a program cannot be started or does not build. Without SmolLM2 all is a skip.
+pub(crate) fn run(pages: Pages, extent: Extent, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let model = match models::smollm2() {
+        Ok(model) => model,
+        Err(error) => return Ok(Tally::skip("the documentation", &format!("{error:#}"))),
+    };
+    let world = World {
+        binary: sdk::build(see)?,
+        model,
+        python: wheel::installed(),
+    };
+    let mut tally = world.run(
+        "reference",
+        (pages == Pages::Write).then_some("--write"),
+        see,
+    )?;
+    if pages == Pages::Check {
+        tally.add(world.run(
+            "tutorials",
+            (extent == Extent::Long).then_some("--long"),
+            see,
+        )?);
+        tally.add(package::samples(&world.binary, see)?);
+    }
+    Ok(tally)
+}
+
+/// What the scripts are given.
+struct World {
+    binary: PathBuf,
+    model: PathBuf,
+    /// One that has the package for Python.
+    python: Option<PathBuf>,
+}
+
+impl World {
+    /// Runs `scripts/docs/<name>.py` to its end and counts its cases.
+    fn run(&self, name: &str, option: Option<&str>, see: &mut impl FnMut(&str)) -> Result<Tally> {
+        let mut command = Command::new("python3");
+        command.arg(repo::root().join(format!("scripts/docs/{name}.py")));
+        let given = |name: &str, path: &Path| [OsStr::new(name).to_owned(), path.into()];
+        command.args(given("--binary", &self.binary));
+        command.args(given("--model", &self.model));
+        if let Some(python) = &self.python {
+            command.args(given("--python", python));
+        }
+        command.args(option).env("PYTHONDONTWRITEBYTECODE", "1");
+        sdk::cases(
+            "docs",
+            &process::log_path(&format!("docs-{name}")),
+            command,
+            see,
+        )
+    }
+}
