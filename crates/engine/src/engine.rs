@@ -283,7 +283,8 @@ impl Engine {
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row. Prompts get what
+    /// Every running sequence that is past its prompt gets one row, and more for guesses and for
+    /// tokens that its grammar left no choice of. Prompts get what
     /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
     /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
     /// when none is free makes the youngest give up its pages and wait; that one computes them
@@ -376,22 +377,26 @@ impl Engine {
     /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
     /// one by one.
     fn drafts(&self) -> bool {
-        let decodes = |s: &Sequence| s.pending().len() == 1;
         let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
-        is_on && self.running.iter().all(decodes)
+        is_on && self.running.iter().all(Sequence::is_decoding)
     }
 
-    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. Grammars
-    /// must know each token before the next, so sequences with one have no guesses.
+    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. Those of a
+    /// sequence with a grammar spell what the grammar says must come: a mask beyond that, between
+    /// two steps, would cost more than most guesses give.
     fn draft(&mut self, plan: &mut [PlannedRows]) {
         let most = self.config.drafts;
         // States of recurrent layers change with the last row of a page and cannot go back.
         let kept = usize::from(!self.compute.windows().is_empty());
         for part in &mut *plan {
             let sequence = &mut self.running[part.index];
-            if sequence.guide.is_none() {
-                part.guesses = sequence.drafts.guess(&sequence.tokens, most);
+            if sequence.pending().len() > 1 {
+                continue; // forced tokens, whose logits nobody needs
             }
+            part.guesses = match &mut sequence.guide {
+                None => sequence.drafts.guess(&sequence.tokens, most),
+                Some(guide) => guide.guesses(most),
+            };
         }
         let candidate = |part: &PlannedRows| {
             let sequence = &self.running[part.index];
@@ -402,10 +407,11 @@ impl Engine {
             }
         };
         let candidates: Vec<Candidate<'_>> = plan.iter().map(candidate).collect();
+        let planned: usize = plan.iter().map(|part| part.rows).sum();
         let bounds = Bounds {
             decoding: plan.len(),
             most,
-            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(plan.len())),
+            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(planned)),
         };
         let depths = match candidates.iter().any(|candidate| candidate.guesses > 0) {
             true => depths(&candidates, bounds, &self.costs),
@@ -447,14 +453,14 @@ impl Engine {
             return false;
         }
         let goes_before = |older: &Sequence| {
-            let is_reading = older.pending().len() > 1;
+            let is_reading = !older.is_decoding();
             is_reading && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
         };
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
     /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
-    /// stall answers.
+    /// stall answers; then come forced tokens, then prompts.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
         let pending = |index: usize| match self.waits(index) {
@@ -462,11 +468,18 @@ impl Engine {
             false => self.running[index].next_rows(&mut spare),
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        let prompts: Vec<usize> = rows.iter().copied().filter(|rows| *rows > 1).collect();
-        let decoding = rows.iter().filter(|rows| **rows == 1).count();
-        let room = self.config.max_rows.saturating_sub(decoding);
+        let is_prompt = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && !s.is_decoding();
+        let prompts = rows.iter_mut().zip(&self.running).filter(is_prompt);
+        let prompts: Vec<usize> = prompts.map(|(rows, _)| *rows).collect();
+        let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
+        let mut room = self.config.max_rows.saturating_sub(decoding);
+        let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
+        for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {
+            *rows = 1 + room.min(*rows - 1);
+            room -= *rows - 1;
+        }
         let mut shares = share(&prompts, self.pacer.budget(decoding, room)).into_iter();
-        for rows in rows.iter_mut().filter(|rows| **rows > 1) {
+        for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_prompt) {
             *rows = shares.next().expect("a share for every prompt");
         }
         rows
@@ -475,12 +488,12 @@ impl Engine {
     fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
         let mut composition = Composition::default();
         for part in plan {
-            match self.running[part.index].pending().len() {
-                1 => {
+            match self.running[part.index].is_decoding() {
+                true => {
                     composition.decoding += 1;
-                    composition.drafted += part.drafted();
+                    composition.drafted += part.rows - 1 + part.drafted();
                 }
-                _ => composition.prompt += part.rows,
+                false => composition.prompt += part.rows,
             }
         }
         composition
@@ -603,7 +616,7 @@ impl Engine {
     }
 
     /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
-    /// further ones, as long as the token before was guessed.
+    /// further ones, as long as the token before was guessed; then what is forced.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) {
         let sequence = &mut self.running[part.index];
         for i in 0..=part.drafted() {
@@ -622,9 +635,14 @@ impl Engine {
                 sequence.drafts.judge(is_right);
             }
             if is_guessed != Some(true) || i == part.drafted() {
-                return;
+                break;
             }
             sequence.computed += 1; // the next row was computed for this token
+        }
+        // MLX computes rows together with other bits than one after the other.
+        if !self.model.class().is_mlx() {
+            let vocab = self.model.config().vocab;
+            sequence.take_forced(vocab, &self.tokenizer, events);
         }
     }
 }
