@@ -107,4 +107,6 @@ pub enum Family {
 }
 
 #[cfg(test)]
+mod recorded;
+#[cfg(test)]
 mod tests;

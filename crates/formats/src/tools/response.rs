@@ -245,7 +245,7 @@ impl ResponseTemplate {
     }
 
     /// A reader of the answer to a prompt that ends with the text `prompt`.
-    fn reader_after(
+    pub(super) fn reader_after(
         self: &Arc<Self>,
         prompt: &str,
         tools: &[Json],
