@@ -107,6 +107,8 @@ pub enum Family {
 }
 
 #[cfg(test)]
+mod mutated;
+#[cfg(test)]
 mod recorded;
 #[cfg(test)]
 mod tests;

@@ -10,22 +10,22 @@ use serde_json::Value as Json;
 use super::*;
 
 #[derive(Deserialize)]
-struct Recorded {
-    tools: Vec<Json>,
+pub(super) struct Recorded {
+    pub(super) tools: Vec<Json>,
     /// Response templates by family.
-    responses: BTreeMap<String, Json>,
-    cases: Vec<Case>,
+    pub(super) responses: BTreeMap<String, Json>,
+    pub(super) cases: Vec<Case>,
 }
 
 #[derive(Deserialize)]
-struct Case {
+pub(super) struct Case {
     family: String,
-    name: String,
+    pub(super) name: String,
     /// Markers of the chat template.
-    template: String,
+    pub(super) template: String,
     /// The end of the prompt.
-    prompt: String,
-    answer: String,
+    pub(super) prompt: String,
+    pub(super) answer: String,
     text: String,
     calls: Vec<(String, Json)>,
     /// Programs that read these calls.
@@ -35,7 +35,7 @@ struct Case {
 /// Cases in the file: 12 lists of calls in 14 spellings, 2 of them behind a text in 12 spellings.
 const CASES: usize = 192;
 
-fn recorded() -> Recorded {
+pub(super) fn recorded() -> Recorded {
     let text = include_str!("../../tests/golden/text/tool_calls.json");
     serde_json::from_str(text).unwrap()
 }
