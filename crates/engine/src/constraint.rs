@@ -327,6 +327,11 @@ impl Guide {
         &self.constraint
     }
 
+    /// Whether the grammar does not bind now: before its beginning, and behind its end.
+    pub(crate) const fn is_free(&self) -> bool {
+        matches!(self.state, State::Free)
+    }
+
     /// Whether [`prepare`](Self::prepare) has something to do.
     pub(crate) const fn is_due(&self) -> bool {
         matches!(self.state, State::Matching(_)) && self.mask.is_none()

@@ -381,9 +381,9 @@ impl Engine {
         is_on && self.running.iter().all(Sequence::is_decoding)
     }
 
-    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. Those of a
-    /// sequence with a grammar spell what the grammar says must come: a mask beyond that, between
-    /// two steps, would cost more than most guesses give.
+    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. Where a
+    /// grammar binds they spell what it says must come: a mask beyond that, between two steps,
+    /// would cost more than most guesses give.
     fn draft(&mut self, plan: &mut [PlannedRows]) {
         let most = self.config.drafts;
         // States of recurrent layers change with the last row of a page and cannot go back.
@@ -394,8 +394,8 @@ impl Engine {
                 continue; // forced tokens, whose logits nobody needs
             }
             part.guesses = match &mut sequence.guide {
-                None => sequence.drafts.guess(&sequence.tokens, most),
-                Some(guide) => guide.guesses(most),
+                Some(guide) if !guide.is_free() => guide.guesses(most),
+                _ => sequence.drafts.guess(&sequence.tokens, most),
             };
         }
         let candidate = |part: &PlannedRows| {

@@ -249,9 +249,9 @@ impl Sequence {
         }
     }
 
-    /// Takes in the tokens behind the last one that its grammar leaves no choice of, of a vocabulary
-    /// of `vocab`: no logits are needed to choose them. Log-probabilities need logits, so there are
-    /// none where they are asked for.
+    /// Takes in the tokens behind the last one that its grammar leaves no choice of, without logits.
+    /// `vocab` is the number of logits. Takes none where log-probabilities are asked for, which need
+    /// logits.
     pub(crate) fn take_forced(
         &mut self,
         vocab: usize,

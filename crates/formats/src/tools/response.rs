@@ -4,7 +4,7 @@
 //! ```text
 //! {"start_anchor": "<|im_start|>assistant\n", "fields": {
 //!     "thinking":   {"open": "<think>", "close": "</think>"},
-//!     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": true,
+//!     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json",
 //!                    "transform": {"type": "function", "function": "{content}"}},
 //!     "content":    {"close": "<|im_end|>"}}}
 //! ```

@@ -307,8 +307,16 @@ fn names_of_control_tokens_are_found_in_patterns() {
     }
 }
 
+fn cases_of_a_run() -> u32 {
+    if paceline_base::testing::long() {
+        100_000
+    } else {
+        1000
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(if paceline_base::testing::long() { 100_000 } else { 1000 }))]
+    #![proptest_config(ProptestConfig::with_cases(cases_of_a_run()))]
 
     /// Pieces of markup in any order never panic and do not depend on the cuts.
     #[test]
@@ -323,7 +331,8 @@ proptest! {
         cut in 0..200usize,
     ) {
         let text = parts.concat();
-        let cut = (0..=cut.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        let mut places = (0..=cut.min(text.len())).rev();
+        let cut = places.find(|at| text.is_char_boundary(*at)).unwrap_or(0);
         let whole = read(&template, prompt, &[&text], &tools());
         let (front, back) = text.split_at(cut);
         prop_assert_eq!(&read(&template, prompt, &[front, back], &tools()), &whole);
