@@ -220,6 +220,7 @@ fn without_tools_calls_are_text() {
     assert_eq!((got.text.as_str(), got.failed), (answer, 0));
 }
 
+// long: a table of refusals
 #[test]
 fn templates_that_cannot_be_used_are_refused() {
     let with = |path: &str, value: Json| {
