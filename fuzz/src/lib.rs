@@ -1,4 +1,4 @@
-//! What several targets share: a tokenizer with a token for each byte, and a server on loopback
+//! What several targets share: tokenizers, tools and markers of families, and a server on loopback
 //! whose answers are ready.
 
 use std::io::{ErrorKind, Read, Write};
@@ -19,6 +19,34 @@ use serde_json::{Map, Value, json};
 
 /// Tokens of [`tokenizer`]: the bytes in their order of Unicode's spelling, and two control tokens.
 pub const VOCAB: usize = 258;
+
+/// A tokenizer of three bytes and two control tokens.
+pub const TOKENIZER: &str = r#"{"version": "1.0",
+    "added_tokens": [
+        {"id": 3, "content": "<s>", "special": true, "single_word": false, "lstrip": false,
+         "rstrip": false, "normalized": false},
+        {"id": 4, "content": "</s>", "special": true, "single_word": false, "lstrip": false,
+         "rstrip": false, "normalized": false}],
+    "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+        "use_regex": true},
+    "model": {"type": "BPE", "vocab": {"a": 0, "<": 1, ">": 2}, "merges": []}}"#;
+
+/// Markers by which the families' chat templates are known.
+pub const FAMILIES: [&str; 13] = [
+    "<tool_call> </think>",
+    "<tool_call> <function= <parameter= </think>",
+    "<tool_call> <arg_key> </think>",
+    "<|tool_calls_section_begin|>",
+    "<|start|> <|channel|>",
+    "<|tool_call> <channel|>",
+    "<minimax:tool_call> </think>",
+    "<｜tool▁calls▁begin｜> ```json",
+    "<｜tool▁calls▁begin｜> </think>",
+    "<｜DSML｜function_calls> </think>",
+    "[TOOL_CALLS] [/THINK]",
+    "[TOOL_CALLS] [ARGS]",
+    "<|python_tag|>",
+];
 
 /// Calls tools in the form of Qwen 3, so that the paths of calls are reached.
 const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t | tojson }}<tool_call>\n{% endfor %}{% endif %}\
@@ -66,6 +94,18 @@ pub fn tokenizer() -> Tokenizer {
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     });
     Tokenizer::from_json_bytes(file.to_string().as_bytes()).expect("written above")
+}
+
+/// Two tools.
+pub fn tools() -> Vec<Value> {
+    let tool = |name| {
+        let properties = json!({
+            "text": {"type": "string"}, "number": {"type": "integer"}, "inner": {"type": "object"},
+        });
+        let parameters = json!({"type": "object", "properties": properties});
+        json!({"type": "function", "function": {"name": name, "parameters": parameters}})
+    };
+    ["look", "run_it"].map(tool).to_vec()
 }
 
 /// Answers each request by one token.

@@ -30,6 +30,8 @@ QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_TELEMETRY": "1",
     "DISABLE_AUTOUPDATER": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1",
     "OPENCODE_DISABLE_MODELS_FETCH": "1", "NO_COLOR": "1",
+    # Else Claude Code refuses to run tools unasked as root, which CI is.
+    "IS_SANDBOX": "1",
 }
 
 

@@ -9,6 +9,11 @@
 //! grammar may cost, and switches it on where [`Start`] says. A guide's state is a function of the
 //! constraint and the generated tokens, so that a snapshot needs no more than these. All bounds
 //! are counts of work, not times: two machines agree on where one is reached.
+//!
+//! Where a grammar leaves one next byte only, such as in the names of an object's fields, a guide
+//! knows the text ahead. A token that alone can spell its beginning is chosen without logits
+//! ([`Guide::sole`]). Where several can, the longest ones are guesses for the next step to check
+//! ([`Guide::guesses`]). Neither changes an answer.
 
 use std::sync::Arc;
 
@@ -161,6 +166,7 @@ impl Grammars {
             watch,
             state,
             mask: None,
+            ahead: None,
         })
     }
 }
@@ -275,6 +281,8 @@ pub(crate) struct Guide {
     state: State,
     /// What may come next, once it was computed.
     mask: Option<SimpleVob>,
+    /// Text that must come next, once it was computed.
+    ahead: Option<Vec<u8>>,
 }
 
 #[expect(
@@ -300,6 +308,7 @@ impl Clone for Guide {
             watch: self.watch.clone(),
             state,
             mask: self.mask.clone(),
+            ahead: self.ahead.clone(),
         }
     }
 }
@@ -316,6 +325,11 @@ impl Guide {
     /// The constraint that it keeps.
     pub(crate) const fn constraint(&self) -> &Constraint {
         &self.constraint
+    }
+
+    /// Whether the grammar does not bind now: before its beginning, and behind its end.
+    pub(crate) const fn is_free(&self) -> bool {
+        matches!(self.state, State::Free)
     }
 
     /// Whether [`prepare`](Self::prepare) has something to do.
@@ -351,9 +365,52 @@ impl Guide {
         }
     }
 
+    /// The text that must come next; empty where there is a choice. Cost: a copy of the parser's
+    /// state for the first token of such a text, some 10 us.
+    fn ahead(&mut self) -> &[u8] {
+        let State::Matching(matcher) = &self.state else {
+            return &[];
+        };
+        // Of a copy: a parser that was told to go ahead finds no token where one must come by id.
+        let find = || matcher.clone().compute_ff_bytes();
+        self.ahead.get_or_insert_with(find)
+    }
+
+    /// The only token of `vocab` that may come next, where the grammar leaves no choice.
+    pub(crate) fn sole(&mut self, vocab: usize) -> Option<u32> {
+        let is_stopped = matches!(&self.state, State::Matching(matcher) if matcher.is_stopped());
+        if !is_stopped && self.ahead().is_empty() {
+            return None;
+        }
+        let Allowed::Only(mask) = self.allowed(vocab) else {
+            return None;
+        };
+        let first = mask.first_bit_set().filter(|_| mask.num_set() == 1)?;
+        u32::try_from(first).ok()
+    }
+
+    /// Up to `most` tokens that spell the text that must come next, the longest token first. Other
+    /// tokens may spell it too.
+    pub(crate) fn guesses(&mut self, most: usize) -> Vec<u32> {
+        let ahead = self.ahead();
+        // What follows is the name of a token, of which there is one.
+        let marker = TokTrie::SPECIAL_TOKEN_MARKER;
+        let text = ahead.split(|byte| *byte == marker).next();
+        let text = text.unwrap_or_default().to_vec();
+        let State::Matching(matcher) = &self.state else {
+            return Vec::new();
+        };
+        let env = matcher.tok_env().ok().filter(|_| !text.is_empty());
+        let mut tokens = env.map_or_else(Vec::new, |env| env.tokenize_bytes(&text));
+        tokens.truncate(most);
+        tokens
+    }
+
     /// Takes in the token that was chosen, with the text that it adds or the name it has.
     pub(crate) fn accept(&mut self, token: u32, tokenizer: &Tokenizer) {
         self.mask = None;
+        let bytes = tokenizer.token_bytes(token).unwrap_or_default();
+        self.ahead = self.ahead.take().and_then(|ahead| behind(&ahead, bytes));
         if tokenizer.is_end_of_generation(token) {
             return;
         }
@@ -369,7 +426,6 @@ impl Guide {
         let control = tokenizer
             .token_text(token)
             .filter(|_| tokenizer.is_control(token));
-        let bytes = tokenizer.token_bytes(token).unwrap_or_default();
         let bytes = control.map_or(bytes, str::as_bytes);
         let Some(rest) = self.watch.as_mut().and_then(|watch| watch.push(bytes)) else {
             return;
@@ -398,11 +454,19 @@ impl Guide {
             .try_consume_tokens(&tokens)
             .is_ok_and(|n| n == tokens.len());
         if fits {
+            self.ahead = None;
             self.state = State::Matching(matcher);
         } else if !self.is_lazy() {
             self.state = State::Broken;
         }
     }
+}
+
+/// What of a text that must come follows a token; `None` where that is to be computed anew.
+fn behind(ahead: &[u8], token: &[u8]) -> Option<Vec<u8>> {
+    let rest = ahead.strip_prefix(token)?;
+    let is_known = !token.is_empty() && !rest.is_empty();
+    is_known.then(|| rest.to_vec())
 }
 
 #[cfg(test)]

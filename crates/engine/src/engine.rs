@@ -332,7 +332,8 @@ impl Engine {
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row. Prompts get what
+    /// Every running sequence that is past its prompt gets one row, and more for guesses and for
+    /// tokens that its grammar left no choice of. Prompts get what
     /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
     /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
     /// when none is free makes the youngest give up its pages and wait; that one computes them
@@ -449,14 +450,14 @@ impl Engine {
             return false;
         }
         let goes_before = |older: &Sequence| {
-            let is_reading = older.pending().len() > 1;
+            let is_reading = !older.is_decoding();
             is_reading && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
         };
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
     /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
-    /// stall answers.
+    /// stall answers; then come forced tokens, then prompts.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
         let pending = |index: usize| {
@@ -471,8 +472,9 @@ impl Engine {
         let most = self.running.len().div_ceil(self.compute.depth());
         beyond.skip(most).for_each(|rows| *rows = 0);
         let prompts = self.prompts(&rows);
-        let decoding = rows.iter().filter(|rows| **rows == 1).count();
+        let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
         let room = self.config.max_rows.saturating_sub(decoding);
+        let room = self.grant_forced(&mut rows, room);
         let left: Vec<usize> = prompts.iter().map(|index| rows[*index]).collect();
         let shares = share(&left, self.pacer.budget(decoding, room));
         for (index, share) in prompts.into_iter().zip(shares) {
@@ -481,9 +483,22 @@ impl Engine {
         rows
     }
 
-    /// Places of the running sequences that want several `rows`, in the order of their turns.
+    /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is left
+    /// for these; what is left then.
+    fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
+        let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
+        for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {
+            *rows = 1 + room.min(*rows - 1);
+            room -= *rows - 1;
+        }
+        room
+    }
+
+    /// Places of the running sequences whose prompts want several `rows`, in the order of their
+    /// turns.
     fn prompts(&self, rows: &[usize]) -> Vec<usize> {
-        let places: Vec<usize> = (0..rows.len()).filter(|i| rows[*i] > 1).collect();
+        let reads = |i: &usize| rows[*i] > 1 && !self.running[*i].is_decoding();
+        let places: Vec<usize> = (0..rows.len()).filter(reads).collect();
         let turn_of = |index: &usize| {
             let sequence = &self.running[*index];
             sequence.turn(self.shares.of(sequence.order.client))
@@ -495,12 +510,12 @@ impl Engine {
     fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
         let mut composition = Composition::default();
         for part in plan {
-            match self.running[part.index].pending().len() {
-                1 => {
+            match self.running[part.index].is_decoding() {
+                true => {
                     composition.decoding += 1;
-                    composition.drafted += part.drafted();
+                    composition.drafted += part.rows - 1 + part.drafted();
                 }
-                _ => composition.prompt += part.rows,
+                false => composition.prompt += part.rows,
             }
         }
         composition
@@ -590,10 +605,12 @@ impl Engine {
     }
 
     /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
-    /// further ones, as long as the token before was guessed; how many were.
+    /// further ones, as long as the token before was guessed; then what is forced. How many guesses
+    /// were right.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
         let mut is_own = true; // the guesses of its own text were right so far
+        let mut right = 0;
         for i in 0..=part.drafted() {
             let logits = self.compute.logits_mut(row + i);
             if sequence.must_go_on() {
@@ -609,12 +626,18 @@ impl Engine {
                 is_own = Some(*guess) == chosen;
                 sequence.drafts.judge(is_own);
             }
+            right = i;
             if part.checked.get(i + 1).copied() != chosen || i == part.drafted() {
-                return i;
+                break;
             }
             sequence.computed += 1; // the next row was computed for this token
         }
-        part.drafted()
+        // MLX computes rows together with other bits than one after the other.
+        if !self.model.class().is_mlx() {
+            let vocab = self.model.config().vocab;
+            sequence.take_forced(vocab, &self.tokenizer, events);
+        }
+        right
     }
 }
 

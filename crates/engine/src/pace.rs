@@ -101,7 +101,7 @@ pub(crate) struct Composition {
     pub(crate) decoding: usize,
     /// Rows of prompts.
     pub(crate) prompt: usize,
-    /// Rows that check guesses.
+    /// Further rows of the same sequences: of guesses to check, and of forced tokens.
     pub(crate) drafted: usize,
 }
 

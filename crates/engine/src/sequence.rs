@@ -15,6 +15,10 @@ use crate::sampling::{Asked, Choice, Sampler, Scratch};
 use crate::turn::Turn;
 use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLogprobs};
 
+/// Most tokens that are taken at once because a grammar leaves no choice. Names and punctuation of
+/// an object's field are 3 to 10 tokens; each token costs a mask between two steps, some 20 us.
+pub(crate) const FORCED_MAX: usize = 15;
+
 /// A request in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
@@ -26,6 +30,9 @@ pub(crate) struct Sequence {
     pub(crate) computed: usize,
     /// Of these, positions that did not have to be computed when it was admitted.
     pub(crate) reused: usize,
+    /// Position of the last token that was chosen by logits; those behind it were
+    /// [forced](Self::take_forced). `usize::MAX` before there is one, and after a snapshot.
+    chosen_at: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
     /// Of its first pages, as far as a store asked for them: tokens in them do not change.
@@ -80,6 +87,7 @@ impl Sequence {
             tokens: request.prompt,
             computed: 0,
             reused: 0,
+            chosen_at: usize::MAX,
             pages: Owned::default(),
             names: Vec::new(),
             holds: false,
@@ -108,6 +116,12 @@ impl Sequence {
     /// The tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]
+    }
+
+    /// Whether it is past its prompt: one token is pending, and forced ones behind it, at most
+    /// [`FORCED_MAX`].
+    pub(crate) fn is_decoding(&self) -> bool {
+        self.pending().len() == 1 || self.computed >= self.chosen_at
     }
 
     /// Tokens of the prompt that are still to be scored.
@@ -322,6 +336,33 @@ impl Sequence {
         }
     }
 
+    /// Takes in the tokens behind the last one that its grammar leaves no choice of, without logits.
+    /// `vocab` is the number of logits. Takes none where log-probabilities are asked for, which need
+    /// logits.
+    pub(crate) fn take_forced(
+        &mut self,
+        vocab: usize,
+        tokenizer: &Tokenizer,
+        events: &mut Vec<Event>,
+    ) {
+        if self.logprobs.is_some() {
+            return;
+        }
+        self.chosen_at = self.tokens.len() - 1;
+        for _ in 0..FORCED_MAX {
+            let Some(token) = self.guide.as_mut().and_then(|guide| guide.sole(vocab)) else {
+                return;
+            };
+            // The random number that the choice would have taken.
+            self.sampler.skip();
+            let logprobs = None;
+            self.accept(Ok(Choice { token, logprobs }), tokenizer, events);
+            if let Some(Event::Finished { .. }) = events.last() {
+                return;
+            }
+        }
+    }
+
     /// What `token` adds to the text.
     fn bytes_of<'a>(&self, token: u32, tokenizer: &'a Tokenizer) -> &'a [u8] {
         if self.shown.binary_search(&token).is_ok() {
@@ -386,6 +427,7 @@ impl Sequence {
             prompt_len: snapshot.prompt_len,
             computed: 0,
             reused: 0,
+            chosen_at: usize::MAX,
             pages: Owned::default(),
             names: Vec::new(),
             holds: false,

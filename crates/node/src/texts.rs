@@ -2,6 +2,7 @@
 
 use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
 use paceline_formats::tokenizer::{Error, Tokenizer};
+use paceline_formats::tools::ResponseTemplate;
 use paceline_model::Source;
 
 use crate::interpreter::{Apart, Program};
@@ -32,6 +33,21 @@ pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplat
     };
     match text.and_then(|text| ChatTemplate::with(&text, start)) {
         Err(ChatError::NoTemplate) => None,
-        other => Some(other),
+        other => Some(other.map(|template| template.with_response(response(source)))),
     }
+}
+
+/// The model's own description of its answers. One that cannot be used is left out, with a warning:
+/// the chat template shows the form of calls, too.
+fn response(source: &Source) -> Option<ResponseTemplate> {
+    let Source::Hf(folder) = source else {
+        return None;
+    };
+    let described = folder.tokenizer_config()?.get("response_template")?;
+    if described.is_null() {
+        return None;
+    }
+    let read = ResponseTemplate::read(described);
+    read.inspect_err(|error| tracing::warn!("the model's response_template is not used: {error}"))
+        .ok()
 }

@@ -7,9 +7,12 @@
 use std::sync::{Arc, OnceLock};
 
 use paceline_engine::{ConstraintError, Grammars, MAX_SHOWN};
+use paceline_formats::chat::ChatTemplate;
 use paceline_formats::grammar::{Constraint, Grammar, strict};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_formats::tools::{CallGrammar, CallRules, Reader, ReaderOptions, Syntax};
+use paceline_formats::tools::{
+    CallGrammar, CallRules, Reader, ReaderOptions, ResponseTemplate, Syntax,
+};
 use serde_json::{Value, json};
 
 use crate::conversation::{Conversation, Format, Tool, ToolChoice};
@@ -21,6 +24,10 @@ use crate::rejection::Rejection;
 pub(crate) struct Calling {
     /// `None` for a model without a chat template.
     syntax: Option<Syntax>,
+    /// The model's own description of its answers, which readers go by first.
+    response: Option<Arc<ResponseTemplate>>,
+    /// Whether the model was trained to call tools, in a form that is known.
+    has_calls: bool,
     /// Control tokens that the reader must see.
     shown: Vec<u32>,
     tokenizer: Arc<Tokenizer>,
@@ -49,11 +56,18 @@ impl Calling {
     /// Cost: a look at each token.
     pub(crate) fn new(model: &Model) -> Self {
         let syntax = model.template.as_deref().map(Syntax::of);
-        let shown = syntax.map(|syntax| syntax.shown_tokens(&model.tokenizer));
+        let response = model.template.as_deref().and_then(ChatTemplate::response);
+        let tokenizer = &model.tokenizer;
+        let shown = syntax.map(|syntax| syntax.shown_tokens(tokenizer));
         let mut shown = shown.unwrap_or_default();
+        shown.extend(response.iter().flat_map(|it| it.shown_tokens(tokenizer)));
+        shown.sort_unstable();
+        shown.dedup();
         shown.truncate(MAX_SHOWN);
         Self {
             syntax,
+            response: response.cloned(),
+            has_calls: model.has_calls(),
             shown,
             tokenizer: Arc::clone(&model.tokenizer),
             grammars: OnceLock::new(),
@@ -67,13 +81,14 @@ impl Calling {
     }
 
     /// Whether the model was trained to call tools, in a form that is known.
-    pub(crate) fn has_calls(&self) -> bool {
-        self.syntax.is_some_and(|syntax| syntax.family().is_some())
+    pub(crate) const fn has_calls(&self) -> bool {
+        self.has_calls
     }
 
     /// Whether it may think before it answers.
     pub(crate) fn reasons(&self) -> bool {
-        self.syntax.is_some_and(|syntax| syntax.reasons())
+        let by_response = self.response.as_ref().is_some_and(|it| it.reasons());
+        by_response || self.syntax.is_some_and(|syntax| syntax.reasons())
     }
 
     /// What the answer to `prompt`, which is `conversation` as ids, is held to.
@@ -137,7 +152,8 @@ impl Calling {
         id_seed: u64,
     ) -> Option<Reader> {
         let syntax = self.syntax?;
-        if terms.tools.is_empty() && !syntax.reasons() {
+        let has_tools = !terms.tools.is_empty();
+        if !has_tools && !self.reasons() {
             return None;
         }
         let options = ReaderOptions {
@@ -145,7 +161,15 @@ impl Calling {
             holds_calls: !(is_stream && terms.is_safe),
             id_seed,
         };
-        Some(syntax.reader(&self.tokenizer, prompt, &terms.tools, options))
+        let (tokenizer, tools) = (&self.tokenizer, &terms.tools);
+        let tells = |it: &&Arc<ResponseTemplate>| match has_tools {
+            true => it.has_calls(),
+            false => it.reasons(),
+        };
+        Some(match self.response.as_ref().filter(tells) {
+            Some(response) => response.reader(tokenizer, prompt, tools, options),
+            None => syntax.reader(tokenizer, prompt, tools, options),
+        })
     }
 
     fn of_format(

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use paceline_engine::SamplingParams;
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_formats::tools::Syntax;
 
 use serde_json::Value;
 
@@ -102,6 +103,14 @@ impl Model {
         std::iter::once(&self.id)
             .chain(&self.aliases)
             .map(String::as_str)
+    }
+
+    /// Whether it was trained to call tools, in a form that is known.
+    pub(crate) fn has_calls(&self) -> bool {
+        let template = self.template.as_deref();
+        let response = template.and_then(ChatTemplate::response);
+        response.is_some_and(|response| response.has_calls())
+            || template.is_some_and(|template| Syntax::of(template).family().is_some())
     }
 
     /// Bytes of its longest token that text can be.

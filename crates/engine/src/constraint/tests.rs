@@ -44,6 +44,64 @@ fn passes(
     })
 }
 
+/// The tokens that may come; `None` for all.
+fn tokens(allowed: &Allowed<'_>, vocab: usize) -> Option<Vec<u32>> {
+    match allowed {
+        Allowed::All => None,
+        Allowed::Only(mask) => Some(
+            (0..vocab as u32)
+                .filter(|id| mask.is_allowed(*id))
+                .collect(),
+        ),
+        Allowed::Complete | Allowed::Broken => panic!("{allowed:?}"),
+    }
+}
+
+/// Also where tokens must come by id, and behind the end.
+#[test]
+fn knowing_the_text_ahead_changes_no_mask() {
+    let tokenizer = tokenizer();
+    let vocab = tokenizer.vocab_size();
+    let grammars = Grammars::new(&tokenizer, vocab).unwrap();
+    let encode = |text: &str| tokenizer.encode(text, Specials::Parse, false).unwrap();
+    let id = |name: &str| encode(name)[0];
+    let (call, end) = (id("<call>"), id("</call>"));
+    let marked = format!("start: \"ab\" <[{call}]> /[xy]/ \"cd\" <[{end}]>");
+    let schema = r#"{"type": "object", "properties": {"field_1": {"enum": ["red", "reed"]}},
+        "required": ["field_1"], "additionalProperties": false}"#;
+    for (grammar, text, soles) in [
+        (Grammar::Regex("abc(d|e)fgh".into()), "abcdfgh", 6),
+        (Grammar::Lark(marked), "ab<call>xcd</call>", 4),
+        (
+            Grammar::JsonSchema(schema.into()),
+            r#"{"field_1":"reed"}"#,
+            8,
+        ),
+    ] {
+        let constraint = whole(grammar);
+        let [mut plain, mut ahead] = [(); 2].map(|()| grammars.guide(constraint.clone()).unwrap());
+        let mut found = 0;
+        for token in encode(text) {
+            let sole = ahead.sole(vocab);
+            let guesses = ahead.guesses(4);
+            let expected = tokens(&plain.allowed(vocab), vocab);
+            assert_eq!(tokens(&ahead.allowed(vocab), vocab), expected, "{text}");
+            if let Some(sole) = sole {
+                assert_eq!(expected, Some(vec![sole]), "{text}");
+                found += 1;
+            }
+            if let Some(guess) = guesses.first() {
+                assert!(expected.unwrap().contains(guess), "{text}");
+            }
+            plain.accept(token, &tokenizer);
+            ahead.accept(token, &tokenizer);
+        }
+        assert!(found >= soles, "{found} of {text}");
+        let end = ahead.sole(vocab);
+        assert!(end.is_none() || end == tokenizer.eos(), "{text}: {end:?}");
+    }
+}
+
 #[test]
 fn each_kind_of_grammar() {
     let tokenizer = tokenizer();

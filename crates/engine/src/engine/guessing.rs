@@ -38,14 +38,14 @@ impl Engine {
     /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
     /// one by one. Now and then a step has none, so that what one takes without is known.
     fn drafts(&self) -> bool {
-        let decodes = |s: &Sequence| s.pending().len() == 1;
         let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
-        is_on && self.drafted_steps < PLAIN_EVERY && self.running.iter().all(decodes)
+        is_on && self.drafted_steps < PLAIN_EVERY && self.running.iter().all(Sequence::is_decoding)
     }
 
     /// Adds guesses to the rows of sequences that decode, where they are expected to pay: those of
-    /// their own text, or those of the draft model where more is expected of them. Grammars must
-    /// know each token before the next, so sequences with one have no guesses.
+    /// their own text, or those of the draft model where more is expected of them. Where a grammar
+    /// binds they spell what it says must come: a mask beyond that, between two steps, would cost
+    /// more than most guesses give.
     pub(super) fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
         let mut is_drafted = false;
         if self.drafts() {
@@ -70,26 +70,31 @@ impl Engine {
         usize::from(!self.compute.windows().is_empty())
     }
 
-    fn bounds(&self, decoding: usize) -> Bounds {
+    fn bounds(&self, plan: &[PlannedRows]) -> Bounds {
+        let planned: usize = plan.iter().map(|part| part.rows).sum();
         Bounds {
-            decoding,
+            decoding: plan.len(),
             most: self.config.drafts,
-            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(decoding)),
+            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(planned)),
         }
     }
 
     /// Has the draft model guess, if more than `least` times the tokens of a plain step are
     /// expected of that; whether it did.
     fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
-        let (kept, bounds) = (self.kept(), self.bounds(plan.len()));
+        let (kept, bounds) = (self.kept(), self.bounds(plan));
         let running: Vec<SequenceId> = self.running.iter().map(|s| s.id).collect();
         let Some(drafter) = &mut self.drafter else {
             return Ok(false);
         };
         let wish = |part: &PlannedRows| {
             let sequence = &self.running[part.index];
-            let room = sequence.draft_room().saturating_sub(kept);
-            let room = if sequence.guide.is_some() { 0 } else { room };
+            let is_bound = sequence.guide.as_ref().is_some_and(|it| !it.is_free());
+            let is_forced = sequence.pending().len() > 1;
+            let room = match is_bound || is_forced {
+                true => 0,
+                false => sequence.draft_room().saturating_sub(kept),
+            };
             Wish { sequence, room }
         };
         let wishes: Vec<Wish<'_>> = plan.iter().map(wish).collect();
@@ -109,12 +114,16 @@ impl Engine {
     /// Looks for guesses in the sequences' own texts; how many of them each is to check, and how
     /// many times the tokens of a plain step are expected of that.
     fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
-        let (kept, bounds) = (self.kept(), self.bounds(plan.len()));
+        let (kept, bounds) = (self.kept(), self.bounds(plan));
         for part in &mut *plan {
             let sequence = &mut self.running[part.index];
-            if sequence.guide.is_none() {
-                part.guesses = sequence.drafts.guess(&sequence.tokens, bounds.most);
+            if sequence.pending().len() > 1 {
+                continue; // forced tokens, whose logits nobody needs
             }
+            part.guesses = match &mut sequence.guide {
+                Some(guide) if !guide.is_free() => guide.guesses(bounds.most),
+                _ => sequence.drafts.guess(&sequence.tokens, bounds.most),
+            };
         }
         let candidate = |part: &PlannedRows| {
             let sequence = &self.running[part.index];

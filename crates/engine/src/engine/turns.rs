@@ -124,7 +124,7 @@ impl Engine {
         for part in plan {
             let sequence = &mut self.running[part.index];
             has_rows[part.index] = true;
-            reads |= sequence.pending().len() > 1;
+            reads |= !sequence.is_decoding();
             sequence.passed = 0;
             self.shares.charge(sequence.order.client, part.rows);
         }

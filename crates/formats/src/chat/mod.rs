@@ -26,11 +26,13 @@ mod template;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
 use crate::gguf::Metadata;
 use crate::tokenizer::{self, Fragment, Tokenizer};
+use crate::tools::ResponseTemplate;
 use guard::{Guard, Guise, Place};
 pub use interpreter::{Failure, Here, Interpreter, Job};
 use message::Shape;
@@ -160,6 +162,7 @@ pub struct ChatTemplate {
     interpreter: Box<dyn Interpreter>,
     source: String,
     shape: Shape,
+    response: Option<Arc<ResponseTemplate>>,
 }
 
 const GGUF_KEY: &str = "tokenizer.chat_template";
@@ -201,7 +204,20 @@ impl ChatTemplate {
             shape: Shape::of(source, render),
             interpreter,
             source: source.to_owned(),
+            response: None,
         })
+    }
+
+    /// With the model's description of its answers, where it has one.
+    #[must_use]
+    pub fn with_response(mut self, response: Option<ResponseTemplate>) -> Self {
+        self.response = response.map(Arc::new);
+        self
+    }
+
+    /// The model's description of its answers.
+    pub const fn response(&self) -> Option<&Arc<ResponseTemplate>> {
+        self.response.as_ref()
     }
 
     /// The text of the template.

@@ -415,10 +415,17 @@ impl Syntax {
     }
 }
 
+/// Tokens of a prompt in which the end of a reasoning's tag is looked for.
+const TAIL_TOKENS: usize = 32;
+
 /// The end of a prompt as text, names of control tokens included.
 pub(super) fn tail_of(tokenizer: &Tokenizer, prompt: &[u32]) -> String {
-    const TOKENS: usize = 32;
-    let tail = &prompt[prompt.len().saturating_sub(TOKENS)..];
+    text_of(tokenizer, prompt, TAIL_TOKENS)
+}
+
+/// The last `tokens` of a prompt as text, names of control tokens included.
+pub(super) fn text_of(tokenizer: &Tokenizer, prompt: &[u32], tokens: usize) -> String {
+    let tail = &prompt[prompt.len().saturating_sub(tokens)..];
     let mut bytes = Vec::new();
     for id in tail {
         let name = tokenizer

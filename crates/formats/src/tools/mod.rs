@@ -7,7 +7,8 @@
 //!
 //! Models write calls in the form of their family: JSON in tags, XML, token-delimited names. The
 //! chat template shows which: [`Syntax::of`] looks for its markers. A [`Reader`] takes generated
-//! text piece by piece and tells apart what is said, thought and called.
+//! text piece by piece and tells apart what is said, thought and called. A model that describes its
+//! answers itself, by a [`ResponseTemplate`], is read by that description.
 //!
 //! Invariants:
 //! - the events, joined, do not depend on how the text was cut into pieces;
@@ -29,11 +30,13 @@ mod json;
 mod named;
 mod object;
 mod reader;
+mod response;
 mod schema;
 
 pub use calls::{CallGrammar, CallRules};
 pub use detect::Syntax;
 pub use reader::{Reader, ReaderOptions};
+pub use response::{ResponseError, ResponseTemplate};
 
 /// What a piece of generated text turned out to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,5 +106,9 @@ pub enum Family {
     Llama3,
 }
 
+#[cfg(test)]
+mod mutated;
+#[cfg(test)]
+mod recorded;
 #[cfg(test)]
 mod tests;

@@ -8,6 +8,7 @@ use super::harmony::Harmony;
 use super::input::{Found, Input};
 use super::named::Named;
 use super::object::Object;
+use super::response::Regions;
 use super::schema::Parameters;
 use super::{Event, Family};
 
@@ -37,6 +38,7 @@ pub struct Reader {
 enum Machine {
     Tagged(Tagged),
     Harmony(Harmony),
+    Regions(Box<Regions>),
 }
 
 impl Reader {
@@ -73,6 +75,17 @@ impl Reader {
         }
     }
 
+    /// `input` is the end of the prompt that belongs to the answer.
+    pub(super) fn regions(machine: Regions, input: Input, options: ReaderOptions) -> Self {
+        let mut emitter = Emitter::new(options, None);
+        emitter.trims_start = machine.strips();
+        Self {
+            input,
+            emitter,
+            machine: Machine::Regions(Box::new(machine)),
+        }
+    }
+
     /// Reads the next piece of the answer.
     pub fn push(&mut self, piece: &str) -> Vec<Event> {
         self.input.push(piece);
@@ -103,6 +116,7 @@ impl Reader {
         match &mut self.machine {
             Machine::Tagged(machine) => while machine.step(input, emitter) {},
             Machine::Harmony(machine) => while machine.step(input, emitter) {},
+            Machine::Regions(machine) => while machine.step(input, emitter) {},
         }
     }
 }
@@ -422,7 +436,7 @@ impl Section {
 
 /// Makes events: numbers calls, holds them back where asked for, and trims white space between
 /// reasoning, text and calls.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Emitter {
     options: ReaderOptions,
     family: Option<Family>,

@@ -81,6 +81,11 @@ impl Types {
         self.0.contains(kind) || kind == "integer" && self.0.contains("number")
     }
 
+    /// Whether nothing is known of the type.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Whether every value is a string, so that it can be passed on as it comes.
     pub(super) fn is_text(&self) -> bool {
         self.0.len() == 1 && self.0.contains("string")

@@ -1,6 +1,5 @@
 //! Schemas of what is sent to the server.
 
-use paceline_formats::tools::Syntax;
 use serde_json::{Map, Value, json};
 
 use crate::config::Config;
@@ -55,8 +54,7 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
 
 /// `tools` of a model that calls none are empty.
 pub(super) fn narrow_tools(request: &mut Value, model: &Model) {
-    let syntax = model.template.as_deref().map(Syntax::of);
-    if syntax.and_then(|syntax| syntax.family()).is_none() {
+    if !model.has_calls() {
         request["properties"]["tools"] = json!({"enum": [[], null]});
         request["properties"]["tool_choice"] = json!({"enum": ["auto", "none", null]});
     }

@@ -7,6 +7,7 @@
 )]
 
 mod access;
+mod agents;
 mod answers;
 mod board;
 mod client;

@@ -29,6 +29,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
 use paceline_engine::{Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket};
+use paceline_formats::grammar::Start;
 use paceline_serve::{Clock, Config, Model, Server};
 use serde_json::{Value, json};
 
@@ -173,9 +174,15 @@ fn pieces(request: &Request) -> Vec<String> {
         _ if prompt.contains("\"name\": \"look\"") || prompt.contains("\"name\":\"look\"") => {
             owned(&CALL)
         }
-        _ if request.constraint.is_some() => owned(&["{\"name\": \"Ada\"", ", \"age\": 36}"]),
+        _ if is_held(request) => owned(&["{\"name\": \"Ada\"", ", \"age\": 36}"]),
         _ => owned(&["Hello, ", "world."]),
     }
+}
+
+/// Whether all of the answer is held to a schema: tools that may be called bind calls alone.
+fn is_held(request: &Request) -> bool {
+    let constraint = request.constraint.as_ref();
+    constraint.is_some_and(|it| !matches!(it.start, Start::Lazily { .. }))
 }
 
 fn main() {

@@ -1,8 +1,12 @@
 //! Tools and formats of answers in every dialect: what reaches the engine, and how what a model
 //! writes is told.
 
+use std::sync::Arc;
+
 use paceline_engine::Finish;
+use paceline_formats::chat::ChatTemplate;
 use paceline_formats::grammar::{Grammar, Start};
+use paceline_formats::tools::ResponseTemplate;
 use paceline_serve::Model;
 use serde_json::{Value, json};
 
@@ -73,6 +77,57 @@ fn a_chat_tells_thought_words_and_calls_apart() {
         metrics.contains("paceline_tool_calls_total{outcome=\"read\"} 1"),
         "{metrics}"
     );
+}
+
+/// The chat template of this model has no marker of a known form.
+#[test]
+fn a_models_own_description_of_its_answers_comes_first() {
+    let described = json!({
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "(thinks", "close": ")"},
+            "tool_calls": {
+                "open_pattern": "\\s*@(?P<name>\\w+) ", "close": ";", "content": "json", "repeats": true,
+                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {},
+        },
+    });
+    let plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% endfor %}\
+                 {{ '<|im_start|>assistant\\n(thinks' }}";
+    let template = ChatTemplate::new(plain).unwrap();
+    let described = ResponseTemplate::read(&described).unwrap();
+    let model = Model {
+        template: Some(Arc::new(template.with_response(Some(described)))),
+        ..tiny::tool_model()
+    };
+    let rig = Rig::of(model);
+    let answer = [
+        " a @look ",
+        ") I look.\n@lo",
+        "ok {\"city\": \"Köln\",",
+        " \"days\": \"3\"};",
+    ];
+    say(&rig, &answer, Finish::EndOfText);
+    let got = rig.post(CHAT, &with_tool("")).json();
+    let message = &got["choices"][0]["message"];
+    assert_eq!(message["reasoning_content"], "a @look");
+    assert_eq!(message["content"], "I look.");
+    let call = &message["tool_calls"][0]["function"];
+    assert_eq!(call["name"], "look");
+    let text = call["arguments"].as_str().unwrap();
+    assert_eq!(serde_json::from_str::<Value>(text).unwrap(), arguments());
+    let all = chunks(rig.post(CHAT, &with_tool(r#","stream":true"#)));
+    let calls = all
+        .iter()
+        .map(|chunk| &chunk["choices"][0]["delta"]["tool_calls"][0]);
+    let calls: Vec<&Value> = calls.filter(|call| !call.is_null()).collect();
+    assert_eq!(calls[0]["function"]["name"], "look");
+    let pieces = calls
+        .iter()
+        .map(|call| call["function"]["arguments"].as_str().unwrap());
+    let text = pieces.collect::<String>();
+    assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), arguments());
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use paceline_formats::grammar::{Constraint, Grammar};
 use paceline_tensor::PAGE;
 
 use super::requests::{SAMPLED, mixed, prompt, request};
@@ -64,9 +65,24 @@ pub(super) fn babble(seed: u64) -> Request {
     }
 }
 
+/// Held to a grammar that says much of the text ahead, which several tokens can spell.
+fn held(seed: u64) -> Request {
+    let sampling = SamplingParams {
+        temperature: 2.0,
+        seed,
+        ..SAMPLED
+    };
+    let grammar = Grammar::Regex("(abcabcd|cd abe |kabcdl){9,12}".to_owned());
+    Request {
+        constraint: Some(Constraint::whole(grammar)),
+        ..request(prompt(5, 1), 80, sampling)
+    }
+}
+
 fn check(tiny: &Tiny) {
     let mut requests = mixed(tiny);
     requests.extend((0..4).map(babble));
+    requests.extend((0..3).map(held));
     let expected: Vec<Outcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
     for drafts in [1, 3, 8] {
         let (outcomes, checked, gained) = run(&mut eager(tiny, drafts), &requests);
