@@ -187,6 +187,7 @@ pub(super) fn montecarlo(args: &MontecarloArgs) -> anyhow::Result<()> {
             columns: COLUMNS.len() as u32,
         },
         map: Some(args.expr.clone()),
+        wgsl: None,
         kind: Kind::Reduce(Op::Var),
     };
     let mut running = args.job.start()?;
