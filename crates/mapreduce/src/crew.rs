@@ -157,6 +157,11 @@ impl Crew {
         self.team.is_some()
     }
 
+    /// How many processes compute.
+    pub fn nodes(&self) -> u32 {
+        self.team.as_ref().map_or(1, |team| team.workers.count())
+    }
+
     /// Threads of all processes together.
     pub fn threads(&self) -> u64 {
         let nodes = self.team.as_ref().map_or(1, |team| team.alive.len());
