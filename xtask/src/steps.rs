@@ -251,8 +251,8 @@ pub(crate) fn tidy() -> Result<Tally> {
     Ok(Tally::check(&format!("tidy: {errors} errors"), errors == 0))
 }
 
-/// Clippy and tests of the crates that have the feature `gpu`, with it; tests say which adapter they
-/// ran on, or that there is none.
+/// Clippy and tests of the crates that have the feature `gpu`, with it; tests say which adapter
+/// they ran on, or that there is none.
 fn gpu(extent: Extent) -> Result<Tally> {
     const CRATES: [&str; 6] = [
         "--release",

@@ -60,8 +60,9 @@ pub(crate) struct Columns {
     /// Compute this of each row first: x, y, z and w are the inputs, i is the row's number
     #[arg(long, value_name = "EXPR", allow_hyphen_values = true)]
     map: Option<String>,
-    /// Compute this WGSL function of each row first, on a graphics processor: one function of as many
-    /// f32, i32 or u32 as there are inputs, without loops. Results of f32 differ between devices
+    /// Compute this WGSL function of each row first, on a graphics processor: one function of as
+    /// many f32, i32 or u32 as there are inputs, without loops. Results of f32 differ between
+    /// devices
     #[arg(long, value_name = "FILE", conflicts_with = "map")]
     wgsl: Option<PathBuf>,
 }

@@ -77,7 +77,8 @@ pub fn run(reach: &Reach, host: &str, script: &str, greeting: &str) -> Result<En
     watch(&mut process, &reader, &greeted).ok_or_else(|| broken(ErrorKind::TimedOut.into()))
 }
 
-/// Waits for the end of the shell and of what the worker said; `None` when no greeting came in time.
+/// Waits for the end of the shell and of what the worker said; `None` when no greeting came in
+/// time.
 fn watch(process: &mut Process, reader: &JoinHandle<()>, greeted: &AtomicBool) -> Option<Ending> {
     let start = Instant::now();
     while !process.has_ended() {
@@ -108,7 +109,8 @@ fn pass_worker(mut from: ChildStdout, started: &Sender<()>, mut to: UnixStream) 
     }
 }
 
-/// Reads up to a line and its newline, and whether it came; byte by byte: what follows is another's.
+/// Reads up to a line and its newline, and whether it came; byte by byte: what follows is
+/// another's.
 fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
     let mut line = Vec::new();
     let mut byte = [0];

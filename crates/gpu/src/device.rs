@@ -24,7 +24,8 @@ use crate::Error;
 /// takes 5 s for the largest one.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Most bytes of a buffer: 1 Mi rows of eight columns. Beyond, a submission gets long and no faster.
+/// Most bytes of a buffer: 1 Mi rows of eight columns. Beyond, a submission gets long and no
+/// faster.
 const BUFFER_BYTES_MAX: u64 = 64 << 20;
 
 /// Rows of a block, unless the adapter's limits or wide rows make it fewer: 8 MiB of a column.

@@ -372,7 +372,10 @@ fn map_kernel(rows: &Rows<'_>) -> String {
 @group(0) @binding(2) var<storage, read_write> result: array<vec2<u32>>;
 {bindings}
 @compute @workgroup_size(64)
-fn map(@builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
+fn map(
+    @builtin(global_invocation_id) id: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {{
 if id.x < params[0] {{
 let sample = add64(vec2<u32>(id.x, 0u), vec2<u32>(params[1], params[2]));
 let i = f_whole(sample);

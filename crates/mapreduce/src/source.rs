@@ -113,8 +113,8 @@ impl Input {
         self.rows * self.row_bytes()
     }
 
-    /// A number that tells files of equal names apart: FNV-1a of the length and of 16 pieces of 4 KiB
-    /// evenly over the values. Costs 16 reads.
+    /// A number that tells files of equal names apart: FNV-1a of the length and of 16 pieces of 4
+    /// KiB evenly over the values. Costs 16 reads.
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Changed`].

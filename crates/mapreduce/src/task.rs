@@ -205,7 +205,8 @@ impl Task {
         }
     }
 
-    /// A number that tells inputs of equal names apart: of their lengths and of some pieces of them.
+    /// A number that tells inputs of equal names apart: of their lengths and of some pieces of
+    /// them.
     ///
     /// # Errors
     /// [`Error::File`].

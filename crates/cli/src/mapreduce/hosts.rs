@@ -1,8 +1,8 @@
 //! Workers on other machines: `--hosts`.
 //!
-//! The job's workers are bridges, processes of this program that start a worker by `ssh` and pass on
-//! what both sides say. Files have the same paths on all hosts; a worker whose inputs differ from
-//! those here ends the job.
+//! The job's workers are bridges, processes of this program that start a worker by `ssh` and pass
+//! on what both sides say. Files have the same paths on all hosts; a worker whose inputs differ
+//! from those here ends the job.
 
 use anyhow::{Context, bail};
 use paceline_cluster::bridge;

@@ -24,8 +24,8 @@ pub(crate) struct JobArgs {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
     nodes: u32,
-    /// Compute on these hosts, which ssh reaches without a password, with commas between. Each needs
-    /// paceline, and the files at the same paths
+    /// Compute on these hosts, which ssh reaches without a password, with commas between. Each
+    /// needs paceline, and the files at the same paths
     #[arg(long, value_name = "A,B", conflicts_with = "nodes")]
     hosts: Option<String>,
     /// Threads of each node [default: the cores, shared by the nodes of a machine]
@@ -36,7 +36,8 @@ pub(crate) struct JobArgs {
     #[arg(long, visible_alias = "dtype", value_name = "TYPE")]
     raw: Option<Dtype>,
     /// What computes: cpu, gpu (a graphics processor, or software that acts as one), or auto (the
-    /// CPU, and a graphics processor beside it where that is worth it). The result has the same bits
+    /// CPU, and a graphics processor beside it where that is worth it). The result has the same
+    /// bits
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
     device: Choice,
     /// Keep finished parts in this file, and go on from it if it is there; removed at the end

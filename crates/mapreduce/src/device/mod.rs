@@ -66,8 +66,8 @@ impl Choice {
     }
 
     /// The threads that compute, each with the device that it gives blocks to: so many of the CPU
-    /// and one for the device, or two that keep the device busy, one reading while the other's block
-    /// is computed.
+    /// and one for the device, or two that keep the device busy, one reading while the other's
+    /// block is computed.
     pub(crate) fn threads(
         self,
         cpu: usize,
@@ -175,7 +175,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Whether it computes this expression. Asked before any call with it.
     fn maps(&self, program: &Program) -> bool;
 
-    /// Whether it sorts keys of `width` bytes, so many bytes in all. Asked before [`sort`](Self::sort).
+    /// Whether it sorts keys of `width` bytes, so many bytes in all. Asked before
+    /// [`sort`](Self::sort).
     fn sorts(&self, bytes: u64, width: usize) -> bool;
 
     /// The rows' values.
