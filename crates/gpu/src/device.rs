@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::future::Future;
 use std::pin::pin;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};

@@ -258,7 +258,10 @@ impl JobArgs {
             Some(hosts) => hosts::names(hosts).map_err(anyhow::Error::msg)?,
             None => Vec::new(),
         };
-        let of_host = |host: &String| [&own[..], &["--on".into(), host.into()]].concat();
+        let of_host = |host: &String| {
+            let more: [OsString; 2] = ["--on".into(), host.into()];
+            [&own[..], &more[..]].concat()
+        };
         let args = match names.is_empty() {
             true => vec![own.clone(); nodes as usize],
             false => names.iter().map(of_host).collect(),

@@ -15,7 +15,7 @@ use crate::philox::Philox;
 use crate::reduce::Op;
 use crate::sort::Sort;
 use crate::topk::Pick;
-use crate::{Crew, Dtype, Input, Kind, Leases, Origin, Partial, Scratch, Task};
+use crate::{Crew, Dtype, Input, Kind, Leases, Origin, Scratch, Task};
 
 /// Expressions that devices compute, and some that they may leave to the CPU.
 const EXPRESSIONS: [&str; 8] = [
@@ -440,7 +440,7 @@ fn functions_of_users_are_computed_or_not_answered() {
     let device = Arc::new(device);
     let mut crew =
         Crew::here(1).with_device(Some(Arc::clone(&device) as Arc<dyn Device>), Choice::Gpu);
-    let Partial::Reduce(state) = crew.run(&task, None, &mut |_| {}).unwrap() else {
+    let crate::Partial::Reduce(state) = crew.run(&task, None, &mut |_| {}).unwrap() else {
         panic!("a reduction");
     };
     assert_eq!(state.value(Dtype::F64).unwrap().as_f64(), 2500.0);
