@@ -509,7 +509,7 @@ impl Prepared {
     ) -> Result<bool, Error> {
         let Scratch { bytes, decoded, .. } = scratch;
         if let (Partial::Hist(counts), [source]) = (&mut *partial, &self.sources[..])
-            && self.program.is_none()
+            && !self.task.is_mapped()
             && source.dtype() == Dtype::U32
             && counts.counts_raw()
         {
