@@ -137,6 +137,8 @@ enum Chore {
     },
     /// Run rings of Rust and real MLX ranks.
     MlxRing,
+    /// Run array jobs on this machine's graphics processor, software included.
+    Gpu,
     /// Run groups over MPI by mpirun.
     Mpi,
     /// Check that the workspace compiles for Apple silicon.
@@ -229,6 +231,7 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx], Extent::Default),
         Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu], Extent::Default),
         Chore::MlxRing => steps::run(&[Step::MlxRing], Extent::Default),
+        Chore::Gpu => steps::run(&[Step::Gpu], Extent::Default),
         Chore::Mpi => steps::run(&[Step::Mpi], Extent::Default),
         Chore::Darwin => steps::run(&[Step::Darwin], Extent::Default),
         Chore::Neon => steps::run(&[Step::Neon], Extent::Default),

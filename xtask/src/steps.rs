@@ -46,6 +46,8 @@ pub(crate) enum Step {
     MlxTools,
     /// The MLX engine on this machine's GPU.
     MlxGpu,
+    /// Array jobs on a graphics processor, lavapipe where there is no other.
+    Gpu,
     /// Groups over MPI, by mpirun.
     Mpi,
     /// Rings of Rust and real MLX ranks; the unit tests have them too.
@@ -75,7 +77,7 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
         &[Step::Fmt, Step::Tidy, Step::Clippy, Step::Build],
     ],
     &[&[Step::Unit]],
-    &[&[Step::Doc, Step::Mpi], &[Step::MlxTools]],
+    &[&[Step::Doc, Step::Mpi], &[Step::MlxTools, Step::Gpu]],
     &[&[Step::Sdk, Step::Wheel, Step::Docs]],
 ];
 
@@ -112,6 +114,7 @@ impl Step {
             Step::Release => "release",
             Step::MlxTools => "mlx-tools",
             Step::MlxGpu => "mlx-gpu",
+            Step::Gpu => "gpu",
             Step::Mpi => "mpi",
             Step::MlxRing => "mlx-ring",
             Step::Darwin => "darwin",
@@ -155,6 +158,7 @@ impl Step {
             Step::Package => package::run(extent, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
+            Step::Gpu => gpu(extent),
             Step::Mpi => mpi::run(&mut |line| println!("{line}")),
             Step::MlxRing => mlx::run(&mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
@@ -264,6 +268,37 @@ pub(crate) fn tidy() -> Result<Tally> {
         findings.len() - errors
     );
     Ok(Tally::check(&format!("tidy: {errors} errors"), errors == 0))
+}
+
+/// Clippy and tests of the crates that have the feature `gpu`, with it; tests say which adapter
+/// they ran on, or that there is none.
+fn gpu(extent: Extent) -> Result<Tally> {
+    const CRATES: [&str; 6] = [
+        "--release",
+        "-p",
+        "paceline-gpu",
+        "-p",
+        "paceline-mapreduce",
+        "--features=paceline-mapreduce/gpu",
+    ];
+    let mut clippy = vec!["clippy"];
+    clippy.extend(CRATES);
+    clippy.extend(["--all-targets", "--", "-D", "warnings"]);
+    let mut tally = cargo_check(Step::Gpu, &clippy)?;
+    let mut command = repo::cargo();
+    command.arg("test").args(CRATES);
+    command.args(["--no-fail-fast", "--tests", "--", "--show-output"]);
+    if extent == Extent::Long {
+        command.env(LONG.0, LONG.1);
+    }
+    let mut log = TestLog::new();
+    let success = process::stream(command, &process::log_path("gpu-tests"), |line| {
+        if log.read(line) && !is_progress(line) {
+            println!("{line}");
+        }
+    })?;
+    tally.add(log.finish("gpu", success));
+    Ok(tally)
 }
 
 /// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is

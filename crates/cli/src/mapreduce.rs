@@ -1,6 +1,7 @@
 //! `paceline mapreduce`: array jobs over files, by threads or by worker processes.
 
 mod clusters;
+mod hosts;
 mod job;
 mod jobs;
 mod limit;
@@ -37,7 +38,18 @@ pub(crate) enum Command {
     Map(MapArgs),
     /// Computes parts for one of the other commands, which starts it
     #[command(hide = true)]
-    Worker,
+    Worker(WorkerArgs),
+}
+
+/// How a worker is reached.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct WorkerArgs {
+    /// Its parent is at the other end of ssh
+    #[arg(long)]
+    stdio: bool,
+    /// Start a worker on this host, and pass on what both say
+    #[arg(long, value_name = "HOST", conflicts_with = "stdio")]
+    on: Option<String>,
 }
 
 /// Inputs that are taken value by value.
@@ -49,6 +61,11 @@ pub(crate) struct Columns {
     /// Compute this of each row first: x, y, z and w are the inputs, i is the row's number
     #[arg(long, value_name = "EXPR", allow_hyphen_values = true)]
     map: Option<String>,
+    /// Compute this WGSL function of each row first, on a graphics processor: one function of as
+    /// many f32, i32 or u32 as there are inputs, without loops. Results of f32 differ between
+    /// devices
+    #[arg(long, value_name = "FILE", conflicts_with = "map")]
+    wgsl: Option<PathBuf>,
 }
 
 /// Arguments of `paceline mapreduce reduce`.
@@ -205,10 +222,22 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Kmeans(args) => clusters::kmeans(args),
         Command::Montecarlo(args) => jobs::montecarlo(args),
         Command::Map(args) => jobs::map(args),
-        Command::Worker => match worker::run() {
-            Ok(never) => match never {},
-            Err(paceline_mapreduce::Error::Cluster(_)) => Err(Error::WorkerByHand.into()),
-            Err(error) => Err(error.into()), // the parent was told
-        },
+        Command::Worker(args) => compute(args),
+    }
+}
+
+/// Computes parts for a parent, here or on another host.
+fn compute(args: &WorkerArgs) -> anyhow::Result<()> {
+    if let Some(host) = &args.on {
+        return hosts::bridge(host);
+    }
+    let ended = match args.stdio {
+        true => worker::run_over_stdio(),
+        false => worker::run(),
+    };
+    match ended {
+        Ok(never) => match never {},
+        Err(paceline_mapreduce::Error::Cluster(_)) => Err(Error::WorkerByHand.into()),
+        Err(error) => Err(error.into()), // the parent was told
     }
 }

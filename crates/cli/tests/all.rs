@@ -5,6 +5,7 @@
 mod cluster;
 mod common;
 mod engines;
+mod hosts;
 mod kb;
 mod launch;
 #[cfg(target_os = "linux")]

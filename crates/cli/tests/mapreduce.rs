@@ -18,7 +18,9 @@ const ROWS: u64 = 400_000;
 const SAMPLES: &str = "10000000";
 
 /// Figures of a run, which differ between two of them.
-const FIGURES: [&str; 9] = [
+const FIGURES: [&str; 11] = [
+    "device",
+    "device_parts",
     "gb_s",
     "machine_gb_s",
     "seconds",
@@ -222,9 +224,9 @@ fn what_cannot_be_computed_is_refused_by_name() {
     fs::write(world.path("models").join("bad.npy"), "\u{93}NUMPY").unwrap();
     for (args, code, parts) in [
         (
-            &["reduce", "sum", "values.npy", "--device", "gpu"][..],
+            &["reduce", "sum", "values.npy", "--device", "tpu"][..],
             2,
-            &["--device", "no GPU yet"][..],
+            &["--device", "expected auto, cpu or gpu"][..],
         ),
         (
             &["reduce", "sum", "values.npy", "--map", "x; y"],
@@ -253,6 +255,47 @@ fn what_cannot_be_computed_is_refused_by_name() {
         assert_eq!(output.status.code(), Some(code), "{args:?}: {said}");
         assert_parts(&args, &said, parts);
     }
+}
+
+/// With the feature `gpu` and an adapter, software included; else it is refused by name.
+#[test]
+fn a_graphics_processor_changes_no_bit() {
+    let world = stocked();
+    fs::write(
+        world.path("models").join("odd.wgsl"),
+        "fn odd(x: i32) -> i32 { return x % 2; }",
+    )
+    .unwrap();
+    for args in [
+        &["reduce", "sum", "values.npy"][..],
+        &["reduce", "min", "values.npy", "--map", "x ^ 2 - i"],
+        &["hist", "values.npy", "--bins", "20"],
+        &["kmeans", "points.npy", "-k", "3", "--iterations", "2"],
+        &["groupby", "sum", "keys.npy", "values.npy"],
+    ] {
+        let device = [args, &["--device", "gpu", "--json"]].concat();
+        let output = finish(&mut world.paceline([&["mapreduce"], &device[..]].concat()));
+        let said = text(&output.stderr);
+        if !output.status.success() {
+            assert!(!said.contains("is lost"), "{said}");
+            assert_parts(&args, &said, &["graphics processor"]);
+            assert!(!cfg!(feature = "gpu") || said.contains("no graphics processor is found"));
+            eprintln!("SKIPPED a_graphics_processor_changes_no_bit: {said}");
+            return;
+        }
+        let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+        eprintln!("{args:?} ran on {}", said["device"]);
+        assert!(
+            said["device_parts"].as_u64() > Some(0) || args[0] == "groupby",
+            "{said}"
+        );
+        assert_eq!(result(said), json(&world, args, "1"), "{args:?}");
+    }
+    let odd = [
+        "reduce", "sum", "keys.npy", "--wgsl", "odd.wgsl", "--device", "gpu",
+    ];
+    let by_expression = ["reduce", "sum", "keys.npy", "--map", "x % 2"];
+    assert_eq!(json(&world, &odd, "2"), json(&world, &by_expression, "1"));
 }
 
 /// Processes whose parent is `parent`.

@@ -17,6 +17,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::bridge;
 use crate::channel::wait_for;
 use crate::queue::Queue;
 use crate::wire::{Assembler, BEAT, BEAT_LINE, decode, encode};
@@ -77,6 +78,22 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
             what: "the threads of the control channel",
             source,
         })
+    }
+
+    /// Takes standard input and output as the control channel, as a worker has them that was
+    /// started through [`bridge`](crate::bridge) on this machine. Prints `greeting` as a line
+    /// first. What is printed afterwards goes nowhere.
+    ///
+    /// # Errors
+    /// [`Error::NoControl`] when nobody takes the greeting; [`Error::Resource`].
+    pub fn from_stdio(greeting: &str) -> Result<Self, Error> {
+        let streams = take_stdio(greeting).map_err(|source| Error::NoControl { source })?;
+        let resource = |source| Error::Resource {
+            what: "the threads of the control channel",
+            source,
+        };
+        let socket = bridge::over(streams.0, streams.1).map_err(resource)?;
+        Self::over(socket).map_err(resource)
     }
 
     fn over(socket: UnixStream) -> std::io::Result<Self> {
@@ -206,11 +223,22 @@ impl Shared {
 }
 
 /// The socket at standard input, which becomes `/dev/null`.
-fn take_stdin() -> std::io::Result<UnixStream> {
+pub(crate) fn take_stdin() -> std::io::Result<UnixStream> {
     let socket = UnixStream::from(rustix::stdio::stdin().try_clone_to_owned()?);
     socket.peer_addr()?;
     rustix::stdio::dup2_stdin(File::open("/dev/null")?.as_fd())?;
     Ok(socket)
+}
+
+/// Standard input and output, which become `/dev/null`; the greeting is printed.
+fn take_stdio(greeting: &str) -> std::io::Result<(File, File)> {
+    let input = File::from(rustix::stdio::stdin().try_clone_to_owned()?);
+    let mut output = File::from(rustix::stdio::stdout().try_clone_to_owned()?);
+    output.write_all(format!("{greeting}\n").as_bytes())?;
+    rustix::stdio::dup2_stdin(File::open("/dev/null")?.as_fd())?;
+    let nowhere = File::options().write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdout(nowhere.as_fd())?;
+    Ok((input, output))
 }
 
 /// Has the kernel kill this process when the parent dies, even if it is stopped by then.

@@ -72,6 +72,14 @@ pub enum Error {
         /// What the system says.
         source: std::io::Error,
     },
+    /// No worker could be started on another machine.
+    #[error("cannot start a worker on {host}: {source}")]
+    Remote {
+        /// What `ssh` calls the machine.
+        host: String,
+        /// What the system says; a timeout when the worker did not say that it is there.
+        source: std::io::Error,
+    },
     /// The parent sent what is not a message.
     #[error("from the parent: {0}")]
     Garbled(#[from] Garbage),

@@ -55,6 +55,7 @@
 //! - [`sandbox`]: rights that children give up.
 //! - [`hostfile`]: which machines, in MLX's formats.
 //! - [`remote`]: shells on other machines.
+//! - [`bridge`]: a control channel to a worker on another machine.
 //! - [`launch`]: one program on many machines.
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
@@ -65,6 +66,7 @@
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
 //! parent has two threads for any number of children.
 
+pub mod bridge;
 mod channel;
 mod control;
 mod error;

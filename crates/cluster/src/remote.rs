@@ -203,7 +203,7 @@ fn gather(stream: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
 }
 
 /// `text` as one word of a POSIX shell.
-pub(crate) fn quote(text: &str) -> String {
+pub fn quote(text: &str) -> String {
     format!("'{}'", text.replace('\'', "'\\''"))
 }
 

@@ -17,11 +17,15 @@ use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use crate::journal::Journal;
 use crate::messages::{FromWorker, ToWorker};
 use crate::sort::Store;
-use crate::{Error, Leases, Partial, Prepared, Scratch, Task};
+use crate::{Choice, Device, Error, Leases, Partial, Prepared, Scratch, Task};
 
 /// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
 /// what it computes; ten seconds without one is a stopped process or a machine that swaps.
 const SILENCE: Duration = Duration::from_secs(10);
+
+/// Longest wait for a sign of life of a worker on another machine: 10 s for the connection, and a
+/// program on a cold disk.
+const REMOTE_START: Duration = Duration::from_secs(30);
 
 /// How long workers have to end by themselves when the crew is dropped.
 const GRACE: Duration = Duration::from_millis(300);
@@ -36,6 +40,10 @@ const PARTS_AHEAD: usize = 2;
 #[derive(Debug)]
 pub struct Crew {
     threads: usize,
+    choice: Choice,
+    device: Option<Arc<dyn Device>>,
+    /// Parts of which a device has computed some.
+    device_parts: u64,
     team: Option<Team>,
 }
 
@@ -44,12 +52,14 @@ pub struct Crew {
 pub struct Processes {
     /// A program that is [`worker::run`](crate::worker::run).
     pub program: PathBuf,
-    /// Its arguments.
-    pub args: Vec<OsString>,
-    /// How many.
-    pub nodes: u32,
-    /// Threads of each.
+    /// The arguments of each.
+    pub args: Vec<Vec<OsString>>,
+    /// What people call the machine of each; none where all are on this one.
+    pub hosts: Vec<String>,
+    /// Threads of each; 0 for as many as its machine has cores.
     pub threads: usize,
+    /// What computes besides.
+    pub device: Choice,
 }
 
 /// Where a job stands.
@@ -76,42 +86,80 @@ impl Crew {
     pub fn here(threads: usize) -> Self {
         Self {
             threads: threads.max(1),
+            choice: Choice::Cpu,
+            device: None,
+            device_parts: 0,
             team: None,
         }
     }
 
-    /// Starts worker processes on this machine. They end with the crew.
+    /// The same threads, and a device that computes besides or instead.
+    pub fn with_device(mut self, device: Option<Arc<dyn Device>>, choice: Choice) -> Self {
+        (self.device, self.choice) = (device, choice);
+        self
+    }
+
+    /// Starts worker processes, here or through bridges on other machines
+    /// ([`paceline_cluster::bridge`]). They end with the crew.
     ///
     /// # Errors
     /// [`Error::Cluster`].
     pub fn start(processes: Processes) -> Result<Self, Error> {
-        let args = vec![processes.args; processes.nodes as usize];
-        let mut spec = Spec::new(processes.program, args);
+        let count = processes.args.len();
+        let mut spec = Spec::new(processes.program, processes.args);
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,
-            ..Limits::default()
+            start: match processes.hosts[..] {
+                [] => Limits::default().start,
+                _ => REMOTE_START,
+            },
         };
-        let threads = processes.threads.max(1);
+        let threads = processes.threads;
         let mut team = Team {
             workers: Workers::spawn(spec)?,
-            alive: vec![true; processes.nodes as usize],
+            alive: vec![true; count],
+            hosts: processes.hosts,
             lost: 0,
             last: String::new(),
-            threads,
+            threads: threads.max(1),
             job: 0,
+            inputs: 0,
+            device_parts: 0,
             pieces: BTreeMap::new(),
         };
-        for rank in 0..processes.nodes {
-            team.send(Rank(rank), &ToWorker::Start { threads });
+        for rank in 0..team.workers.count() {
+            let device = processes.device;
+            team.send(Rank(rank), &ToWorker::Start { threads, device });
         }
-        let team = Some(team);
-        Ok(Self { threads, team })
+        Ok(Self {
+            threads: threads.max(1),
+            choice: processes.device,
+            device: None,
+            device_parts: 0,
+            team: Some(team),
+        })
+    }
+
+    /// What people call the device of this process.
+    pub fn device(&self) -> Option<&str> {
+        self.device.as_ref().map(|device| device.label())
+    }
+
+    /// Parts of which a device has computed some so far.
+    pub fn device_parts(&self) -> u64 {
+        let of_team = self.team.as_ref().map_or(0, |team| team.device_parts);
+        self.device_parts + of_team
     }
 
     /// Whether it is processes, which have no memory in common.
     pub const fn is_processes(&self) -> bool {
         self.team.is_some()
+    }
+
+    /// How many processes compute.
+    pub fn nodes(&self) -> u32 {
+        self.team.as_ref().map_or(1, |team| team.workers.count())
     }
 
     /// Threads of all processes together.
@@ -175,9 +223,13 @@ impl Crew {
         };
         run.take_journal();
         match &mut self.team {
-            None => run_here(&mut run, &prepared, self.threads)?,
+            None => {
+                let threads = self.choice.threads(self.threads, self.device.as_ref());
+                self.device_parts += run_here(&mut run, &prepared, threads, self.choice)?;
+            }
             Some(team) => {
                 drop(prepared); // it was only a check: the workers open the inputs again
+                team.inputs = task.looks()?;
                 team.run(&mut run)?;
             }
         }
@@ -237,35 +289,43 @@ impl Run<'_> {
     }
 }
 
-fn run_here(run: &mut Run<'_>, prepared: &Prepared, threads: usize) -> Result<(), Error> {
+/// Computes on threads, each with its device; parts of which a device has computed some.
+fn run_here(
+    run: &mut Run<'_>,
+    prepared: &Prepared,
+    threads: Vec<Option<Arc<dyn Device>>>,
+    choice: Choice,
+) -> Result<u64, Error> {
     let first = std::iter::from_fn(|| run.leases.lease(0)).collect::<Vec<_>>();
     let parts = Mutex::new(first.into_iter());
     let (sender, results) = channel();
-    let compute = |sender: &Sender<_>| {
-        let mut scratch = Scratch::default();
+    let compute = |sender: &Sender<_>, device: Option<Arc<dyn Device>>| {
+        let mut scratch = Scratch::on(device, choice);
         loop {
             let Some(part) = lock(&parts).next() else {
                 return;
             };
             let partial = prepared.compute(part, &mut scratch);
-            if sender.send((part, partial)).is_err() {
+            if sender.send((part, partial, scratch.on_device())).is_err() {
                 return; // another part failed
             }
         }
     };
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        for device in threads {
             let (sender, compute) = (sender.clone(), &compute);
             let thread = std::thread::Builder::new().name("part".to_owned());
-            let started = thread.spawn_scoped(scope, move || compute(&sender));
+            let started = thread.spawn_scoped(scope, move || compute(&sender, device));
             started.map_err(|source| Error::Thread { source })?;
         }
         drop(sender);
         let results = results; // dropped on an error, so that the threads end
-        for (part, result) in &results {
+        let mut device_parts = 0;
+        for (part, result, on_device) in &results {
             run.finish(part.id, 0, Vec::new(), result?)?;
+            device_parts += u64::from(on_device);
         }
-        Ok(())
+        Ok(device_parts)
     })
 }
 
@@ -274,12 +334,18 @@ fn run_here(run: &mut Run<'_>, prepared: &Prepared, threads: usize) -> Result<()
 struct Team {
     workers: Workers<ToWorker, FromWorker>,
     alive: Vec<bool>,
+    /// What people call their machines; none where all are on this one.
+    hosts: Vec<String>,
     lost: u32,
     /// What became of the last worker that was lost.
     last: String,
     threads: usize,
     /// Number of the job under way.
     job: u64,
+    /// What the job's inputs look like here.
+    inputs: u64,
+    /// Parts of which a device has computed some.
+    device_parts: u64,
     /// Of parts under way: the pieces that came.
     pieces: BTreeMap<(u32, u64), Vec<Partial>>,
 }
@@ -326,11 +392,21 @@ impl Team {
 
     fn hear(&mut self, from: Rank, message: FromWorker, run: &mut Run<'_>) -> Result<(), Error> {
         match message {
-            FromWorker::Ready { job } if job == self.job => {
+            FromWorker::Ready { job, inputs } if job == self.job => {
+                if inputs != self.inputs {
+                    let worker = self.name(from);
+                    return Err(Error::OtherInputs { worker });
+                }
                 let parts = PARTS_AHEAD * self.threads;
                 self.lease(from, parts, run);
             }
-            FromWorker::Done { job, part, partial } if job == self.job => {
+            FromWorker::Done {
+                job,
+                part,
+                partial,
+                on_device,
+            } if job == self.job => {
+                self.device_parts += u64::from(on_device);
                 if partial.is_of(&run.task.kind) {
                     let pieces = self.pieces.remove(&(from.0, part)).unwrap_or_default();
                     run.finish(part, from.0, pieces, partial)?;
@@ -349,11 +425,20 @@ impl Team {
             // Of a job that is over.
             FromWorker::Ready { .. } | FromWorker::Piece { .. } | FromWorker::Done { .. } => {}
             FromWorker::Failed { reason } => {
-                let rank = from.0;
-                return Err(Error::Worker { rank, reason });
+                let worker = self.name(from);
+                return Err(Error::Worker { worker, reason });
             }
         }
         Ok(())
+    }
+
+    /// What people call a worker.
+    fn name(&self, rank: Rank) -> String {
+        let host = self.hosts.get(rank.0 as usize);
+        host.map_or_else(
+            || format!("worker {}", rank.0),
+            |host| format!("worker on {host}"),
+        )
     }
 
     fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) {
@@ -377,7 +462,10 @@ impl Team {
     fn lose(&mut self, rank: Rank, why: String) {
         if std::mem::replace(&mut self.alive[rank.0 as usize], false) {
             self.lost += 1;
-            self.last = why;
+            self.last = match self.hosts.get(rank.0 as usize) {
+                Some(host) => format!("{host}: {why}"),
+                None => why,
+            };
             self.pieces.retain(|(of, _), _| *of != rank.0);
         }
     }

@@ -101,6 +101,30 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// An expression makes one column, and the task takes two.
+    #[error("{task} takes columns as they are: no expression can be computed first")]
+    Mapped {
+        /// The task.
+        task: &'static str,
+    },
+    /// An expression and a function at once, or a function for a task that has no place for one.
+    #[error("{task} takes no WGSL function")]
+    Function {
+        /// The task.
+        task: &'static str,
+    },
+    /// No graphics processor computes what needs one.
+    #[error("{reason}")]
+    Device {
+        /// Why.
+        reason: String,
+    },
+    /// A worker's inputs are not those of the job.
+    #[error("{worker} has other inputs of the same names: its results would be of other data")]
+    OtherInputs {
+        /// Which worker.
+        worker: String,
+    },
     /// Workers could not be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
@@ -111,10 +135,10 @@ pub enum Error {
         source: io::Error,
     },
     /// A worker said why it cannot go on: another would fail too.
-    #[error("worker {rank}: {reason}")]
+    #[error("{worker}: {reason}")]
     Worker {
         /// Which.
-        rank: u32,
+        worker: String,
         /// What it said.
         reason: String,
     },

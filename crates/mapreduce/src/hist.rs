@@ -143,6 +143,18 @@ impl Counts {
         }
     }
 
+    /// Takes in what a device has counted: each bin, then the values below, above and NaN.
+    pub(crate) fn take_counted(&mut self, counted: &[u32]) {
+        for (own, more) in self.counts.iter_mut().zip(counted) {
+            *own += u64::from(*more);
+        }
+        let outside = counted.get(self.counts.len()..).unwrap_or_default();
+        let into = [&mut self.below, &mut self.above, &mut self.nan];
+        for (own, more) in into.into_iter().zip(outside) {
+            *own += u64::from(*more);
+        }
+    }
+
     /// Takes in the counts of other values.
     pub fn merge(&mut self, other: &Self) {
         for (own, other) in self.counts.iter_mut().zip(&other.counts) {

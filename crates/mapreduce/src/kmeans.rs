@@ -120,21 +120,43 @@ impl Assigned {
     /// Takes a block of whole rows in.
     pub fn take(&mut self, values: &Values<'_>, centroids: &Centroids) {
         let mut room = Vec::new();
+        let (values, lanes) = (values.nearest(&mut room), transposed(centroids));
+        let rows = values.chunks_exact(self.columns as usize);
+        let found = rows.map(|row| nearest(row, &lanes, centroids.k as usize));
+        self.assign_all(values, found);
+    }
+
+    /// Takes a block of whole rows in, of which a device has found the nearest centroids and their
+    /// squared distances.
+    pub(crate) fn take_found(&mut self, values: &[f64], found: &[(u32, f64)]) {
+        let found = found
+            .iter()
+            .map(|(which, distance)| (*which as usize, *distance));
+        self.assign_all(values, found);
+    }
+
+    fn assign_all(&mut self, values: &[f64], mut found: impl Iterator<Item = (usize, f64)>) {
         let columns = self.columns as usize;
-        let lanes = transposed(centroids);
         let mut cells = vec![Cell::default(); self.sums.len()];
-        for rows in values
-            .nearest(&mut room)
-            .chunks(CELL_ROWS.saturating_mul(columns))
-        {
-            for row in rows.chunks_exact(columns) {
-                let (nearest, distance) = nearest(row, &lanes, centroids.k as usize);
+        for rows in values.chunks(CELL_ROWS.saturating_mul(columns)) {
+            for (row, (nearest, distance)) in rows.chunks_exact(columns).zip(&mut found) {
                 self.assign(row, nearest, distance, &mut cells);
             }
             for (cell, sum) in cells.iter_mut().zip(&mut self.sums) {
                 cell.empty_into(sum);
             }
         }
+    }
+
+    /// The nearest centroid of each row and its squared distance; a row without a finite distance
+    /// has infinity.
+    pub(crate) fn find(values: &[f64], centroids: &Centroids) -> Vec<(u32, f64)> {
+        let lanes = transposed(centroids);
+        let rows = values.chunks_exact(centroids.columns as usize);
+        let found = rows.map(|row| nearest(row, &lanes, centroids.k as usize));
+        found
+            .map(|(which, distance)| (which as u32, distance))
+            .collect()
     }
 
     fn assign(&mut self, row: &[f64], nearest: usize, distance: f64, cells: &mut [Cell]) {

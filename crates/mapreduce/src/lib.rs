@@ -21,6 +21,7 @@
 //! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`],
 //!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by
 //!   counter.
+//! - [`device`]: what computes blocks of rows, and graphics processors.
 //! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
 //!   is done, for a job that was killed. [`worker`]: the other side of the control channel.
 //!
@@ -29,6 +30,7 @@
 #[cfg(test)]
 mod bars;
 mod crew;
+pub mod device;
 mod dtype;
 mod error;
 pub mod expr;
@@ -54,6 +56,7 @@ mod value;
 pub mod worker;
 
 pub use crew::{Crew, Processes, Progress};
+pub use device::{Choice, Device};
 pub use dtype::{Decoded, Dtype, UnknownDtype, Values};
 pub use error::Error;
 pub use journal::Journal;

@@ -2,15 +2,17 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Part, Partial, Task};
+use crate::{Choice, Part, Partial, Task};
 
 /// From the parent.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
     /// How to compute. Sent once, first.
     Start {
-        /// Threads to compute with.
+        /// Threads to compute with; 0 for as many as the worker's machine has cores.
         threads: usize,
+        /// What is to compute besides.
+        device: Choice,
     },
     /// The job to which the next leases belong.
     Job {
@@ -30,6 +32,8 @@ pub(crate) enum FromWorker {
     Ready {
         /// Which job.
         job: u64,
+        /// What the inputs look like there ([`Task::looks`]).
+        inputs: u64,
     },
     /// Some of a part's result, which is too long for one message. Counts once the rest came.
     Piece {
@@ -48,6 +52,8 @@ pub(crate) enum FromWorker {
         part: u64,
         /// Its result, or what is left of it.
         partial: Partial,
+        /// Whether a device has computed some of it.
+        on_device: bool,
     },
     /// It cannot go on, and nor could another.
     Failed {

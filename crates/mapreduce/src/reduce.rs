@@ -64,15 +64,15 @@ impl Op {
         if matches!(self, Self::Dot) { 2 } else { 1 }
     }
 
-    const fn sums(self) -> bool {
+    pub(crate) const fn sums(self) -> bool {
         matches!(self, Self::Sum | Self::Mean | Self::Var | Self::Std)
     }
 
-    const fn squares(self) -> bool {
+    pub(crate) const fn squares(self) -> bool {
         matches!(self, Self::Var | Self::Std)
     }
 
-    const fn extremes(self) -> bool {
+    pub(crate) const fn extremes(self) -> bool {
         matches!(self, Self::Min | Self::Max)
     }
 }
@@ -81,6 +81,19 @@ impl std::fmt::Display for Op {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// What a device says of a block's values, as far as the reduction needs it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Reduced {
+    /// How many values.
+    pub(crate) rows: u64,
+    /// Their sum, or that of the products.
+    pub(crate) sum: Option<ExactSum>,
+    /// The sum of their squares.
+    pub(crate) squares: Option<ExactSum>,
+    /// The least and the greatest key of all but NaN, and whether there is a NaN.
+    pub(crate) extremes: Option<(i64, i64, bool)>,
 }
 
 /// The smallest and the largest value: of floats by `order::key`, of integers as they are.
@@ -142,21 +155,43 @@ impl State {
         }
     }
 
+    /// Takes in what a device has computed of a block; `dtype` is the first column's.
+    pub(crate) fn take_reduced(&mut self, reduced: &Reduced, dtype: Dtype) {
+        self.rows += reduced.rows;
+        if let Some(sum) = &reduced.sum {
+            self.sum.merge(sum);
+        }
+        if let Some(squares) = &reduced.squares {
+            self.squares.merge(squares);
+        }
+        if let Some(keys) = reduced.extremes {
+            self.take_keys(keys, dtype);
+        }
+    }
+
     fn take_extremes(&mut self, values: &Values<'_>, dtype: Dtype) {
-        let both = match values {
-            Values::Floats(floats) => {
-                let (min, max, has_nan) = extremes(floats);
-                self.has_nan |= has_nan;
-                let value = |key: i64| match dtype.is_integer() {
-                    true => float(key) as i128,
-                    false => i128::from(key),
-                };
-                (min <= max).then(|| (value(min), value(max)))
+        match values {
+            Values::Floats(floats) => self.take_keys(extremes(floats), dtype),
+            Values::Wide(wide) => {
+                let both = wide.iter().min().copied().zip(wide.iter().max().copied());
+                if let Some((min, max)) = both {
+                    self.widen(Extremes { min, max });
+                }
             }
-            Values::Wide(wide) => wide.iter().min().copied().zip(wide.iter().max().copied()),
+        }
+    }
+
+    fn take_keys(&mut self, (min, max, has_nan): (i64, i64, bool), dtype: Dtype) {
+        self.has_nan |= has_nan;
+        let value = |key: i64| match dtype.is_integer() {
+            true => float(key) as i128,
+            false => i128::from(key),
         };
-        if let Some((min, max)) = both {
-            self.widen(Extremes { min, max });
+        if min <= max {
+            self.widen(Extremes {
+                min: value(min),
+                max: value(max),
+            });
         }
     }
 
@@ -295,7 +330,7 @@ fn extremes_lanes(values: &[f64]) -> (i64, i64, bool) {
 }
 
 sum::for_each_cpu!(
-    extremes(values: &[f64]) -> (i64, i64, bool),
+    pub(crate) extremes(values: &[f64]) -> (i64, i64, bool),
     extremes_lanes(values),
     extremes_lanes(values)
 );

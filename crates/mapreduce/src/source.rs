@@ -113,6 +113,33 @@ impl Input {
         self.rows * self.row_bytes()
     }
 
+    /// A number that tells files of equal names apart: FNV-1a of the length and of 16 pieces of 4
+    /// KiB evenly over the values. Costs 16 reads.
+    ///
+    /// # Errors
+    /// [`Error::File`], [`Error::Changed`].
+    pub fn looks(&self) -> Result<u64, Error> {
+        const PIECES: u64 = 16;
+        const PIECE_BYTES: u64 = 4096;
+        let source = self.open()?;
+        let mut hash = 0xcbf2_9ce4_8422_2325;
+        let mut add = |bytes: &[u8]| {
+            for byte in bytes {
+                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        };
+        add(&self.bytes().to_le_bytes());
+        let last = self.bytes().saturating_sub(PIECE_BYTES);
+        let mut piece = vec![0; PIECE_BYTES.min(self.bytes()) as usize];
+        for number in 0..PIECES {
+            let at = self.data_at + last / (PIECES - 1) * number;
+            let read = source.file.read_exact_at(&mut piece, at);
+            read.map_err(|error| Error::file("read", &self.path, error))?;
+            add(&piece);
+        }
+        Ok(hash)
+    }
+
     /// The same values as rows of one.
     pub const fn flat(mut self) -> Self {
         self.rows *= self.columns;

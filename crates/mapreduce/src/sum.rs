@@ -285,8 +285,8 @@ fn peak_lanes(block: &[f64]) -> f64 {
 
 /// Compiles a function for the instruction sets of x86, and chooses at run time.
 macro_rules! for_each_cpu {
-    ($name:ident($($arg:ident: $type:ty),*) -> $result:ty, $wide:expr, $narrow:expr) => {
-        fn $name($($arg: $type),*) -> $result {
+    ($vis:vis $name:ident($($arg:ident: $type:ty),*) -> $result:ty, $wide:expr, $narrow:expr) => {
+        $vis fn $name($($arg: $type),*) -> $result {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512dq,avx512vl,fma")]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::device::{self, Choice, Column, Device, Lost, Rows};
 use crate::expr::{Program, Registers};
 use crate::groupby::{Grouping, Groups};
 use crate::hist::{Bins, Counts};
@@ -29,6 +30,10 @@ pub struct Task {
     pub origin: Origin,
     /// An expression that is computed of each row first ([`expr`](crate::expr)).
     pub map: Option<String>,
+    /// A WGSL function that is computed of each row instead, by a graphics processor
+    /// ([`device`](crate::device)). Its floats have no promised bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wgsl: Option<String>,
     /// What is computed.
     pub kind: Kind,
 }
@@ -168,6 +173,7 @@ impl Task {
         Self {
             origin: Origin::Files(inputs),
             map: None,
+            wgsl: None,
             kind,
         }
     }
@@ -183,7 +189,7 @@ impl Task {
     /// Type of the values that are computed with: that of the first input, or of the expression.
     pub fn dtype(&self) -> Dtype {
         match self.inputs().first() {
-            Some(input) if self.map.is_none() => input.dtype,
+            Some(input) if !self.is_mapped() => input.dtype,
             _ => Dtype::F64,
         }
     }
@@ -197,6 +203,17 @@ impl Task {
             Origin::Files(inputs) => inputs.first().map_or(0, |input| input.rows),
             Origin::Random { samples, .. } => *samples,
         }
+    }
+
+    /// A number that tells inputs of equal names apart: of their lengths and of some pieces of
+    /// them.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn looks(&self) -> Result<u64, Error> {
+        let all = self.inputs().iter().map(Input::looks);
+        all.reduce(|a, b| Ok(a?.rotate_left(7) ^ b?))
+            .unwrap_or(Ok(0))
     }
 
     /// Rows of a part, when `threads` threads in all compute it.
@@ -240,11 +257,12 @@ impl Task {
             Origin::Files(inputs) => inputs.len(),
             Origin::Random { columns, .. } => *columns as usize,
         };
+        self.check_mapped()?;
         let program = self.map.as_deref().map(|text| Program::parse(text, given));
-        let expected = match &self.map {
+        let expected = match self.is_mapped() {
             // The expression is one column, whatever it is made of.
-            Some(_) if self.kind.columns() == 1 && !self.sorts() => given.clamp(1, INPUTS_MAX),
-            _ => self.kind.columns(),
+            true => given.clamp(1, INPUTS_MAX),
+            false => self.kind.columns(),
         };
         if given != expected {
             return Err(Error::Inputs {
@@ -254,6 +272,9 @@ impl Task {
             });
         }
         self.check_shapes()?;
+        if let Some(text) = &self.wgsl {
+            device::check_function(text, given)?;
+        }
         if let Kind::GroupBy(grouping) = &self.kind
             && !grouping.is_known()
         {
@@ -280,6 +301,23 @@ impl Task {
             sink,
             store: Arc::new(Store::new(folder)),
         })
+    }
+
+    /// Whether something is computed of each row first.
+    const fn is_mapped(&self) -> bool {
+        self.map.is_some() || self.wgsl.is_some()
+    }
+
+    fn check_mapped(&self) -> Result<(), Error> {
+        let task = self.kind.name();
+        if self.is_mapped() && (self.kind.columns() != 1 || self.sorts()) {
+            return Err(Error::Mapped { task });
+        }
+        let is_random = matches!(self.origin, Origin::Random { .. });
+        match &self.wgsl {
+            Some(_) if self.map.is_some() || is_random => Err(Error::Function { task }),
+            _ => Ok(()),
+        }
     }
 
     const fn sorts(&self) -> bool {
@@ -312,15 +350,35 @@ pub struct Prepared {
     store: Arc<Store>,
 }
 
-/// Room that a thread uses again for each block.
+/// What a thread computes with: a device, and room that it uses again for each block.
 #[derive(Debug, Default)]
 pub struct Scratch {
+    device: Option<Arc<dyn Device>>,
+    choice: Choice,
+    /// Whether the device has computed a block of the last part.
+    on_device: bool,
     bytes: Vec<u8>,
     decoded: [Decoded; INPUTS_MAX],
     random: [Vec<f64>; INPUTS_MAX],
     nearest: [Vec<f64>; INPUTS_MAX],
     mapped: Vec<f64>,
     registers: Registers,
+}
+
+impl Scratch {
+    /// Of a thread that gives blocks to a device, where there is one.
+    pub fn on(device: Option<Arc<dyn Device>>, choice: Choice) -> Self {
+        Self {
+            device,
+            choice,
+            ..Self::default()
+        }
+    }
+
+    /// Whether the device has computed some of the last part.
+    pub const fn on_device(&self) -> bool {
+        self.on_device
+    }
 }
 
 impl Prepared {
@@ -335,27 +393,50 @@ impl Prepared {
     /// # Errors
     /// [`Error::File`] when it cannot be read or written.
     pub fn compute(&self, part: Part, scratch: &mut Scratch) -> Result<Partial, Error> {
+        scratch.on_device = false;
         if let Kind::Scatter(scatter) = &self.task.kind {
             let counts = sort::scatter(scatter, &self.sources[0], part, &self.store)?;
             return Ok(Partial::Scattered(counts));
         }
         if let (Kind::Gather(gather), Some(sink)) = (&self.task.kind, &self.sink) {
             let buckets = part.start..part.start + part.rows;
-            let rows = buckets.map(|bucket| sort::gather(gather, bucket, &self.store, sink));
+            let device = scratch.device.as_deref();
+            let rows =
+                buckets.map(|bucket| sort::gather(gather, bucket, &self.store, sink, device));
             return Ok(Partial::Written(rows.sum::<Result<u64, Error>>()?));
         }
         let mut partial = self.task.empty();
         let mut start = part.start;
         let end = part.start + part.rows;
+        let device = self.device_of(scratch);
+        let block_rows = self.block_rows(device.as_deref());
         while start < end {
-            let rows = self.block_rows().min(end - start);
-            self.block(start..start + rows, scratch, &mut partial)?;
+            let rows = block_rows.min(end - start);
+            self.block(
+                start..start + rows,
+                device.as_deref(),
+                scratch,
+                &mut partial,
+            )?;
             start += rows;
         }
         Ok(partial)
     }
 
-    fn block_rows(&self) -> u64 {
+    /// The thread's device, if it computes this task.
+    fn device_of(&self, scratch: &Scratch) -> Option<Arc<dyn Device>> {
+        let device = scratch.device.as_ref()?;
+        let program = self.program.as_ref();
+        let computes = scratch.choice.gives(&self.task, program)
+            && program.is_none_or(|program| device.maps(program));
+        computes.then(|| Arc::clone(device))
+    }
+
+    fn block_rows(&self, device: Option<&dyn Device>) -> u64 {
+        if let Some(device) = device {
+            let columns = self.task.inputs().iter().map(|input| input.columns).max();
+            return device.rows_max(8 * columns.unwrap_or(1));
+        }
         let widest = self.task.inputs().iter().map(Input::row_bytes).max();
         (BLOCK_BYTES / widest.unwrap_or(8).max(1)).max(1)
     }
@@ -363,9 +444,21 @@ impl Prepared {
     fn block(
         &self,
         rows: std::ops::Range<u64>,
+        device: Option<&dyn Device>,
         scratch: &mut Scratch,
         partial: &mut Partial,
     ) -> Result<(), Error> {
+        if let Some(device) = device
+            && self.block_on(device, &rows, scratch, partial)?
+        {
+            scratch.on_device = true;
+            return Ok(());
+        }
+        if self.task.wgsl.is_some() {
+            return Err(Error::Device {
+                reason: "a WGSL function needs a graphics processor: --device gpu".to_owned(),
+            });
+        }
         let Scratch {
             bytes,
             decoded,
@@ -373,6 +466,7 @@ impl Prepared {
             nearest,
             mapped,
             registers,
+            ..
         } = scratch;
         if self.count_raw(&rows, bytes, partial)? {
             return Ok(());
@@ -401,10 +495,76 @@ impl Prepared {
             program.run(&columns, rows.start * columns_of_row, registers, mapped);
             values = vec![Values::Floats(mapped)];
         }
+        self.take(&values, rows.start, partial)
+    }
+
+    /// Gives a block to a device; whether that has computed it. A device that is lost has not, and
+    /// this thread computes the block.
+    fn block_on(
+        &self,
+        device: &dyn Device,
+        rows: &std::ops::Range<u64>,
+        scratch: &mut Scratch,
+        partial: &mut Partial,
+    ) -> Result<bool, Error> {
+        let Scratch { bytes, decoded, .. } = scratch;
+        if let (Partial::Hist(counts), [source]) = (&mut *partial, &self.sources[..])
+            && !self.task.is_mapped()
+            && source.dtype() == Dtype::U32
+            && counts.counts_raw()
+        {
+            read(source, rows, bytes)?;
+            let counted = device.hist_raw(bytes, counts.bins().count);
+            return Ok(counted.map(|counted| counts.take_counted(&counted)).is_ok());
+        }
+        let mut columns = Vec::with_capacity(INPUTS_MAX);
+        for (source, decoded) in self.sources.iter().zip(decoded) {
+            read(source, rows, bytes)?;
+            match decoded.decode(source.dtype(), bytes) {
+                Values::Floats(values) => columns.push(Column::Values(values)),
+                Values::Wide(_) => return Ok(false),
+            }
+        }
+        if let Origin::Random {
+            seed, columns: n, ..
+        } = self.task.origin
+        {
+            columns.extend((0..n).map(|dimension| Column::Random { seed, dimension }));
+        }
+        if let Some(text) = &self.task.wgsl {
+            let mapped = function(device, text, &columns)?;
+            self.take(&[Values::Floats(&mapped)], rows.start, partial)?;
+            return Ok(true);
+        }
+        let is_wide = self.sources.iter().any(|source| source.columns() != 1);
+        let takes_rows = matches!(partial, Partial::KMeans(_)) && self.program.is_none();
+        if is_wide && !takes_rows {
+            return Ok(false);
+        }
+        let block = Rows {
+            count: rows.end - rows.start,
+            first: rows.start,
+            columns: &columns,
+            program: self.program.as_ref(),
+        };
+        match device::take(device, &block, &self.task, partial) {
+            Ok(true) => return Ok(true),
+            Ok(false) if self.program.is_some() => {}
+            Ok(false) | Err(Lost(_)) => return Ok(false),
+        }
+        let Ok(mapped) = device.values(&block) else {
+            return Ok(false);
+        };
+        self.take(&[Values::Floats(&mapped)], rows.start, partial)?;
+        Ok(true)
+    }
+
+    /// Takes the values of a block in, of which the first row has this number.
+    fn take(&self, values: &[Values<'_>], first: u64, partial: &mut Partial) -> Result<(), Error> {
         match partial {
-            Partial::Reduce(state) => state.take(&values, self.task.dtype()),
+            Partial::Reduce(state) => state.take(values, self.task.dtype()),
             Partial::Hist(counts) => counts.take(&values[0]),
-            Partial::TopK(top) => top.take(&values[0], rows.start),
+            Partial::TopK(top) => top.take(&values[0], first),
             Partial::GroupBy(groups) => groups.take(&values[0], &values[1]),
             Partial::KMeans(assigned) => match &self.task.kind {
                 Kind::KMeans(centroids) => assigned.take(&values[0], centroids),
@@ -412,7 +572,7 @@ impl Prepared {
             },
             Partial::Written(count) => {
                 let sink = self.sink.as_ref().expect("it is open");
-                *count += sink.write(rows.start, &values[0])?;
+                *count += sink.write(first, &values[0])?;
             }
             Partial::Scattered(_) => unreachable!("parts of a sort have no blocks"),
         }
@@ -437,6 +597,17 @@ impl Prepared {
         counts.take_raw(bytes);
         Ok(true)
     }
+}
+
+/// A user's function of columns, which nothing but the device computes.
+fn function(device: &dyn Device, text: &str, columns: &[Column<'_>]) -> Result<Vec<f64>, Error> {
+    let values = columns.iter().filter_map(|column| match column {
+        Column::Values(values) => Some(*values),
+        Column::Random { .. } => None,
+    });
+    let values: Vec<&[f64]> = values.collect();
+    let computed = device.function(text, &values);
+    computed.map_err(|Lost(reason)| Error::Device { reason })
 }
 
 fn read(

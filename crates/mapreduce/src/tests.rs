@@ -211,6 +211,7 @@ fn samples_are_those_of_their_number() {
             columns: 2,
         },
         map: Some("select(x * x + y * y < 1, 4, 0)".to_owned()),
+        wgsl: None,
         kind: Kind::Reduce(Op::Mean),
     };
     let pi = value(&task, &run(&task, 3)).as_f64();

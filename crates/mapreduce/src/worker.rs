@@ -10,12 +10,15 @@ use paceline_cluster::Control;
 
 use crate::crew::said;
 use crate::messages::{FromWorker, ToWorker};
-use crate::{Error, Part, Prepared, Scratch};
+use crate::{Choice, Device, Error, Part, Prepared, Scratch};
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
 
 /// A part of a job.
 type Work = (u64, Arc<Prepared>, Part);
+
+/// What a worker on another machine says first. Its version is in it: messages have no other.
+pub const GREETING: &str = concat!("paceline-mapreduce-worker ", env!("CARGO_PKG_VERSION"));
 
 /// Longest wait for the first message.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -32,7 +35,20 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 /// # Errors
 /// What failed; [`Error::Cluster`] when there is no parent.
 pub fn run() -> Result<Infallible, Error> {
-    let channel: Channel = Arc::new(Control::from_stdin()?);
+    run_on(Control::from_stdin()?)
+}
+
+/// As [`run`], on standard input and output: for a worker that `ssh` has started, at the other end
+/// of [`bridge`](paceline_cluster::bridge).
+///
+/// # Errors
+/// As of [`run`].
+pub fn run_over_stdio() -> Result<Infallible, Error> {
+    run_on(Control::from_stdio(GREETING)?)
+}
+
+fn run_on(channel: Control<ToWorker, FromWorker>) -> Result<Infallible, Error> {
+    let channel: Channel = Arc::new(channel);
     let error = match work(&channel) {
         Ok(never) => match never {},
         Err(error) => error,
@@ -49,16 +65,17 @@ fn tell(channel: &Channel, error: &dyn std::error::Error) {
 }
 
 fn work(channel: &Channel) -> Result<Infallible, Error> {
-    let threads = match channel.recv(START_LIMIT)? {
-        Some(ToWorker::Start { threads }) => threads,
+    let (threads, choice) = match channel.recv(START_LIMIT)? {
+        Some(ToWorker::Start { threads, device }) => (threads, device),
         other => return Err(unexpected(other.as_ref(), "Start")),
     };
+    let device = choice.open()?;
     let (sender, waiting) = sync_channel::<Work>(WAITING_MAX);
     let waiting = Arc::new(Mutex::new(waiting));
-    for _ in 0..threads.max(1) {
+    for device in choice.threads(cores_for(threads), device.as_ref()) {
         let (channel, waiting) = (Arc::clone(channel), Arc::clone(&waiting));
         let thread = std::thread::Builder::new().name("part".to_owned());
-        let started = thread.spawn(move || compute(&channel, &waiting));
+        let started = thread.spawn(move || compute(&channel, &waiting, device, choice));
         started.map_err(|source| Error::Thread { source })?;
     }
     let mut current = None;
@@ -66,7 +83,8 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
         match (channel.recv(Duration::MAX)?, &current) {
             (Some(ToWorker::Job { job, task }), _) => {
                 current = Some((job, Arc::new(task.prepare()?)));
-                channel.send(&FromWorker::Ready { job })?;
+                let inputs = task.looks()?;
+                channel.send(&FromWorker::Ready { job, inputs })?;
             }
             (Some(ToWorker::Lease(part)), Some((job, prepared))) => {
                 // The threads never end before the process.
@@ -78,14 +96,29 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
     }
 }
 
-fn compute(channel: &Channel, waiting: &Mutex<Receiver<Work>>) {
-    let mut scratch = Scratch::default();
+/// So many threads, or one for each core.
+fn cores_for(threads: usize) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+    match threads {
+        0 => cores(),
+        threads => threads,
+    }
+}
+
+fn compute(
+    channel: &Channel,
+    waiting: &Mutex<Receiver<Work>>,
+    device: Option<Arc<dyn Device>>,
+    choice: Choice,
+) {
+    let mut scratch = Scratch::on(device, choice);
     loop {
         let next = lock(waiting).recv();
         let Ok((job, prepared, part)) = next else {
             return;
         };
         let computed = prepared.compute(part, &mut scratch);
+        let on_device = scratch.on_device();
         let sent = computed.and_then(|partial| {
             let part = part.id;
             let (pieces, partial) = partial.into_pieces();
@@ -93,7 +126,13 @@ fn compute(channel: &Channel, waiting: &Mutex<Receiver<Work>>) {
             for partial in pieces {
                 channel.send(&FromWorker::Piece { job, part, partial })?;
             }
-            Ok(channel.send(&FromWorker::Done { job, part, partial })?)
+            let done = FromWorker::Done {
+                job,
+                part,
+                partial,
+                on_device,
+            };
+            Ok(channel.send(&done)?)
         });
         if let Err(error) = sent {
             tell(channel, &error);

@@ -1,16 +1,17 @@
 //! What all jobs have: options, a crew, and figures of the run.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context;
 use paceline_mapreduce::sort::{Sort, Sorted};
-use paceline_mapreduce::{Crew, Dtype, Input, Journal, Kind, Partial, Processes, Task};
+use paceline_mapreduce::{Choice, Crew, Dtype, Input, Journal, Kind, Partial, Processes, Task};
 use serde::Serialize;
 
 use super::Columns;
-use super::limit;
 use super::watch::Watch;
+use super::{hosts, limit};
 use crate::output::{print, tell};
 use crate::process::own_program;
 
@@ -24,16 +25,22 @@ pub(crate) struct JobArgs {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
     nodes: u32,
-    /// Threads of each node [default: the cores, shared by the nodes]
+    /// Compute on these hosts, which ssh reaches without a password, with commas between. Each
+    /// needs paceline, and the files at the same paths
+    #[arg(long, value_name = "A,B", conflicts_with = "nodes")]
+    hosts: Option<String>,
+    /// Threads of each node [default: the cores, shared by the nodes of a machine]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// Inputs are raw values of this type (f64, f32, i64, u32, ...) instead of .npy files
     #[arg(long, visible_alias = "dtype", value_name = "TYPE")]
     raw: Option<Dtype>,
-    /// What computes: this machine's CPU. No GPU computes array jobs yet
+    /// What computes: cpu, gpu (a graphics processor, or software that acts as one), or auto (the
+    /// CPU, and a graphics processor beside it where that is worth it). The result has the same
+    /// bits
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
-    device: Device,
+    device: Choice,
     /// Keep finished parts in this file, and go on from it if it is there; removed at the end
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
@@ -52,7 +59,10 @@ pub(super) struct Figures {
     seconds: f64,
     nodes: u32,
     threads: usize,
-    device: &'static str,
+    /// What was to compute: cpu, or the device's name; of several nodes, what was asked for.
+    device: String,
+    /// Parts of which a device has computed some.
+    device_parts: u64,
     /// Workers that were lost on the way.
     lost: u32,
 }
@@ -153,15 +163,23 @@ impl Running<'_> {
         let seconds = self.start.elapsed().as_secs_f64();
         let lost = self.crew.lost();
         let threads = self.crew.threads();
+        let device = match (self.crew.is_processes(), self.crew.device()) {
+            (false, None) => "cpu".to_owned(),
+            (false, Some(label)) => label.to_owned(),
+            (true, _) => self.args.device.name().to_owned(),
+        };
+        let device_parts = self.crew.device_parts();
+        let nodes = self.crew.nodes();
         drop(self.crew); // the machine is measured without the workers
         Ok(Figures {
             rows,
             gb_s: self.bytes as f64 / seconds / 1e9,
             machine_gb_s: limit::measure(self.bytes, threads as usize)?,
             seconds,
-            nodes: self.args.nodes,
+            nodes,
             threads: self.args.threads(),
-            device: self.args.device.name(),
+            device,
+            device_parts,
             lost,
         })
     }
@@ -173,10 +191,18 @@ impl JobArgs {
     /// # Errors
     /// What is wrong with it.
     pub(super) fn input(&self, path: &Path) -> Result<Input, paceline_mapreduce::Error> {
+        let path = self.place(path);
         match self.raw {
-            Some(dtype) => Input::raw(path, dtype, 1),
-            None => Input::npy(path),
+            Some(dtype) => Input::raw(&path, dtype, 1),
+            None => Input::npy(&path),
         }
+    }
+
+    /// The path as all nodes have it: other hosts start in another folder.
+    pub(super) fn place(&self, path: &Path) -> PathBuf {
+        let absolute = || std::path::absolute(path).ok();
+        let of_hosts = self.hosts.as_ref().and_then(|_| absolute());
+        of_hosts.unwrap_or_else(|| path.to_owned())
     }
 
     /// Files as columns of all their values.
@@ -208,18 +234,15 @@ impl JobArgs {
     /// Starts what computes.
     ///
     /// # Errors
-    /// When workers cannot be started.
+    /// When workers cannot be started, or there is no device where one is asked for.
     pub(super) fn start(&self) -> anyhow::Result<Running<'_>> {
         let start = Instant::now();
-        let threads = self.threads();
-        let crew = match self.nodes {
-            1 => Crew::here(threads),
-            nodes => Crew::start(Processes {
-                program: own_program().context("cannot find this program's own file")?,
-                args: vec!["mapreduce".into(), "worker".into()],
-                nodes,
-                threads,
-            })?,
+        let crew = match (&self.hosts, self.nodes) {
+            (None, 1) => {
+                let device = self.device.open()?;
+                Crew::here(self.threads()).with_device(device, self.device)
+            }
+            (hosts, nodes) => self.workers(hosts.as_deref(), nodes)?,
         };
         Ok(Running {
             args: self,
@@ -228,27 +251,39 @@ impl JobArgs {
             bytes: 0,
         })
     }
-}
 
-/// What computes array jobs.
-#[derive(Clone, Copy, Debug)]
-enum Device {
-    Cpu,
-}
-
-impl Device {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-        }
+    /// Starts worker processes on this machine or on hosts.
+    fn workers(&self, hosts: Option<&str>, nodes: u32) -> anyhow::Result<Crew> {
+        let own: Vec<OsString> = vec!["mapreduce".into(), "worker".into()];
+        let names = match hosts {
+            Some(hosts) => hosts::names(hosts).map_err(anyhow::Error::msg)?,
+            None => Vec::new(),
+        };
+        let of_host = |host: &String| {
+            let more: [OsString; 2] = ["--on".into(), host.into()];
+            [&own[..], &more[..]].concat()
+        };
+        let args = match names.is_empty() {
+            true => vec![own.clone(); nodes as usize],
+            false => names.iter().map(of_host).collect(),
+        };
+        let threads = match (hosts, self.threads) {
+            (Some(_), None) => 0, // as many as each has cores
+            _ => self.threads(),
+        };
+        Ok(Crew::start(Processes {
+            program: own_program().context("cannot find this program's own file")?,
+            args,
+            hosts: names,
+            threads,
+            device: self.device,
+        })?)
     }
 }
 
-/// The device of this name.
-fn device(name: &str) -> Result<Device, String> {
-    match name {
-        "auto" | "cpu" => Ok(Device::Cpu),
-        "gpu" => Err("array jobs run on no GPU yet, expected auto or cpu".to_owned()),
-        _ => Err("expected auto or cpu".to_owned()),
-    }
+/// The choice of this name.
+fn device(name: &str) -> Result<Choice, String> {
+    let mut all = [Choice::Auto, Choice::Cpu, Choice::Gpu].into_iter();
+    let named = all.find(|choice| choice.name() == name);
+    named.ok_or_else(|| "expected auto, cpu or gpu".to_owned())
 }

@@ -1,5 +1,6 @@
 //! Jobs of one pass, or two.
 
+use std::io::Read as _;
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
@@ -16,10 +17,24 @@ use super::{
     Columns, GroupbyArgs, HistArgs, JobArgs, MapArgs, MontecarloArgs, ReduceArgs, TopkArgs,
 };
 
+/// Most bytes of a file with a WGSL function that are read: more are refused by their number.
+const FUNCTION_BYTES_MAX: u64 = 1 << 20;
+
 fn task(columns: &Columns, job: &JobArgs, kind: Kind) -> anyhow::Result<Task> {
     let mut task = Task::of_files(job.flat(columns)?, kind);
     task.map.clone_from(&columns.map);
+    task.wgsl = columns.wgsl.as_deref().map(function).transpose()?;
     Ok(task)
+}
+
+/// The text of a file with a WGSL function.
+fn function(path: &Path) -> anyhow::Result<String> {
+    let wrong = || format!("cannot read {}", path.display());
+    let file = std::fs::File::open(path).with_context(wrong)?;
+    let mut text = String::new();
+    let read = file.take(FUNCTION_BYTES_MAX).read_to_string(&mut text);
+    read.with_context(wrong)?;
+    Ok(text)
 }
 
 /// Runs a reduction.
@@ -187,6 +202,7 @@ pub(super) fn montecarlo(args: &MontecarloArgs) -> anyhow::Result<()> {
             columns: COLUMNS.len() as u32,
         },
         map: Some(args.expr.clone()),
+        wgsl: None,
         kind: Kind::Reduce(Op::Var),
     };
     let mut running = args.job.start()?;
@@ -211,7 +227,8 @@ pub(super) fn map(args: &MapArgs) -> anyhow::Result<()> {
         out: &'a Path,
     }
     // The result has its name only once it is whole.
-    let mut part = args.out.clone().into_os_string();
+    let out = args.job.place(&args.out);
+    let mut part = out.clone().into_os_string();
     part.push(".part");
     let part = std::path::PathBuf::from(part);
     let task = task(&args.columns, &args.job, Kind::Write(part.clone()))?;
@@ -230,8 +247,8 @@ pub(super) fn map(args: &MapArgs) -> anyhow::Result<()> {
         let _ = std::fs::remove_file(&part); // the error says more than that it stays
     }
     ran?;
-    std::fs::rename(&part, &args.out)
-        .with_context(|| format!("cannot rename {} to {}", part.display(), args.out.display()))?;
+    std::fs::rename(&part, &out)
+        .with_context(|| format!("cannot rename {} to {}", part.display(), out.display()))?;
     let written = Written { out: &args.out };
     let figures = running.end(task.rows())?;
     figures.print(args.job.json, written, |written| {

@@ -35,7 +35,7 @@ pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
     let half = available.map_or(MEMORY, |available| available.0 / 2);
     let sort = Sort {
         input,
-        out: args.out.clone(),
+        out: args.job.place(&args.out),
         memory: args.memory.unwrap_or(half),
         journal: args.job.journal().map(Path::to_owned),
     };

@@ -22,7 +22,7 @@
 //! Numbers are f64, truth values are a type of their own: `x + (y > 0)` is refused. `+ - * /`,
 //! `sqrt` and rounding are IEEE 754's; the other functions are those of the crate `libm`, so that
 //! every machine gives the same bits. `round` takes ties to even; `min` and `max` give NaN when a
-//! side is NaN.
+//! side is NaN. A result that is NaN has the same bits everywhere.
 //!
 //! A program has no loops, no memory and no names but these. Text is bounded in length and depth,
 //! and a program in steps, so that no text costs more than [`STEPS_MAX`] operations a row.
@@ -31,6 +31,8 @@ mod parse;
 mod run;
 #[cfg(test)]
 mod tests;
+#[cfg(feature = "gpu")]
+pub(crate) mod wgsl;
 
 pub use run::Registers;
 

@@ -26,13 +26,12 @@ use serde::{Deserialize, Serialize};
 
 pub use job::{Sort, Sorted};
 pub use plan::{MEMORY_MIN, Plan};
-#[cfg(test)]
 pub(crate) use radix::sort as radix_sort;
 pub(crate) use split::Splitters;
 pub use store::Store;
 use store::Wanted;
 
-use crate::{Dtype, Error, FileSource, Part, Sink, Source as _};
+use crate::{Device, Dtype, Error, FileSource, Part, Sink, Source as _};
 
 /// Most splitters: a bucket's number fits 16 bits.
 pub const SPLITTERS_MAX: usize = 1023;
@@ -202,7 +201,7 @@ fn scatter_keys<const N: usize>(
     Ok(counts)
 }
 
-/// Sorts a bucket and writes it; how many rows it has.
+/// Sorts a bucket, on a device where it takes it, and writes it; how many rows it has.
 ///
 /// # Errors
 /// [`Error::File`]; [`Error::Changed`] when a part is not stored as it was.
@@ -211,10 +210,11 @@ pub(crate) fn gather(
     bucket: u64,
     store: &Store,
     sink: &dyn Sink,
+    device: Option<&dyn Device>,
 ) -> Result<u64, Error> {
     of_width!(
         gather.scatter.dtype,
-        gather_bucket(gather, bucket as usize, store, sink)
+        gather_bucket(gather, bucket as usize, store, sink, device)
     )
 }
 
@@ -223,6 +223,7 @@ fn gather_bucket<const N: usize>(
     bucket: usize,
     store: &Store,
     sink: &dyn Sink,
+    device: Option<&dyn Device>,
 ) -> Result<u64, Error> {
     let (start, end) = (gather.starts[bucket], gather.starts[bucket + 1]);
     let order = Order::of(gather.scatter.dtype);
@@ -239,7 +240,7 @@ fn gather_bucket<const N: usize>(
         width: N,
     };
     store.collect(&wanted, keys.as_flattened_mut())?;
-    radix::sort(&mut keys);
+    sort_keys(&mut keys, device);
     let mut first = start;
     for block in keys.chunks_mut(BLOCK_BYTES / N) {
         for key in &mut *block {
@@ -249,6 +250,16 @@ fn gather_bucket<const N: usize>(
         first += block.len() as u64;
     }
     Ok(end - start)
+}
+
+/// Sorts keys, which have one order whatever computes it.
+fn sort_keys<const N: usize>(keys: &mut Vec<[u8; N]>, device: Option<&dyn Device>) {
+    let bytes = size_of_val(&keys[..]) as u64;
+    let device = device.filter(|device| device.sorts(bytes, N));
+    let sorted = device.is_some_and(|device| device.sort(keys.as_flattened_mut(), N).is_ok());
+    if !sorted {
+        radix::sort(keys);
+    }
 }
 
 /// Writes one value to many rows.

@@ -1,0 +1,137 @@
+//! `paceline mapreduce --hosts`: workers by ssh, with the bits of one process. The hosts are this
+//! machine ([`crate::common::hosts`]).
+#![cfg(target_os = "linux")]
+
+use std::fs;
+use std::process::Child;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::common::hosts::{Ended, World, finish, write_program};
+use crate::common::until;
+
+/// Raw values of some 30 binary orders: seven parts.
+fn stocked() -> World {
+    let world = World::new();
+    let value = |i: u64| {
+        let bits = i.wrapping_mul(6364136223846793005).rotate_left(29);
+        (bits >> 11) as f64 * ((bits % 61) as f64 - 30.0).exp2()
+    };
+    let bytes: Vec<u8> = (0..400_000).flat_map(|i| value(i).to_le_bytes()).collect();
+    fs::write(world.path("here/x.raw"), bytes).unwrap();
+    world
+}
+
+const SUM: [&str; 6] = ["mapreduce", "reduce", "var", "x.raw", "--raw", "f64"];
+
+fn start(world: &World, args: &[&str]) -> Child {
+    let args = [args, &["--json", "--threads", "1"]].concat();
+    world.paceline(&args).spawn().unwrap()
+}
+
+fn object(ended: Ended) -> Value {
+    serde_json::from_str(&ended.ok().stdout).unwrap()
+}
+
+#[test]
+fn jobs_on_hosts_have_the_bits_of_one_process() {
+    let world = stocked();
+    let alone = object(finish(start(&world, &SUM)));
+    let both = object(finish(start(
+        &world,
+        &[&SUM[..], &["--hosts", "a,b"]].concat(),
+    )));
+    assert_eq!(both["value"], alone["value"]);
+    assert_eq!((&both["nodes"], &both["lost"]), (&2.into(), &0.into()));
+    let calls = world.calls();
+    assert_eq!(calls.len(), 2, "{calls:?}");
+    assert!(
+        calls.iter().all(|call| call.contains("BatchMode=yes")),
+        "{calls:?}"
+    );
+
+    let sort = [
+        "mapreduce",
+        "sort",
+        "x.raw",
+        "--raw",
+        "f64",
+        "-o",
+        "out.npy",
+    ];
+    object(finish(start(
+        &world,
+        &[&sort[..], &["--hosts", "a,b"]].concat(),
+    )));
+    let sorted = fs::read(world.path("here/out.npy")).unwrap();
+    object(finish(start(&world, &sort)));
+    assert!(fs::read(world.path("here/out.npy")).unwrap() == sorted);
+}
+
+#[test]
+fn a_host_that_is_lost_or_greets_first_changes_no_bit() {
+    let world = stocked();
+    let job = [
+        "mapreduce",
+        "montecarlo",
+        "sin(x) * y",
+        "--samples",
+        "10000000",
+    ];
+    let alone = object(finish(start(&world, &job)));
+    // Host c cannot be reached: the others compute its parts.
+    let some = object(finish(start(
+        &world,
+        &[&job[..], &["--hosts", "a,c"]].concat(),
+    )));
+    assert_eq!(some["value"], alone["value"]);
+    assert_eq!(some["lost"], 1);
+    // A login shell that greets.
+    let shell = world.path("greets");
+    write_program(
+        &shell,
+        "#!/bin/sh\necho Welcome to a\nexec /bin/sh \"$@\"\n",
+    );
+    let args = [&job[..], &["--hosts", "a", "--json", "--threads", "1"]].concat();
+    let mut greeted = world.paceline(&args);
+    greeted.env("FAKE_SSH_SHELL", shell);
+    let greeted = object(finish(greeted.spawn().unwrap()));
+    assert_eq!(greeted["value"], alone["value"]);
+
+    let mut killed = start(&world, &[&job[..], &["--hosts", "a,b"]].concat());
+    let bridges = |pid: u32| children(pid).len();
+    until("bridges", || {
+        bridges(killed.id()) == 2 || killed.try_wait().unwrap().is_some()
+    });
+    if let Some(bridge) = children(killed.id()).first() {
+        let _ = kill_process(Pid::from_raw(*bridge as i32).unwrap(), Signal::KILL);
+    }
+    assert_eq!(object(finish(killed))["value"], alone["value"]);
+}
+
+#[test]
+fn hosts_that_cannot_compute_are_named() {
+    let world = stocked();
+    let failed = finish(start(&world, &[&SUM[..], &["--hosts", "c,d"]].concat()));
+    assert_eq!(failed.code, Some(1), "{failed:?}");
+    assert!(failed.stderr.contains("all workers are lost"), "{failed:?}");
+    assert!(failed.stderr.contains("Connection refused"), "{failed:?}");
+    let wrong = finish(start(
+        &world,
+        &[&SUM[..], &["--hosts", "a", "--nodes", "2"]].concat(),
+    ));
+    assert_eq!(wrong.code, Some(2), "{wrong:?}");
+    let wrong = finish(start(&world, &[&SUM[..], &["--hosts=-x"]].concat()));
+    assert!(wrong.stderr.contains("hyphen"), "{wrong:?}");
+}
+
+/// Processes whose parent is `parent`.
+fn children(parent: u32) -> Vec<u32> {
+    let tasks = format!("/proc/{parent}/task");
+    let all = fs::read_dir(tasks).into_iter().flatten().flatten();
+    let lists = all.map(|task| fs::read_to_string(task.path().join("children")));
+    let text: Vec<String> = lists.flatten().collect();
+    let ids = text.iter().flat_map(|list| list.split_whitespace());
+    ids.filter_map(|id| id.parse().ok()).collect()
+}

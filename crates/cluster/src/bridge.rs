@@ -1,0 +1,203 @@
+//! The control channel of a worker on another machine: a process here passes its bytes on.
+//!
+//! ```text
+//! parent ── socket ── bridge (its child) ── pipes ── ssh ── worker's standard input and output
+//! ```
+//! The parent sees an ordinary child: [`Workers`](crate::workers::Workers) starts the bridge, reads
+//! the worker's messages and beats from it, and ends it by closing the channel. When the parent or
+//! the connection is gone, the worker's standard input ends, and with it the worker.
+//!
+//! The worker first prints a line that both sides know. Whatever a login shell prints before is
+//! skipped, and nothing is sent to the worker before that line came: some shells read ahead.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{ChildStdin, ChildStdout, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::Error;
+use crate::control::take_stdin;
+use crate::processes::{Ending, Process};
+use crate::remote::{Reach, Sharing};
+
+/// Longest wait for the worker's first line: 10 s for a connection, and a program on a cold disk.
+const GREETING_LIMIT: Duration = Duration::from_secs(30);
+
+/// Most bytes that a login shell may print before the worker's first line.
+const NOISE_BYTES_MAX: usize = 64 << 10;
+
+/// How often the end of the shell is looked for.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// How long the last bytes of a worker that ended are passed on.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Bytes that are passed on at a time.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// Runs `script`, which has to become a worker that prints the line `greeting` first, on `host`,
+/// and passes on what it and the parent of this process say to each other. Blocks until the shell
+/// ends, which is when the worker or the parent does.
+///
+/// # Errors
+/// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the shell cannot be
+/// started, or the greeting does not come in 30 s. What `ssh` says goes to standard error.
+pub fn run(reach: &Reach, host: &str, script: &str, greeting: &str) -> Result<Ending, Error> {
+    let control = take_stdin().map_err(|source| Error::NoControl { source })?;
+    let broken = |source| Error::Remote {
+        host: host.to_owned(),
+        source,
+    };
+    let mut command = reach.shell(host, Sharing::Alone);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit());
+    let mut process = Process::start(&mut command).map_err(broken)?;
+    let mut input = process.take_stdin().expect("standard input was piped");
+    let mut output = process.take_stdout().expect("standard output was piped");
+    // A shell that does not take it has ended, which is seen next.
+    let _ = input.write_all(script.as_bytes());
+    let (sender, started) = channel();
+    let greeted = Arc::new(AtomicBool::new(false));
+    let (from, to) = (control.try_clone().map_err(broken)?, control);
+    let (greeting, there) = (greeting.to_owned(), Arc::clone(&greeted));
+    let reader = thread::spawn(move || {
+        if skip_to(&mut output, &greeting) {
+            there.store(true, Ordering::Relaxed);
+            pass_worker(output, &sender, to);
+        }
+    });
+    thread::spawn(move || pass_parent(from, &started, input));
+    watch(&mut process, &reader, &greeted).ok_or_else(|| broken(ErrorKind::TimedOut.into()))
+}
+
+/// Waits for the end of the shell and of what the worker said; `None` when no greeting came in
+/// time.
+fn watch(process: &mut Process, reader: &JoinHandle<()>, greeted: &AtomicBool) -> Option<Ending> {
+    let start = Instant::now();
+    while !process.has_ended() {
+        if !greeted.load(Ordering::Relaxed) && start.elapsed() >= GREETING_LIMIT {
+            process.kill();
+            return None;
+        }
+        thread::sleep(LOOK_EVERY);
+    }
+    let ended = Instant::now();
+    while !reader.is_finished() && ended.elapsed() < LAST_WORDS {
+        thread::sleep(LOOK_EVERY);
+    }
+    Some(process.reap())
+}
+
+/// Passes on what the parent says, once the worker is there. The end of it ends the worker.
+fn pass_parent(mut from: UnixStream, started: &Receiver<()>, mut to: ChildStdin) {
+    if started.recv().is_ok() {
+        copy(&mut from, &mut to);
+    }
+}
+
+/// Passes on what the worker says after its greeting.
+fn pass_worker(mut from: ChildStdout, started: &Sender<()>, mut to: UnixStream) {
+    if started.send(()).is_ok() {
+        copy(&mut from, &mut to);
+    }
+}
+
+/// Reads up to a line and its newline, and whether it came; byte by byte: what follows is
+/// another's.
+fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
+    let mut line = Vec::new();
+    let mut byte = [0];
+    for _ in 0..NOISE_BYTES_MAX {
+        if !matches!(from.read(&mut byte), Ok(1)) {
+            return false;
+        }
+        match byte[0] {
+            b'\n' if line == greeting.as_bytes() => return true,
+            b'\n' => line.clear(),
+            other => line.push(other),
+        }
+    }
+    false
+}
+
+/// Passes bytes on as they come, until an end or an error of either side.
+fn copy(from: &mut impl Read, to: &mut impl Write) {
+    let mut piece = vec![0; PIECE_BYTES];
+    loop {
+        match from.read(&mut piece) {
+            Ok(count @ 1..) => {
+                if to
+                    .write_all(&piece[..count])
+                    .and_then(|()| to.flush())
+                    .is_err()
+                {
+                    return;
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            _ => return,
+        }
+    }
+}
+
+/// A socket whose other end is passed on to a program's standard input and output.
+pub(crate) fn over(input: File, output: File) -> std::io::Result<UnixStream> {
+    let (own, theirs) = UnixStream::pair()?;
+    let (mut input, mut output) = (input, output);
+    let (mut from, mut to) = (theirs.try_clone()?, theirs);
+    let start = |name: &str, run: Box<dyn FnOnce() + Send>| {
+        let builder = thread::Builder::new().name(name.to_owned());
+        builder.spawn(run)
+    };
+    start(
+        "bridge in",
+        Box::new(move || {
+            copy(&mut input, &mut to);
+            // Both directions: without input there is no parent.
+            let _ = to.shutdown(std::net::Shutdown::Both);
+        }),
+    )?;
+    start("bridge out", Box::new(move || copy(&mut from, &mut output)))?;
+    Ok(own)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_login_shell_prints_is_skipped() {
+        let mut text = &b"Welcome!\nworker 2\n worker\nworker\n\n{}\n"[..];
+        assert!(skip_to(&mut text, "worker"));
+        assert_eq!(text, b"\n{}\n");
+        assert!(!skip_to(&mut &b"worker"[..], "worker"));
+        let noise = vec![b'x'; 2 * NOISE_BYTES_MAX];
+        let mut noise = noise.as_slice();
+        assert!(!skip_to(&mut noise, "worker"));
+        assert_eq!(noise.len(), NOISE_BYTES_MAX);
+    }
+
+    #[test]
+    fn bytes_go_both_ways_until_the_input_ends() {
+        let (input, mut parent) = UnixStream::pair().unwrap();
+        let (mut reader, output) = UnixStream::pair().unwrap();
+        let file = |socket: UnixStream| File::from(std::os::fd::OwnedFd::from(socket));
+        let mut own = over(file(input), file(output)).unwrap();
+        parent.write_all(b"ping").unwrap();
+        let mut got = [0; 4];
+        own.read_exact(&mut got).unwrap();
+        assert_eq!(&got, b"ping");
+        own.write_all(b"pong").unwrap();
+        reader.read_exact(&mut got).unwrap();
+        assert_eq!(&got, b"pong");
+        drop(parent);
+        assert_eq!(own.read(&mut got).unwrap(), 0);
+    }
+}

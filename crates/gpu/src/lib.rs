@@ -1,0 +1,39 @@
+//! Array kernels on graphics processors, by wgpu: Metal, Vulkan and DX12.
+//!
+//! Every result has the bits of the definition on the CPU. No promise rests on a shader compiler:
+//! f64 is computed by integers (`wgsl/float.wgsl`), exact sums are integer bins, values are
+//! compared as integers. Software adapters (lavapipe) count as devices and say so in their label.
+//!
+//! - `Gpu`: a device; opens the best adapter, cuts buffers to its limits.
+//! - `Rows`, `Column`: what is computed of; an expression may be computed of each row first.
+//! - `Function`: a WGSL function of a user, checked. The only thing here without promised bits.
+//!
+//! All of it is behind the feature `wgpu`; without it the crate is empty.
+//!
+//! A device may be lost at any moment: a driver that is reset, a card that is pulled. Then every
+//! call is `Error::Lost`, now and later, and the caller computes elsewhere. A result counts only
+//! if each workgroup has signed that it ended.
+
+#[cfg(feature = "wgpu")]
+mod device;
+#[cfg(feature = "wgpu")]
+mod error;
+#[cfg(feature = "wgpu")]
+mod function;
+#[cfg(feature = "wgpu")]
+mod kernels;
+#[cfg(feature = "wgpu")]
+mod sort;
+#[cfg(all(test, feature = "wgpu"))]
+mod tests;
+
+#[cfg(feature = "wgpu")]
+pub use device::{Gpu, Software};
+#[cfg(feature = "wgpu")]
+pub use error::Error;
+#[cfg(feature = "wgpu")]
+pub use function::{Function, Scalar};
+#[cfg(feature = "wgpu")]
+pub use kernels::{Column, Extremes, Rows};
+#[cfg(feature = "wgpu")]
+pub use sort::Words;

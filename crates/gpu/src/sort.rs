@@ -1,0 +1,102 @@
+//! Radix sort of unsigned integers: four bits a pass, lowest first.
+
+use wgpu::Buffer;
+
+use crate::Error;
+use crate::device::{Gpu, Kernel, Step};
+use crate::kernels::bytes_of_words;
+
+const SORT: &str = include_str!("wgsl/sort.wgsl");
+
+/// Keys of a workgroup, as in the kernel.
+const TILE: u64 = 128 * 16;
+
+/// Bits of a pass.
+const DIGIT_BITS: u32 = 4;
+
+/// Words of 32 bits that a key has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Words {
+    /// Keys are u32.
+    One,
+    /// Keys are u64, little-endian.
+    Two,
+}
+
+impl Words {
+    const fn count(self) -> u32 {
+        match self {
+            Self::One => 1,
+            Self::Two => 2,
+        }
+    }
+
+    /// The text before the kernels.
+    const fn head(self) -> &'static str {
+        match self {
+            Self::One => "const WORDS = 1u;\n",
+            Self::Two => "const WORDS = 2u;\n",
+        }
+    }
+}
+
+impl Gpu {
+    /// Whether keys of so many bytes fit the device: at most 64 MiB, and the adapter's limits.
+    pub fn sorts(&self, bytes: u64) -> bool {
+        let tiles = bytes.div_ceil(4).div_ceil(TILE);
+        (1..=self.bytes_max()).contains(&bytes) && tiles <= u64::from(self.groups_max())
+    }
+
+    /// Sorts whole keys in ascending order.
+    ///
+    /// # Errors
+    /// As of [`Gpu::values`]; the keys are as they were then.
+    pub fn sort(&self, keys: &mut [u8], words: Words) -> Result<(), Error> {
+        let _turn = self.turn();
+        let pipelines = ["count", "scan", "scatter"].map(|entry| {
+            self.pipeline(Kernel {
+                entry,
+                text: &[words.head(), SORT],
+            })
+        });
+        let [count, scan, scatter] = pipelines;
+        let pipelines = [count?, scan?, scatter?];
+        let n = keys.len() as u64 / 4 / u64::from(words.count());
+        let tiles = n.div_ceil(TILE).max(1);
+        let (done, counts) = (self.room(4)?, self.room(4 * 16 * tiles)?);
+        let both = [self.filled(keys)?, self.room(keys.len() as u64)?];
+        let passes = 32 * words.count() / DIGIT_BITS;
+        let params = (0..passes).map(|pass| {
+            self.filled(&bytes_of_words(&[
+                n as u32,
+                pass * DIGIT_BITS,
+                tiles as u32,
+            ]))
+        });
+        let params = params.collect::<Result<Vec<Buffer>, Error>>()?;
+        let mut buffers = Vec::new();
+        for (pass, params) in params.iter().enumerate() {
+            let (from, to) = (&both[pass % 2], &both[(pass + 1) % 2]);
+            let all = [(0, params), (1, &done), (2, &counts), (3, from), (4, to)];
+            buffers.push(all);
+        }
+        let mut steps = Vec::new();
+        for all in &buffers {
+            // Each kernel is bound to what it uses.
+            let used = [
+                (0, &all[..4], tiles),
+                (1, &all[..3], 1),
+                (2, &all[..], tiles),
+            ];
+            steps.extend(used.map(|(which, buffers, groups)| Step {
+                pipeline: &pipelines[which],
+                buffers,
+                groups: groups as u32,
+            }));
+        }
+        // An even number of passes ends where it began.
+        let sorted = self.execute(&steps, &done, &both[0])?;
+        keys.copy_from_slice(&sorted[..keys.len()]);
+        Ok(())
+    }
+}

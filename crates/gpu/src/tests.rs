@@ -1,0 +1,447 @@
+//! Kernels against their definitions, on whatever adapter there is; lavapipe in CI. Without one the
+//! tests are skipped by name.
+
+use paceline_base::SplitMix64;
+use paceline_base::exact::ExactSum;
+
+use crate::{Column, Error, Function, Gpu, Rows, Scalar, Software, Words};
+
+/// The device of this machine, told by its label; `None` with a line where there is none.
+fn device(test: &str) -> Option<Gpu> {
+    match Gpu::open(Software::Allowed) {
+        Ok(gpu) => {
+            eprintln!("{test} runs on {}", gpu.label());
+            Some(gpu)
+        }
+        Err(error) => {
+            eprintln!("SKIPPED {test}: {error}");
+            None
+        }
+    }
+}
+
+/// Any bits, many of them special or subnormal; numbers of one size; small halves.
+fn numbers(n: usize, seed: u64) -> Vec<f64> {
+    const SPECIAL: [u64; 12] = [
+        0,
+        1,
+        0x000f_ffff_ffff_ffff,
+        0x0010_0000_0000_0000,
+        0x7fef_ffff_ffff_ffff,
+        0x7ff0_0000_0000_0000,
+        0x7ff8_0000_0000_0000,
+        0x3ff0_0000_0000_0000,
+        0x3fe0_0000_0000_0000,
+        0x3ff8_0000_0000_0000,
+        0x4330_0000_0000_0000,
+        0x432f_ffff_ffff_ffff,
+    ];
+    let mut random = SplitMix64::new(seed);
+    let number = |_| {
+        let sign = random.next() << 63;
+        f64::from_bits(match random.below(5) {
+            0 => random.next(),
+            1 => SPECIAL[random.below(SPECIAL.len())] | sign,
+            2 => random.next() >> 10 | sign,
+            3 => ((random.below(17) as f64 - 8.0) / 2.0).to_bits(),
+            _ => 0x3f80_0000_0000_0000 + (random.next() >> 8) | sign,
+        })
+    };
+    (0..n).map(number).collect()
+}
+
+fn finite(n: usize, seed: u64) -> Vec<f64> {
+    let all = numbers(2 * n + 100, seed).into_iter();
+    all.filter(|x| x.is_finite()).take(n).collect()
+}
+
+fn rows<'a>(columns: &'a [Column<'a>], count: usize, map: Option<&'a str>) -> Rows<'a> {
+    Rows {
+        count: count as u64,
+        first: 5,
+        columns,
+        map,
+    }
+}
+
+/// NaN has no promised bits.
+fn assert_same(got: &[f64], expected: impl Iterator<Item = f64>, what: &str) {
+    let mut seen = 0;
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+        assert!(same, "{what}, row {i}: {got:e}, expected {expected:e}");
+        seen += 1;
+    }
+    assert_eq!(seen, got.len(), "{what}");
+}
+
+#[test]
+fn operations_have_the_bits_of_the_cpu() {
+    let Some(gpu) = device("operations_have_the_bits_of_the_cpu") else {
+        return;
+    };
+    let n = 40_000;
+    let (a, b) = (numbers(n, 1), numbers(n, 2));
+    let truth = |value: bool| f64::from(u8::from(value));
+    let cases: [(&str, &dyn Fn(f64, f64) -> f64); 16] = [
+        ("f_add(x, y)", &|x, y| x + y),
+        ("f_sub(x, y)", &|x, y| x - y),
+        ("f_mul(x, y)", &|x, y| x * y),
+        ("f_div(x, y)", &|x, y| x / y),
+        ("f_sqrt(x)", &|x, _| x.sqrt()),
+        ("f_floor(x)", &|x, _| x.floor()),
+        ("f_ceil(x)", &|x, _| x.ceil()),
+        ("f_trunc(x)", &|x, _| x.trunc()),
+        ("f_round(x)", &|x, _| x.round_ties_even()),
+        ("f_abs(x)", &|x, _| x.abs()),
+        ("f_neg(x)", &|x, _| -x),
+        ("f_less(x, y)", &|x, y| truth(x < y)),
+        ("f_less_equal(x, y)", &|x, y| truth(x <= y)),
+        ("f_equal(x, y)", &|x, y| truth(x == y)),
+        ("f_not_equal(x, y)", &|x, y| truth(x != y)),
+        ("f_select(f_less(x, y), x, y)", &|x, y| {
+            if x < y { x } else { y }
+        }),
+    ];
+    let columns = [Column::Values(&a), Column::Values(&b)];
+    for (text, expected) in cases {
+        let body = format!("let value = {text};");
+        let got = gpu.values(&rows(&columns, n, Some(&body))).unwrap();
+        let expected = a.iter().zip(&b).map(|(x, y)| expected(*x, *y));
+        assert_same(&got, expected, text);
+    }
+    let got = gpu.values(&rows(&columns, n, Some("let value = f_add(i, ONE);")));
+    assert_same(&got.unwrap(), (0..n).map(|i| (i + 6) as f64), "row numbers");
+}
+
+#[test]
+fn sums_and_extremes_are_those_of_the_definition() {
+    let Some(gpu) = device("sums_and_extremes_are_those_of_the_definition") else {
+        return;
+    };
+    for n in [1, 255, 16_384, 50_001] {
+        for (a, b) in [(finite(n, 3), finite(n, 4)), (numbers(n, 5), numbers(n, 6))] {
+            let columns = [Column::Values(&a), Column::Values(&b)];
+            let both = rows(&columns, n, None);
+            let (mut sum, mut dot, mut squares) =
+                (ExactSum::new(), ExactSum::new(), ExactSum::new());
+            sum.extend(a.iter().copied());
+            a.iter().zip(&b).for_each(|(x, y)| dot.add_product(*x, *y));
+            a.iter().for_each(|x| squares.add_product(*x, *x));
+            assert_eq!(
+                gpu.sum(&both).unwrap().to_bytes(),
+                sum.to_bytes(),
+                "{n} values"
+            );
+            let got = gpu.products(&both).unwrap();
+            assert_eq!(got.to_bytes(), dot.to_bytes(), "{n} products");
+            let got = gpu.products(&rows(&columns[..1], n, None)).unwrap();
+            assert_eq!(got.to_bytes(), squares.to_bytes(), "{n} squares");
+
+            let got = gpu.extremes(&both).unwrap();
+            let known = || a.iter().copied().filter(|x| !x.is_nan());
+            let unsigned = |x: f64| match x.is_sign_negative() {
+                true => !x.to_bits(),
+                false => x.to_bits() | 1 << 63,
+            };
+            assert_eq!(got.least, known().map(unsigned).min().unwrap_or(u64::MAX));
+            assert_eq!(got.greatest, known().map(unsigned).max().unwrap_or(0));
+            assert_eq!(got.has_nan, a.iter().any(|x| x.is_nan()));
+        }
+    }
+}
+
+#[test]
+fn counts_are_those_of_the_edges() {
+    let Some(gpu) = device("counts_are_those_of_the_edges") else {
+        return;
+    };
+    let values = numbers(30_000, 7);
+    let columns = [Column::Values(&values)];
+    for bins in [1, 16, 5000] {
+        let edge = |k: usize| k as f64 * (8.0 / bins as f64) - 4.0;
+        let edges: Vec<f64> = (0..=bins).map(edge).collect();
+        let got = gpu
+            .hist(&rows(&columns, values.len(), None), &edges)
+            .unwrap();
+        let mut expected = vec![0; bins + 3];
+        for value in &values {
+            let at = match value {
+                x if x.is_nan() => bins + 2,
+                x if *x < edges[0] => bins,
+                x if *x > edges[bins] => bins + 1,
+                x => edges[..bins].partition_point(|edge| edge <= x) - 1,
+            };
+            expected[at] += 1;
+        }
+        assert_eq!(got, expected, "{bins} bins");
+    }
+    let words: Vec<u32> = values.iter().map(|x| x.to_bits() as u32).collect();
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    for bits in [1, 8, 12] {
+        let mut expected = vec![0; 1 << bits];
+        words
+            .iter()
+            .for_each(|word| expected[(word >> (32 - bits)) as usize] += 1);
+        assert_eq!(gpu.hist_raw(&bytes, bits).unwrap(), expected, "{bits} bits");
+    }
+}
+
+#[test]
+fn nearest_centroids_are_those_of_the_definition() {
+    let Some(gpu) = device("nearest_centroids_are_those_of_the_definition") else {
+        return;
+    };
+    for (k, columns) in [(1, 1), (3, 5), (17, 16)] {
+        let mut values = finite(600 * columns, 8);
+        values.iter_mut().for_each(|x| *x = (*x % 8.0).floor());
+        values[0] = f64::NAN;
+        let centroids = values[columns..(k + 1) * columns].to_vec();
+        let got = gpu.nearest(&values, &centroids, columns).unwrap();
+        assert_eq!(got.len(), 600);
+        for (row, got) in values.chunks(columns).zip(got) {
+            let mut best = (0, f64::INFINITY);
+            for (i, centroid) in centroids.chunks(columns).enumerate() {
+                let squares = row.iter().zip(centroid).map(|(x, c)| (x - c) * (x - c));
+                let distance = squares.fold(0.0, |sum, square| sum + square);
+                if distance < best.1 {
+                    best = (i as u32, distance);
+                }
+            }
+            assert_eq!(got, best);
+        }
+    }
+}
+
+#[test]
+fn keys_of_one_and_two_words_are_sorted() {
+    let Some(gpu) = device("keys_of_one_and_two_words_are_sorted") else {
+        return;
+    };
+    let mut random = SplitMix64::new(9);
+    for n in [1, 2, 2048, 2049, 70_000] {
+        let keys: Vec<u64> = (0..n).map(|i| random.next() >> (i % 2 * 20)).collect();
+        let mut long: Vec<u8> = keys.iter().flat_map(|key| key.to_le_bytes()).collect();
+        let mut short: Vec<u8> = keys
+            .iter()
+            .flat_map(|k| (*k as u32).to_le_bytes())
+            .collect();
+        gpu.sort(&mut long, Words::Two).unwrap();
+        gpu.sort(&mut short, Words::One).unwrap();
+        let mut sorted = keys.clone();
+        sorted.sort_unstable();
+        let long = long
+            .as_chunks()
+            .0
+            .iter()
+            .map(|key| u64::from_le_bytes(*key));
+        assert!(long.eq(sorted), "{n} keys of two words");
+        let mut sorted: Vec<u32> = keys.iter().map(|key| *key as u32).collect();
+        sorted.sort_unstable();
+        let short = short
+            .as_chunks()
+            .0
+            .iter()
+            .map(|key| u32::from_le_bytes(*key));
+        assert!(short.eq(sorted), "{n} keys of a word");
+    }
+}
+
+#[test]
+fn a_lost_device_gives_no_answer() {
+    let Some(gpu) = device("a_lost_device_gives_no_answer") else {
+        return;
+    };
+    let values = finite(1000, 10);
+    let columns = [Column::Values(&values)];
+    let all = rows(&columns, 1000, None);
+    assert!(gpu.sum(&all).is_ok());
+    gpu.lose();
+    for _ in 0..2 {
+        let refused = gpu.sum(&all).unwrap_err();
+        assert!(matches!(refused, Error::Lost { .. }), "{refused}");
+    }
+    assert!(gpu.sort(&mut [0; 8], Words::Two).is_err());
+}
+
+#[test]
+fn more_than_the_adapter_takes_is_refused() {
+    let Some(gpu) = device("more_than_the_adapter_takes_is_refused") else {
+        return;
+    };
+    let bytes = gpu.bytes_max() as usize + 8;
+    assert!(!gpu.sorts(bytes as u64) && gpu.sorts(gpu.bytes_max()));
+    let refused = gpu.sort(&mut vec![0; bytes], Words::Two).unwrap_err();
+    assert!(matches!(refused, Error::Bytes { .. }), "{refused}");
+    assert!(gpu.lost().is_none(), "{:?}", gpu.lost());
+}
+
+#[test]
+fn functions_of_users_are_computed() {
+    let text = "fn g(a: u32, b: i32) -> i32 {
+        var s = i32(a % 7u); let v = vec2<i32>(b, 3);
+        if s > 3 { s = -s; } switch b { case 1: { s += 10; } default: { s += v.y; } }
+        return s * v.x; }";
+    let function = Function::parse(text).unwrap();
+    assert_eq!(function.arguments(), [Scalar::U32, Scalar::I32]);
+    assert_eq!(function.result(), Scalar::I32);
+    let Some(gpu) = device("functions_of_users_are_computed") else {
+        return;
+    };
+    let a: Vec<u32> = (0..1000).collect();
+    let b: Vec<u32> = (0..1000).map(|i| i % 3).collect();
+    let got = gpu.function(&function, &[a.clone(), b.clone()]).unwrap();
+    let expected = a.iter().zip(&b).map(|(a, b)| {
+        let s = (a % 7) as i32;
+        let s = if s > 3 { -s } else { s };
+        (s + if *b == 1 { 10 } else { 3 }) * *b as i32
+    });
+    assert!(got.iter().map(|word| *word as i32).eq(expected));
+    let floats = Function::parse("fn f(x: f32) -> f32 { return x * 0.5 + 1.0; }").unwrap();
+    let x: Vec<u32> = (0..100).map(|i| (i as f32).to_bits()).collect();
+    let got = gpu.function(&floats, &[x]).unwrap();
+    let expected = (0..100).map(|i| (i as f32).mul_add(0.5, 1.0).to_bits());
+    assert!(got.into_iter().eq(expected), "exact in any order");
+}
+
+// long: a case for each way to be refused
+#[test]
+fn hostile_functions_are_refused_by_name() {
+    let long = format!("fn f(x: f32) -> f32 {{ return x{}; }}", " + x".repeat(2000));
+    let deep = format!(
+        "fn f(x: f32) -> f32 {{ return {}x{}; }}",
+        "(".repeat(1200),
+        ")".repeat(1200)
+    );
+    let blocks = format!("fn f(x: f32) -> f32 {{ {} return x; }}", "{".repeat(5000));
+    let huge = format!(
+        "fn f(x: f32) -> f32 {{ return x; }} // {}",
+        "y".repeat(20_000)
+    );
+    for (text, said) in [
+        ("", "0 functions, expected exactly one"),
+        ("x; } fn evil() -> f32 { return 1.0", "expected"),
+        (
+            "fn f(x: f32) -> f32 { return x; } fn g(x: f32) -> f32 { return x; }",
+            "2 functions",
+        ),
+        (
+            "var<private> p: f32; fn f(x: f32) -> f32 { return x; }",
+            "1 variables",
+        ),
+        (
+            "const c = 1.0; fn f(x: f32) -> f32 { return x * c; }",
+            "1 constants",
+        ),
+        (
+            "override o: f32 = 1.0; fn f(x: f32) -> f32 { return x * o; }",
+            "1 overrides",
+        ),
+        ("@compute @workgroup_size(1) fn f() {}", "1 entry points"),
+        (
+            "fn f(x: f32) -> f32 { loop {} return x; }",
+            "loops are not allowed",
+        ),
+        (
+            "fn f(x: f32) -> f32 { while true {} return x; }",
+            "loops are not allowed",
+        ),
+        (
+            "fn f(x: f32) -> f32 { for (;;) {} return x; }",
+            "loops are not allowed",
+        ),
+        ("fn f(x: f32) -> f32 { return f(x); }", ""),
+        ("fn f(x: f32) -> f32 { return result[0]; }", "result"),
+        ("fn f(x: f32) { }", "it gives no result"),
+        ("fn f() -> f32 { return 1.0; }", "0 arguments"),
+        (
+            "fn f(x: vec2<f32>) -> f32 { return x.x; }",
+            "the types f32, i32 or u32",
+        ),
+        (
+            "fn f(x: f32) -> bool { return true; }",
+            "the types f32, i32 or u32",
+        ),
+        (
+            "fn f(x: f32) -> f32 { var a: array<f32, 1000000>; return a[0]; }",
+            "arrays",
+        ),
+        ("fn f(x: f64) -> f64 { return x; }", ""),
+        (
+            "enable f16; fn f(x: f32) -> f32 { return f32(f16(x)); }",
+            "",
+        ),
+        ("fn f(x: f32) -> f32 { workgroupBarrier(); return x; }", ""),
+        ("fn f(x: f32) -> f32 { return dpdx(x); }", ""),
+        ("fn f(x: f32) -> f32 { return y; }", "y"),
+        (&long, "operations, expected at most 1000"),
+        (&deep, "brackets nested 1201 deep"),
+        (&blocks, "brackets nested 5001 deep"),
+        (&huge, "bytes, expected at most 16384"),
+    ] {
+        let start: String = text.chars().take(60).collect();
+        match Function::parse(text) {
+            Err(Error::Function { reason }) => {
+                assert!(reason.contains(said), "{start}: {reason}");
+            }
+            other => panic!("{start}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_thousand_hostile_functions_are_refused_or_checked() {
+    const PIECES: [&str; 30] = [
+        "fn f(x: f32) -> f32 {",
+        "return x;",
+        "}",
+        "{",
+        "(",
+        ")",
+        "x",
+        "+",
+        "*",
+        "1.0",
+        "var a = x;",
+        "a",
+        "if x > 1.0 {",
+        "loop {",
+        "switch 1 {",
+        "@group(0)",
+        "fn g() {}",
+        "array<f32, 9>",
+        ";",
+        "let",
+        "=",
+        "&&",
+        "vec4<f32>(x)",
+        "/*",
+        "*/",
+        "//",
+        "\n",
+        "\u{0}",
+        "é",
+        "0x1p-999999",
+    ];
+    let mut random = SplitMix64::new(11);
+    let mut checked = 0;
+    for _ in 0..1000 {
+        let count = 1 + random.below(4);
+        let mut text = match random.below(2) {
+            0 => String::new(),
+            _ => PIECES[0].to_owned(),
+        };
+        for _ in 0..count {
+            text += PIECES[random.below(PIECES.len())];
+            text += " ";
+        }
+        checked += u32::from(Function::parse(&text).is_ok());
+        let closed = format!(
+            "{} {} return x; }}",
+            PIECES[0],
+            text.trim_start_matches(PIECES[0])
+        );
+        checked += u32::from(Function::parse(&closed).is_ok());
+    }
+    assert!(checked > 5, "only {checked} were functions");
+}

@@ -1,0 +1,284 @@
+//! What computes blocks of rows: the trait [`Device`], with the same bits from all that have it.
+//!
+//! [`Cpu`] is the definition; threads of a job use the same functions directly. A graphics
+//! processor (`gpu`, a cargo feature) takes whole blocks: an expression and the reduction behind it
+//! stay on the device. A block that a device does not compute, or is lost over, is computed by the
+//! thread that asked. So a job on a device that disappears ends with the same result.
+//!
+//! A user's WGSL function has no form on the CPU: a job with one ends with an error instead.
+
+mod cpu;
+#[cfg(feature = "gpu")]
+mod gpu;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+
+use paceline_base::exact::ExactSum;
+use serde::{Deserialize, Serialize};
+
+pub use cpu::Cpu;
+
+use crate::expr::Program;
+use crate::hist::Bins;
+use crate::kmeans::Centroids;
+use crate::reduce::{Op, Reduced};
+use crate::{Error, Kind, Origin, Partial, Task};
+
+/// Operations of an expression from which on a block is worth sending to a device: below, reading
+/// the rows takes the CPU longer than computing. A guess that real cards have to confirm.
+const STEPS_WORTH: usize = 8;
+
+/// What is to compute a job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Choice {
+    /// The CPU's threads, and a graphics processor beside them where the work is worth it.
+    #[default]
+    Auto,
+    /// The CPU's threads.
+    Cpu,
+    /// The graphics processor; software counts as one.
+    Gpu,
+}
+
+impl Choice {
+    /// The name used in options.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Cpu => "cpu",
+            Self::Gpu => "gpu",
+        }
+    }
+
+    /// Opens the device, if one is chosen and there is one.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when [`Choice::Gpu`] has none.
+    pub fn open(self) -> Result<Option<Arc<dyn Device>>, Error> {
+        match self {
+            Self::Cpu => Ok(None),
+            Self::Auto => Ok(open(false).ok()),
+            Self::Gpu => open(true).map(Some),
+        }
+    }
+
+    /// The threads that compute, each with the device that it gives blocks to: so many of the CPU
+    /// and one for the device, or two that keep the device busy, one reading while the other's
+    /// block is computed.
+    pub(crate) fn threads(
+        self,
+        cpu: usize,
+        device: Option<&Arc<dyn Device>>,
+    ) -> Vec<Option<Arc<dyn Device>>> {
+        let of_device = |count| std::iter::repeat_n(device.cloned(), count);
+        let of_cpu = std::iter::repeat_n(None, cpu.max(1));
+        match (self, device) {
+            (_, None) | (Self::Cpu, _) => of_cpu.collect(),
+            (Self::Gpu, Some(_)) => of_device(2).collect(),
+            (Self::Auto, Some(_)) => of_cpu.chain(of_device(1)).collect(),
+        }
+    }
+
+    /// Whether a device gets blocks of a task.
+    pub(crate) fn gives(self, task: &Task, program: Option<&Program>) -> bool {
+        let is_heavy = matches!(task.kind, Kind::KMeans(_))
+            || matches!(task.origin, Origin::Random { .. })
+            || program.is_some_and(|program| program.steps().len() >= STEPS_WORTH);
+        match self {
+            Self::Cpu => false,
+            Self::Gpu => true,
+            Self::Auto => is_heavy || task.wgsl.is_some(),
+        }
+    }
+}
+
+#[cfg(feature = "gpu")]
+fn open(software: bool) -> Result<Arc<dyn Device>, Error> {
+    Ok(Arc::new(gpu::Graphics::open(software)?))
+}
+
+#[cfg(not(feature = "gpu"))]
+fn open(_software: bool) -> Result<Arc<dyn Device>, Error> {
+    Err(without())
+}
+
+/// Checks a user's WGSL function for so many columns.
+///
+/// # Errors
+/// [`Error::Device`] says what is wrong with it, or that this program has no graphics processors.
+#[cfg(feature = "gpu")]
+pub(crate) fn check_function(text: &str, columns: usize) -> Result<(), Error> {
+    gpu::function(text, columns).map(drop)
+}
+
+/// As with the feature.
+///
+/// # Errors
+/// [`Error::Device`].
+#[cfg(not(feature = "gpu"))]
+pub(crate) fn check_function(_text: &str, _columns: usize) -> Result<(), Error> {
+    Err(without())
+}
+
+#[cfg(not(feature = "gpu"))]
+fn without() -> Error {
+    Error::Device {
+        reason: "this program was built without graphics processors (cargo feature gpu)".to_owned(),
+    }
+}
+
+/// A device gives no result for a block: it is lost, or the block is too much for it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Lost(pub String);
+
+/// A column of a block.
+#[derive(Clone, Copy, Debug)]
+pub enum Column<'a> {
+    /// `(n,)` values.
+    Values(&'a [f64]),
+    /// Random numbers of the rows' numbers.
+    Random {
+        /// Which numbers.
+        seed: u64,
+        /// Which dimension.
+        dimension: u32,
+    },
+}
+
+/// Rows of a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// How many, at least one and at most [`Device::rows_max`].
+    pub count: u64,
+    /// Number of the first.
+    pub first: u64,
+    /// One to four columns.
+    pub columns: &'a [Column<'a>],
+    /// What is computed of each row first.
+    pub program: Option<&'a Program>,
+}
+
+/// What computes blocks. *Values* are those of the expression, or the first column. Every call
+/// gives the bits of [`Cpu`], or [`Lost`], after which the caller computes the block itself.
+/// Calls block; threads may call at the same time.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// What people call it.
+    fn label(&self) -> &str;
+
+    /// Most rows of a call, when a row has so many bytes.
+    fn rows_max(&self, row_bytes: u64) -> u64;
+
+    /// Whether it computes this expression. Asked before any call with it.
+    fn maps(&self, program: &Program) -> bool;
+
+    /// Whether it sorts keys of `width` bytes, so many bytes in all. Asked before
+    /// [`sort`](Self::sort).
+    fn sorts(&self, bytes: u64, width: usize) -> bool;
+
+    /// The rows' values.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn values(&self, rows: &Rows<'_>) -> Result<Vec<f64>, Lost>;
+
+    /// The exact sum of the values.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn sum(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost>;
+
+    /// The exact sum of the products of two columns without an expression, else of the squares of
+    /// the values.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn products(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost>;
+
+    /// The least and the greatest key of all values but NaN, of which the least is greater when
+    /// there is none, and whether there is a NaN.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn extremes(&self, rows: &Rows<'_>) -> Result<(i64, i64, bool), Lost>;
+
+    /// Values in each bin, then those below, above and NaN.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn hist(&self, rows: &Rows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost>;
+
+    /// Values of u32, little-endian, in each of so many bins over their whole range: a power of two
+    /// from 2 to 4096.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn hist_raw(&self, words: &[u8], bins: u32) -> Result<Vec<u32>, Lost>;
+
+    /// The nearest centroid of each row and its squared distance; infinity where none is finite.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn nearest(&self, values: &[f64], centroids: &Centroids) -> Result<Vec<(u32, f64)>, Lost>;
+
+    /// Sorts unsigned integers of `width` bytes, little-endian, in ascending order. After an error
+    /// they are as they were.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn sort(&self, keys: &mut [u8], width: usize) -> Result<(), Lost>;
+
+    /// A user's WGSL function of each row, of which it has as many arguments as there are columns.
+    ///
+    /// # Errors
+    /// [`Lost`]: nothing else can compute it.
+    fn function(&self, text: &str, columns: &[&[f64]]) -> Result<Vec<f64>, Lost>;
+}
+
+/// Takes a block in by a device; whether it does such blocks. After an error nothing was taken in.
+pub(crate) fn take(
+    device: &dyn Device,
+    rows: &Rows<'_>,
+    task: &Task,
+    partial: &mut Partial,
+) -> Result<bool, Lost> {
+    match (partial, &task.kind) {
+        (Partial::Reduce(state), Kind::Reduce(op)) if *op != Op::Count => {
+            state.take_reduced(&reduced(device, rows, *op)?, task.dtype());
+        }
+        (Partial::Hist(counts), Kind::Hist(bins)) => {
+            counts.take_counted(&device.hist(rows, bins)?);
+        }
+        (Partial::KMeans(assigned), Kind::KMeans(centroids)) if rows.program.is_none() => {
+            let [Column::Values(values)] = rows.columns else {
+                return Ok(false);
+            };
+            assigned.take_found(values, &device.nearest(values, centroids)?);
+        }
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+fn reduced(device: &dyn Device, rows: &Rows<'_>, op: Op) -> Result<Reduced, Lost> {
+    let mut reduced = Reduced {
+        rows: rows.count,
+        ..Reduced::default()
+    };
+    if op.sums() {
+        reduced.sum = Some(device.sum(rows)?);
+    }
+    if op == Op::Dot {
+        reduced.sum = Some(device.products(rows)?);
+    }
+    if op.squares() {
+        reduced.squares = Some(device.products(rows)?);
+    }
+    if op.extremes() {
+        reduced.extremes = Some(device.extremes(rows)?);
+    }
+    Ok(reduced)
+}
