@@ -427,6 +427,7 @@ pub(crate) fn start(
     let spec = FleetSpec {
         program: (program, node.worker_args()),
         worker_env: worker_env(),
+        worker_folders: node.worker_folders()?,
         find: Box::new(find),
         copies: home.join("copies"),
         home: home.clone(),

@@ -252,7 +252,7 @@ impl Opened {
         } else {
             let mut bar = Loading::new(self.nodes());
             let observer: Observer = Box::new(move |notice, _| bar.hear(notice));
-            let instance = self.start(log::worker_args(), false, observer)?;
+            let instance = self.start((log::worker_args(), Vec::new()), false, observer)?;
             self.ready(&instance)?;
             self.prepared.loaded(instance)
         };
@@ -289,14 +289,14 @@ impl Opened {
         load::kernels_at(threads, self.compute.pinning())
     }
 
-    /// Starts the workers, this program with `worker_args`; `observer` hears what becomes of them.
-    /// Does not wait until they are ready.
+    /// Starts the workers, this program with `worker_args`, which may write below the folders
+    /// `writable`; `observer` hears what becomes of them. Does not wait until they are ready.
     ///
     /// # Errors
     /// What the system refuses.
     pub(crate) fn start(
         &self,
-        worker_args: Vec<OsString>,
+        (worker_args, writable): (Vec<OsString>, Vec<PathBuf>),
         restart: bool,
         observer: Observer,
     ) -> anyhow::Result<Instance> {
@@ -310,6 +310,7 @@ impl Opened {
             program: own_program().context("cannot find this program's own file")?,
             args: worker_args,
             env: worker_env(),
+            writable,
             model: self.path.clone(),
             draft: self.draft.clone(),
             ranks: options.nodes,

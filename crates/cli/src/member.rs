@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::KernelClass;
+use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::{
     self, Agent, Config, DEFAULT_PORT, Discovery, Facts, KeyFile, local,
@@ -149,6 +149,21 @@ impl NodeArgs {
         let limit = limit.map(|bytes| format!("--prefix-cache={bytes}").into());
         let args = log::worker_args().into_iter();
         args.chain(ports).chain(limit).collect()
+    }
+
+    /// Folders below which workers of the node may write, made if they can be: a worker whose
+    /// folder is missing tells so, and computes without.
+    ///
+    /// # Errors
+    /// A home that cannot be had.
+    pub(crate) fn worker_folders(&self) -> anyhow::Result<Vec<PathBuf>> {
+        let PrefixCache(limit) = self.prefix_cache;
+        let Some(limit) = limit else {
+            return Ok(Vec::new());
+        };
+        let cache = home::prefixes(Bytes(limit))?;
+        let made = cache.make();
+        Ok(made.ok().map(|()| cache.folder).into_iter().collect())
     }
 
     fn facts(&self, class: KernelClass) -> Facts {

@@ -469,7 +469,7 @@ fn serve(
     (model, beside): (Model, Option<Serving>),
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
-    let workers = args.node.worker_args();
+    let workers = (args.node.worker_args(), args.node.worker_folders()?);
     let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());

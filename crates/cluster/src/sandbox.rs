@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!                      files                            system calls
-//! Sandbox::Worker      written below /dev, /tmp only    none that manage the machine
+//! Sandbox::Worker      written below /dev, /tmp only,   none that manage the machine
+//!                      and below folders that are named
 //! Sandbox::Template    none but /dev/null               besides: no programs, no sockets
 //! ```
 //! Both set `no_new_privs`: no program that they start gets more rights than they have. A kernel
@@ -13,6 +14,8 @@
 //! or read lent memory (`process_vm_readv`). A domain belongs to a thread and is inherited, so the
 //! monitor thread of [`Workers`](crate::workers::Workers) enters it once, before it starts
 //! children: they all share it, and the parent's other threads keep their rights.
+
+use std::path::PathBuf;
 
 /// Rights that a process keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +50,13 @@ pub enum Level {
 impl Sandbox {
     /// Gives the rights up, for this thread and all that it starts from now on.
     pub fn enter(self) -> Enforced {
-        system::enter(self)
+        self.enter_with(&[])
+    }
+
+    /// As [`enter`](Self::enter); a worker may write below the folders `writable` too, as far as
+    /// these are there.
+    pub fn enter_with(self, writable: &[PathBuf]) -> Enforced {
+        system::enter(self, writable)
     }
 
     /// Dry run: the rules that [`enter`](Self::enter) would enforce here, tried on a thread that
@@ -68,7 +77,7 @@ const NOTHING: Enforced = Enforced {
 
 #[cfg(not(target_os = "linux"))]
 mod system {
-    pub(super) fn enter(_: super::Sandbox) -> super::Enforced {
+    pub(super) fn enter(_: super::Sandbox, _: &[std::path::PathBuf]) -> super::Enforced {
         super::NOTHING
     }
 }
@@ -76,6 +85,7 @@ mod system {
 #[cfg(target_os = "linux")]
 mod system {
     use std::collections::BTreeMap;
+    use std::path::PathBuf;
 
     use landlock::{
         ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr,
@@ -92,9 +102,9 @@ mod system {
     /// drivers.
     const WRITABLE: [&str; 2] = ["/dev", "/tmp"];
 
-    pub(super) fn enter(sandbox: Sandbox) -> Enforced {
+    pub(super) fn enter(sandbox: Sandbox, writable: &[PathBuf]) -> Enforced {
         let files = match sandbox {
-            Sandbox::Worker => few_writes(),
+            Sandbox::Worker => few_writes(writable),
             Sandbox::Template => no_files(),
         };
         Enforced {
@@ -111,12 +121,13 @@ mod system {
         }
     }
 
-    fn few_writes() -> Result<RestrictionStatus, RulesetError> {
+    fn few_writes(more: &[PathBuf]) -> Result<RestrictionStatus, RulesetError> {
         let writes = AccessFs::from_write(RULES);
         Ruleset::default()
             .handle_access(writes)?
             .create()?
             .add_rules(path_beneath_rules(WRITABLE, writes))?
+            .add_rules(path_beneath_rules(more, writes))?
             .restrict_self()
     }
 
@@ -238,6 +249,18 @@ mod system {
             assert_eq!(read.unwrap(), "before");
             assert!(written.is_err() && made.is_err());
             assert_eq!(fs::read_to_string(&file).unwrap(), "before");
+            let named = folder.path().join("named");
+            fs::create_dir(&named).unwrap();
+            let (inside, beside) = apart(|| {
+                Sandbox::Worker.enter_with(&[named.clone(), folder.path().join("missing")]);
+                (
+                    fs::write(named.join("part"), "whole")
+                        .and_then(|()| fs::rename(named.join("part"), named.join("file"))),
+                    fs::write(&file, "after"),
+                )
+            });
+            assert!(inside.is_ok(), "{inside:?}");
+            assert!(beside.is_err());
             let kept = apart(|| {
                 Sandbox::Worker.enter();
                 tempfile::tempdir_in("/tmp").is_ok() && UnixStream::pair().is_ok()

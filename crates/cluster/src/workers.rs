@@ -74,6 +74,9 @@ pub struct Spec {
     pub limits: Limits,
     /// Sandbox that all children share and none can leave; `None` by default.
     pub sandbox: Option<Sandbox>,
+    /// Folders below which children may write in their sandbox, beside what it allows itself; as far
+    /// as they are there when children are started.
+    pub writable: Vec<PathBuf>,
     /// Where lines of standard error go; nowhere without. The last are kept for
     /// [`Event::Exited`] in any case.
     pub on_line: Option<LineSink>,
@@ -89,6 +92,7 @@ impl Spec {
             env_alone: false,
             limits: Limits::default(),
             sandbox: None,
+            writable: Vec::new(),
             on_line: None,
         }
     }

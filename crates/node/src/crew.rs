@@ -110,6 +110,8 @@ pub struct LocalSpec {
     pub args: Vec<OsString>,
     /// All of every worker's environment: see [`for_workers`].
     pub env: Vec<(OsString, OsString)>,
+    /// Folders below which workers may write.
+    pub writable: Vec<PathBuf>,
     /// GGUF file or Hugging Face folder.
     pub model: PathBuf,
     /// The same of a draft model, where one guesses.
@@ -156,6 +158,7 @@ impl LocalCrew {
         workers.env_alone = true;
         workers.on_line = spec.on_line;
         workers.sandbox = Some(Sandbox::Worker);
+        workers.writable = spec.writable;
         Ok(Self {
             model: spec.model,
             draft: spec.draft,

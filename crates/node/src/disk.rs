@@ -65,6 +65,17 @@ pub struct DiskCache {
     pub limit: Bytes,
 }
 
+impl DiskCache {
+    /// Makes the folder, for the user alone. Before workers are started: what is not there then
+    /// cannot be opened to them in their sandbox.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn make(&self) -> io::Result<()> {
+        make_private(&self.folder)
+    }
+}
+
 /// Pages of one rank.
 #[derive(Debug)]
 pub(crate) struct Disk {

@@ -127,6 +127,8 @@ pub struct FleetSpec {
     pub program: (PathBuf, Vec<std::ffi::OsString>),
     /// All of every worker's environment: see [`for_workers`](crate::crew::for_workers).
     pub worker_env: Vec<(std::ffi::OsString, std::ffi::OsString)>,
+    /// Folders below which workers may write.
+    pub worker_folders: Vec<PathBuf>,
     /// The file of a model of this machine, by the user's name for it.
     pub find: Box<Find>,
     /// Where copies of models are kept.
@@ -303,6 +305,7 @@ impl Fleet {
                 program: spec.program.0.clone(),
                 args: spec.program.1.clone(),
                 env: spec.worker_env.clone(),
+                writable: spec.worker_folders.clone(),
                 find: Box::new(move |model| own.find(model)),
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),

@@ -93,7 +93,7 @@ fn load_all(
         }
         opened.forecast();
         let model = one.served(&mut opened, path);
-        let workers = one.node.worker_args();
+        let workers = (one.node.worker_args(), one.node.worker_folders()?);
         let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
         shown.add(&model.id, &instance, opened.nodes());
         opened.ready(&instance)?;

@@ -98,7 +98,7 @@ impl Monitor {
         })?;
         if let Some(sandbox) = spec.sandbox {
             // This thread's rights are its children's. It needs none of the others itself.
-            sandbox.enter();
+            sandbox.enter_with(&spec.writable);
         }
         let ranks = (0..).map(Rank).take(spec.args.len());
         let workers = ranks.map(|rank| Worker::start(&spec, rank));

@@ -131,6 +131,8 @@ pub struct HostSpec {
     pub args: Vec<OsString>,
     /// All of every worker's environment: see [`for_workers`](super::for_workers).
     pub env: Vec<(OsString, OsString)>,
+    /// Folders below which workers may write.
+    pub writable: Vec<PathBuf>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
     /// The only interface that workers listen at; all without.
@@ -216,6 +218,7 @@ fn spawn(
         program: spec.program.clone(),
         args: spec.args.clone(),
         env: spec.env.clone(),
+        writable: spec.writable.clone(),
         model: path,
         draft: draft.and_then(|draft| (spec.find)(draft).ok()),
         ranks: 1,
