@@ -69,7 +69,7 @@ impl Engine {
 
     /// Where all places are taken, takes one from the client with the most if that is fairer to the
     /// one that is next. The youngest sequence of that client waits like one that gave up its
-    /// pages; while it has rows under way, these are ended first. One in a step.
+    /// pages; while it has rows under way, these are ended first. One at a time.
     fn make_way(&mut self) {
         let is_full = self.running.len() >= self.config.max_running;
         if !is_full || self.running.iter().any(|s| s.gone) {

@@ -1,0 +1,189 @@
+//! One worker that fails, or is to compute another way: waits, requests that end it, moves.
+
+use super::*;
+
+/// An instance of one worker, and what its waits after failures are.
+struct Failing {
+    supervisor: Supervisor,
+    now: Duration,
+}
+
+impl Failing {
+    fn new(resume: bool) -> Self {
+        Self::of(1, resume)
+    }
+
+    /// Of so many ways.
+    fn of(ways: usize, resume: bool) -> Self {
+        let policy = Policy {
+            restart: true,
+            resume,
+            held_max: 4,
+            holds: ways > 1,
+        };
+        let way = Way {
+            name: "none".to_owned(),
+            leader: Rank(0),
+            tok_s: 1.0,
+            change: None,
+        };
+        let mut supervisor = Supervisor::new(vec![way; ways], 0, 1, policy).unwrap();
+        supervisor.step(Duration::ZERO, Event::Begin);
+        Self {
+            supervisor,
+            now: Duration::ZERO,
+        }
+    }
+
+    fn step(&mut self, event: Event) -> Vec<Action> {
+        self.supervisor.step(self.now, event)
+    }
+
+    fn said(&mut self, message: FromWorker) -> Vec<Action> {
+        let rank = Rank(0);
+        self.step(Event::Crew(CrewEvent::Message { rank, message }))
+    }
+
+    fn become_ready(&mut self) {
+        self.said(FromWorker::Listening { addr: addr() });
+        self.said(FromWorker::Ready(facts()));
+    }
+
+    fn ask(&mut self, ticket: Ticket) {
+        let request = Box::new(request(Ticket(4)));
+        self.step(Event::Submit {
+            ticket,
+            request,
+            tokens: Vec::new(),
+        });
+    }
+
+    /// The worker dies: what that leads to.
+    fn fail(&mut self) -> Vec<Action> {
+        let exited = CrewEvent::Exited {
+            rank: Rank(0),
+            ending: Ending::Signal(9),
+            tail: Vec::new(),
+        };
+        self.step(Event::Crew(exited));
+        self.now += SIGNS_WITHIN;
+        let actions = self.step(Event::Tick);
+        self.now += LONGEST_WAIT;
+        self.step(Event::Tick);
+        actions
+    }
+}
+
+/// Waits after four failures, in ms, with an answer before the third.
+fn waits(resume: bool) -> Vec<u128> {
+    let mut failing = Failing::new(resume);
+    let wait_after = |answered: bool| {
+        failing.become_ready();
+        if answered {
+            failing.ask(Ticket(1));
+            let reply = Reply::Finished {
+                text: String::new(),
+                reason: Finish::Length,
+            };
+            let ticket = Ticket(1);
+            failing.said(FromWorker::Reply { ticket, reply });
+        }
+        let told = failing.fail().into_iter().find_map(|action| match action {
+            Action::Tell(Notice::Failed { again_in, .. }) => again_in,
+            _ => None,
+        });
+        told.unwrap().as_millis()
+    };
+    [false, false, true, false]
+        .into_iter()
+        .map(wait_after)
+        .collect()
+}
+
+#[test]
+fn the_first_wait_is_short_and_comes_back_after_an_answer() {
+    assert_eq!(waits(false), [250, 500, 250, 500]);
+    assert_eq!(waits(true), [0, 250, 0, 250]);
+}
+
+/// Whether the first request is lost by one of these.
+fn loses(actions: &[Action]) -> bool {
+    let lost = |action: &Action| {
+        matches!(
+            action,
+            Action::Deliver(Ticket(1), Reply::Failed(Failure::Lost { .. }))
+        )
+    };
+    actions.iter().any(lost)
+}
+
+#[test]
+fn a_request_that_ends_its_workers_is_given_up() {
+    let mut failing = Failing::new(true);
+    failing.become_ready();
+    failing.ask(Ticket(1));
+    for failures in 1..=FAILURES_MAX {
+        assert_eq!(loses(&failing.fail()), failures == FAILURES_MAX);
+        failing.become_ready();
+    }
+}
+
+/// Workers that end before they have it say nothing about a request.
+#[test]
+fn a_request_waits_for_workers_that_cannot_start() {
+    let mut failing = Failing::new(true);
+    failing.become_ready();
+    failing.ask(Ticket(1));
+    let mut rounds = 0;
+    let begun = failing.now;
+    while !loses(&failing.fail()) {
+        rounds += 1;
+        assert!(failing.now - begun < HELD_LIMIT * 2, "it waits for ever");
+    }
+    assert!(failing.now - begun >= HELD_LIMIT);
+    assert!(rounds >= 2, "{rounds}");
+}
+
+/// A move is one change of the split: open requests go on in the next epoch.
+#[test]
+fn a_better_way_is_moved_to_and_answers_go_on() {
+    let mut instance = Failing::of(2, true);
+    let to = 1;
+    assert_eq!(instance.step(Event::Move { to, gain: 2.0 }), [], "loading");
+    instance.become_ready();
+    instance.ask(Ticket(1));
+    let actions = instance.step(Event::Move { to, gain: 2.0 });
+    assert_eq!(actions, [Action::Leave(Rank(0))]);
+    assert_eq!(
+        instance.step(Event::Move { to, gain: 2.0 }),
+        [],
+        "it is leaving"
+    );
+    let (epoch, moved) = (1, RankMoved::default());
+    let assigned = instance.said(FromWorker::Left { epoch, moved });
+    let rank = Rank(0);
+    let expected = Action::Assign {
+        rank,
+        epoch: 2,
+        way: to,
+    };
+    assert_eq!(assigned, [expected]);
+    instance.said(FromWorker::Listening { addr: addr() });
+    let ready = instance.said(FromWorker::Ready(facts()));
+    let is_told = |action: &Action| matches!(action, Action::Tell(Notice::Changed(_)));
+    assert!(ready.iter().any(is_told), "{ready:?}");
+    let goes_on = |action: &Action| {
+        matches!(
+            action,
+            Action::Submit {
+                ticket: Ticket(1),
+                ..
+            }
+        )
+    };
+    assert!(ready.iter().any(goes_on), "{ready:?}");
+    assert_eq!(
+        (instance.supervisor.way(), instance.supervisor.changes()),
+        (1, 1)
+    );
+}
