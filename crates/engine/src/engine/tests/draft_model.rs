@@ -14,7 +14,7 @@ use super::tiny::{END, Tiny, byte_tokenizer};
 use crate::{Draft, Error, SamplingParams};
 
 /// A clock that stands, by which a draft costs nothing.
-fn frozen() -> Instant {
+pub(super) fn frozen() -> Instant {
     static START: OnceLock<Instant> = OnceLock::new();
     *START.get_or_init(Instant::now)
 }
@@ -25,7 +25,7 @@ fn slow() -> Instant {
     frozen() + Duration::from_secs(LOOKS.fetch_add(1, Ordering::Relaxed))
 }
 
-fn draft(of: &Tiny, now: fn() -> Instant) -> Draft {
+pub(super) fn draft(of: &Tiny, now: fn() -> Instant) -> Draft {
     let model: Arc<Model> = Arc::clone(&of.model);
     let tokenizer = Arc::clone(&of.tokenizer);
     Draft {

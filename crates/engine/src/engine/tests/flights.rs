@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use paceline_model::{
     Batch, Compute, Error, Followed, KeptPage, PageStore, Weights as _, WindowPool,
@@ -10,11 +11,13 @@ use paceline_model::{
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
+use super::draft_model::{draft, frozen};
+use super::drafts::{babble, run};
 use super::kept::Shelf;
 use super::requests::{mixed, prompt, request};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::{END, Tiny};
-use crate::{EngineConfig, Request, SamplingParams, SequenceId};
+use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -201,6 +204,59 @@ fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
     rig.drain();
     assert_eq!(rig.engine.pages.available(), rig.engine.compute.pages());
     assert_eq!(rig.outcomes[&id].tokens, []);
+}
+
+/// The batch that has rows of the sequence which gives its place up ends first.
+#[test]
+fn a_client_with_many_requests_gives_way_in_a_pipeline() {
+    let tiny = Tiny::new(1);
+    let config = EngineConfig {
+        max_running: 2,
+        ..sizes()
+    };
+    let mut rig = rig(&tiny, config, 2).unordered();
+    let of = |client, seed, n| Request {
+        order: Order {
+            client,
+            ..Order::default()
+        },
+        ..long(prompt(9, seed), n)
+    };
+    let wanted = [of(1, 1, 60), of(1, 2, 60), of(2, 3, 5)];
+    let mut ids: Vec<SequenceId> = wanted[..2].iter().map(|r| rig.submit(r)).collect();
+    rig.steps(6);
+    ids.push(rig.submit(&wanted[2]));
+    rig.steps(20);
+    let has_ended = |id: &SequenceId| rig.outcomes[id].finish.is_some();
+    let ended: Vec<bool> = ids.iter().map(has_ended).collect();
+    assert_eq!(ended, [false, false, true]);
+    rig.drain();
+    for (id, request) in ids.iter().zip(&wanted) {
+        assert_eq!(rig.outcomes[id], alone(&tiny, request, CONTEXT));
+    }
+}
+
+/// It guesses for a batch when that is planned, and keeps what it has of the others.
+#[test]
+fn a_draft_changes_no_answer_of_batches_under_way() {
+    let tiny = Tiny::new(1);
+    let mut requests = mixed(&tiny);
+    requests.extend((0..4).map(babble));
+    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    for depth in [2, 3] {
+        let config = EngineConfig {
+            drafts: 4,
+            ..sizes()
+        };
+        let mut rig = rig(&tiny, config, depth);
+        let costs = &mut rig.engine.costs; // further rows cost nothing
+        (1..=64).for_each(|rows| costs.took(rows, Duration::from_millis(1)));
+        rig.engine.guess_with(draft(&tiny, frozen)).unwrap();
+        let (outcomes, ..) = run(&mut rig, &requests);
+        assert_eq!(outcomes, expected, "{depth} batches");
+        let guesses = rig.engine.guesses().told();
+        assert!(guesses.right > 0 && guesses.right <= guesses.checked);
+    }
 }
 
 /// A request, steps after it, and what happens to one that is open then.
