@@ -14,7 +14,6 @@ use crate::common::runner::Runner;
 use crate::common::schedule::{Chunks, Expected, Mix, Schedule, bits};
 use crate::common::tiny::{Random, Tiny};
 use crate::common::{load, test_model, write_toy};
-use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{Family, Model};
 use paceline_tensor::{InstructionSet, Kernels};
@@ -182,6 +181,10 @@ fn layers_that_differ_follow_the_rule() {
         let case = Case::new(&path, class, sequences, "toy");
         for (i, set) in InstructionSet::available().iter().enumerate() {
             let model = case.load(*set, 1 + i % 3);
+            if *set == InstructionSet::Scalar {
+                case.in_chunks(&model, 130, 63); // a hundred times slower
+                continue;
+            }
             for chunk in [1, 63, 64, 65, 200] {
                 case.in_chunks(&model, 300, chunk);
             }
@@ -235,7 +238,10 @@ const LENS: [usize; 9] = [150, 1, 63, 64, 65, 71, 97, 128, 30];
 #[test]
 fn strangers_and_evictions_change_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let fast: Vec<InstructionSet> = InstructionSet::available();
+    let mut fast = InstructionSet::available();
+    if fast.len() > 1 {
+        fast.retain(|set| *set != InstructionSet::Scalar); // a hundred times slower
+    }
     for (i, (family, block_type)) in FAMILIES.into_iter().enumerate() {
         let path = dir.path().join(family.name());
         let tiny = Tiny::new(family, block_type);
@@ -247,8 +253,7 @@ fn strangers_and_evictions_change_nothing() {
             let set = fast[fast.len() - 1 - (i + threads) % 2.min(fast.len())];
             case.load(set, threads)
         });
-        // Sizes of batches take turns too, unless the run is a long one.
-        for most in (1..=8usize).filter(|most| long() || (most + i).is_multiple_of(2)) {
+        for most in 1..=8 {
             case.among_strangers(&models[most % 3], most, most as u64);
         }
     }
