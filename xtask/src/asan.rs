@@ -24,7 +24,7 @@ struct Part {
     skipped: &'static [&'static str],
 }
 
-const PARTS: [Part; 3] = [
+const PARTS: [Part; 4] = [
     Part {
         name: "comm",
         package: "paceline-comm",
@@ -35,7 +35,19 @@ const PARTS: [Part; 3] = [
         name: "comm-processes",
         package: "paceline-comm",
         programs: &["--test", "all"],
-        skipped: &["mlx_ring::", "nccl::"],
+        skipped: &[],
+    },
+    Part {
+        name: "comm-interop",
+        package: "paceline-comm-interop",
+        programs: &["--lib", "--test", "all"],
+        skipped: &[
+            "speed",
+            "mlx_ring::cases",
+            "mlx_ring::deaths",
+            "mlx_ring::mixed",
+            "nccl::",
+        ],
     },
     Part {
         name: "tensor",

@@ -100,7 +100,8 @@ fn compiler() -> Result<String> {
 /// Builds what is counted.
 fn build() -> Result<PathBuf> {
     let mut command = repo::cargo();
-    command.args(["build", "--release", "--package", "paceline-tensor"]);
+    // The workspace, so that what others built is used again: features are those of all crates.
+    command.args(["build", "--release", "--workspace"]);
     command.args(["--example", "instructions", "--message-format", "json"]);
     let output = command.output().context("run cargo build")?;
     let text = String::from_utf8_lossy(&output.stdout);

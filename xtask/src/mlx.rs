@@ -20,7 +20,7 @@ pub(crate) fn python() -> Result<PathBuf> {
     venv::python_in(&folder, "mlx/requirements.txt")
 }
 
-/// Runs the tests of `crates/comm/tests/mlx_ring.rs`, each of them counted.
+/// Runs the tests of `crates/comm-interop/tests/mlx_ring.rs`, each of them counted.
 ///
 /// # Errors
 /// When cargo cannot be run. An environment that cannot be had is a skip.
@@ -30,7 +30,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
         Err(error) => return Ok(Tally::skip("rings with MLX ranks", &format!("{error:#}"))),
     };
     let mut command = repo::cargo();
-    command.args(["test", "--release", "--package", "paceline-comm"]);
+    command.args(["test", "--release", "--package", "paceline-comm-interop"]);
     command.args(["--test", "all", "mlx_ring", "--", "--show-output"]);
     command.env(PYTHON, python);
     let mut log = TestLog::new();

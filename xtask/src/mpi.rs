@@ -77,7 +77,7 @@ fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> Tally {
         Err(error) => return Tally::skip("MLX's cases over MPI", &format!("{error:#}")),
     };
     let mut rank = Command::new(python);
-    rank.arg(repo::root().join("crates/comm/tests/mlx_ring/cases.py"));
+    rank.arg(repo::root().join("crates/comm-interop/tests/mlx_ring/cases.py"));
     rank.args(["paceline", "common"]);
     rank.env("COMM_TEST_BINARY", program);
     rank.env("PYTHONDONTWRITEBYTECODE", "1");
@@ -139,7 +139,7 @@ fn build(show: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
     let mut command = repo::cargo();
     // The workspace, so that what others built is used again: features are those of all crates.
     command.args(["test", "--release", "--workspace", "--no-run"]);
-    command.args(["--features", "paceline-comm/mpi", "--test", "mpi"]);
+    command.args(["--features", "paceline-comm-interop/mpi", "--test", "mpi"]);
     command.arg("--message-format=json-render-diagnostics");
     let mut program = None;
     let built = process::stream(

@@ -320,11 +320,7 @@ fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
         Err(error) => println!("no Python with MLX: {error:#}"),
     }
     match mlx_engine::library() {
-        Ok(library) => drop(
-            command
-                .env(mlx_engine::LIBRARY, library)
-                .envs(mlx_engine::tokens()),
-        ),
+        Ok(library) => drop(command.env(mlx_engine::LIBRARY, library)),
         Err(error) => println!("no MLX to open: {error:#}"),
     }
     let mut log = TestLog::new();

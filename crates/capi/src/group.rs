@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, Listener, Protection};
 use paceline_comm::{
-    Backend, Collective, Counts, Data, DataMut, Deadline, Dtype, Group, Reduce, Seat, Strict,
-    Wires, init,
+    Backend, Collective, Counts, Data, DataMut, Deadline, Dtype, Group, Reduce, Seat, Strict, init,
 };
 
 use crate::status::{Failure, PacelineStatus, guarded, text};
@@ -155,7 +154,7 @@ fn join(
         id: GroupId(*b"paceline's C API"),
         config,
     };
-    init(Backend::Any, Strict::Yes, seat, &Wires::default(), by).map_err(Failure::other)
+    init(Backend::Any, Strict::Yes, seat, &[], by).map_err(Failure::other)
 }
 
 fn resolve(addr: &str) -> Result<SocketAddr, Failure> {

@@ -15,14 +15,15 @@ use std::net::{SocketAddr, ToSocketAddrs};
 
 use anyhow::Context;
 use paceline_base::Rank;
-use paceline_comm::mlx_ring::{self, Plaintext};
-use paceline_comm::mpi::StartError;
-use paceline_comm::nccl::Libraries;
-use paceline_comm::rdma::{Cabling, Matrix, RdmaError, Settings, SettingsError, Verbs, settings};
-use paceline_comm::tcp::JoinError;
-use paceline_comm::{
-    Backend, Deadline, Group, InitError, MlxBackend, MlxError, MlxPlace, Strict, Wires, init_mlx,
+use paceline_comm::provider::Provider;
+use paceline_comm::rdma::{
+    self, Cabling, Matrix, RdmaError, Settings, SettingsError, Verbs, settings,
 };
+use paceline_comm::tcp::JoinError;
+use paceline_comm::{Backend, Deadline, Group, InitError, Plaintext, Strict};
+use paceline_comm_interop::mpi::{self, StartError};
+use paceline_comm_interop::nccl::{self, Libraries};
+use paceline_comm_interop::{MlxBackend, MlxError, MlxPlace, init_mlx, mlx_ring};
 
 use crate::error::Error;
 
@@ -38,20 +39,32 @@ pub(crate) fn asked_for(backend: Backend, plaintext: bool) -> Result<Plaintext, 
     }
 }
 
-/// What `backend` needs of this machine, for ranks that meet at addresses of their own.
+/// The wire of `backend`, for ranks that meet at addresses of their own; none where memory and
+/// sockets are all it takes.
 ///
 /// # Errors
 /// When the device file or the library cannot be read.
-pub(crate) fn of(backend: Backend, plaintext: Plaintext) -> anyhow::Result<Wires> {
-    let rdma = match backend {
-        Backend::Rdma => Some(Cabling::new(Verbs::load()?, Matrix::parse(&devices()?)?)),
-        _ => None,
+pub(crate) fn of(
+    backend: Backend,
+    plaintext: Plaintext,
+) -> anyhow::Result<Option<Box<dyn Provider>>> {
+    let wire: Box<dyn Provider> = match backend {
+        Backend::Any | Backend::Local | Backend::Shm | Backend::Tcp => return Ok(None),
+        Backend::Rdma => {
+            let cabling = Cabling::new(Verbs::load()?, Matrix::parse(&devices()?)?);
+            Box::new(rdma::Wire { cabling, plaintext })
+        }
+        Backend::MlxRing => Box::new(mlx_ring::Wire { plaintext }),
+        Backend::Mpi => Box::new(mpi::Wire { plaintext }),
+        Backend::Nccl => {
+            let libraries = Libraries::default();
+            Box::new(nccl::Wire {
+                libraries,
+                plaintext,
+            })
+        }
     };
-    Ok(Wires {
-        rdma,
-        plaintext,
-        ..Wires::default()
-    })
+    Ok(Some(wire))
 }
 
 /// Whether a launcher has started this process as a rank of `backend`.
@@ -90,7 +103,7 @@ pub(crate) fn join(
     let place = MlxPlace {
         rank: number("MLX_RANK")?.map(Rank),
         hosts: hosts.as_deref(),
-        nccl: nccl()?,
+        nccl: nccl_place()?,
         jaccl: jaccl.as_ref(),
         libraries: &Libraries::default(),
         plaintext,
@@ -123,7 +136,7 @@ fn hostfile() -> anyhow::Result<Option<Vec<Vec<SocketAddr>>>> {
     hosts.collect::<anyhow::Result<_>>().map(Some)
 }
 
-fn nccl() -> anyhow::Result<Option<(u32, SocketAddr)>> {
+fn nccl_place() -> anyhow::Result<Option<(u32, SocketAddr)>> {
     let size = number("MLX_WORLD_SIZE")?;
     Ok(
         match (size, variable("NCCL_HOST_IP"), variable("NCCL_PORT")) {
@@ -153,6 +166,9 @@ fn variable(name: &str) -> Option<String> {
     env::var(name).ok()
 }
 
+/// What to do where this build has no MPI.
+const BUILD_WITH_MPI: &str = "build paceline with `--features mpi`, which needs mpicc and libclang";
+
 /// What to do about a wire that is not there, or not to be trusted.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     let launched =
@@ -170,10 +186,12 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> 
         cause.downcast_ref(),
     ) {
         (Some(SettingsError::Missing { .. }), ..) => launched,
-        (_, Some(InitError::Mpi(StartError::Unavailable)), _)
-        | (_, _, Some(MlxError::Mpi(StartError::Unavailable))) => {
-            "build paceline with `--features mpi`, which needs mpicc and libclang"
+        (_, Some(InitError::Wire(error)), _)
+            if matches!(error.downcast_ref(), Some(StartError::Unavailable)) =>
+        {
+            BUILD_WITH_MPI
         }
+        (_, _, Some(MlxError::Mpi(StartError::Unavailable))) => BUILD_WITH_MPI,
         (_, _, Some(MlxError::Missing { .. })) => launched,
         (_, _, Some(MlxError::Plaintext { .. }))
         | (_, _, Some(MlxError::Ring(mlx_ring::JoinError::Plaintext { .. }))) => trusted,
@@ -195,7 +213,7 @@ fn join_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a Jo
     };
     let of_init = |error: &'a InitError| match error {
         InitError::Join(error) => Some(error),
-        InitError::Rdma(error) => of_rdma(error),
+        InitError::Wire(error) => error.downcast_ref::<RdmaError>().and_then(of_rdma),
         _ => None,
     };
     if let Some(error) = cause.downcast_ref() {
@@ -220,7 +238,7 @@ mod tests {
         let wrapped: [Box<dyn std::error::Error>; 5] = [
             Box::new(error()),
             Box::new(InitError::Join(error())),
-            Box::new(InitError::Rdma(RdmaError::Join(error()))),
+            Box::new(InitError::wire(RdmaError::Join(error()))),
             Box::new(MlxError::Rdma(RdmaError::Join(error()))),
             Box::new(paceline_node::Error::Join(InitError::Join(error()))),
         ];
@@ -228,7 +246,8 @@ mod tests {
             let hint = hint(&**wrapped).unwrap();
             assert!(hint.starts_with("a group key encrypts"), "{hint}");
         }
-        assert_eq!(hint(&InitError::NoDevices), None);
+        let backend = Backend::Rdma;
+        assert_eq!(hint(&InitError::NoProvider { backend }), None);
     }
 
     #[test]

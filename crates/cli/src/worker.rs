@@ -1,7 +1,7 @@
 //! `paceline worker`: one rank of an instance. Started by `run`, `up` and `bench`, not by people.
 
 use paceline_base::Bytes;
-use paceline_comm::mlx_ring::Plaintext;
+use paceline_comm::Plaintext;
 
 use crate::error::Error;
 use crate::member::{self, Ports};
@@ -26,11 +26,11 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
     // Whoever started this has asked for plaintext, or not been given such a wire.
-    let wires = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
+    let wire = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
     let ports = args.data_ports.clone().map(|Ports(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;
-    match paceline_node::worker::run(kernels, wires, home::mlx_places()?, ports, disk) {
+    match paceline_node::worker::run(kernels, wire, home::mlx_places()?, ports, disk) {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),

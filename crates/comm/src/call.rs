@@ -146,7 +146,7 @@ impl Call {
     }
 
     /// A call that is known by no more than this: a message, or what a backend has no more of.
-    pub(crate) const fn plain(sequence: u64, kind: Kind, dtype: Dtype, length: usize) -> Self {
+    pub const fn plain(sequence: u64, kind: Kind, dtype: Dtype, length: usize) -> Self {
         Self {
             sequence,
             kind,

@@ -26,14 +26,14 @@ macro_rules! dtypes {
             }
 
             /// Its number on the wire.
-            pub(crate) const fn code(self) -> u8 {
+            pub const fn code(self) -> u8 {
                 match self {
                     $(Self::$name => $code,)*
                 }
             }
 
             /// The dtype with this number.
-            pub(crate) const fn from_code(code: u8) -> Option<Self> {
+            pub const fn from_code(code: u8) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$name),)*
                     _ => None,
@@ -203,6 +203,14 @@ impl<'a> DataMut<'a> {
         self.bytes
     }
 
+    /// Lets `write` overwrite the bytes of all elements; nonzero bytes of a `bool` are true, also
+    /// where `write` panics.
+    pub fn write<R>(&mut self, write: impl FnOnce(&mut [u8]) -> R) -> R {
+        // A view of its own, whose drop puts the bytes in order.
+        let mut view = DataMut::of_bytes(self.dtype, self.bytes);
+        write(view.bytes_mut())
+    }
+
     /// Overwrites all elements; nonzero bytes of a `bool` are true.
     ///
     /// # Panics
@@ -304,6 +312,10 @@ mod tests {
             .bytes_mut()
             .copy_from_slice(&[0, 7, 1]);
         assert_eq!(values, [false, true, true]);
+        let mut view = DataMut::new(&mut values);
+        view.write(|bytes| bytes.copy_from_slice(&[9, 0, 1]));
+        std::mem::forget(view); // in order before it is dropped
+        assert_eq!(values, [true, false, true]);
     }
 
     #[test]

@@ -21,12 +21,12 @@ impl Deadline {
     }
 
     /// The instant itself.
-    pub(crate) const fn instant(self) -> Instant {
+    pub const fn instant(self) -> Instant {
         self.0
     }
 }
 
 /// The clock of waiting ranks. The only place where this crate asks for the time.
-pub(crate) fn now() -> Instant {
+pub fn now() -> Instant {
     Instant::now()
 }

@@ -1,15 +1,14 @@
-//! One way in for every backend, as MLX's `init`.
+//! One way in for every backend, as MLX's `init`: the wires of this crate, and those of
+//! [`Provider`]s that stand above it.
 
 use std::fmt;
 use std::net::SocketAddr;
 
 use paceline_base::Rank;
 
-use crate::mlx_ring::{self, Plaintext};
-use crate::nccl::{self, Libraries};
-use crate::rdma::{self, Cabling, RdmaError};
+use crate::provider::Provider;
 use crate::tcp::{self, Addrs, Config, GroupId, JoinError, Listener};
-use crate::{Deadline, Group, local, mpi, shm};
+use crate::{Deadline, Group, local, shm};
 
 /// How the ranks of a group reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,9 +52,9 @@ impl Backend {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Rdma => "rdma",
-            Self::MlxRing => mlx_ring::NAME,
-            Self::Mpi => mpi::NAME,
-            Self::Nccl => nccl::NAME,
+            Self::MlxRing => "mlx-ring",
+            Self::Mpi => "mpi",
+            Self::Nccl => "nccl",
         }
     }
 
@@ -116,26 +115,13 @@ pub struct Seat<'a, A = SocketAddr> {
     pub config: Config,
 }
 
-/// What there is besides memory and sockets, and what may be done with it.
-#[derive(Clone, Debug)]
-pub struct Wires {
-    /// RDMA devices, and whom they lead to.
-    pub rdma: Option<Cabling>,
-    /// Where NCCL is.
-    pub libraries: Libraries,
-    /// Whether bytes may leave this machine unencrypted.
-    pub plaintext: Plaintext,
-}
-
-impl Default for Wires {
-    /// Nothing, and nothing may.
-    fn default() -> Self {
-        Self {
-            rdma: None,
-            libraries: Libraries::default(),
-            plaintext: Plaintext::Refused,
-        }
-    }
+/// Whether bytes may leave this machine unencrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plaintext {
+    /// Only loopback addresses are used.
+    Refused,
+    /// Somebody asked for it by name.
+    Allowed,
 }
 
 /// Why there is no group.
@@ -147,39 +133,28 @@ pub enum InitError {
         /// Which.
         backend: Backend,
     },
-    /// [`Wires::rdma`] is not there.
-    #[error("rdma: no devices given")]
-    NoDevices,
-    /// `mpirun` has made this process another rank than it was to be.
-    #[error("mpi: this process is {got} of {got_size}, expected {rank} of {size}")]
-    OtherRank {
-        /// What it was to be.
-        rank: Rank,
-        /// Of how many.
-        size: usize,
-        /// What it is.
-        got: Rank,
-        /// Of how many.
-        got_size: u32,
+    /// A wire that no provider given to [`init`] joins.
+    #[error("{backend}: no provider of this wire was given")]
+    NoProvider {
+        /// Which.
+        backend: Backend,
     },
     /// Shared memory or TCP.
     #[error(transparent)]
     Join(#[from] JoinError),
-    /// RDMA.
+    /// The error of a [`Provider`], of the type that it documents, to be downcast.
     #[error(transparent)]
-    Rdma(#[from] RdmaError),
-    /// MLX's ring.
-    #[error(transparent)]
-    Ring(#[from] mlx_ring::JoinError),
-    /// MPI.
-    #[error(transparent)]
-    Mpi(#[from] mpi::StartError),
-    /// NCCL.
-    #[error(transparent)]
-    Nccl(#[from] nccl::JoinError),
+    Wire(Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// Joins a group by `backend`. Collective.
+impl InitError {
+    /// The error of a provider.
+    pub fn wire(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Wire(Box::new(error))
+    }
+}
+
+/// Joins a group by `backend`, one of this crate or of `providers`. Collective.
 ///
 /// # Errors
 /// Any [`InitError`] if `strict`.
@@ -187,10 +162,10 @@ pub fn init<A: Clone + Into<Addrs>>(
     backend: Backend,
     strict: Strict,
     seat: Seat<'_, A>,
-    wires: &Wires,
+    providers: &[&dyn Provider],
     deadline: Deadline,
 ) -> Result<Box<dyn Group>, InitError> {
-    match (join(backend, seat, wires, deadline), strict) {
+    match (join(backend, seat, providers, deadline), strict) {
         (Err(_), Strict::No) => Ok(alone()),
         (joined, _) => joined,
     }
@@ -199,13 +174,9 @@ pub fn init<A: Clone + Into<Addrs>>(
 fn join<A: Clone + Into<Addrs>>(
     backend: Backend,
     seat: Seat<'_, A>,
-    wires: &Wires,
+    providers: &[&dyn Provider],
     deadline: Deadline,
 ) -> Result<Box<dyn Group>, InitError> {
-    // A ring looks at its addresses itself: loopback is no wire.
-    if backend.is_plaintext() && backend != Backend::MlxRing {
-        allowed(wires.plaintext).ok_or(InitError::Plaintext { backend })?;
-    }
     let Seat {
         listener,
         rank,
@@ -218,50 +189,24 @@ fn join<A: Clone + Into<Addrs>>(
         Backend::Any => shm::join_or_tcp(listener, rank, addrs, id, config, deadline)?,
         Backend::Shm => Box::new(shm::join_with(listener, rank, addrs, id, config, deadline)?),
         Backend::Tcp => Box::new(tcp::join_with(listener, rank, addrs, id, config, deadline)?),
-        Backend::Rdma => {
-            let cabling = wires.rdma.as_ref().ok_or(InitError::NoDevices)?;
-            let cabling = cabling.with_tcp(config);
-            Box::new(rdma::join(&cabling, listener, rank, addrs, id, deadline)?)
-        }
-        Backend::MlxRing => {
-            let hosts: Vec<Vec<SocketAddr>> =
-                addrs.iter().map(|own| own.clone().into().0).collect();
-            let listeners = listener.into_sockets();
-            let plaintext = wires.plaintext;
-            Box::new(mlx_ring::join_with(
-                listeners, rank, &hosts, plaintext, deadline,
-            )?)
-        }
-        Backend::Mpi => world(rank, addrs.len())?,
-        Backend::Nccl => {
-            let meeting = tcp::join_with(listener, rank, addrs, id, config, deadline)?;
-            let (libraries, plaintext) = (&wires.libraries, wires.plaintext);
-            Box::new(nccl::join(&meeting, libraries, plaintext, deadline)?)
+        Backend::Rdma | Backend::MlxRing | Backend::Mpi | Backend::Nccl => {
+            let mut all = providers.iter();
+            let found = all.find(|provider| provider.backend() == backend);
+            let provider = found.ok_or(InitError::NoProvider { backend })?;
+            let addrs: Vec<Addrs> = addrs.iter().map(|own| own.clone().into()).collect();
+            let seat = Seat {
+                listener,
+                rank,
+                addrs: &addrs,
+                id,
+                config,
+            };
+            provider.join(seat, deadline)?
         }
     })
 }
 
-/// Whether somebody said so.
-pub(crate) fn allowed(plaintext: Plaintext) -> Option<()> {
-    (plaintext == Plaintext::Allowed).then_some(())
-}
-
-/// All ranks that `mpirun` started, of which this one has to be the one that is meant.
-fn world(rank: Rank, size: usize) -> Result<Box<dyn Group>, InitError> {
-    let world = mpi::Session::start()?.world();
-    let (got, got_size) = (world.rank(), world.size());
-    match got == rank && got_size as usize == size {
-        true => Ok(world),
-        false => Err(InitError::OtherRank {
-            rank,
-            size,
-            got,
-            got_size,
-        }),
-    }
-}
-
-pub(crate) fn alone() -> Box<dyn Group> {
+fn alone() -> Box<dyn Group> {
     Box::new(local::ranks(1).remove(0))
 }
 
@@ -271,13 +216,17 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+    use crate::rdma;
 
     fn listener() -> Listener {
         Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
     }
 
     /// What three ranks get.
-    fn three(backend: Backend, wires: &Wires) -> Vec<Result<Box<dyn Group>, InitError>> {
+    fn three(
+        backend: Backend,
+        providers: &[&dyn Provider],
+    ) -> Vec<Result<Box<dyn Group>, InitError>> {
         let listeners: Vec<Listener> = (0..3).map(|_| listener()).collect();
         let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
         let id = GroupId::random();
@@ -293,7 +242,7 @@ mod tests {
                         id,
                         config: Config::default(),
                     };
-                    init(backend, Strict::Yes, seat, wires, by)
+                    init(backend, Strict::Yes, seat, providers, by)
                 })
             });
             let threads: Vec<_> = threads.collect();
@@ -306,21 +255,20 @@ mod tests {
 
     #[test]
     fn every_backend_makes_a_group_that_works() {
-        for backend in [Backend::Any, Backend::Shm, Backend::Tcp, Backend::MlxRing] {
-            works(backend, &Wires::default());
+        for backend in [Backend::Any, Backend::Shm, Backend::Tcp] {
+            works(backend, &[]);
         }
         let (_fabric, cabling) = rdma::switched_cabling(3);
-        let wires = Wires {
-            rdma: Some(cabling),
+        let wire = rdma::Wire {
+            cabling,
             plaintext: Plaintext::Allowed,
-            ..Wires::default()
         };
-        works(Backend::Rdma, &wires);
+        works(Backend::Rdma, &[&wire]);
     }
 
-    fn works(backend: Backend, wires: &Wires) {
+    fn works(backend: Backend, providers: &[&dyn Provider]) {
         let by = Deadline::at(Instant::now() + Duration::from_secs(60));
-        let threads = three(backend, wires).into_iter().map(|group| {
+        let threads = three(backend, providers).into_iter().map(|group| {
             thread::spawn(move || {
                 let group = group.unwrap();
                 let tuning = group.tuning();
@@ -341,36 +289,28 @@ mod tests {
 
     #[test]
     fn a_plaintext_wire_says_so_and_wants_to_be_allowed() {
-        for backend in Backend::ALL.into_iter().filter(|b| b.is_plaintext()) {
-            if backend == Backend::MlxRing {
-                continue; // on loopback, as here, nothing leaves
-            }
-            for refused in three(backend, &Wires::default()) {
-                let expected = format!("{backend} is plaintext: not allowed");
-                assert_eq!(refused.unwrap_err().to_string(), expected);
-            }
+        let (_fabric, cabling) = rdma::switched_cabling(3);
+        let wire = rdma::Wire {
+            cabling,
+            plaintext: Plaintext::Refused,
+        };
+        for refused in three(Backend::Rdma, &[&wire]) {
+            let expected = "rdma is plaintext: not allowed";
+            assert_eq!(refused.unwrap_err().to_string(), expected);
         }
     }
 
     #[test]
-    fn what_a_wire_lacks_is_named() {
-        let wires = Wires {
-            libraries: Libraries {
-                nccl: Some("no-such-nccl.so".into()),
-                cuda: Some("no-such-cuda.so".into()),
-            },
+    fn a_wire_without_a_provider_is_named() {
+        let (_fabric, cabling) = rdma::switched_cabling(3);
+        let other = rdma::Wire {
+            cabling,
             plaintext: Plaintext::Allowed,
-            ..Wires::default()
         };
-        for (backend, expected) in [
-            (Backend::Rdma, "rdma: no devices given"),
-            (Backend::Nccl, "nccl: open no-such-"),
-            #[cfg(not(feature = "mpi"))]
-            (Backend::Mpi, "mpi is not in this build"),
-        ] {
-            for error in three(backend, &wires) {
-                let error = error.unwrap_err().to_string();
-                assert!(error.starts_with(expected), "{error}");
+        for backend in [Backend::MlxRing, Backend::Mpi, Backend::Nccl] {
+            for refused in three(backend, &[&other]) {
+                let expected = format!("{backend}: no provider of this wire was given");
+                assert_eq!(refused.unwrap_err().to_string(), expected);
             }
         }
     }
@@ -396,7 +336,7 @@ mod tests {
                 listener,
             };
             let by = Deadline::at(Instant::now() + Duration::from_millis(50));
-            let group = init(Backend::Any, strict, seat, &Wires::default(), by);
+            let group = init(Backend::Any, strict, seat, &[], by);
             assert_eq!(group.is_ok_and(|group| group.size() == 1), alone);
         }
     }

@@ -30,8 +30,7 @@
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
 //!   ranks that reach each other by TCP; [`rdma`]: over RDMA devices; [`init`]: whichever
 //!   works.
-//! - [`mlx_ring`]: rings with real MLX ranks in them; [`mpi`], [`nccl`]: groups by libraries of
-//!   others; [`init_mlx`]: the one of them that MLX's `init` would take.
+//! - [`provider`]: what wires above this crate offer to [`init`] and share with those in it.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`Memory`]: what devices use in place; [`Ahead`]: several calls in flight; [`Window`]: memory
 //!   that others read and write; [`Tuning`]: which algorithm is used.
@@ -58,12 +57,9 @@ pub mod local;
 mod locks;
 mod mapping;
 mod memory;
-mod mlx_init;
-pub mod mlx_ring;
-pub mod mpi;
-pub mod nccl;
 mod plan;
 mod process;
+pub mod provider;
 pub mod rdma;
 mod reduce;
 mod regions;
@@ -92,9 +88,8 @@ pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Collective, Copies, Group, MESSAGES_HELD, Traffic};
-pub use init::{Backend, InitError, Seat, Strict, UnknownBackend, Wires, init};
+pub use init::{Backend, InitError, Plaintext, Seat, Strict, UnknownBackend, init};
 pub use memory::{Memory, Pages, Registered};
-pub use mlx_init::{MlxBackend, MlxError, MlxPlace, init_mlx};
 pub use reduce::Reduce;
 pub use site::Site;
 pub use tuning::{Algorithm, Tuning};

@@ -59,7 +59,7 @@ pub fn ranks_with(size: u32, tuning: Tuning) -> Vec<Local> {
 }
 
 /// How to wait among `here` ranks of one machine.
-pub(crate) fn patience(here: usize) -> Patience {
+pub fn patience(here: usize) -> Patience {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // With more ranks than cores, a rank that spins keeps the one it waits for from running.
     Patience {

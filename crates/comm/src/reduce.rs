@@ -25,7 +25,7 @@ impl Reduce {
     pub const ALL: [Self; 4] = [Self::Sum, Self::Max, Self::Min, Self::Prod];
 
     /// Its number on the wire.
-    pub(crate) const fn code(self) -> u8 {
+    pub const fn code(self) -> u8 {
         match self {
             Self::Sum => 1,
             Self::Max => 2,
@@ -35,7 +35,7 @@ impl Reduce {
     }
 
     /// The reduction with this number.
-    pub(crate) const fn from_code(code: u8) -> Option<Self> {
+    pub const fn from_code(code: u8) -> Option<Self> {
         match code {
             1 => Some(Self::Sum),
             2 => Some(Self::Max),
@@ -258,7 +258,7 @@ macro_rules! typed {
 
 /// Which of two operands is the one that the result replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
+pub enum Side {
     /// `into = into op from`.
     First,
     /// `into = from op into`.
@@ -266,7 +266,10 @@ pub(crate) enum Side {
 }
 
 /// `into = into op from` or the other way round. Both are arrays of `dtype` of equal length.
-pub(crate) fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
+///
+/// # Panics
+/// If they are not equally long.
+pub fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
     assert_eq!(into.len(), from.len(), "bytes on both sides of a reduction");
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {

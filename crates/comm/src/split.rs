@@ -5,17 +5,21 @@ use paceline_base::Rank;
 use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
 
 /// What this rank will be.
-pub(crate) struct Member {
+#[derive(Clone, Debug)]
+pub struct Member {
     /// The call in which the ranks told each other, for errors.
-    pub(crate) call: Call,
+    pub call: Call,
     /// This rank in the new group.
-    pub(crate) rank: Rank,
+    pub rank: Rank,
     /// The old ranks of the new group's members, in their new order.
-    pub(crate) ranks: Vec<Rank>,
+    pub ranks: Vec<Rank>,
 }
 
 /// Exchanges colors and keys. Collective; one gather of 8 bytes per rank.
-pub(crate) fn members(
+///
+/// # Errors
+/// Those of the gather.
+pub fn members(
     group: &dyn Group,
     color: u32,
     key: u32,

@@ -19,7 +19,7 @@ pub(crate) enum Lane {
 
 /// The other end of a link is gone, and all it sent has been read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Closed;
+pub struct Closed;
 
 /// What a waiting rank is interested in.
 #[derive(Clone, Copy, Debug)]
@@ -150,16 +150,16 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
 
 /// How often to look for progress before blocking.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
+pub struct Patience {
     /// Looks with a pause instruction between them.
-    pub(crate) spins: u32,
+    pub spins: u32,
     /// Further looks, the core yielded between them.
-    pub(crate) yields: u32,
+    pub yields: u32,
 }
 
 /// What to do after a look that found nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pause {
+pub enum Pause {
     /// Look again; it was paused.
     Look,
     /// Block.
@@ -168,7 +168,7 @@ pub(crate) enum Pause {
 
 impl Patience {
     /// Pauses after the `looks`th look without progress, or says to block.
-    pub(crate) fn pause(self, looks: u32) -> Pause {
+    pub fn pause(self, looks: u32) -> Pause {
         if looks < self.spins {
             std::hint::spin_loop();
         } else if looks < self.spins + self.yields {

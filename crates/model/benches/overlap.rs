@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_comm::tcp::{Config as Tcp, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
-use paceline_comm::{Deadline, Group, Seat, Strict, Wires, init};
+use paceline_comm::{Deadline, Group, Seat, Strict, init};
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, Links, LoadOptions, Logits, Model, Source, Split,
     Workspace,
@@ -103,8 +103,7 @@ fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<
         id: GroupId([7; 16]),
         config,
     };
-    let wires = Wires::default();
-    Ok(init(backend.parse()?, Strict::Yes, seat, &wires, soon())?)
+    Ok(init(backend.parse()?, Strict::Yes, seat, &[], soon())?)
 }
 
 /// Groups of their own, so that no link is warm from another way.

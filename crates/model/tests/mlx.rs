@@ -10,6 +10,7 @@ mod common;
 mod mlx_hang;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -38,6 +39,31 @@ fn library(test: &str) -> Option<PathBuf> {
         eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
     }
     found
+}
+
+/// Set for the process that [`apart`] starts.
+const APART: &str = "PACELINE_TEST_MLX_APART";
+
+/// Runs the test of this name in a process of its own, and says that it did; not in that process.
+/// MLX's CPU build computes on one thread of a process, so that tests side by side wait for it.
+fn apart(test: &str) -> bool {
+    if std::env::var_os(APART).is_some() {
+        return false;
+    }
+    let mut process = Command::new(std::env::current_exe().unwrap());
+    process
+        .args([test, "--exact", "--nocapture"])
+        .env(APART, "1");
+    let output = process.output().unwrap();
+    let out = String::from_utf8_lossy(&output.stdout);
+    eprint!("{}", String::from_utf8_lossy(&output.stderr));
+    let passed = output.status.success() && out.contains("1 passed");
+    assert!(passed, "{test} apart: {}, {out}", output.status);
+    // The figures, without what the harness of that process says.
+    let of_harness = |line: &&str| line.starts_with("running ") || line.starts_with("test ");
+    let figures = out.lines().filter(|line| !of_harness(line));
+    figures.for_each(|line| println!("{line}"));
+    true
 }
 
 fn options(library: &Path, class: KernelClass) -> MlxOptions {
@@ -179,6 +205,9 @@ fn smollm2_goes_on_as_mlx_lm_does() {
     ) else {
         return;
     };
+    if apart("smollm2_goes_on_as_mlx_lm_does") {
+        return;
+    }
     let text = std::fs::read_to_string(&golden).unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (prompt, generated) = (ids(&json, "prompt"), ids(&json, "generated"));
@@ -243,6 +272,9 @@ fn the_same_bits_run_after_run_and_on_any_pages() {
     let Some(library) = library("mlx gives the same bits run after run") else {
         return;
     };
+    if apart("the_same_bits_run_after_run_and_on_any_pages") {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let (path, tokens) = gemma(dir.path());
     let model = mlx(&library, &path, KernelClass::Mlx);
@@ -267,6 +299,9 @@ fn batches_and_chunks_stay_within_rounding() {
     let Some(library) = library("mlx batches and chunks") else {
         return;
     };
+    if apart("batches_and_chunks_stay_within_rounding") {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let (path, tokens) = gemma(dir.path());
     for class in [KernelClass::Mlx, KernelClass::MlxF32] {
@@ -430,6 +465,9 @@ fn splits_agree_with_one_rank() {
     let Some(library) = library("splits of mlx agree with one rank") else {
         return;
     };
+    if apart("splits_agree_with_one_rank") {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     for family in Family::DENSE {
         let path = dir.path().join(family.name());
@@ -474,6 +512,9 @@ fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
     let Some(library) = library("class mlx-exact gives the same bits") else {
         return;
     };
+    if apart("class_mlx_exact_gives_the_same_bits_over_batches_and_splits") {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for (family, block_type) in [
@@ -512,6 +553,9 @@ fn exchanges_read_and_write_the_arrays_own_memory() {
     let Some(library) = library("exchanges in the arrays' own memory") else {
         return;
     };
+    if apart("exchanges_read_and_write_the_arrays_own_memory") {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     Tiny::new(Family::Llama, BlockType::Q8_0).write(&path);

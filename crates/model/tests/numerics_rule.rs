@@ -181,6 +181,10 @@ fn layers_that_differ_follow_the_rule() {
         let case = Case::new(&path, class, sequences, "toy");
         for (i, set) in InstructionSet::available().iter().enumerate() {
             let model = case.load(*set, 1 + i % 3);
+            if *set == InstructionSet::Scalar {
+                case.in_chunks(&model, 130, 63); // a hundred times slower
+                continue;
+            }
             for chunk in [1, 63, 64, 65, 200] {
                 case.in_chunks(&model, 300, chunk);
             }
@@ -234,7 +238,10 @@ const LENS: [usize; 9] = [150, 1, 63, 64, 65, 71, 97, 128, 30];
 #[test]
 fn strangers_and_evictions_change_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let fast: Vec<InstructionSet> = InstructionSet::available();
+    let mut fast = InstructionSet::available();
+    if fast.len() > 1 {
+        fast.retain(|set| *set != InstructionSet::Scalar); // a hundred times slower
+    }
     for (i, (family, block_type)) in FAMILIES.into_iter().enumerate() {
         let path = dir.path().join(family.name());
         let tiny = Tiny::new(family, block_type);

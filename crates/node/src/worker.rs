@@ -18,8 +18,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
+use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
-use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
+use paceline_comm::{Backend, Deadline, Seat, Strict, init};
 use paceline_engine::Draft;
 use paceline_model::{Config, Links, MlxPlaces, PageStore, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
@@ -39,8 +40,8 @@ type Channel = Arc<Control<ToWorker, FromWorker>>;
 /// Makes the kernels for a number of threads and their place.
 type MakeKernels<'a> = dyn Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>> + 'a;
 
-/// Finds what a wire needs that is neither memory nor sockets.
-type FindWires<'a> = dyn Fn(Backend) -> std::io::Result<Wires> + 'a;
+/// Finds the wire of a backend that is neither memory nor sockets.
+type FindWire<'a> = dyn Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>> + 'a;
 
 /// Longest wait for the other ranks' addresses, and for all ranks to join.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -51,16 +52,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Runs a worker on the control channel that is this process's standard input, until its instance
 /// ends it or is gone; returns only when the channel is of no use.
 ///
-/// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
-/// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
-/// library is looked for, `ports` are those that it may listen at for ranks of other machines, and
-/// `disk` is where it keeps prompts that were read.
+/// `kernels` makes the kernels for a number of threads and their place, `wire` finds the wire of a
+/// backend that is neither memory nor sockets; `mlx` is where that library is looked for, `ports`
+/// are those that it may listen at for ranks of other machines, and `disk` is where it keeps
+/// prompts that were read.
 ///
 /// # Errors
 /// What failed.
 pub fn run(
     kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
-    wires: impl Fn(Backend) -> std::io::Result<Wires>,
+    wire: impl Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>>,
     mlx: MlxPlaces,
     ports: Option<RangeInclusive<u16>>,
     disk: Option<DiskCache>,
@@ -68,7 +69,7 @@ pub fn run(
     let mut worker = Worker {
         channel: Arc::new(Control::from_stdin()?),
         make_kernels: &kernels,
-        find_wires: &wires,
+        find_wire: &wire,
         mlx,
         ports,
         disk,
@@ -125,7 +126,7 @@ impl Stamp {
 struct Worker<'a> {
     channel: Channel,
     make_kernels: &'a MakeKernels<'a>,
-    find_wires: &'a FindWires<'a>,
+    find_wire: &'a FindWire<'a>,
     mlx: MlxPlaces,
     /// Where it listens for ranks of other machines; anywhere without.
     ports: Option<RangeInclusive<u16>>,
@@ -365,11 +366,12 @@ impl Worker<'_> {
             },
         };
         let backend = parse(&job.backend, "backend")?;
-        let wires = (self.find_wires)(backend).map_err(|source| Error::System {
+        let wire = (self.find_wire)(backend).map_err(|source| Error::System {
             what: "find the wires between ranks",
             source,
         })?;
-        let world = init(backend, Strict::Yes, seat, &wires, deadline)?;
+        let wire = wire.as_deref();
+        let world = init(backend, Strict::Yes, seat, wire.as_slice(), deadline)?;
         let stage = world.split(shard.stage as u32, job.rank, deadline)?;
         let patience = Duration::from_secs(job.patience_s);
         Ok(Some(Links::new(world, stage, patience)))

@@ -5,13 +5,11 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::{Mutex, PoisonError};
 
 use paceline_base::Rank;
-use paceline_comm::mlx_ring::Plaintext;
-use paceline_comm::nccl::Libraries;
 use paceline_comm::rdma::Settings;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
-use paceline_comm::{
-    Backend, Group, MlxBackend, MlxPlace, Seat, Strict, Wires, init, init_mlx, local,
-};
+use paceline_comm::{Backend, Group, Plaintext, Seat, Strict, init, local};
+use paceline_comm_interop::nccl::Libraries;
+use paceline_comm_interop::{MlxBackend, MlxPlace, init_mlx};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
@@ -112,7 +110,7 @@ pub(crate) fn join(
         id: GroupId(terms.id),
         config,
     };
-    let made = py.detach(|| init(backend, Strict::Yes, seat, &Wires::default(), by));
+    let made = py.detach(|| init(backend, Strict::Yes, seat, &[], by));
     made.map(PyGroup::new).map_err(|error| of_join(py, &error))
 }
 

@@ -2,6 +2,7 @@
 //!
 //! The `kernels!` macro makes a module per instruction set whose functions carry the target
 //! features and inline the generic code; a [`Table`] is chosen once, after detection.
+//! `batch_kernels!` makes one for a set that differs from another in its products of many rows only.
 
 use half::{bf16, f16};
 use paceline_base::BlockType;
@@ -491,6 +492,28 @@ macro_rules! kernels {
     };
 }
 
+/// As `kernels!`, with the kernels of module `$like` but for products of many rows. Both sets have
+/// the same lanes, so a second copy would be the same code, and minutes of the compiler's time.
+macro_rules! batch_kernels {
+    ($(#[$cfg:meta])? $module:ident like $like:ident, $isa:ty, $set:expr, $($feature:literal)?;
+     $($batch:tt)*) => {
+        $(#[$cfg])?
+        mod $module {
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+
+            kernels!(@batch [$($feature)?] $isa, $($batch)*);
+
+            pub(super) static TABLE: Table = Table {
+                set: $set,
+                dots,
+                batch: BATCH_TABLE,
+                ..super::$like::TABLE
+            };
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 kernel!(["avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"]
     dpbf16_group(args: GroupArgs<'_>) = matmul::pairs::group::<isa::Avx512, isa::Dpbf16>);
@@ -519,16 +542,16 @@ kernels!(
     InstructionSet::Avx512Vnni,
     "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; words 4
 );
-kernels!(
+batch_kernels!(
     #[cfg(target_arch = "x86_64")]
-    amx,
+    amx like avx512,
     isa::Avx512,
     InstructionSet::AmxInt8,
     "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; registers crate::batch::amx::Amx
 );
-kernels!(
+batch_kernels!(
     #[cfg(all(test, target_arch = "x86_64"))]
-    emulated,
+    emulated like scalar,
     isa::Called,
     InstructionSet::AmxInt8,; registers crate::batch::emulated::Emulated
 );
@@ -544,9 +567,9 @@ kernels!(
     InstructionSet::NeonDotprod,
     "neon,dotprod";
 );
-kernels!(
+batch_kernels!(
     #[cfg(target_arch = "aarch64")]
-    i8mm,
+    i8mm like neon,
     isa::Neon,
     InstructionSet::NeonI8mm,
     "neon,dotprod,i8mm"; tiles crate::batch::smmla::Smmla

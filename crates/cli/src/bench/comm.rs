@@ -473,7 +473,8 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     };
     let by = deadline();
     let backend = args.transport.backend();
-    let wires = wires::of(backend, wires::asked_for(backend, args.plaintext)?)?;
+    let wire = wires::of(backend, wires::asked_for(backend, args.plaintext)?)?;
+    let wire = wire.as_deref();
     let seat = Seat {
         listener,
         rank,
@@ -481,7 +482,7 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
         id,
         config,
     };
-    let group = init(backend, Strict::Yes, seat, &wires, by)?;
+    let group = init(backend, Strict::Yes, seat, wire.as_slice(), by)?;
     let report = measure(args, &*group)?;
     if rank == Rank(0) {
         output::print(&serde_json::to_string(&report)?)?;

@@ -9,7 +9,7 @@
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
-//! use paceline_base::{Bytes, Rank};
+//! use paceline_base::Rank;
 //! use paceline_comm::rdma::{self, Cabling, Matrix, Verbs};
 //! use paceline_comm::{Deadline, Group, Reduce, tcp};
 //!
@@ -67,7 +67,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, Weak};
 
-use paceline_base::Rank;
+use paceline_base::{Bytes, Rank};
 
 pub use self::error::RdmaError;
 use self::join::{Joining, fits};
@@ -85,12 +85,13 @@ pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
 use crate::locks::lock;
 use crate::plan::Route;
+use crate::provider::{Provider, allowed};
 use crate::split::{Member, members};
 use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, link};
 use crate::transport::Transport as _;
 use crate::{
-    Algorithm, Collective, Copies, Data, DataMut, Deadline, Error, Group, Memory, Pages,
-    Registered, Traffic, Tuning, tcp,
+    Algorithm, Backend, Collective, Copies, Data, DataMut, Deadline, Error, Group, InitError,
+    Memory, Pages, Plaintext, Registered, Seat, Traffic, Tuning, tcp,
 };
 
 /// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
@@ -194,6 +195,35 @@ impl Cabling {
 impl fmt::Debug for Cabling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}: {}", self.host.verbs, self.matrix.to_json())
+    }
+}
+
+/// Cables as a wire of [`init`](crate::init). Errors of the devices are [`RdmaError`]s.
+#[derive(Clone, Debug)]
+pub struct Wire {
+    /// The library, and which devices lead to whom.
+    pub cabling: Cabling,
+    /// Whether bytes may leave this machine unencrypted.
+    pub plaintext: Plaintext,
+}
+
+impl Provider for Wire {
+    fn backend(&self) -> Backend {
+        Backend::Rdma
+    }
+
+    fn join(&self, seat: Seat<'_, Addrs>, deadline: Deadline) -> Result<Box<dyn Group>, InitError> {
+        allowed(self.backend(), self.plaintext)?;
+        let Seat {
+            listener,
+            rank,
+            addrs,
+            id,
+            config,
+        } = seat;
+        let cabling = self.cabling.with_tcp(config);
+        let joined = join(&cabling, listener, rank, addrs, id, deadline);
+        Ok(Box::new(joined.map_err(InitError::wire)?))
     }
 }
 

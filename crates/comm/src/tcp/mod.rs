@@ -43,7 +43,7 @@ mod link;
 mod meeting;
 mod refusal;
 mod seal;
-mod sockets;
+pub(crate) mod sockets;
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -71,7 +71,6 @@ pub use self::refusal::{JoinError, Refusal};
 pub(crate) use self::seal::parse as parse_sealed;
 pub(crate) use self::seal::{open_note, seal_note};
 use self::sockets::Sockets;
-pub(crate) use self::sockets::{outcome, poll_until};
 use crate::linked::Linked;
 use crate::split::{Member, members};
 use crate::transport::Patience;
@@ -164,6 +163,12 @@ impl From<Vec<SocketAddr>> for Addrs {
     }
 }
 
+impl From<Addrs> for Vec<SocketAddr> {
+    fn from(addrs: Addrs) -> Self {
+        addrs.0
+    }
+}
+
 /// Where the other ranks of a group reach this one.
 #[derive(Debug)]
 pub struct Listener {
@@ -217,7 +222,7 @@ impl Listener {
     }
 
     /// The sockets, for a wire of its own.
-    pub(crate) fn into_sockets(self) -> Vec<TcpListener> {
+    pub fn into_sockets(self) -> Vec<TcpListener> {
         self.sockets
     }
 

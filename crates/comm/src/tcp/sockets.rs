@@ -58,7 +58,7 @@ impl Waker {
 }
 
 /// Waits for one of `fds` or `until`. May return early.
-pub(crate) fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
+pub fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
     let left = until.saturating_duration_since(deadline::now());
     let timeout = Timespec {
         tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
@@ -69,7 +69,10 @@ pub(crate) fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
 }
 
 /// What a socket did: bytes moved, none at the moment, or the end.
-pub(crate) fn outcome(result: io::Result<usize>) -> Result<usize, Closed> {
+///
+/// # Errors
+/// [`Closed`] where the other end is gone, or the system says what no later look can mend.
+pub fn outcome(result: io::Result<usize>) -> Result<usize, Closed> {
     match result {
         Ok(0) => Err(Closed),
         Ok(count) => Ok(count),

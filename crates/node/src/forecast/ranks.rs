@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
+use paceline_comm::{Backend, Deadline, Group, Seat, Strict, init};
 use paceline_model::{Config, Shard, Split, SplitKind};
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
@@ -322,13 +322,7 @@ fn joined<T: Send>(
             id,
             config: tcp::Config::default(),
         };
-        run(&*init(
-            backend,
-            Strict::Yes,
-            seat,
-            &Wires::default(),
-            soon(),
-        )?)
+        run(&*init(backend, Strict::Yes, seat, &[], soon())?)
     };
     thread::scope(|scope| {
         let ranks = listeners.into_iter().zip(0..);

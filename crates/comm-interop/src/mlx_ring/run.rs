@@ -10,10 +10,8 @@ use std::os::fd::AsFd;
 use rustix::event::{PollFd, PollFlags};
 
 use super::plan::{Course, Way};
-use crate::reduce::{Side, fold};
-use crate::tcp::{outcome, poll_until};
-use crate::transport::{Closed, Patience, Pause};
-use crate::{Deadline, Dtype, Reduce, deadline};
+use paceline_comm::provider::{Closed, Patience, Pause, Side, fold, now, outcome, poll_until};
+use paceline_comm::{Deadline, Dtype, Reduce};
 
 /// Bytes that are read at once to be reduced, and written at once, so that the courses of a call
 /// take turns: half of a second cache of 512 KiB.
@@ -128,7 +126,7 @@ pub(super) fn is_closed(socket: &TcpStream) -> bool {
 pub(super) fn has_ended(socket: &TcpStream) -> bool {
     let ends = HANGUP | PollFlags::HUP | PollFlags::ERR;
     let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), HANGUP)];
-    poll_until(&mut fds, deadline::now());
+    poll_until(&mut fds, now());
     fds[0].revents().intersects(ends)
 }
 
@@ -297,7 +295,7 @@ pub(super) fn run(
         let Some(waiting) = all.iter().find(|course| !course.is_done()) else {
             return Ok(());
         };
-        let left = deadline.left(deadline::now());
+        let left = deadline.left(now());
         if left.is_zero() && !moved {
             return Err(Stop::Late(waiting.waits_for()));
         }

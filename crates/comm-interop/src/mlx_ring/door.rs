@@ -12,7 +12,7 @@ use paceline_base::Rank;
 
 use super::connect::{JoinError, prepare, system};
 use super::run::{has_ended, is_closed};
-use crate::deadline;
+use paceline_comm::provider::now;
 
 /// How long another is waited for after one that spoke and went. Long beside what ranks that are
 /// started together differ by on one machine, and short for a person.
@@ -56,14 +56,13 @@ impl<'a> Door<'a> {
         } else if self.callers.is_empty() {
             self.gone_since = None;
         } else {
-            self.gone_since.get_or_insert_with(deadline::now);
+            self.gone_since.get_or_insert_with(now);
         }
     }
 
     /// Whether the neighbour seems to be here.
     pub(super) fn is_filled(&self) -> bool {
-        let has_waited =
-            |since: Instant| deadline::now().saturating_duration_since(since) >= ANOTHER;
+        let has_waited = |since: Instant| now().saturating_duration_since(since) >= ANOTHER;
         !self.callers.is_empty() && self.gone_since.is_none_or(has_waited)
     }
 

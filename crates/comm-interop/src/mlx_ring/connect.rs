@@ -12,7 +12,8 @@ use paceline_base::Rank;
 
 use super::door::Door;
 use super::run::{Sides, is_closed};
-use crate::{Deadline, deadline};
+use paceline_comm::Deadline;
+use paceline_comm::provider::now;
 
 /// How long to wait between looks. MLX's ranks sleep for a second at least.
 const NAP: Duration = Duration::from_millis(10);
@@ -108,7 +109,7 @@ impl Places<'_> {
                     right: right.into_iter().flatten().collect(),
                 });
             }
-            let time = deadline.left(deadline::now());
+            let time = deadline.left(now());
             if time.is_zero() {
                 return Err(self.missing(&doors, &right));
             }
@@ -156,7 +157,7 @@ fn fill(place: &mut Option<TcpStream>, connect: impl FnOnce() -> Option<TcpStrea
 
 /// Connects once; whatever is wrong may be over at the next attempt.
 fn attempt(addr: SocketAddr, deadline: Deadline) -> Option<TcpStream> {
-    let left = deadline.left(deadline::now());
+    let left = deadline.left(now());
     if left.is_zero() {
         return None;
     }

@@ -9,13 +9,14 @@ use std::thread;
 use std::time::Duration;
 
 use super::JoinError;
-use crate::{Deadline, deadline};
+use paceline_comm::Deadline;
+use paceline_comm::provider::now;
 
 /// Between attempts to connect. MLX waits 500 ms; shorter does not disturb its rank 0.
 const RETRY: Duration = Duration::from_millis(50);
 
 fn left(by: Deadline) -> Result<Duration, JoinError> {
-    let left = by.left(deadline::now());
+    let left = by.left(now());
     if left.is_zero() {
         Err(JoinError::Late)
     } else {
@@ -56,7 +57,7 @@ pub(super) fn hear(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], JoinErro
     let mut id = [0; 128];
     loop {
         let heard = TcpStream::connect_timeout(&addr, left(by)?).and_then(|mut stream| {
-            stream.set_read_timeout(Some(by.left(deadline::now()).max(RETRY)))?;
+            stream.set_read_timeout(Some(by.left(now()).max(RETRY)))?;
             stream.read_exact(&mut id)
         });
         match heard {

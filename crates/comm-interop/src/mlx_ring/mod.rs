@@ -11,7 +11,8 @@
 //! use std::net::TcpListener;
 //! use std::time::{Duration, Instant};
 //! use paceline_base::Rank;
-//! use paceline_comm::{Deadline, Group, Reduce, mlx_ring};
+//! use paceline_comm::{Deadline, Group, Plaintext, Reduce};
+//! use paceline_comm_interop::mlx_ring;
 //!
 //! let deadline = Deadline::at(Instant::now() + Duration::from_secs(5));
 //! let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
@@ -19,7 +20,7 @@
 //! let threads: Vec<_> = (0..).map(Rank).zip(listeners).map(|(rank, own)| {
 //!     let hosts = hosts.clone();
 //!     std::thread::spawn(move || {
-//!         let plaintext = mlx_ring::Plaintext::Refused; // loopback needs no more
+//!         let plaintext = Plaintext::Refused; // loopback needs no more
 //!         let ring = mlx_ring::join_with(vec![own], rank, &hosts, plaintext, deadline).unwrap();
 //!         let mut data = [1.0_f32, rank.0 as f32];
 //!         (&ring as &dyn Group).all_reduce(&mut data, Reduce::Sum, deadline).map(|()| data)
@@ -73,22 +74,41 @@ use self::connect::{Places, system};
 use self::plan::{Course, PADDED_BYTES_MAX, Seat};
 use self::run::{Folding, Neighbour, Sides, Stop};
 use self::turn::Turns;
-use crate::local::{self, Local};
-use crate::{
-    Algorithm, Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind,
-    Reduce, Traffic, Tuning,
+use paceline_comm::local::{self, Local};
+use paceline_comm::provider::Provider;
+use paceline_comm::tcp::Addrs;
+use paceline_comm::{
+    Algorithm, Backend, Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group,
+    InitError, Kind, Plaintext, Reduce, Traffic, Tuning,
 };
 
 /// What errors call this backend.
-pub const NAME: &str = "mlx-ring";
+pub const NAME: &str = Backend::MlxRing.name();
 
-/// Whether bytes may leave this machine unencrypted, as MLX's wire is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Plaintext {
-    /// Only loopback addresses are used.
-    Refused,
-    /// Somebody asked for it by name.
-    Allowed,
+/// A ring as a wire of [`init`](paceline_comm::init), with one connection between neighbours for
+/// each address of a rank. Its errors are [`JoinError`]s.
+#[derive(Clone, Copy, Debug)]
+pub struct Wire {
+    /// Whether bytes may leave this machine unencrypted; loopback needs no leave.
+    pub plaintext: Plaintext,
+}
+
+impl Provider for Wire {
+    fn backend(&self) -> Backend {
+        Backend::MlxRing
+    }
+
+    fn join(
+        &self,
+        seat: paceline_comm::Seat<'_, Addrs>,
+        deadline: Deadline,
+    ) -> Result<Box<dyn Group>, InitError> {
+        let addrs = seat.addrs.iter().cloned();
+        let hosts: Vec<Vec<SocketAddr>> = addrs.map(Into::into).collect();
+        let listeners = seat.listener.into_sockets();
+        let joined = join_with(listeners, seat.rank, &hosts, self.plaintext, deadline);
+        Ok(Box::new(joined.map_err(InitError::wire)?))
+    }
 }
 
 /// How long a rank that lost a neighbour keeps its other sockets open, so that the neighbours on
@@ -298,7 +318,7 @@ impl MlxRing {
             }
             Collective::AllReduce { mut data, op } if op != Reduce::Prod => {
                 let dtype = data.dtype();
-                self.all_reduce(sides, call, data.bytes_mut(), op, dtype, deadline)
+                data.write(|bytes| self.all_reduce(sides, call, bytes, op, dtype, deadline))
             }
             Collective::AllGather {
                 input,
@@ -306,12 +326,13 @@ impl MlxRing {
                 counts,
             } if is_even(counts) => {
                 let bytes = counts.max() * output.dtype().bytes();
-                let output = output.bytes_mut();
-                if let Some(input) = input {
-                    output[self.seat.rank * bytes..][..bytes].copy_from_slice(input.bytes());
-                }
                 let courses = self.seat.all_gather(bytes);
-                self.go(sides, call, &courses, output, COPYING, deadline)
+                output.write(|output| {
+                    if let Some(input) = input {
+                        output[self.seat.rank * bytes..][..bytes].copy_from_slice(input.bytes());
+                    }
+                    self.go(sides, call, &courses, output, COPYING, deadline)
+                })
             }
             _ => Err(self.unsupported(call)),
         }
@@ -441,9 +462,8 @@ impl Group for MlxRing {
         let Some(way) = self.seat.way_from(from.0 as usize).filter(|_| tag == 0) else {
             return Err(self.unsupported(call));
         };
-        let bytes = into.bytes_mut();
-        let courses = self.seat.recv(way, bytes.len());
-        self.go(sides, call, &courses, bytes, COPYING, deadline)
+        let courses = self.seat.recv(way, into.bytes().len());
+        into.write(|bytes| self.go(sides, call, &courses, bytes, COPYING, deadline))
     }
 
     fn traffic(&self) -> Traffic {

@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use paceline_base::Rank;
-use paceline_comm::mpi::Session;
 use paceline_comm::{Complex64, Deadline, Element, Error, Group, Reduce, testing};
+use paceline_comm_interop::mpi::Session;
 
 /// A case and the number of ranks that it needs a multiple of.
 type Case = (&'static str, u32, fn(&dyn Group));

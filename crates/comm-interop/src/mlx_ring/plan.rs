@@ -16,7 +16,7 @@
 
 use std::ops::Range;
 
-use crate::Dtype;
+use paceline_comm::Dtype;
 
 /// Bytes that MLX wants each course to have before it opens another: `min_send_size` of `ring.cpp`.
 const COURSE_BYTES_MIN: usize = 262_144;

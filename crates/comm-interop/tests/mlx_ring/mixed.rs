@@ -6,8 +6,8 @@ use std::thread;
 use half::{bf16, f16};
 use paceline_base::Rank;
 use paceline_base::testing::long;
-use paceline_comm::mlx_ring::{self, Plaintext};
-use paceline_comm::{Complex64, Element, Group, Reduce};
+use paceline_comm::{Complex64, Element, Group, Plaintext, Reduce};
+use paceline_comm_interop::mlx_ring;
 
 use super::python::{Hosts, one_ring, patient, python};
 

@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use paceline_base::testing::Stopwatch;
 
 use super::*;
-use crate::{Complex64, Element};
+use paceline_comm::{Complex64, Element};
 
 /// Deadline, in seconds, of what is noticed long before it.
 const FAR: u64 = 90;

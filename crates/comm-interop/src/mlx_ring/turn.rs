@@ -2,8 +2,9 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::locks::lock;
-use crate::{Deadline, deadline};
+use paceline_base::lock;
+use paceline_comm::Deadline;
+use paceline_comm::provider::now;
 
 /// Whose turn it is, and what goes with it: memory for a call.
 #[derive(Debug, Default)]
@@ -31,7 +32,7 @@ impl Turns {
 
     /// Waits for the turn; none if another call holds it until the deadline.
     pub(super) fn take(&self, deadline: Deadline) -> Option<Turn<'_>> {
-        let left = deadline.left(deadline::now());
+        let left = deadline.left(now());
         let waited = self
             .free
             .wait_timeout_while(self.state(), left, |state| state.taken);

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
-use paceline_comm::mlx_ring::{self, MlxRing, Plaintext};
-use paceline_comm::{Deadline, Error, Group};
+use paceline_comm::{Deadline, Error, Group, Plaintext};
+use paceline_comm_interop::mlx_ring::{self, MlxRing};
 
 use super::python::{Hosts, Python, one_ring, patient, python};
 

@@ -15,9 +15,8 @@ use std::time::{Duration, Instant};
 use crate::free::free;
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
-use paceline_comm::mlx_ring::Plaintext;
-use paceline_comm::nccl::{self, JoinError, Libraries, Nccl, OpenError};
-use paceline_comm::{Deadline, Error, Group, Reduce, local};
+use paceline_comm::{Deadline, Error, Group, Plaintext, Reduce, local};
+use paceline_comm_interop::nccl::{self, JoinError, Libraries, Nccl, OpenError};
 use tempfile::TempDir;
 
 fn soon() -> Deadline {

@@ -6,7 +6,8 @@
 use std::net::{SocketAddr, TcpStream};
 
 use paceline_base::Rank;
-use paceline_comm::mlx_ring::{self, Plaintext};
+use paceline_comm::Plaintext;
+use paceline_comm_interop::mlx_ring;
 
 use super::python::{Hosts, one_ring, patient, python};
 use super::serve;

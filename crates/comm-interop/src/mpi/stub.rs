@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::StartError;
-use crate::Group;
+use paceline_comm::Group;
 
 /// MPI, started. There is none in this build.
 #[derive(Debug)]

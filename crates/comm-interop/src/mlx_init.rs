@@ -16,11 +16,11 @@ use std::str::FromStr;
 
 use paceline_base::Rank;
 
-use crate::init::{allowed, alone};
-use crate::mlx_ring::{self, Plaintext};
+use paceline_comm::rdma::{self, RdmaError, Settings, Verbs};
+use paceline_comm::{Deadline, Group, Plaintext, Strict, local};
+
 use crate::nccl::{self, Libraries};
-use crate::rdma::{self, RdmaError, Settings, Verbs};
-use crate::{Deadline, Group, Strict, mpi};
+use crate::{mlx_ring, mpi};
 
 /// MLX's backends, by its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -143,6 +143,15 @@ pub fn init_mlx(
     }
 }
 
+fn alone() -> Box<dyn Group> {
+    Box::new(local::ranks(1).remove(0))
+}
+
+/// Whether somebody said so.
+fn allowed(plaintext: Plaintext) -> Option<()> {
+    (plaintext == Plaintext::Allowed).then_some(())
+}
+
 /// The first that is configured and not a group of one.
 fn any(place: &MlxPlace<'_>, deadline: Deadline) -> Result<Box<dyn Group>, MlxError> {
     let is_configured = |backend: &MlxBackend| match backend {
@@ -203,7 +212,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::Reduce;
+    use paceline_comm::Reduce;
 
     const NOTHING: MlxPlace<'static> = MlxPlace {
         rank: None,

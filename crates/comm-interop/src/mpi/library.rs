@@ -11,16 +11,14 @@ use std::time::Duration;
 use ::mpi::environment::Universe;
 use ::mpi::ffi::{self, MPI_Comm, MPI_Request, MPI_Status};
 use ::mpi::{Threading, initialize_with_threading};
-use paceline_base::{Bytes, Rank};
+use paceline_base::{Bytes, Rank, lock};
 
 use super::ops::{Ops, datatype};
 use super::{NAME, StartError};
-use crate::locks::lock;
-use crate::split::members;
-use crate::transport::{Patience, Pause};
-use crate::{
+use paceline_comm::provider::{Patience, Pause, members, now};
+use paceline_comm::{
     Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, MESSAGES_HELD,
-    Traffic, Tuning, deadline, local,
+    Traffic, Tuning, local,
 };
 
 /// Where the data of an empty buffer is. Rust's empty slices begin at small numbers, and 1 is Open
@@ -243,9 +241,11 @@ impl Mpi {
                     datatype(data.dtype()),
                     self.session.ops.get(op, data.dtype()),
                 );
-                let (from, to) = (start(&input), start_mut(data.bytes_mut()));
-                // SAFETY: both have `count` elements of the type, and do not overlap.
-                let code = unsafe { ffi::MPI_Allreduce(from, to, count, of, op, self.handle.0) };
+                let code = data.write(|bytes| {
+                    let (from, to) = (start(&input), start_mut(bytes));
+                    // SAFETY: both have `count` elements of the type, and do not overlap.
+                    unsafe { ffi::MPI_Allreduce(from, to, count, of, op, self.handle.0) }
+                });
                 self.done(call, code)
             }
             Collective::ReduceScatter {
@@ -259,13 +259,13 @@ impl Mpi {
                     datatype(input.dtype()),
                     self.session.ops.get(op, input.dtype()),
                 );
-                let from = start(input.bytes());
-                let to = start_mut(output.bytes_mut());
-                let lengths = lengths.as_ptr();
-                // SAFETY: `input` has as many elements as all counts together, `output` as many
-                // as this rank's: `Call::of` has checked that.
-                let code =
-                    unsafe { ffi::MPI_Reduce_scatter(from, to, lengths, of, op, self.handle.0) };
+                let code = output.write(|bytes| {
+                    let (from, to) = (start(input.bytes()), start_mut(bytes));
+                    let lengths = lengths.as_ptr();
+                    // SAFETY: `input` has as many elements as all counts together, `output` as many
+                    // as this rank's: `Call::of` has checked that.
+                    unsafe { ffi::MPI_Reduce_scatter(from, to, lengths, of, op, self.handle.0) }
+                });
                 self.done(call, code)
             }
             Collective::AllToAll {
@@ -277,9 +277,10 @@ impl Mpi {
             Collective::Broadcast { mut data, root } => {
                 let (count, of) = (self.count(call, data.len())?, datatype(data.dtype()));
                 let root = self.count(call, root.0 as usize)?;
-                let to = start_mut(data.bytes_mut());
-                // SAFETY: `data` has `count` elements of the type.
-                let code = unsafe { ffi::MPI_Bcast(to, count, of, root, self.handle.0) };
+                let code = data.write(|bytes| {
+                    // SAFETY: `data` has `count` elements of the type.
+                    unsafe { ffi::MPI_Bcast(start_mut(bytes), count, of, root, self.handle.0) }
+                });
                 self.done(call, code)
             }
         }
@@ -302,21 +303,22 @@ impl Mpi {
                 output.bytes()[start..start + counts.of(own) * bytes].to_vec()
             }
         };
-        let to = start_mut(output.bytes_mut());
-        // SAFETY: `input` has this rank's count of elements, `output` all of them: `Call::of` has
-        // checked that.
-        let code = unsafe {
-            ffi::MPI_Allgatherv(
-                start(&input),
-                lengths[own],
-                of,
-                to,
-                lengths.as_ptr(),
-                starts.as_ptr(),
-                of,
-                self.handle.0,
-            )
-        };
+        let code = output.write(|to| {
+            // SAFETY: `input` has this rank's count of elements, `output` all of them: `Call::of`
+            // has checked that.
+            unsafe {
+                ffi::MPI_Allgatherv(
+                    start(&input),
+                    lengths[own],
+                    of,
+                    start_mut(to),
+                    lengths.as_ptr(),
+                    starts.as_ptr(),
+                    of,
+                    self.handle.0,
+                )
+            }
+        });
         self.done(call, code)
     }
 
@@ -331,20 +333,23 @@ impl Mpi {
         let [send_counts, send_starts] = self.counts(call, sends)?;
         let [receive_counts, receive_starts] = self.counts(call, receives)?;
         let of = datatype(input.dtype());
-        // SAFETY: both have as many elements as their counts together: `Call::of` has checked that.
-        let code = unsafe {
-            ffi::MPI_Alltoallv(
-                start(input.bytes()),
-                send_counts.as_ptr(),
-                send_starts.as_ptr(),
-                of,
-                start_mut(output.bytes_mut()),
-                receive_counts.as_ptr(),
-                receive_starts.as_ptr(),
-                of,
-                self.handle.0,
-            )
-        };
+        let code = output.write(|to| {
+            // SAFETY: both have as many elements as their counts together: `Call::of` has checked
+            // that.
+            unsafe {
+                ffi::MPI_Alltoallv(
+                    start(input.bytes()),
+                    send_counts.as_ptr(),
+                    send_starts.as_ptr(),
+                    of,
+                    start_mut(to),
+                    receive_counts.as_ptr(),
+                    receive_starts.as_ptr(),
+                    of,
+                    self.handle.0,
+                )
+            }
+        });
         self.done(call, code)
     }
 
@@ -440,7 +445,7 @@ impl Group for Mpi {
         let peer = self.count(call, to.0 as usize)?;
         let mut looks = 0;
         while self.held(to) >= MESSAGES_HELD {
-            if deadline.left(deadline::now()).is_zero() {
+            if deadline.left(now()).is_zero() {
                 return Err(self.fail(Error::Timeout { call, rank: to }));
             }
             looks += 1;
@@ -497,7 +502,7 @@ impl Group for Mpi {
             if found != 0 {
                 break;
             }
-            if deadline.left(deadline::now()).is_zero() {
+            if deadline.left(now()).is_zero() {
                 return Err(self.fail(Error::Timeout { call, rank: from }));
             }
             self.held(from);
@@ -525,17 +530,18 @@ impl Group for Mpi {
                 got,
             }));
         }
-        let to = start_mut(into.bytes_mut());
-        // SAFETY: `into` has `count` elements, and the message was found and not yet received.
-        let code = unsafe {
-            ffi::MPI_Mrecv(
-                to,
-                count,
-                of,
-                message.as_mut_ptr(),
-                ptr::from_mut(&mut status).cast(),
-            )
-        };
+        let code = into.write(|to| {
+            // SAFETY: `into` has `count` elements, and the message was found and not yet received.
+            unsafe {
+                ffi::MPI_Mrecv(
+                    start_mut(to),
+                    count,
+                    of,
+                    message.as_mut_ptr(),
+                    ptr::from_mut(&mut status).cast(),
+                )
+            }
+        });
         self.done(call, code)?;
         self.received
             .fetch_add(into.bytes().len() as u64, Ordering::Relaxed);

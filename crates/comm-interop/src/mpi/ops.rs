@@ -11,8 +11,8 @@ use std::slice;
 
 use mpi::ffi::{self, MPI_Datatype, MPI_Op, MPI_User_function};
 
-use crate::reduce::{Side, fold};
-use crate::{Dtype, Reduce};
+use paceline_comm::provider::{Side, fold};
+use paceline_comm::{Dtype, Reduce};
 
 /// The type under which elements of `dtype` travel: of their size, and their own if MPI reduces it.
 pub(super) fn datatype(dtype: Dtype) -> MPI_Datatype {

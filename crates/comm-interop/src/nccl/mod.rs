@@ -26,21 +26,20 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use paceline_base::{Bytes, Rank};
+use paceline_base::{Bytes, Rank, lock};
 
 use self::device::{Buffer, Device, Stream};
 pub use self::table::{Libraries, OpenError};
 use self::table::{Opaque, UniqueId, done};
-use crate::locks::lock;
-use crate::mlx_ring::Plaintext;
-use crate::split::members;
-use crate::{
-    Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, Reduce, Traffic,
-    Tuning, deadline,
+use paceline_comm::provider::{Provider, allowed, members, now};
+use paceline_comm::tcp::{self, Addrs};
+use paceline_comm::{
+    Backend, Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, InitError,
+    Kind, Plaintext, Reduce, Traffic, Tuning,
 };
 
 /// What errors call this backend.
-pub const NAME: &str = "nccl";
+pub const NAME: &str = Backend::Nccl.name();
 
 /// Between looks at a stream, once yielding has not helped.
 const NAP: Duration = Duration::from_micros(50);
@@ -85,6 +84,40 @@ pub struct Seat {
     pub size: u32,
     /// Where rank 0 hands out the id: MLX's `NCCL_HOST_IP` and `NCCL_PORT`.
     pub addr: SocketAddr,
+}
+
+/// GPUs as a wire of [`init`](paceline_comm::init), whose ranks meet by TCP. Its errors are
+/// [`JoinError`]s.
+#[derive(Clone, Debug)]
+pub struct Wire {
+    /// Where NCCL is.
+    pub libraries: Libraries,
+    /// Whether bytes may leave this machine unencrypted.
+    pub plaintext: Plaintext,
+}
+
+impl Provider for Wire {
+    fn backend(&self) -> Backend {
+        Backend::Nccl
+    }
+
+    fn join(
+        &self,
+        seat: paceline_comm::Seat<'_, Addrs>,
+        deadline: Deadline,
+    ) -> Result<Box<dyn Group>, InitError> {
+        allowed(self.backend(), self.plaintext)?;
+        let paceline_comm::Seat {
+            listener,
+            rank,
+            addrs,
+            id,
+            config,
+        } = seat;
+        let meeting = tcp::join_with(listener, rank, addrs, id, config, deadline)?;
+        let joined = join(&meeting, &self.libraries, self.plaintext, deadline);
+        Ok(Box::new(joined.map_err(InitError::wire)?))
+    }
 }
 
 /// One rank of a group of GPUs. Dropping it ends the group for the others.
@@ -210,7 +243,7 @@ impl Nccl {
             // Nobody listens any more if the deadline has passed.
             let _ = tell.send(start_comm(&starter, rank, size, id));
         });
-        let comm = hear.recv_timeout(deadline.left(deadline::now()));
+        let comm = hear.recv_timeout(deadline.left(now()));
         let comm = comm.map_err(|_| JoinError::Late)??;
         device.enter()?;
         let state = State {
@@ -333,7 +366,7 @@ impl Nccl {
                 done("ncclCommGetAsyncError", asked)?;
             }
             done("an operation of nccl", code)?;
-            if deadline.left(deadline::now()).is_zero() {
+            if deadline.left(now()).is_zero() {
                 return Ok(false);
             }
             match looks {
@@ -359,8 +392,10 @@ impl Nccl {
             Collective::AllReduce { mut data, op } => {
                 let kind = self.reduction(call, data.dtype(), op)?;
                 let (input, len) = (data.bytes().to_vec(), data.len());
-                let to = (data.bytes_mut(), input.len(), 0);
-                self.go(call, &input, to, |on| on.reduce(len, kind), by)
+                data.write(|to| {
+                    let to = (to, input.len(), 0);
+                    self.go(call, &input, to, |on| on.reduce(len, kind), by)
+                })
             }
             Collective::ReduceScatter {
                 input,
@@ -371,8 +406,10 @@ impl Nccl {
             Collective::Broadcast { mut data, root } => {
                 let input = data.bytes().to_vec();
                 let (bytes, root) = (input.len(), root.0.cast_signed());
-                let to = (data.bytes_mut(), bytes, 0);
-                self.go(call, &input, to, |on| on.broadcast(bytes, root), by)
+                data.write(|to| {
+                    let to = (to, bytes, 0);
+                    self.go(call, &input, to, |on| on.broadcast(bytes, root), by)
+                })
             }
             Collective::AllGather {
                 input,
@@ -394,8 +431,7 @@ impl Nccl {
                         |from| place(receives, from, each),
                     )
                 };
-                let to = (output.bytes_mut(), bytes, 0);
-                self.go(call, input.bytes(), to, work, by)
+                output.write(|to| self.go(call, input.bytes(), (to, bytes, 0), work, by))
             }
         }
     }
@@ -413,8 +449,7 @@ impl Nccl {
         let kind = self.reduction(call, input.dtype(), op)?;
         let (len, bytes) = (input.len(), input.bytes().len());
         let (offset, own) = place(counts, self.rank.0 as usize, input.dtype().bytes());
-        let output = output.bytes_mut();
-        match counts {
+        output.write(|output| match counts {
             Counts::Even(part) => {
                 let to = (output, own, 0);
                 self.go(call, input.bytes(), to, |on| on.scatter(part, kind), by)
@@ -423,7 +458,7 @@ impl Nccl {
                 let to = (output, bytes, offset);
                 self.go(call, input.bytes(), to, |on| on.reduce(len, kind), by)
             }
-        }
+        })
     }
 
     /// NCCL gathers equal parts only; others are sent from each to each.
@@ -446,7 +481,7 @@ impl Nccl {
             Counts::Each(_) => on.exchange(size, |_| (0, own), |from| place(counts, from, each)),
         };
         let bytes = output.bytes().len();
-        self.go(call, &input, (output.bytes_mut(), bytes, 0), work, by)
+        output.write(|to| self.go(call, &input, (to, bytes, 0), work, by))
     }
 
     /// NCCL's numbers for a type and a reduction of it: `ncclDataType_t` and `ncclRedOp_t`.
