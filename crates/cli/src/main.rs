@@ -9,7 +9,6 @@
 mod adapter;
 mod agent;
 mod bench;
-mod board;
 mod chaos;
 mod compute;
 mod doctor;
