@@ -4,6 +4,7 @@
 //! cluster come from the planner's catalogue. Speeds are predictions of the planner, for one
 //! request with a short prompt, and no model is fetched for them.
 
+use paceline_bench::limits;
 use paceline_cluster::machine;
 use paceline_plan::catalogue::HardwareEntry;
 use paceline_plan::report;
@@ -12,9 +13,8 @@ use paceline_plan::{Calibration, Catalogue, Cluster, Costs, ModelShape, Workload
 use paceline_store::{Catalogue as Names, usual_names};
 use serde_json::{Value, json};
 
-use crate::bench::measured_limits;
 use crate::output::print;
-use crate::plan;
+use crate::{load, plan};
 
 /// A model that could be run.
 struct Candidate {
@@ -60,7 +60,7 @@ pub(crate) fn run(cluster: Option<&str>, as_json: bool) -> anyhow::Result<()> {
 /// This machine as a cluster of one node, measured.
 fn this_machine() -> anyhow::Result<Cluster> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let (read, operations) = measured_limits(threads)?;
+    let (read, operations) = limits::measured(&load::kernels(threads)?)?;
     let memory = machine::available();
     let entry = HardwareEntry {
         kind: "this machine".to_owned(),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::{Bytes, Rank};
+use paceline_bench::model::Subject;
 use paceline_board::served::fingerprint;
 use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, Service};
@@ -426,6 +427,18 @@ impl Deref for Loaded {
 }
 
 impl Loaded {
+    /// What is measured of it.
+    pub(crate) fn subject(&self) -> Subject<'_> {
+        Subject {
+            model: &self.model,
+            tokenizer: &self.tokenizer,
+            classes: &self.classes,
+            kv: self.kv,
+            threads: self.threads,
+            load_time: self.load_time,
+        }
+    }
+
     /// Tells what each node holds, a line each.
     pub(crate) fn tell_split(&self) {
         tell_split(self.config(), self.split(), self.threads, &self.weights());

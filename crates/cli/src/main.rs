@@ -29,7 +29,6 @@ mod log;
 mod mapreduce;
 mod member;
 mod models;
-mod moved;
 mod nodes;
 mod output;
 mod plan;
