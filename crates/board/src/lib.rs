@@ -11,7 +11,9 @@
 //!   without a fleet.
 //! - [`commands`]: what a node does for its dashboard and for programs of its machine.
 //! - [`figures`]: metrics of an instance.
+//! - [`fits`]: which models of the catalogue fit, and how fast.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
+//! - [`member`]: what a node is to its cluster.
 //! - [`screen`]: what a board tells, as a frame of text.
 //! - [`Error`].
 //!
@@ -24,8 +26,10 @@ pub mod commands;
 mod downloads;
 mod error;
 pub mod figures;
+pub mod fits;
 mod links;
 mod local;
+pub mod member;
 mod peers;
 mod removal;
 pub mod screen;
