@@ -78,7 +78,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
     let spec = FleetSpec {
         program: spec.program,
         worker_env: spec.worker_env,
-        find: Box::new(move |name| find(&store, name)),
+        find: Box::new(move |name: &str| find(&store, name)),
         copies: home.root().join("copies"),
         home: home.root().to_owned(),
         kernels: spec.kernels,
