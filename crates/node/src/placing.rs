@@ -74,6 +74,30 @@ pub fn asked(
     Ok(Placement::single(Pipeline { stages }))
 }
 
+/// The ways to cut a model over 1 to `most` nodes with equal shares, each once.
+pub fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
+    let kinds = [SplitKind::Tensor, SplitKind::Pipeline];
+    let grid = SplitKind::Grid {
+        tensor: 2,
+        pipeline: 2,
+    };
+    let all = (1..=most).flat_map(|n| {
+        let grid = (n == 4).then_some(grid);
+        kinds.into_iter().chain(grid).map(move |kind| (n, kind))
+    });
+    let mut ways: Vec<(SplitKind, Split)> = Vec::new();
+    for (nodes, kind) in all {
+        let Ok(split) = Split::plan(config, kind, nodes, &[]) else {
+            continue;
+        };
+        let same = |way: &Split| way.ranks() == nodes && way.to_string() == split.to_string();
+        if !ways.iter().any(|(_, way)| same(way)) {
+            ways.push((kind, split));
+        }
+    }
+    ways
+}
+
 /// A stage on nodes from `first` on.
 fn stage(layers: &Range<usize>, shares: &[u32], first: usize) -> Stage {
     let all: f64 = shares.iter().copied().map(f64::from).sum();

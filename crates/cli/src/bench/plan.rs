@@ -5,13 +5,13 @@ use paceline_bench::plan::{Runs, bars, rows, table};
 use paceline_engine::EngineConfig;
 use paceline_model::{Config, Split, SplitKind};
 use paceline_node::forecast::Probes;
+use paceline_node::placing::ways;
 
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::load;
 use crate::loaded::{Loaded, Opened, SplitArgs, Transport, kernels};
 use crate::output::print;
-use crate::plan::here::ways;
 use crate::pull;
 
 /// Tokens of a prompt.
