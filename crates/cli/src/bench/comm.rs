@@ -439,7 +439,7 @@ fn turns(group: &dyn Group) -> anyhow::Result<()> {
     for line in std::io::stdin().lines() {
         let line = line?;
         let (bytes, calls) = line.split_once(' ').context("a turn is two numbers")?;
-        let asked = (bytes.parse()?, calls.parse()?);
+        let asked: (usize, usize) = (bytes.parse()?, calls.parse()?);
         let median_us = sums(group, asked, deadline())?;
         if group.rank() == Rank(0) {
             output::print(&median_us.to_string())?;
