@@ -176,7 +176,7 @@ pub(crate) fn applied(model: PathBuf, adapter: Option<&Path>) -> anyhow::Result<
 fn fused(model: &Path, adapter: &Path) -> anyhow::Result<PathBuf> {
     let (read, _) = Adapter::read_for(adapter, Some(base_at(model)?))?;
     let mut hash = Sha256::new();
-    let changed = crate::loaded::changed_unix_s(model);
+    let changed = paceline_board::served::changed_unix_s(model);
     let absolute = std::path::absolute(model)?;
     hash.update(format!(
         "{}\0{changed}\0{}\0",

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use paceline_base::KernelClass;
 use paceline_engine::ParamError;
-
-use crate::agent::Program;
+use paceline_serve::agent::Program;
 
 /// Largest prompt that is read from standard input: far above any context, so that a larger input
 /// is a mistake, such as a file of another kind.

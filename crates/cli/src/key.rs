@@ -3,7 +3,7 @@
 use std::time::SystemTime;
 
 use paceline_serve::keys::{KeyInfo, Keys, Role};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::output::{print, tell};
 use crate::{home, join};
@@ -72,7 +72,9 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Api::New { name, admin } => {
             let role = if *admin { Role::Admin } else { Role::User };
-            let (key, info) = make(&mut keys, name, role)?;
+            let now = SystemTime::UNIX_EPOCH.elapsed();
+            let now = now.map_or(0, |since| since.as_secs());
+            let (key, info) = keys.make(name, role, now)?;
             tell(format_args!(
                 "key {} for {name}; it is shown only now:",
                 info.id
@@ -90,35 +92,4 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             Ok(())
         }
     }
-}
-
-/// Makes a key; itself, and what is kept of it.
-fn make(keys: &mut Keys, name: &str, role: Role) -> anyhow::Result<(String, KeyInfo)> {
-    if let Some(folder) = home::api_keys()?.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    let now = SystemTime::UNIX_EPOCH.elapsed();
-    Ok(keys.make(name, role, now.map_or(0, |since| since.as_secs()))?)
-}
-
-/// Runs the dashboard's commands on API keys: `keys`, `new_key`, `revoke_key`.
-///
-/// # Errors
-/// An unusable or full key file, a name that is not allowed, or an unknown id.
-pub(crate) fn manage(command: &str, arguments: &Value) -> anyhow::Result<Value> {
-    let mut keys = Keys::open(&home::api_keys()?)?;
-    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
-    Ok(match command {
-        "new_key" => {
-            let is_admin = arguments["admin"].as_bool().unwrap_or(false);
-            let role = if is_admin { Role::Admin } else { Role::User };
-            let (key, info) = make(&mut keys, text("name"), role)?;
-            json!({ "key": key, "id": info.id })
-        }
-        "revoke_key" => json!({ "id": keys.revoke(text("id"))?.id }),
-        _ => {
-            let all: Vec<&KeyInfo> = keys.list().collect();
-            json!({ "keys": all })
-        }
-    })
 }

@@ -1,28 +1,26 @@
 //! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
 use std::ffi::OsString;
-use std::fmt::Display;
 use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::{Bytes, Rank};
-use paceline_cluster::nodes::placement::Wanted;
+use paceline_bench::model::Subject;
+use paceline_board::served::fingerprint;
 use paceline_comm::Backend;
-use paceline_engine::{EngineConfig, SamplingParams, Service};
+use paceline_engine::{EngineConfig, Service};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::encoder::EncoderConfig;
-use paceline_model::{Config, Shard, Source, Split, SplitKind};
+use paceline_model::{Config, Shard, Split, SplitKind};
 use paceline_node::classes::Classes;
 use paceline_node::crew::{LocalCrew, LocalSpec};
 use paceline_node::forecast::Setting;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared, texts};
-use paceline_serve::{About, Model, default_sampling};
 use paceline_tensor::{Kernels, KvType};
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
@@ -430,6 +428,18 @@ impl Deref for Loaded {
 }
 
 impl Loaded {
+    /// What is measured of it.
+    pub(crate) fn subject(&self) -> Subject<'_> {
+        Subject {
+            model: &self.model,
+            tokenizer: &self.tokenizer,
+            classes: &self.classes,
+            kv: self.kv,
+            threads: self.threads,
+            load_time: self.load_time,
+        }
+    }
+
     /// Tells what each node holds, a line each.
     pub(crate) fn tell_split(&self) {
         tell_split(self.config(), self.split(), self.threads, &self.weights());
@@ -465,119 +475,4 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
     }
     line += &format!(", {weights}");
     line + if shard.leads() { ", leads" } else { "" }
-}
-
-/// Kernel classes, version and identity of the model; no identity where its files cannot be read.
-fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> String {
-    let version = env!("CARGO_PKG_VERSION");
-    match identity {
-        Ok(identity) => format!("{classes}-{version}-{identity}"),
-        Err(_) => format!("{classes}-{version}"),
-    }
-}
-
-/// When a file was changed, in seconds since 1970; 0 if not known.
-pub(crate) fn changed_unix_s(path: &Path) -> u64 {
-    let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
-    let since = changed
-        .ok()
-        .and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-    since.map_or(0, |since| since.as_secs())
-}
-
-/// An instance of the cluster as clients see it, by its model's file on this machine.
-///
-/// # Errors
-/// What is wrong with the file.
-pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
-    let source = load::open(path)?;
-    if EncoderConfig::is_encoder(&source) {
-        let config = EncoderConfig::read(&source).map_err(|error| load::in_model(path, error))?;
-        let names = (wanted.model.clone(), Vec::new());
-        return encoder_served(path, &source, &config, names);
-    }
-    let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
-    let template = texts::template(&source, &template_program()?)
-        .and_then(Result::ok)
-        .map(Arc::new);
-    let context = wanted
-        .context
-        .map_or(config.context, |context| context as usize);
-    Ok(Model {
-        id: wanted.model.clone(),
-        aliases: Vec::new(),
-        created_unix_s: changed_unix_s(path),
-        fingerprint: fingerprint("cpu", paceline_node::identity(&source)),
-        tokenizer: Arc::new(texts::tokenizer(&source)?),
-        template,
-        context,
-        sampling: sampling(path),
-        about: About {
-            architecture: config.family.name().to_owned(),
-            bytes: size(path),
-            ..About::default()
-        },
-    })
-}
-
-/// An encoder as clients see it, by its id and further names.
-///
-/// # Errors
-/// A tokenizer that cannot be used.
-pub(crate) fn encoder_served(
-    path: &Path,
-    source: &Source,
-    config: &EncoderConfig,
-    (id, aliases): (String, Vec<String>),
-) -> anyhow::Result<Model> {
-    Ok(Model {
-        id,
-        aliases,
-        created_unix_s: changed_unix_s(path),
-        fingerprint: format!("cpu-f32-{}", env!("CARGO_PKG_VERSION")),
-        tokenizer: Arc::new(texts::tokenizer(source)?),
-        template: None,
-        context: config.context,
-        sampling: default_sampling(),
-        about: About {
-            architecture: config.family.name().to_owned(),
-            bytes: size(path),
-            ..About::default()
-        },
-    })
-}
-
-/// How tokens are chosen by the model at `path` where a request does not say.
-pub(crate) fn sampling(path: &Path) -> SamplingParams {
-    let file = path.join("generation_config.json");
-    let is_small = |file: &Path| std::fs::metadata(file).is_ok_and(|facts| facts.len() < 1 << 20);
-    let text = is_small(&file).then(|| std::fs::read(&file).ok()).flatten();
-    let config = text.and_then(|text| serde_json::from_slice(&text).ok());
-    paceline_serve::recommended_sampling(&config.unwrap_or_default())
-}
-
-/// Bytes of the file or of the folder's files.
-pub(crate) fn size(path: &Path) -> u64 {
-    let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
-    match std::fs::read_dir(path) {
-        Ok(entries) => entries.flatten().map(|entry| bytes(&entry.path())).sum(),
-        Err(_) => bytes(path),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_folder_says_how_its_tokens_are_chosen() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("generation_config.json");
-        assert_eq!(sampling(folder.path()), default_sampling());
-        std::fs::write(&file, r#"{"temperature": 0.5, "top_k": 20}"#).unwrap();
-        let own = sampling(folder.path());
-        assert_eq!((own.temperature, own.top_k, own.min_p), (0.5, 20, 0.0));
-        std::fs::write(&file, "no JSON").unwrap();
-        assert_eq!(sampling(folder.path()), default_sampling());
-    }
 }

@@ -9,7 +9,6 @@
 mod adapter;
 mod agent;
 mod bench;
-mod board;
 mod chaos;
 mod compute;
 mod doctor;
@@ -30,7 +29,6 @@ mod log;
 mod mapreduce;
 mod member;
 mod models;
-mod moved;
 mod nodes;
 mod output;
 mod plan;

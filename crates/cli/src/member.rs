@@ -1,25 +1,20 @@
 //! This machine's node: started by `paceline up`, asked by the other commands.
 
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread::available_parallelism;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
-use paceline_cluster::machine;
-use paceline_cluster::nodes::agent::{
-    self, Agent, Config, DEFAULT_PORT, Discovery, Facts, KeyFile, local,
-};
+use paceline_board::member::{ApiKeys, facts};
+pub(crate) use paceline_board::member::{cluster, host_name};
+use paceline_cluster::nodes::agent::{self, Agent, Config, DEFAULT_PORT, Discovery, Facts, local};
 use paceline_cluster::nodes::discovery::listen_address;
-use paceline_serve::keys::Keys;
-use paceline_tensor::InstructionSet;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::output::{printable, tell};
 use crate::{home, log, mapreduce};
@@ -181,52 +176,6 @@ pub(crate) fn at_rest() -> anyhow::Result<Config> {
     let mut config = Config::new(&home::folder()?, facts);
     config.discovery = Discovery::Peers;
     Ok(config)
-}
-
-fn facts(name: String, class: KernelClass) -> Facts {
-    let best = InstructionSet::available().pop();
-    Facts {
-        name,
-        build: env!("CARGO_PKG_VERSION").to_owned(),
-        numerics: paceline_node::NUMERICS,
-        memory_bytes: machine::memory().map_or(0, |memory| memory.total.0),
-        cores: available_parallelism().map_or(0, |cores| cores.get() as u32),
-        kernel_class: class.name().to_owned(),
-        instructions: best.map_or("scalar", InstructionSet::name).to_owned(),
-        ..Facts::default()
-    }
-}
-
-/// The name of this machine, without its domain.
-pub(crate) fn host_name() -> String {
-    let file = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
-    let name = file.or_else(|| machine::first_line("hostname", &[]));
-    let name = name.unwrap_or_default();
-    name.trim().split('.').next().unwrap_or_default().to_owned()
-}
-
-/// The file of API keys, as the cluster shares it.
-struct ApiKeys(PathBuf);
-
-impl KeyFile for ApiKeys {
-    fn read(&self) -> io::Result<BTreeMap<String, String>> {
-        let keys = Keys::open(&self.0).map_err(io::Error::other)?;
-        Ok(keys.entries())
-    }
-
-    fn write(&self, entries: &BTreeMap<String, String>) -> io::Result<()> {
-        let mut keys = Keys::open(&self.0).map_err(io::Error::other)?;
-        keys.replace_entries(entries).map_err(io::Error::other)
-    }
-}
-
-/// What `paceline nodes` and the API tell of the cluster.
-pub(crate) fn cluster(agent: &Agent) -> Value {
-    json!({
-        "cluster": agent.cluster(),
-        "nodes": agent.nodes_and_ways(),
-        "problems": agent.problems(),
-    })
 }
 
 /// Asks the node of this home.

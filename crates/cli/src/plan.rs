@@ -2,7 +2,7 @@
 
 mod error;
 mod facts;
-pub(crate) mod here;
+mod here;
 mod train;
 mod validate;
 

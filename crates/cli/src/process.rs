@@ -5,34 +5,16 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use paceline_cluster::machine::own_status;
+pub(crate) use paceline_cluster::machine::peak_memory_bytes;
 use paceline_node::crew::for_workers;
 use paceline_node::interpreter::Program;
 use tempfile::TempDir;
 
-/// A line of Linux's `/proc/self/status` without its name; `None` on other systems.
-fn status(name: &str) -> Option<String> {
-    let text = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    Some(line.strip_prefix(':')?.trim().to_owned())
-}
-
-/// The most memory that was in use at a time, file pages that were looked at included; `None`
-/// where the system does not say.
-pub(crate) fn peak_memory_bytes() -> Option<u64> {
-    let kib: u64 = status("VmHWM")?.strip_suffix(" kB")?.parse().ok()?;
-    Some(kib << 10)
-}
-
-/// Memory in use now, file pages included; `None` where the system does not say.
-pub(crate) fn memory_bytes() -> Option<u64> {
-    let kib: u64 = status("VmRSS")?.strip_suffix(" kB")?.parse().ok()?;
-    Some(kib << 10)
-}
-
 /// Whether the parent wants a signal ignored, as `nohup` does; `false` where the system does not
 /// say.
 pub(crate) fn ignores(signal: c_int) -> bool {
-    let mask = status("SigIgn").and_then(|mask| u64::from_str_radix(&mask, 16).ok());
+    let mask = own_status("SigIgn").and_then(|mask| u64::from_str_radix(&mask, 16).ok());
     mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 

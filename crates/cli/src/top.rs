@@ -8,19 +8,17 @@
 //! The frame uses bold and reversed text and no colour, so it reads the same on every terminal and
 //! over ssh. A thread asks the node, so keys are answered while the node is slow.
 
-mod draw;
-
 use std::io::IsTerminal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::Context;
+use paceline_board::screen::{self, View};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use serde_json::{Value, json};
 
 use crate::output::print;
 use crate::{agent, member};
-use draw::View;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -64,7 +62,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.once || !std::io::stdout().is_terminal() {
         let size = ratatui::crossterm::terminal::size().ok();
         let size = size.filter(|_| std::io::stdout().is_terminal());
-        return print(&draw::plain(&mut view, size.unwrap_or(PLAIN)));
+        return print(&screen::plain(&mut view, size.unwrap_or(PLAIN)));
     }
     let (sender, heard) = sync_channel(1);
     let url = args.url.clone();
@@ -86,7 +84,7 @@ fn show(
     heard: &Receiver<Result<Value, String>>,
 ) -> anyhow::Result<()> {
     loop {
-        let drawn = terminal.draw(|frame| draw::frame(view, frame));
+        let drawn = terminal.draw(|frame| screen::frame(view, frame));
         drawn.context("cannot draw on the terminal")?;
         if event::poll(KEY_WAIT).context("cannot read keys")? {
             match event::read().context("cannot read keys")? {

@@ -4,47 +4,40 @@ mod encoder;
 mod several;
 mod wire;
 
-use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::{Bytes, KernelClass, lock};
+use paceline_base::{Bytes, KernelClass};
+use paceline_board::commands::{self, WAITING_MAX};
+use paceline_board::{Board, Local, Watch, figures, remover, served};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Guesses, Pace, Service, State};
-use paceline_model::{Config, ExpertUses};
+use paceline_engine::{EngineConfig, Pace, Service};
+use paceline_model::Config;
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
-use paceline_node::trace::Stages;
-use paceline_node::{DRAFTS, Instance, Observer, Portrait};
+use paceline_node::{DRAFTS, Instance, Observer};
 use paceline_serve::tls::Wire;
-use paceline_serve::{
-    About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Removal, Remover, Server,
-    Status,
-};
-use paceline_store::{
-    Cancel, EntryName, Error as StoreError, Home, Resolved, find_for_removal, resolve,
-};
-use serde_json::{Value, json};
+use paceline_serve::{About, Access, Clock, DEFAULT_PORT, Facts, Handle, Model, Server, Status};
+use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
+use serde_json::json;
 
 use crate::adapter;
-use crate::board::Board;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
-use crate::instances;
 use crate::interrupt::Signals;
 use crate::loaded::{self, Loading, Opened, SplitArgs, tell_split};
 use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
-use crate::process::{self, peak_memory_bytes};
-use crate::pull;
+use crate::process::{self, own_program, template_program, worker_env};
+use crate::{pull, train};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -74,10 +67,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Longest wait for what an instance's ranks have sent: they answer between two messages, and the
 /// dashboard that asks is to stay quick when one is gone.
 const COUNT_LIMIT: Duration = Duration::from_millis(250);
-
-/// Requests that wait for a place before further ones are refused as busy: one of every
-/// connection that the server has room for by default, choices of one request not counted twice.
-pub(crate) const WAITING_MAX: usize = 512;
 
 /// Arguments of `paceline up`.
 #[derive(Clone, Debug, clap::Args)]
@@ -272,14 +261,14 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     node.0.set_api(server.addresses().to_vec());
     tell_urls(&server.urls());
     tell_node(&node);
-    let fleet = instances::start((&node.0, &args.node), doors)?;
-    show_fleet(&board, &node.0, &fleet);
-    let _watching = board.watch(args.events.as_deref())?;
+    let fleet = commands::start(&node.0, args.node_spec()?, &doors)?;
+    show_fleet(&board, &node.0, &fleet)?;
+    let _watching = board.watch(args.watch()?)?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             wait(cancel);
-            if let Err(reason) = instances::leave(&fleet, &mut || {}) {
+            if let Err(reason) = commands::leave(&fleet, &mut || {}) {
                 tell(format_args!("warning: {reason}"));
             }
             handle.shutdown();
@@ -290,7 +279,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
 }
 
 /// Has the dashboard show and manage what is loaded over the cluster.
-fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
+fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) -> anyhow::Result<()> {
     board.set_agent(agent);
     let own = Arc::downgrade(fleet);
     board.set_instances(Box::new(move || {
@@ -310,10 +299,12 @@ fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
         fleet.map_or_else(Vec::new, |fleet| fleet.exchanged(COUNT_LIMIT))
     }));
     let (own, agent) = (Arc::downgrade(fleet), agent.clone());
+    let (home, keys) = (home::home()?, home::api_keys()?);
     board.set_manage(Box::new(move |command, arguments| {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
-        instances::manage((&agent, &fleet), command, arguments)
+        commands::manage((&agent, &fleet), (&home, &keys), command, arguments)
     }));
+    Ok(())
 }
 
 /// An adapter, and the name that it answers by.
@@ -343,79 +334,6 @@ impl Tuned {
         let stem = self.path.file_stem().unwrap_or_default();
         let name = self.name.clone();
         name.unwrap_or_else(|| stem.to_string_lossy().into_owned())
-    }
-}
-
-/// The models that this process has workers for, as its dashboard shows them. Clones are the same.
-#[derive(Clone, Default)]
-struct Shown(Arc<Mutex<Vec<Local>>>);
-
-/// A model of this process.
-struct Local {
-    id: String,
-    model: String,
-    instance: Weak<Instance>,
-    nodes: u32,
-}
-
-impl Shown {
-    /// Shows none yet.
-    fn on(board: &Board) -> Self {
-        let shown = Self::default();
-        let own = shown.clone();
-        board.set_instances(Box::new(move || own.told()));
-        let own = shown.clone();
-        board.set_stages(Box::new(move |id| own.stages(id)));
-        shown
-    }
-
-    /// Looks at where the time of a model's workers goes.
-    fn stages(&self, id: &str) -> Result<Value, String> {
-        let all = lock(&self.0);
-        let found = all.iter().find(|local| local.id == id);
-        let instance = found.and_then(|local| local.instance.upgrade());
-        drop(all);
-        let instance = instance.ok_or_else(|| format!("no instance of {id:?} is here"))?;
-        Stages::look(&instance).map(|stages| json!(stages))
-    }
-
-    fn told(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {
-        lock(&self.0).iter().filter_map(Local::told).unzip()
-    }
-
-    /// Shows a model from now on, as long as its instance is there.
-    fn add(&self, model: &str, instance: &Arc<Instance>, nodes: u32) {
-        let mut all = lock(&self.0);
-        let id = match all.len() {
-            0 => "local".to_owned(),
-            n => format!("local-{}", n + 1),
-        };
-        all.push(Local {
-            id,
-            model: model.to_owned(),
-            instance: Arc::downgrade(instance),
-            nodes,
-        });
-    }
-}
-
-impl Local {
-    /// Its line on the dashboard, and how it computes.
-    fn told(&self) -> Option<(Value, (String, Portrait))> {
-        let instance = self.instance.upgrade()?;
-        let (state, reason) = match instance.status().state {
-            State::Loading => ("loading", None),
-            State::Ready => ("ready", None),
-            State::Recovering(reason) => ("recovering", Some(reason)),
-            State::Failed(reason) => ("failed", Some(reason)),
-        };
-        let workers = (0..self.nodes).map(|rank| format!("worker {rank}"));
-        let view = json!({
-            "id": self.id, "model": self.model, "state": state, "reason": reason,
-            "nodes": workers.collect::<Vec<_>>(), "epoch": instance.epoch(),
-            "split": instance.split().to_string(),
-        });
-        Some((view, (self.id.clone(), instance.portrait())))
     }
 }
 
@@ -473,9 +391,9 @@ fn serve(
     let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
-    let facts = Facts(Arc::new(move || facts(&measured, nodes)));
+    let facts = Facts(Arc::new(move || figures::facts(&measured, nodes)));
     let (config, board) = args.set_up(facts, false)?;
-    Shown::on(&board).add(&model.id, &instance, nodes);
+    Local::on(&board).add(&model.id, &instance, nodes);
     let server = match beside {
         None => Server::bind(config, model, service)?,
         Some(beside) => Server::bind_all(config, vec![(model, service), beside])?,
@@ -486,7 +404,7 @@ fn serve(
         node.0.set_api(server.addresses().to_vec());
         board.set_agent(&node.0);
     }
-    let _watching = board.watch(args.events.as_deref())?;
+    let _watching = board.watch(args.watch()?)?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         let watch = || watch(&opened, &instance, &urls, &handle, cancel);
@@ -507,7 +425,7 @@ fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> 
         node.0.set_api(server.addresses().to_vec());
         board.set_agent(&node.0);
     }
-    let _watching = board.watch(args.events.as_deref())?;
+    let _watching = board.watch(args.watch()?)?;
     tell_urls(&server.urls());
     let handle = server.handle();
     std::thread::scope(|scope| {
@@ -741,6 +659,32 @@ impl Args {
         }
     }
 
+    /// What the board writes.
+    fn watch(&self) -> anyhow::Result<Watch> {
+        Ok(Watch {
+            events: self.events.clone(),
+            home: home::home()?,
+            tell: Arc::new(|line| tell(line)),
+        })
+    }
+
+    /// What the node runs models of the cluster with.
+    fn node_spec(&self) -> anyhow::Result<commands::Spec> {
+        let program = own_program().context("cannot find this program's own file")?;
+        let train_program = program.clone();
+        Ok(commands::Spec {
+            home: home::home()?,
+            program: (program, self.node.worker_args()),
+            worker_env: worker_env(),
+            worker_folders: self.node.worker_folders()?,
+            templates: template_program()?,
+            kernels: Box::new(loaded::kernels),
+            interface: self.node.data_interface().map(str::to_owned),
+            start_far: Box::new(move || train::start_far(&train_program)),
+            tell: Arc::new(|line| tell(line)),
+        })
+    }
+
     /// The model as clients see it.
     fn served(&self, opened: &mut Opened, path: &Path) -> Model {
         let template = match opened.template.take() {
@@ -757,15 +701,15 @@ impl Args {
         Model {
             id,
             aliases,
-            created_unix_s: loaded::changed_unix_s(path),
+            created_unix_s: served::changed_unix_s(path),
             fingerprint: opened.fingerprint(),
             tokenizer: Arc::clone(&opened.tokenizer),
             template,
             context: opened.engine().context,
-            sampling: loaded::sampling(path),
+            sampling: served::sampling(path),
             about: About {
                 architecture: opened.config().family.name().to_owned(),
-                bytes: loaded::size(path),
+                bytes: served::size(path),
                 parameters: 0,
                 quantization: String::new(),
             },
@@ -783,7 +727,7 @@ impl Args {
         manages: bool,
     ) -> anyhow::Result<(paceline_serve::Config, Board)> {
         let mut config = self.config(facts)?;
-        let board = Board::new(config.live.clone());
+        let board = Board::new(config.live.clone(), Arc::new(downloads));
         let (own, others) = (board.clone(), config.facts);
         config.facts = Facts(Arc::new(move || {
             let mut facts = (others.0)();
@@ -819,7 +763,10 @@ impl Args {
             open_to_network: self.no_keys,
         };
         config.is_lenient = self.lenient;
-        config.remover = self.allow_delete.then(remover).transpose()?;
+        config.remover = match self.allow_delete {
+            true => Some(remover(home::home()?)),
+            false => None,
+        };
         config.puller = self.allow_pull.then(pull::for_clients).transpose()?;
         config.times.request = Duration::from_secs(self.request_timeout);
         config.facts = facts;
@@ -833,166 +780,8 @@ impl Args {
     }
 }
 
-/// Removes models from the store, by their names there: clients name no paths.
-fn remover() -> anyhow::Result<Remover> {
-    let home = home::home()?;
-    let remove = move |name: &str, served: &[String]| {
-        if Path::new(name).exists() {
-            return Ok(Removal::NotKept);
-        }
-        if is_served(&home, name, served) {
-            return Ok(Removal::InUse);
-        }
-        match paceline_store::remove(&home, name) {
-            Ok(_) => Ok(Removal::Done),
-            Err(StoreError::NotInStore { .. }) => Ok(Removal::NotKept),
-            Err(error) => Err(error.to_string()),
-        }
-    };
-    Ok(Remover(Arc::new(remove)))
-}
-
-/// Whether `name` means the stored model that one of the names in `served` means. A model has
-/// several names: its alias, its usual name, its hub id, and a path.
-fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
-    let Ok(own) = find_for_removal(home, name) else {
-        return false;
-    };
-    served
-        .iter()
-        .any(|other| stored(home, other).as_ref() == Some(&own))
-}
-
-/// The stored model that a server was given as `spec`.
-fn stored(home: &Home, spec: &str) -> Option<EntryName> {
-    let loaded = match resolve(home, spec) {
-        Ok(Resolved::Path(found)) => found.name,
-        _ => None,
-    };
-    // A path into the store is found as a path only.
-    loaded.or_else(|| find_for_removal(home, spec).ok())
-}
-
-/// What `/metrics` tells of the processes.
-fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
-    let mut facts = vec![
-        Fact {
-            name: "nodes",
-            help: "Nodes that compute the model together",
-            labels: String::new(),
-            value: f64::from(nodes),
-        },
-        Fact {
-            name: "worker_restarts",
-            help: "Times that the workers were started again after one failed",
-            labels: String::new(),
-            value: instance.restarts() as f64,
-        },
-    ];
-    facts.push(Fact {
-        name: "split_changes",
-        help: "Times that the split was changed because another one was faster, or was to be",
-        labels: String::new(),
-        value: f64::from(instance.n_changes()),
-    });
-    let (predicted, measured) = (instance.predicted(), instance.measured());
-    for (known, name, help) in [
-        (
-            predicted,
-            "decode_tok_s_predicted",
-            "Tokens a second of an answer alone, as predicted",
-        ),
-        (
-            measured,
-            "decode_tok_s_measured",
-            "Tokens a second of the last answers that were alone",
-        ),
-    ] {
-        facts.extend(known.map(|value| Fact {
-            name,
-            help,
-            labels: String::new(),
-            value,
-        }));
-    }
-    let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
-    let sent = instance
-        .moved()
-        .map(|moved| ("wire_sent_bytes", moved.sent.0));
-    let help = [
-        "Most memory that the node's own process has had",
-        "Bytes that the workers have sent to one another since they started",
-    ];
-    for (known, help) in [memory, sent].into_iter().zip(help) {
-        facts.extend(known.map(|(name, value)| Fact {
-            name,
-            help,
-            labels: String::new(),
-            value: value as f64,
-        }));
-    }
-    facts.extend(guesses(instance.guesses()));
-    facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
-    facts
-}
-
-/// How many guesses steps checked, and how many of them were right.
-fn guesses(guesses: Guesses) -> [Fact; 2] {
-    let fact = |name, help, value: u64| Fact {
-        name,
-        help,
-        labels: String::new(),
-        value: value as f64,
-    };
-    [
-        fact(
-            "guesses_checked",
-            "Guessed tokens that steps checked since the workers started last",
-            guesses.checked,
-        ),
-        fact(
-            "guesses_right",
-            "Guessed tokens that became tokens of answers since the workers started last",
-            guesses.right,
-        ),
-    ]
-}
-
-/// How often each expert of a layer was chosen.
-fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
-    let of = |(expert, rows): (usize, &u64)| Fact {
-        name: "expert_rows",
-        help: "Rows that chose the expert of the layer since the weights were loaded",
-        labels: format!("layer=\"{}\",expert=\"{expert}\"", uses.layer),
-        value: *rows as f64,
-    };
-    uses.rows.iter().enumerate().map(of)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_served_file_is_known_under_its_other_names() {
-        let dir = tempfile::tempdir().unwrap();
-        let home = Home::new(dir.path());
-        for name in ["one", "two"] {
-            let folder = home.models_dir().join(name);
-            std::fs::create_dir_all(&folder).unwrap();
-            std::fs::write(folder.join("m.gguf"), b"GGUFdata").unwrap();
-        }
-        let path = home.models_dir().join("one/m.gguf");
-        let path = path.to_string_lossy().into_owned();
-        for (served, expected) in [
-            ("one", true),
-            (path.as_str(), true),
-            ("two", false),
-            ("x", false),
-        ] {
-            let served = ["mine".to_owned(), served.to_owned()];
-            assert_eq!(is_served(&home, "one", &served), expected, "{served:?}");
-        }
-        assert!(!is_served(&home, "three", &["three".to_owned()]));
-    }
+/// Where the dashboard's downloads come from.
+fn downloads() -> Result<(Home, PullOptions), String> {
+    let settings = home::Settings::from_env().map_err(|error| format!("{error:#}"))?;
+    Ok((settings.home, settings.options))
 }

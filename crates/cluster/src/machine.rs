@@ -65,6 +65,27 @@ pub fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
     Some(line.to_owned())
 }
 
+/// A line of Linux's `/proc/self/status` without its name; `None` on other systems.
+pub fn own_status(name: &str) -> Option<String> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    Some(line.strip_prefix(':')?.trim().to_owned())
+}
+
+/// The most memory that this process had in use at a time, file pages that were looked at included;
+/// `None` where the system does not say.
+pub fn peak_memory_bytes() -> Option<u64> {
+    let kib: u64 = own_status("VmHWM")?.strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// Memory that this process has in use now, file pages included; `None` where the system does not
+/// say.
+pub fn memory_bytes() -> Option<u64> {
+    let kib: u64 = own_status("VmRSS")?.strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
+}
+
 /// Main memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {

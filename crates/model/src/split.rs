@@ -24,8 +24,11 @@
 //! most 3 ranks, of which 2 would carry 6 and 3 query heads. Replication costs one head's keys
 //! and values (computed and cached twice) for each such cut and balances to one query head.
 //!
-//! Shares are rounded at each cut, so no rank is off by more than a leaf.
+//! **Shares are rounded once**, where a split is made, at each cut, so no rank is off by more than a
+//! leaf. From then on the split has whole numbers of leaves: a worker that is sent one checks that
+//! they are those of its model, and rounds nothing.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -165,6 +168,14 @@ pub enum Error {
         /// Where the cut is.
         layer: usize,
     },
+    /// A stage does not say which of its ranks has which leaves of a sum.
+    #[error("a stage of {ranks} ranks does not deal {leaves} leaves to all of them")]
+    Leaves {
+        /// Leaves of the sum, or blocks of rows.
+        leaves: usize,
+        /// Ranks of the stage.
+        ranks: usize,
+    },
     /// A rank of a tensor split is left without work.
     #[error(
         "{rank} gets nothing: its stage shares {heads} blocks of heads and {ffn} blocks of \
@@ -194,24 +205,33 @@ pub struct Split {
 struct Stage {
     first_rank: u32,
     layers: Range<usize>,
+    /// How much each rank was to get, relative to the others of the stage.
     shares: Vec<u32>,
+    /// What each rank gets, for every number of leaves that the stage's layers have. None in a split
+    /// of a version that left the rounding to workers: it is refused.
+    #[serde(default)]
+    dealt: Vec<Dealt>,
+}
+
+/// The leaves of a sum, dealt to the ranks of a stage in order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Dealt {
+    /// How many there are.
+    leaves: usize,
+    /// Behind the last leaf of each rank.
+    ends: Vec<usize>,
 }
 
 impl Split {
     /// All of `config` on one rank.
     pub fn whole(config: &Config) -> Self {
-        let stage = Stage {
-            first_rank: 0,
-            layers: 0..config.layers.len(),
-            shares: vec![1],
-        };
         Self {
-            stages: vec![stage],
+            stages: vec![Stage::new(config, 0, 0..config.layers.len(), vec![1])],
         }
     }
 
     /// Cuts a model over `ranks` ranks. `shares` says how much each gets, relative to the others;
-    /// empty for equal shares. Deterministic: every rank computes it for itself.
+    /// empty for equal shares.
     ///
     /// # Errors
     /// [`Error`] names what does not fit.
@@ -254,11 +274,7 @@ impl Split {
     ) -> Result<Self, Error> {
         let mut first_rank: u32 = 0;
         let stages = stages.into_iter().map(|(layers, shares)| {
-            let stage = Stage {
-                first_rank,
-                layers,
-                shares,
-            };
+            let stage = Stage::new(config, first_rank, layers, shares);
             first_rank = first_rank.saturating_add(stage.shares.len() as u32);
             stage
         });
@@ -279,13 +295,17 @@ impl Split {
     /// for each rank to hold.
     ///
     /// # Errors
-    /// [`Error::Ranks`], [`Error::Layers`], [`Error::ZeroShare`], [`Error::NothingLeft`].
+    /// [`Error::Ranks`], [`Error::Layers`], [`Error::ZeroShare`], [`Error::Shared`],
+    /// [`Error::Leaves`], [`Error::NothingLeft`].
     pub fn check(&self, config: &Config) -> Result<(), Error> {
         self.check_stages(config.layers.len())?;
         let starts = self.stages.iter().map(|stage| stage.layers.start);
         if let Some(layer) = starts.into_iter().find(|layer| !config.can_cut(*layer)) {
             return Err(Error::Shared { layer });
         }
+        self.stages
+            .iter()
+            .try_for_each(|stage| stage.check(config))?;
         (0..self.ranks()).try_for_each(|rank| {
             let shard = self.shard(config, Rank(rank));
             if !shard.own.iter().all(LayerCut::is_empty) {
@@ -361,7 +381,7 @@ impl Split {
     /// What `rank` holds.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If there is no such rank, or it is no [split of](Self::check) `config`.
     pub fn shard(&self, config: &Config, rank: Rank) -> Shard {
         let of = |s: &Stage| s.ranks().contains(&rank.0);
         let stage = self
@@ -369,13 +389,9 @@ impl Split {
             .iter()
             .position(of)
             .expect("a rank of the split");
-        let Stage {
-            layers,
-            shares,
-            first_rank,
-        } = &self.stages[stage];
-        let index = (rank.0 - first_rank) as usize;
-        let cut = |layer: &LayerShape| LayerCut::new(config, layer, shares, index);
+        let own = &self.stages[stage];
+        let index = (rank.0 - own.first_rank) as usize;
+        let cut = |layer: &LayerShape| LayerCut::new(config, layer, own, index);
         let last = stage + 1 == self.stages.len();
         let none = 0..0;
         let ranks = |s: usize| self.stages[s].ranks();
@@ -383,17 +399,17 @@ impl Split {
             rank,
             stage,
             stages: self.stages.len(),
-            layers: layers.clone(),
+            layers: own.layers.clone(),
             usual: cut(&config.usual_layer()),
-            own: config.layers[layers.clone()].iter().map(cut).collect(),
+            own: config.layers[own.layers.clone()].iter().map(cut).collect(),
             vocab: if last {
-                block_cut(config.vocab, shares)
+                own.rows(config.vocab)
             } else {
-                vec![none; shares.len()]
+                vec![none; own.shares.len()]
             },
-            outputs: block_cut(config.width, shares),
+            outputs: own.rows(config.width),
             index,
-            stage_ranks: self.stages[stage].ranks(),
+            stage_ranks: own.ranks(),
             before: stage.checked_sub(1).map(ranks),
             after: (!last).then(|| ranks(stage + 1)),
         }
@@ -412,9 +428,112 @@ impl fmt::Display for Split {
 }
 
 impl Stage {
+    /// Rounds shares to leaves. Layers that the model has not are left to [`Split::check`].
+    fn new(config: &Config, first_rank: u32, layers: Range<usize>, shares: Vec<u32>) -> Self {
+        let deal = |leaves| Dealt {
+            leaves,
+            ends: cut(leaves, &shares).iter().map(|own| own.end).collect(),
+        };
+        Self {
+            dealt: leaf_counts(config, &layers).into_iter().map(deal).collect(),
+            first_rank,
+            layers,
+            shares,
+        }
+    }
+
     fn ranks(&self) -> Range<u32> {
         self.first_rank..self.first_rank + self.shares.len() as u32
     }
+
+    /// Whether all leaves of its layers are dealt to its ranks, each once and in order.
+    fn check(&self, config: &Config) -> Result<(), Error> {
+        let ranks = self.shares.len();
+        let is_dealt = |leaves: &usize| {
+            let ends = self.ends(*leaves);
+            ends.len() == ranks && ends.is_sorted() && ends.last() == Some(leaves)
+        };
+        let mut all = leaf_counts(config, &self.layers).into_iter();
+        match all.find(|leaves| !is_dealt(leaves)) {
+            Some(leaves) => Err(Error::Leaves { leaves, ranks }),
+            None => Ok(()),
+        }
+    }
+
+    /// Behind the last of so many leaves of each rank; nothing where they are not dealt.
+    fn ends(&self, leaves: usize) -> &[usize] {
+        let mut dealt = self.dealt.iter();
+        let dealt = dealt.find(|dealt| dealt.leaves == leaves);
+        dealt.map_or(&[][..], |dealt| &dealt.ends[..])
+    }
+
+    /// The leaves of each rank, of so many.
+    fn leaves(&self, leaves: usize) -> Vec<Range<usize>> {
+        let ends = self.ends(leaves);
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        starts.zip(ends).map(|(start, end)| start..*end).collect()
+    }
+
+    /// The rows of each rank, of `n` that are dealt in blocks of [`ROW_BLOCK`].
+    fn rows(&self, n: usize) -> Vec<Range<usize>> {
+        let row = |block: usize| (block * ROW_BLOCK).min(n);
+        let blocks = self.leaves(n.div_ceil(ROW_BLOCK)).into_iter();
+        blocks.map(|b| row(b.start)..row(b.end)).collect()
+    }
+}
+
+/// The columns of a sum over ranks.
+#[derive(Clone, Copy, Debug)]
+struct Sum {
+    cols: usize,
+    /// Columns of a leaf; the last may have fewer.
+    leaf_cols: usize,
+}
+
+impl Sum {
+    const fn leaves(self) -> usize {
+        self.cols.div_ceil(self.leaf_cols)
+    }
+
+    /// Of the attention's output projection.
+    const fn attention(layer: &LayerShape) -> Self {
+        Self {
+            cols: layer.heads * layer.output_dim(),
+            leaf_cols: layer.attention_leaf(),
+        }
+    }
+
+    /// Of the down projection of a feed-forward that is not one of experts.
+    const fn dense(config: &Config, layer: &LayerShape) -> Self {
+        Self {
+            cols: layer.ffn,
+            leaf_cols: config.ffn_leaf,
+        }
+    }
+
+    /// Of the layer's feed-forward; with experts the sum over these, a leaf each.
+    fn feed_forward(config: &Config, layer: &LayerShape) -> Self {
+        let experts = layer.experts.map(|experts| Self {
+            cols: experts.leaves(),
+            leaf_cols: 1,
+        });
+        experts.unwrap_or_else(|| Self::dense(config, layer))
+    }
+}
+
+/// How many leaves the sums of some layers have, and of a layer of the usual sizes, and how many
+/// blocks the rows have that ranks share: each number once.
+fn leaf_counts(config: &Config, layers: &Range<usize>) -> BTreeSet<usize> {
+    let own = config.layers.get(layers.clone()).unwrap_or_default();
+    let usual = config.usual_layer();
+    let sums = |layer: &LayerShape| {
+        let beside = layer.dense_beside.then(|| Sum::dense(config, layer));
+        let all = [Sum::attention(layer), Sum::feed_forward(config, layer)];
+        all.into_iter().chain(beside).map(Sum::leaves)
+    };
+    let sums = own.iter().chain([&usual]).flat_map(sums);
+    let rows = [config.vocab, config.width].map(|rows| rows.div_ceil(ROW_BLOCK));
+    sums.chain(rows).collect()
 }
 
 /// Ranks of a stage.
@@ -451,11 +570,7 @@ fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
     let ends = layer_ends(config, &weights);
     let (mut first_rank, mut first_layer) = (0, 0);
     let stage = |(shares, end): (&&[u32], usize)| {
-        let stage = Stage {
-            first_rank,
-            layers: first_layer..end,
-            shares: shares.to_vec(),
-        };
+        let stage = Stage::new(config, first_rank, first_layer..end, shares.to_vec());
         (first_rank, first_layer) = (first_rank + shares.len() as u32, end);
         stage
     };
@@ -510,24 +625,18 @@ fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
 
 /// Cuts `0..n` in proportion to `shares`, every cut rounded to the nearest.
 fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
-    let total: u64 = shares.iter().map(|share| u64::from(*share)).sum();
+    let total: u128 = shares.iter().map(|share| u128::from(*share)).sum();
+    let total = total.max(1); // shares of nothing are refused later
     let mut sum = 0;
     let mut start = 0;
     let range = |share: &u32| {
-        sum += u64::from(*share);
-        let end = ((2 * n as u64 * sum + total) / (2 * total)) as usize;
+        sum += u128::from(*share);
+        let end = ((2 * n as u128 * sum + total) / (2 * total)) as usize;
         let range = start..end;
         start = end;
         range
     };
     shares.iter().map(range).collect()
-}
-
-/// Cuts `n` rows in blocks of [`ROW_BLOCK`].
-fn block_cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
-    let rows = |block: usize| (block * ROW_BLOCK).min(n);
-    let blocks = cut(n.div_ceil(ROW_BLOCK), shares).into_iter();
-    blocks.map(|b| rows(b.start)..rows(b.end)).collect()
 }
 
 /// The heads that a rank has of a layer.
@@ -586,9 +695,9 @@ pub struct LeafCut {
 }
 
 impl LeafCut {
-    fn new(cols: usize, leaf_cols: usize, shares: &[u32], index: usize) -> Self {
-        let leaves = cols.div_ceil(leaf_cols);
-        let ranges = cut(leaves, shares);
+    fn new(sum: Sum, stage: &Stage, index: usize) -> Self {
+        let (leaves, Sum { cols, leaf_cols }) = (sum.leaves(), sum);
+        let ranges = stage.leaves(leaves);
         let roots = ranges
             .iter()
             .map(|range| tree::roots(range.clone(), leaves));
@@ -674,23 +783,19 @@ pub struct LayerCut {
 }
 
 impl LayerCut {
-    fn new(config: &Config, layer: &LayerShape, shares: &[u32], index: usize) -> Self {
-        let leaf = layer.attention_leaf();
-        let attention = LeafCut::new(layer.heads * layer.output_dim(), leaf, shares, index);
+    fn new(config: &Config, layer: &LayerShape, stage: &Stage, index: usize) -> Self {
+        let attention = LeafCut::new(Sum::attention(layer), stage, index);
         let held = attention
             .columns_by_rank()
             .map(|columns| HeadsHeld::new(layer, &columns));
         let heads_by_rank: Vec<HeadsHeld> = held.collect();
-        let dense = || LeafCut::new(layer.ffn, config.ffn_leaf, shares, index);
+        let dense = || LeafCut::new(Sum::dense(config, layer), stage, index);
         Self {
             kv_heads: heads_by_rank[index].kv_heads.clone(),
             heads: heads_by_rank[index].heads.clone(),
             heads_by_rank,
             attention,
-            feed_forward: match layer.experts {
-                Some(experts) => LeafCut::new(experts.leaves(), 1, shares, index),
-                None => dense(),
-            },
+            feed_forward: LeafCut::new(Sum::feed_forward(config, layer), stage, index),
             beside: layer.dense_beside.then(dense),
         }
     }

@@ -19,6 +19,12 @@ pub enum Error {
         /// Class of another.
         b: KernelClass,
     },
+    /// A placement has more than workers execute.
+    #[error("an instance computes one pipeline of layers in memory, and this placement has {part}")]
+    Placement {
+        /// What it has.
+        part: &'static str,
+    },
     /// MLX computes few rows no faster than one by one, so guesses would cost and give nothing.
     #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
     DraftOnMlx,

@@ -34,7 +34,8 @@ use facts::Facts;
 use probe::{Measured, Probe};
 use ranks::{Splits, Team, Together, Wire};
 
-use crate::Error;
+use crate::placing::asked;
+use crate::{Cut, Error};
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -225,7 +226,7 @@ impl Forecast {
 
     /// The ways to cut a model over `nodes`, and decode tokens a second as corrected by earlier
     /// runs; tensor first.
-    pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<(Split, f64)> {
+    pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<Cut> {
         let grids = (2..nodes)
             .filter(|tensor| nodes.is_multiple_of(*tensor))
             .map(|tensor| SplitKind::Grid {
@@ -234,9 +235,10 @@ impl Forecast {
             });
         let kinds = [SplitKind::Tensor, SplitKind::Pipeline].into_iter();
         let way = |kind| {
-            let split = Split::plan(config, kind, nodes, shares).ok()?;
-            let tok_s = self.predict(config, &split).ok()?;
-            Some((split, tok_s))
+            let placement = asked(config, kind, nodes, shares).ok()?;
+            let way = Cut::new(config, placement, None).ok()?;
+            let tok_s = Some(self.predict(config, &way.split).ok()?);
+            Some(Cut { tok_s, ..way })
         };
         kinds.chain(grids).filter_map(way).collect()
     }

@@ -28,6 +28,7 @@ use paceline_engine::{
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
+use paceline_plan::Placement;
 use paceline_plan::follow::Move;
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
@@ -36,7 +37,7 @@ use crate::crew::Crew;
 use crate::forecast::Forecast;
 use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
-use crate::{Error, Moved};
+use crate::{Cut, Error, Moved};
 use follow::Follower;
 use measures::Measured;
 use spares::Keeper;
@@ -56,15 +57,6 @@ pub type SharedForecast = Arc<Mutex<Forecast>>;
 
 /// Hears the news of an instance and which ways it may use, on its thread: must not block.
 pub type Observer = Box<dyn FnMut(&Notice, &[Cut]) + Send>;
-
-/// A way to cut the model.
-#[derive(Clone, Debug)]
-pub struct Cut {
-    /// Who holds what.
-    pub split: Split,
-    /// Decode tokens a second as expected; `None` when nothing was measured.
-    pub tok_s: Option<f64>,
-}
 
 /// What to compute, and how.
 pub struct InstanceSpec {
@@ -299,6 +291,15 @@ impl Instance {
     /// The ways that may be used.
     pub fn cuts(&self) -> &[Cut] {
         &self.cuts
+    }
+
+    /// What is executed now: one pipeline, with the epoch's number.
+    pub fn placement(&self) -> Placement {
+        let view = lock(&self.shared.view);
+        Placement {
+            epoch: view.epoch,
+            ..self.cuts[view.way].placement.clone()
+        }
     }
 
     /// How the model is cut now.

@@ -21,6 +21,7 @@
 //!
 //! - [`Prepared`], [`Loaded`]: from files to something that answers.
 //! - [`Instance`], [`supervisor`]: a model over workers.
+//! - [`placing`]: from a placement to what each worker holds.
 //! - [`crew`]: where workers run; [`worker`]: what a worker process runs; [`messages`] between
 //!   them.
 //! - [`fleet`]: instances over the nodes of a cluster.
@@ -50,6 +51,7 @@ pub mod interpreter;
 mod load;
 pub mod messages;
 mod moved;
+pub mod placing;
 mod portrait;
 mod prepared;
 pub mod room;
@@ -69,8 +71,9 @@ pub const NUMERICS: u32 = 1;
 pub use disk::DiskCache;
 pub use error::Error;
 pub use identity::identity;
-pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
+pub use instance::{Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::{Exchanged, Moved};
+pub use placing::Cut;
 pub use portrait::{Portrait, Shard};
 pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};

@@ -3,6 +3,7 @@
 use paceline_base::Bytes;
 use paceline_model::Weights;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 /// What ranks have moved since they started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,6 +46,27 @@ impl Moved {
     /// Whether arrays of MLX took part.
     pub fn has_arrays(self) -> bool {
         self.in_place.0 + self.converted.0 + self.staged.0 > 0
+    }
+
+    /// How values got out of arrays and into them, to follow a sentence; empty where no node
+    /// computes on MLX.
+    pub fn arrays(self) -> String {
+        if !self.has_arrays() {
+            return String::new();
+        }
+        let (in_place, converted, staged) = (self.in_place, self.converted, self.staged);
+        format!(" (MLX's arrays: {in_place} in place, {converted} converted, {staged} staged)")
+    }
+
+    /// The same for programs.
+    pub fn arrays_json(self) -> Option<Value> {
+        self.has_arrays().then(|| {
+            json!({
+                "in_place": self.in_place.0,
+                "converted": self.converted.0,
+                "staged": self.staged.0,
+            })
+        })
     }
 }
 

@@ -25,6 +25,7 @@ use paceline_tensor::{Kernels, KvType};
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
 use crate::instance::follow::lighter;
+use crate::placing::asked;
 use crate::supervisor::Change;
 use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
 use crate::{identity, load_whole, texts};
@@ -84,7 +85,10 @@ pub struct Prepared {
     config: Config,
     options: Options,
     engine: EngineConfig,
-    split: Split,
+    /// How it is cut at first.
+    cut: Cut,
+    /// Nodes that own its instance after this one.
+    successors: Vec<usize>,
     forecast: Option<SharedForecast>,
     /// Whether a split that turns out worse than another is left.
     steers: bool,
@@ -114,14 +118,16 @@ impl Prepared {
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
         let config = Config::read(&source)?;
-        let split = Split::plan(&config, options.kind, options.nodes, &options.shares)?;
+        let placement = asked(&config, options.kind, options.nodes, &options.shares)?;
+        let cut = Cut::new(&config, placement, None)?;
         Ok(Self {
             engine: sizes(&config),
             source,
             identity: OnceLock::new(),
             config,
             options,
-            split,
+            cut,
+            successors: Vec::new(),
             forecast: None,
             steers: false,
             spares: false,
@@ -196,7 +202,12 @@ impl Prepared {
 
     /// How it is cut at first.
     pub const fn split(&self) -> &Split {
-        &self.split
+        &self.cut.split
+    }
+
+    /// Names the nodes that own its instance after this one, by their places among its nodes.
+    pub fn succeed(&mut self, successors: Vec<usize>) {
+        self.successors = successors;
     }
 
     /// What a forecast is about.
@@ -223,7 +234,7 @@ impl Prepared {
         self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));
         self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
         let cuts = self.cuts();
-        self.split = cuts[best(&cuts)].split.clone();
+        self.cut = cuts[best(&cuts)].clone();
         self.steers &= self.draft.is_none() && !self.follows;
     }
 
@@ -253,24 +264,22 @@ impl Prepared {
         let mut cuts = Vec::new();
         if let (true, Some(forecast)) = (self.steers, &forecast) {
             let (nodes, shares) = (self.options.nodes, &self.options.shares);
-            let ways = forecast.ways(&self.config, nodes, shares).into_iter();
-            cuts.extend(ways.map(|(split, tok_s)| Cut {
-                split,
-                tok_s: Some(tok_s),
-            }));
+            cuts.extend(forecast.ways(&self.config, nodes, shares));
             cuts.retain(|cut| self.options.check(&self.config, &cut.split).is_ok());
         }
         if cuts.is_empty() {
-            let known = |all: &Forecast| all.predict(&self.config, &self.split).ok();
-            cuts.push(Cut {
-                split: self.split.clone(),
+            let known = |all: &Forecast| all.predict(&self.config, &self.cut.split).ok();
+            let first = Cut {
                 tok_s: forecast.as_deref().and_then(known),
-            });
-            if self.follows {
-                let lighter = lighter(&self.config, &self.split, &self.options.shares);
-                let tok_s = cuts[0].tok_s;
-                cuts.extend(lighter.into_iter().map(|split| Cut { split, tok_s }));
-            }
+                ..self.cut.clone()
+            };
+            let shares = &self.options.shares;
+            let lighter = self.follows.then(|| lighter(&self.config, &first, shares));
+            cuts.push(first);
+            cuts.extend(lighter.into_iter().flatten());
+        }
+        for cut in &mut cuts {
+            cut.placement.successors.clone_from(&self.successors);
         }
         cuts
     }
@@ -314,7 +323,7 @@ impl Prepared {
             computing: Computing::Crew(instance),
             forecast: self.forecast,
             config: self.config,
-            split: self.split,
+            split: self.cut.split,
         }
     }
 
@@ -324,7 +333,7 @@ impl Prepared {
             computing: Computing::Elsewhere { service, device },
             forecast: None,
             config: self.config,
-            split: self.split,
+            split: self.cut.split,
         }
     }
 
@@ -367,7 +376,7 @@ impl Prepared {
             },
             forecast: self.forecast,
             config: self.config,
-            split: self.split,
+            split: self.cut.split,
         })
     }
 }

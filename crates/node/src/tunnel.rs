@@ -7,12 +7,13 @@
 //! of them or a node does.
 
 use std::io::{self, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::local::Progress;
+use paceline_cluster::nodes::agent::local::{self, Progress};
 use paceline_cluster::nodes::agent::{Agent, Channel};
 use serde_json::{Value, json};
 
@@ -27,6 +28,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Longest time to open a channel.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
+
+/// Longest wait for the own node to lead to another one.
+const LEAD_LIMIT: Duration = Duration::from_secs(15);
+
+/// A node that says nothing for so long is gone; it says something five times a second.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// How often a node that is to lead somewhere is looked for.
+const LEAD_LOOK: Duration = Duration::from_millis(5);
 
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
@@ -92,6 +102,39 @@ pub fn lead(
         let _ = socket.shutdown(std::net::Shutdown::Both);
     });
     Ok(json!({}))
+}
+
+/// A line to a program on the machine of the node `id`, which the node with its files at `home`
+/// leads to. Blocks for up to 15 s.
+///
+/// # Errors
+/// What that node says, or that it does not lead there in time.
+pub fn line(home: &Path, id: &str) -> io::Result<UnixStream> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("line");
+    let listener = UnixListener::bind(&path)?;
+    listener.set_nonblocking(true)?;
+    let arguments = json!({ "node": id, "socket": path });
+    let home = home.to_owned();
+    let ask = move || local::ask_while(&home, TRAIN, arguments, SILENCE, |_| true);
+    let led = std::thread::spawn(ask);
+    let began = Instant::now();
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+            Err(_) if led.is_finished() => {
+                return Err(match led.join() {
+                    Ok(Err(error)) => io::Error::other(error),
+                    _ => io::Error::other("the own node leads nowhere"),
+                });
+            }
+            Err(_) if began.elapsed() < LEAD_LIMIT => std::thread::sleep(LEAD_LOOK),
+            Err(error) => return Err(error),
+        }
+    }
 }
 
 /// From a stream into a channel, until either ends.

@@ -61,6 +61,11 @@ pub struct Placement {
     /// Where prompts are computed, when not by the replica itself: keys and values are sent layer
     /// by layer while it runs.
     pub prefill: Option<Pipeline>,
+    /// The period in which it is executed, from 1; a later one replaces it. 0 for one that is not.
+    pub epoch: u64,
+    /// Nodes that own it after the node that does is lost, the first that lives. Empty: it ends
+    /// with its owner.
+    pub successors: Vec<usize>,
 }
 
 impl Stage {
@@ -138,12 +143,20 @@ impl Pipeline {
 }
 
 impl Placement {
+    /// Copies, and where prompts are computed if not there; not executed yet, and without
+    /// successors.
+    pub const fn new(replicas: Vec<Pipeline>, prefill: Option<Pipeline>) -> Self {
+        Self {
+            replicas,
+            prefill,
+            epoch: 0,
+            successors: Vec::new(),
+        }
+    }
+
     /// One copy, prompts included.
     pub fn single(pipeline: Pipeline) -> Self {
-        Self {
-            replicas: vec![pipeline],
-            prefill: None,
-        }
+        Self::new(vec![pipeline], None)
     }
 
     /// Every node that does something, ascending, once.
@@ -156,7 +169,7 @@ impl Placement {
     }
 
     /// Whether each pipeline has every layer once, in order, on nodes that are there, with shares
-    /// that add up, and no node serves two pipelines or stages.
+    /// that add up, no node serves two pipelines or stages, and successors are nodes, each once.
     ///
     /// # Errors
     /// [`Error::Placement`] with the first fault.
@@ -183,6 +196,22 @@ impl Placement {
         }
         if self.replicas.is_empty() {
             return fault("no replica".to_owned());
+        }
+        self.check_successors(n_nodes)
+    }
+
+    fn check_successors(&self, n_nodes: usize) -> Result<(), Error> {
+        let mut named = vec![false; n_nodes];
+        for node in &self.successors {
+            let problem = match named.get_mut(*node) {
+                None => format!("no node {node} to succeed"),
+                Some(true) => format!("node {node} succeeds twice"),
+                Some(free) => {
+                    *free = true;
+                    continue;
+                }
+            };
+            return Err(Error::Placement { problem });
         }
         Ok(())
     }
@@ -218,5 +247,25 @@ impl Stage {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn successors_are_nodes_and_each_is_named_once() {
+        let with = |successors: &[usize]| {
+            let placement = Placement {
+                successors: successors.to_vec(),
+                ..Placement::single(Pipeline::even(4, &[0, 1]))
+            };
+            placement.check_successors(3).map_err(|e| e.to_string())
+        };
+        assert_eq!(with(&[]), Ok(()));
+        assert_eq!(with(&[2, 0]), Ok(()));
+        assert!(with(&[3]).is_err_and(|error| error.contains("no node 3")));
+        assert!(with(&[1, 0, 1]).is_err_and(|error| error.contains("node 1 succeeds twice")));
     }
 }

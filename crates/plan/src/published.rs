@@ -357,10 +357,8 @@ impl Row {
             "disaggregated" if nodes.len() == 2 => {
                 let rate = |node: &Node| node.rates.map_or(0.0, |r| r.matmul);
                 let prompts = usize::from(rate(&nodes[1]) > rate(&nodes[0]));
-                Placement {
-                    replicas: vec![Pipeline::group(model.layers, Split::Whole, &[1 - prompts])],
-                    prefill: Some(Pipeline::group(model.layers, Split::Whole, &[prompts])),
-                }
+                let on = |node| Pipeline::group(model.layers, Split::Whole, &[node]);
+                Placement::new(vec![on(1 - prompts)], Some(on(prompts)))
             }
             _ => return Err(Skip::Strategy),
         })

@@ -341,6 +341,7 @@ fn checked(contents: Contents) -> Result<Vec<Stored>, String> {
 fn write(path: &Path, contents: &Contents) -> io::Result<()> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
     let dir = dir.unwrap_or(Path::new("."));
+    fs::create_dir_all(dir)?;
     let mut file = tempfile::Builder::new()
         .permissions(fs::Permissions::from_mode(0o600))
         .tempfile_in(dir)?;

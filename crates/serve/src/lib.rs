@@ -44,6 +44,7 @@
 //! [`Service`]: paceline_engine::Service
 
 mod access;
+pub mod agent;
 mod answer;
 mod api;
 mod board;

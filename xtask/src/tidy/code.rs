@@ -59,9 +59,10 @@ const BANS: [Ban; 6] = [
     Ban {
         rule: "clock",
         tokens: &[AnyOf(&["Instant", "SystemTime"]), Is("::"), Is("now")],
-        owners: &["cli", "xtask", "comm", "cluster", "node"],
+        owners: &["cli", "xtask", "comm", "cluster", "node", "board", "bench"],
         tests: true,
-        message: "time is passed in, but where other processes are waited for (comm, cluster, node); \
+        message: "time is passed in, but where other processes are waited for (comm, cluster, node, \
+                  board) and where it is measured (bench); \
                   another place that must read the clock is listed in tidy's `EXEMPT`",
     },
     Ban {

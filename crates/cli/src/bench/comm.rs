@@ -9,7 +9,6 @@
 //! by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a rank of its group,
 //! and rank 0 reports.
 
-mod picture;
 mod rivals;
 
 use std::io::{BufRead, BufReader, Write};
@@ -20,39 +19,12 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use paceline_base::{Bytes, Rank};
-use paceline_comm::{
-    Algorithm, Backend, Deadline, Error, Group, Memory, Reduce, Seat, Strict, Tuning, init, local,
-    tcp,
-};
-use serde::{Deserialize, Serialize};
+use paceline_base::Rank;
+use paceline_bench::comm::{Report, Spec, measure, sums};
+use paceline_comm::{Algorithm, Backend, Deadline, Group, Seat, Strict, init, local, tcp};
 
 use self::rivals::{Others, Turns, compare};
-use super::quantile;
 use crate::{output, wires};
-
-/// Bytes of a rank's buffer: 4 B to 64 MiB in steps of 16 and, in between, of 4.
-const SIZES: [usize; 13] = [
-    4,
-    16,
-    64,
-    256,
-    1 << 10,
-    4 << 10,
-    16 << 10,
-    64 << 10,
-    256 << 10,
-    1 << 20,
-    4 << 20,
-    16 << 20,
-    64 << 20,
-];
-
-/// Calls per size: as many as move this many bytes, within bounds that keep medians meaningful
-/// and the whole run under a minute. With 8 calls of 16 MiB a row was over in 15 ms: whatever else
-/// ran on a core in that time was all it measured.
-const BYTES_PER_SIZE: usize = 128 << 20;
-const CALLS: std::ops::RangeInclusive<usize> = 40..=1000;
 
 /// The whole measurement gives up after this long.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -166,44 +138,6 @@ pub(crate) struct Args {
     as_rank: Option<u32>,
 }
 
-/// One operation at one size.
-#[derive(Debug, Serialize, Deserialize)]
-struct Row {
-    op: String,
-    bytes: usize,
-    algorithm: String,
-    p10_us: f64,
-    p50_us: f64,
-    p99_us: f64,
-    /// What each link had to carry for this, per second.
-    bus_gb_s: f64,
-}
-
-/// What rank 0 knows in the end.
-#[derive(Debug, Serialize, Deserialize)]
-struct Report {
-    transport: String,
-    ranks: u32,
-    alpha_us: f64,
-    beta_ns: f64,
-    explain: String,
-    rows: Vec<Row>,
-    #[serde(default)]
-    peer: Vec<Rival>,
-}
-
-/// An all_reduce of somebody else, measured in turns with ours.
-#[derive(Debug, Serialize, Deserialize)]
-struct Rival {
-    peer: String,
-    bytes: usize,
-    /// Medians of all turns.
-    ours_us: f64,
-    p50_us: f64,
-    /// Median of ours over theirs, turn by turn.
-    ratio: f64,
-}
-
 /// Runs the measurement, or one rank of it.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(rank) = args.as_rank {
@@ -215,7 +149,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let alone = args.against.is_none() && !args.encrypt;
         ensure!(alone, "ranks of a launcher have no rivals");
         let group = wires::join(backend, plaintext, deadline())?;
-        let report = measure(args, &*group)?;
+        let report = measure(&args.spec(), &*group)?;
         return match group.rank() {
             Rank(0) => print(args, &report),
             _ => Ok(()),
@@ -277,6 +211,16 @@ fn processes(args: &Args) -> anyhow::Result<Report> {
 }
 
 impl Args {
+    /// What every rank measures.
+    fn spec(&self) -> Spec {
+        Spec {
+            transport: value_name(self.transport),
+            holds_nothing: self.transport == Transport::MlxRing,
+            max_bytes: if self.explain { 0 } else { self.max_bytes },
+            deadline: deadline(),
+        }
+    }
+
     /// For ranks that only take turns.
     fn quick(&self) -> Self {
         Self {
@@ -297,7 +241,7 @@ fn threads(args: &Args) -> anyhow::Result<Report> {
     tuning.force = args.algorithm.map(Force::algorithm);
     let ranks = local::ranks_with(args.ranks, tuning);
     std::thread::scope(|scope| {
-        let run = |group: local::Local| measure(args, &group);
+        let run = |group: local::Local| measure(&args.spec(), &group);
         let threads: Vec<_> = ranks
             .into_iter()
             .map(|g| scope.spawn(move || run(g)))
@@ -483,7 +427,7 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
         config,
     };
     let group = init(backend, Strict::Yes, seat, wire.as_slice(), by)?;
-    let report = measure(args, &*group)?;
+    let report = measure(&args.spec(), &*group)?;
     if rank == Rank(0) {
         output::print(&serde_json::to_string(&report)?)?;
     }
@@ -496,18 +440,10 @@ fn turns(group: &dyn Group) -> anyhow::Result<()> {
     for line in std::io::stdin().lines() {
         let line = line?;
         let (bytes, calls) = line.split_once(' ').context("a turn is two numbers")?;
-        let (bytes, calls): (usize, usize) = (bytes.parse()?, calls.parse()?);
-        let mut data = Memory::<f32>::new(Some(group), bytes / 4);
-        let mut times = Vec::new();
-        for turn in 0..calls + 3 {
-            let start = Instant::now();
-            group.all_reduce(&mut data, Reduce::Sum, deadline())?;
-            if turn >= 3 {
-                times.push(start.elapsed().as_secs_f64() * 1e6);
-            }
-        }
+        let asked: (usize, usize) = (bytes.parse()?, calls.parse()?);
+        let median_us = sums(group, asked, deadline())?;
         if group.rank() == Rank(0) {
-            output::print(&quantile(&times, 0.5).to_string())?;
+            output::print(&median_us.to_string())?;
         }
     }
     Ok(())
@@ -528,196 +464,8 @@ fn unhex<const N: usize>(text: &str) -> anyhow::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// Buffers of one rank: `own` has one part, `all` one for each rank.
-struct Buffers {
-    own: Memory<f32>,
-    all: Memory<f32>,
-    again: Memory<f32>,
-    /// Calls so far that count them.
-    turn: usize,
-}
-
-type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
-
-/// An operation: its name, the call, and how many times a rank's buffer crosses each link.
-type Op = (&'static str, Call, fn(f64) -> f64);
-
-/// What all-reduce is held against: rank 0 copies a buffer there and back, the others wait.
-const COPIES: &str = "two_copies";
-
-/// Memory that the copies walk through, so that they are not of what a cache holds: four times the
-/// last one of the machines that this was measured on.
-const COPIED_BYTES: usize = 128 << 20;
-
-const OPS: [Op; 9] = [
-    ("barrier", |g, _, by| g.barrier(by), |_| 0.0),
-    (COPIES, two_copies, |_| 2.0),
-    ("two_handovers", two_handovers, |_| 2.0),
-    (
-        "all_reduce",
-        |g, b, by| g.all_reduce(&mut b.own, Reduce::Sum, by),
-        |ranks| 2.0 * (ranks - 1.0) / ranks,
-    ),
-    (
-        "all_gather",
-        |g, b, by| g.all_gather(&b.own, &mut b.all, by),
-        |ranks| ranks - 1.0,
-    ),
-    (
-        "reduce_scatter",
-        |g, b, by| g.reduce_scatter(&b.all, &mut b.own, Reduce::Sum, by),
-        |ranks| ranks - 1.0,
-    ),
-    (
-        "all_to_all",
-        |g, b, by| g.all_to_all(&b.all, &mut b.again, by),
-        |ranks| ranks - 1.0,
-    ),
-    (
-        "broadcast",
-        |g, b, by| g.broadcast(&mut b.own, Rank(0), by),
-        |_| 1.0,
-    ),
-    ("send_recv", shift, |_| 1.0),
-];
-
-fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
-    if group.rank() == Rank(0) {
-        let length = b.own.len();
-        let pairs = b.all.len() / (2 * length);
-        let pair = &mut b.all[2 * length * (b.turn % pairs)..][..2 * length];
-        let (one, other) = pair.split_at_mut(length);
-        other.copy_from_slice(one);
-        one.copy_from_slice(other);
-        b.turn += 1;
-    }
-    group.barrier(by)
-}
-
-/// Copies of what another core has just written, beside [`COPIES`] of what was written long ago: in
-/// turns, rank 0 has what the last rank wrote, and the last rank what rank 0 then has written.
-fn two_handovers(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
-    group.broadcast(&mut b.own, Rank(group.size() - 1), by)?;
-    group.broadcast(&mut b.own, Rank(0), by)
-}
-
-/// Every rank sends to the next and receives from the one before.
-fn shift(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
-    if group.size() > 1 {
-        send(group, b, by)?;
-        recv(group, b, by)?;
-    }
-    Ok(())
-}
-
-/// The same where nobody holds a message until it is wanted: then one rank has to listen first.
-fn shift_in_turns(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
-    match group.rank() {
-        _ if group.size() == 1 => Ok(()),
-        Rank(0) => recv(group, b, by).and_then(|()| send(group, b, by)),
-        _ => shift(group, b, by),
-    }
-}
-
-fn send(group: &dyn Group, b: &Buffers, by: Deadline) -> Result<(), Error> {
-    let next = (group.rank().0 + 1) % group.size();
-    group.send(&b.own, Rank(next), 0, by)
-}
-
-fn recv(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
-    let before = (group.rank().0 + group.size() - 1) % group.size();
-    group.recv(&mut b.own, Rank(before), 0, by)
-}
-
-fn calls(bytes: usize) -> usize {
-    (BYTES_PER_SIZE / bytes).clamp(*CALLS.start(), *CALLS.end())
-}
-
-fn measure(args: &Args, group: &dyn Group) -> Result<Report, Error> {
-    let (tuning, by) = (group.tuning(), deadline());
-    let mut rows = Vec::new();
-    let sizes = SIZES
-        .into_iter()
-        .filter(|bytes| *bytes <= args.max_bytes && !args.explain);
-    for bytes in sizes {
-        for op in OPS {
-            // Parts for all ranks of the largest sizes would not fit small machines.
-            let many = matches!(op.0, "all_gather" | "reduce_scatter" | "all_to_all");
-            if (op.0 == "barrier") <= (bytes == 4) && !(many && bytes > 16 << 20) {
-                match row(group, &tuning, held(args.transport, op), bytes, by) {
-                    // All ranks get this, and nothing was sent.
-                    Err(Error::Unsupported { .. }) => {}
-                    row => rows.push(row?),
-                }
-            }
-        }
-    }
-    group.barrier(by)?;
-    Ok(Report {
-        transport: value_name(args.transport),
-        ranks: group.size(),
-        alpha_us: tuning.alpha_us,
-        beta_ns: tuning.beta_ns,
-        explain: tuning.explain(group.size() as usize),
-        rows,
-        peer: Vec::new(),
-    })
-}
-
-/// An operation, as this wire can do it.
-fn held(transport: Transport, (name, call, copies): Op) -> Op {
-    match (transport, name) {
-        (Transport::MlxRing, "send_recv") => (name, shift_in_turns, copies),
-        _ => (name, call, copies),
-    }
-}
-
-fn row(
-    group: &dyn Group,
-    tuning: &Tuning,
-    (name, call, copies): Op,
-    bytes: usize,
-    by: Deadline,
-) -> Result<Row, Error> {
-    let (size, length) = (group.size() as usize, bytes / 4);
-    let many = matches!(name, "all_gather" | "reduce_scatter" | "all_to_all");
-    let all = match name {
-        COPIES if group.rank() == Rank(0) => 2 * length * (COPIED_BYTES / (2 * bytes)).max(1),
-        _ if many => length * size,
-        _ => 0,
-    };
-    let mut buffers = Buffers {
-        own: Memory::new(Some(group), length),
-        all: Memory::new(many.then_some(group), all),
-        again: Memory::new(Some(group), if many { all } else { 0 }),
-        turn: 0,
-    };
-    (0..3).try_for_each(|_| call(group, &mut buffers, by))?;
-    let mut times = Vec::new();
-    for _ in 0..calls(bytes) {
-        let start = Instant::now();
-        call(group, &mut buffers, by)?;
-        times.push(start.elapsed().as_secs_f64() * 1e6);
-    }
-    let p50_us = quantile(&times, 0.5);
-    let algorithm = match name {
-        "all_reduce" => tuning.all_reduce(bytes, size).to_string(),
-        "broadcast" => tuning.broadcast(bytes, size).to_string(),
-        _ => String::new(),
-    };
-    Ok(Row {
-        op: name.to_owned(),
-        bytes,
-        algorithm,
-        p10_us: quantile(&times, 0.1),
-        p50_us,
-        p99_us: quantile(&times, 0.99),
-        bus_gb_s: copies(size as f64) * bytes as f64 / p50_us / 1e3,
-    })
-}
-
 fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
-    output::draw(args.plot.as_deref(), || picture::svg(report))?;
+    output::draw(args.plot.as_deref(), || report.svg())?;
     if args.json {
         return output::print(&serde_json::to_string(report)?);
     }
@@ -725,31 +473,5 @@ fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
     if args.explain {
         return Ok(());
     }
-    output::print(&format!(
-        "{:<15}{:>10} {:<10}{:>11}{:>11}{:>11}{:>10}",
-        "operation", "bytes", "algorithm", "p10 us", "p50 us", "p99 us", "bus GB/s"
-    ))?;
-    for row in &report.rows {
-        output::print(&format!(
-            "{:<15}{:>10} {:<10}{:>11.1}{:>11.1}{:>11.1}{:>10.2}",
-            row.op,
-            Bytes(row.bytes as u64).to_string(),
-            row.algorithm,
-            row.p10_us,
-            row.p50_us,
-            row.p99_us,
-            row.bus_gb_s
-        ))?;
-    }
-    for row in &report.peer {
-        output::print(&format!(
-            "all_reduce in turns {:>10}: ours {:>9.1} us, {} {:>9.1} us, ours / theirs {:.2}",
-            Bytes(row.bytes as u64).to_string(),
-            row.ours_us,
-            row.peer,
-            row.p50_us,
-            row.ratio
-        ))?;
-    }
-    Ok(())
+    output::print(&report.table())
 }

@@ -1,18 +1,17 @@
 //! `paceline bench plan`: what the planner says of local nodes, beside what they do.
 
+use paceline_bench::model::{generate, tokens};
+use paceline_bench::plan::{Runs, bars, rows, table};
 use paceline_engine::EngineConfig;
 use paceline_model::{Config, Split, SplitKind};
 use paceline_node::forecast::Probes;
-use serde::Serialize;
+use paceline_node::placing::ways;
 
-use super::model::{generate, tokens};
-use super::{Spread, quantile};
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::load;
 use crate::loaded::{Loaded, Opened, SplitArgs, Transport, kernels};
 use crate::output::print;
-use crate::plan::here::ways;
 use crate::pull;
 
 /// Tokens of a prompt.
@@ -47,23 +46,6 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-}
-
-/// One way to cut the model.
-#[derive(Debug, Serialize)]
-struct Row {
-    nodes: u32,
-    split: String,
-    /// Decode, tokens a second: from facts measured before each run, without any run's figures. How
-    /// far they spread is what the machine's own pace does.
-    predicted: Spread,
-    measured: Spread,
-    /// Predicted over measured, less 1, of the medians.
-    error: f64,
-    /// The planner's choice among those with as many nodes.
-    chosen: bool,
-    /// Measured over the best with as many nodes; the median of the rounds.
-    of_best: f64,
 }
 
 struct Way {
@@ -127,7 +109,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             way.runs.push(speed);
         }
     }
-    let rows: Vec<Row> = all.iter().map(|way| way.row(&all)).collect();
+    let runs: Vec<Runs> = all.into_iter().map(Way::runs).collect();
+    let rows = rows(&runs);
     print(&if args.json {
         serde_json::json!({ "model": args.model, "rows": rows, "bars": bars(&rows) }).to_string()
     } else {
@@ -138,108 +121,21 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 }
 
 impl Way {
-    fn nodes(&self) -> u32 {
-        self.loaded.nodes()
-    }
-
-    /// As predicted, the median of all rounds.
-    fn expected(&self) -> f64 {
-        quantile(&self.predicted, 0.5)
+    fn runs(self) -> Runs {
+        Runs {
+            nodes: self.loaded.nodes(),
+            split: self.loaded.split().to_string(),
+            predicted: self.predicted,
+            measured: self.runs,
+        }
     }
 
     /// Tokens a second.
     fn decode(&self, args: &Args, round: u32) -> anyhow::Result<f64> {
-        let prompt = tokens(&self.loaded, PROMPT as usize, round);
-        let answer = generate(&self.loaded, &prompt, args.r#gen as usize)?;
+        let subject = self.loaded.subject();
+        let prompt = tokens(subject, PROMPT as usize, round);
+        let answer = generate(subject, &prompt, args.r#gen as usize)?;
         let time = (answer.last - answer.prompt_read).as_secs_f64();
         Ok((answer.tokens - 1) as f64 / time)
     }
-
-    fn row(&self, all: &[Self]) -> Row {
-        let rivals = || all.iter().filter(|way| way.nodes() == self.nodes());
-        let best = |round: usize| rivals().map(|way| way.runs[round]).fold(0.0, f64::max);
-        let shares: Vec<f64> = (0..self.runs.len())
-            .map(|round| self.runs[round] / best(round))
-            .collect();
-        let (predicted, measured) = (Spread::of(&self.predicted), Spread::of(&self.runs));
-        let chosen = rivals().all(|way| self.expected() >= way.expected());
-        Row {
-            nodes: self.nodes(),
-            split: self.loaded.split().to_string(),
-            error: predicted.median / measured.median - 1.0,
-            predicted,
-            measured,
-            chosen,
-            of_best: quantile(&shares, 0.5),
-        }
-    }
-}
-
-/// A bar of the project, and where these runs stand.
-#[derive(Debug, Serialize)]
-struct Bar {
-    what: &'static str,
-    /// The worst may be off by so much.
-    limit: f64,
-    worst: f64,
-    kept: bool,
-}
-
-impl Bar {
-    fn line(&self) -> String {
-        format!(
-            "\n{}: {}, worst {:.0} % of {:.0} %",
-            self.what,
-            if self.kept { "kept" } else { "MISSED" },
-            100.0 * self.worst,
-            100.0 * self.limit,
-        )
-    }
-}
-
-/// The bars that there are rows for.
-fn bars(rows: &[Row]) -> Vec<Bar> {
-    let off = |row: &Row| row.error.abs();
-    let slower = |row: &Row| 1.0 / row.of_best - 1.0;
-    let bar = |what, limit, counts: &dyn Fn(&Row) -> bool, size: &dyn Fn(&Row) -> f64| {
-        let sizes: Vec<f64> = rows.iter().filter(|row| counts(row)).map(size).collect();
-        let worst = sizes.iter().copied().reduce(f64::max)?;
-        let kept = worst <= limit;
-        Some(Bar {
-            what,
-            limit,
-            worst,
-            kept,
-        })
-    };
-    let all = [
-        bar("predicted, 1-2 nodes", 0.20, &|row| row.nodes <= 2, &off),
-        bar("predicted, 3-4 nodes", 0.30, &|row| row.nodes > 2, &off),
-        bar(
-            "auto slower than the best fixed split",
-            0.15,
-            &|row| row.chosen && row.nodes > 1,
-            &slower,
-        ),
-    ];
-    all.into_iter().flatten().collect()
-}
-
-fn table(rows: &[Row]) -> String {
-    let head = format!(
-        "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>24}{:>24}{:>8}{:>9}",
-        "nodes", "split", "predicted", "measured", "error", "of best"
-    );
-    rows.iter().fold(head, |text, row| {
-        text + &format!(
-            "\n{:>5}  {:<10}{:>24}{:>24}{:>6.0} %{:>7.0} %{}",
-            row.nodes,
-            row.split,
-            row.predicted.text(),
-            row.measured.text(),
-            100.0 * row.error,
-            100.0 * row.of_best,
-            if row.chosen { "  chosen" } else { "" },
-        )
-    })
 }

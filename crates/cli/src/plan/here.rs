@@ -7,6 +7,7 @@ use paceline_base::KernelClass;
 use paceline_comm::Backend;
 use paceline_model::{Config, Source, Split, SplitKind};
 use paceline_node::forecast::{Forecast, Setting};
+use paceline_node::placing::ways;
 use serde_json::{Value, json};
 
 use super::{Error, facts};
@@ -47,30 +48,6 @@ pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<
         return print(&json!({ "threads": threads, "runs": rows }).to_string());
     }
     print(table(threads, &rows).trim_end())
-}
-
-/// The ways to cut a model over 1 to `most` local nodes, each once.
-pub(crate) fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
-    let kinds = [SplitKind::Tensor, SplitKind::Pipeline];
-    let grid = SplitKind::Grid {
-        tensor: 2,
-        pipeline: 2,
-    };
-    let all = (1..=most).flat_map(|n| {
-        let grid = (n == 4).then_some(grid);
-        kinds.into_iter().chain(grid).map(move |kind| (n, kind))
-    });
-    let mut ways: Vec<(SplitKind, Split)> = Vec::new();
-    for (nodes, kind) in all {
-        let Ok(split) = Split::plan(config, kind, nodes, &[]) else {
-            continue;
-        };
-        let same = |way: &Split| way.ranks() == nodes && way.to_string() == split.to_string();
-        if !ways.iter().any(|(_, way)| same(way)) {
-            ways.push((kind, split));
-        }
-    }
-    ways
 }
 
 fn rows(local: &Forecast, config: &Config) -> Vec<Row> {

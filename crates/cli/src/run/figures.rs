@@ -11,7 +11,6 @@ use serde_json::json;
 
 use super::Args;
 use super::session::Session;
-use crate::moved::{arrays, arrays_json};
 use crate::process::peak_memory_bytes;
 
 /// An answer and its times.
@@ -114,7 +113,7 @@ impl Figures {
             }
         }
         if let Some(moved) = self.moved_per_token() {
-            line += &format!("; {} per token on the wire{}", moved.sent, arrays(moved));
+            line += &format!("; {} per token on the wire{}", moved.sent, moved.arrays());
         }
         line + match self.end {
             End::Stop => "]",
@@ -143,7 +142,7 @@ impl Figures {
             "split": loaded.split().to_string(),
             "split_changes": self.changes,
             "wire_bytes_per_token": self.moved_per_token().map(|moved| moved.sent.0),
-            "array_bytes_per_token": arrays_json(self.moved_per_token()),
+            "array_bytes_per_token": self.moved_per_token().and_then(Moved::arrays_json),
             "threads": loaded.threads,
             "weight_bytes": loaded.weights().iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": args.model,

@@ -4,13 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use paceline_board::served;
 use paceline_engine::EncoderService;
 use paceline_model::Source;
 use paceline_model::encoder::{Encoder, EncoderConfig};
 
 use super::{Args, Named, Serving};
 use crate::load;
-use crate::loaded;
 use crate::output::tell;
 
 /// The encoder at `path`, if it is one: what is wrong with other models is not told here.
@@ -40,7 +40,7 @@ pub(super) fn load(
         encoder.bytes()
     ));
     let names = (named.id, named.aliases);
-    let served = loaded::encoder_served(path, source, config, names);
+    let served = served::encoder(path, source, config, names);
     let model = served.with_context(|| format!("{}: cannot use its tokenizer", path.display()))?;
     Ok((model, Arc::new(EncoderService::new(encoder))))
 }

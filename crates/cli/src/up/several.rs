@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use paceline_board::Local;
 use paceline_engine::Service;
 use paceline_model::Config;
 use paceline_node::Instance;
@@ -10,7 +11,7 @@ use paceline_serve::{Doors, Facts, Server, Status};
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
-use super::{Args, Serving, Shown, encoder, ended, join_in, observer, tell_urls, wait};
+use super::{Args, Serving, encoder, ended, join_in, observer, tell_urls, wait};
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
@@ -48,8 +49,8 @@ fn serve(
         node.0.set_api(server.addresses().to_vec());
         board.set_agent(&node.0);
     }
-    let shown = Shown::on(&board);
-    let _watching = board.watch(args.events.as_deref())?;
+    let shown = Local::on(&board);
+    let _watching = board.watch(args.watch()?)?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         let loading = scope.spawn(|| {
@@ -73,7 +74,7 @@ fn serve(
 /// Loads one after the other, so that each sees the memory that those before it have left.
 fn load_all(
     models: &[(&Args, PathBuf)],
-    (doors, shown): (&Doors, &Shown),
+    (doors, shown): (&Doors, &Local),
     cancel: &Cancel,
 ) -> anyhow::Result<Vec<Arc<Instance>>> {
     let mut instances = Vec::new();

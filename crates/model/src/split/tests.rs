@@ -162,15 +162,9 @@ fn stages_are_balanced_with_the_head() {
 #[test]
 fn what_a_rank_receives_somebody_sends() {
     let config = smollm2();
-    let uneven = Split {
-        stages: [(0, 0..10, 2), (2, 10..20, 3), (5, 20..30, 1)]
-            .map(|(first_rank, layers, n)| Stage {
-                first_rank,
-                layers,
-                shares: vec![1; n],
-            })
-            .to_vec(),
-    };
+    let uneven = [(0..10, 2), (10..20, 3), (20..30, 1)];
+    let uneven = uneven.map(|(layers, n)| (layers, vec![1; n]));
+    let uneven = Split::of_stages(&config, uneven).unwrap();
     for split in [uneven, plan("3x2", 6, &[]).unwrap()] {
         let shards = shards(&config, &split);
         for shard in &shards {
@@ -181,6 +175,41 @@ fn what_a_rank_receives_somebody_sends() {
             assert_eq!(senders, shard.source().into_iter().collect::<Vec<_>>());
         }
     }
+}
+
+/// What is told of a split: whole numbers, which the other side checks.
+#[test]
+fn a_split_is_told_with_the_leaves_of_each_rank() {
+    let config = smollm2();
+    let split = plan("tensor", 2, &[2, 1]).unwrap();
+    let mut told = serde_json::to_value(&split).unwrap();
+    let dealt = |leaves: usize, first: usize| serde_json::json!({ "leaves": leaves, "ends": [first, leaves] });
+    // Leaves of the attention (and blocks of rows), of the feed-forward, and of the vocabulary.
+    let expected = [dealt(9, 6), dealt(12, 8), dealt(768, 512)];
+    assert_eq!(told["stages"][0]["dealt"], serde_json::json!(expected));
+    assert_eq!(
+        serde_json::from_value::<Split>(told.clone()).unwrap(),
+        split
+    );
+
+    // Nobody derives from the shares.
+    told["stages"][0]["shares"] = serde_json::json!([1, 1]);
+    let other: Split = serde_json::from_value(told.clone()).unwrap();
+    other.check(&config).unwrap();
+    assert_eq!(shards(&config, &other), shards(&config, &split));
+
+    for bad in ["[]", "[12]", "[8, 11]", "[13, 12]", "[8, 12, 12]"] {
+        told["stages"][0]["dealt"][1]["ends"] = serde_json::from_str(bad).unwrap();
+        let bad: Split = serde_json::from_value(told.clone()).unwrap();
+        let error = Error::Leaves {
+            leaves: 12,
+            ranks: 2,
+        };
+        assert_eq!(bad.check(&config), Err(error));
+    }
+    told["stages"][0].as_object_mut().unwrap().remove("dealt");
+    let older: Split = serde_json::from_value(told).unwrap();
+    assert!(matches!(older.check(&config), Err(Error::Leaves { .. })));
 }
 
 #[test]

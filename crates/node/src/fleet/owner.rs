@@ -66,6 +66,7 @@ impl Owned {
         if self.wanted.follow {
             prepared.follow_use();
         }
+        prepared.succeed(self.successors());
         let places = Nodes {
             agent: inner.agent.clone(),
             wanted: self.wanted.clone(),
@@ -82,6 +83,13 @@ impl Owned {
         let instance = instance.map_err(|error| error.to_string())?;
         instance.ready().map_err(|error| error.to_string())?;
         Ok(Answers::Instance(Arc::new(instance)))
+    }
+
+    /// Those of the record's successors that compute the instance, by their places.
+    fn successors(&self) -> Vec<usize> {
+        let nodes = &self.wanted.nodes;
+        let place = |id: &NodeId| nodes.iter().position(|node| node == id);
+        self.wanted.successors.iter().filter_map(place).collect()
     }
 
     /// The model's file on this node, copied from the node that loaded it where this one lacks it.

@@ -11,6 +11,7 @@ use paceline_model::{Busy, Config, Shard, Split, SplitKind};
 use paceline_plan::follow::{Follow, Move, Shares};
 
 use crate::Cut;
+use crate::placing::asked;
 
 /// How often ranks are asked: two looks see a foreign load within 3 s.
 const ASK_EVERY: Duration = Duration::from_secs(1);
@@ -21,15 +22,16 @@ const STEPS_LEAST: u64 = 3;
 /// Parts of its share that a rank may be left, in quarters.
 const QUARTERS: [u32; 3] = [3, 2, 1];
 
-/// Splits like `split` in which one rank has less than `shares` (all the same where it is empty)
-/// say, each once.
-pub(crate) fn lighter(config: &Config, split: &Split, shares: &[u32]) -> Vec<Split> {
+/// Ways like `cut` in which one rank has less than `shares` (all the same where it is empty) say,
+/// each once.
+pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
+    let split = &cut.split;
     let ranks = split.ranks();
     let grid = SplitKind::Grid {
         tensor: split.tensor_ranks() as u32,
         pipeline: split.stages() as u32,
     };
-    let mut all: Vec<Split> = Vec::new();
+    let mut all: Vec<Cut> = Vec::new();
     for rank in 0..ranks as usize {
         for quarters in QUARTERS {
             let share = |other: usize| {
@@ -37,8 +39,10 @@ pub(crate) fn lighter(config: &Config, split: &Split, shares: &[u32]) -> Vec<Spl
                 whole.saturating_mul(if other == rank { quarters } else { 4 })
             };
             let shares: Vec<u32> = (0..ranks as usize).map(share).collect();
-            let planned = Split::plan(config, grid, ranks, &shares).ok();
-            let new = planned.filter(|other| other != split && !all.contains(other));
+            let placement = asked(config, grid, ranks, &shares).ok();
+            let way = placement.and_then(|it| Cut::new(config, it, cut.tok_s).ok());
+            let is_known = |it: &Cut| it.split == *split || all.iter().any(|a| a.split == it.split);
+            let new = way.filter(|way| !is_known(way));
             all.extend(new);
         }
     }

@@ -236,10 +236,7 @@ impl Search<'_, '_> {
             }
             replicas.push(copy);
         }
-        Some(Placement {
-            replicas,
-            prefill: None,
-        })
+        Some(Placement::new(replicas, None))
     }
 
     fn class_of(&self, node: usize) -> Option<usize> {
@@ -261,10 +258,8 @@ impl Search<'_, '_> {
         let most = self.costs.workload.concurrency as usize;
         if alone.len() > 1 && most > 1 && alone.len() <= 64 {
             let one = |&node: &usize| Pipeline::group(n, Split::Whole, &[node]);
-            self.add(Placement {
-                replicas: alone.iter().take(most).map(one).collect(),
-                prefill: None,
-            });
+            let replicas = alone.iter().take(most).map(one).collect();
+            self.add(Placement::new(replicas, None));
         }
     }
 
@@ -284,10 +279,8 @@ impl Search<'_, '_> {
             }
             let weights = self.weights(false, 1);
             for pipeline in self.pipelines(&limit, weights, budget).into_iter().take(4) {
-                self.add(Placement {
-                    replicas: vec![pipeline],
-                    prefill: Some(Pipeline::group(n, Split::Whole, &[node])),
-                });
+                let prefill = Pipeline::group(n, Split::Whole, &[node]);
+                self.add(Placement::new(vec![pipeline], Some(prefill)));
             }
         }
     }

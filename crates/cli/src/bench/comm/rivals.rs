@@ -7,9 +7,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use paceline_bench::comm::{Rival, SIZES, calls};
+use paceline_bench::quantile;
 
-use super::{Args, Children, Peer, Ranks, Rival, SIZES, calls, value_name};
-use crate::bench::quantile;
+use super::{Args, Children, Peer, Ranks, value_name};
 
 /// One rank of MLX or Open MPI.
 const SCRIPT: &str = include_str!("../../../../../scripts/peers/collectives.py");

@@ -14,7 +14,7 @@ use paceline_cluster::nodes::agent::Channel;
 use paceline_cluster::nodes::member::Life;
 use serde_json::Value;
 
-use super::Inner;
+use crate::board::Inner;
 
 /// The service that tells a node's part.
 pub(super) const SERVICE: &str = "board";

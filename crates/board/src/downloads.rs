@@ -4,10 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use paceline_base::lock;
-use paceline_store::{Cancel, Progress, Resolved, pull, resolve};
+use paceline_store::{Cancel, Home, Progress, PullOptions, Resolved, pull, resolve};
 use serde::Serialize;
-
-use crate::home::Settings;
 
 /// Downloads at a time: more share the same line.
 const RUNNING_MAX: usize = 2;
@@ -15,9 +13,15 @@ const RUNNING_MAX: usize = 2;
 /// Downloads that are told, the last ones.
 const TOLD_MAX: usize = 8;
 
+/// Where models are fetched from, and the folder that they come to: asked for each one.
+pub type Source = Arc<dyn Fn() -> Result<(Home, PullOptions), String> + Send + Sync>;
+
 /// Downloads of this node. Clones are the same.
-#[derive(Clone, Default)]
-pub(super) struct Downloads(Arc<Mutex<Vec<Download>>>);
+#[derive(Clone)]
+pub(super) struct Downloads {
+    all: Arc<Mutex<Vec<Download>>>,
+    source: Source,
+}
 
 /// A download, as it is told.
 #[derive(Clone, Debug, Serialize)]
@@ -34,9 +38,15 @@ pub(super) struct Download {
 }
 
 impl Downloads {
+    /// None yet.
+    pub(super) fn new(source: Source) -> Self {
+        let all = Arc::default();
+        Self { all, source }
+    }
+
     /// The last downloads, oldest first.
     pub(super) fn told(&self) -> Vec<Download> {
-        lock(&self.0).clone()
+        lock(&self.all).clone()
     }
 
     /// Starts to fetch a model on a thread of its own.
@@ -45,8 +55,8 @@ impl Downloads {
     /// A name that cannot be read, a model that is here, too many downloads.
     pub(super) fn start(&self, model: &str, cancel: &Cancel) -> Result<(), String> {
         let failed = |error: &dyn std::fmt::Display| error.to_string();
-        let settings = Settings::from_env().map_err(|error| format!("{error:#}"))?;
-        let plan = match resolve(&settings.home, model).map_err(|error| failed(&error))? {
+        let (home, options) = (self.source)()?;
+        let plan = match resolve(&home, model).map_err(|error| failed(&error))? {
             Resolved::Path(_) => return Err(format!("{model} is on this machine")),
             Resolved::NeedsDownload(plan) => plan,
         };
@@ -54,8 +64,8 @@ impl Downloads {
         let (own, name, cancel) = (self.clone(), model.to_owned(), cancel.clone());
         let run = move || {
             let mut watch = Watch(own.clone(), name.clone());
-            let (home, options) = (&settings.home, &settings.options);
-            let pulled = pull(home, &plan, options, &cancel, &mut watch, SystemTime::now());
+            let now = SystemTime::now();
+            let pulled = pull(&home, &plan, &options, &cancel, &mut watch, now);
             own.change(&name, |it| match pulled {
                 Ok(_) => it.state = "done",
                 Err(error) => {
@@ -70,7 +80,7 @@ impl Downloads {
 
     /// Notes a download, unless there are too many or this one runs.
     fn begin(&self, model: &str) -> Result<(), String> {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.all);
         let running = || all.iter().filter(|it| it.state == "running");
         if running().any(|it| it.model == model) {
             return Err(format!("{model} is being fetched"));
@@ -96,7 +106,7 @@ impl Downloads {
     }
 
     fn change(&self, model: &str, change: impl FnOnce(&mut Download)) {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.all);
         if let Some(it) = all.iter_mut().find(|it| it.model == model) {
             change(it);
         }
@@ -127,7 +137,7 @@ mod tests {
 
     #[test]
     fn downloads_are_bounded_and_the_last_are_told() {
-        let all = Downloads::default();
+        let all = Downloads::new(Arc::new(|| Err("nothing is fetched here".to_owned())));
         all.begin("a").unwrap();
         assert_eq!(all.begin("a").unwrap_err(), "a is being fetched");
         all.begin("b").unwrap();

@@ -9,7 +9,7 @@ use paceline_node::Portrait;
 use paceline_serve::events::Kind;
 use serde_json::Value;
 
-use super::links::{link, used};
+use crate::links::{link, used};
 
 /// The last look.
 #[derive(Default)]
@@ -227,7 +227,7 @@ mod tests {
     use paceline_cluster::nodes::agent::Facts;
     use serde_json::json;
 
-    use crate::board::links::tests::ways;
+    use crate::links::tests::ways;
 
     fn node(number: u8, name: &str, state: Life) -> NodeView {
         let name = name.to_owned();

@@ -1,8 +1,10 @@
-//! The frame of `paceline top`: pure, from what the node said and what the user typed.
+//! A frame of text, as `paceline top` shows it: pure, from what the node said and what the user
+//! typed.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
 
+use paceline_base::printable;
 use ratatui::Frame;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -10,8 +12,6 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Row, Sparkline, Table, Widget};
 use serde_json::Value;
-
-use crate::output::printable;
 
 /// Points of the graph of tokens a second: two minutes.
 const SPEEDS_MAX: usize = 120;
@@ -21,7 +21,7 @@ const GRAPH_ROWS: usize = 3;
 
 /// The column that machines are sorted by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Sort {
+pub enum Sort {
     /// This node first, then by name.
     #[default]
     Name,
@@ -32,7 +32,8 @@ pub(super) enum Sort {
 }
 
 impl Sort {
-    pub(super) const fn next(self) -> Self {
+    /// The column after it, around.
+    pub const fn next(self) -> Self {
         match self {
             Self::Name => Self::Cpu,
             Self::Cpu => Self::Memory,
@@ -51,21 +52,25 @@ impl Sort {
 
 /// What is shown, and how the user wants it.
 #[derive(Debug, Default)]
-pub(super) struct View {
+pub struct View {
     status: Value,
     /// Why the last look failed.
     problem: Option<String>,
     /// Tokens a second at the last looks.
     speeds: VecDeque<u64>,
-    pub(super) sort: Sort,
-    pub(super) filter: Option<String>,
-    pub(super) is_typing: bool,
-    pub(super) scroll: usize,
+    /// The column that machines are sorted by.
+    pub sort: Sort,
+    /// Text that names must have to be shown.
+    pub filter: Option<String>,
+    /// Whether keys go into the filter.
+    pub is_typing: bool,
+    /// Lines that are scrolled away.
+    pub scroll: usize,
 }
 
 impl View {
     /// Takes what the node said.
-    pub(super) fn hear(&mut self, status: Result<Value, String>) {
+    pub fn hear(&mut self, status: Result<Value, String>) {
         match status {
             Ok(status) => {
                 let speed = tok_s(&status);
@@ -80,12 +85,14 @@ impl View {
         }
     }
 
-    pub(super) fn type_filter(&mut self) {
+    /// Has keys go into the filter.
+    pub fn type_filter(&mut self) {
         self.is_typing = true;
         self.filter.get_or_insert_default();
     }
 
-    pub(super) fn clear_filter(&mut self) {
+    /// Shows everything again.
+    pub fn clear_filter(&mut self) {
         self.is_typing = false;
         self.filter = None;
     }
@@ -137,7 +144,7 @@ fn memory_share(node: &Value) -> Option<f64> {
 }
 
 /// One frame as text, its lines without spaces at their ends.
-pub(super) fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
+pub fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
     let area = buffer.area;
     draw(view, area, &mut buffer);
@@ -155,7 +162,7 @@ fn written(buffer: &Buffer) -> String {
 }
 
 /// Draws on the terminal.
-pub(super) fn frame(view: &mut View, frame: &mut Frame) {
+pub fn frame(view: &mut View, frame: &mut Frame) {
     let area = frame.area();
     draw(view, area, frame.buffer_mut());
 }

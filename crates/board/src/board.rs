@@ -11,39 +11,31 @@
 //! Each node tells of itself what only it knows: telemetry, its running requests, and how the
 //! instances that it owns compute. A node asks the others only while its own page is looked at.
 
-mod changes;
-mod downloads;
-mod links;
-mod peers;
-mod traffic;
-
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use paceline_base::lock;
-use paceline_cluster::machine::give_back_free_memory;
+use paceline_cluster::machine::{give_back_free_memory, memory_bytes};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
 use paceline_node::{Exchanged, Portrait};
 use paceline_serve::{Fact, Live, Manage, Stages, Status};
-use paceline_store::{Audit, Cancel};
+use paceline_store::{Audit, Cancel, Home};
 use serde_json::{Value, json};
 
-use crate::home;
-use crate::output::tell;
-use crate::process::memory_bytes;
-use changes::Changes;
-use downloads::Downloads;
-use peers::Peers;
-use traffic::Traffic;
+use crate::changes::Changes;
+use crate::downloads::{Downloads, Source};
+use crate::peers::Peers;
+use crate::traffic::Traffic;
+use crate::{Error, Tell, links, peers, traffic};
 
 /// Between looks for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -58,18 +50,40 @@ const GROWTH_BYTES: u64 = 16 << 20;
 const SAMPLE_EVERY: Duration = Duration::from_secs(2);
 
 /// An instance as it is told, and its portrait where this node owns it.
-pub(crate) type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
+pub type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
 
 /// What the ranks of this node's instances have sent each other so far.
-pub(crate) type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
+pub type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
 
 /// What this node tells of itself and its cluster. Clones are the same.
 #[derive(Clone)]
-pub(crate) struct Board(Arc<Inner>);
+pub struct Board(Arc<Inner>);
 
-struct Inner {
+impl fmt::Debug for Board {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Board(..)")
+    }
+}
+
+/// What a [`Board`] writes, and by whom it is told.
+pub struct Watch {
+    /// Events are appended to this file, a line of JSON each, after what it has.
+    pub events: Option<PathBuf>,
+    /// Where the audit log is kept.
+    pub home: Home,
+    /// Warnings for people; must not block.
+    pub tell: Tell,
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Watch({:?})", self.home)
+    }
+}
+
+pub(crate) struct Inner {
     live: Live,
-    agent: OnceLock<Agent>,
+    pub(crate) agent: OnceLock<Agent>,
     instances: OnceLock<Box<Instances>>,
     stages: OnceLock<Box<Stages>>,
     counts: OnceLock<Box<Counts>>,
@@ -78,7 +92,7 @@ struct Inner {
     /// Price of a kilowatt-hour.
     kwh_price: OnceLock<f64>,
     sample: Mutex<Sample>,
-    peers: Peers,
+    pub(crate) peers: Peers,
     downloads: Downloads,
     /// Set at the end, so that downloads stop.
     cancel: Cancel,
@@ -86,7 +100,8 @@ struct Inner {
 }
 
 /// Ends the threads of a [`Board`] when it is dropped.
-pub(crate) struct Watching {
+#[derive(Debug)]
+pub struct Watching {
     board: Board,
     threads: Vec<JoinHandle<()>>,
 }
@@ -102,8 +117,9 @@ impl Drop for Watching {
 }
 
 impl Board {
-    /// Tells of nothing yet but the requests of `live`.
-    pub(crate) fn new(live: Live) -> Self {
+    /// Tells of nothing yet but the requests of `live`. Models that the dashboard fetches come from
+    /// `downloads`.
+    pub fn new(live: Live, downloads: Source) -> Self {
         Self(Arc::new(Inner {
             live,
             agent: OnceLock::new(),
@@ -115,14 +131,14 @@ impl Board {
             kwh_price: OnceLock::new(),
             sample: Mutex::default(),
             peers: Peers::default(),
-            downloads: Downloads::default(),
+            downloads: Downloads::new(downloads),
             cancel: Cancel::default(),
             over: AtomicBool::new(false),
         }))
     }
 
     /// Tells of the cluster from now on, and tells the other nodes of this one. Once.
-    pub(crate) fn set_agent(&self, agent: &Agent) {
+    pub fn set_agent(&self, agent: &Agent) {
         if self.0.agent.set(agent.clone()).is_ok() {
             let own = Arc::downgrade(&self.0);
             agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
@@ -135,32 +151,32 @@ impl Board {
     }
 
     /// Tells of instances from now on. Once.
-    pub(crate) fn set_instances(&self, instances: Box<Instances>) {
+    pub fn set_instances(&self, instances: Box<Instances>) {
         let _ = self.0.instances.set(instances); // the first one stays
     }
 
     /// Looks at the stages of instances from now on. Once.
-    pub(crate) fn set_stages(&self, stages: Box<Stages>) {
+    pub fn set_stages(&self, stages: Box<Stages>) {
         let _ = self.0.stages.set(stages); // the first one stays
     }
 
     /// Tells what instances move between machines from now on. Once.
-    pub(crate) fn set_counts(&self, counts: Box<Counts>) {
+    pub fn set_counts(&self, counts: Box<Counts>) {
         let _ = self.0.counts.set(counts); // the first one stays
     }
 
     /// Tells what tokens cost where a kilowatt-hour costs `price`. Once.
-    pub(crate) fn set_kwh_price(&self, price: f64) {
+    pub fn set_kwh_price(&self, price: f64) {
         let _ = self.0.kwh_price.set(price); // the first one stays
     }
 
     /// Takes commands from now on. Once.
-    pub(crate) fn set_manage(&self, manage: Box<Manage>) {
+    pub fn set_manage(&self, manage: Box<Manage>) {
         let _ = self.0.manage.set(manage); // the first one stays
     }
 
     /// As the HTTP server asks for it. `manages` says whether commands are taken.
-    pub(crate) fn for_server(&self, manages: bool) -> paceline_serve::Board {
+    pub fn for_server(&self, manages: bool) -> paceline_serve::Board {
         let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
         let stages = move |id: &str| match watched.0.stages.get() {
             Some(stages) => stages(id),
@@ -183,38 +199,40 @@ impl Board {
         }
     }
 
-    /// Starts to look at the machine and for changes. Events go to the file `log` too, a line of
-    /// JSON each, after what it has.
+    /// Starts to look at the machine and for changes.
     ///
     /// # Errors
-    /// A file that cannot be written, a thread that cannot be started.
-    pub(crate) fn watch(&self, log: Option<&Path>) -> anyhow::Result<Watching> {
+    /// [`Error::Events`], [`Error::Thread`].
+    pub fn watch(&self, watch: Watch) -> Result<Watching, Error> {
+        let Watch { events, home, tell } = watch;
         let mut watching = Watching {
             board: self.clone(),
             threads: Vec::new(),
         };
         let inner = Arc::clone(&self.0);
         watching.spawn("board", move || inner.run())?;
-        if let Some(path) = log {
-            let file = File::options().append(true).create(true).open(path);
-            let file =
-                file.with_context(|| format!("cannot write events to {}", path.display()))?;
-            let (inner, path) = (Arc::clone(&self.0), path.to_owned());
+        if let Some(path) = events {
+            let file = File::options().append(true).create(true).open(&path);
+            let file = file.map_err(|source| Error::Events {
+                path: path.clone(),
+                source,
+            })?;
+            let (inner, tell) = (Arc::clone(&self.0), Arc::clone(&tell));
             watching.spawn("events", move || {
                 if let Err(error) = inner.log(file) {
                     let path = path.display();
-                    tell(format_args!("warning: no more events to {path}: {error}"));
+                    tell(&format!("warning: no more events to {path}: {error}"));
                 }
             })?;
         }
         let inner = Arc::clone(&self.0);
         watching.spawn("memory", move || inner.give_back_memory())?;
-        match Audit::open(&home::home()?) {
+        match Audit::open(&home) {
             Ok(audit) => {
                 let inner = Arc::clone(&self.0);
-                watching.spawn("audit", move || inner.audit(&audit))?;
+                watching.spawn("audit", move || inner.audit(&audit, &tell))?;
             }
-            Err(error) => tell(format_args!("warning: no audit log: {error}")),
+            Err(error) => tell(&format!("warning: no audit log: {error}")),
         }
         Ok(watching)
     }
@@ -257,7 +275,7 @@ impl Board {
     }
 
     /// What `/metrics` tells of the machine and of its links. Other nodes tell of theirs.
-    pub(crate) fn facts(&self) -> Vec<Fact> {
+    pub fn facts(&self) -> Vec<Fact> {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
         facts.extend(links::facts(&ways.unwrap_or_default()));
@@ -268,16 +286,15 @@ impl Board {
 }
 
 impl Watching {
-    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
         let thread = std::thread::Builder::new().name(name.to_owned());
-        let thread = thread.spawn(run).context("cannot start a thread")?;
-        self.threads.push(thread);
+        self.threads.push(thread.spawn(run).map_err(Error::Thread)?);
         Ok(())
     }
 }
 
 impl Inner {
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::SeqCst)
     }
 
@@ -357,7 +374,7 @@ impl Inner {
     }
 
     /// Appends to the audit log until the end. A line that cannot be written is told once.
-    fn audit(&self, audit: &Audit) {
+    fn audit(&self, audit: &Audit, tell: &Tell) {
         let (mut seen, mut is_told) = (0, false);
         loop {
             let is_last = self.is_over();
@@ -371,7 +388,7 @@ impl Inner {
                     && !is_told
                 {
                     is_told = true;
-                    tell(format_args!("warning: the audit log has gaps: {error}"));
+                    tell(&format!("warning: the audit log has gaps: {error}"));
                 }
             }
             if is_last {
@@ -382,7 +399,7 @@ impl Inner {
     }
 
     /// This node's own part, for its page and for other nodes.
-    fn own_part(&self) -> Value {
+    pub(crate) fn own_part(&self) -> Value {
         let (_, portraits) = self.instances();
         json!({
             "telemetry": *lock(&self.sample),
@@ -537,7 +554,7 @@ fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
 }
 
 /// A label of a metric; its value may have any characters.
-fn label(name: &str, value: &str) -> String {
+pub(crate) fn label(name: &str, value: &str) -> String {
     let value = value.replace('\\', "\\\\").replace('"', "\\\"");
     format!("{name}=\"{}\"", value.replace('\n', "\\n"))
 }
@@ -620,7 +637,7 @@ mod tests {
         machine.dedup(); // of each graphics processor
         assert_eq!(machine.len(), 17 + 6 + 2 + 1);
         // Figures of an instance have their names there.
-        let up = include_str!("up.rs");
+        let up = include_str!("figures.rs");
         let is_known = |name: &String| {
             let short = name.trim_start_matches("paceline_");
             METRIC_NAMES.contains(&name.as_str())

@@ -15,8 +15,8 @@ use paceline_serve::events::Link;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::label;
-use super::traffic::Pairs;
+use crate::board::label;
+use crate::traffic::Pairs;
 
 /// Links that are told at most: those of 16 nodes, each with each.
 const LINKS_MAX: usize = 240;

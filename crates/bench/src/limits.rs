@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use paceline_mlx::{Device, Library, read_rate};
-use paceline_tensor::Kernels;
+use paceline_mlx::{self as mlx, Device, Library, Places, read_rate};
 use paceline_tensor::limits::{ReadLimit, integer_work};
-
-use crate::{home, load};
+use paceline_tensor::{self as tensor, Kernels};
 
 /// How far ahead a reading loop asks for lines: not at all, and a distance that helped where
 /// hardware fetches little by itself. The best of both counts.
@@ -18,25 +16,43 @@ const AHEAD: [usize; 2] = [0, 2048];
 const LIMIT_BYTES: usize = 512 << 20;
 
 /// Measures how fast memory can be read at the moment, by what computes.
-pub(super) enum Limit {
+#[expect(
+    missing_debug_implementations,
+    reason = "memory and kernels say nothing"
+)]
+pub enum Limit {
     /// By all threads.
     Cpu {
+        /// What is read.
         memory: ReadLimit,
+        /// Who reads.
         kernels: Arc<Kernels>,
     },
     /// By the device that MLX computes on.
-    Mlx { library: Library, device: Device },
+    Mlx {
+        /// MLX.
+        library: Library,
+        /// The device.
+        device: Device,
+    },
 }
 
 impl Limit {
-    pub(super) fn of_cpu(threads: usize) -> anyhow::Result<Self> {
-        let kernels = load::kernels(threads)?;
+    /// Of all threads of `kernels`.
+    ///
+    /// # Errors
+    /// Memory that cannot be had.
+    pub fn of_cpu(kernels: Arc<Kernels>) -> Result<Self, tensor::Error> {
         let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
         Ok(Self::Cpu { memory, kernels })
     }
 
-    pub(super) fn of_mlx() -> anyhow::Result<Self> {
-        let library = Library::open(&home::mlx_places()?)?;
+    /// Of the best device of the MLX that lies at one of `places`.
+    ///
+    /// # Errors
+    /// MLX cannot be opened.
+    pub fn of_mlx(places: &Places) -> Result<Self, mlx::Error> {
+        let library = Library::open(places)?;
         let device = library.best_device()?;
         Ok(Self::Mlx { library, device })
     }
@@ -45,7 +61,7 @@ impl Limit {
     ///
     /// # Errors
     /// When MLX fails.
-    pub(super) fn measure(&self) -> anyhow::Result<f64> {
+    pub fn measure(&self) -> Result<f64, mlx::Error> {
         Ok(match self {
             Self::Cpu { memory, kernels } => read_limit(memory, kernels),
             Self::Mlx { library, device } => {
@@ -59,7 +75,7 @@ impl Limit {
     }
 
     /// Who reads.
-    pub(super) fn name(&self) -> String {
+    pub fn name(&self) -> String {
         match self {
             Self::Cpu { .. } => "cpu".to_owned(),
             Self::Mlx { device, .. } => format!("mlx {device}"),
@@ -68,7 +84,7 @@ impl Limit {
 }
 
 /// Bytes that all threads of `kernels` read per second.
-pub(super) fn read_limit(memory: &ReadLimit, kernels: &Kernels) -> f64 {
+pub fn read_limit(memory: &ReadLimit, kernels: &Kernels) -> f64 {
     let rate = |ahead| {
         let start = Instant::now();
         memory.read(kernels, ahead);
@@ -78,7 +94,7 @@ pub(super) fn read_limit(memory: &ReadLimit, kernels: &Kernels) -> f64 {
 }
 
 /// Integer operations that all threads of `kernels` do per second: the best of some rounds.
-pub(super) fn integer_peak(kernels: &Kernels) -> f64 {
+pub fn integer_peak(kernels: &Kernels) -> f64 {
     let rate = |_| {
         let start = Instant::now();
         let operations = integer_work(kernels);
@@ -87,13 +103,12 @@ pub(super) fn integer_peak(kernels: &Kernels) -> f64 {
     (0..5).map(rate).fold(0.0, f64::max)
 }
 
-/// Bytes that `threads` threads read and integer operations that they do, per second.
+/// Bytes that all threads of `kernels` read and integer operations that they do, per second.
 ///
 /// # Errors
-/// What the system refuses.
-pub(crate) fn measured(threads: usize) -> anyhow::Result<(f64, f64)> {
-    let kernels = load::kernels(threads)?;
+/// Memory that cannot be had.
+pub fn measured(kernels: &Kernels) -> Result<(f64, f64), tensor::Error> {
     let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
-    read_limit(&memory, &kernels); // brings the pages in
-    Ok((read_limit(&memory, &kernels), integer_peak(&kernels)))
+    read_limit(&memory, kernels); // brings the pages in
+    Ok((read_limit(&memory, kernels), integer_peak(kernels)))
 }

@@ -1,0 +1,415 @@
+//! Prefill and decode speed of a model that answers, in runs, beside another program's.
+
+use std::time::{Duration, Instant};
+
+use paceline_base::Bytes;
+use paceline_engine::{Failure, Reply, Request, SamplingParams};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_node::classes::Classes;
+use paceline_node::{Loaded, Moved};
+use paceline_plan::draw::{Bar, Bars};
+use paceline_tensor::KvType;
+use serde_json::json;
+
+use crate::limits::Limit;
+use crate::{Error, quantile};
+
+/// The model that is measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<'a> {
+    /// What answers.
+    pub model: &'a Loaded,
+    /// Its tokenizer.
+    pub tokenizer: &'a Tokenizer,
+    /// How numbers are computed.
+    pub classes: &'a Classes,
+    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
+    pub kv: Option<KvType>,
+    /// Threads of each node.
+    pub threads: usize,
+    /// From opening the model's files to being ready for a prompt.
+    pub load_time: Duration,
+}
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// The model's name.
+    pub model: String,
+    /// Tokens of the prompt.
+    pub prompt: u32,
+    /// Tokens to decode.
+    pub generate: u32,
+    /// Position that decoding starts from.
+    pub depth: usize,
+}
+
+/// Tokens per second of one run.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    /// Of the prompt.
+    pub prefill: f64,
+    /// Of the answer.
+    pub decode: f64,
+    /// What nodes moved per token.
+    pub moved: Option<Moved>,
+    /// Plain reads of memory just before, by as many threads or by MLX's device, bytes per second.
+    pub limit: f64,
+}
+
+/// One run: the time to read a prompt, and to decode behind [`Spec::depth`]. Prompts differ by
+/// `round`.
+///
+/// # Errors
+/// What computes failed, or ended its answer at once.
+pub fn measure(subject: Subject<'_>, limit: &Limit, spec: &Spec, round: u32) -> Result<Run, Error> {
+    let limit = limit.measure().map_err(Error::Mlx)?;
+    let prompt = spec.prompt as usize;
+    let tokens = tokens(subject, spec.depth.max(prompt), round);
+    let start = Instant::now();
+    let read = generate(subject, &tokens[..prompt], 0).map_err(Error::Failure)?;
+    let prefill = prompt as f64 / (read.prompt_read - start).as_secs_f64();
+    // Other tokens, so that nothing of the first prompt can be used again.
+    // A prompt has at least one token.
+    let again = spec.depth != prompt; // long to read, and read once
+    let round = if again { 0 } else { round };
+    let tokens = self::tokens(subject, spec.depth.max(1), round + 1_000_000);
+    let before = subject.model.moved();
+    let generated = generate(subject, &tokens, spec.generate as usize + 1);
+    let generated = generated.map_err(Error::Failure)?;
+    let computed = (tokens.len() + generated.tokens - 1) as u64;
+    let moved = subject.model.moved().zip(before);
+    let moved = moved.map(|(after, before)| after.since(before).per(computed));
+    let decoded = generated.tokens.saturating_sub(1);
+    if decoded == 0 {
+        return Err(Error::NoAnswer);
+    }
+    let time = (generated.last - generated.prompt_read).as_secs_f64();
+    Ok(Run {
+        prefill,
+        decode: decoded as f64 / time,
+        moved,
+        limit,
+    })
+}
+
+/// `n` tokens spread over the vocabulary as those of scripts/peers/llama_bench.py, without the
+/// special tokens at its ends; others in each round. A toy vocabulary has no room for that.
+pub fn tokens(subject: Subject<'_>, n: usize, round: u32) -> Vec<u32> {
+    let (vocab, round) = (subject.model.config().vocab, round as usize);
+    let spread = |i: usize| match vocab.checked_sub(100) {
+        Some(inner @ 1..) => (i * 7919 + round * 104_729) % inner + 50,
+        _ => (i + round) % vocab,
+    };
+    (0..n).map(|i| spread(i) as u32).collect()
+}
+
+/// When a request's replies came.
+#[derive(Clone, Copy, Debug)]
+pub struct Generated {
+    /// The prompt was read.
+    pub prompt_read: Instant,
+    /// The answer ended.
+    pub last: Instant,
+    /// Tokens of the answer.
+    pub tokens: usize,
+}
+
+/// Reads `prompt` and decodes `max_tokens`, and not less: tokens that would end the answer are
+/// made improbable.
+///
+/// # Errors
+/// Why the answer was not completed.
+pub fn generate(
+    subject: Subject<'_>,
+    prompt: &[u32],
+    max_tokens: usize,
+) -> Result<Generated, Failure> {
+    let ends = (0..subject.model.config().vocab as u32)
+        .filter(|token| subject.tokenizer.is_end_of_generation(*token))
+        .map(|token| (token, -100.0));
+    let answer = subject.model.submit(Request {
+        prompt: prompt.to_vec(),
+        max_tokens,
+        sampling: SamplingParams {
+            logit_bias: ends.collect(),
+            ..SamplingParams::default()
+        },
+        stop: Vec::new(),
+        logprobs: None,
+        ..Request::default()
+    })?;
+    let (mut prompt_read, mut tokens) = (Instant::now(), 0);
+    loop {
+        match answer.next()? {
+            (at, Reply::PromptRead { .. }) => prompt_read = at,
+            (_, Reply::Token { .. }) => tokens += 1,
+            (last, Reply::Finished { .. }) => {
+                return Ok(Generated {
+                    prompt_read,
+                    last,
+                    tokens,
+                });
+            }
+            (_, Reply::Failed(failure)) => return Err(failure),
+        }
+    }
+}
+
+/// What was measured.
+#[derive(Clone, Debug)]
+pub struct Report<'a> {
+    /// What for.
+    pub spec: &'a Spec,
+    /// Of which model.
+    pub subject: Subject<'a>,
+    /// Whose reads the limit is of.
+    pub limit: String,
+    /// Who was measured in turn with it; empty without.
+    pub peer: &'static str,
+    /// Runs of the model; at least one.
+    pub ours: Vec<Run>,
+    /// Runs of the peer, one for each, or none.
+    pub theirs: Vec<Run>,
+}
+
+impl Report<'_> {
+    fn column(runs: &[Run], of: impl Fn(&Run) -> f64) -> Vec<f64> {
+        runs.iter().map(of).collect()
+    }
+
+    /// Ratios of the pairs.
+    fn ratios(&self, of: fn(&Run) -> f64) -> Vec<f64> {
+        self.ours
+            .iter()
+            .zip(&self.theirs)
+            .map(|(a, b)| of(a) / of(b))
+            .collect()
+    }
+
+    fn weight_bytes(&self) -> u64 {
+        self.subject
+            .model
+            .weights()
+            .iter()
+            .map(|bytes| bytes.0)
+            .sum()
+    }
+
+    /// Decode tokens a second as predicted for the middle of what is measured.
+    fn predicted(&self) -> Option<f64> {
+        let keys = self.spec.depth + self.spec.generate as usize / 2;
+        self.subject.model.predicted_at(u32::try_from(keys).ok()?)
+    }
+
+    /// What nodes moved per token, of the run whose bytes on the wire are the median.
+    fn moved(&self) -> Option<Moved> {
+        let moved: Option<Vec<Moved>> = self.ours.iter().map(|run| run.moved).collect();
+        let mut moved = moved?;
+        moved.sort_unstable_by_key(|moved| moved.sent);
+        moved.get((moved.len().max(1) - 1) / 2).copied()
+    }
+
+    /// What a token costs more than the peer's, in milliseconds; the median of the pairs.
+    fn extra_ms(&self) -> f64 {
+        let pairs = self.ours.iter().zip(&self.theirs);
+        let extra: Vec<f64> = pairs
+            .map(|(a, b)| 1e3 / a.decode - 1e3 / b.decode)
+            .collect();
+        quantile(&extra, 0.5)
+    }
+
+    /// Weights that a decode step reads, per second.
+    fn weight_rate(&self, decode: f64) -> f64 {
+        self.weight_bytes() as f64 * decode / 1e9
+    }
+
+    /// Share of the read limit that decoding reaches; the median of the runs.
+    fn of_limit(&self) -> f64 {
+        let share = |run: &Run| 1e9 * self.weight_rate(run.decode) / run.limit;
+        quantile(&Self::column(&self.ours, share), 0.5)
+    }
+
+    /// Decode speeds of both and of the prediction, and the reading of the prompt.
+    pub fn svg(&self) -> String {
+        let median = |runs: &[Run], of: fn(&Run) -> f64| {
+            (!runs.is_empty()).then(|| quantile(&Self::column(runs, of), 0.5))
+        };
+        let row = |label: &str, value: Option<f64>| Bar {
+            label: label.to_owned(),
+            values: vec![value],
+            note: String::new(),
+        };
+        let decode: fn(&Run) -> f64 = |run| run.decode;
+        let prefill: fn(&Run) -> f64 = |run| run.prefill;
+        let mut rows = vec![row("decode", median(&self.ours, decode))];
+        rows.extend(
+            self.predicted()
+                .map(|tok_s| row("decode, predicted", Some(tok_s))),
+        );
+        if !self.theirs.is_empty() {
+            rows.push(row(
+                &format!("decode, {}", self.peer),
+                median(&self.theirs, decode),
+            ));
+        }
+        rows.push(row("prompt", median(&self.ours, prefill)));
+        if !self.theirs.is_empty() {
+            rows.push(row(
+                &format!("prompt, {}", self.peer),
+                median(&self.theirs, prefill),
+            ));
+        }
+        let (model, nodes) = (&self.spec.model, self.nodes());
+        let bars = Bars {
+            title: format!("{model}: tokens a second, {nodes}"),
+            series: vec!["median".to_owned()],
+            rows,
+        };
+        bars.svg()
+    }
+
+    /// For programs.
+    pub fn json(&self) -> serde_json::Value {
+        let spread = |values: Vec<f64>| {
+            json!({
+                "median": quantile(&values, 0.5),
+                "p10": quantile(&values, 0.1),
+                "p90": quantile(&values, 0.9),
+                "runs": values,
+            })
+        };
+        let of = |runs: &[Run]| {
+            (!runs.is_empty()).then(|| {
+                json!({
+                    "prefill_tok_s": spread(Self::column(runs, |r| r.prefill)),
+                    "decode_tok_s": spread(Self::column(runs, |r| r.decode)),
+                    "read_limit_gb_s": spread(Self::column(runs, |r| r.limit / 1e9)),
+                })
+            })
+        };
+        let decode = quantile(&Self::column(&self.ours, |r| r.decode), 0.5);
+        json!({
+            "model": self.spec.model,
+            "class": self.subject.classes.to_string(),
+            "kv_type": self.subject.kv.map(KvType::name),
+            "instruction_set": self.subject.model.device(),
+            "nodes": self.subject.model.nodes(),
+            "split": self.subject.model.split().to_string(),
+            "threads": self.subject.threads,
+            "wire_bytes_per_token": self.moved().map(|moved| moved.sent.0),
+            "array_bytes_per_token": self.moved().and_then(Moved::arrays_json),
+            "prompt": self.spec.prompt,
+            "gen": self.spec.generate,
+            "depth": self.spec.depth,
+            "weight_bytes": self.weight_bytes(),
+            "load_s": self.subject.load_time.as_secs_f64(),
+            "predicted_decode_tok_s": self.predicted(),
+            "weights_gb_s": self.weight_rate(decode),
+            "of_read_limit": self.of_limit(),
+            "read_limit_of": self.limit,
+            "paceline": of(&self.ours),
+            "peer": (!self.theirs.is_empty()).then_some(self.peer),
+            "peer_result": of(&self.theirs),
+            "extra_ms_per_token": (!self.theirs.is_empty()).then(|| self.extra_ms()),
+            "ratio": (!self.theirs.is_empty()).then(|| json!({
+                "prefill": spread(self.ratios(|r| r.prefill)),
+                "decode": spread(self.ratios(|r| r.decode)),
+            })),
+        })
+    }
+
+    fn nodes(&self) -> String {
+        let threads = self.subject.threads;
+        let threads = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
+        match self.subject.model.nodes() {
+            1 => threads,
+            nodes => format!(
+                "{nodes} nodes ({}) of {threads}",
+                self.subject.model.split()
+            ),
+        }
+    }
+
+    /// For people.
+    pub fn table(&self) -> String {
+        let head = format!(
+            "{}, {} on {} with {}, weights {}, loaded in {:.2} s\n\
+             prompt {}, decode {} from position {}, {} runs: median (p10 .. p90) tokens/s",
+            self.spec.model,
+            self.subject.classes,
+            self.subject.model.device(),
+            self.nodes(),
+            Bytes(self.weight_bytes()),
+            self.subject.load_time.as_secs_f64(),
+            self.spec.prompt,
+            self.spec.generate,
+            self.spec.depth,
+            self.ours.len(),
+        );
+        let line = |name: &str, prefill: Vec<f64>, decode: Vec<f64>, unit: &str| {
+            format!(
+                "\n{name:10}  prefill {}  decode {}{unit}",
+                spread(&prefill),
+                spread(&decode)
+            )
+        };
+        let columns = |runs: &[Run]| {
+            (
+                Self::column(runs, |r| r.prefill),
+                Self::column(runs, |r| r.decode),
+            )
+        };
+        let (prefill, decode) = columns(&self.ours);
+        let rate = format!(
+            "  {:.1} GB/s of weights, {:.0} % of plain reads",
+            self.weight_rate(quantile(&decode, 0.5)),
+            100.0 * self.of_limit()
+        );
+        let mut text = head + &line("paceline", prefill, decode, &rate);
+        if !self.theirs.is_empty() {
+            let (prefill, decode) = columns(&self.theirs);
+            text += &line(self.peer, prefill, decode, "");
+            let (prefill, decode) = (self.ratios(|r| r.prefill), self.ratios(|r| r.decode));
+            text += &line("ratio", prefill, decode, "");
+            text += &format!("  {:+.3} ms a token", self.extra_ms());
+        }
+        if let Some(predicted) = self.predicted() {
+            let median = quantile(&Self::column(&self.ours, |r| r.decode), 0.5);
+            text += &format!(
+                "\npredicted   decode {predicted:8.1}, {:+.0} % of what was measured",
+                100.0 * (predicted / median - 1.0)
+            );
+        }
+        text += &self.limits();
+        if let Some(moved) = self.moved() {
+            text += &format!("\n{} per token on the wire{}", moved.sent, moved.arrays());
+        }
+        text
+    }
+}
+
+impl Report<'_> {
+    /// What plain reads reached just before each run.
+    fn limits(&self) -> String {
+        let of = |runs| spread(&Self::column(runs, |run| run.limit / 1e9));
+        let ours = of(&self.ours);
+        let ours = format!("\nread limit  {} GB/s ({})", ours.trim_start(), self.limit);
+        match self.theirs.first() {
+            Some(run) if run.limit.is_finite() => {
+                format!(
+                    "{ours}, {} for {}",
+                    of(&self.theirs).trim_start(),
+                    self.peer
+                )
+            }
+            _ => ours,
+        }
+    }
+}
+
+fn spread(values: &[f64]) -> String {
+    let [low, median, high] = [0.1, 0.5, 0.9].map(|q| quantile(values, q));
+    let digits = if median < 20.0 { 2 } else { 1 };
+    format!("{median:8.digits$} ({low:.digits$} .. {high:.digits$})")
+}

@@ -1,0 +1,137 @@
+//! What the planner says of local nodes, beside what they do.
+
+use serde::Serialize;
+
+use crate::{Spread, quantile};
+
+/// The runs of one way to cut the model: by round, which has a run of each way.
+#[derive(Clone, Debug)]
+pub struct Runs {
+    /// Nodes that compute the model together.
+    pub nodes: u32,
+    /// How it is cut, for people.
+    pub split: String,
+    /// Decode, tokens a second, as predicted before each run.
+    pub predicted: Vec<f64>,
+    /// As measured.
+    pub measured: Vec<f64>,
+}
+
+/// One way to cut the model.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    nodes: u32,
+    split: String,
+    /// Decode, tokens a second: from facts measured before each run, without any run's figures. How
+    /// far they spread is what the machine's own pace does.
+    predicted: Spread,
+    measured: Spread,
+    /// Predicted over measured, less 1, of the medians.
+    error: f64,
+    /// The planner's choice among those with as many nodes.
+    chosen: bool,
+    /// Measured over the best with as many nodes; the median of the rounds.
+    of_best: f64,
+}
+
+impl Runs {
+    /// As predicted, the median of all rounds.
+    fn expected(&self) -> f64 {
+        quantile(&self.predicted, 0.5)
+    }
+
+    fn row(&self, all: &[Self]) -> Row {
+        let rivals = || all.iter().filter(|way| way.nodes == self.nodes);
+        let best = |round: usize| rivals().map(|way| way.measured[round]).fold(0.0, f64::max);
+        let shares: Vec<f64> = (0..self.measured.len())
+            .map(|round| self.measured[round] / best(round))
+            .collect();
+        let (predicted, measured) = (Spread::of(&self.predicted), Spread::of(&self.measured));
+        let chosen = rivals().all(|way| self.expected() >= way.expected());
+        Row {
+            nodes: self.nodes,
+            split: self.split.clone(),
+            error: predicted.median / measured.median - 1.0,
+            predicted,
+            measured,
+            chosen,
+            of_best: quantile(&shares, 0.5),
+        }
+    }
+}
+
+/// A row for each way. All have a run of every round, and at least one.
+pub fn rows(all: &[Runs]) -> Vec<Row> {
+    all.iter().map(|way| way.row(all)).collect()
+}
+
+/// A bar of the project, and where these runs stand.
+#[derive(Debug, Serialize)]
+pub struct Bar {
+    what: &'static str,
+    /// The worst may be off by so much.
+    limit: f64,
+    worst: f64,
+    kept: bool,
+}
+
+impl Bar {
+    /// For people, on a line of its own.
+    pub fn line(&self) -> String {
+        format!(
+            "\n{}: {}, worst {:.0} % of {:.0} %",
+            self.what,
+            if self.kept { "kept" } else { "MISSED" },
+            100.0 * self.worst,
+            100.0 * self.limit,
+        )
+    }
+}
+
+/// The bars that there are rows for.
+pub fn bars(rows: &[Row]) -> Vec<Bar> {
+    let off = |row: &Row| row.error.abs();
+    let slower = |row: &Row| 1.0 / row.of_best - 1.0;
+    let bar = |what, limit, counts: &dyn Fn(&Row) -> bool, size: &dyn Fn(&Row) -> f64| {
+        let sizes: Vec<f64> = rows.iter().filter(|row| counts(row)).map(size).collect();
+        let worst = sizes.iter().copied().reduce(f64::max)?;
+        let kept = worst <= limit;
+        Some(Bar {
+            what,
+            limit,
+            worst,
+            kept,
+        })
+    };
+    let all = [
+        bar("predicted, 1-2 nodes", 0.20, &|row| row.nodes <= 2, &off),
+        bar("predicted, 3-4 nodes", 0.30, &|row| row.nodes > 2, &off),
+        bar(
+            "auto slower than the best fixed split",
+            0.15,
+            &|row| row.chosen && row.nodes > 1,
+            &slower,
+        ),
+    ];
+    all.into_iter().flatten().collect()
+}
+
+/// The rows for people.
+pub fn table(rows: &[Row]) -> String {
+    let head = format!(
+        "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>24}{:>24}{:>8}{:>9}",
+        "nodes", "split", "predicted", "measured", "error", "of best"
+    );
+    rows.iter().fold(head, |text, row| {
+        text + &format!(
+            "\n{:>5}  {:<10}{:>24}{:>24}{:>6.0} %{:>7.0} %{}",
+            row.nodes,
+            row.split,
+            row.predicted.text(),
+            row.measured.text(),
+            100.0 * row.error,
+            100.0 * row.of_best,
+            if row.chosen { "  chosen" } else { "" },
+        )
+    })
+}

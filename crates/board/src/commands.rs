@@ -1,0 +1,417 @@
+//! What a node does for programs of its machine, and for whoever manages it on its dashboard.
+//!
+//! Commands are JSON in, JSON out; an error is a reason for people. Programs reach them over the
+//! agent's local socket, the dashboard over HTTP.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+
+use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::agent::local::Progress;
+use paceline_cluster::nodes::pairing::Code;
+use paceline_cluster::nodes::placement::Wanted;
+use paceline_engine::{EngineConfig, Service};
+use paceline_model::Config;
+use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, MakeKernels, TraceAsk, journals, lent};
+use paceline_node::interpreter::Program;
+use paceline_node::room::Room;
+use paceline_node::{DRAFTS, tunnel};
+use paceline_serve::keys::{self, KeyInfo, Keys, Role};
+use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
+use paceline_store::Home;
+use paceline_tensor::KvType;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::{Error, Tell, chain, served};
+
+/// Requests that wait for a place before further ones are refused as busy: one of every
+/// connection that the server has room for by default, choices of one request not counted twice.
+pub const WAITING_MAX: usize = 512;
+
+/// Starts the end of a training's line to this machine: a program whose standard input and output
+/// are pipes.
+pub type StartFar = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
+
+/// What a node runs models of the cluster with.
+pub struct Spec {
+    /// Paceline's files.
+    pub home: Home,
+    /// Starts workers: program and arguments.
+    pub program: (PathBuf, Vec<OsString>),
+    /// All of every worker's environment.
+    pub worker_env: Vec<(OsString, OsString)>,
+    /// Folders below which workers may write.
+    pub worker_folders: Vec<PathBuf>,
+    /// Runs chat templates.
+    pub templates: Program,
+    /// Kernels on so many threads.
+    pub kernels: Box<MakeKernels>,
+    /// The only interface that workers listen at; all without.
+    pub interface: Option<String>,
+    /// Joins trainings that other machines lead.
+    pub start_far: StartFar,
+    /// Lines for people; must not block.
+    pub tell: Tell,
+}
+
+impl fmt::Debug for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "workers by {}", self.program.0.display())
+    }
+}
+
+/// Starts what this machine's node does about instances; they are answered at `doors`.
+///
+/// # Errors
+/// What the system refuses.
+pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Error> {
+    let Spec {
+        home, start_far, ..
+    } = spec;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let store = home.clone();
+    let spec = FleetSpec {
+        program: spec.program,
+        worker_env: spec.worker_env,
+        worker_folders: spec.worker_folders,
+        find: Box::new(move |name: &str| find(&store, name)),
+        copies: home.root().join("copies"),
+        home: home.root().to_owned(),
+        kernels: spec.kernels,
+        interface: spec.interface,
+        sizes: Box::new(sizes),
+        threads: cores,
+        doors: Box::new(Api {
+            doors: doors.clone(),
+            templates: spec.templates,
+        }),
+        tell: spec.tell,
+    };
+    let fleet = Fleet::start(agent.clone(), spec).map_err(Error::Thread)?;
+    let fleet = Arc::new(fleet);
+    let copies = Copies(Arc::downgrade(&fleet));
+    doors.journals().mirror_to(Arc::new(copies));
+    for (name, command) in [
+        ("load", ask_load as Command),
+        ("unload", ask_unload),
+        ("preview", ask_preview),
+        ("ps", ask_ps),
+        ("trace", ask_trace),
+        ("using", ask_using),
+    ] {
+        let own = Arc::downgrade(&fleet);
+        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            command(&fleet, arguments)
+        });
+    }
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        let mut beat = || {
+            progress(Value::Null);
+        };
+        leave(&fleet, &mut beat).map(|()| json!({}))
+    });
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "answer",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            lent::answer(&fleet, arguments, progress)
+        },
+    );
+    tunnel::serve(agent, start_far);
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        tunnel::TRAIN,
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            let agent = fleet.agent();
+            drop(fleet); // a training does not keep the fleet alive
+            tunnel::lead(&agent, arguments, progress)
+        },
+    );
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "borrow",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            lent::lend(&own, &asked(arguments)?, progress)
+        },
+    );
+    Ok(fleet)
+}
+
+/// What the dashboard asks of a node whose models come and go; `keys` is the file of API keys.
+///
+/// # Errors
+/// A reason for people.
+pub fn manage(
+    (agent, fleet): (&Agent, &Fleet),
+    (home, keys): (&Home, &Path),
+    command: &str,
+    arguments: &Value,
+) -> Result<Value, String> {
+    match command {
+        "load" => ask_load(fleet, arguments),
+        "unload" => ask_unload(fleet, arguments),
+        "preview" => ask_preview(fleet, arguments),
+        "models" => {
+            let all = paceline_store::list(home).map_err(|error| error.to_string())?;
+            let whole = all.iter().filter(|entry| entry.found().is_ok());
+            let told: Vec<Value> = whole
+                .map(|entry| {
+                    let name = entry.name.to_string();
+                    json!({ "name": name, "bytes": entry.bytes.0 })
+                })
+                .collect();
+            Ok(json!({ "models": told }))
+        }
+        "join" | "forget" | "revoke" => of_cluster(agent, command, arguments),
+        "keys" | "new_key" | "revoke_key" => {
+            of_keys(keys, command, arguments).map_err(|error| chain(&error))
+        }
+        "invite" => {
+            let code = agent.invite().map_err(|error| error.to_string())?;
+            Ok(json!({ "code": code.shown(), "port": agent.port() }))
+        }
+        other => Err(format!("the node has no command {other:?}")),
+    }
+}
+
+/// Longest wait for work to move: the load of a large model from disk.
+const MOVE_LIMIT: Duration = Duration::from_secs(120);
+
+/// Moves this node's work to others before it goes.
+///
+/// # Errors
+/// Names of the models that could not be moved.
+pub fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), String> {
+    let stuck = fleet.leave(MOVE_LIMIT, wait);
+    match stuck.is_empty() {
+        true => Ok(()),
+        false => Err(format!(
+            "no other machine could take over {}",
+            stuck.join(", ")
+        )),
+    }
+}
+
+type Command = fn(&Fleet, &Value) -> Result<Value, String>;
+
+/// API keys: `keys`, `new_key`, `revoke_key`.
+///
+/// # Errors
+/// An unusable or full key file, a name that is not allowed, or an unknown id.
+fn of_keys(file: &Path, command: &str, arguments: &Value) -> Result<Value, keys::Error> {
+    let mut keys = Keys::open(file)?;
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    Ok(match command {
+        "new_key" => {
+            let is_admin = arguments["admin"].as_bool().unwrap_or(false);
+            let role = if is_admin { Role::Admin } else { Role::User };
+            let (key, info) = keys.make(text("name"), role, unix_s())?;
+            json!({ "key": key, "id": info.id })
+        }
+        "revoke_key" => json!({ "id": keys.revoke(text("id"))?.id }),
+        _ => {
+            let all: Vec<&KeyInfo> = keys.list().collect();
+            json!({ "keys": all })
+        }
+    })
+}
+
+fn unix_s() -> u64 {
+    let since = SystemTime::UNIX_EPOCH.elapsed();
+    since.map_or(0, |since| since.as_secs())
+}
+
+/// Joins another cluster, or forgets or revokes a machine of this one.
+fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    let done = match command {
+        "forget" => Some(agent.forget(text("node"))),
+        "revoke" => Some(agent.revoke(text("node"))),
+        _ => None,
+    };
+    if let Some(done) = done {
+        return done.map(|_| json!({})).map_err(|error| error.to_string());
+    }
+    let code = Code::parse(text("code")).map_err(|error| error.to_string())?;
+    let peer = Some(text("peer")).filter(|peer| !peer.is_empty());
+    let joined = agent.join_by_code(&code, peer);
+    serde_json::to_value(joined.map_err(|error| error.to_string())?)
+        .map_err(|error| error.to_string())
+}
+
+fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let ask = asked(arguments)?;
+    let ids = fleet.load(&ask)?;
+    let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
+    Ok(json!({ "id": ids.first(), "ids": ids }))
+}
+
+fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let mut ask = asked(arguments)?;
+    if arguments["count"].is_null() {
+        ask.count = 0; // any number
+    }
+    let preview = fleet.preview(&ask)?;
+    serde_json::to_value(preview).map_err(|error| error.to_string())
+}
+
+/// Parses a client's arguments of `load` or `preview`, and fills in defaults.
+fn asked(arguments: &Value) -> Result<Ask, String> {
+    let body = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+    let split = body.split.as_deref().unwrap_or("auto").parse();
+    Ok(Ask {
+        model: body.model,
+        nodes: body.nodes.unwrap_or_default(),
+        count: body.count.unwrap_or(1),
+        split: split.map_err(|error: paceline_model::split::Error| error.to_string())?,
+        threads: body.threads,
+        context: body.context,
+        parallel: body.parallel.unwrap_or(4),
+        spare: body.spare.unwrap_or(0).min(1),
+        replicas: body.replicas.unwrap_or(1).max(1),
+        draft: body.draft,
+        drafts: body.drafts,
+        follow: body.follow.unwrap_or(false),
+        grows: body.grows.unwrap_or(false),
+    })
+}
+
+/// Arguments of `load` and `preview`. A placement of a preview gives `nodes` and `split`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Body {
+    model: String,
+    nodes: Option<Vec<String>>,
+    count: Option<usize>,
+    split: Option<String>,
+    threads: Option<u16>,
+    context: Option<u32>,
+    parallel: Option<u16>,
+    spare: Option<u16>,
+    replicas: Option<u16>,
+    draft: Option<String>,
+    drafts: Option<u8>,
+    follow: Option<bool>,
+    grows: Option<bool>,
+}
+
+/// Arguments of `unload`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unload {
+    model: String,
+    replica: Option<u16>,
+}
+
+fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let Unload { model, replica } =
+        Unload::deserialize(arguments).map_err(|error| error.to_string())?;
+    let unloaded = fleet.unload(&model, replica);
+    unloaded.map(|count| json!({ "unloaded": count }))
+}
+
+fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let model = arguments["model"].as_str().unwrap_or_default();
+    serde_json::to_value(fleet.using(model)).map_err(|error| error.to_string())
+}
+
+fn ask_ps(fleet: &Fleet, _: &Value) -> Result<Value, String> {
+    serde_json::to_value(fleet.list()).map_err(|error| error.to_string())
+}
+
+fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let ask: TraceAsk =
+        serde_json::from_value(arguments.clone()).map_err(|error| error.to_string())?;
+    let recording = fleet.trace(&ask)?;
+    serde_json::to_value(recording).map_err(|error| error.to_string())
+}
+
+/// The file of a model of this machine.
+fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
+    match paceline_store::resolve(home, name) {
+        Ok(paceline_store::Resolved::Path(found)) => Ok(found.path),
+        Ok(_) => Err(format!("there is no model {name:?} on this machine")),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
+    let parallel = usize::from(wanted.parallel.max(1));
+    let memory = (Some(KvType::F16), machine::available());
+    let room = Room::of((path, config), memory, wanted.context, parallel);
+    EngineConfig {
+        max_running: parallel,
+        max_waiting: WAITING_MAX,
+        drafts: wanted.drafts.map_or(DRAFTS, usize::from),
+        ..room.engine(&wanted.model)
+    }
+}
+
+/// Opens instances to HTTP.
+struct Api {
+    doors: Doors,
+    templates: Program,
+}
+
+impl fleet::Doors for Api {
+    fn open(
+        &self,
+        key: &str,
+        wanted: &Wanted,
+        path: &Path,
+        service: Arc<dyn Service>,
+    ) -> Result<(), String> {
+        let model = served::instance(path, wanted, &self.templates);
+        let model = model.map_err(|error| chain(&error))?;
+        let opened = self.doors.open(key, model, service);
+        opened.map_err(|error| error.to_string())
+    }
+
+    fn close(&self, key: &str) {
+        self.doors.close(key);
+    }
+
+    fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        let own = self.doors.journals().give(id, key);
+        own.or_else(|| self.doors.response(id, key))
+    }
+}
+
+/// Has other nodes keep what streamed answers were made of.
+struct Copies(Weak<Fleet>);
+
+impl Mirror for Copies {
+    fn put(&self, piece: Piece, done: Done) {
+        let Some(fleet) = self.0.upgrade() else {
+            return done(Kept::No("the node is stopping".to_owned()));
+        };
+        let Piece { id, at, bytes } = piece;
+        let kept = |kept| match kept {
+            journals::Kept::Yes => Kept::Yes,
+            journals::Kept::Gap => Kept::Gap,
+            journals::Kept::No(reason) => Kept::No(reason),
+        };
+        let piece = journals::Piece { id, at, bytes };
+        fleet.keep(piece, Box::new(move |it| done(kept(it))));
+    }
+
+    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        self.0.upgrade()?.find_journal(id, key)
+    }
+
+    fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+        self.0.upgrade()?.find_longer_journal(id, key, than)
+    }
+}

@@ -1,0 +1,75 @@
+//! Why a node cannot tell of itself, or cannot serve a model.
+
+use std::error::Error as StdError;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use paceline_formats::tokenizer;
+
+/// Why a node cannot tell of itself, or cannot serve a model.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file for events cannot be written.
+    #[error("cannot write events to {}", path.display())]
+    Events {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The system refuses a thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
+    /// A model's files cannot be used; what is wrong does not name them.
+    #[error("cannot load {}", path.display())]
+    Load {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong.
+        source: paceline_model::Error,
+    },
+    /// A model's files cannot be used; says which and why.
+    #[error(transparent)]
+    Model(paceline_model::Error),
+    /// A model's tokenizer cannot be used.
+    #[error(transparent)]
+    Tokenizer(#[from] tokenizer::Error),
+}
+
+impl Error {
+    /// Adds the path, unless the error has it: of several files, it names the right one.
+    pub(crate) fn of_model(path: &Path, source: paceline_model::Error) -> Self {
+        match source.to_string().starts_with(&path.display().to_string()) {
+            true => Self::Model(source),
+            false => Self::Load {
+                path: path.to_owned(),
+                source,
+            },
+        }
+    }
+}
+
+/// An error with all of its causes, on one line.
+pub fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_causes_are_told() {
+        let error = Error::Events {
+            path: "a".into(),
+            source: io::Error::other("full"),
+        };
+        assert_eq!(chain(&error), "cannot write events to a: full");
+    }
+}

@@ -1,0 +1,103 @@
+//! What `/metrics` tells of an instance and of the process that owns it.
+
+use paceline_cluster::machine::peak_memory_bytes;
+use paceline_engine::Guesses;
+use paceline_model::ExpertUses;
+use paceline_node::Instance;
+use paceline_serve::Fact;
+
+/// The figures of an instance over `nodes` workers. Waits for what the workers say.
+pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
+    let mut facts = vec![
+        Fact {
+            name: "nodes",
+            help: "Nodes that compute the model together",
+            labels: String::new(),
+            value: f64::from(nodes),
+        },
+        Fact {
+            name: "worker_restarts",
+            help: "Times that the workers were started again after one failed",
+            labels: String::new(),
+            value: instance.restarts() as f64,
+        },
+    ];
+    facts.push(Fact {
+        name: "split_changes",
+        help: "Times that the split was changed because another one was faster, or was to be",
+        labels: String::new(),
+        value: f64::from(instance.n_changes()),
+    });
+    let (predicted, measured) = (instance.predicted(), instance.measured());
+    for (known, name, help) in [
+        (
+            predicted,
+            "decode_tok_s_predicted",
+            "Tokens a second of an answer alone, as predicted",
+        ),
+        (
+            measured,
+            "decode_tok_s_measured",
+            "Tokens a second of the last answers that were alone",
+        ),
+    ] {
+        facts.extend(known.map(|value| Fact {
+            name,
+            help,
+            labels: String::new(),
+            value,
+        }));
+    }
+    let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
+    let sent = instance
+        .moved()
+        .map(|moved| ("wire_sent_bytes", moved.sent.0));
+    let help = [
+        "Most memory that the node's own process has had",
+        "Bytes that the workers have sent to one another since they started",
+    ];
+    for (known, help) in [memory, sent].into_iter().zip(help) {
+        facts.extend(known.map(|(name, value)| Fact {
+            name,
+            help,
+            labels: String::new(),
+            value: value as f64,
+        }));
+    }
+    facts.extend(guesses(instance.guesses()));
+    facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
+    facts
+}
+
+/// How many guesses steps checked, and how many of them were right.
+fn guesses(guesses: Guesses) -> [Fact; 2] {
+    let fact = |name, help, value: u64| Fact {
+        name,
+        help,
+        labels: String::new(),
+        value: value as f64,
+    };
+    [
+        fact(
+            "guesses_checked",
+            "Guessed tokens that steps checked since the workers started last",
+            guesses.checked,
+        ),
+        fact(
+            "guesses_right",
+            "Guessed tokens that became tokens of answers since the workers started last",
+            guesses.right,
+        ),
+    ]
+}
+
+/// How often each expert of a layer was chosen.
+fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
+    let of = |(expert, rows): (usize, &u64)| Fact {
+        name: "expert_rows",
+        help: "Rows that chose the expert of the layer since the weights were loaded",
+        labels: format!("layer=\"{}\",expert=\"{expert}\"", uses.layer),
+        value: *rows as f64,
+    };
+    uses.rows.iter().enumerate().map(of)
+}

@@ -1,0 +1,241 @@
+//! Which models fit this machine or a cluster, how fast, and how split.
+//!
+//! Speeds are predictions of the planner, for one request with a short prompt, and no model is
+//! fetched for them.
+
+use paceline_cluster::machine;
+use paceline_plan::catalogue::HardwareEntry;
+use paceline_plan::report;
+use paceline_plan::solver::{Options, solve};
+use paceline_plan::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Workload};
+use paceline_store::{Catalogue as Names, usual_names};
+use serde_json::{Value, json};
+
+/// A model that could be run.
+#[derive(Debug)]
+struct Candidate {
+    name: String,
+    shape: ModelShape,
+    /// Whether its place on the hub was seen there.
+    checked: bool,
+    /// Its architecture, where this version does not compute it.
+    uncomputed: Option<&'static str>,
+}
+
+/// A model, and what the planner says about it.
+#[derive(Debug)]
+pub struct Row {
+    candidate: Candidate,
+    /// `None` where it does not fit or is not computed.
+    fit: Option<Fit>,
+}
+
+#[derive(Debug)]
+struct Fit {
+    decode_tok_s: f64,
+    split: String,
+    nodes: usize,
+}
+
+/// This machine as a cluster of one node, which reads so many bytes and does so many integer
+/// operations a second.
+///
+/// # Errors
+/// Rates that no machine has.
+pub fn this_machine((read, operations): (f64, f64)) -> Result<Cluster, Error> {
+    let memory = machine::available();
+    let entry = HardwareEntry {
+        kind: "this machine".to_owned(),
+        memory_gb: memory.map(|bytes| bytes.0 as f64 / 1e9),
+        memory_bandwidth_gb_s: Some(read / 1e9),
+        fp16_tflops: Some(operations / 1e12),
+        backend: Some("cpu".to_owned()),
+        source: "own measurement".to_owned(),
+        ..HardwareEntry::default()
+    };
+    Ok(Cluster {
+        name: "this machine".to_owned(),
+        nodes: vec![entry.node("this machine", None)?],
+        links: Vec::new(),
+    })
+}
+
+/// Every model whose shape is known, smallest first.
+fn candidates(catalogue: &Catalogue) -> Result<Vec<Candidate>, Error> {
+    let mut all = Vec::new();
+    let known = Names::BUILTIN.iter().filter_map(|model| {
+        let bits = 8.0 * model.bytes.0 as f64;
+        Some((model.alias, model.shape?, Bits::File(bits), true, None))
+    });
+    let usual = usual_names().iter().filter_map(|usual| {
+        let shape = usual.shape.as_deref()?;
+        Some((
+            usual.name.as_str(),
+            shape,
+            Bits::EachWeight(usual.bits),
+            usual.checked.is_some(),
+            usual.uncomputed.as_deref(),
+        ))
+    });
+    for (name, shape, bits, checked, uncomputed) in known.chain(usual) {
+        let entry = catalogue.model(shape)?;
+        let each = match bits {
+            Bits::EachWeight(bits) => bits,
+            Bits::File(bits) => bits / entry.shape(8.0)?.params(),
+        };
+        let shape = entry.shape(each)?;
+        all.push(Candidate {
+            name: name.to_owned(),
+            shape: match entry.native_experts {
+                true => shape.with_native_experts(),
+                false => shape,
+            },
+            checked,
+            uncomputed,
+        });
+    }
+    all.sort_by(|a, b| a.shape.weight_bytes().total_cmp(&b.shape.weight_bytes()));
+    Ok(all)
+}
+
+/// How large a model's file is.
+enum Bits {
+    /// On average.
+    EachWeight(f64),
+    /// Of the whole file.
+    File(f64),
+}
+
+/// What the planner says of every model whose shape is known, smallest first.
+///
+/// # Errors
+/// What it says of the cluster.
+pub fn rows(
+    cluster: &Cluster,
+    catalogue: &Catalogue,
+    calibration: &Calibration,
+) -> Result<Vec<Row>, Error> {
+    let row = |candidate: Candidate| -> Result<Row, Error> {
+        let costs = Costs::new(cluster, &candidate.shape, Workload::ONE, calibration)?;
+        let fit = match solve(&costs, &Options::default()) {
+            Ok(outcome) if candidate.uncomputed.is_none() => Some(Fit {
+                decode_tok_s: outcome.best.prediction.decode_tok_s,
+                split: report::label(&outcome.best.placement),
+                nodes: outcome.best.placement.nodes().len(),
+            }),
+            Ok(_) | Err(Error::Infeasible(_)) => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Row { candidate, fit })
+    };
+    candidates(catalogue)?.into_iter().map(row).collect()
+}
+
+/// The rows for people.
+pub fn text(cluster: &Cluster, rows: &[Row]) -> String {
+    let mut lines = vec![format!(
+        "{:20} {:>9} {:>7}  SPLIT on {}",
+        "NAME", "WEIGHTS", "TOK/S", cluster.name
+    )];
+    for row in rows {
+        let name = &row.candidate.name;
+        let weights = paceline_base::Bytes(row.candidate.shape.weight_bytes() as u64).to_string();
+        let (speed, mut how) = match (&row.fit, row.candidate.uncomputed) {
+            (Some(fit), _) => (format!("{:.1}", fit.decode_tok_s), fit.split.clone()),
+            (None, Some(architecture)) => {
+                ("-".to_owned(), format!("{architecture}: not computed yet"))
+            }
+            (None, None) => ("-".to_owned(), "does not fit".to_owned()),
+        };
+        if !row.candidate.checked {
+            how += " (hub id not verified here)";
+        }
+        lines.push(format!("{name:20} {weights:>9} {speed:>7}  {how}"));
+    }
+    lines.push("Speeds are predicted, for one request with a short prompt.".to_owned());
+    lines.join("\n")
+}
+
+/// The rows for programs.
+pub fn json(cluster: &Cluster, rows: &[Row]) -> Value {
+    let models: Vec<Value> = rows.iter().map(row_json).collect();
+    json!({ "cluster": cluster.name, "nodes": cluster.nodes.len(), "models": models })
+}
+
+fn row_json(row: &Row) -> Value {
+    json!({
+        "name": row.candidate.name,
+        "shape": row.candidate.shape.name,
+        "weight_bytes": row.candidate.shape.weight_bytes() as u64,
+        "checked": row.candidate.checked,
+        "computed": row.candidate.uncomputed.is_none(),
+        "fits": row.fit.is_some(),
+        "predicted_decode_tok_s": row.fit.as_ref().map(|fit| fit.decode_tok_s),
+        "split": row.fit.as_ref().map(|fit| &fit.split),
+        "nodes": row.fit.as_ref().map(|fit| fit.nodes),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_model::Family;
+    use paceline_plan::catalogue::short_cluster;
+
+    use super::*;
+
+    fn rows_of(cluster: &str) -> Vec<Row> {
+        let catalogue = Catalogue::builtin().unwrap();
+        let calibration = Calibration::builtin().unwrap();
+        let cluster = short_cluster(cluster, &catalogue).unwrap();
+        rows(&cluster, &catalogue, &calibration).unwrap()
+    }
+
+    #[test]
+    fn every_name_has_a_shape_in_the_planners_catalogue() {
+        let catalogue = Catalogue::builtin().unwrap();
+        let all = candidates(&catalogue).unwrap();
+        let without = ["nomic-embed-text"]; // makes vectors, not text
+        assert_eq!(
+            all.len() + without.len(),
+            usual_names().len() + Names::BUILTIN.iter().count()
+        );
+        // Sizes of files that are known to the byte.
+        let smollm2 = all.iter().find(|c| c.name == "smollm2").unwrap();
+        assert!((smollm2.shape.weight_bytes() / 98_362_432.0 - 1.0).abs() < 0.01);
+    }
+
+    #[test]
+    fn only_models_of_no_family_are_called_uncomputed() {
+        let uncomputed = usual_names()
+            .iter()
+            .filter_map(|usual| usual.uncomputed.as_deref());
+        for architecture in uncomputed {
+            assert!(
+                Family::ALL
+                    .iter()
+                    .all(|family| family.name() != architecture),
+                "{architecture}"
+            );
+        }
+        let rows = rows_of("mac-studio-m3-ultra-512");
+        let phi = rows
+            .iter()
+            .find(|row| row.candidate.name == "phi4:14b")
+            .unwrap();
+        assert!(phi.fit.is_none());
+    }
+
+    #[test]
+    fn larger_clusters_fit_larger_models() {
+        let fitting = |cluster: &str| -> Vec<String> {
+            let rows = rows_of(cluster).into_iter().filter(|row| row.fit.is_some());
+            rows.map(|row| row.candidate.name).collect()
+        };
+        let small = fitting("raspberry-pi-5-8");
+        let large = fitting("2 x mac-studio-m3-ultra-512 @ tb5-rdma");
+        assert!(small.iter().any(|name| name == "qwen3:4b"), "{small:?}");
+        assert!(!small.iter().any(|name| name == "qwen3:32b"), "{small:?}");
+        assert!(large.iter().any(|name| name == "qwen3:235b"), "{large:?}");
+        assert!(small.iter().all(|name| large.contains(name)));
+    }
+}

@@ -1,0 +1,74 @@
+//! Models that clients remove from the store.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use paceline_serve::{Removal, Remover};
+use paceline_store::{EntryName, Error as StoreError, Home, Resolved, find_for_removal, resolve};
+
+/// Removes models from the store, by their names there: clients name no paths.
+pub fn remover(home: Home) -> Remover {
+    let remove = move |name: &str, served: &[String]| {
+        if Path::new(name).exists() {
+            return Ok(Removal::NotKept);
+        }
+        if is_served(&home, name, served) {
+            return Ok(Removal::InUse);
+        }
+        match paceline_store::remove(&home, name) {
+            Ok(_) => Ok(Removal::Done),
+            Err(StoreError::NotInStore { .. }) => Ok(Removal::NotKept),
+            Err(error) => Err(error.to_string()),
+        }
+    };
+    Remover(Arc::new(remove))
+}
+
+/// Whether `name` means the stored model that one of the names in `served` means. A model has
+/// several names: its alias, its usual name, its hub id, and a path.
+fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
+    let Ok(own) = find_for_removal(home, name) else {
+        return false;
+    };
+    served
+        .iter()
+        .any(|other| stored(home, other).as_ref() == Some(&own))
+}
+
+/// The stored model that a server was given as `spec`.
+fn stored(home: &Home, spec: &str) -> Option<EntryName> {
+    let loaded = match resolve(home, spec) {
+        Ok(Resolved::Path(found)) => found.name,
+        _ => None,
+    };
+    // A path into the store is found as a path only.
+    loaded.or_else(|| find_for_removal(home, spec).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_served_file_is_known_under_its_other_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = Home::new(dir.path());
+        for name in ["one", "two"] {
+            let folder = home.models_dir().join(name);
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join("m.gguf"), b"GGUFdata").unwrap();
+        }
+        let path = home.models_dir().join("one/m.gguf");
+        let path = path.to_string_lossy().into_owned();
+        for (served, expected) in [
+            ("one", true),
+            (path.as_str(), true),
+            ("two", false),
+            ("x", false),
+        ] {
+            let served = ["mine".to_owned(), served.to_owned()];
+            assert_eq!(is_served(&home, "one", &served), expected, "{served:?}");
+        }
+        assert!(!is_served(&home, "three", &["three".to_owned()]));
+    }
+}

@@ -1,0 +1,133 @@
+//! A model as clients see it: its names, tokenizer and template, from its files.
+
+use std::fmt::Display;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use paceline_cluster::nodes::placement::Wanted;
+use paceline_engine::SamplingParams;
+use paceline_formats::tokenizer;
+use paceline_model::encoder::EncoderConfig;
+use paceline_model::{Config, Source};
+use paceline_node::interpreter::Program;
+use paceline_node::texts;
+use paceline_serve::{About, Model, default_sampling};
+
+use crate::Error;
+
+/// Kernel classes, version and identity of the model; no identity where its files cannot be read.
+pub fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    match identity {
+        Ok(identity) => format!("{classes}-{version}-{identity}"),
+        Err(_) => format!("{classes}-{version}"),
+    }
+}
+
+/// When a file was changed, in seconds since 1970; 0 if not known.
+pub fn changed_unix_s(path: &Path) -> u64 {
+    let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
+    let since = changed
+        .ok()
+        .and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    since.map_or(0, |since| since.as_secs())
+}
+
+/// An instance of the cluster, by its model's file on this machine; `templates` runs its template.
+///
+/// # Errors
+/// What is wrong with the file.
+pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Model, Error> {
+    let of_model = |error| Error::of_model(path, error);
+    let source = Source::open(path).map_err(of_model)?;
+    if EncoderConfig::is_encoder(&source) {
+        let config = EncoderConfig::read(&source).map_err(of_model)?;
+        let names = (wanted.model.clone(), Vec::new());
+        return Ok(encoder(path, &source, &config, names)?);
+    }
+    let config = Config::read(&source).map_err(of_model)?;
+    let template = texts::template(&source, templates)
+        .and_then(Result::ok)
+        .map(Arc::new);
+    let context = wanted
+        .context
+        .map_or(config.context, |context| context as usize);
+    Ok(Model {
+        id: wanted.model.clone(),
+        aliases: Vec::new(),
+        created_unix_s: changed_unix_s(path),
+        fingerprint: fingerprint("cpu", paceline_node::identity(&source)),
+        tokenizer: Arc::new(texts::tokenizer(&source)?),
+        template,
+        context,
+        sampling: sampling(path),
+        about: About {
+            architecture: config.family.name().to_owned(),
+            bytes: size(path),
+            ..About::default()
+        },
+    })
+}
+
+/// An encoder, by its id and further names.
+///
+/// # Errors
+/// A tokenizer that cannot be used.
+pub fn encoder(
+    path: &Path,
+    source: &Source,
+    config: &EncoderConfig,
+    (id, aliases): (String, Vec<String>),
+) -> Result<Model, tokenizer::Error> {
+    Ok(Model {
+        id,
+        aliases,
+        created_unix_s: changed_unix_s(path),
+        fingerprint: format!("cpu-f32-{}", env!("CARGO_PKG_VERSION")),
+        tokenizer: Arc::new(texts::tokenizer(source)?),
+        template: None,
+        context: config.context,
+        sampling: default_sampling(),
+        about: About {
+            architecture: config.family.name().to_owned(),
+            bytes: size(path),
+            ..About::default()
+        },
+    })
+}
+
+/// How tokens are chosen by the model at `path` where a request does not say.
+pub fn sampling(path: &Path) -> SamplingParams {
+    let file = path.join("generation_config.json");
+    let is_small = |file: &Path| std::fs::metadata(file).is_ok_and(|facts| facts.len() < 1 << 20);
+    let text = is_small(&file).then(|| std::fs::read(&file).ok()).flatten();
+    let config = text.and_then(|text| serde_json::from_slice(&text).ok());
+    paceline_serve::recommended_sampling(&config.unwrap_or_default())
+}
+
+/// Bytes of the file or of the folder's files.
+pub fn size(path: &Path) -> u64 {
+    let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
+    match std::fs::read_dir(path) {
+        Ok(entries) => entries.flatten().map(|entry| bytes(&entry.path())).sum(),
+        Err(_) => bytes(path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_says_how_its_tokens_are_chosen() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("generation_config.json");
+        assert_eq!(sampling(folder.path()), default_sampling());
+        std::fs::write(&file, r#"{"temperature": 0.5, "top_k": 20}"#).unwrap();
+        let own = sampling(folder.path());
+        assert_eq!((own.temperature, own.top_k, own.min_p), (0.5, 20, 0.0));
+        std::fs::write(&file, "no JSON").unwrap();
+        assert_eq!(sampling(folder.path()), default_sampling());
+    }
+}

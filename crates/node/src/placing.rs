@@ -1,0 +1,214 @@
+//! From a placement to what each worker holds.
+//!
+//! ```text
+//! --split, --shares --asked--.
+//!                             Placement --Cut::new--> leaves of each rank --Job--> workers
+//! the planner ---------------'                        whole numbers                check them
+//! ```
+//! An instance executes one pipeline of a [`Placement`]. Its owner rounds the shares once, in
+//! [`Cut::new`]: what is predicted, shown, and sent to workers is the same [`Split`].
+
+use std::ops::Range;
+
+use paceline_model::{Config, Split, SplitKind, split};
+use paceline_plan::{Member, Pipeline, Placement, Split as Sharing, Stage};
+
+use crate::Error;
+
+/// Most parts in which shares are looked for as whole numbers: `--shares 1000,1` has 1,001.
+const PARTS_MAX: u32 = 4096;
+
+/// Parts of shares that are no whole numbers of fewer, such as a planner's: none is off by more
+/// than a millionth, where the finest sum of a known model has 4,096 leaves.
+const PARTS: f64 = (1 << 20) as f64;
+
+/// A way to cut the model.
+#[derive(Clone, Debug)]
+pub struct Cut {
+    /// What was decided.
+    pub placement: Placement,
+    /// Who holds what, by that.
+    pub split: Split,
+    /// Decode tokens a second as expected; `None` when nothing was measured.
+    pub tok_s: Option<f64>,
+}
+
+impl Cut {
+    /// Rounds the shares of `placement` to whole leaves. Rank i is on its i-th node.
+    ///
+    /// # Errors
+    /// [`Error::Placement`] for what instances do not execute, [`Error::Split`] for a pipeline that
+    /// is none of this model, or leaves a rank without work.
+    pub fn new(config: &Config, placement: Placement, tok_s: Option<f64>) -> Result<Self, Error> {
+        let stages = executed(&placement)?.stages.iter().map(|stage| {
+            let layers = stage.layers.start as usize..stage.layers.end as usize;
+            (layers, weights(&stage.members))
+        });
+        let split = Split::of_stages(config, stages)?;
+        Ok(Self {
+            placement,
+            split,
+            tok_s,
+        })
+    }
+}
+
+/// The placement that `--nodes`, `--split` and `--shares` ask for; no shares stand for equal ones.
+///
+/// # Errors
+/// What does not fit, or does not fit the model.
+pub fn asked(
+    config: &Config,
+    kind: SplitKind,
+    nodes: u32,
+    shares: &[u32],
+) -> Result<Placement, split::Error> {
+    let split = Split::plan(config, kind, nodes, shares)?;
+    let mut first = 0;
+    let stages = split.each_stage().map(|(layers, shares)| {
+        let stage = stage(&layers, shares, first);
+        first += shares.len();
+        stage
+    });
+    let stages = stages.collect();
+    Ok(Placement::single(Pipeline { stages }))
+}
+
+/// The ways to cut a model over 1 to `most` nodes with equal shares, each once.
+pub fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
+    let kinds = [SplitKind::Tensor, SplitKind::Pipeline];
+    let grid = SplitKind::Grid {
+        tensor: 2,
+        pipeline: 2,
+    };
+    let all = (1..=most).flat_map(|n| {
+        let grid = (n == 4).then_some(grid);
+        kinds.into_iter().chain(grid).map(move |kind| (n, kind))
+    });
+    let mut ways: Vec<(SplitKind, Split)> = Vec::new();
+    for (nodes, kind) in all {
+        let Ok(split) = Split::plan(config, kind, nodes, &[]) else {
+            continue;
+        };
+        let same = |way: &Split| way.ranks() == nodes && way.to_string() == split.to_string();
+        if !ways.iter().any(|(_, way)| same(way)) {
+            ways.push((kind, split));
+        }
+    }
+    ways
+}
+
+/// A stage on nodes from `first` on.
+fn stage(layers: &Range<usize>, shares: &[u32], first: usize) -> Stage {
+    let all: f64 = shares.iter().copied().map(f64::from).sum();
+    let member = |(node, share): (usize, &u32)| Member {
+        node,
+        share: f64::from(*share) / all,
+        streamed: 0,
+    };
+    Stage {
+        layers: layers.start as u32..layers.end as u32,
+        split: match shares.len() {
+            1 => Sharing::Whole,
+            _ => Sharing::Tensor,
+        },
+        members: (first..).zip(shares).map(member).collect(),
+    }
+}
+
+/// The pipeline that an instance executes.
+fn executed(placement: &Placement) -> Result<&Pipeline, Error> {
+    let refuse = |part| Err(Error::Placement { part });
+    let [pipeline] = &placement.replicas[..] else {
+        return refuse("another number of replicas");
+    };
+    let members = || pipeline.stages.iter().flat_map(|stage| &stage.members);
+    if placement.prefill.is_some() {
+        return refuse("a node for prompts alone");
+    }
+    if members().any(|member| member.streamed > 0) {
+        return refuse("layers that are read from disk for every token");
+    }
+    let deals_experts = |stage: &Stage| stage.split == Sharing::Expert;
+    match pipeline.stages.iter().any(deals_experts) {
+        true => refuse("a stage whose nodes share the experts alone"),
+        false => Ok(pipeline),
+    }
+}
+
+/// The shares of a stage as whole numbers: the least that are as exact as the shares themselves,
+/// where such are small.
+fn weights(members: &[Member]) -> Vec<u32> {
+    let parts = |all: f64| members.iter().map(move |member| member.share * all);
+    let is_whole = |part: f64| part.round() >= 1.0 && (part - part.round()).abs() < 1e-6;
+    let known = (1..=PARTS_MAX).find(|all| parts(f64::from(*all)).all(is_whole));
+    let all = known.map_or(PARTS, f64::from);
+    parts(all)
+        .map(|part| part.round().max(1.0) as u32)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn weights_of(shares: &[u32]) -> Vec<u32> {
+        weights(&stage(&(0..1), shares, 0).members)
+    }
+
+    #[test]
+    fn shares_that_were_asked_for_are_found_again() {
+        let thirds = [1, 1, 1];
+        for shares in [&[1][..], &thirds, &[3, 1], &[1, 2, 5, 1], &[1000, 1]] {
+            assert_eq!(weights_of(shares), shares);
+        }
+        for n in 1..=64 {
+            assert_eq!(weights_of(&vec![1; n]), vec![1; n]);
+            let uneven: Vec<u32> = (0..n as u32).map(|rank| 1 + rank * 7 % 13).collect();
+            assert_eq!(weights_of(&uneven), uneven);
+        }
+        assert_eq!(weights_of(&[2, 4]), [1, 2], "the least");
+        assert_eq!(weights_of(&[4_000_000_000, 1]), [1 << 20, 1], "not nothing");
+    }
+
+    #[test]
+    fn shares_of_a_planner_are_rounded_finely() {
+        let share = [0.377_123_4, 0.622_876_6];
+        let members = share.map(|share| Member {
+            node: 0,
+            share,
+            streamed: 0,
+        });
+        let weights = weights(&members);
+        let all: u32 = weights.iter().sum();
+        for (weight, share) in weights.iter().zip(share) {
+            assert!((f64::from(*weight) / f64::from(all) - share).abs() < 2e-6);
+        }
+    }
+
+    #[test]
+    fn what_no_instance_executes_is_refused() {
+        let one = || Pipeline::group(4, Sharing::Tensor, &[0, 1]);
+        assert!(executed(&Placement::single(one())).is_ok());
+        let streamed = || {
+            let mut pipeline = Pipeline::even(4, &[0, 1]);
+            pipeline.stages[1].members[0].streamed = 1;
+            pipeline
+        };
+        for (placement, part) in [
+            (Placement::new(vec![one(), one()], None), "replicas"),
+            (
+                Placement::new(vec![one()], Some(one())),
+                "for prompts alone",
+            ),
+            (Placement::single(streamed()), "read from disk"),
+            (
+                Placement::single(Pipeline::group(4, Sharing::Expert, &[0, 1])),
+                "experts alone",
+            ),
+        ] {
+            let error = executed(&placement).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Coding agents against a server of this crate: what each must be told of it.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+/// What stands for a key where the server asks for none: the programs want something.
+const NO_KEY: &str = "paceline";
+
+/// Agents that are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Program {
+    /// Claude Code.
+    Claude,
+    /// Codex.
+    Codex,
+    /// OpenCode.
+    Opencode,
+}
+
+impl Program {
+    /// The program's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Claude => "claude",
+            Self::Codex => "codex",
+            Self::Opencode => "opencode",
+        }
+    }
+
+    /// The variable of a file of certificates that the program trusts beside those of the system.
+    /// `SSL_CERT_FILE` would take their place, also for the programs that an agent starts.
+    const fn trust(self) -> &'static str {
+        match self {
+            Self::Claude | Self::Opencode => "NODE_EXTRA_CA_CERTS",
+            Self::Codex => "CODEX_CA_CERTIFICATE",
+        }
+    }
+
+    /// The npm package that has it.
+    pub const fn package(self) -> &'static str {
+        match self {
+            Self::Claude => "@anthropic-ai/claude-code",
+            Self::Codex => "@openai/codex",
+            Self::Opencode => "opencode-ai",
+        }
+    }
+}
+
+/// A server and the model that it serves.
+#[derive(Clone)]
+pub struct Served {
+    /// Where it is, without a slash at the end.
+    pub url: String,
+    /// A key that it takes, where it wants one.
+    pub key: Option<String>,
+    /// What requests call the model.
+    pub model: String,
+    /// Tokens of prompt and answer.
+    pub context: u64,
+    /// Certificates to trust for it, where they are not those that programs have.
+    pub trusted: Option<PathBuf>,
+}
+
+/// Without the key.
+impl fmt::Debug for Served {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {}", self.model, self.url)
+    }
+}
+
+/// What an agent is started with.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Start {
+    /// Variables.
+    pub environment: Vec<(&'static str, String)>,
+    /// Arguments, before the user's own.
+    pub args: Vec<String>,
+}
+
+impl Served {
+    fn key(&self) -> String {
+        self.key.clone().unwrap_or_else(|| NO_KEY.to_owned())
+    }
+
+    /// What `program` is started with, so that it asks this server.
+    pub fn start(&self, program: Program) -> Start {
+        let mut start = match program {
+            Program::Claude => self.claude(),
+            Program::Codex => self.codex(),
+            Program::Opencode => self.opencode(),
+        };
+        let trusted = self.trusted.iter();
+        let trusted = trusted.map(|path| (program.trust(), path.display().to_string()));
+        start.environment.extend(trusted);
+        start
+    }
+
+    /// The names are what Claude Code 2.1 reads. Its countdown of tokens and its header would
+    /// change the prompt's beginning from turn to turn.
+    fn claude(&self) -> Start {
+        let (model, context) = (&self.model, self.context.to_string());
+        let mut environment = vec![
+            ("ANTHROPIC_BASE_URL", self.url.clone()),
+            ("ANTHROPIC_API_KEY", String::new()),
+            ("ANTHROPIC_AUTH_TOKEN", self.key()),
+            ("CLAUDE_CODE_ATTRIBUTION_HEADER", "0".into()),
+            ("CLAUDE_CODE_TOTAL_TOKENS_REMINDER", "off".into()),
+            ("CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS", "1".into()),
+            ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1".into()),
+            ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", context.clone()),
+            ("CLAUDE_CODE_AUTO_COMPACT_WINDOW", context),
+        ];
+        for name in [
+            "ANTHROPIC_MODEL",
+            "ANTHROPIC_DEFAULT_OPUS_MODEL",
+            "ANTHROPIC_DEFAULT_SONNET_MODEL",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+            "CLAUDE_CODE_SUBAGENT_MODEL",
+        ] {
+            environment.push((name, model.clone()));
+        }
+        let args = Vec::new();
+        Start { environment, args }
+    }
+
+    fn codex(&self) -> Start {
+        // Values are TOML; a JSON string is one of its strings.
+        let text = |text: &str| Value::from(text).to_string();
+        let provider = "model_providers.paceline";
+        let settings = [
+            ("model_provider".to_owned(), text("paceline")),
+            ("model".to_owned(), text(&self.model)),
+            ("model_context_window".to_owned(), self.context.to_string()),
+            (format!("{provider}.name"), text("paceline")),
+            (
+                format!("{provider}.base_url"),
+                text(&format!("{}/v1", self.url)),
+            ),
+            (format!("{provider}.wire_api"), text("responses")),
+            (format!("{provider}.env_key"), text("PACELINE_API_KEY")),
+        ];
+        let words = |(name, value): (String, String)| ["-c".to_owned(), format!("{name}={value}")];
+        Start {
+            environment: vec![("PACELINE_API_KEY", self.key())],
+            args: settings.into_iter().flat_map(words).collect(),
+        }
+    }
+
+    fn opencode(&self) -> Start {
+        // A quarter for the answer, as its own catalogue has it for small models.
+        let limit = json!({"context": self.context, "output": self.context / 4});
+        let mut models = serde_json::Map::new();
+        models.insert(
+            self.model.clone(),
+            json!({"name": self.model, "limit": limit}),
+        );
+        let provider = json!({
+            "npm": "@ai-sdk/openai-compatible",
+            "name": "paceline",
+            "options": {"baseURL": format!("{}/v1", self.url), "apiKey": self.key()},
+            "models": models,
+        });
+        let name = format!("paceline/{}", self.model);
+        let config = json!({
+            "provider": {"paceline": provider},
+            "model": name,
+            "small_model": name,
+        });
+        Start {
+            environment: vec![
+                ("OPENCODE_CONFIG_CONTENT", config.to_string()),
+                ("OPENCODE_DISABLE_AUTOUPDATE", "1".into()),
+            ],
+            args: Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn served() -> Served {
+        Served {
+            url: "http://127.0.0.1:1".into(),
+            key: None,
+            model: "tiny \"1\"".into(),
+            context: 4096,
+            trusted: None,
+        }
+    }
+
+    #[test]
+    fn each_agent_trusts_the_certificate_beside_its_own() {
+        let mut served = served();
+        let starts = [Program::Claude, Program::Codex, Program::Opencode];
+        let names = ["NODE_EXTRA_CA_CERTS", "CODEX_CA_CERTIFICATE"];
+        for program in starts {
+            let environment = served.start(program).environment;
+            assert!(environment.iter().all(|(name, _)| !names.contains(name)));
+        }
+        served.trusted = Some("/home/p/tls/cert.pem".into());
+        for (program, name) in starts.into_iter().zip([names[0], names[1], names[0]]) {
+            let expected = (name, "/home/p/tls/cert.pem".to_owned());
+            assert!(served.start(program).environment.contains(&expected));
+        }
+    }
+
+    #[test]
+    fn each_agent_gets_url_model_and_context() {
+        let served = served();
+        let claude = served.start(Program::Claude).environment;
+        for (name, value) in [
+            ("ANTHROPIC_BASE_URL", "http://127.0.0.1:1"),
+            ("ANTHROPIC_AUTH_TOKEN", "paceline"),
+            ("ANTHROPIC_DEFAULT_HAIKU_MODEL", "tiny \"1\""),
+            ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "4096"),
+        ] {
+            assert!(claude.contains(&(name, value.to_owned())), "{name}");
+        }
+        let codex = served.start(Program::Codex).args;
+        for word in [
+            "model=\"tiny \\\"1\\\"\"",
+            "model_context_window=4096",
+            "model_providers.paceline.base_url=\"http://127.0.0.1:1/v1\"",
+        ] {
+            assert!(codex.contains(&word.to_owned()), "{codex:?}");
+        }
+        let opencode = served.start(Program::Opencode).environment;
+        let config: Value = serde_json::from_str(&opencode[0].1).unwrap();
+        let provider = &config["provider"]["paceline"];
+        assert_eq!(provider["options"]["baseURL"], "http://127.0.0.1:1/v1");
+        assert_eq!(provider["models"]["tiny \"1\""]["limit"]["context"], 4096);
+        assert_eq!(config["model"], "paceline/tiny \"1\"");
+    }
+}
