@@ -457,6 +457,7 @@ mod tests {
             follow: false,
             grows: false,
             added: false,
+            weights: Weights::Auto,
         }
     }
 

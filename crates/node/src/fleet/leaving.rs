@@ -388,6 +388,7 @@ mod tests {
             follow: false,
             grows: false,
             added: false,
+            weights: Weights::Auto,
         }
     }
 

@@ -137,6 +137,7 @@ mod tests {
             follow: false,
             grows: false,
             added: false,
+            weights: Weights::Auto,
         }
     }
 
