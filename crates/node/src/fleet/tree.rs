@@ -79,15 +79,11 @@ pub(super) struct Tree {
 }
 
 impl Tree {
-    /// Of a file of `bytes`, all of which `file` gives. `hear` gets each group's bytes too.
+    /// Of a file of `bytes`, all of which `file` gives.
     ///
     /// # Errors
     /// A file that cannot be read, or that is shorter.
-    pub(super) fn read(
-        file: &mut impl Read,
-        bytes: u64,
-        mut hear: impl FnMut(&[u8]),
-    ) -> io::Result<Self> {
+    pub(super) fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
         let groups = Groups::of(bytes);
         let mut leaves = Vec::with_capacity(groups.count() as usize);
         let mut group = vec![0; groups.each as usize];
@@ -96,7 +92,6 @@ impl Tree {
             let own = &mut group[..(span.end - span.start) as usize];
             file.read_exact(own)?;
             leaves.push(leaf(groups, index, own));
-            hear(own);
         }
         Ok(Self { groups, leaves })
     }
@@ -187,7 +182,7 @@ mod tests {
     }
 
     fn tree(bytes: &[u8]) -> Tree {
-        Tree::read(&mut &*bytes, bytes.len() as u64, |_| {}).unwrap()
+        Tree::read(&mut &*bytes, bytes.len() as u64).unwrap()
     }
 
     #[test]
