@@ -10,7 +10,7 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::Wanted;
+use paceline_cluster::nodes::placement::{Wanted, Weights};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_node::DRAFTS;
@@ -28,7 +28,7 @@ use crate::member::NodeArgs;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::process::{own_program, worker_env};
-use crate::{home, key, loaded, member, pull, train, up};
+use crate::{home, key, loaded, member, pull, stores, train, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -85,6 +85,12 @@ pub(crate) struct LoadArgs {
     /// others meanwhile
     #[arg(long)]
     follow: bool,
+    /// How much of the model's file each machine gets before it computes: what it computes with
+    /// (shard), all of it (whole), or, of a file over 256 MiB, first its part and all of it on one
+    /// more machine later, so that no single loss loses weights (auto)
+    #[arg(long, value_name = "WHICH", default_value = "auto",
+          value_parser = str::parse::<Weights>)]
+    weights: Weights,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
@@ -297,6 +303,7 @@ impl LoadArgs {
             "draft": self.draft,
             "drafts": self.drafts,
             "follow": self.follow,
+            "weights": self.weights,
         })
     }
 }
@@ -429,6 +436,7 @@ pub(crate) fn start(
         worker_env: worker_env(),
         find: Box::new(find),
         copies: home.join("copies"),
+        store: stores::own(node.disk_budget())?,
         home: home.clone(),
         kernels: Box::new(loaded::kernels),
         interface: node.data_interface().map(str::to_owned),
@@ -448,6 +456,8 @@ pub(crate) fn start(
         ("ps", ask_ps),
         ("trace", ask_trace),
         ("using", ask_using),
+        ("stores", stores::ask_stores),
+        ("remove", stores::ask_remove),
     ] {
         let own = Arc::downgrade(&fleet);
         agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
@@ -455,6 +465,14 @@ pub(crate) fn start(
             command(&fleet, arguments)
         });
     }
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "send",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            stores::ask_send(&fleet, arguments, progress)
+        },
+    );
     let own = Arc::downgrade(&fleet);
     agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
@@ -601,6 +619,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         drafts: body.drafts,
         follow: body.follow.unwrap_or(false),
         grows: body.grows.unwrap_or(false),
+        weights: body.weights.unwrap_or_default(),
     })
 }
 
@@ -621,6 +640,7 @@ struct Body {
     drafts: Option<u8>,
     follow: Option<bool>,
     grows: Option<bool>,
+    weights: Option<Weights>,
 }
 
 /// Arguments of `unload`.

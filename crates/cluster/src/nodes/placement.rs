@@ -104,7 +104,10 @@ pub const SMALL_BYTES: u64 = 256 << 20;
 
 impl Weights {
     /// Whether nothing was asked for.
-    #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde hands over a reference")]
+    #[allow(
+        clippy::trivially_copy_pass_by_ref,
+        reason = "serde hands over a reference"
+    )]
     const fn is_auto(&self) -> bool {
         matches!(self, Self::Auto)
     }
@@ -162,6 +165,7 @@ impl Wanted {
             sha256,
             bytes,
             draft: None,
+            weights: Weights::Whole,
             ..self.clone()
         })
     }

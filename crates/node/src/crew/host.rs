@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use super::line::{Broken, Line, hear, say};
 use super::{Crew, LocalCrew, LocalSpec};
+use crate::arriving;
 use crate::messages::{FromWorker, ToWorker};
 
 /// How often each side says that it lives, as workers do to their parent.
@@ -228,13 +229,18 @@ fn spawn(
     pin: Option<usize>,
 ) -> Result<LocalCrew, String> {
     let path = (spec.find)(model)?;
+    // A draft is read without asking which parts of it are here.
+    let whole = |draft| {
+        let found = (spec.find)(draft).ok();
+        found.filter(|path| !arriving::is_partial(path))
+    };
     let on_line = Arc::clone(&spec.on_line);
     let crew = LocalCrew::spawn(LocalSpec {
         program: spec.program.clone(),
         args: spec.args.clone(),
         env: spec.env.clone(),
         model: path,
-        draft: draft.and_then(|draft| (spec.find)(draft).ok()),
+        draft: draft.and_then(whole),
         ranks: 1,
         pin,
         on_line: Some(Box::new(move |_, line| on_line(line))),

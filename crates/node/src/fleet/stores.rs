@@ -443,21 +443,19 @@ impl Fleet {
 }
 
 impl Outcome {
-    const fn done(node: String, bytes: u64) -> Self {
-        let (bytes, reason) = (Some(bytes), None);
+    fn done(node: String, bytes: u64) -> Self {
         Self {
             node,
-            bytes,
-            reason,
+            bytes: Some(bytes),
+            reason: None,
         }
     }
 
-    const fn not(node: String, reason: String) -> Self {
-        let (bytes, reason) = (None, Some(reason));
+    fn not(node: String, reason: String) -> Self {
         Self {
             node,
-            bytes,
-            reason,
+            bytes: None,
+            reason: Some(reason),
         }
     }
 }
