@@ -379,27 +379,29 @@ impl Copies {
         Ok(tree)
     }
 
-    /// Nodes that may have parts of a model: those given, those of its instances, and where these
-    /// got it. Only those that live and gave no wrong bytes so far.
+    /// Nodes that may have parts of a model: those given, those of its instances, where these got
+    /// it, and all others, which may have been sent a copy. Only those that live and gave no wrong
+    /// bytes so far.
     fn sources(
         &self,
         agent: &Agent,
         model: &ModelName,
         first: impl IntoIterator<Item = Option<NodeId>>,
     ) -> Vec<pieces::Source> {
-        let map = agent.map();
+        let (map, views) = (agent.map(), agent.nodes());
         let is_it = |wanted: &Wanted| wanted.sha256 == model.sha256;
         let records = placement::wanted(&map).filter(|(.., wanted)| is_it(wanted));
         let of_records = records.flat_map(|(.., wanted)| {
             let source = wanted.source.into_iter();
             source.chain(wanted.nodes).collect::<Vec<_>>()
         });
-        let mut ids: Vec<NodeId> = first.into_iter().flatten().chain(of_records).collect();
+        let others = views.iter().map(|view| view.id);
+        let first = first.into_iter().flatten();
+        let mut ids: Vec<NodeId> = first.chain(of_records).chain(others).collect();
         let mut seen = BTreeSet::new();
         let lives = |id: NodeId| matches!(agent.life(id), Life::Alive | Life::Suspect);
         ids.retain(|id| *id != agent.id() && lives(*id) && seen.insert(*id));
         ids.retain(|id| !lock(&self.liars).contains(id));
-        let views = agent.nodes();
         let name = |id: NodeId| {
             let view = views.iter().find(|view| view.id == id);
             view.map_or_else(|| id.to_string(), |view| view.facts.name.clone())
@@ -407,7 +409,7 @@ impl Copies {
         let sources = ids
             .into_iter()
             .map(|id| pieces::Source { id, name: name(id) });
-        sources.collect()
+        sources.take(pieces::SOURCES_MAX).collect()
     }
 
     /// Fetches what is missing of `wanted`.

@@ -42,7 +42,7 @@ const OPEN_LIMIT: Duration = Duration::from_secs(3);
 /// How often a source without work looks whether a piece came back from another one.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Sources of one fetch: more give no more on the link of one machine.
+/// Most sources of one fetch: more give no more on the link of one machine.
 pub(super) const SOURCES_MAX: usize = 8;
 
 /// Runs of an offer: more than a split cuts of any file. Further ones are not offered.
@@ -343,7 +343,7 @@ impl Fetching<'_> {
             ended: Mutex::default(),
         };
         std::thread::scope(|scope| {
-            for source in self.sources.iter().take(SOURCES_MAX) {
+            for source in self.sources {
                 let shared = &shared;
                 scope.spawn(move || self.drain(source, shared));
             }
