@@ -423,7 +423,7 @@ impl Copies {
         let partial = &held.partial;
         let missing = || -> Vec<Range<u64>> {
             let wanted = wanted.iter();
-            wanted.flat_map(|run| partial.missing(run)).collect()
+            merged(wanted.flat_map(|run| partial.missing(run)).collect())
         };
         if missing().is_empty() {
             return Ok(());
@@ -481,10 +481,10 @@ impl Copies {
         let sum = hash(path).map_err(failed)?;
         if sum != model.sha256 {
             self.forget(&model.sha256).map_err(failed)?;
-            let by = self.sources(agent, model, [Some(held.rooted.by)]);
-            let by = by
-                .first()
-                .map_or_else(|| held.rooted.by.to_string(), |it| it.name.clone());
+            let views = agent.nodes().into_iter();
+            let mut by = views.filter(|view| view.id == held.rooted.by);
+            let name = by.next().map(|view| view.facts.name);
+            let by = name.unwrap_or_else(|| held.rooted.by.to_string());
             return Err(format!(
                 "{by} has signed the root of another file, whose SHA-256 is {sum}"
             ));
@@ -590,6 +590,19 @@ impl Copies {
             channel.close(); // the other end counts bytes
         }
     }
+}
+
+/// Runs in order, with those that overlap or touch made one: no group is fetched twice.
+fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    runs.sort_by_key(|run| (run.start, run.end));
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for run in runs {
+        match merged.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => merged.push(run),
+        }
+    }
+    merged
 }
 
 /// Hears how many bytes are copied; an error ends the copying.

@@ -15,7 +15,11 @@ fn copies(folder: &Path, model: PathBuf) -> Copies {
 }
 
 fn copies_of(folder: &Path, find: Box<Find>) -> Copies {
-    Copies::new((find, folder.to_owned()), Box::new(|_| Ok(())), Arc::new(|_| {}))
+    Copies::new(
+        (find, folder.to_owned()),
+        Box::new(|_| Ok(())),
+        Arc::new(|_| {}),
+    )
 }
 
 /// Copies of a node whose store is empty.
@@ -121,6 +125,15 @@ fn only_the_content_that_was_asked_for_is_found() {
     assert_eq!(found.find(&name("0".repeat(64))), Ok(copy));
 }
 
+#[test]
+fn no_group_is_fetched_twice() {
+    assert_eq!(
+        merged(vec![5..7, 0..1, 1..2, 6..9, 20..21]),
+        [0..2, 5..9, 20..21]
+    );
+    assert_eq!(merged(Vec::new()), []);
+}
+
 /// A file of some pieces, and its name.
 fn model(folder: &Path) -> (PathBuf, Vec<u8>, ModelName) {
     let bytes: Vec<u8> = (0..3_u32 << 20).map(|i| (i / 7) as u8).collect();
@@ -162,12 +175,15 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     let mut record = wanted(name.clone(), bytes.len() as u64);
     record.nodes = vec![one.id(), liar.id()];
     let text = serde_json::to_string(&record).unwrap();
-    one.write(Key::Instance(InstanceId(1)), 1, Some(text)).unwrap();
+    one.write(Key::Instance(InstanceId(1)), 1, Some(text))
+        .unwrap();
     let knows = || {
         let map = two.map();
         placement::wanted(&map).next().is_some() && rooted::of(&map, &name.sha256).is_ok()
     };
-    until("the map arrives", || knows() && two.life(liar.id()) == Life::Alive);
+    until("the map arrives", || {
+        knows() && two.life(liar.id()) == Life::Alive
+    });
 
     let told: Arc<Mutex<Vec<String>>> = Arc::default();
     let heard = Arc::clone(&told);
@@ -178,7 +194,10 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     assert!(failed.contains("it gave wrong bytes at "), "{failed}");
     assert!(failed.contains("cannot be had"), "{failed}");
     let lines = lock(&told).join("\n");
-    assert!(lines.contains("warning: m: ") && lines.contains("wrong bytes"), "{lines}");
+    assert!(
+        lines.contains("warning: m: ") && lines.contains("wrong bytes"),
+        "{lines}"
+    );
     let held = lacks.part(&name.sha256).unwrap();
     assert!(held.partial.runs().is_empty(), "nothing of it is kept");
 
@@ -186,10 +205,18 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     lacks.take(&two, None, &record, &|_| ()).unwrap();
     let copy = lacks.find(&name).unwrap();
     assert_eq!(fs::read(&copy).unwrap(), bytes);
-    assert_eq!(lacks.of_user("m"), Ok(copy), "by the name that it was sent under");
+    assert_eq!(
+        lacks.of_user("m"),
+        Ok(copy),
+        "by the name that it was sent under"
+    );
     assert_eq!(lacks.forget(&name.sha256).unwrap(), bytes.len() as u64);
     assert!(lacks.find(&name).is_err());
-    assert_eq!(fs::read_dir(folder(2)).unwrap().count(), 0, "nothing is left");
+    assert_eq!(
+        fs::read_dir(folder(2)).unwrap().count(),
+        0,
+        "nothing is left"
+    );
     [one, liar, two].iter().for_each(Agent::stop);
 }
 
@@ -204,7 +231,9 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     let rooted = Rooted::sign(&one, &name.sha256, &tree, 1000).unwrap();
     rooted.publish(&one, &name.sha256).unwrap();
     gives(&one, &Arc::new(copies(homes[0].path(), path)));
-    until("the root arrives", || rooted::of(&two.map(), &name.sha256).is_ok());
+    until("the root arrives", || {
+        rooted::of(&two.map(), &name.sha256).is_ok()
+    });
     let folder = homes[1].path().join("copies");
     let full = Copies::new(
         (Box::new(|_| Err(String::new())), folder.clone()),
@@ -220,7 +249,9 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     own.bring(&two, &name, &part, &|| true).unwrap();
     let held = own.part(&name.sha256).unwrap();
     assert_eq!(held.partial.runs(), [(16, 17)]);
-    let given_up = own.bring(&two, &name, &[(0, 1 << 20)], &|| false).unwrap_err();
+    let given_up = own
+        .bring(&two, &name, &[(0, 1 << 20)], &|| false)
+        .unwrap_err();
     assert!(given_up.contains("nobody waits"), "{given_up}");
     assert_eq!(held.partial.runs(), [(0, 17)], "what came is kept");
 
