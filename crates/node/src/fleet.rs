@@ -77,7 +77,7 @@ use owner::Owned;
 use places::Wire;
 pub use preview::{Preview, Proposal};
 use replicas::{Preferred, Replicas};
-pub use stores::{Holding, OwnStore, Outcome, Store};
+pub use stores::{Holding, Outcome, OwnStore, Store};
 pub use traced::TraceAsk;
 
 /// Services of a node.
