@@ -449,30 +449,7 @@ pub(crate) fn start(
     let fleet = Arc::new(fleet);
     let copies = Copies(Arc::downgrade(&fleet));
     doors.journals().mirror_to(Arc::new(copies));
-    for (name, command) in [
-        ("load", ask_load as Command),
-        ("unload", ask_unload),
-        ("preview", ask_preview),
-        ("ps", ask_ps),
-        ("trace", ask_trace),
-        ("using", ask_using),
-        ("stores", stores::ask_stores),
-        ("remove", stores::ask_remove),
-    ] {
-        let own = Arc::downgrade(&fleet);
-        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            command(&fleet, arguments)
-        });
-    }
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        "send",
-        move |arguments: &Value, progress: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            stores::ask_send(&fleet, arguments, progress)
-        },
-    );
+    answer_commands(agent, &fleet);
     let own = Arc::downgrade(&fleet);
     agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
@@ -508,6 +485,34 @@ pub(crate) fn start(
         },
     );
     Ok(fleet)
+}
+
+/// Answers commands of this machine's user about models and instances.
+fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
+    for (name, command) in [
+        ("load", ask_load as Command),
+        ("unload", ask_unload),
+        ("preview", ask_preview),
+        ("ps", ask_ps),
+        ("trace", ask_trace),
+        ("using", ask_using),
+        ("stores", stores::ask_stores),
+        ("remove", stores::ask_remove),
+    ] {
+        let own = Arc::downgrade(fleet);
+        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            command(&fleet, arguments)
+        });
+    }
+    let own = Arc::downgrade(fleet);
+    agent.serve_local(
+        "send",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            stores::ask_send(&fleet, arguments, progress)
+        },
+    );
 }
 
 /// What the dashboard asks of a node whose models come and go.
