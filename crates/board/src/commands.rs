@@ -15,7 +15,7 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::Wanted;
+use paceline_cluster::nodes::placement::{Wanted, Weights};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, MakeKernels, TraceAsk, journals, lent};
@@ -29,7 +29,7 @@ use paceline_tensor::KvType;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::{Error, Tell, chain, served};
+use crate::{Error, Tell, chain, served, stores};
 
 /// Requests that wait for a place before further ones are refused as busy: one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
@@ -49,6 +49,8 @@ pub struct Spec {
     pub worker_env: Vec<(OsString, OsString)>,
     /// Folders below which workers may write.
     pub worker_folders: Vec<PathBuf>,
+    /// Most bytes of models on this machine's disk; all that is free without.
+    pub disk_budget: Option<u64>,
     /// Runs chat templates.
     pub templates: Program,
     /// Kernels on so many threads.
@@ -83,6 +85,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
         worker_folders: spec.worker_folders,
         find: Box::new(move |name: &str| find(&store, name)),
         copies: home.root().join("copies"),
+        store: stores::own(&home, spec.disk_budget),
         home: home.root().to_owned(),
         kernels: spec.kernels,
         interface: spec.interface,
@@ -98,20 +101,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
     let fleet = Arc::new(fleet);
     let copies = Copies(Arc::downgrade(&fleet));
     doors.journals().mirror_to(Arc::new(copies));
-    for (name, command) in [
-        ("load", ask_load as Command),
-        ("unload", ask_unload),
-        ("preview", ask_preview),
-        ("ps", ask_ps),
-        ("trace", ask_trace),
-        ("using", ask_using),
-    ] {
-        let own = Arc::downgrade(&fleet);
-        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            command(&fleet, arguments)
-        });
-    }
+    answer_commands(agent, &fleet);
     let own = Arc::downgrade(&fleet);
     agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
@@ -147,6 +137,34 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
         },
     );
     Ok(fleet)
+}
+
+/// Answers commands of this machine's user about models and instances.
+fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
+    for (name, command) in [
+        ("load", ask_load as Command),
+        ("unload", ask_unload),
+        ("preview", ask_preview),
+        ("ps", ask_ps),
+        ("trace", ask_trace),
+        ("using", ask_using),
+        ("stores", stores::ask_stores),
+        ("remove", stores::ask_remove),
+    ] {
+        let own = Arc::downgrade(fleet);
+        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            command(&fleet, arguments)
+        });
+    }
+    let own = Arc::downgrade(fleet);
+    agent.serve_local(
+        "send",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            stores::ask_send(&fleet, arguments, progress)
+        },
+    );
 }
 
 /// What the dashboard asks of a node whose models come and go; `keys` is the file of API keys.
@@ -285,6 +303,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         drafts: body.drafts,
         follow: body.follow.unwrap_or(false),
         grows: body.grows.unwrap_or(false),
+        weights: body.weights.unwrap_or_default(),
     })
 }
 
@@ -305,6 +324,7 @@ struct Body {
     drafts: Option<u8>,
     follow: Option<bool>,
     grows: Option<bool>,
+    weights: Option<Weights>,
 }
 
 /// Arguments of `unload`.

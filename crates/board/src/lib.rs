@@ -34,6 +34,7 @@ mod peers;
 mod removal;
 pub mod screen;
 pub mod served;
+mod stores;
 mod traffic;
 
 use std::sync::Arc;

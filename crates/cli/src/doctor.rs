@@ -1,5 +1,6 @@
 //! `paceline doctor`: what this machine can do, what is missing, and the command that mends it.
 
+mod network;
 mod peer;
 
 use std::fs::File;
@@ -7,6 +8,9 @@ use std::path::Path;
 
 use clap::builder::NonEmptyStringValueParser;
 use paceline_cluster::machine;
+use paceline_cluster::network::{
+    has_thunderbolt_bridge, idle_rdma_ports, unauthorised_thunderbolt,
+};
 use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm::rdma::{RdmaError, Verbs};
 use paceline_comm_interop::nccl::{self, Libraries};
@@ -39,6 +43,8 @@ enum State {
     Ok,
     /// It could be had: `mend` says how.
     Missing,
+    /// It works, perhaps: `mend` says what to do if not.
+    Doubtful,
     /// This machine has no such hardware.
     Absent,
     /// Another machine cannot be reached that way.
@@ -50,6 +56,7 @@ impl State {
         match self {
             Self::Ok => "ok",
             Self::Missing => "missing",
+            Self::Doubtful => "doubtful",
             Self::Absent => "-",
             Self::Blocked => "blocked",
         }
@@ -84,6 +91,13 @@ impl Check {
         }
     }
 
+    fn doubtful(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self {
+            state: State::Doubtful,
+            ..Self::missing(name, found, mend)
+        }
+    }
+
     fn missing(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
         Self {
             state: State::Missing,
@@ -99,7 +113,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return peer::run(host, args.json);
     }
     let gpus = machine::nvidia();
-    let checks = vec![
+    let mut checks = vec![
         cpu(),
         memory(),
         disk()?,
@@ -111,10 +125,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         rdma(Verbs::load().and_then(|verbs| verbs.devices())),
         nccl(gpus.is_empty()),
         mpi(),
-        thunderbolt(machine::thunderbolt()),
+        thunderbolt(machine::thunderbolt(), &unauthorised_thunderbolt()),
         ssh(),
         sandbox(Sandbox::Worker.tried()),
     ];
+    checks.extend(network::checks());
     if args.json {
         return print(&json!({ "checks": checks }).to_string());
     }
@@ -304,7 +319,12 @@ fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
     const MAC: bool = cfg!(target_os = "macos");
     match devices {
         Ok(names) if names.is_empty() => Check::absent("rdma", "no device"),
-        Ok(names) => Check::ok("rdma", names.join(", ")),
+        Ok(_) if MAC && has_thunderbolt_bridge() => Check::doubtful(
+            "rdma",
+            "the Thunderbolt ports are one bridge, over which RDMA does not work",
+            "sudo networksetup -setnetworkserviceenabled \"Thunderbolt Bridge\" off",
+        ),
+        Ok(names) => of_ports(&names, &idle_rdma_ports()),
         Err(error) if MAC => Check::missing(
             "rdma",
             error.to_string(),
@@ -316,6 +336,18 @@ fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
             "rdma",
             error.to_string(),
             "apt install libibverbs1 ibverbs-providers",
+        ),
+    }
+}
+
+/// Check of devices, some ports of which carry nothing.
+fn of_ports(names: &[String], idle: &[String]) -> Check {
+    match idle {
+        [] => Check::ok("rdma", names.join(", ")),
+        idle => Check::doubtful(
+            "rdma",
+            format!("{}; idle: {}", names.join(", "), idle.join(", ")),
+            "plug the cable in, and `sudo ip link set IF up` for its interface, which `rdma link` names",
         ),
     }
 }
@@ -345,9 +377,17 @@ fn mpi() -> Check {
     }
 }
 
-fn thunderbolt(ports: usize) -> Check {
+/// `refused`: devices at a cable that this machine does not let in.
+fn thunderbolt(ports: usize, refused: &[String]) -> Check {
     if ports == 0 {
         return Check::absent("thunderbolt", "no port");
+    }
+    if let [device, ..] = refused {
+        return Check::doubtful(
+            "thunderbolt",
+            format!("device {device} is not authorised"),
+            format!("boltctl enroll {device}"),
+        );
     }
     Check::ok(
         "thunderbolt",
@@ -404,9 +444,16 @@ mod tests {
     #[test]
     fn devices_make_the_difference() {
         assert_eq!(rdma(Ok(vec![])).state, State::Absent);
-        assert_eq!(rdma(Ok(vec!["mlx5_0".into()])).found, "mlx5_0");
-        assert_eq!(thunderbolt(0).state, State::Absent);
-        assert_eq!(thunderbolt(2).state, State::Ok);
+        assert!(rdma(Ok(vec!["mlx5_0".into()])).found.starts_with("mlx5_0"));
+        assert_eq!(
+            of_ports(&["mlx5_0".into()], &["mlx5_0 port 1: DOWN".into()]).state,
+            State::Doubtful
+        );
+        assert_eq!(of_ports(&["mlx5_0".into()], &[]).state, State::Ok);
+        assert_eq!(thunderbolt(0, &[]).state, State::Absent);
+        assert_eq!(thunderbolt(2, &[]).state, State::Ok);
+        let refused = thunderbolt(2, &["c0ffee".to_owned()]);
+        assert_eq!(refused.mend.as_deref(), Some("boltctl enroll c0ffee"));
         assert_eq!(nccl(true).state, State::Absent);
         let none = program("x", "/nonexistent/x", &[], "does it", "get it");
         assert_eq!(

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use paceline_cluster::nodes::placement::Weights;
 use paceline_model::SplitKind;
 use serde_json::{Value, json};
 
@@ -67,6 +68,12 @@ pub(crate) struct LoadArgs {
     /// others meanwhile
     #[arg(long)]
     follow: bool,
+    /// How much of the model's file each machine gets before it computes: what it computes with
+    /// (shard), all of it (whole), or, of a file over 256 MiB, first its part and all of it on one
+    /// more machine later, so that no single loss loses weights (auto)
+    #[arg(long, value_name = "WHICH", default_value = "auto",
+          value_parser = str::parse::<Weights>)]
+    weights: Weights,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
@@ -279,6 +286,7 @@ impl LoadArgs {
             "draft": self.draft,
             "drafts": self.drafts,
             "follow": self.follow,
+            "weights": self.weights,
         })
     }
 }

@@ -40,6 +40,7 @@ mod service;
 mod shared;
 mod shell;
 mod show;
+mod stores;
 mod terminal;
 mod top;
 mod topology;

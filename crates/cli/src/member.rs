@@ -54,6 +54,10 @@ pub(crate) struct NodeArgs {
     /// starts again need not read them again; `off` for none
     #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = prefix_cache)]
     prefix_cache: PrefixCache,
+    /// Most bytes of models on this machine's disk, such as 200G: what would go over it is refused
+    /// with what would free how much, and nothing is removed unasked [default: all that is free]
+    #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
+    disk_budget: Option<u64>,
 }
 
 /// Space for prompts that were read, if any.
@@ -133,6 +137,11 @@ impl NodeArgs {
     /// The only interface for data between workers.
     pub(crate) fn data_interface(&self) -> Option<&str> {
         self.data_interface.as_deref()
+    }
+
+    /// Most bytes of models on this machine's disk.
+    pub(crate) const fn disk_budget(&self) -> Option<u64> {
+        self.disk_budget
     }
 
     /// Arguments of this program as a worker of the node.

@@ -8,8 +8,7 @@ use paceline_store::{
 use serde_json::{Value, json};
 
 use crate::output::{print, tell};
-use crate::pull::file_bytes;
-use crate::{fits, home};
+use crate::{fits, home, stores};
 
 /// Arguments of `paceline models`.
 #[derive(Debug, clap::Args)]
@@ -23,6 +22,9 @@ pub(crate) struct ListArgs {
     /// The same for a cluster: a TOML file, or `4 x KIND @ LINK`
     #[arg(long, value_name = "FILE|NODES", requires = "fits")]
     cluster: Option<String>,
+    /// Show which machine of the cluster has which models, and how much of them
+    #[arg(long, conflicts_with_all = ["all", "fits"])]
+    nodes: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -33,6 +35,12 @@ pub(crate) struct ListArgs {
 pub(crate) struct RmArgs {
     /// A name that `paceline models` shows
     model: String,
+    /// On these machines of the cluster, by their names, instead of this one; copies of it too
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    node: Vec<String>,
+    /// On all machines of the cluster that live
+    #[arg(long, conflicts_with = "node")]
+    everywhere: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -40,6 +48,9 @@ pub(crate) struct RmArgs {
 
 /// Lists what the store holds.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
+    if args.nodes {
+        return stores::list(args.json);
+    }
     if args.fits {
         return fits::run(args.cluster.as_deref(), args.json);
     }
@@ -74,6 +85,9 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
 
 /// Removes a model.
 pub(crate) fn remove(args: &RmArgs) -> anyhow::Result<()> {
+    if args.everywhere || !args.node.is_empty() {
+        return stores::remove(&args.model, &args.node, args.json);
+    }
     let removed = paceline_store::remove(&home::home()?, &args.model)?;
     let name = removed.name.as_str();
     if args.json {
@@ -100,7 +114,7 @@ fn entry_row(entry: &Entry, now: SystemTime) -> [String; 5] {
     [
         entry.name.to_string(),
         kind,
-        file_bytes(entry).to_string(),
+        entry.file_bytes().to_string(),
         used,
         path,
     ]
@@ -185,7 +199,7 @@ fn entry_json(entry: &Entry) -> Value {
     let mut object = json!({
         "name": entry.name.as_str(),
         "path": entry.path.to_string_lossy(),
-        "bytes": file_bytes(entry).0,
+        "bytes": entry.file_bytes().0,
     });
     match &entry.state {
         State::Complete {

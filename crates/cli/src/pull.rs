@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 use paceline_base::Bytes;
 use paceline_serve::{PullStep, Puller};
 use paceline_store::{
-    Cancel, Entry, Error, Found, Kind, Plan, Progress, Pulled, Resolved, State, check_used, list,
-    pull, resolve, usual_name, verify,
+    Cancel, Entry, Error, Found, Kind, Plan, Progress, Pulled, Resolved, check_used, list, pull,
+    resolve, usual_name, verify,
 };
 use serde_json::json;
 
@@ -18,6 +18,7 @@ use crate::home::Settings;
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
 use crate::progress::on_stderr;
+use crate::{member, stores};
 
 /// How a model that was not here before is reported.
 const PULLED: &str = "pulled";
@@ -27,6 +28,10 @@ const PULLED: &str = "pulled";
 pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
     model: String,
+    /// Then have these machines of the cluster get it from this one and from each other, by their
+    /// names; `all`: all that live
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    to: Vec<String>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -35,18 +40,23 @@ pub(crate) struct Args {
 /// Fetches a model, or checks one that is there already against its hash.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let settings = Settings::from_env()?;
+    if !args.to.is_empty() {
+        member::ask("ps", json!({}))?; // before anything is fetched
+    }
     let (found, state) =
         signals.orderly(|cancel| fetch_or_verify(&args.model, &settings, cancel))?;
     let bytes = size(&settings, &found)?;
     if args.json {
-        return print(&to_json(&found, bytes, state == PULLED).to_string());
+        print(&to_json(&found, bytes, state == PULLED).to_string())?;
+    } else {
+        let size = bytes.map_or(String::new(), |bytes| format!(" ({bytes})"));
+        let path = found.path.display();
+        print(&format!("{}: {state}: {path}{size}", args.model))?;
     }
-    let size = bytes.map_or(String::new(), |bytes| format!(" ({bytes})"));
-    print(&format!(
-        "{}: {state}: {}{size}",
-        args.model,
-        found.path.display()
-    ))
+    match args.to.is_empty() {
+        true => Ok(()),
+        false => stores::send(&args.model, &args.to, args.json),
+    }
 }
 
 /// The model that `spec` means, and how it came to be here.
@@ -272,15 +282,7 @@ fn size(settings: &Settings, found: &Found) -> anyhow::Result<Option<Bytes>> {
     Ok(entries
         .iter()
         .find(|entry| entry.name == *name)
-        .map(file_bytes))
-}
-
-/// Bytes of a model's files, without records and leftovers.
-pub(crate) fn file_bytes(entry: &Entry) -> Bytes {
-    match &entry.state {
-        State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
-        _ => entry.bytes,
-    }
+        .map(Entry::file_bytes))
 }
 
 fn to_json(found: &Found, bytes: Option<Bytes>, fetched: bool) -> serde_json::Value {

@@ -677,6 +677,7 @@ impl Args {
             program: (program, self.node.worker_args()),
             worker_env: worker_env(),
             worker_folders: self.node.worker_folders()?,
+            disk_budget: self.node.disk_budget(),
             templates: template_program()?,
             kernels: Box::new(loaded::kernels),
             interface: self.node.data_interface().map(str::to_owned),

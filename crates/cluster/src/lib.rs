@@ -60,6 +60,7 @@
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
 //! - [`machine`]: what this machine has.
+//! - [`network`]: what of this machine keeps others away.
 //! - [`telemetry`]: how loaded, full and hot this machine is.
 //! - [`Error`].
 //!
@@ -74,6 +75,7 @@ pub mod hostfile;
 pub mod launch;
 pub mod machine;
 mod marks;
+pub mod network;
 pub mod nodes;
 pub mod processes;
 mod queue;

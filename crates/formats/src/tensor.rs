@@ -4,7 +4,11 @@
 //! layers touches only those. **The files must not change while they are open.** A writer that
 //! truncates or rewrites a mapped model makes the process see other weights or die of a bus
 //! error; nothing in this crate can prevent that, so model stores replace files by renaming.
+//!
+//! The exception is a file whose bytes arrive while it is open: its [`Arrivals`] say which are
+//! there, and no byte is read before.
 
+use std::fmt;
 use std::fs::File;
 use std::ops::{Deref, Range};
 use std::path::Path;
@@ -25,16 +29,44 @@ pub enum OpenError {
     NotAFile,
 }
 
+/// Bytes of a file that are not there, and do not come.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("bytes {}..{} of {file} are not here: {reason}", range.start, range.end)]
+pub struct Absent {
+    /// The file.
+    pub file: String,
+    /// The bytes that were waited for, counted from the start of the file.
+    pub range: Range<usize>,
+    /// Why they do not come.
+    pub reason: String,
+}
+
+/// Says which bytes of a file are there while others are still being fetched.
+pub trait Arrivals: Send + Sync + fmt::Debug {
+    /// Returns once all bytes of `range`, counted from the start of the file, are there; they do
+    /// not change any more then. Has them fetched if nobody does yet. Blocks a bounded time from
+    /// the last byte that came.
+    ///
+    /// # Errors
+    /// [`Absent`].
+    fn wait(&self, range: Range<usize>) -> Result<(), Absent>;
+}
+
 /// A run of bytes of a mapped file, or of memory of our own that was filled once; clones share
 /// the mapping, which lives as long as the last.
 ///
 /// The start has no particular alignment: GGUF files choose their own and safetensors has none.
+///
+/// Reading bytes of a file that still arrives waits for them, and panics where they do not come:
+/// [`arrived`](Self::arrived) gives an error instead.
 #[derive(Clone, Debug)]
 pub struct MappedBytes {
     map: Arc<Mmap>,
     range: Range<usize>,
     /// Whether pages that were let go come back.
     of_file: bool,
+    /// Of a file whose bytes are not all known to be there.
+    arrivals: Option<Arc<dyn Arrivals>>,
 }
 
 /// A weight tensor: what it is called, how it is stored, and its bytes.
@@ -81,14 +113,49 @@ impl MappedBytes {
             return Err(OpenError::NotAFile);
         }
         // SAFETY: the mapping is private to this process and only read. That nobody changes the
-        // file meanwhile is demanded of the user in the module doc.
+        // file meanwhile is demanded of the user in the module doc; bytes that arrive meanwhile
+        // are read only after that, by `Arrivals`.
         let map = unsafe { Mmap::map(&file)? };
         let range = 0..map.len();
         Ok(Self {
             map: Arc::new(map),
             range,
             of_file: true,
+            arrivals: None,
         })
+    }
+
+    /// The same bytes, each of which is waited for before it is read.
+    #[must_use]
+    pub(crate) fn arriving(self, arrivals: Arc<dyn Arrivals>) -> Self {
+        let arrivals = Some(arrivals);
+        Self { arrivals, ..self }
+    }
+
+    /// The same bytes once all of them are there: no later read waits.
+    ///
+    /// # Errors
+    /// [`Absent`] where they do not come.
+    pub fn arrived(mut self) -> Result<Self, Absent> {
+        if let Some(arrivals) = self.arrivals.take() {
+            arrivals.wait(self.range.clone())?;
+        }
+        Ok(self)
+    }
+
+    /// All bytes as they are now: those of a file that have not arrived are zero.
+    pub(crate) fn as_they_are(&self) -> &[u8] {
+        &self.map[self.range.clone()]
+    }
+
+    /// How many bytes they are. Waits for none.
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether there are none. Waits for none.
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
     }
 
     /// `len` bytes of memory as `fill` leaves them; they are zero before.
@@ -102,6 +169,7 @@ impl MappedBytes {
             map: Arc::new(map.make_read_only()?),
             range: 0..len,
             of_file: false,
+            arrivals: None,
         })
     }
 
@@ -115,6 +183,7 @@ impl MappedBytes {
             map: Arc::clone(&self.map),
             range: start..self.range.start + range.end,
             of_file: self.of_file,
+            arrivals: self.arrivals.clone(),
         })
     }
 
@@ -148,7 +217,12 @@ impl Deref for MappedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.map[self.range.clone()]
+        if let Some(arrivals) = &self.arrivals
+            && let Err(absent) = arrivals.wait(self.range.clone())
+        {
+            panic!("{absent}");
+        }
+        self.as_they_are()
     }
 }
 
@@ -175,6 +249,43 @@ mod tests {
         #[allow(clippy::reversed_empty_ranges, reason = "the case under test")]
         let reversed = middle.slice(3..2);
         assert!(reversed.is_none());
+    }
+
+    /// Has the first bytes only, and counts what was waited for.
+    #[derive(Debug)]
+    struct First(usize, std::sync::atomic::AtomicUsize);
+
+    impl Arrivals for First {
+        fn wait(&self, range: Range<usize>) -> Result<(), Absent> {
+            self.1.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            match range.end <= self.0 {
+                true => Ok(()),
+                false => Err(Absent {
+                    file: "m".to_owned(),
+                    range,
+                    reason: "nobody has them".to_owned(),
+                }),
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_arrive_are_waited_for_once() {
+        let (_dir, bytes) = mapped(b"0123456789");
+        let first = Arc::new(First(4, std::sync::atomic::AtomicUsize::new(0)));
+        let waits = || first.1.load(std::sync::atomic::Ordering::SeqCst);
+        let bytes = bytes.arriving(Arc::clone(&first) as Arc<dyn Arrivals>);
+        assert_eq!((bytes.len(), waits()), (10, 0), "a length needs no bytes");
+        let head = bytes.slice(1..4).unwrap().arrived().unwrap();
+        assert_eq!(&*head, b"123");
+        assert_eq!(&*head, b"123");
+        assert_eq!(waits(), 1);
+        let absent = bytes.slice(2..6).unwrap().arrived().unwrap_err();
+        let text = "bytes 2..6 of m are not here: nobody has them";
+        assert_eq!(absent.to_string(), text);
+        let read = std::panic::AssertUnwindSafe(|| bytes.slice(0..5).unwrap()[0]);
+        let read = std::panic::catch_unwind(read);
+        assert!(read.is_err(), "no byte is read before it is there");
     }
 
     #[test]

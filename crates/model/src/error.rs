@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use paceline_base::{KernelClass, Rank};
+use paceline_formats::tensor::Absent;
 use paceline_formats::{gguf, hf};
 
 use crate::{Role, split};
@@ -17,6 +18,9 @@ pub enum Error {
     /// The Hugging Face folder cannot be read.
     #[error(transparent)]
     Hf(#[from] hf::Error),
+    /// Weights of a file that still arrives do not come.
+    #[error(transparent)]
+    Absent(#[from] Absent),
     /// The file is of an architecture that paceline does not know.
     #[error("model architecture {architecture:?} is not supported, expected one of {supported}")]
     Architecture {

@@ -279,8 +279,19 @@ impl Names<'_> {
         self.config.family
     }
 
-    /// A matrix `(out, in)`, nothing of it copied.
+    /// A matrix `(out, in)`, nothing of it copied. All of it is there: no later read waits.
     pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
+        Ok(match self.located(role, shape)? {
+            AsStored::Whole(tensor) => AsStored::Whole(Tensor {
+                bytes: tensor.bytes.arrived()?,
+                ..tensor
+            }),
+            mlx @ AsStored::Mlx(_) => mlx,
+        })
+    }
+
+    /// As [`as_stored`](Self::as_stored), but of a file that still arrives nothing is waited for.
+    pub(crate) fn located(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
         if let Some(matrix) = self.source.quantised(self.family(), role)? {
             let got = [matrix.rows, matrix.cols];
             check_sizes(&matrix.name, &got, &shape)?;
@@ -325,8 +336,9 @@ impl Names<'_> {
         check_shape(&biases, &[nth.of, n * step])?;
         let mut all = vec![0.0; n * step];
         let row = biases.bytes.len() / nth.of;
-        let bytes = &biases.bytes[nth.index * row..(nth.index + 1) * row];
-        stored::dequantise(biases.block_type, bytes, &mut all);
+        let own = biases.bytes.slice(nth.index * row..(nth.index + 1) * row);
+        let own = own.expect("a row of the matrix").arrived()?;
+        stored::dequantise(biases.block_type, &own, &mut all);
         Ok(Some(all.into_iter().skip(first).step_by(step).collect()))
     }
 
@@ -789,15 +801,19 @@ impl Loader<'_> {
             leaf_cols: 0,
             as_f32: self.class == KernelClass::CpuF32,
         };
-        match self.names.as_stored(role, shape)? {
+        match self.names.located(role, shape)? {
             AsStored::Whole(tensor) => {
-                let whole = StoredMatrix {
+                // Of a file that still arrives the other rows need not come.
+                let row = tensor.bytes.len().checked_div(shape[0]).unwrap_or(0);
+                let mine = tensor.bytes.slice(rows.start * row..rows.end * row);
+                let mine = mine.expect("the rows are of the matrix").arrived()?;
+                let part = StoredMatrix {
                     block_type: tensor.block_type,
-                    rows: shape[0],
+                    rows: rows.len(),
                     cols: shape[1],
-                    bytes: &tensor.bytes,
+                    bytes: &mine,
                 };
-                let packed = pack(whole.row_range(rows), options);
+                let packed = pack(part, options);
                 tensor.bytes.discard();
                 packed.map_err(|source| pack_error(&tensor.name, source))
             }
@@ -887,8 +903,9 @@ fn check_sizes(name: &str, got: &[usize], expected: &[usize]) -> Result<(), Erro
 
 fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
     check_shape(tensor, &[n])?;
+    let bytes = tensor.bytes.clone().arrived()?;
     let mut out = vec![0.0; n];
-    stored::dequantise(tensor.block_type, &tensor.bytes, &mut out);
+    stored::dequantise(tensor.block_type, &bytes, &mut out);
     Ok(out)
 }
 

@@ -15,6 +15,8 @@
 //! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
 //!   which nodes compute them.
 //! - `replicas`, `choice`, `prefixes`: which replica answers a request.
+//! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute it.
+//! - `stores`: which node has what of which model, and what its disk may hold.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
 mod answers;
@@ -30,13 +32,19 @@ pub mod lent;
 mod loading;
 mod naming;
 mod owner;
+pub(crate) mod partial;
+mod pieces;
 mod places;
 mod prefixes;
 mod preview;
 mod replicas;
+mod rooted;
 mod speed;
 mod spread;
+mod stock;
+mod stores;
 mod traced;
+pub(crate) mod tree;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -48,7 +56,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Duty, NODES_MAX, Report, State, Wanted};
+use paceline_cluster::nodes::placement::{self, Duty, NODES_MAX, Report, State, Wanted, Weights};
 use paceline_cluster::nodes::{InstanceId, Key, NodeId};
 use paceline_engine::{EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
@@ -69,12 +77,15 @@ use owner::Owned;
 use places::Wire;
 pub use preview::{Preview, Proposal};
 use replicas::{Preferred, Replicas};
+pub use stores::{Holding, Outcome, OwnStore, Store};
 pub use traced::TraceAsk;
 
 /// Services of a node.
 const CREW: &str = "crew";
 const FETCH: &str = "fetch";
 const FILE: &str = "file";
+const PIECES: &str = "pieces";
+const STORES: &str = "stores";
 const ANSWERS: &str = "answers";
 const TRACE: &str = "trace";
 const STAGES: &str = "stages";
@@ -133,6 +144,8 @@ pub struct FleetSpec {
     pub find: Box<Find>,
     /// Where copies of models are kept.
     pub copies: PathBuf,
+    /// The user's models of this machine, and what its disk may hold.
+    pub store: Arc<OwnStore>,
     /// Paceline's files, with what was measured for forecasts.
     pub home: PathBuf,
     /// Kernels on so many threads.
@@ -185,6 +198,8 @@ pub struct Ask {
     pub follow: bool,
     /// Whether replicas are added and ended by load.
     pub grows: bool,
+    /// How much of the model's file each node gets.
+    pub weights: Weights,
 }
 
 /// An instance, as any node sees it.
@@ -297,8 +312,12 @@ impl Fleet {
     /// What the system says when it refuses a thread.
     pub fn start(agent: Agent, mut spec: FleetSpec) -> std::io::Result<Self> {
         let find = std::mem::replace(&mut spec.find, Box::new(|_| Err(String::new())));
-        let copies = Arc::new(Copies::new(find, spec.copies.clone()));
+        let may_have = stores::limit(&spec.store, &spec.copies, &agent);
+        let found = (find, spec.copies.clone());
+        let copies = Arc::new(Copies::new(found, may_have, Arc::clone(&spec.tell)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
+        let (brings, here) = (Arc::clone(&copies), [agent.clone(), agent.clone()]);
+        let [finder, bringer] = here;
         let inner = Arc::new(Inner {
             copies,
             host: Arc::new(HostSpec {
@@ -306,7 +325,10 @@ impl Fleet {
                 args: spec.program.1.clone(),
                 env: spec.worker_env.clone(),
                 writable: spec.worker_folders.clone(),
-                find: Box::new(move |model| own.find(model)),
+                find: Box::new(move |model| own.find_part(&finder, model)),
+                bring: Box::new(move |model, parts, goes_on| {
+                    brings.bring(&bringer, model, parts, goes_on)
+                }),
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
@@ -408,7 +430,7 @@ impl Fleet {
         let id: InstanceId = view.id.parse().ok()?;
         let map = self.inner.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
-        let path = owner::path_of(&self.inner, &wanted).ok()?;
+        let path = owner::part_of(&self.inner, &wanted).ok()?;
         Some(Using { view, path })
     }
 
@@ -514,6 +536,14 @@ impl Inner {
         self.agent.serve(
             FILE,
             with(|inner, channel| inner.copies.answer_file(&channel)),
+        );
+        self.agent.serve(
+            PIECES,
+            with(|inner, channel| inner.copies.answer_pieces(&inner.agent, &channel)),
+        );
+        self.agent.serve(
+            STORES,
+            with(|inner, channel| stores::answer(inner, &Wire(channel))),
         );
         self.agent.serve(
             SPEED,
@@ -689,7 +719,7 @@ impl Inner {
 
     fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
         // A node that computes nothing of it may lack the file.
-        let Ok(path) = owner::path_of(self, wanted) else {
+        let Ok(path) = owner::part_of(self, wanted) else {
             return;
         };
         if encoders::is_encoder(&path) {
@@ -853,6 +883,7 @@ impl Inner {
 pub(crate) fn parse(bytes: &[u8]) {
     answers::parse(bytes);
     copies::parse(bytes);
+    stores::parse(bytes);
     journals::parse(bytes);
     let _ = serde_json::from_slice::<TraceAsk>(bytes);
     let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);

@@ -12,6 +12,7 @@
 
 use std::fs::File;
 use std::io::{self, Read as _};
+use std::ops::Range;
 use std::path::Path;
 
 use paceline_model::Source;
@@ -79,6 +80,14 @@ fn weigh(hash: &mut Sha256, (bytes, header): (&[u8], usize)) {
     }
 }
 
+/// The parts of a weight file of `bytes` that are hashed, of which `header` come before its
+/// weights.
+pub(crate) fn parts(bytes: usize, header: usize) -> impl Iterator<Item = Range<usize>> {
+    let weights = bytes.saturating_sub(header);
+    let sample = move |start: usize| header + start..header + weights.min(start + SAMPLE_BYTES);
+    std::iter::once(0..header).chain(samples(weights).map(sample))
+}
+
 /// Where samples of `len` bytes begin: all of them where there are few.
 fn samples(len: usize) -> impl Iterator<Item = usize> {
     let step = (len / SAMPLES).max(SAMPLE_BYTES);
@@ -130,6 +139,17 @@ mod tests {
         let distinct: std::collections::BTreeSet<_> = all.iter().collect();
         assert_eq!(distinct.len(), all.len());
         assert_eq!(of(&bytes, 100), all[0]);
+    }
+
+    #[test]
+    fn what_is_hashed_is_all_that_is_read() {
+        let bytes: Vec<u8> = (0..1 << 20).map(|i: u32| (i / 7) as u8).collect();
+        let mut read = vec![0; bytes.len()];
+        for part in parts(bytes.len(), 5000) {
+            read[part.clone()].copy_from_slice(&bytes[part]);
+        }
+        assert_ne!(read, bytes);
+        assert_eq!(of(&read, 5000), of(&bytes, 5000));
     }
 
     #[test]

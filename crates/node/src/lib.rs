@@ -38,6 +38,7 @@
 //! - [`DiskCache`]: prompts that were read, on disk.
 //! - [`Error`].
 
+mod arriving;
 mod cause;
 pub mod classes;
 pub mod crew;

@@ -154,6 +154,12 @@ pub enum FromWorker {
         /// Of how many.
         of: usize,
     },
+    /// It waits for parts of the model's file, which its machine has to fetch: first bytes and ends.
+    /// The machine keeps this to itself.
+    Wants {
+        /// In the order in which they are read.
+        parts: Vec<(u64, u64)>,
+    },
     /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of a version without
     /// this message gives up the worker, which it needs for nothing else.
     Prepared,

@@ -30,7 +30,7 @@ use crate::disk::Disk;
 use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
-use crate::{DiskCache, Error};
+use crate::{DiskCache, Error, arriving};
 use drafting::Drafting;
 use epoch::{Epoch, Part};
 use watchdog::Watchdog;
@@ -227,7 +227,7 @@ impl Worker<'_> {
 
     /// The model of a job, and what its weights are.
     fn part(&self, job: &Job) -> Result<(Arc<Source>, Identity), Error> {
-        let source = Arc::new(Source::open(&job.model)?);
+        let source = Arc::new(arriving::open(&job.model, self.asks())?);
         check_identity(job, &source)?;
         let config = Config::read(&source)?;
         job.split.check(&config)?;
@@ -247,6 +247,29 @@ impl Worker<'_> {
             shard: job.split.shard(&config, Rank(job.rank)),
         };
         Ok((source, of))
+    }
+
+    /// Asks this process's machine for parts of the model's file.
+    fn asks(&self) -> Arc<arriving::Ask> {
+        let channel = Arc::clone(&self.channel);
+        Arc::new(move |parts| {
+            // Should the instance be gone, the reader of the channel ends this process.
+            let _ = channel.send(&FromWorker::Wants { parts });
+        })
+    }
+
+    /// Has the machine fetch ahead what this rank is going to read of a file that still arrives.
+    fn announce(&self, job: &Job, source: &Source) -> Result<(), Error> {
+        if !arriving::is_partial(&job.model) {
+            return Ok(());
+        }
+        let config = Config::read(source)?;
+        let shard = job.split.shard(&config, Rank(job.rank));
+        let parts = arriving::ahead(source, &shard);
+        match parts.is_empty() {
+            true => Ok(()),
+            false => self.send(&FromWorker::Wants { parts }),
+        }
     }
 
     /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
@@ -322,6 +345,7 @@ impl Worker<'_> {
         kernels: Arc<Kernels>,
         links: Option<Links>,
     ) -> Result<Arc<dyn Weights>, Error> {
+        self.announce(job, source)?;
         let progress = |done, of| {
             // Should the instance be gone, the reader of the channel ends this process.
             let _ = self.channel.send(&FromWorker::Loading { done, of });

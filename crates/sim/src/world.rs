@@ -356,6 +356,7 @@ impl World {
             follow: false,
             grows: false,
             added: false,
+            weights: placement::Weights::Auto,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

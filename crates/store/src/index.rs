@@ -162,6 +162,14 @@ impl Entry {
         }
     }
 
+    /// Bytes of the model's files, without records and leftovers.
+    pub fn file_bytes(&self) -> Bytes {
+        match &self.state {
+            State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
+            _ => self.bytes,
+        }
+    }
+
     /// Whether all files are there.
     pub const fn is_complete(&self) -> bool {
         matches!(self.state, State::Complete { .. })

@@ -12,6 +12,7 @@ mod shared;
 mod traced;
 mod train;
 mod ways;
+mod weights;
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};

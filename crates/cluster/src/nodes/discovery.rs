@@ -348,6 +348,16 @@ impl Probe {
         }
     }
 
+    /// Sends one test out of every interface; the first that the system refuses to send, as macOS
+    /// does for programs that may not use the local network.
+    pub fn refused(&self) -> Option<io::Error> {
+        let beacons = &self.0;
+        let mut bytes = TEST.to_vec();
+        bytes.extend(0_u64.to_le_bytes());
+        let sent = |way| send(way, (beacons.v4.as_ref(), beacons.v6.as_ref()), &bytes);
+        beacons.ways.keys().find_map(|way| sent(way).err())
+    }
+
     /// Over which families the test `nonce` is heard within `wait`; ends when it was over all.
     pub fn hear(&mut self, nonce: u64, wait: Duration) -> Vec<String> {
         let deadline = Instant::now() + wait;

@@ -100,6 +100,10 @@ impl Identity {
         id_of(&self.public)
     }
 
+    pub(crate) const fn public(&self) -> &[u8; KEY_BYTES] {
+        &self.public
+    }
+
     pub(crate) fn private(&self) -> &[u8; KEY_BYTES] {
         &self.private
     }

@@ -10,6 +10,7 @@
 //! given, so that the crate `sim` runs whole clusters of it in virtual time. Around it:
 //!
 //! - [`identity`]: who a node is, for as long as its home lives.
+//! - [`signature`]: what a node says through others, signed.
 //! - [`key`]: the secret that makes a cluster, and its form for people.
 //! - [`session`]: encrypted, authenticated messages over TCP.
 //! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
@@ -33,6 +34,7 @@ pub mod paths;
 pub mod placement;
 pub mod registers;
 pub mod session;
+pub mod signature;
 
 use std::fmt;
 use std::str::FromStr;
@@ -44,6 +46,7 @@ pub use identity::Identity;
 pub use key::ClusterKey;
 pub use member::Member;
 pub use registers::{Key, Register, Registers};
+pub use signature::Signature;
 
 /// Reads `bytes` as everything that another machine can say, for fuzzing: whatever they are, this
 /// returns.

@@ -80,6 +80,64 @@ pub struct Wanted {
     /// Whether load added it: it ends when it is idle.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub added: bool,
+    /// How much of the model's file each node gets before it computes.
+    #[serde(default, skip_serializing_if = "Weights::is_auto")]
+    pub weights: Weights,
+}
+
+/// How much of a model's file the nodes of an instance get.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Weights {
+    /// All of a small file. Of a large one what each computes with; once the instance answers, the
+    /// first successor gets the rest, so that the loss of the owner loses nothing.
+    #[default]
+    Auto,
+    /// What each node computes with, and nothing else.
+    Shard,
+    /// All of it, before it is loaded.
+    Whole,
+}
+
+/// The largest file of which every node gets all with [`Weights::Auto`]: two seconds at 1 Gbit/s.
+pub const SMALL_BYTES: u64 = 256 << 20;
+
+impl Weights {
+    /// Whether nothing was asked for.
+    #[allow(
+        clippy::trivially_copy_pass_by_ref,
+        reason = "serde hands over a reference"
+    )]
+    const fn is_auto(&self) -> bool {
+        matches!(self, Self::Auto)
+    }
+
+    /// Whether each node gets only what it computes with, of a file of `bytes`.
+    pub const fn in_parts(self, bytes: u64) -> bool {
+        match self {
+            Self::Auto => bytes > SMALL_BYTES,
+            Self::Shard => true,
+            Self::Whole => false,
+        }
+    }
+}
+
+/// Text that names no way to have weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("expected auto, shard or whole")]
+pub struct NotWeights;
+
+impl std::str::FromStr for Weights {
+    type Err = NotWeights;
+
+    fn from_str(text: &str) -> Result<Self, NotWeights> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "shard" => Ok(Self::Shard),
+            "whole" => Ok(Self::Whole),
+            _ => Err(NotWeights),
+        }
+    }
 }
 
 /// A small model that guesses what the model of an instance will answer.
@@ -107,6 +165,7 @@ impl Wanted {
             sha256,
             bytes,
             draft: None,
+            weights: Weights::Whole,
             ..self.clone()
         })
     }
@@ -288,6 +347,7 @@ mod tests {
             follow: false,
             grows: false,
             added: false,
+            weights: Weights::Auto,
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -381,7 +441,7 @@ mod tests {
         assert_eq!(plain.of_draft(), None);
         let text = serde_json::to_string(&plain).unwrap();
         assert!(
-            !text.contains("draft") && !text.contains("follow"),
+            !text.contains("draft") && !text.contains("follow") && !text.contains("weights"),
             "{text}"
         );
         let draft = DraftOf {
@@ -395,6 +455,7 @@ mod tests {
             follow: true,
             grows: true,
             added: true,
+            weights: Weights::Shard,
             ..plain.clone()
         };
         let text = serde_json::to_string(&guessed).unwrap();
@@ -402,6 +463,16 @@ mod tests {
         let of_draft = guessed.of_draft().unwrap();
         assert_eq!((of_draft.model.as_str(), of_draft.bytes), ("small", 7));
         assert_eq!(of_draft.nodes, plain.nodes);
+    }
+
+    #[test]
+    fn large_files_are_had_in_parts() {
+        let parts = |text: &str, bytes| text.parse::<Weights>().map(|it| it.in_parts(bytes));
+        assert_eq!(parts("auto", SMALL_BYTES), Ok(false));
+        assert_eq!(parts("auto", SMALL_BYTES + 1), Ok(true));
+        assert_eq!(parts("shard", 1), Ok(true));
+        assert_eq!(parts("whole", u64::MAX), Ok(false));
+        assert_eq!(parts("half", 1), Err(NotWeights));
     }
 
     #[test]

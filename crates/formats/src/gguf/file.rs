@@ -1,6 +1,7 @@
 //! A GGUF model on disk: one mapped file or several.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use paceline_base::Bytes;
 
@@ -8,7 +9,7 @@ use super::header::index_tensors;
 use super::split::SplitName;
 use super::{Error, Header, Metadata, TensorInfo};
 use crate::name_index::NameIndex;
-use crate::tensor::{MappedBytes, Tensor};
+use crate::tensor::{Arrivals, MappedBytes, Tensor};
 
 /// An open GGUF model.
 ///
@@ -50,6 +51,23 @@ impl Gguf {
             Some(count @ 2..) => Self::open_split(path, count).map_err(|e| e.in_file(path)),
             _ => Self::assemble(vec![(part, header)]).map_err(|e| e.in_file(path)),
         }
+    }
+
+    /// Opens the file at `path`, of which everything before its weights is there, and weights
+    /// arrive while it is open: reading a weight waits for it.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open). A part of a split model lacks the tensors of the others.
+    pub fn open_arriving(
+        path: impl AsRef<Path>,
+        arrivals: Arc<dyn Arrivals>,
+    ) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let (Part { path, bytes }, header) = open_part(path)?;
+        let bytes = bytes.arriving(arrivals);
+        let shown = path.clone();
+        let whole = Self::assemble(vec![(Part { path, bytes }, header)]);
+        whole.map_err(|e| e.in_file(&shown))
     }
 
     fn open_split(path: &Path, count: u64) -> Result<Self, Error> {
@@ -147,12 +165,13 @@ impl Gguf {
     }
 
     /// The bytes of each file, in order of their parts, and how many of them come before its
-    /// weights: header, metadata (tokenizer and chat template among them) and tensor table.
+    /// weights: header, metadata (tokenizer and chat template among them) and tensor table. Waits
+    /// for none: weights that have not arrived are zero.
     pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
         self.parts.iter().enumerate().map(|(no, part)| {
             let own = self.tensors.iter().filter(|tensor| tensor.part == no);
             let starts = own.filter_map(|tensor| Some(tensor.range()?.start));
-            let bytes: &[u8] = &part.bytes;
+            let bytes = part.bytes.as_they_are();
             (bytes, starts.min().unwrap_or(bytes.len()))
         })
     }

@@ -406,7 +406,7 @@ pub(super) fn planned(
 ) -> Result<Bytes, Error> {
     let c = names.config;
     let of = |role: Role, shape: [usize; 2], share: usize| {
-        let matrix = names.as_stored(role, shape)?;
+        let matrix = names.located(role, shape)?;
         let values = shape[0] * shape[1] / shape[usize::from(share_of_cols(role))] * share;
         Ok::<_, Error>(Stored::bytes_of(&matrix, values as u64, dtype))
     };

@@ -6,7 +6,7 @@
 //! owner -> Worker(message), Beat    passed on to the worker
 //! owner <- Event(...), Beat         passed on from the worker
 //! ```
-//! The worker ends with the line, and when the owner is silent.
+//! What the worker wants of the model's file the machine fetches itself. The worker ends with the line, and when the owner is silent.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -14,6 +14,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
@@ -24,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use super::line::{Broken, Line, hear, say};
 use super::{Crew, LocalCrew, LocalSpec};
+use crate::arriving;
 use crate::messages::{FromWorker, ToWorker};
 
 /// How often each side says that it lives, as workers do to their parent.
@@ -123,6 +125,17 @@ pub(super) fn parse(bytes: &[u8]) {
 /// Finds a model's file on this machine, or says why there is none.
 pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
 
+/// Parts of a file, as first bytes and ends.
+pub type Parts = [(u64, u64)];
+
+/// Fetches parts of a model's file as long as the function says, or says why it cannot.
+pub type BringParts =
+    dyn Fn(&ModelName, &Parts, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
+
+/// Wishes of a worker that wait to be fetched: it waits for one before it has the next, beside
+/// those that it has announced.
+const WISHES_MAX: usize = 64;
+
 /// How a machine starts workers for owners.
 pub struct HostSpec {
     /// The program whose `args` run [`worker::run`](crate::worker::run).
@@ -135,6 +148,8 @@ pub struct HostSpec {
     pub writable: Vec<PathBuf>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
+    /// Fetches parts of a model's file that the worker waits for.
+    pub bring: Box<BringParts>,
     /// The only interface that workers listen at; all without.
     pub interface: Option<String>,
     /// Gets what workers write to standard error.
@@ -153,16 +168,19 @@ impl fmt::Debug for HostSpec {
 /// # Errors
 /// [`Broken`]: how the line ended.
 pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
-    let crew = match hear(line, START_LIMIT)? {
+    let (crew, model) = match hear(line, START_LIMIT)? {
         Some(ToHost::<ToWorker>::Start { model, pin, draft }) => {
-            start(line, spec, (&model, draft.as_ref()), pin)?
+            (start(line, spec, (&model, draft.as_ref()), pin)?, model)
         }
         _ => return Err(Broken::new("the owner did not say what to start")),
     };
-    let over = AtomicBool::new(false);
+    let is_over = AtomicBool::new(false);
+    let over = &is_over;
+    let (wishes, wished) = sync_channel(WISHES_MAX);
     let ended = std::thread::scope(|scope| {
-        scope.spawn(|| tell_owner(line, &crew, &over));
-        let ended = obey_owner(line, &crew, &over);
+        scope.spawn(move || supply(line, spec, (&model, &wished), over));
+        scope.spawn(|| tell_owner(line, &crew, (wishes, over)));
+        let ended = obey_owner(line, &crew, over);
         over.store(true, Ordering::SeqCst);
         crew.wake();
         line.close(); // a send to an owner that does not read returns
@@ -213,6 +231,11 @@ fn spawn(
     pin: Option<usize>,
 ) -> Result<LocalCrew, String> {
     let path = (spec.find)(model)?;
+    // A draft is read without asking which parts of it are here.
+    let whole = |draft| {
+        let found = (spec.find)(draft).ok();
+        found.filter(|path| !arriving::is_partial(path))
+    };
     let on_line = Arc::clone(&spec.on_line);
     let crew = LocalCrew::spawn(LocalSpec {
         program: spec.program.clone(),
@@ -220,7 +243,7 @@ fn spawn(
         env: spec.env.clone(),
         writable: spec.writable.clone(),
         model: path,
-        draft: draft.and_then(|draft| (spec.find)(draft).ok()),
+        draft: draft.and_then(whole),
         ranks: 1,
         pin,
         on_line: Some(Box::new(move |_, line| on_line(line))),
@@ -249,11 +272,48 @@ fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<()
     Ok(())
 }
 
-/// Passes on what the worker says and does, until the line ends.
-fn tell_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) {
+/// Fetches what the worker wants, until the line ends. What cannot be had ends the worker.
+fn supply(
+    line: &dyn Line,
+    spec: &HostSpec,
+    (model, wished): (&ModelName, &Receiver<Vec<(u64, u64)>>),
+    over: &AtomicBool,
+) {
+    let goes_on = || !over.load(Ordering::SeqCst);
+    while goes_on() {
+        let parts = match wished.recv_timeout(BEAT) {
+            Ok(parts) => parts,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if let Err(reason) = (spec.bring)(model, &parts, &goes_on) {
+            // An owner that is gone needs no reason.
+            let _: Result<(), _> = say(line, &FromHost::Gone { reason });
+            over.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Passes on what the worker says and does, until the line ends. What it wants of the model's file
+/// goes to `wishes`.
+fn tell_owner(
+    line: &dyn Line,
+    crew: &LocalCrew,
+    (wishes, over): (SyncSender<Vec<(u64, u64)>>, &AtomicBool),
+) {
     let mut told = Instant::now();
     while !over.load(Ordering::SeqCst) {
         let news = match crew.receive(BEAT) {
+            Some(Event::Message {
+                message: FromWorker::Wants { parts },
+                ..
+            }) => match wishes.try_send(parts) {
+                Ok(()) if told.elapsed() >= BEAT => FromHost::Beat,
+                Ok(()) => continue,
+                Err(_) => FromHost::Gone {
+                    reason: format!("the worker has over {WISHES_MAX} wishes at once"),
+                },
+            },
             Some(event) => FromHost::from(event),
             None if told.elapsed() >= BEAT => FromHost::Beat,
             None => continue,

@@ -1,34 +1,50 @@
-//! Models on the machines that compute them: a node that lacks a file copies it from the owner.
+//! Models on the machines that compute them: a node that lacks a file gets it from others.
 //!
 //! ```text
-//! owner -> fetch: {"model":{...},"bytes":N,"asks":false}
-//!                                             node has it, or opens `file` to the owner
-//! node  -> file:  {"name":..,"sha256":..}
-//! owner <- the file in pieces, then an empty message
-//! node  <- {"done":N} while it copies, then {"ready":true} or {"refused":"why"}
+//! owner -> fetch: {"model":{...},"bytes":N,"asks":false,"parts":true,"rooted":{...}}
+//!                     node has it, or fetches what it needs from all nodes that have parts of it
+//! node  -> pieces: see `pieces`
+//! node  <- {"done":N} while it fetches, then {"ready":true} or {"refused":"why"}
 //! ```
-//! With `asks` a node that lacks the file refuses instead.
+//! With `asks` a node that lacks the file refuses instead. With `parts` it fetches what it needs to
+//! open the file, and its workers ask for the rest. Every group is checked by the root of the
+//! file's hash tree (`rooted`); a file whose root nobody has signed is copied whole from the owner,
+//! service `file`, and checked by its SHA-256.
+//!
+//! What is kept: `SHA256.gguf`, complete copies, and the files of [`Partial`].
+
+mod asking;
+mod files;
 
 use std::collections::{BTreeSet, HashMap};
-use std::fs::{self, File};
-use std::io::{BufWriter, Read, Write};
+use std::fs;
+use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::{Agent, Channel};
-use paceline_cluster::nodes::{NodeId, placement::Wanted};
-use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::{NodeId, placement, placement::Wanted};
+use paceline_formats::gguf::Gguf;
 
-use super::{FETCH, FILE, Find};
+use super::partial::{self, Partial};
+use super::pieces::{self, Fetching, Stock};
+use super::rooted::{self, Rooted};
+use super::stock::{Whole, tree_of};
+use super::tree::{Groups, Tree, shown};
+use super::{FILE, Find};
+use crate::arriving::Part;
 use crate::crew::host::ModelName;
 use crate::crew::line::{Broken, hear, say};
 use crate::fleet::places::Wire;
-
-/// Bytes of a piece: large enough that sealing and system calls cost nothing beside the copying.
-const PIECE_BYTES: usize = 1 << 20;
+use crate::identity;
+use asking::{Fetch, Told, fetch};
+pub(super) use asking::{ensure, ensure_part, ensure_while, holders};
+use files::{copy, files, hash, send_file};
 
 /// Longest wait for the next piece or word of another node.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -36,29 +52,42 @@ const SILENCE: Duration = Duration::from_secs(30);
 /// How often a node says how far its copy is.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 
-/// A model that a node is to have.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Fetch {
-    pub(super) model: ModelName,
-    pub(super) bytes: u64,
-    /// A node that lacks it is to say so, and copies nothing. Earlier versions copy it.
-    #[serde(default)]
-    pub(super) asks: bool,
-}
+/// How often a node looks whether all has come.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// What a node says of its copy.
-#[derive(Debug, Serialize, Deserialize)]
-enum Told {
-    /// Bytes that it has.
-    Done(u64),
-    Ready,
-    Refused(String),
-}
+/// Ending of the name of the file that says what its user calls a copy.
+pub(super) const NAME: &str = "name";
+
+/// Whether a node may have so many more bytes of models, or why not.
+pub(super) type MayHave = dyn Fn(u64) -> Result<(), String> + Send + Sync;
+
+/// Takes a line for people; must not block.
+type Tell = dyn Fn(&str) + Send + Sync;
 
 /// Reads `bytes` as messages about a copy, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    let _ = serde_json::from_slice::<Fetch>(bytes);
-    let _ = serde_json::from_slice::<Told>(bytes);
+    asking::parse(bytes);
+    pieces::parse(bytes);
+    rooted::parse(bytes);
+}
+
+/// A file of which parts are here, and what it is to be.
+pub(super) struct Held {
+    pub(super) partial: Partial,
+    rooted: Rooted,
+    /// The node that had this one get it.
+    from: Option<NodeId>,
+}
+
+impl Held {
+    /// The groups that any process needs to open the file and to know it.
+    fn first(&self) -> Vec<Range<u64>> {
+        let Rooted { bytes, header, .. } = self.rooted;
+        let parts = identity::parts(bytes as usize, header as usize);
+        let groups = self.partial.groups();
+        let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
+        parts.collect()
+    }
 }
 
 /// Finds models of this machine, and keeps copies.
@@ -66,26 +95,58 @@ pub(super) struct Copies {
     /// A model of the user's store, by its name.
     find: Box<Find>,
     /// Where copies are kept.
-    folder: PathBuf,
+    pub(super) folder: PathBuf,
+    may_have: Box<MayHave>,
+    tell: Arc<Tell>,
     /// SHA-256 of files, as long as they stay as they are: to read one takes a second a gigabyte.
     known: Mutex<HashMap<(PathBuf, u64, SystemTime), String>>,
-    /// Held while a file is copied to this node: two copies of one model would be one file.
+    /// Held while a copy is begun: two copies of one model would be one file.
     turn: Mutex<()>,
+    /// Files of which parts are here, by SHA-256.
+    parts: Mutex<HashMap<String, Arc<Held>>>,
+    /// Nodes that gave wrong bytes, in this process' life.
+    liars: Mutex<BTreeSet<NodeId>>,
 }
 
 impl Copies {
-    pub(super) fn new(find: Box<Find>, folder: PathBuf) -> Self {
+    pub(super) fn new(
+        (find, folder): (Box<Find>, PathBuf),
+        may_have: Box<MayHave>,
+        tell: Arc<Tell>,
+    ) -> Self {
+        sweep(&folder);
         Self {
             find,
             folder,
+            may_have,
+            tell,
             known: Mutex::default(),
             turn: Mutex::default(),
+            parts: Mutex::default(),
+            liars: Mutex::default(),
         }
     }
 
-    /// The file that the user means by a name.
+    /// The file that the user means by a name: one of the store, else a whole copy that was sent
+    /// here under it.
     pub(super) fn of_user(&self, name: &str) -> Result<PathBuf, String> {
-        (self.find)(name)
+        (self.find)(name).or_else(|reason| self.named(name).ok_or(reason))
+    }
+
+    /// A whole copy that its user calls `name`.
+    fn named(&self, name: &str) -> Option<PathBuf> {
+        let entries = fs::read_dir(&self.folder).ok()?.flatten();
+        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+        paths.sort();
+        let is_it = |path: &&PathBuf| {
+            path.extension().is_some_and(|ending| ending == NAME)
+                && fs::read_to_string(path).is_ok_and(|told| told == name)
+        };
+        let mut copies = paths
+            .iter()
+            .filter(is_it)
+            .map(|path| path.with_extension("gguf"));
+        copies.find(|copy| copy.is_file())
     }
 
     /// SHA-256 of a file or of a folder's files, in hexadecimal digits. Reads all of it the first
@@ -93,7 +154,7 @@ impl Copies {
     ///
     /// # Errors
     /// What the system says.
-    pub(super) fn hash(&self, path: &Path) -> std::io::Result<String> {
+    pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
         let (mut bytes, mut changed) = (0, SystemTime::UNIX_EPOCH);
         for file in files(path)? {
             let facts = fs::metadata(file)?;
@@ -109,10 +170,10 @@ impl Copies {
         Ok(sum)
     }
 
-    /// The file of a model on this machine: a copy of just this content, or the store's model of
-    /// this name where it has the content.
+    /// The whole file of a model on this machine: a copy of just this content, or the store's model
+    /// of this name where it has the content.
     pub(super) fn find(&self, model: &ModelName) -> Result<PathBuf, String> {
-        let copy = self.place(model)?;
+        let copy = self.place(model, "gguf")?;
         if copy.is_file() {
             return Ok(copy);
         }
@@ -129,14 +190,51 @@ impl Copies {
         ))
     }
 
+    /// As [`find`](Self::find), or a file of which parts are here, all that it takes to open it
+    /// among them.
+    pub(super) fn find_part(&self, agent: &Agent, model: &ModelName) -> Result<PathBuf, String> {
+        let reason = match self.find(model) {
+            Ok(path) => return Ok(path),
+            Err(reason) => reason,
+        };
+        if !self.place(model, partial::FILE)?.is_file() {
+            return Err(reason);
+        }
+        let held = self.held(agent, model, None)?;
+        self.fetch_groups((agent, model), &held, &held.first(), &|_| true)?;
+        Ok(held.partial.path.clone())
+    }
+
     /// Where a copy is kept, by its content.
-    fn place(&self, model: &ModelName) -> Result<PathBuf, String> {
+    fn place(&self, model: &ModelName, ending: &str) -> Result<PathBuf, String> {
         let is_hash =
             model.sha256.len() == 64 && model.sha256.bytes().all(|b| b.is_ascii_hexdigit());
         match is_hash {
-            true => Ok(self.folder.join(format!("{}.gguf", model.sha256))),
+            true => Ok(self.folder.join(format!("{}.{ending}", model.sha256))),
             false => Err(format!("{:?} is no SHA-256", model.sha256)),
         }
+    }
+
+    /// Signs the root of a model's file, which is at `path`, and tells the cluster. Reads all of
+    /// the file the first time. Models of several files have none.
+    ///
+    /// # Errors
+    /// What the system says, or why it cannot be told.
+    pub(super) fn sign(&self, agent: &Agent, model: &ModelName, path: &Path) -> Result<(), String> {
+        let failed = |error: &io::Error| format!("{}: {error}", path.display());
+        if path.is_dir() || rooted::of(&agent.map(), &model.sha256).is_ok() {
+            return Ok(());
+        }
+        let file = Gguf::open(path).map_err(|error| error.to_string())?;
+        let contents = file.contents().map(|(_, header)| header);
+        let headers: Vec<usize> = contents.collect();
+        let [header] = headers[..] else {
+            return Ok(());
+        };
+        let kept = self.place(model, partial::TREE)?;
+        let tree = tree_of(path, &kept).map_err(|error| failed(&error))?;
+        let signed = Rooted::sign(agent, &model.sha256, &tree, header as u64)?;
+        signed.publish(agent, &model.sha256)
     }
 
     /// Answers an owner that wants this node to have a model.
@@ -145,7 +243,7 @@ impl Copies {
         let fetched = match hear::<Fetch>(&line, SILENCE) {
             Ok(Some(fetch)) => {
                 let mut told = |bytes: u64| say(&line, &Told::Done(bytes));
-                self.fetch(agent, channel.peer(), &fetch, &mut told)
+                self.fetch(agent, Some(channel.peer()), &fetch, &mut told)
             }
             Ok(None) => Err("nothing was asked for".to_owned()),
             Err(broken) => Err(broken.to_string()),
@@ -154,12 +252,13 @@ impl Copies {
         let _: Result<(), _> = say(&line, &fetched.map_or_else(Told::Refused, |()| Told::Ready));
     }
 
-    /// Has this node have a model that the node `from` has; waits until it has. `progress` hears
+    /// Has this node have all of a model; waits until it has. It comes from all nodes that have
+    /// parts of it, or from the node `from` where nobody has signed its root. `progress` hears
     /// bytes.
     pub(super) fn take(
         &self,
         agent: &Agent,
-        from: NodeId,
+        from: Option<NodeId>,
         wanted: &Wanted,
         progress: &dyn Fn(u64),
     ) -> Result<(), String> {
@@ -167,13 +266,13 @@ impl Copies {
             progress(bytes);
             Ok(())
         };
-        self.fetch(agent, from, &fetch(wanted), &mut told)
+        self.fetch(agent, from, &fetch(agent, wanted), &mut told)
     }
 
     fn fetch(
         &self,
         agent: &Agent,
-        from: NodeId,
+        from: Option<NodeId>,
         fetch: &Fetch,
         told: &mut Hear<'_>,
     ) -> Result<(), String> {
@@ -183,11 +282,284 @@ impl Copies {
         if fetch.asks {
             return Err("it has no copy of the model".to_owned());
         }
+        let (map, sha256) = (agent.map(), &fetch.model.sha256);
+        let given = fetch.rooted.clone();
+        let given = given.filter(|rooted| rooted.check(&map, sha256).is_ok());
+        let rooted = given.map_or_else(|| rooted::of(&map, sha256), Ok);
+        match (
+            rooted.map(|it| (it.bytes == fetch.bytes).then_some(it)),
+            from,
+        ) {
+            (Ok(Some(rooted)), _) => self.fetch_parts(agent, (from, fetch), rooted, told),
+            (_, Some(from)) => self.copy_from(agent, from, fetch, told),
+            (Ok(None), None) => Err("the signed root is of a file of another length".to_owned()),
+            (Err(reason), None) => Err(reason),
+        }
+    }
+
+    /// Fetches groups of a model from all nodes that have some.
+    fn fetch_parts(
+        &self,
+        agent: &Agent,
+        (from, fetch): (Option<NodeId>, &Fetch),
+        rooted: Rooted,
+        told: &mut Hear<'_>,
+    ) -> Result<(), String> {
+        let model = &fetch.model;
+        let held = self.held(agent, model, Some((rooted, from)))?;
+        let wanted = match fetch.parts {
+            true => held.first(),
+            false => std::iter::once(0..held.partial.groups().count()).collect(),
+        };
+        let run = |count: &Count<'_>| self.fetch_groups((agent, model), &held, &wanted, count);
+        watched(run, told)?;
+        match fetch.parts {
+            true => Ok(()),
+            false => self.seal(agent, model, &held),
+        }
+    }
+
+    /// The file of a model of which parts are here; begins one.
+    fn held(
+        &self,
+        agent: &Agent,
+        model: &ModelName,
+        told: Option<(Rooted, Option<NodeId>)>,
+    ) -> Result<Arc<Held>, String> {
+        let known = || lock(&self.parts).get(&model.sha256).cloned();
+        if let Some(held) = known() {
+            return Ok(held);
+        }
+        let _turn = lock(&self.turn);
+        if let Some(held) = known() {
+            return Ok(held);
+        }
+        let (rooted, from) = match told {
+            Some(told) => told,
+            None => (rooted::of(&agent.map(), &model.sha256)?, None),
+        };
+        let path = self.place(model, partial::FILE)?;
+        let failed = |error: io::Error| format!("{}: {error}", path.display());
+        fs::create_dir_all(&self.folder).map_err(failed)?;
+        let tree = self.leaves(agent, model, (&rooted, from))?;
+        let open = || {
+            write_whole(&path.with_extension(NAME), model.name.as_bytes())?;
+            Partial::open(&path, tree)
+        };
+        let partial = open().map_err(failed)?;
+        let held = Arc::new(Held {
+            partial,
+            rooted,
+            from,
+        });
+        lock(&self.parts).insert(model.sha256.clone(), Arc::clone(&held));
+        Ok(held)
+    }
+
+    /// The leaves below a root: those that are here, or those of a node that has the file.
+    fn leaves(
+        &self,
+        agent: &Agent,
+        model: &ModelName,
+        (rooted, from): (&Rooted, Option<NodeId>),
+    ) -> Result<Tree, String> {
+        let groups = Groups::of(rooted.bytes);
+        let accept = |leaves: &[u8]| {
+            let tree = Tree::from_bytes(rooted.bytes, leaves)?;
+            (shown(tree.root()) == rooted.root).then_some(tree)
+        };
+        let kept = self.place(model, partial::TREE)?;
+        if let Some(tree) = fs::read(&kept).ok().and_then(|kept| accept(&kept)) {
+            return Ok(tree);
+        }
+        let sources = self.sources(agent, model, [Some(rooted.by), from]);
+        let tree = pieces::leaves(agent, (model, groups), &sources, accept)?;
+        let written = write_whole(&kept, &tree.to_bytes());
+        written.map_err(|error| format!("{}: {error}", kept.display()))?;
+        Ok(tree)
+    }
+
+    /// Nodes that may have parts of a model: those given, those of its instances, where these got
+    /// it, and all others, which may have been sent a copy. Only those that live and gave no wrong
+    /// bytes so far.
+    fn sources(
+        &self,
+        agent: &Agent,
+        model: &ModelName,
+        first: impl IntoIterator<Item = Option<NodeId>>,
+    ) -> Vec<pieces::Source> {
+        let (map, views) = (agent.map(), agent.nodes());
+        let is_it = |wanted: &Wanted| wanted.sha256 == model.sha256;
+        let records = placement::wanted(&map).filter(|(.., wanted)| is_it(wanted));
+        let of_records = records.flat_map(|(.., wanted)| {
+            let source = wanted.source.into_iter();
+            source.chain(wanted.nodes).collect::<Vec<_>>()
+        });
+        let others = views.iter().map(|view| view.id);
+        let first = first.into_iter().flatten();
+        let mut ids: Vec<NodeId> = first.chain(of_records).chain(others).collect();
+        let mut seen = BTreeSet::new();
+        let lives = |id: NodeId| matches!(agent.life(id), Life::Alive | Life::Suspect);
+        ids.retain(|id| *id != agent.id() && lives(*id) && seen.insert(*id));
+        ids.retain(|id| !lock(&self.liars).contains(id));
+        let name = |id: NodeId| {
+            let view = views.iter().find(|view| view.id == id);
+            view.map_or_else(|| id.to_string(), |view| view.facts.name.clone())
+        };
+        let sources = ids
+            .into_iter()
+            .map(|id| pieces::Source { id, name: name(id) });
+        sources.take(pieces::SOURCES_MAX).collect()
+    }
+
+    /// Fetches what is missing of `wanted`.
+    fn fetch_groups(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        held: &Held,
+        wanted: &[Range<u64>],
+        told: &Count<'_>,
+    ) -> Result<(), String> {
+        let partial = &held.partial;
+        let missing = || -> Vec<Range<u64>> {
+            let wanted = wanted.iter();
+            merged(wanted.flat_map(|run| partial.missing(run)).collect())
+        };
+        if missing().is_empty() {
+            return Ok(());
+        }
+        let _turn = lock(&partial.turn);
+        let missing = missing();
+        if missing.is_empty() {
+            return Ok(()); // fetched meanwhile
+        }
+        let span = |run: &Range<u64>| partial.groups().span(run);
+        let bytes = missing.iter().map(|run| span(run).end - span(run).start);
+        (self.may_have)(bytes.sum())?;
+        let sources = self.sources(agent, model, [Some(held.rooted.by), held.from]);
+        let lied = |source: &pieces::Source, lie: &str| {
+            lock(&self.liars).insert(source.id);
+            let pieces::Source { name, .. } = source;
+            (self.tell)(&format!("warning: {}: {name}: {lie}", model.name));
+        };
+        let fetching = Fetching {
+            agent,
+            model,
+            partial,
+            sources: &sources,
+            told,
+            lied: &lied,
+        };
+        fetching.run(&missing)
+    }
+
+    /// Fetches parts of a model that a worker asks for, as long as `goes_on`.
+    ///
+    /// # Errors
+    /// Which bytes cannot be had, and what each source did instead.
+    pub(super) fn bring(
+        &self,
+        agent: &Agent,
+        model: &ModelName,
+        parts: &[Part],
+        goes_on: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), String> {
+        let held = self.held(agent, model, None)?;
+        let groups = held.partial.groups();
+        let wanted = parts
+            .iter()
+            .map(|(start, end)| groups.around(&(*start..*end)));
+        let wanted: Vec<Range<u64>> = wanted.collect();
+        self.fetch_groups((agent, model), &held, &wanted, &|_| goes_on())
+    }
+
+    /// Makes a file all of whose groups are here a copy: its SHA-256 is checked as well, in case
+    /// the root was signed for another file.
+    fn seal(&self, agent: &Agent, model: &ModelName, held: &Held) -> Result<(), String> {
+        let path = &held.partial.path;
+        let failed = |error: io::Error| format!("{}: {error}", path.display());
+        let sum = hash(path).map_err(failed)?;
+        if sum != model.sha256 {
+            self.forget(&model.sha256).map_err(failed)?;
+            let views = agent.nodes().into_iter();
+            let mut by = views.filter(|view| view.id == held.rooted.by);
+            let name = by.next().map(|view| view.facts.name);
+            let by = name.unwrap_or_else(|| held.rooted.by.to_string());
+            return Err(format!(
+                "{by} has signed the root of another file, whose SHA-256 is {sum}"
+            ));
+        }
+        held.partial.sync().map_err(failed)?;
+        let copy = self.place(model, "gguf")?;
+        match fs::hard_link(path, &copy) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            // A file system without links: workers that read it go on all the same.
+            Err(_) => fs::rename(path, &copy).map_err(failed),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// Removes all files of a copy. Bytes that this freed.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn forget(&self, sha256: &str) -> io::Result<u64> {
+        let held = lock(&self.parts).remove(sha256);
+        let copy = self.folder.join(format!("{sha256}.gguf"));
+        let freed = match (&held, fs::metadata(&copy)) {
+            (_, Ok(facts)) => facts.len(),
+            (Some(held), _) => held.partial.bytes_here(),
+            (None, Err(_)) => 0,
+        };
+        let shard = self.folder.join(format!("{sha256}.{}", partial::FILE));
+        let name = copy.with_extension(NAME);
+        let all = [copy, name].into_iter().chain(partial::files_of(&shard));
+        for file in all {
+            match fs::remove_file(&file) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(freed)
+    }
+
+    /// The groups of a model that are here, while parts of it are fetched.
+    pub(super) fn part(&self, sha256: &str) -> Option<Arc<Held>> {
+        lock(&self.parts).get(sha256).cloned()
+    }
+
+    /// Gives pieces of a model to a node that asks for them.
+    pub(super) fn answer_pieces(&self, agent: &Agent, channel: &Channel) {
+        pieces::answer(channel, |model| {
+            let reason = match self.find(model) {
+                Ok(path) => {
+                    let whole = Whole::open(&path, &self.place(model, partial::TREE)?);
+                    let whole = whole.map_err(|error| format!("{}: {error}", path.display()))?;
+                    return Ok(Box::new(whole) as Box<dyn Stock>);
+                }
+                Err(reason) => reason,
+            };
+            if !self.place(model, partial::FILE)?.is_file() {
+                return Err(reason);
+            }
+            Ok(Box::new(self.held(agent, model, None)?) as Box<dyn Stock>)
+        });
+    }
+
+    /// Copies a whole file from one node.
+    fn copy_from(
+        &self,
+        agent: &Agent,
+        from: NodeId,
+        fetch: &Fetch,
+        told: &mut Hear<'_>,
+    ) -> Result<(), String> {
         let _turn = lock(&self.turn);
         if self.find(&fetch.model).is_ok() {
             return Ok(()); // copied meanwhile
         }
-        let place = self.place(&fetch.model)?;
+        (self.may_have)(fetch.bytes)?;
+        let place = self.place(&fetch.model, "gguf")?;
         fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
         let partial = place.with_extension("part");
         let opened = agent.open(from, FILE, SILENCE);
@@ -200,7 +572,9 @@ impl Copies {
                 "the copy has SHA-256 {copied}, which is another file"
             ));
         }
-        fs::rename(&partial, &place).map_err(|e| format!("{}: {e}", place.display()))
+        let named = write_whole(&place.with_extension(NAME), fetch.model.name.as_bytes());
+        let kept = named.and_then(|()| fs::rename(&partial, &place));
+        kept.map_err(|e| format!("{}: {e}", place.display()))
     }
 
     /// Sends a model's file to a node that asks for it.
@@ -218,319 +592,77 @@ impl Copies {
     }
 }
 
-/// Has another node have the model of an instance; waits until it has. `progress` hears bytes.
-pub(super) fn ensure(
-    agent: &Agent,
-    node: NodeId,
-    wanted: &Wanted,
-    progress: &dyn Fn(u64),
-) -> Result<(), String> {
-    let line = request(agent, node, &fetch(wanted), SILENCE)?;
-    loop {
-        // To hash a file of 100 GB on a slow disk takes minutes, in which nothing is said.
-        let told = hear::<Told>(&line, SILENCE * 20).map_err(|broken| broken.to_string())?;
-        match told {
-            Some(Told::Done(bytes)) => progress(bytes),
-            Some(Told::Ready) => return Ok(()),
-            Some(Told::Refused(reason)) => return Err(reason),
-            None => return Err("it says nothing about its copy of the model".to_owned()),
+/// Runs in order, with those that overlap or touch made one: no group is fetched twice.
+fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    runs.sort_by_key(|run| (run.start, run.end));
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for run in runs {
+        match merged.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => merged.push(run),
         }
     }
-}
-
-/// As [`ensure`], but waits only as long as `goes_on`, which is asked some times a second, and no
-/// longer than `limit` for the node to answer at all.
-pub(super) fn ensure_while(
-    agent: &Agent,
-    node: NodeId,
-    wanted: &Wanted,
-    limit: Duration,
-    goes_on: &mut dyn FnMut() -> bool,
-) -> Result<(), String> {
-    let line = request(agent, node, &fetch(wanted), limit.min(SILENCE))?;
-    while goes_on() {
-        match hear::<Told>(&line, TELL_EVERY).map_err(|broken| broken.to_string())? {
-            Some(Told::Ready) => return Ok(()),
-            Some(Told::Refused(reason)) => return Err(reason),
-            Some(Told::Done(_)) | None => {}
-        }
-    }
-    Err("its copy of the model is not complete in time".to_owned())
-}
-
-/// The nodes, of those given, that have the model of an instance. One that does not say so within
-/// `limit` counts as one that lacks it.
-pub(super) fn holders(
-    agent: &Agent,
-    nodes: &[NodeId],
-    wanted: &Wanted,
-    limit: Duration,
-) -> BTreeSet<NodeId> {
-    let fetch = Fetch {
-        asks: true,
-        ..fetch(wanted)
-    };
-    let has = |node: NodeId| {
-        let line = request(agent, node, &fetch, limit).ok()?;
-        let told = hear::<Told>(&line, limit);
-        matches!(told, Ok(Some(Told::Ready))).then_some(node)
-    };
-    std::thread::scope(|scope| {
-        let has = &has;
-        let asked: Vec<_> = nodes
-            .iter()
-            .map(|node| scope.spawn(move || has(*node)))
-            .collect();
-        let answers = asked.into_iter().filter_map(|thread| {
-            let ended = thread.join();
-            ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        answers.collect()
-    })
-}
-
-/// Asks for a copy of an instance's model.
-fn fetch(wanted: &Wanted) -> Fetch {
-    Fetch {
-        model: super::name_of(wanted),
-        bytes: wanted.bytes,
-        asks: false,
-    }
-}
-
-/// A line to a node that was told which model it is to have.
-fn request(agent: &Agent, node: NodeId, fetch: &Fetch, limit: Duration) -> Result<Wire, String> {
-    let opened = agent.open(node, FETCH, limit);
-    let line = Wire(opened.map_err(|error| error.to_string())?);
-    say(&line, fetch).map_err(|broken| broken.to_string())?;
-    Ok(line)
-}
-
-fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
-    let mut file = File::open(path)?;
-    let mut piece = vec![0; PIECE_BYTES];
-    loop {
-        let n = file.read(&mut piece)?;
-        line.0.send(&piece[..n]).map_err(std::io::Error::other)?;
-        if n == 0 {
-            return Ok(());
-        }
-    }
+    merged
 }
 
 /// Hears how many bytes are copied; an error ends the copying.
 type Hear<'a> = dyn FnMut(u64) -> Result<(), Broken> + 'a;
 
-/// Writes the pieces that come to `place`; the SHA-256 of what was written.
-fn copy(from: &Wire, place: &Path, fetch: &Fetch, told: &mut Hear<'_>) -> Result<String, Broken> {
-    let mut file = BufWriter::new(File::create(place).map_err(Broken::new)?);
-    let (mut sum, mut done, mut last) = (Sha256::new(), 0_u64, Instant::now());
-    loop {
-        let piece = from.0.recv(PIECE_BYTES, SILENCE).map_err(Broken::new)?;
-        let piece = piece.ok_or_else(|| Broken::new("no further piece came"))?;
-        if piece.is_empty() {
-            break;
+/// Hears how many bytes came; false ends the fetching.
+type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
+
+/// Runs a fetch on a thread of its own, and tells how far it is until it ends.
+fn watched(
+    run: impl FnOnce(&Count<'_>) -> Result<(), String> + Send,
+    told: &mut Hear<'_>,
+) -> Result<(), String> {
+    let (done, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let count = |bytes: u64| {
+        done.fetch_add(bytes, Ordering::Relaxed);
+        !is_over.load(Ordering::Relaxed)
+    };
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| run(&count));
+        let mut last = Instant::now();
+        while !running.is_finished() {
+            if last.elapsed() >= TELL_EVERY {
+                last = Instant::now();
+                if told(done.load(Ordering::Relaxed)).is_err() {
+                    is_over.store(true, Ordering::Relaxed);
+                }
+            }
+            std::thread::sleep(LOOK_EVERY);
         }
-        done += piece.len() as u64;
-        if done > fetch.bytes {
-            return Err(Broken::new(format!(
-                "more than the {} bytes said",
-                fetch.bytes
-            )));
-        }
-        sum.update(&piece);
-        file.write_all(&piece).map_err(Broken::new)?;
-        if last.elapsed() >= TELL_EVERY {
-            told(done)?;
-            last = Instant::now();
-        }
-    }
-    file.flush().map_err(Broken::new)?;
-    file.get_ref().sync_all().map_err(Broken::new)?;
-    Ok(digits(sum))
+        let ended = running.join();
+        ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
-/// SHA-256 of a file, or of the names, lengths and bytes of a folder's files in order of their
-/// names; in hexadecimal digits. Reads all of it.
+/// Writes a small file whole or not at all, in a folder that there is.
 ///
 /// # Errors
 /// What the system says.
-fn hash(path: &Path) -> std::io::Result<String> {
-    let mut sum = Sha256::new();
-    let mut piece = vec![0; PIECE_BYTES];
-    for of_model in files(path)? {
-        let mut file = File::open(&of_model)?;
-        if let Ok(name) = of_model.strip_prefix(path)
-            && name != Path::new("")
-        {
-            sum.update(name.as_os_str().as_encoded_bytes());
-            sum.update([0]);
-            sum.update(file.metadata()?.len().to_le_bytes());
-        }
-        loop {
-            match file.read(&mut piece)? {
-                0 => break,
-                n => sum.update(&piece[..n]),
-            }
-        }
-    }
-    Ok(digits(sum))
+pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    fs::write(&new, bytes)?;
+    fs::rename(&new, path)
 }
 
-/// Most files of a model's folder: some hundreds of shards in the largest known.
-const FILES_MAX: usize = 4096;
-
-/// The file itself, or the files of a folder and its folders, in order of their names.
-///
-/// # Errors
-/// A folder that cannot be read, or that has more than [`FILES_MAX`] files.
-fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
-    if !path.is_dir() {
-        return Ok(vec![path.to_owned()]);
-    }
-    let (mut folders, mut all) = (vec![path.to_owned()], Vec::new());
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(folder)? {
-            let path = entry?.path();
-            match path.is_dir() {
-                true => folders.push(path),
-                false => all.push(path),
-            }
-            if all.len() + folders.len() > FILES_MAX {
-                let reason = format!("a folder of over {FILES_MAX} files is no model");
-                return Err(std::io::Error::other(reason));
-            }
+/// Removes what is of no use to a new process: parts of files that are complete by now.
+fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_part = path
+            .extension()
+            .is_some_and(|ending| ending == partial::FILE);
+        if is_part && path.with_extension("gguf").is_file() {
+            let [shard, have, _] = partial::files_of(&path);
+            // What stays takes a little space.
+            let _ = (fs::remove_file(shard), fs::remove_file(have));
         }
     }
-    all.sort();
-    Ok(all)
-}
-
-fn digits(sum: Sha256) -> String {
-    sum.finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
 }
 
 #[cfg(test)]
-mod tests {
-    use paceline_cluster::nodes::ClusterKey;
-    use paceline_cluster::nodes::agent::{Config, Discovery, Facts, join_at_rest};
-
-    use super::*;
-
-    fn copies(folder: &Path, model: PathBuf) -> Copies {
-        Copies::new(Box::new(move |_| Ok(model.clone())), folder.to_owned())
-    }
-
-    fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
-        join_at_rest(home, key).unwrap();
-        let mut config = Config::new(home, Facts::default());
-        config.port = 0;
-        config.discovery = Discovery::Peers;
-        config.peers = peer
-            .iter()
-            .map(|port| format!("127.0.0.1:{port}"))
-            .collect();
-        Agent::start(config).unwrap()
-    }
-
-    fn wanted(model: ModelName, bytes: u64) -> Wanted {
-        Wanted {
-            model: model.name,
-            sha256: model.sha256,
-            bytes,
-            nodes: Vec::new(),
-            successors: Vec::new(),
-            named: false,
-            split: "auto".to_owned(),
-            threads: 1,
-            context: None,
-            parallel: 1,
-            spare: 0,
-            replica: 0,
-            source: None,
-            lender: None,
-            draft: None,
-            drafts: None,
-            follow: false,
-            grows: false,
-            added: false,
-        }
-    }
-
-    #[test]
-    fn a_node_without_the_file_says_so_or_copies_it() {
-        let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-        let model = homes[0].path().join("model.gguf");
-        fs::write(&model, b"weights").unwrap();
-        let name = ModelName {
-            name: "m".to_owned(),
-            sha256: hash(&model).unwrap(),
-        };
-        let key = ClusterKey::random().unwrap();
-        let one = agent(homes[0].path(), &key, None);
-        let two = agent(homes[1].path(), &key, Some(one.port()));
-        let has = copies(homes[0].path(), model);
-        one.serve(FILE, move |channel| has.answer_file(&channel));
-        let (folder, own) = (homes[1].path().join("copies"), two.clone());
-        let lacks = Copies::new(Box::new(|_| Err("there is none".to_owned())), folder);
-        two.serve(FETCH, move |channel| lacks.answer_fetch(&own, &channel));
-        let limit = Duration::from_secs(60); // unless something hangs
-        let end = Instant::now() + limit;
-        let linked = |agent: &Agent| agent.nodes().iter().filter(|node| node.linked).count();
-        while linked(&one) + linked(&two) < 4 {
-            assert!(Instant::now() < end, "they do not meet");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let (wanted, to) = (wanted(name, 7), two.id());
-        assert_eq!(holders(&one, &[to], &wanted, limit), BTreeSet::new());
-        let mut goes_on = || Instant::now() < end;
-        let copied = ensure_while(&one, to, &wanted, limit, &mut goes_on);
-        assert_eq!(copied, Ok(()));
-        assert_eq!(holders(&one, &[to], &wanted, limit), BTreeSet::from([to]));
-        let late = ensure_while(&one, to, &wanted, limit, &mut || false).unwrap_err();
-        assert!(late.contains("in time"), "{late}");
-        one.stop();
-        two.stop();
-    }
-
-    #[test]
-    fn a_folder_is_known_by_its_files() {
-        let folder = tempfile::tempdir().unwrap();
-        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
-        fs::create_dir(folder.path().join("inner")).unwrap();
-        write("a", "1");
-        write("inner/b", "2");
-        let first = hash(folder.path()).unwrap();
-        assert_eq!(hash(folder.path()).unwrap(), first);
-        write("inner/b", "3");
-        assert_ne!(hash(folder.path()).unwrap(), first);
-        write("inner/b", "2");
-        assert_eq!(hash(folder.path()).unwrap(), first);
-        write("c", "");
-        assert_ne!(hash(folder.path()).unwrap(), first);
-    }
-
-    #[test]
-    fn only_the_content_that_was_asked_for_is_found() {
-        let folder = tempfile::tempdir().unwrap();
-        let model = folder.path().join("model.gguf");
-        fs::write(&model, b"weights").unwrap();
-        let name = |sha256: String| ModelName {
-            name: "m".to_owned(),
-            sha256,
-        };
-        let right = name(hash(&model).unwrap());
-        let found = copies(folder.path(), model.clone());
-        assert_eq!(found.find(&right), Ok(model));
-        let error = found.find(&name("0".repeat(64))).unwrap_err();
-        assert!(error.contains("another file"), "{error}");
-        let error = found.find(&name("../../etc".to_owned())).unwrap_err();
-        assert!(error.contains("no SHA-256"), "{error}");
-        let copy = folder.path().join(format!("{}.gguf", "0".repeat(64)));
-        fs::write(&copy, b"others").unwrap();
-        assert_eq!(found.find(&name("0".repeat(64))), Ok(copy));
-    }
-}
+mod tests;

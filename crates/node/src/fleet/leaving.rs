@@ -361,6 +361,8 @@ fn by_preference(
 
 #[cfg(test)]
 mod tests {
+    use paceline_cluster::nodes::placement::Weights;
+
     use super::*;
 
     fn node(number: u8) -> NodeId {
@@ -388,6 +390,7 @@ mod tests {
             follow: false,
             grows: false,
             added: false,
+            weights: Weights::Auto,
         }
     }
 

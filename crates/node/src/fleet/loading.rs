@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use paceline_cluster::nodes::placement::{
-    self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPLIT_ANY, Wanted,
+    self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPLIT_ANY, Wanted, Weights,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
 use paceline_model::{Source, SplitKind};
 
-use super::{Ask, Inner, REPLICAS_MAX, naming, new_id, preview};
+use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
 use crate::texts;
 
 impl Inner {
@@ -76,6 +76,10 @@ impl Inner {
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
         let numbers = naming::next(&ask.model, others, groups.len());
         let one = self.record(ask, path)?;
+        let own = self.agent.id();
+        if groups.iter().flatten().any(|id| *id != own) {
+            self.sign(&one, path);
+        }
         let records = groups.into_iter().zip(numbers);
         let records = records.map(|(nodes, replica)| Wanted {
             successors: nodes[1..].to_vec(),
@@ -84,6 +88,26 @@ impl Inner {
             ..one.clone()
         });
         Ok(records.collect())
+    }
+
+    /// Signs the roots of a model and its draft, so that other nodes can fetch parts of them. Without
+    /// that they copy all from this node.
+    fn sign(&self, record: &Wanted, path: &Path) {
+        let of_draft = record.of_draft();
+        let draft = of_draft
+            .as_ref()
+            .map(|draft| (draft, self.copies.of_user(&draft.model)));
+        let draft = draft.and_then(|(draft, path)| Some((draft, path.ok()?)));
+        let model = (record, path.to_owned());
+        for (record, path) in std::iter::once(model).chain(draft) {
+            let signed = self.copies.sign(&self.agent, &name_of(record), &path);
+            if let Err(reason) = signed {
+                (self.spec.tell)(&format!(
+                    "warning: nodes copy all of {}: {reason}",
+                    record.model
+                ));
+            }
+        }
     }
 
     /// What the records of all replicas have in common.
@@ -116,7 +140,32 @@ impl Inner {
             follow: ask.follow,
             grows: ask.grows,
             added: false,
+            weights: ask.weights,
         })
+    }
+
+    /// A model of this machine as a record that no instance has, for nodes that are to have it.
+    pub(super) fn sent(&self, model: &str) -> Result<Wanted, String> {
+        let path = self.copies.of_user(model)?;
+        let ask = Ask {
+            model: model.to_owned(),
+            nodes: Vec::new(),
+            count: 1,
+            split: SplitKind::Auto,
+            threads: None,
+            context: None,
+            parallel: 1,
+            spare: 0,
+            replicas: 1,
+            draft: None,
+            drafts: None,
+            follow: false,
+            grows: false,
+            weights: Weights::Whole,
+        };
+        let record = self.record(&ask, &path)?;
+        self.sign(&record, &path);
+        Ok(record)
     }
 
     /// A draft model of this machine's store, as a record names it.

@@ -113,6 +113,7 @@ pub(super) fn next<'a>(
 #[cfg(test)]
 mod tests {
     use paceline_cluster::nodes::NodeId;
+    use paceline_cluster::nodes::placement::Weights;
 
     use super::*;
 
@@ -137,6 +138,7 @@ mod tests {
             follow: false,
             grows: false,
             added: false,
+            weights: Weights::Auto,
         }
     }
 

@@ -8,14 +8,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
-use paceline_cluster::nodes::placement::{self, Report, State, Wanted};
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::placement::{self, Report, State, Wanted, Weights};
 use paceline_cluster::nodes::{InstanceId, Key, NodeId, Registers};
 use paceline_comm::Backend;
 use paceline_model::Source;
 
 use super::flaps::{Flaps, LOSSES_MAX, Named};
 use super::places::Nodes;
-use super::{Answers, Inner, Running, copies, encoders, name_of, report};
+use super::{Answers, Inner, Running, copies, encoders, name_of, report, rooted};
 use crate::crew::remote::RemoteCrew;
 use crate::supervisor::Notice;
 use crate::{Options, Prepared};
@@ -40,6 +41,7 @@ impl Owned {
         match started {
             Ok(answers) => {
                 self.report(inner, State::Ready, None, None);
+                self.back_up(inner);
                 Some(answers)
             }
             Err(reason) => {
@@ -92,13 +94,12 @@ impl Owned {
         self.wanted.successors.iter().filter_map(place).collect()
     }
 
-    /// The model's file on this node, copied from the node that loaded it where this one lacks it.
+    /// The model's file on this node, which gets it from the others where it lacks it.
     fn own_file(&self, inner: &Inner) -> Result<PathBuf, String> {
-        let other = self.wanted.source.filter(|id| *id != inner.agent.id());
-        let source = match (path_of(inner, &self.wanted), other) {
-            (Err(_), Some(source)) => source,
-            (found, _) => return found,
-        };
+        let source = self.wanted.source.filter(|id| *id != inner.agent.id());
+        if let Ok(found) = path_of(inner, &self.wanted) {
+            return Ok(found);
+        }
         let told = Cell::new(Instant::now());
         let progress = |bytes: u64| {
             if told.get().elapsed() >= TELL_EVERY {
@@ -110,7 +111,7 @@ impl Owned {
         let taken = inner
             .copies
             .take(&inner.agent, source, &self.wanted, &progress);
-        taken.map_err(|reason| format!("the copy from {}: {reason}", inner.name(source)))?;
+        taken.map_err(|reason| format!("the copy of {}: {reason}", self.wanted.model))?;
         path_of(inner, &self.wanted)
     }
 
@@ -175,7 +176,7 @@ impl Owned {
         Ok(prepared)
     }
 
-    /// Has all nodes have the model, side by side.
+    /// Has all nodes have the model, or what it takes to open it, side by side.
     fn share(&self, inner: &Inner) -> Result<(), String> {
         let others = self.wanted.nodes.iter().copied();
         let others = others.filter(|id| *id != inner.agent.id());
@@ -194,7 +195,10 @@ impl Owned {
                             self.report(inner, State::Fetching, Some(progress), None);
                         }
                     };
-                    let had = copies::ensure(&inner.agent, node, &self.wanted, &progress);
+                    let had = match self.in_parts(inner) {
+                        true => copies::ensure_part(&inner.agent, node, &self.wanted, &progress),
+                        false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
+                    };
                     had.map_err(|reason| format!("{}: {reason}", inner.name(node)))
                 }
             };
@@ -205,6 +209,43 @@ impl Owned {
             });
             all.collect()
         })
+    }
+
+    /// Whether each node gets only what it computes with. Encoders are loaded whole, and files
+    /// whose root nobody has signed can be had only whole.
+    fn in_parts(&self, inner: &Inner) -> bool {
+        let wanted = &self.wanted;
+        let is_signed = || rooted::of(&inner.agent.map(), &wanted.sha256).is_ok();
+        let is_encoder = || path_of(inner, wanted).is_ok_and(|path| encoders::is_encoder(&path));
+        wanted.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
+    }
+
+    /// Has the first successor that lives get all of the model, so that the loss of this node loses
+    /// no weights. Until then it would.
+    fn back_up(&self, inner: &Arc<Inner>) {
+        if self.wanted.weights != Weights::Auto || !self.in_parts(inner) {
+            return;
+        }
+        let tell = Arc::clone(&inner.spec.tell);
+        let (own, inner) = (self.clone(), Arc::clone(inner));
+        let run = move || {
+            let mut heirs = own.wanted.successors.iter();
+            let heir = heirs.find(|id| inner.agent.life(**id) == Life::Alive);
+            let Some(heir) = heir else { return };
+            let had = copies::ensure(&inner.agent, *heir, &own.wanted, &|_| ());
+            let (name, model) = (inner.name(*heir), &own.wanted.model);
+            match had {
+                Ok(()) => (inner.spec.tell)(&format!("{name} has all of {model} too")),
+                Err(reason) => (inner.spec.tell)(&format!(
+                    "warning: {name} does not get all of {model}, which is lost with this node: \
+                     {reason}"
+                )),
+            }
+        };
+        let thread = std::thread::Builder::new().name("backup".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            tell(&format!("error: cannot start a thread: {error}"));
+        }
     }
 
     /// Tells the cluster what becomes of the workers.
@@ -306,7 +347,12 @@ impl Inner {
     }
 }
 
-/// The model's file of an instance on this node.
+/// The model's file of an instance on this node, of which weights may be missing.
+pub(super) fn part_of(inner: &Inner, wanted: &Wanted) -> Result<PathBuf, String> {
+    inner.copies.find_part(&inner.agent, &name_of(wanted))
+}
+
+/// The whole file of an instance's model on this node.
 pub(super) fn path_of(inner: &Inner, wanted: &Wanted) -> Result<PathBuf, String> {
     inner.copies.find(&name_of(wanted))
 }

@@ -54,7 +54,7 @@ use paceline_base::lock;
 use super::member::{Event, Life, Pace};
 use super::pairing;
 use super::session::{self, Hello, Purpose};
-use super::{Identity, Key, NodeId, Now, Registers};
+use super::{Identity, Key, NodeId, Now, Registers, Signature};
 pub use channel::{Channel, Handler};
 pub use examine::{Finding, Test};
 pub use facts::{Facts, NodeView, NodeWays, PROTOCOL, Way};
@@ -368,6 +368,14 @@ impl Agent {
     /// This node.
     pub fn id(&self) -> NodeId {
         self.inner.identity.id()
+    }
+
+    /// Signs a message by this node's static key, for the shared map.
+    ///
+    /// # Errors
+    /// [`Error::Secret`]: the system has no random numbers.
+    pub fn sign(&self, message: &[u8]) -> Result<Signature, Error> {
+        Ok(self.inner.identity.sign(message)?)
     }
 
     /// The control port that it listens on.

@@ -1,0 +1,97 @@
+//! What a node answers about models of the cluster: where which parts lie, what is removed, and
+//! where one is sent.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use paceline_cluster::nodes::agent::local::Progress;
+use paceline_node::fleet::{Fleet, Holding, Outcome, OwnStore};
+use paceline_store::{Entry, Error as StoreError, Home, State, find_for_removal, free_space};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// This machine's models, for its node.
+pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
+    let (listed, removed, folder) = (home.clone(), home.clone(), home.root().to_owned());
+    Arc::new(OwnStore {
+        list: Box::new(move || {
+            let all = paceline_store::list(&listed).unwrap_or_default();
+            let now = SystemTime::now();
+            all.iter().map(|entry| holding(entry, now)).collect()
+        }),
+        remove: Box::new(move |name| {
+            // Nodes name no paths.
+            if Path::new(name).exists() || find_for_removal(&removed, name).is_err() {
+                return Ok(None);
+            }
+            match paceline_store::remove(&removed, name) {
+                Ok(done) => Ok(Some(done.bytes.0)),
+                Err(StoreError::NotInStore { .. }) => Ok(None),
+                Err(error) => Err(error.to_string()),
+            }
+        }),
+        free: Box::new(move || {
+            let there = folder.ancestors().find(|parent| parent.exists())?;
+            free_space(there).ok()
+        }),
+        budget_bytes,
+    })
+}
+
+fn holding(entry: &Entry, now: SystemTime) -> Holding {
+    let used = match &entry.state {
+        State::Complete { last_used, .. } => *last_used,
+        State::Partial | State::Damaged { .. } => None,
+    };
+    let unused = used.and_then(|used| now.duration_since(used).ok());
+    Holding {
+        name: entry.name.to_string(),
+        bytes: entry.file_bytes().0,
+        here_bytes: entry.bytes.0,
+        unused_s: unused.map(|unused| unused.as_secs()),
+        ..Holding::default()
+    }
+}
+
+/// Answers `stores`: what each node has.
+pub(crate) fn ask_stores(fleet: &Fleet, _: &Value) -> Result<Value, String> {
+    let stores = fleet.stores();
+    Ok(json!({ "nodes": stores }))
+}
+
+/// Arguments of `remove` and `send`; no nodes are all that live.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Body {
+    model: String,
+    #[serde(default)]
+    nodes: Vec<String>,
+}
+
+/// Answers `remove`: what became of a model on each node.
+pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let Body { model, nodes } = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+    let removed = fleet.remove(&model, &nodes)?;
+    told(&removed)
+}
+
+/// Answers `send`, and says how far it is.
+pub(crate) fn ask_send(
+    fleet: &Fleet,
+    arguments: &Value,
+    progress: &mut Progress<'_>,
+) -> Result<Value, String> {
+    let Body { model, nodes } = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+    let mut say = |done: u64, of: u64| {
+        // A client that is gone wants it sent all the same.
+        let _ = progress(json!([done, of]));
+    };
+    let sent = fleet.send(&model, &nodes, &mut say)?;
+    told(&sent)
+}
+
+fn told(outcomes: &[Outcome]) -> Result<Value, String> {
+    let outcomes = serde_json::to_value(outcomes).map_err(|error| error.to_string())?;
+    Ok(json!({ "nodes": outcomes }))
+}

@@ -1,0 +1,146 @@
+//! Whole files: their SHA-256, and copies from one node to another.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use sha2::{Digest, Sha256};
+
+use super::{Fetch, Hear, SILENCE, TELL_EVERY};
+use crate::crew::line::Broken;
+use crate::fleet::places::Wire;
+
+/// Bytes of a piece: large enough that sealing and system calls cost nothing beside the copying.
+const PIECE_BYTES: usize = 1 << 20;
+
+pub(super) fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
+    let mut file = File::open(path)?;
+    let mut piece = vec![0; PIECE_BYTES];
+    loop {
+        let n = file.read(&mut piece)?;
+        line.0.send(&piece[..n]).map_err(std::io::Error::other)?;
+        if n == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Writes the pieces that come to `place`; the SHA-256 of what was written.
+pub(super) fn copy(
+    from: &Wire,
+    place: &Path,
+    fetch: &Fetch,
+    told: &mut Hear<'_>,
+) -> Result<String, Broken> {
+    let mut file = BufWriter::new(File::create(place).map_err(Broken::new)?);
+    let (mut sum, mut done, mut last) = (Sha256::new(), 0_u64, Instant::now());
+    loop {
+        let piece = from.0.recv(PIECE_BYTES, SILENCE).map_err(Broken::new)?;
+        let piece = piece.ok_or_else(|| Broken::new("no further piece came"))?;
+        if piece.is_empty() {
+            break;
+        }
+        done += piece.len() as u64;
+        if done > fetch.bytes {
+            return Err(Broken::new(format!(
+                "more than the {} bytes said",
+                fetch.bytes
+            )));
+        }
+        sum.update(&piece);
+        file.write_all(&piece).map_err(Broken::new)?;
+        if last.elapsed() >= TELL_EVERY {
+            told(done)?;
+            last = Instant::now();
+        }
+    }
+    file.flush().map_err(Broken::new)?;
+    file.get_ref().sync_all().map_err(Broken::new)?;
+    Ok(digits(sum))
+}
+
+/// SHA-256 of a file, or of the names, lengths and bytes of a folder's files in order of their
+/// names; in hexadecimal digits. Reads all of it.
+///
+/// # Errors
+/// What the system says.
+pub(super) fn hash(path: &Path) -> std::io::Result<String> {
+    let mut sum = Sha256::new();
+    let mut piece = vec![0; PIECE_BYTES];
+    for of_model in files(path)? {
+        let mut file = File::open(&of_model)?;
+        if let Ok(name) = of_model.strip_prefix(path)
+            && name != Path::new("")
+        {
+            sum.update(name.as_os_str().as_encoded_bytes());
+            sum.update([0]);
+            sum.update(file.metadata()?.len().to_le_bytes());
+        }
+        loop {
+            match file.read(&mut piece)? {
+                0 => break,
+                n => sum.update(&piece[..n]),
+            }
+        }
+    }
+    Ok(digits(sum))
+}
+
+/// Most files of a model's folder: some hundreds of shards in the largest known.
+const FILES_MAX: usize = 4096;
+
+/// The file itself, or the files of a folder and its folders, in order of their names.
+///
+/// # Errors
+/// A folder that cannot be read, or that has more than [`FILES_MAX`] files.
+pub(super) fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let (mut folders, mut all) = (vec![path.to_owned()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            match path.is_dir() {
+                true => folders.push(path),
+                false => all.push(path),
+            }
+            if all.len() + folders.len() > FILES_MAX {
+                let reason = format!("a folder of over {FILES_MAX} files is no model");
+                return Err(std::io::Error::other(reason));
+            }
+        }
+    }
+    all.sort();
+    Ok(all)
+}
+
+fn digits(sum: Sha256) -> String {
+    sum.finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_known_by_its_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        fs::create_dir(folder.path().join("inner")).unwrap();
+        write("a", "1");
+        write("inner/b", "2");
+        let first = hash(folder.path()).unwrap();
+        assert_eq!(hash(folder.path()).unwrap(), first);
+        write("inner/b", "3");
+        assert_ne!(hash(folder.path()).unwrap(), first);
+        write("inner/b", "2");
+        assert_eq!(hash(folder.path()).unwrap(), first);
+        write("c", "");
+        assert_ne!(hash(folder.path()).unwrap(), first);
+    }
+}

@@ -1,0 +1,274 @@
+//! A model's file of which some bytes are here: the others may come.
+//!
+//! ```text
+//! SHA256.shard  the file at its full length, with holes; a complete one is the file
+//! SHA256.have   a byte for each group: 1 where it is here. Workers read it while they load
+//! SHA256.tree   the leaves of its hash tree
+//! ```
+//! A group is checked by the tree before it is written, and told only after that. What an earlier
+//! process left is checked again: a power cut may keep what was told and lose what was written.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, SystemTime};
+
+use paceline_base::lock;
+
+use super::tree::{Groups, Tree};
+
+/// Ending of the file's name.
+pub(crate) const FILE: &str = "shard";
+
+/// Ending of the name of the file of what is there.
+pub(crate) const HAVE: &str = "have";
+
+/// Ending of the name of the file of leaves.
+pub(super) const TREE: &str = "tree";
+
+/// When the file was changed last, as its facts say: bytes that come change no byte that was read,
+/// and a worker keeps packed weights of a file as long as it did not change.
+const CHANGED: Duration = Duration::from_secs(1_000_000_000);
+
+/// Consecutive groups that are told as a whole.
+pub(super) type Run = (u64, u64);
+
+/// A file of which some groups are here.
+#[derive(Debug)]
+pub(super) struct Partial {
+    /// The file.
+    pub(super) path: PathBuf,
+    tree: Tree,
+    file: File,
+    have: File,
+    there: Mutex<Vec<bool>>,
+    /// Held while groups are fetched: two that fetch would fetch the same.
+    pub(super) turn: Mutex<()>,
+}
+
+impl Partial {
+    /// Opens what there is of the file with these leaves, or begins one. `path` ends in [`FILE`].
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn open(path: &Path, tree: Tree) -> io::Result<Self> {
+        let count = tree.groups.count() as usize;
+        let is_new = fs::metadata(path).map_or(true, |facts| facts.len() != tree.groups.bytes);
+        let open = |path: &Path| {
+            let mut options = OpenOptions::new();
+            let options = options.read(true).write(true).create(true).truncate(false);
+            options.open(path)
+        };
+        // In this order: a file without an account of what is there would pass for complete.
+        let have = open(&path.with_extension(HAVE))?;
+        if is_new {
+            have.set_len(0)?;
+        }
+        have.set_len(count as u64)?;
+        let file = open(path)?;
+        file.set_len(tree.groups.bytes)?;
+        let partial = Self {
+            path: path.to_owned(),
+            tree,
+            file,
+            have,
+            there: Mutex::new(vec![false; count]),
+            turn: Mutex::default(),
+        };
+        partial.check()?;
+        partial
+            .file
+            .set_modified(SystemTime::UNIX_EPOCH + CHANGED)?;
+        Ok(partial)
+    }
+
+    /// Finds the groups that are told to be here and are. Cost: reads them all.
+    fn check(&self) -> io::Result<()> {
+        let mut told = vec![0; self.groups().count() as usize];
+        self.have.read_exact_at(&mut told, 0)?;
+        for (index, _) in told.iter().enumerate().filter(|(_, told)| **told != 0) {
+            let index = index as u64;
+            let bytes = self.read(&(index..index + 1))?;
+            match self.tree.holds(index, &bytes) {
+                true => lock(&self.there)[index as usize] = true,
+                false => self.have.write_all_at(&[0], index)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// How the file is cut.
+    pub(super) const fn groups(&self) -> Groups {
+        self.tree.groups
+    }
+
+    /// Its leaves behind each other.
+    pub(super) fn leaves(&self) -> Vec<u8> {
+        self.tree.to_bytes()
+    }
+
+    /// Takes in the bytes of a group; false for wrong ones, of which nothing is kept.
+    ///
+    /// # Errors
+    /// What the system says, such as that the disk is full.
+    pub(super) fn take(&self, index: u64, bytes: &[u8]) -> io::Result<bool> {
+        if !self.tree.holds(index, bytes) {
+            return Ok(false);
+        }
+        let at = self.groups().span(&(index..index + 1)).start;
+        self.file.write_all_at(bytes, at)?;
+        self.file.set_modified(SystemTime::UNIX_EPOCH + CHANGED)?;
+        self.have.write_all_at(&[1], index)?;
+        lock(&self.there)[index as usize] = true;
+        Ok(true)
+    }
+
+    /// The groups of `wanted` that are not here.
+    pub(super) fn missing(&self, wanted: &Range<u64>) -> Vec<Range<u64>> {
+        let there = lock(&self.there);
+        runs(&there, false, wanted)
+    }
+
+    /// The groups that are here.
+    pub(super) fn runs(&self) -> Vec<Run> {
+        let there = lock(&self.there);
+        let all = runs(&there, true, &(0..there.len() as u64));
+        all.into_iter().map(|run| (run.start, run.end)).collect()
+    }
+
+    /// Bytes that are here.
+    pub(super) fn bytes_here(&self) -> u64 {
+        let runs = self.runs().into_iter();
+        let bytes = runs.map(|(start, end)| {
+            let span = self.groups().span(&(start..end));
+            span.end - span.start
+        });
+        bytes.sum()
+    }
+
+    /// Whether all of it is here.
+    pub(super) fn is_complete(&self) -> bool {
+        lock(&self.there).iter().all(|there| *there)
+    }
+
+    /// The bytes of groups, if all of them are here.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>> {
+        let is_sane = groups.start < groups.end && groups.end <= self.groups().count();
+        match is_sane && self.missing(groups).is_empty() {
+            true => self.read(groups).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    fn read(&self, groups: &Range<u64>) -> io::Result<Vec<u8>> {
+        let span = self.groups().span(groups);
+        let mut bytes = vec![0; (span.end - span.start) as usize];
+        self.file.read_exact_at(&mut bytes, span.start)?;
+        Ok(bytes)
+    }
+
+    /// Has the disk keep all that was written.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn sync(&self) -> io::Result<()> {
+        self.file.sync_all()?;
+        self.have.sync_all()
+    }
+}
+
+/// Runs of groups within `wanted` that are here, or that are not.
+fn runs(there: &[bool], is: bool, wanted: &Range<u64>) -> Vec<Range<u64>> {
+    let end = wanted.end.min(there.len() as u64);
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for index in (wanted.start..end).filter(|index| there[*index as usize] == is) {
+        match runs.last_mut() {
+            Some(run) if run.end == index => run.end += 1,
+            _ => runs.push(index..index + 1),
+        }
+    }
+    runs
+}
+
+/// The files of a partial one at `path`, that itself included.
+pub(super) fn files_of(path: &Path) -> [PathBuf; 3] {
+    // In this order: what is left of it does not pass for a complete file.
+    [
+        path.to_owned(),
+        path.with_extension(HAVE),
+        path.with_extension(TREE),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EACH: usize = 64 << 10;
+
+    fn model() -> (tempfile::TempDir, PathBuf, Vec<u8>, Tree) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.shard");
+        let bytes: Vec<u8> = (0..3 * EACH + 9).map(|i| (i / 7) as u8).collect();
+        let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
+        (dir, path, bytes, tree)
+    }
+
+    #[test]
+    fn right_groups_are_kept_and_wrong_ones_leave_nothing() {
+        let (_dir, path, bytes, tree) = model();
+        let partial = Partial::open(&path, tree.clone()).unwrap();
+        assert_eq!(partial.missing(&(0..9)), vec![0..4]);
+        let mut wrong = bytes[EACH..2 * EACH].to_vec();
+        wrong[5] ^= 4;
+        assert!(!partial.take(1, &wrong).unwrap());
+        assert!(partial.runs().is_empty());
+        assert!(partial.take(1, &bytes[EACH..2 * EACH]).unwrap());
+        assert!(partial.take(3, &bytes[3 * EACH..]).unwrap());
+        assert_eq!(partial.missing(&(0..4)), vec![0..1, 2..3]);
+        assert_eq!(partial.runs(), [(1, 2), (3, 4)]);
+        assert_eq!(partial.bytes_here(), EACH as u64 + 9);
+        assert_eq!(
+            partial.give(&(1..2)).unwrap().unwrap(),
+            &bytes[EACH..2 * EACH]
+        );
+        for none in [0..1, 1..4, 3..5, 2..2] {
+            assert_eq!(partial.give(&none).unwrap(), None, "{none:?}");
+        }
+        assert!(!partial.is_complete());
+        assert_eq!(fs::metadata(&path).unwrap().len(), bytes.len() as u64);
+    }
+
+    #[test]
+    fn what_was_left_is_checked_and_goes_on() {
+        let (_dir, path, bytes, tree) = model();
+        let partial = Partial::open(&path, tree.clone()).unwrap();
+        let changed = || fs::metadata(&path).unwrap().modified().unwrap();
+        let began = changed();
+        for index in [0, 1, 3] {
+            let end = bytes.len().min((index + 1) * EACH);
+            assert!(
+                partial
+                    .take(index as u64, &bytes[index * EACH..end])
+                    .unwrap()
+            );
+        }
+        assert_eq!(changed(), began, "packed weights of it stay of use");
+        drop(partial);
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&[!bytes[EACH]], EACH as u64).unwrap();
+        let again = Partial::open(&path, tree.clone()).unwrap();
+        assert_eq!(again.runs(), [(0, 1), (3, 4)], "the damaged one is gone");
+        let told = fs::read(path.with_extension(HAVE)).unwrap();
+        assert_eq!(told, [1, 0, 0, 1]);
+        file.set_len(7).unwrap();
+        let anew = Partial::open(&path, tree).unwrap();
+        assert!(anew.runs().is_empty(), "another file was in its place");
+    }
+}

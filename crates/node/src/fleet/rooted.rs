@@ -1,0 +1,117 @@
+//! Roots of hash trees in the shared map, each signed by a node that has read the whole file.
+//!
+//! ```text
+//! weights/SHA256 -> {"bytes":N,"header":N,"root":"..","by":"node","signature":{..}}
+//! ```
+//! The hub gives a file's SHA-256 only, which says nothing of a part. The node that has the file,
+//! and has checked it, computes the root and signs it: every other one fetches ranges from
+//! whichever node has them, and checks each by the root.
+
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::{Key, NodeId, Registers, Signature};
+use serde::{Deserialize, Serialize};
+
+use super::tree::{Tree, shown};
+
+/// Largest file: ten times the largest model that is known. Groups stay below 128 MiB.
+const BYTES_MAX: u64 = 16 << 40;
+
+/// A file's root, and who says so.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Rooted {
+    /// Length of the file.
+    pub(super) bytes: u64,
+    /// How many bytes come before its weights.
+    pub(super) header: u64,
+    /// BLAKE3 of the file, in hexadecimal digits.
+    pub(super) root: String,
+    /// The node that has read it.
+    pub(super) by: NodeId,
+    signature: Signature,
+}
+
+fn key(sha256: &str) -> Key {
+    Key::Named(format!("weights/{sha256}"))
+}
+
+/// What is signed: the file, its length, and its root.
+fn message(sha256: &str, (bytes, header): (u64, u64), root: &str) -> Vec<u8> {
+    format!("paceline weights 1\n{sha256}\n{bytes}\n{header}\n{root}\n").into_bytes()
+}
+
+impl Rooted {
+    /// Signs the root of a file that this node has read and found to have this SHA-256.
+    ///
+    /// # Errors
+    /// Why it cannot be signed.
+    pub(super) fn sign(
+        agent: &Agent,
+        sha256: &str,
+        tree: &Tree,
+        header: u64,
+    ) -> Result<Self, String> {
+        let (bytes, root) = (tree.groups.bytes, shown(tree.root()));
+        let signed = agent.sign(&message(sha256, (bytes, header), &root));
+        Ok(Self {
+            bytes,
+            header,
+            root,
+            by: agent.id(),
+            signature: signed.map_err(|error| error.to_string())?,
+        })
+    }
+
+    /// Whether a node that is not revoked has signed it for the file with this SHA-256.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn check(&self, map: &Registers, sha256: &str) -> Result<(), String> {
+        let Self { bytes, by, .. } = self;
+        if map.get(&Key::Revoked(*by)).is_some() {
+            return Err(format!("the root of its weights is of node {by}, revoked"));
+        }
+        if *bytes > BYTES_MAX || self.header > *bytes {
+            return Err(format!(
+                "its weights have {bytes} bytes, {} of them a header: {BYTES_MAX} are the most",
+                self.header
+            ));
+        }
+        let signed = message(sha256, (*bytes, self.header), &self.root);
+        match self.signature.is_of(*by, &signed) {
+            true => Ok(()),
+            false => Err(format!("node {by} has not signed the root of its weights")),
+        }
+    }
+
+    /// Tells the cluster, unless it knows this root.
+    ///
+    /// # Errors
+    /// The map is full.
+    pub(super) fn publish(&self, agent: &Agent, sha256: &str) -> Result<(), String> {
+        let known = of(&agent.map(), sha256);
+        if known.is_ok_and(|known| (known.bytes, &known.root) == (self.bytes, &self.root)) {
+            return Ok(());
+        }
+        let text = serde_json::to_string(self).expect("a record is JSON");
+        let written = agent.write(key(sha256), 0, Some(text));
+        written.map_err(|error| error.to_string())
+    }
+}
+
+/// The root of a file, by its SHA-256.
+///
+/// # Errors
+/// None is known, or what is wrong with it.
+pub(super) fn of(map: &Registers, sha256: &str) -> Result<Rooted, String> {
+    let text = map.get(&key(sha256));
+    let text = text.ok_or_else(|| "no node has told the root of its weights".to_owned())?;
+    let rooted: Rooted = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    rooted.check(map, sha256).map(|()| rooted)
+}
+
+/// Reads `bytes` as a record, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    if let Ok(rooted) = serde_json::from_slice::<Rooted>(bytes) {
+        let _: Result<(), String> = rooted.check(&Registers::default(), "");
+    }
+}

@@ -1,0 +1,102 @@
+//! What a node gives of models to others: whole files, and files of which parts are here.
+
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::copies::{Held, write_whole};
+use super::partial::Run;
+use super::pieces::Stock;
+use super::tree::{Groups, Tree};
+
+/// A whole file.
+pub(super) struct Whole {
+    path: PathBuf,
+    /// Where its leaves are kept.
+    kept: PathBuf,
+    file: File,
+    groups: Groups,
+}
+
+impl Whole {
+    /// The file at `path`, whose leaves are or will be kept at `kept`.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn open(path: &Path, kept: &Path) -> io::Result<Self> {
+        let file = File::open(path)?;
+        let groups = Groups::of(file.metadata()?.len());
+        let (path, kept) = (path.to_owned(), kept.to_owned());
+        Ok(Self {
+            path,
+            kept,
+            file,
+            groups,
+        })
+    }
+}
+
+/// The hash tree of the whole file at `path`, whose leaves are kept at `kept`: computed the first
+/// time, which reads all of it.
+///
+/// # Errors
+/// What the system says.
+pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
+    let mut file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let known = fs::read(kept).ok();
+    if let Some(tree) = known.and_then(|known| Tree::from_bytes(bytes, &known)) {
+        return Ok(tree);
+    }
+    let tree = Tree::read(&mut file, bytes)?;
+    if let Some(folder) = kept.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    write_whole(kept, &tree.to_bytes())?;
+    Ok(tree)
+}
+
+impl Stock for Whole {
+    fn runs(&self) -> Vec<Run> {
+        vec![(0, self.groups.count())]
+    }
+
+    fn leaves(&self) -> io::Result<Vec<u8>> {
+        tree_of(&self.path, &self.kept).map(|tree| tree.to_bytes())
+    }
+
+    fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>> {
+        if groups.start >= groups.end || groups.end > self.groups.count() {
+            return Ok(None);
+        }
+        let span = self.groups.span(groups);
+        let mut bytes = vec![0; (span.end - span.start) as usize];
+        self.file.read_exact_at(&mut bytes, span.start)?;
+        Ok(Some(bytes))
+    }
+
+    fn groups(&self) -> Groups {
+        self.groups
+    }
+}
+
+impl Stock for Arc<Held> {
+    fn runs(&self) -> Vec<Run> {
+        self.partial.runs()
+    }
+
+    fn leaves(&self) -> io::Result<Vec<u8>> {
+        Ok(self.partial.leaves())
+    }
+
+    fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>> {
+        self.partial.give(groups)
+    }
+
+    fn groups(&self) -> Groups {
+        self.partial.groups()
+    }
+}

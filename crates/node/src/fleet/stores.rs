@@ -1,0 +1,514 @@
+//! Which node has what of which model, what its disk may hold, and what is removed on demand.
+//!
+//! ```text
+//! asker -> stores: "List" or {"Remove":"name"}
+//! asker <- {"Store":{..}}, {"Removed":bytes} or {"Refused":"why"}
+//! ```
+//! Nothing is removed unasked: a node whose disk budget is spent says what would free how much.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use paceline_base::Bytes;
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::placement::{self, Wanted};
+use serde::{Deserialize, Serialize};
+
+use super::copies::{self, MayHave, NAME};
+use super::places::Wire;
+use super::{Fleet, Inner, STORES, partial};
+use crate::crew::line::{Line, hear, say};
+
+/// Longest wait for what another node has: it reads records of its store.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// Models that an advice names.
+const ADVICE_MAX: usize = 3;
+
+/// How often it is told how far copies are.
+const TELL_EVERY: Duration = Duration::from_millis(200);
+
+/// What a node has of a model.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holding {
+    /// What its user calls the model.
+    pub name: String,
+    /// Length of its files.
+    pub bytes: u64,
+    /// How many of these are here.
+    pub here_bytes: u64,
+    /// Of a file that is here in parts: their first bytes and ends.
+    #[serde(default)]
+    pub parts: Vec<(u64, u64)>,
+    /// Of copies: SHA-256 of the file, in hexadecimal digits.
+    #[serde(default)]
+    pub sha256: Option<String>,
+    /// Whether other nodes sent it, and not this machine's user fetched it.
+    #[serde(default)]
+    pub is_copy: bool,
+    /// Whether an instance uses it on this node.
+    #[serde(default)]
+    pub is_loaded: bool,
+    /// Seconds since it was used last, where that is known.
+    #[serde(default)]
+    pub unused_s: Option<u64>,
+}
+
+/// Models of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Store {
+    /// The node's name.
+    pub node: String,
+    /// What it has, by name.
+    pub models: Vec<Holding>,
+    /// Bytes that its disk has free.
+    pub free_bytes: Option<u64>,
+    /// Most bytes of models that it takes.
+    pub budget_bytes: Option<u64>,
+    /// Why nothing is known of it.
+    #[serde(default)]
+    pub problem: Option<String>,
+}
+
+/// What became of a node's copy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Outcome {
+    /// The node's name.
+    pub node: String,
+    /// Bytes that were freed, or that the node has now.
+    pub bytes: Option<u64>,
+    /// Why nothing was done.
+    pub reason: Option<String>,
+}
+
+/// Lists the user's models.
+pub type ListModels = dyn Fn() -> Vec<Holding> + Send + Sync;
+
+/// Removes one by its name; bytes that this freed, or nothing where there is none.
+pub type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send + Sync;
+
+/// The user's models of this machine, and what its disk may hold.
+pub struct OwnStore {
+    /// Its models.
+    pub list: Box<ListModels>,
+    /// Removes one.
+    pub remove: Box<RemoveModel>,
+    /// Bytes that the disk has free.
+    pub free: Box<dyn Fn() -> Option<u64> + Send + Sync>,
+    /// Most bytes of models, copies included.
+    pub budget_bytes: Option<u64>,
+}
+
+impl fmt::Debug for OwnStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "models of at most {:?} bytes", self.budget_bytes)
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Asked {
+    List,
+    Remove(String),
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Told {
+    Store(Store),
+    Removed(u64),
+    Refused(String),
+}
+
+/// Reads `bytes` as messages about stores, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<Asked>(bytes);
+    let _ = serde_json::from_slice::<Told>(bytes);
+}
+
+/// Answers another node.
+pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
+    let told = match hear::<Asked>(line, LIMIT) {
+        Ok(Some(Asked::List)) => Told::Store(inner.own_store()),
+        Ok(Some(Asked::Remove(name))) => match inner.remove_here(&name) {
+            Ok(bytes) => Told::Removed(bytes),
+            Err(reason) => Told::Refused(reason),
+        },
+        _ => return line.close(),
+    };
+    // A node that is gone needs no answer.
+    let _: Result<(), _> = say(line, &told);
+}
+
+/// Whether this node may have so many more bytes, by its disk budget.
+pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<MayHave> {
+    let (store, folder, agent) = (Arc::clone(store), folder.to_owned(), agent.clone());
+    Box::new(move |more| {
+        let Some(budget) = store.budget_bytes else {
+            return Ok(());
+        };
+        let views = agent.nodes();
+        let name = views.first().map_or("", |own| own.facts.name.as_str());
+        let models = all(&store, &folder, &used(&agent));
+        may_have(more, budget, &models, name)
+    })
+}
+
+/// Whether `more` bytes fit in the budget beside these models; the error says what would free how
+/// much, what was not used for longest first. Pure.
+fn may_have(more: u64, budget: u64, models: &[Holding], node: &str) -> Result<(), String> {
+    let held: u64 = models.iter().map(|it| it.here_bytes).sum();
+    if held.saturating_add(more) <= budget {
+        return Ok(());
+    }
+    let mut idle: Vec<&Holding> = models.iter().filter(|it| !it.is_loaded).collect();
+    idle.sort_by_key(|it| std::cmp::Reverse((it.unused_s.unwrap_or(u64::MAX), it.here_bytes)));
+    let free = |it: &&Holding| {
+        let bytes = Bytes(it.here_bytes);
+        format!("`paceline rm {} --node {node}` frees {bytes}", it.name)
+    };
+    let advice: Vec<String> = idle.iter().take(ADVICE_MAX).map(free).collect();
+    let advice = match advice.is_empty() {
+        true => "`paceline up --disk-budget` takes a larger one".to_owned(),
+        false => advice.join(", "),
+    };
+    let (more, budget, held) = (Bytes(more), Bytes(budget), Bytes(held));
+    Err(format!(
+        "{more} more are over the disk budget of {budget}, of which {held} are spent: {advice}"
+    ))
+}
+
+/// SHA-256 and names of the models that instances use on a node.
+fn used(agent: &Agent) -> Vec<(String, String)> {
+    let (map, own) = (agent.map(), agent.id());
+    let is_here = |wanted: &Wanted| wanted.nodes.contains(&own) || wanted.source == Some(own);
+    let here = placement::wanted(&map).filter(|(.., wanted)| is_here(wanted));
+    let models = here.flat_map(|(.., wanted)| {
+        let draft = wanted.of_draft();
+        std::iter::once(wanted).chain(draft)
+    });
+    models.map(|it| (it.sha256, it.model)).collect()
+}
+
+/// The user's models and all copies, by name.
+fn all(store: &OwnStore, folder: &Path, used: &[(String, String)]) -> Vec<Holding> {
+    let mut models = (store.list)();
+    for model in &mut models {
+        model.is_loaded = used.iter().any(|(_, name)| *name == model.name);
+    }
+    let mut copies = copies_in(folder);
+    for copy in &mut copies {
+        let own = copy.sha256.as_ref();
+        copy.is_loaded = used.iter().any(|(sha256, _)| Some(sha256) == own);
+    }
+    models.extend(copies);
+    models.sort_by(|a, b| (&a.name, a.is_copy).cmp(&(&b.name, b.is_copy)));
+    models
+}
+
+/// Copies that lie in a folder.
+fn copies_in(folder: &Path) -> Vec<Holding> {
+    let mut found: BTreeMap<String, Holding> = BTreeMap::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_whole = path.extension().is_some_and(|ending| ending == "gguf");
+        let is_part = path
+            .extension()
+            .is_some_and(|ending| ending == partial::FILE);
+        let (Some(stem), Ok(facts)) = (path.file_stem(), entry.metadata()) else {
+            continue;
+        };
+        if !is_whole && (!is_part || path.with_extension("gguf").is_file()) {
+            continue;
+        }
+        let sha256 = stem.to_string_lossy().into_owned();
+        let name = fs::read_to_string(path.with_extension(NAME));
+        // What a file with holes takes of the disk, in units of 512 bytes.
+        let on_disk = facts.blocks().saturating_mul(512).min(facts.len());
+        let copy = Holding {
+            name: name.unwrap_or_else(|_| sha256.clone()),
+            bytes: facts.len(),
+            here_bytes: if is_whole { facts.len() } else { on_disk },
+            sha256: Some(sha256.clone()),
+            is_copy: true,
+            ..Holding::default()
+        };
+        found.insert(sha256, copy);
+    }
+    found.into_values().collect()
+}
+
+impl Inner {
+    /// What this node has.
+    pub(super) fn own_store(&self) -> Store {
+        let store = &self.spec.store;
+        let mut models = all(store, &self.copies.folder, &used(&self.agent));
+        for model in &mut models {
+            let held = model
+                .sha256
+                .as_ref()
+                .and_then(|sha256| self.copies.part(sha256));
+            if let Some(held) = held.filter(|held| !held.partial.is_complete()) {
+                let span = |(start, end): (u64, u64)| held.partial.groups().span(&(start..end));
+                let spans = held.partial.runs().into_iter().map(span);
+                model.parts = spans.map(|span| (span.start, span.end)).collect();
+                model.here_bytes = held.partial.bytes_here();
+            }
+        }
+        Store {
+            node: self.name(self.agent.id()),
+            models,
+            free_bytes: (store.free)(),
+            budget_bytes: store.budget_bytes,
+            problem: None,
+        }
+    }
+
+    /// Removes a model of the user's store and all copies of this name. Bytes that this freed.
+    fn remove_here(&self, name: &str) -> Result<u64, String> {
+        let models = self.own_store().models.into_iter();
+        let models: Vec<Holding> = models.filter(|it| it.name == name).collect();
+        if models.iter().any(|it| it.is_loaded) {
+            return Err(format!(
+                "{name} is loaded: `paceline unload {name}` comes first"
+            ));
+        }
+        let mut freed = (self.spec.store.remove)(name)?;
+        for copy in models.iter().filter_map(|it| it.sha256.as_deref()) {
+            let bytes = self
+                .copies
+                .forget(copy)
+                .map_err(|error| error.to_string())?;
+            freed = Some(freed.unwrap_or(0) + bytes);
+        }
+        freed.ok_or_else(|| format!("it has no model {name:?}"))
+    }
+
+    /// Asks a node, which may be this one.
+    fn ask_store(&self, node: NodeId, asked: &Asked) -> Result<Told, String> {
+        if node == self.agent.id() {
+            return match asked {
+                Asked::List => Ok(Told::Store(self.own_store())),
+                Asked::Remove(name) => self.remove_here(name).map(Told::Removed),
+            };
+        }
+        let opened = self.agent.open(node, STORES, LIMIT);
+        let line = Wire(opened.map_err(|error| error.to_string())?);
+        say(&line, asked).map_err(|broken| broken.to_string())?;
+        // To remove a large file takes seconds on some disks.
+        match hear(&line, LIMIT * 4).map_err(|broken| broken.to_string())? {
+            Some(Told::Refused(reason)) => Err(reason),
+            Some(told) => Ok(told),
+            None => Err("it does not answer".to_owned()),
+        }
+    }
+
+    /// Asks nodes side by side; each with its name, in order.
+    fn ask_stores<T: Send>(
+        &self,
+        nodes: &[NodeId],
+        ask: &(dyn Fn(NodeId) -> Result<T, String> + Sync),
+    ) -> Vec<(String, Result<T, String>)> {
+        std::thread::scope(|scope| {
+            let asked = nodes.iter().map(|node| scope.spawn(move || ask(*node)));
+            let asked: Vec<_> = asked.collect();
+            let answers = asked.into_iter().map(|thread| {
+                let ended = thread.join();
+                ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            let names = nodes.iter().map(|node| self.name(*node));
+            names.zip(answers).collect()
+        })
+    }
+
+    /// The nodes of these names; all that live without.
+    fn nodes_named(&self, names: &[String]) -> Result<Vec<NodeId>, String> {
+        if names.is_empty() {
+            let nodes = self.agent.nodes().into_iter();
+            let living = nodes.filter(|node| matches!(node.state, Life::Alive | Life::Suspect));
+            let mut ids: Vec<NodeId> = living.map(|node| node.id).collect();
+            if !ids.contains(&self.agent.id()) {
+                ids.insert(0, self.agent.id());
+            }
+            return Ok(ids);
+        }
+        let find = |name: &String| self.agent.find(name).map(|node| node.id);
+        let found: Result<_, _> = names.iter().map(find).collect();
+        found.map_err(|error| error.to_string())
+    }
+}
+
+impl Fleet {
+    /// What each node that lives has, this one first.
+    pub fn stores(&self) -> Vec<Store> {
+        let inner = &self.inner;
+        let nodes = inner.nodes_named(&[]).unwrap_or_default();
+        let ask = |node| inner.ask_store(node, &Asked::List);
+        let store = |(node, told): (String, Result<Told, String>)| match told {
+            // Its own name for itself may be that of another one too.
+            Ok(Told::Store(store)) => Store { node, ..store },
+            told => Store {
+                node,
+                models: Vec::new(),
+                free_bytes: None,
+                budget_bytes: None,
+                problem: told
+                    .err()
+                    .or_else(|| Some("it speaks another version".to_owned())),
+            },
+        };
+        inner
+            .ask_stores(&nodes, &ask)
+            .into_iter()
+            .map(store)
+            .collect()
+    }
+
+    /// Removes a model on the nodes of these names, or on all that live and have it.
+    ///
+    /// # Errors
+    /// Nodes that there are not.
+    pub fn remove(&self, model: &str, names: &[String]) -> Result<Vec<Outcome>, String> {
+        let inner = &self.inner;
+        let mut nodes = inner.nodes_named(names)?;
+        if names.is_empty() {
+            let has = |node| inner.ask_store(node, &Asked::List);
+            let told = inner.ask_stores(&nodes, &has);
+            let lacks = |told: &Result<Told, String>| match told {
+                Ok(Told::Store(store)) => store.models.iter().all(|it| it.name != model),
+                _ => false,
+            };
+            let mut told = told.iter();
+            nodes.retain(|_| told.next().is_some_and(|(_, told)| !lacks(told)));
+        }
+        let remove = |node| inner.ask_store(node, &Asked::Remove(model.to_owned()));
+        let outcome = |(node, told): (String, Result<Told, String>)| match told {
+            Ok(Told::Removed(bytes)) => Outcome::done(node, bytes),
+            Ok(_) => Outcome::not(node, "it speaks another version".to_owned()),
+            Err(reason) => Outcome::not(node, reason),
+        };
+        let told = inner.ask_stores(&nodes, &remove);
+        Ok(told.into_iter().map(outcome).collect())
+    }
+
+    /// Has the nodes of these names, or all that live, get all of a model of this machine. Each
+    /// gets it from all that have parts of it. `progress` hears bytes done and of how many, some
+    /// times a second.
+    ///
+    /// # Errors
+    /// A model that is not on this machine, nodes that there are not.
+    pub fn send(
+        &self,
+        model: &str,
+        names: &[String],
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Vec<Outcome>, String> {
+        let inner = &self.inner;
+        let mut nodes = inner.nodes_named(names)?;
+        nodes.retain(|node| *node != inner.agent.id());
+        let wanted = inner.sent(model)?;
+        let done: Vec<AtomicU64> = nodes.iter().map(|_| AtomicU64::new(0)).collect();
+        let all = wanted.bytes.saturating_mul(nodes.len() as u64);
+        let ensure = |node: NodeId| {
+            let at = nodes.iter().position(|other| *other == node);
+            let told = |bytes: u64| {
+                if let Some(at) = at {
+                    done[at].store(bytes, Ordering::Relaxed);
+                }
+            };
+            copies::ensure(&inner.agent, node, &wanted, &told).map(|()| wanted.bytes)
+        };
+        let told = std::thread::scope(|scope| {
+            let (nodes, ensure) = (&nodes, &ensure);
+            let asked = scope.spawn(move || inner.ask_stores(nodes, ensure));
+            while !asked.is_finished() {
+                progress(done.iter().map(|it| it.load(Ordering::Relaxed)).sum(), all);
+                std::thread::sleep(TELL_EVERY);
+            }
+            let ended = asked.join();
+            ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        let outcome = |(node, told): (String, Result<u64, String>)| match told {
+            Ok(bytes) => Outcome::done(node, bytes),
+            Err(reason) => Outcome::not(node, reason),
+        };
+        Ok(told.into_iter().map(outcome).collect())
+    }
+}
+
+impl Outcome {
+    fn done(node: String, bytes: u64) -> Self {
+        Self {
+            node,
+            bytes: Some(bytes),
+            reason: None,
+        }
+    }
+
+    fn not(node: String, reason: String) -> Self {
+        Self {
+            node,
+            bytes: None,
+            reason: Some(reason),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model(name: &str, bytes: u64, unused_s: Option<u64>) -> Holding {
+        Holding {
+            name: name.to_owned(),
+            bytes,
+            here_bytes: bytes,
+            unused_s,
+            ..Holding::default()
+        }
+    }
+
+    #[test]
+    fn a_spent_budget_says_what_would_free_how_much() {
+        let mut models = [
+            model("new", 3000, Some(5)),
+            model("old", 1000, Some(90)),
+            model("never", 2000, None),
+        ];
+        assert_eq!(may_have(4000, 10_000, &models, "mini"), Ok(()));
+        let refused = may_have(4001, 10_000, &models, "mini").unwrap_err();
+        let order = ["rm never --node mini", "rm old", "rm new"].map(|part| refused.find(part));
+        assert!(order.is_sorted() && order[0].is_some(), "{refused}");
+        assert!(refused.contains("over the disk budget of"), "{refused}");
+        models.iter_mut().for_each(|it| it.is_loaded = true);
+        let refused = may_have(u64::MAX, 10_000, &models, "mini").unwrap_err();
+        assert!(refused.contains("--disk-budget"), "{refused}");
+        assert!(!refused.contains("paceline rm"), "{refused}");
+    }
+
+    #[test]
+    fn copies_are_found_by_their_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).unwrap();
+        write("aa.gguf", b"12345");
+        write("aa.shard", b"12345");
+        write("aa.name", b"mine");
+        write("bb.tree", b"");
+        let part = fs::File::create(dir.path().join("cc.shard")).unwrap();
+        part.set_len(1 << 30).unwrap();
+        let found = copies_in(dir.path());
+        let told: Vec<_> = found
+            .iter()
+            .map(|it| (it.name.as_str(), it.bytes))
+            .collect();
+        assert_eq!(told, [("mine", 5), ("cc", 1 << 30)]);
+        assert!(found[1].here_bytes < 1 << 20, "{found:?}");
+        assert!(found.iter().all(|it| it.is_copy));
+    }
+}
