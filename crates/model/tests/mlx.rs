@@ -49,6 +49,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
         class,
         positions: 256,
         rows: 128,
+        sequences: 2,
         patience: MlxOptions::PATIENCE,
         last_words: MlxOptions::LAST_WORDS,
     }

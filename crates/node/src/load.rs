@@ -40,6 +40,7 @@ impl Wanted<'_> {
                 class,
                 positions: self.engine.cache_positions,
                 rows: self.engine.max_rows,
+                sequences: self.engine.max_running,
                 patience: MlxOptions::PATIENCE,
                 last_words: MlxOptions::LAST_WORDS,
             };

@@ -98,7 +98,7 @@ impl Tally {
 
 impl Step<'_> {
     /// Gathers what the ranks of the stage hold: `mine` is this rank's `(T, columns[rank])`, none
-    /// for no columns; the parts that are not empty, in rank order. They read memory that the next
+    /// for no columns; the parts that are not empty, in rank order, of type `dtype`. They read memory that the next
     /// exchange writes: what is made of them has to be evaluated before it, and is, as part of the
     /// next one's `mine` or of the residual.
     pub(super) fn gather_columns(
@@ -106,8 +106,9 @@ impl Step<'_> {
         links: &Links,
         mine: Option<&Array>,
         columns: &[usize],
+        dtype: Dtype,
     ) -> Result<Vec<Array>, Error> {
-        let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
+        let stream = self.parts.stream;
         let mine = mine.map(|mine| stream.astype(mine, dtype)).transpose()?;
         let rows = self.batch.rows();
         let all = mine.iter().chain([&self.residual]);
