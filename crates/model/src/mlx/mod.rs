@@ -100,6 +100,7 @@ pub struct MlxModel {
     kernels: Arc<Kernels>,
     weight_bytes: Bytes,
     device: String,
+    notes: Vec<String>,
     host: Host<Device>,
     exchanged: Tally,
     /// Numbers caches.
@@ -232,6 +233,7 @@ impl MlxModel {
             dtype,
             weight_bytes,
             device,
+            notes,
         } = host.call(load, hear)??;
         Ok(Self {
             leader: split.leader(),
@@ -244,9 +246,16 @@ impl MlxModel {
             kernels,
             weight_bytes,
             device,
+            notes,
             host,
             exchanged: Tally::default(),
         })
+    }
+
+    /// What its owner should know of it, a line each: weights that MLX holds in another form than
+    /// the file, and a device that is a test bed.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Whether every row is computed by itself, and every product whole.
@@ -285,6 +294,7 @@ struct Facts {
     dtype: Dtype,
     weight_bytes: Bytes,
     device: String,
+    notes: Vec<String>,
 }
 
 impl Device {
@@ -319,8 +329,10 @@ impl Device {
             dtype,
             by_outputs: options.class == KernelClass::MlxExact,
             kept: RefCell::default(),
+            nearest: RefCell::default(),
         };
         let (weights, weight_bytes) = loader.load(tied, progress)?;
+        let notes = loader.notes();
         let constants = Constants::new(&self.stream, config, shard, dtype)?;
         self.loaded = Some((weights, constants));
         let (library, device) = (self.stream.library(), self.stream.device());
@@ -331,6 +343,7 @@ impl Device {
             dtype,
             weight_bytes,
             device: device.trim_end().to_owned(),
+            notes,
         })
     }
 

@@ -147,6 +147,11 @@ impl<'a> Step<'a> {
         layer - self.parts.model.shard.layers.start
     }
 
+    /// What a feed-forward gave that has experts beside it, until it is added.
+    pub(super) const fn aside(&self) -> Option<&Array> {
+        self.aside.as_ref()
+    }
+
     /// Runs all layers.
     pub(super) fn layers(&mut self) -> Result<(), Error> {
         let (weights, shard) = (self.parts.weights, &self.parts.model.shard);

@@ -1,15 +1,16 @@
 //! A rank's weights as MLX's arrays.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_mlx::{Array, Dtype, Quantised, Stream};
+use paceline_mlx::{Array, Device, Dtype, Quantised, Stream};
 
 use super::matrix::{Linear, Matrix};
-use super::stored::{Stored, float, floats};
+use super::stored::{Stored, float, floats, nearest};
 use crate::split::{LeafCut, Shard};
-use crate::weights::Names;
+use crate::weights::{AsStored, Names};
 use crate::{Config, Error, Family, LayerCache, LayerShape, Part, Role, Source};
 
 mod delta_net;
@@ -252,6 +253,16 @@ pub(super) struct Loader<'a> {
     /// What others are converted from, until they are: MLX would write the results to their
     /// memory when nobody else has them, and that is the file's.
     pub(super) kept: RefCell<Vec<Array>>,
+    /// Matrices of types that MLX has no form for, by type.
+    pub(super) nearest: RefCell<BTreeMap<&'static str, Nearest>>,
+}
+
+/// Matrices of a type that MLX has no form for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Nearest {
+    /// What they are held as.
+    form: &'static str,
+    matrices: usize,
 }
 
 impl Loader<'_> {
@@ -438,6 +449,30 @@ impl Loader<'_> {
         })
     }
 
+    /// Notes a matrix of a type that MLX has no form for.
+    fn note(&self, matrix: &AsStored) {
+        let AsStored::Whole(tensor) = matrix else {
+            return;
+        };
+        if let Some(form) = nearest(tensor.block_type) {
+            let mut all = self.nearest.borrow_mut();
+            let own = all.entry(tensor.block_type.name());
+            own.or_insert(Nearest { form, matrices: 0 }).matrices += 1;
+        }
+    }
+
+    /// What whoever loads the model should know of its numbers and their speed, a line each.
+    pub(super) fn notes(&self) -> Vec<String> {
+        let nearest = self.nearest.borrow();
+        let lines = nearest.iter().map(|(name, Nearest { form, matrices })| {
+            format!("mlx has no form for {name}: {matrices} matrices are held as {form}")
+        });
+        let cpu = matches!(self.stream.device(), Device::Cpu).then(|| {
+            "mlx computes on the CPU here: a test bed, far slower than engine cpu".to_owned()
+        });
+        cpu.into_iter().chain(lines).collect()
+    }
+
     /// The rows `mine` of a matrix.
     fn rows(&self, role: Role, shape: [usize; 2], mine: Range<usize>) -> Result<Linear, Error> {
         let bias = match self.names.bias(role, shape[0])? {
@@ -474,7 +509,9 @@ impl Loader<'_> {
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<Matrix, Error> {
-        let (stored, rows) = Stored::new(&self.names.as_stored(role, shape)?, rows);
+        let matrix = self.names.as_stored(role, shape)?;
+        self.note(&matrix);
+        let (stored, rows) = Stored::new(&matrix, rows);
         let stream = self.stream;
         match &stored {
             Stored::Floats(plane) => {
