@@ -97,10 +97,10 @@ impl Tally {
 }
 
 impl Step<'_> {
-    /// Gathers what the ranks of the stage hold: `mine` is this rank's `(T, columns[rank])`, none
-    /// for no columns; the parts that are not empty, in rank order, of type `dtype`. They read memory that the next
-    /// exchange writes: what is made of them has to be evaluated before it, and is, as part of the
-    /// next one's `mine`, of the residual or of what is set aside.
+    /// Gathers what the ranks of the stage hold, in `dtype`: `mine` is this rank's `(T,
+    /// columns[rank])`, none for no columns; the parts that are not empty, in rank order. They read
+    /// memory that the next exchange writes: what is made of them has to be evaluated before it,
+    /// and is, as part of the next one's `mine`, of the residual or of what is set aside.
     pub(super) fn gather_columns(
         &mut self,
         links: &Links,

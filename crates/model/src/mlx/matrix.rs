@@ -70,7 +70,7 @@ impl Matrix {
     }
 
     /// Matrices of one form and shape, `(out, in)` each, as a stack.
-    pub(super) fn stack(stream: &Stream, parts: Vec<Self>) -> Result<Self, Error> {
+    pub(super) fn stack(stream: &Stream, parts: &[Self]) -> Result<Self, Error> {
         let lifted = |array: &Array| {
             let shape: Vec<i32> = std::iter::once(1).chain(array.shape()).collect();
             Ok::<_, Error>(stream.reshape(array, &shape)?)

@@ -267,7 +267,7 @@ impl<'a> Step<'a> {
             Some(links) if model.is_exact() => self.whole_product(links, x, w, cut)?,
             _ => {
                 let part = self.part(x, w)?;
-                self.sum_parts(part)?
+                self.sum_parts(&part)?
             }
         };
         self.delta = match &w.bias {
@@ -288,14 +288,14 @@ impl<'a> Step<'a> {
 
     /// Adds the parts (T, C) of all ranks of the stage, in their order, in f32; of one rank that
     /// part, in the type of activations.
-    fn sum_parts(&mut self, mine: Array) -> Result<Array, Error> {
+    fn sum_parts(&mut self, mine: &Array) -> Result<Array, Error> {
         let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
         let links = self.parts.model.links.as_ref();
         let Some(links) = links.filter(|links| links.stage.size() > 1) else {
-            return Ok(stream.astype(&mine, dtype)?);
+            return Ok(stream.astype(mine, dtype)?);
         };
         let columns = vec![self.parts.model.config.width; links.stage.size() as usize];
-        let parts = self.gather_columns(links, Some(&mine), &columns, dtype)?;
+        let parts = self.gather_columns(links, Some(mine), &columns, dtype)?;
         let mut sum = stream.astype(&parts[0], Dtype::F32)?;
         for part in &parts[1..] {
             sum = stream.add(&sum, &stream.astype(part, Dtype::F32)?)?;
@@ -661,7 +661,7 @@ impl LayerStep for Step<'_> {
     fn experts(&mut self, w: &Layer) -> Result<(), Error> {
         let own = w.experts.as_ref().expect("the family asked");
         let part = self.expert_part(own)?;
-        self.delta = self.sum_parts(part)?;
+        self.delta = self.sum_parts(&part)?;
         Ok(())
     }
 

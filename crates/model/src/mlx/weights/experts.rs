@@ -171,7 +171,7 @@ impl Loader<'_> {
             Ok::<_, Error>(self.stream.reshape(&biases, &sizes)?)
         });
         Ok(Stack {
-            matrices: Matrix::stack(self.stream, matrices)?,
+            matrices: Matrix::stack(self.stream, &matrices)?,
             biases: biases.transpose()?,
         })
     }

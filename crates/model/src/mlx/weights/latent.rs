@@ -79,7 +79,7 @@ impl Loader<'_> {
                 self.matrix(role, shape, 0..shape[0], 0..shape[1])
             });
             let matrices = matrices.collect::<Result<Vec<_>, Error>>()?;
-            self.stacked(matrices)
+            Matrix::stack(self.stream, &matrices)
         };
         Ok([
             stack(Part::KeyUp, [of.rank, of.plain])?,
@@ -105,10 +105,5 @@ impl Loader<'_> {
         let values = self.stream.transpose(&values, &[0, 2, 1])?;
         self.kept.borrow_mut().push(both);
         Ok([Matrix::Float(keys), Matrix::Float(values)])
-    }
-
-    /// Matrices as a stack, of one matrix too.
-    fn stacked(&self, matrices: Vec<Matrix>) -> Result<Matrix, Error> {
-        Matrix::stack(self.stream, matrices)
     }
 }
