@@ -8,6 +8,8 @@
 //! paceline bench model      --engine mlx --against mlx-lm
 //! ```
 //!
+//! All that was seen is in `target/xtask/mlx-gpu-report.md` at the end, to be pasted into an issue.
+//!
 //! MLX is the one that `PACELINE_MLXC` names, else one that `paceline engines install mlx` puts
 //! beside the test models; `mlx-lm` that of `PACELINE_MLX_PYTHON`.
 
@@ -33,11 +35,39 @@ const ALL: [&str; 3] = [
     "an 8B-shaped model on a GPU and its memory's limit",
 ];
 
-/// Runs all of it.
+/// Runs all of it and writes the report.
 ///
 /// # Errors
-/// When paceline cannot be built.
+/// When paceline cannot be built, or the report not be written.
 pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let mut said = Vec::new();
+    let tally = checks(&mut |line: &str| {
+        said.push(line.to_owned());
+        see(line);
+    })?;
+    let path = process::log_path("mlx-gpu").with_file_name("mlx-gpu-report.md");
+    std::fs::write(&path, report(&said, &tally))?;
+    see(&format!("report to paste: {}", path.display()));
+    Ok(tally)
+}
+
+/// What an owner of a GPU pastes: the system, every line that was shown, and the counts.
+fn report(said: &[String], tally: &Tally) -> String {
+    let (system, processor) = (std::env::consts::OS, std::env::consts::ARCH);
+    let (passed, failed, skipped) = (tally.passed, tally.failed, tally.skips.len());
+    let skips = tally.skips.iter();
+    let skips = skips.map(|skip| format!("- skipped {}: {}\n", skip.name, skip.reason));
+    let failures = tally.failures.iter();
+    let failures = failures.map(|name| format!("- failed {name}\n"));
+    let names: String = failures.chain(skips).collect();
+    format!(
+        "# MLX on a GPU\n\n{system} {processor}: {passed} passed, {failed} failed, {skipped} \
+         skipped\n\n{names}\n```text\n{}\n```\n",
+        said.join("\n")
+    )
+}
+
+fn checks(see: &mut impl FnMut(&str)) -> Result<Tally> {
     let binary = sdk::build(see)?;
     let library = match gpu(&binary, see) {
         Ok(library) => library,
@@ -180,6 +210,21 @@ fn judge(measured: &Value, see: &mut impl FnMut(&str)) -> Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_report_names_what_failed_and_what_was_skipped() {
+        let mut tally = Tally::check("one", true);
+        tally.add(Tally::failure("two"));
+        tally.add(Tally::skip("three", "no GPU"));
+        let text = report(&["a line".to_owned()], &tally);
+        for part in [
+            "1 passed, 1 failed, 1 skipped",
+            "- failed two\n- skipped three: no GPU\n",
+            "```text\na line\n```",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
 
     #[test]
     fn both_bars_count() {

@@ -33,11 +33,13 @@
 mod array;
 mod end;
 mod error;
+mod gathered;
 mod library;
 mod limits;
 mod memory;
 mod ops;
 mod places;
+mod pointwise;
 mod stream;
 pub mod table;
 mod whole;

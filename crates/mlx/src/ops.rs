@@ -17,7 +17,7 @@ pub enum QuantisedMode {
 }
 
 impl QuantisedMode {
-    const fn name(self) -> &'static CStr {
+    pub(crate) const fn name(self) -> &'static CStr {
         match self {
             Self::Affine => c"affine",
             Self::Mxfp4 => c"mxfp4",
@@ -25,7 +25,8 @@ impl QuantisedMode {
     }
 }
 
-/// A quantised matrix: rows of packed values with their scales.
+/// A quantised matrix: rows of packed values with their scales. A stack of matrices has a size more
+/// in front of each shape.
 #[derive(Clone, Debug)]
 pub struct Quantised {
     /// `(out, in * bits / 32)`, 32 bits each.
@@ -58,21 +59,21 @@ const NO_FLOAT: OptionalFloat = OptionalFloat {
     has_value: false,
 };
 
-const fn int(value: i32) -> OptionalInt {
+pub(crate) const fn int(value: i32) -> OptionalInt {
     OptionalInt {
         value,
         has_value: true,
     }
 }
 
-fn handle(array: Option<&Array>) -> Handle {
+pub(crate) fn handle(array: Option<&Array>) -> Handle {
     array.map_or(Handle::NONE, |array| array.handle)
 }
 
 // SAFETY of the blocks in this file: handles are live for as long as the arrays, lists are as
 // long as is said, and the result is written to a handle of nothing.
 impl Stream {
-    fn op(
+    pub(crate) fn op(
         &self,
         name: &'static str,
         call: impl FnOnce(*mut Handle) -> c_int,
@@ -414,8 +415,9 @@ impl Stream {
         })
     }
 
-    /// Softmax of scaled scores times values: `q (1, heads, rows, head)`, `k` and `v
-    /// (1, kv heads, keys, head)`; as `q`.
+    /// Softmax of scaled scores times values: `q (1, heads, rows, head)`, `k (1, kv heads, keys,
+    /// head)`, `v (1, kv heads, keys, value)`; `(1, heads, rows, value)`. `sinks (heads,)`: a
+    /// score of each head that has no value.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -424,6 +426,7 @@ impl Stream {
         [q, k, v]: [&Array; 3],
         scale: f32,
         mask: Mask<'_>,
+        sinks: Option<&Array>,
     ) -> Result<Array, Error> {
         let f = self.library.table().fast_scaled_dot_product_attention;
         let (mode, array) = match mask {
@@ -441,7 +444,7 @@ impl Stream {
                 scale,
                 mode.as_ptr(),
                 handle(array),
-                Handle::NONE,
+                handle(sinks),
                 false,
                 self.handle,
             )

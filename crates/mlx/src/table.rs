@@ -1,6 +1,6 @@
 //! The C functions that are used, with their types.
 //!
-//! Version 2 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
+//! Version 3 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
 //! version of its own to ask for, so what is checked at load is MLX's. All of mlx-c's handles are
 //! structures of one pointer, passed by value; functions return 0, or another number after the
 //! error handler was called.
@@ -142,26 +142,44 @@ table! {
 
     // ops.h
     add: fn(Out, Handle, Handle, Handle) -> c_int;
+    argsort_axis: fn(Out, Handle, c_int, Handle) -> c_int;
     astype: fn(Out, Handle, c_int, Handle) -> c_int;
     concatenate_axis: fn(Out, Handle, c_int, Handle) -> c_int;
     contiguous: fn(Out, Handle, bool, Handle) -> c_int;
+    cumsum_axis: fn(Out, Handle, c_int, bool, bool, OptionalDtype, Handle) -> c_int;
     dequantize: fn(
         Out, Handle, Handle, Handle, OptionalInt, OptionalInt, *const c_char, Handle,
         OptionalDtype, Handle
     ) -> c_int;
+    divide: fn(Out, Handle, Handle, Handle) -> c_int;
+    exp: fn(Out, Handle, Handle) -> c_int;
+    gather_mm: fn(Out, Handle, Handle, Handle, Handle, bool, Handle) -> c_int;
+    gather_qmm: fn(
+        Out, Handle, Handle, Handle, Handle, Handle, Handle, bool, OptionalInt, OptionalInt,
+        *const c_char, bool, Handle
+    ) -> c_int;
+    less: fn(Out, Handle, Handle, Handle) -> c_int;
+    logaddexp: fn(Out, Handle, Handle, Handle) -> c_int;
     matmul: fn(Out, Handle, Handle, Handle) -> c_int;
+    maximum: fn(Out, Handle, Handle, Handle) -> c_int;
+    minimum: fn(Out, Handle, Handle, Handle) -> c_int;
     multiply: fn(Out, Handle, Handle, Handle) -> c_int;
     power: fn(Out, Handle, Handle, Handle) -> c_int;
     quantized_matmul: fn(
         Out, Handle, Handle, Handle, Handle, bool, OptionalInt, OptionalInt, *const c_char, Handle
     ) -> c_int;
     reshape: fn(Out, Handle, Ints, usize, Handle) -> c_int;
+    rsqrt: fn(Out, Handle, Handle) -> c_int;
     sigmoid: fn(Out, Handle, Handle) -> c_int;
     slice: fn(Out, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
     slice_update:
         fn(Out, Handle, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
-    take_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
+    softmax_axis: fn(Out, Handle, c_int, bool, Handle) -> c_int;
+    subtract: fn(Out, Handle, Handle, Handle) -> c_int;
     sum: fn(Out, Handle, bool, Handle) -> c_int;
+    sum_axis: fn(Out, Handle, c_int, bool, Handle) -> c_int;
+    take_along_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
+    take_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
     tanh: fn(Out, Handle, Handle) -> c_int;
     transpose_axes: fn(Out, Handle, Ints, usize, Handle) -> c_int;
     zeros: fn(Out, Ints, usize, c_int, Handle) -> c_int;

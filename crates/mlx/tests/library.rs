@@ -7,7 +7,10 @@ mod build;
 
 use std::path::{Path, PathBuf};
 
-use paceline_mlx::{Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Stream};
+use paceline_mlx::{
+    Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Quantised, QuantisedMode,
+    Stream,
+};
 
 /// A stream of the library that `PACELINE_MLXC` names, or a line that says why a test is
 /// skipped.
@@ -247,12 +250,89 @@ fn attention_of_one_key_is_its_value() {
     let q = stream.array_f32(&[1.0; 16], &[1, 2, 1, 8]).unwrap();
     let v: Vec<f32> = (0..8).map(|i| i as f32).collect();
     let v = stream.array_f32(&v, &[1, 1, 1, 8]).unwrap();
-    let out = stream.attention([&q, &v, &v], 0.5, Mask::Causal).unwrap();
+    let out = stream
+        .attention([&q, &v, &v], 0.5, Mask::Causal, None)
+        .unwrap();
     assert_eq!(out.shape(), [1, 2, 1, 8]);
     assert_eq!(
         values(&stream, &out)[8..],
         [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     );
+}
+
+/// Products with chosen matrices of a stack are those with each by itself, plain and quantised.
+#[test]
+fn gathered_products_are_those_of_each_matrix() {
+    let Some(stream) = stream("mlx gathered products") else {
+        return;
+    };
+    let matrices: Vec<f32> = (0..12).map(|i| i as f32).collect();
+    let stack = stream.array_f32(&matrices, &[3, 2, 2]).unwrap();
+    let x = stream.array_f32(&[1.0, 10.0], &[1, 1, 1, 2]).unwrap();
+    let chosen = stream.array_u32(&[2, 0], &[1, 2]).unwrap();
+    let out = stream.gathered_matmul(&x, &stack, &chosen, false).unwrap();
+    assert_eq!(out.shape(), [1, 2, 1, 2]);
+    assert_eq!(values(&stream, &out), [108.0, 119.0, 20.0, 31.0]);
+
+    // Two matrices (1, 32) of 8 bits: all values 1, and all values 3.
+    let packed = [[1u8; 32], [3; 32]].concat();
+    let ones = stream.array_f32(&[1.0, 1.0], &[2, 1, 1]).unwrap();
+    let quantised = Quantised {
+        packed: stream.array(&packed, &[2, 1, 8], Dtype::U32).unwrap(),
+        scales: ones.clone(),
+        biases: Some(stream.zeros(&[2, 1, 1], Dtype::F32).unwrap()),
+        group: 32,
+        bits: 8,
+        mode: QuantisedMode::Affine,
+    };
+    let x = stream.array_f32(&[1.0; 32], &[1, 1, 1, 32]).unwrap();
+    let chosen = stream.array_u32(&[0, 1], &[1, 2]).unwrap();
+    let product = stream.gathered_quantised_matmul(&x, &quantised, &chosen, true);
+    let product = product.unwrap();
+    assert_eq!(product.shape(), [1, 2, 1, 1]);
+    assert_eq!(values(&stream, &product), [32.0, 96.0]);
+}
+
+/// Choices with ties go to the first; sums, limits and logarithms are what they say.
+#[test]
+fn routers_and_recurrent_layers_have_their_operations() {
+    let Some(stream) = stream("mlx operations of routers") else {
+        return;
+    };
+    let array = |values: &[f32]| stream.array_f32(values, &[1, values.len() as i32]).unwrap();
+    let scores = array(&[-2.0, -5.0, -2.0, -5.0]);
+    let order = stream.argsort(&scores, 1).unwrap();
+    assert_eq!(order.dtype(), Dtype::U32);
+    assert_eq!(values(&stream, &order), [1.0, 3.0, 0.0, 2.0]);
+    let sorted = stream.take_along(&scores, &order, 1).unwrap();
+    assert_eq!(values(&stream, &sorted), [-5.0, -5.0, -2.0, -2.0]);
+    let sums = stream.running_sum(&scores, 1).unwrap();
+    assert_eq!(values(&stream, &sums), [-2.0, -7.0, -9.0, -14.0]);
+    assert_eq!(
+        values(&stream, &stream.sum_along(&scores, 1).unwrap()),
+        [-14.0]
+    );
+    let zero = stream.scalar(0.0, Dtype::F32).unwrap();
+    let soft = stream.log_add_exp(&array(&[200.0, 0.0]), &zero).unwrap();
+    let soft = values(&stream, &soft);
+    assert_eq!(soft[0], 200.0);
+    assert!((soft[1] - std::f32::consts::LN_2).abs() < 1e-6, "{soft:?}");
+    let shares = values(&stream, &stream.softmax(&array(&[1.0, 1.0]), 1).unwrap());
+    assert_eq!(shares, [0.5, 0.5]);
+    let (a, b) = (array(&[4.0, 9.0]), array(&[2.0, 16.0]));
+    for (got, expected) in [
+        (stream.subtract(&a, &b), [2.0, -7.0]),
+        (stream.divide(&a, &b), [2.0, 0.5625]),
+        (stream.maximum(&a, &b), [4.0, 16.0]),
+        (stream.minimum(&a, &b), [2.0, 9.0]),
+        (stream.less(&a, &b), [0.0, 1.0]),
+        (stream.rsqrt(&b), [0.707_106_77, 0.25]),
+        (stream.exp(&stream.subtract(&a, &a).unwrap()), [1.0, 1.0]),
+    ] {
+        let got = values(&stream, &got.unwrap());
+        let near = got.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-6);
+        assert!(near, "{got:?}, expected {expected:?}");
+    }
 }
 
 #[test]

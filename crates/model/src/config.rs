@@ -71,6 +71,12 @@ pub(crate) const MAX_USED: usize = 32;
 /// Most groups of experts: several times those of published models (at most 8).
 pub(crate) const MAX_GROUPS: usize = 64;
 
+/// Least sum that the weights of experts are divided by: llama.cpp's, the smallest normal half.
+pub(crate) const LEAST_SUM: f32 = 6.103_515_6e-5;
+
+/// Slope of the clamped gate of gpt-oss.
+pub(crate) const CLAMP_SLOPE: f32 = 1.702;
+
 /// How a router's scores become the weights of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gating {
@@ -416,6 +422,9 @@ impl Config {
         if family.may_correct_choices() {
             config.find_corrections(source)?;
         }
+        if family.has_delta_nets() {
+            config.find_norm_form(source)?;
+        }
         let widest = config.layers.iter().map(|layer| layer.ffn).max();
         let widest = widest.unwrap_or(config.ffn);
         config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
@@ -493,6 +502,21 @@ impl Config {
                 let role = Role::Layer(i, Part::RouterChoice);
                 experts.corrected = source.opt_weight(family, role)?.is_some();
             }
+        }
+        Ok(())
+    }
+
+    /// MLX's folders of delta nets have norm weights as they are, not as offsets from 1: told by
+    /// their convolutions, whose taps lie before the 1.
+    fn find_norm_form(&mut self, source: &Source) -> Result<(), Error> {
+        let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
+        let Some(layer) = self.layers.iter().position(is_net) else {
+            return Ok(());
+        };
+        let conv = source.opt_weight(self.family, Role::Layer(layer, Part::DeltaConv))?;
+        let turned = |shape: &[usize]| matches!(shape, [_, taps, 1] if *taps > 1);
+        if conv.is_some_and(|conv| turned(&conv.shape)) {
+            self.norm_offset = 0.0;
         }
         Ok(())
     }

@@ -89,24 +89,27 @@ pub enum Error {
         /// What is wrong with it.
         what: &'static str,
     },
-    /// The engine computes no mixtures of experts.
-    #[error("engine {engine} does not compute mixtures of experts")]
-    Experts {
-        /// Who was asked.
-        engine: &'static str,
-    },
-    /// The engine does not compute models of a family.
-    #[error("engine {engine} does not compute models of the family {family}")]
-    Family {
+    /// A kernel class is for models whose layers are all alike and dense.
+    #[error(
+        "kernel class {class} does not compute models of the family {family}, whose layers have \
+         experts, states or sizes of their own"
+    )]
+    FamilyClass {
         /// The name of the family.
         family: &'static str,
+        /// What was asked for.
+        class: KernelClass,
+    },
+    /// The engine has no such recurrent layers.
+    #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
+    Recurrence {
         /// The engine that was asked.
         engine: &'static str,
     },
-    /// The engine computes with layers of one shape only.
-    #[error("engine {engine} does not compute models whose layers differ in heads or cache")]
-    LayersDiffer {
-        /// Who was asked.
+    /// Matrices that are computed with together are stored in different forms.
+    #[error("engine {engine} needs the experts or heads of a layer in one storage type")]
+    MixedForms {
+        /// The engine that was asked.
         engine: &'static str,
     },
     /// Positions beyond those that a sparse attention's indexer takes all of.

@@ -17,7 +17,7 @@ use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
 
 mod delta_net;
 
-pub(crate) use delta_net::DeltaNet;
+pub(crate) use delta_net::{DeltaNet, PartRows, Places};
 
 pub(crate) use latent::Latent;
 
@@ -326,7 +326,12 @@ impl Names<'_> {
     }
 
     /// The bias `(n,)` of one expert's matrix.
-    fn expert_bias(&self, role: Role, nth: Nth, n: usize) -> Result<Option<Vec<f32>>, Error> {
+    pub(crate) fn expert_bias(
+        &self,
+        role: Role,
+        nth: Nth,
+        n: usize,
+    ) -> Result<Option<Vec<f32>>, Error> {
         let Some((biases, first, step)) = self.source.expert_biases(self.family(), role)? else {
             return match self.family().has_sinks_and_biases() {
                 true => self.source.bias(self.family(), role).map(|_| None),
@@ -343,7 +348,7 @@ impl Names<'_> {
     }
 
     /// A vector `(n,)` of finite numbers.
-    fn finite(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
+    pub(crate) fn finite(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         let values = vector(&tensor, n)?;
         match values.iter().find(|value| !value.is_finite()) {
@@ -357,7 +362,7 @@ impl Names<'_> {
 
     /// Refuses a router `(experts, C)` whose weights or biases are not numbers: its choice would
     /// depend on the processor.
-    fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+    pub(crate) fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.as_stored(role, shape)?;
         let bad = |values: &[f32]| values.iter().copied().find(|x| !x.is_finite());
         let mut row = vec![0.0; shape[1]];
@@ -377,7 +382,7 @@ impl Names<'_> {
     }
 
     /// Whether heads have norms.
-    fn norms_heads(&self, layer: usize) -> Result<bool, Error> {
+    pub(crate) fn norms_heads(&self, layer: usize) -> Result<bool, Error> {
         match self.config.head_norms {
             Some(norms) => Ok(norms),
             None => {
@@ -399,8 +404,16 @@ impl Names<'_> {
         Ok(weights)
     }
 
+    /// The weights of the norm before a router of its own, and what it is divided by.
+    pub(crate) fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
+        let width = self.config.width;
+        let scale = self.finite(Role::Layer(layer, Part::RouterScale), width)?;
+        let root = 1.0 / (width as f32).sqrt();
+        Ok(scale.into_iter().map(|x| x * root).collect())
+    }
+
     /// The factor of a layer's residual, where the file has one.
-    fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
+    pub(crate) fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
         let role = Role::Layer(layer, Part::OutputScale);
         match self.source.opt_weight(self.family(), role)? {
             None => Ok(None),
@@ -708,7 +721,10 @@ impl Loader<'_> {
                 .corrected
                 .then(|| self.names.finite(role(Part::RouterChoice), of.count))
                 .transpose()?,
-            router_norm: of.scaled.then(|| self.router_norm(layer)).transpose()?,
+            router_norm: of
+                .scaled
+                .then(|| self.names.router_norm(layer))
+                .transpose()?,
             scales: of
                 .scaled
                 .then(|| self.names.finite(role(Part::ExpertScales), of.count))
@@ -732,16 +748,6 @@ impl Loader<'_> {
                 got,
             }),
         }
-    }
-
-    /// The weights of the norm before a router of its own, and what it is divided by.
-    fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
-        let width = self.config.width;
-        let scale = self
-            .names
-            .finite(Role::Layer(layer, Part::RouterScale), width)?;
-        let root = 1.0 / (width as f32).sqrt();
-        Ok(scale.into_iter().map(|x| x * root).collect())
     }
 
     /// Packs all of a matrix; `as_f32` whatever the class.

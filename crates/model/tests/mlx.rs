@@ -15,7 +15,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::compare::{argmax, gap, max_abs_diff, relative_rms};
-use common::hf::{FOLDERS, MLX_FOLDERS, golden_logits};
+use common::hf::{
+    DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS, MLX_EXPERT_FOLDERS, MLX_FOLDERS, golden_logits,
+};
 use common::places::{PATIENCE, Place, places};
 use common::runner::Runner;
 use common::schedule::bits;
@@ -75,6 +77,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
         class,
         positions: 256,
         rows: 128,
+        sequences: 2,
         patience: MlxOptions::PATIENCE,
         last_words: MlxOptions::LAST_WORDS,
     }
@@ -118,7 +121,8 @@ fn class_mlx_f32_agrees_with_transformers() {
     let Some(library) = library("class mlx-f32 agrees with transformers") else {
         return;
     };
-    for name in FOLDERS {
+    let more = EXPERT_FOLDERS.into_iter().chain(DELTA_FOLDERS);
+    for name in FOLDERS.into_iter().chain(more) {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         let (prompt, greedy) = (ids(&json, "prompt"), ids(&json, "greedy"));
         let tolerance = 8.0 * number(&json, &["max_abs_diff", "f64_matmul"]);
@@ -163,6 +167,37 @@ fn class_mlx_agrees_within_the_rounding_of_activations() {
     }
 }
 
+/// The same of layers with experts and states. A rounded activation may turn a choice of experts,
+/// which moves all of a row: so it is the row in the middle that is held to the rounding.
+#[test]
+fn class_mlx_agrees_within_the_rounding_of_activations_with_experts() {
+    let Some(library) = library("class mlx with experts agrees with transformers") else {
+        return;
+    };
+    if apart("class_mlx_agrees_within_the_rounding_of_activations_with_experts") {
+        return;
+    }
+    for name in EXPERT_FOLDERS.into_iter().chain(DELTA_FOLDERS) {
+        let json = golden_json(&format!("hf/{name}.golden.json"));
+        let prompt = ids(&json, "prompt");
+        let model = mlx(&library, &golden(&format!("hf/{name}")), KernelClass::Mlx);
+        let rows = Runner::of(model, prompt.len()).all(&prompt);
+        let pairs = rows.iter().zip(golden_logits(name));
+        let mut far: Vec<f64> = pairs
+            .map(|(got, expected)| relative_rms(got, &expected))
+            .collect();
+        far.sort_by(f64::total_cmp);
+        let middle = far[far.len() / 2];
+        println!("{name} mlx: the middle row within {middle:.3e} of its size");
+        let tolerance = if name.contains("bf16") || name.contains("mxfp4") {
+            0.15
+        } else {
+            1e-4
+        };
+        assert!(middle <= tolerance, "{name}: {middle:.3e}");
+    }
+}
+
 /// The folders of `tests-data/golden/mlx`, which MLX itself has computed in float32: the same
 /// kernels on the same groups.
 #[test]
@@ -170,7 +205,7 @@ fn folders_that_mlx_quantised_give_its_logits() {
     let Some(library) = library("folders that mlx quantised give its logits") else {
         return;
     };
-    for name in MLX_FOLDERS {
+    for name in MLX_FOLDERS.into_iter().chain(MLX_EXPERT_FOLDERS) {
         let json = golden_json(&format!("mlx/{name}.golden.json"));
         let prompt = ids(&json, "prompt");
         let file = golden(&format!("mlx/{name}.golden.safetensors"));
@@ -237,6 +272,18 @@ fn blocks_of_gguf_files_give_the_logits_of_naive() {
         (Family::Llama, BlockType::F16, 1e-5),
         (Family::Qwen3, BlockType::Q4_K, 0.02),
         (Family::Gemma3, BlockType::Q6_K, 0.2),
+        (Family::Mixtral, BlockType::Q5_1, 1e-4),
+        (Family::Qwen2Moe, BlockType::Q4_1, 1e-4),
+        (Family::Qwen3Moe, BlockType::Q4_0, 1e-4),
+        (Family::GptOss, BlockType::MXFP4_SPLIT, 1e-4),
+        (Family::Glm4Moe, BlockType::Q5_0, 1e-4),
+        (Family::MiniMaxM2, BlockType::Q8_0, 1e-4),
+        (Family::DeepSeek, BlockType::Q8_0, 1e-4),
+        (Family::DeepSeek, BlockType::Q5_1, 1e-4), // keys and values expanded by one matrix
+        (Family::Qwen3Next, BlockType::F32, 1e-4),
+        (Family::Qwen35, BlockType::Q8_0, 1e-4),
+        (Family::Qwen35Moe, BlockType::Q4_0, 1e-4),
+        (Family::Gemma4, BlockType::Q8_0, 1e-4),
     ] {
         let tiny = Tiny::new(family, block_type);
         tiny.write(&path);
@@ -500,6 +547,121 @@ fn splits_agree_with_one_rank() {
             println!("{} {classes:?}: {far:.1e} from cpu-f32", family.name());
             assert!(far <= 5e-3, "{} {classes:?}: {far:.1e}", family.name());
         }
+    }
+}
+
+/// Experts, latent attention, states and layers of many sizes: two stages give the bits of one
+/// rank, two ranks of a stage its logits but for the order of their sums, and a stage on the CPU
+/// what class `cpu-f32` gives.
+#[test]
+fn splits_of_every_kind_of_layer_agree_with_one_rank() {
+    use KernelClass::{CpuF32, MlxF32};
+    let Some(library) = library("splits of mlx of every kind of layer") else {
+        return;
+    };
+    if apart("splits_of_every_kind_of_layer_agree_with_one_rank") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for family in [
+        Family::Qwen3Moe,
+        Family::GptOss,
+        Family::MiniMaxM2,
+        Family::DeepSeek,
+        Family::Qwen35Moe,
+        Family::Gemma4,
+    ] {
+        let (path, name) = (dir.path().join(family.name()), family.name());
+        Tiny::new(family, BlockType::Q8_0).write(&path);
+        let run = |kind: &str, classes: &[KernelClass]| split(&path, kind, classes, &library);
+        let alone = run("pipeline", &[MlxF32]);
+        let stages = run("pipeline", &[MlxF32; 2]);
+        assert_eq!(stages, alone, "{name}: pipeline of 2");
+        let far = furthest(&run("tensor", &[MlxF32; 2]), &alone);
+        println!("{name} tensor of 2: {far:.1e}");
+        assert!(far <= 1e-4, "{name} tensor: {far:.1e}");
+        let naive = run("pipeline", &[CpuF32]);
+        let far = furthest(&run("pipeline", &[CpuF32, MlxF32]), &naive);
+        println!("{name} [cpu-f32, mlx-f32]: {far:.1e} from cpu-f32");
+        assert!(far <= 1e-4, "{name} [cpu-f32, mlx-f32]: {far:.1e}");
+    }
+}
+
+/// Rows that are taken back are computed anew: a state is that of what came after.
+#[test]
+fn rows_of_a_delta_net_can_be_taken_back() {
+    let Some(library) = library("mlx rows of a delta net are taken back") else {
+        return;
+    };
+    if apart("rows_of_a_delta_net_can_be_taken_back") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qwen35.gguf");
+    let tiny = Tiny::new(Family::Qwen35, BlockType::F32);
+    tiny.write(&path);
+    let tokens = tiny.tokens(150, 5);
+    let model = mlx(&library, &path, KernelClass::MlxF32);
+    let expected = Runner::of(Arc::clone(&model), tokens.len()).all(&tokens);
+    let mut runner = Runner::on_pages(Arc::clone(&model), tokens.len(), vec![2, 0, 1]);
+    runner.last(&tokens[..60], 0);
+    // Guesses over the end of a page, all of them wrong.
+    runner.last(&[1, 2, 3, 4, 5, 6, 7], 60);
+    for (from, to) in [(60, 63), (63, 64), (64, 66), (66, 150)] {
+        let row = runner.last(&tokens[from..to], from);
+        let far = relative_rms(&row, &expected[to - 1]);
+        assert!(far < 1e-4, "rows {from} to {to}: {far:.1e}");
+    }
+}
+
+/// Weights in another form than the file's are told, and so is a device that is a test bed.
+#[test]
+fn what_the_owner_should_know_is_told() {
+    let Some(library) = library("mlx tells what it converts") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for (block_type, told) in [
+        (BlockType::Q8_0, None),
+        (
+            BlockType::Q4_K,
+            Some("mlx has no form for Q4_K: 16 matrices are held as 4 bits in groups of 32"),
+        ),
+        (
+            BlockType::Q6_K,
+            Some("mlx has no form for Q6_K: 16 matrices are held as 8 bits in groups of 32"),
+        ),
+    ] {
+        Tiny::new(Family::Llama, block_type).write(&path);
+        let model = try_mlx(&path, options(&library, KernelClass::Mlx)).unwrap();
+        let on_cpu = model.device().contains(" cpu");
+        let bed = model.notes().iter().any(|note| note.contains("test bed"));
+        assert_eq!(bed, on_cpu, "{}: {:?}", model.device(), model.notes());
+        let found = model.notes().iter().find(|note| note.contains("no form"));
+        match (found, told) {
+            (Some(note), Some(told)) => assert!(note.starts_with(told), "{note}"),
+            (found, told) => assert_eq!(found.is_some(), told.is_some(), "{block_type}"),
+        }
+    }
+}
+
+#[test]
+fn class_mlx_exact_is_refused_by_name_where_layers_differ() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for family in Family::ALL {
+        if Family::DENSE.contains(&family) {
+            continue;
+        }
+        Tiny::new(family, BlockType::Q8_0).write(&path);
+        let nowhere = options(Path::new("/none"), KernelClass::MlxExact);
+        let error = try_mlx(&path, nowhere).unwrap_err().to_string();
+        let told = format!(
+            "kernel class mlx-exact does not compute models of the family {}, whose",
+            family.name()
+        );
+        assert!(error.starts_with(&told), "{error}");
     }
 }
 

@@ -50,6 +50,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         class: KernelClass::Mlx,
         positions: 64,
         rows: 8,
+        sequences: 1,
         patience: Duration::from_millis(200),
         last_words: Duration::from_millis(500),
     };

@@ -9,6 +9,7 @@ use paceline_model::{
     Weights,
 };
 use paceline_tensor::{Kernels, KvType};
+use tracing::warn;
 
 /// What is to be loaded, and how.
 #[derive(Clone, Copy, Debug)]
@@ -40,11 +41,15 @@ impl Wanted<'_> {
                 class,
                 positions: self.engine.cache_positions,
                 rows: self.engine.max_rows,
+                sequences: self.engine.max_running,
                 patience: MlxOptions::PATIENCE,
                 last_words: MlxOptions::LAST_WORDS,
             };
             let source = Arc::clone(self.source);
             let model = MlxModel::load(source, split, rank, options, kernels, progress)?;
+            for note in model.notes() {
+                warn!(rank = rank.0, "{note}");
+            }
             return Ok(match links {
                 Some(links) => Arc::new(model.link(links)),
                 None => Arc::new(model),

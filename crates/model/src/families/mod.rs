@@ -321,17 +321,12 @@ impl Family {
 
     /// Whether half precision is too narrow for its activations.
     pub(crate) const fn needs_wide_activations(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Gemma4)
+        matches!(self, Self::Gemma3 | Self::Gemma4 | Self::GptOss)
     }
 
     /// Whether the output head is the embedding where `config.json` does not say.
     pub(crate) const fn is_usually_tied(self) -> bool {
         matches!(self, Self::Gemma3 | Self::Gemma4)
-    }
-
-    /// Whether MLX computes it; of families with experts none.
-    pub(crate) const fn runs_on_mlx(self) -> bool {
-        !matches!(self, Self::Gemma4) && !self.has_delta_nets()
     }
 
     /// Names of the family's weights in files.

@@ -1,10 +1,11 @@
-//! Keys and values of all pages, as MLX's arrays.
+//! What layers keep of all pages, as MLX's arrays.
 //!
-//! One pair of arrays per layer, `(1, K, pages * 64, D)`: position `i` of a page `p` is row
-//! `64 p + i`. Pages that follow one another are one run of rows, so a sequence that has such
-//! pages (the only one of an engine always does, at first) is read in place and written by one
+//! Of keys and values one pair of arrays per layer, `(1, K, pages * 64, D)`: position `i` of a page
+//! `p` is row `64 p + i`. Pages that follow one another are one run of rows, so a sequence that has
+//! such pages (the only one of an engine always does, at first) is read in place and written by one
 //! update; of others the rows are gathered. Whole pages move between sequences by their numbers
-//! alone, as everywhere.
+//! alone, as everywhere. Latent attention keeps one such array, a gated delta net arrays for each
+//! page ([`DeltaPages`]).
 
 use std::ops::Range;
 
@@ -13,56 +14,117 @@ use paceline_tensor::PAGE;
 
 use crate::Error;
 
-/// Keys and values.
+mod delta;
+
+pub(super) use delta::{DeltaPages, DeltaSizes};
+
+/// What all layers of a rank keep.
 #[derive(Debug)]
 pub(super) struct Cache {
-    /// `(1, K, pages * PAGE, D)` for each layer: keys, then values.
-    layers: Vec<[Array; 2]>,
-    heads: i32,
-    head_dim: i32,
+    layers: Vec<Kept>,
+}
+
+/// What a layer keeps.
+#[derive(Debug)]
+enum Kept {
+    /// Nothing: it looks at another's, or this rank has none of its heads.
+    Nothing,
+    /// `(1, K, pages * PAGE, D)` and `(1, K, pages * PAGE, E)`: keys and values.
+    Rows([Array; 2]),
+    /// `(1, 1, pages * PAGE, R + P)`: keys, whose first R numbers are the value.
+    Latent(Array, i32),
+    Delta(DeltaPages),
 }
 
 /// What a cache is for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Shape {
-    pub(super) layers: usize,
-    pub(super) heads: usize,
-    pub(super) head_dim: usize,
+    pub(super) layers: Vec<LayerSizes>,
     pub(super) pages: usize,
     pub(super) dtype: Dtype,
 }
 
+/// Sizes of what a layer keeps of each position or page, of this rank's heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LayerSizes {
+    /// Nothing.
+    Nothing,
+    /// Keys and values: heads, elements of a key and of a value.
+    Rows {
+        heads: usize,
+        key: usize,
+        value: usize,
+    },
+    /// A key that all heads share, and how much of it is the value.
+    Latent { key: usize, value: usize },
+    /// The states of a gated delta net on so many pages, in f32.
+    Delta { pages: usize, of: DeltaSizes },
+}
+
 impl Shape {
     /// Bytes of all of it.
-    pub(super) const fn bytes(&self) -> u64 {
-        let values = self.heads * self.head_dim * self.pages * PAGE;
-        (2 * self.layers * values * self.dtype.bytes()) as u64
+    pub(super) fn bytes(&self) -> u64 {
+        let rows = (self.pages * PAGE * self.dtype.bytes()) as u64;
+        let bytes = self.layers.iter().map(|layer| match *layer {
+            LayerSizes::Nothing => 0,
+            LayerSizes::Rows { heads, key, value } => rows * (heads * (key + value)) as u64,
+            LayerSizes::Latent { key, .. } => rows * key as u64,
+            LayerSizes::Delta { pages, of } => pages as u64 * of.page_bytes(),
+        });
+        bytes.sum()
     }
 }
 
 impl Cache {
     /// Zeros; the memory is taken at once.
-    pub(super) fn new(stream: &Stream, shape: Shape) -> Result<Self, Error> {
-        let rows = shape.pages * PAGE;
-        let sizes = [1, shape.heads as i32, rows as i32, shape.head_dim as i32];
-        let zeros = || stream.zeros(&sizes, shape.dtype);
-        let layers = if shape.heads == 0 { 0 } else { shape.layers };
-        let layers: Result<Vec<_>, Error> = (0..layers).map(|_| Ok([zeros()?, zeros()?])).collect();
+    pub(super) fn new(stream: &Stream, shape: &Shape) -> Result<Self, Error> {
+        let rows = (shape.pages * PAGE) as i32;
+        let zeros = |heads: usize, dim: usize| {
+            stream.zeros(&[1, heads as i32, rows, dim as i32], shape.dtype)
+        };
+        let layers = shape.layers.iter().map(|layer| {
+            Ok(match *layer {
+                LayerSizes::Nothing => Kept::Nothing,
+                LayerSizes::Rows { heads, key, value } => {
+                    Kept::Rows([zeros(heads, key)?, zeros(heads, value)?])
+                }
+                LayerSizes::Latent { key, value } => Kept::Latent(zeros(1, key)?, value as i32),
+                LayerSizes::Delta { pages, of } => Kept::Delta(DeltaPages::new(stream, pages, of)?),
+            })
+        });
         let cache = Self {
-            layers: layers?,
-            heads: shape.heads as i32,
-            head_dim: shape.head_dim as i32,
+            layers: layers.collect::<Result<_, Error>>()?,
         };
         stream.eval(cache.arrays())?;
         Ok(cache)
     }
 
-    /// All arrays: what a step must have evaluated at its end.
-    pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
-        self.layers.iter().flatten()
+    /// Starts a step.
+    pub(super) fn begin(&mut self) {
+        for layer in &mut self.layers {
+            if let Kept::Delta(pages) = layer {
+                pages.begin();
+            }
+        }
     }
 
-    /// Writes keys and values, `(1, K, rows, D)` each, to the rows of `span` in `layer`.
+    /// What a step must have evaluated at its end: all arrays, but those of delta nets' pages that
+    /// it did not write.
+    pub(super) fn arrays(&self) -> Vec<&Array> {
+        let mut all = Vec::new();
+        for layer in &self.layers {
+            match layer {
+                Kept::Nothing => {}
+                Kept::Rows(both) => all.extend(both),
+                Kept::Latent(keys, _) => all.push(keys),
+                Kept::Delta(pages) => all.extend(pages.written()),
+            }
+        }
+        all
+    }
+
+    /// Writes keys and values, `(1, K, rows, D)` and `(1, K, rows, E)`, to the rows of `span` in
+    /// `layer`.
     pub(super) fn write(
         &mut self,
         stream: &Stream,
@@ -70,44 +132,85 @@ impl Cache {
         span: &Span,
         new: [&Array; 2],
     ) -> Result<(), Error> {
-        let (heads, dim) = (self.heads, self.head_dim);
-        for (held, new) in self.layers[layer].iter_mut().zip(new) {
-            let mut first = 0;
-            for run in &span.written {
-                let n = (run.end - run.start) as i32;
-                let part = if span.written.len() == 1 {
-                    new.clone()
-                } else {
-                    stream.slice(new, &[0, 0, first, 0], &[1, heads, first + n, dim])?
-                };
-                let (start, stop) = (run.start as i32, run.end as i32);
-                let (start, stop) = ([0, 0, start, 0], [1, heads, stop, dim]);
-                // The old handle goes away here, so that the update is done in place.
-                *held = stream.slice_update(held, &part, &start, &stop)?;
-                first += n;
-            }
+        let Kept::Rows(both) = &mut self.layers[layer] else {
+            unreachable!("layer {layer} keeps no rows");
+        };
+        for (held, new) in both.iter_mut().zip(new) {
+            put(stream, held, span, new)?;
         }
         Ok(())
     }
 
-    /// Keys and values that a view shows, `(1, K, keys, D)` each.
+    /// Writes keys of latent attention, `(1, 1, rows, R + P)`.
+    pub(super) fn write_latent(
+        &mut self,
+        stream: &Stream,
+        layer: usize,
+        span: &Span,
+        new: &Array,
+    ) -> Result<(), Error> {
+        let Kept::Latent(held, _) = &mut self.layers[layer] else {
+            unreachable!("layer {layer} keeps no latent rows");
+        };
+        put(stream, held, span, new)
+    }
+
+    /// Keys and values that a view shows, `(1, K, keys, D)` and `(1, K, keys, E)`.
     pub(super) fn read(
         &self,
         stream: &Stream,
         layer: usize,
         view: &View,
     ) -> Result<[Array; 2], Error> {
-        let (heads, dim) = (self.heads, self.head_dim);
-        let read = |held: &Array| match &view.rows {
-            Rows::Run(rows) => {
-                let (start, stop) = (rows.start as i32, rows.end as i32);
-                stream.slice(held, &[0, 0, start, 0], &[1, heads, stop, dim])
+        match &self.layers[layer] {
+            Kept::Rows([keys, values]) => Ok([view.of(stream, keys)?, view.of(stream, values)?]),
+            Kept::Latent(held, value) => {
+                let keys = view.of(stream, held)?;
+                let mut stop = keys.shape();
+                stop[3] = *value;
+                let values = stream.slice(&keys, &[0; 4], &stop)?;
+                Ok([keys, values])
             }
-            Rows::Gathered(indices) => stream.take(held, indices, 2),
-        };
-        let [keys, values] = &self.layers[layer];
-        Ok([read(keys)?, read(values)?])
+            Kept::Nothing | Kept::Delta(_) => unreachable!("layer {layer} keeps no rows"),
+        }
     }
+
+    /// The pages of a layer that is a gated delta net, to be written.
+    pub(super) fn delta(&mut self, layer: usize) -> &mut DeltaPages {
+        match &mut self.layers[layer] {
+            Kept::Delta(pages) => pages,
+            _ => unreachable!("layer {layer} is no delta net"),
+        }
+    }
+
+    /// The same, to be read.
+    pub(super) fn delta_read(&self, layer: usize) -> &DeltaPages {
+        match &self.layers[layer] {
+            Kept::Delta(pages) => pages,
+            _ => unreachable!("layer {layer} is no delta net"),
+        }
+    }
+}
+
+/// Writes `new (1, heads, rows, D)` to the rows of `span` in `held`.
+fn put(stream: &Stream, held: &mut Array, span: &Span, new: &Array) -> Result<(), Error> {
+    let sizes = new.shape();
+    let (heads, dim) = (sizes[1], sizes[3]);
+    let mut first = 0;
+    for run in &span.written {
+        let n = (run.end - run.start) as i32;
+        let part = if span.written.len() == 1 {
+            new.clone()
+        } else {
+            stream.slice(new, &[0, 0, first, 0], &[1, heads, first + n, dim])?
+        };
+        let (start, stop) = (run.start as i32, run.end as i32);
+        let (start, stop) = ([0, 0, start, 0], [1, heads, stop, dim]);
+        // The old handle goes away here, so that the update is done in place.
+        *held = stream.slice_update(held, &part, &start, &stop)?;
+        first += n;
+    }
+    Ok(())
 }
 
 /// Where one sequence of a step is in the cache.
@@ -142,6 +245,18 @@ enum Seen {
 }
 
 impl View {
+    /// The rows `(1, heads, keys, D)` of what a layer keeps.
+    fn of(&self, stream: &Stream, held: &Array) -> Result<Array, Error> {
+        Ok(match &self.rows {
+            Rows::Run(rows) => {
+                let mut stop = held.shape();
+                stop[2] = rows.end as i32;
+                stream.slice(held, &[0, 0, rows.start as i32, 0], &stop)?
+            }
+            Rows::Gathered(indices) => stream.take(held, indices, 2)?,
+        })
+    }
+
     pub(super) const fn mask(&self) -> Mask<'_> {
         match &self.mask {
             Seen::All => Mask::None,
@@ -237,13 +352,31 @@ mod tests {
 
     #[test]
     fn a_cache_counts_its_bytes() {
-        let shape = Shape {
-            layers: 3,
+        let rows = LayerSizes::Rows {
             heads: 2,
-            head_dim: 16,
-            pages: 4,
+            key: 16,
+            value: 32,
+        };
+        let latent = LayerSizes::Latent { key: 48, value: 32 };
+        let of = DeltaSizes {
+            heads: 4,
+            key_heads: 2,
+            key: 16,
+            value: 32,
+            channels: 192,
+        };
+        let shape = Shape {
+            layers: vec![
+                rows,
+                LayerSizes::Nothing,
+                latent,
+                LayerSizes::Delta { pages: 3, of },
+            ],
+            pages: 5,
             dtype: Dtype::BF16,
         };
-        assert_eq!(shape.bytes(), 2 * 3 * 2 * 16 * 4 * 64 * 2);
+        let positions = 5 * 64 * 2 * (2 * (16 + 32) + 48);
+        let net = 3 * 4 * (4 * 16 * 32 + 64 * (192 + 2 * 16 + 4 * 32 + 4));
+        assert_eq!(shape.bytes(), positions + net);
     }
 }

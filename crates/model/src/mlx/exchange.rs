@@ -97,20 +97,21 @@ impl Tally {
 }
 
 impl Step<'_> {
-    /// Gathers what the ranks of the stage hold: `mine` is this rank's `(T, columns[rank])`, none
-    /// for no columns; the parts that are not empty, in rank order. They read memory that the next
-    /// exchange writes: what is made of them has to be evaluated before it, and is, as part of the
-    /// next one's `mine` or of the residual.
+    /// Gathers what the ranks of the stage hold, in `dtype`: `mine` is this rank's `(T,
+    /// columns[rank])`, none for no columns; the parts that are not empty, in rank order. They read
+    /// memory that the next exchange writes: what is made of them has to be evaluated before it,
+    /// and is, as part of the next one's `mine`, of the residual or of what is set aside.
     pub(super) fn gather_columns(
         &mut self,
         links: &Links,
         mine: Option<&Array>,
         columns: &[usize],
+        dtype: Dtype,
     ) -> Result<Vec<Array>, Error> {
-        let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
+        let stream = self.parts.stream;
         let mine = mine.map(|mine| stream.astype(mine, dtype)).transpose()?;
         let rows = self.batch.rows();
-        let all = mine.iter().chain([&self.residual]);
+        let all = mine.iter().chain([&self.residual]).chain(self.aside());
         self.parts.watch.during(rows, || stream.eval(all))?;
         let (mine, way) = self.readable(mine)?;
         let own = mine.as_ref().map_or(Ok(&[][..]), Array::as_bytes)?;

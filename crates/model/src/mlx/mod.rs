@@ -14,7 +14,8 @@
 //! activations, scales and cache in f32, and differs from naive kernels by their rounding alone.
 //! Class `mlx-exact` pays for the same bits over batches and tensor splits: every row is a
 //! sequence and a product of its own, and ranks share every matrix by its outputs, so that each
-//! dot product is whole; two gathers for each sum instead of one.
+//! dot product is whole; two gathers for each sum instead of one. It is there for dense models
+//! whose layers are all alike. States of delta nets and routers are f32 in every class.
 //!
 //! **Memory.** What weights and cache will take is known from the file's header and compared with
 //! the device before anything is loaded. Floats and MLX's own groups stay in the mapped file where
@@ -23,6 +24,7 @@
 mod cache;
 mod exchange;
 mod host;
+mod matrix;
 mod step;
 mod stored;
 mod weights;
@@ -44,12 +46,13 @@ use crate::plan::Plan;
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Logits};
 use crate::weights::Names;
 use crate::{
-    Config, Error, Followed, Kinds, Links, Shard, Source, Split, WindowPages, WindowPool, kept,
+    Config, Error, Experts, Followed, Kinds, LayerCache, LayerCut, LayerShape, Links, Shard,
+    Source, Split, WindowPages, WindowPool, kept,
 };
-use cache::Cache;
+use cache::{Cache, DeltaSizes, LayerSizes};
 use exchange::{Receive, Tally};
 use host::{Host, Patience, Watch};
-use step::{Gelu, Parts, Step};
+use step::{Gelu, Parts, Step, Triangles};
 use weights::{Loader, Weights};
 
 /// Memory that MLX keeps for reuse: as much as a step takes, and not less than this, below which
@@ -67,6 +70,8 @@ pub struct MlxOptions {
     pub positions: usize,
     /// Rows of the largest step.
     pub rows: usize,
+    /// Sequences that are computed at the same time: what states of delta nets are counted for.
+    pub sequences: usize,
     /// The first evaluation, which takes longer, counts as a device that hangs; later ones by the
     /// times of those before.
     pub patience: Duration,
@@ -95,6 +100,7 @@ pub struct MlxModel {
     kernels: Arc<Kernels>,
     weight_bytes: Bytes,
     device: String,
+    notes: Vec<String>,
     host: Host<Device>,
     exchanged: Tally,
     /// Numbers caches.
@@ -127,8 +133,13 @@ struct Constants {
     windows: Vec<Option<usize>>,
     /// Which of them a layer of the whole model has.
     window_of: Vec<usize>,
-    /// Query heads of each KV head that this rank holds; empty when all have as many.
-    groups: Vec<Range<i32>>,
+    /// Of each layer held, the query heads of each KV head that this rank holds; empty when all
+    /// have as many.
+    groups: Vec<Vec<Range<i32>>>,
+    /// Which pages a layer of the whole model has.
+    kinds: Kinds,
+    /// For the rows of a page of delta nets.
+    triangles: Triangles,
 }
 
 impl Constants {
@@ -147,19 +158,29 @@ impl Constants {
             window_of: window_of.collect(),
             windows,
             groups: groups(config, shard),
+            kinds: Kinds::new(config),
+            triangles: Triangles::new(stream)?,
         })
     }
 }
 
 /// See [`Constants::groups`].
-fn groups(config: &Config, shard: &Shard) -> Vec<Range<i32>> {
-    let (group, heads) = (config.heads / config.kv_heads, &shard.usual.heads);
+fn groups(config: &Config, shard: &Shard) -> Vec<Vec<Range<i32>>> {
+    let layers = config.layers[shard.layers.clone()].iter();
+    let layers = layers.zip(shard.each_layer());
+    layers.map(|(shape, cut)| groups_of(shape, cut)).collect()
+}
+
+fn groups_of(shape: &LayerShape, cut: &LayerCut) -> Vec<Range<i32>> {
+    let (group, heads) = (shape.heads / shape.kv_heads, &cut.heads);
     let of = |kv: usize| {
         let start = (kv * group).max(heads.start) - heads.start;
         let end = ((kv + 1) * group).min(heads.end) - heads.start;
         start as i32..end as i32
     };
-    let groups: Vec<Range<i32>> = shard.usual.kv_heads.clone().map(of).collect();
+    let is_net = matches!(shape.cache, LayerCache::Delta(_));
+    let kv_heads = cut.kv_heads.clone().filter(|_| !is_net);
+    let groups: Vec<Range<i32>> = kv_heads.map(of).collect();
     let even = groups.iter().all(|g| g.len() == groups[0].len());
     if even { Vec::new() } else { groups }
 }
@@ -190,16 +211,7 @@ impl MlxModel {
         if let Some(factors) = crate::weights::rope_factors(&source, &config)? {
             config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
         }
-        if !config.family.runs_on_mlx() {
-            let (family, engine) = (config.family.name(), "mlx");
-            return Err(Error::Family { family, engine });
-        }
-        if config.experts().is_some() {
-            return Err(Error::Experts { engine: "mlx" });
-        }
-        if !config.is_uniform() {
-            return Err(Error::LayersDiffer { engine: "mlx" });
-        }
+        refuse(&config, options.class)?;
         let shard = split.shard(&config, rank);
         let (places, class) = (options.places.clone(), options.class);
         let patience = Patience {
@@ -221,6 +233,7 @@ impl MlxModel {
             dtype,
             weight_bytes,
             device,
+            notes,
         } = host.call(load, hear)??;
         Ok(Self {
             leader: split.leader(),
@@ -233,9 +246,16 @@ impl MlxModel {
             kernels,
             weight_bytes,
             device,
+            notes,
             host,
             exchanged: Tally::default(),
         })
+    }
+
+    /// What its owner should know of it, a line each: weights that MLX holds in another form than
+    /// the file, and a device that is a test bed.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Whether every row is computed by itself, and every product whole.
@@ -255,11 +275,26 @@ impl MlxModel {
     }
 }
 
+/// Refuses what MLX does not compute, and what a class does not.
+fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
+    let has_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::State(_));
+    if config.layers.iter().any(has_state) {
+        return Err(Error::Recurrence { engine: "mlx" });
+    }
+    let alike = config.is_uniform() && config.experts().is_none();
+    if class == KernelClass::MlxExact && !alike {
+        let family = config.family.name();
+        return Err(Error::FamilyClass { family, class });
+    }
+    Ok(())
+}
+
 /// What is known of a model once it is loaded.
 struct Facts {
     dtype: Dtype,
     weight_bytes: Bytes,
     device: String,
+    notes: Vec<String>,
 }
 
 impl Device {
@@ -294,8 +329,10 @@ impl Device {
             dtype,
             by_outputs: options.class == KernelClass::MlxExact,
             kept: RefCell::default(),
+            nearest: RefCell::default(),
         };
         let (weights, weight_bytes) = loader.load(tied, progress)?;
+        let notes = loader.notes();
         let constants = Constants::new(&self.stream, config, shard, dtype)?;
         self.loaded = Some((weights, constants));
         let (library, device) = (self.stream.library(), self.stream.device());
@@ -306,6 +343,7 @@ impl Device {
             dtype,
             weight_bytes,
             device: device.trim_end().to_owned(),
+            notes,
         })
     }
 
@@ -319,12 +357,15 @@ impl Device {
     ) -> Result<(), Error> {
         let c = names.config;
         let weights = weights::planned(names, shard, tied, dtype)?;
-        let shape = cache_shape(c, shard, options.positions, dtype);
+        let size = BatchSize {
+            rows: options.rows,
+            logit_rows: options.sequences,
+            sequences: options.sequences,
+            context: options.positions,
+        };
+        let shape = cache_shape(c, shard, (size, options.positions), dtype);
         let cache = Bytes(shape.bytes());
-        // The residual, its norm and sum; queries, keys, values and scores in passing; gate, up
-        // and what comes of them; logits of one row for each sequence are little beside.
-        let wide = 4 * c.width + 4 * shard.usual.heads.len() * c.head_dim + 4 * shard.ffn().len();
-        let step = Bytes(4 * (options.rows * wide + shard.vocab().len()) as u64);
+        let step = Bytes(4 * (options.rows * widest(c, shard) + shard.vocab().len()) as u64);
         let needed = Bytes(weights.0 + cache.0 + step.0);
         let available = self.stream.available()?;
         if needed > available {
@@ -398,13 +439,69 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
     })
 }
 
-fn cache_shape(c: &Config, shard: &Shard, positions: usize, dtype: Dtype) -> cache::Shape {
+/// Values of a row in passing: the residual, its norm and sum; queries, keys, values and scores;
+/// gate, up and what comes of them, of every expert that a row has. Logits of one row for each
+/// sequence are little beside.
+fn widest(c: &Config, shard: &Shard) -> usize {
+    let shapes = c.layers[shard.layers.clone()].iter();
+    let widths = shapes.zip(shard.each_layer()).map(|(shape, cut)| {
+        let heads = cut.heads.len() * shape.head_dim.max(shape.value_dim);
+        let dense = match shape.has_dense() {
+            true => cut.dense().columns().len(),
+            false => 0,
+        };
+        let of_experts = |experts: Experts| experts.used * (3 * experts.width + 2 * c.width);
+        4 * (heads + dense) + shape.experts.map_or(0, of_experts)
+    });
+    4 * c.width + widths.max().unwrap_or(0)
+}
+
+/// What the layers of `shard` keep, for steps of up to a size and so many positions.
+fn cache_shape(
+    c: &Config,
+    shard: &Shard,
+    (size, positions): (BatchSize, usize),
+    dtype: Dtype,
+) -> cache::Shape {
+    let kinds = Kinds::new(c);
+    let pages = kinds.pages(size, positions);
+    let layers = shard.layers.clone().zip(shard.each_layer());
+    let layers = layers.map(|(i, cut)| layer_sizes(&c.layers[i], cut, pages[kinds.of(i)]));
     cache::Shape {
-        layers: shard.layers.len(),
-        heads: shard.usual.kv_heads.len(),
-        head_dim: c.head_dim,
+        layers: layers.collect(),
         pages: positions.div_ceil(PAGE),
         dtype,
+    }
+}
+
+/// What one layer keeps; `pages` are those of its kind.
+const fn layer_sizes(shape: &LayerShape, cut: &LayerCut, pages: usize) -> LayerSizes {
+    let (heads, kv_heads) = (
+        cut.heads.end - cut.heads.start,
+        cut.kv_heads.end - cut.kv_heads.start,
+    );
+    let (key, value) = (shape.head_dim, shape.value_dim);
+    if heads == 0 {
+        return LayerSizes::Nothing;
+    }
+    match (shape.cache, shape.latent) {
+        (LayerCache::Of(_) | LayerCache::State(_), _) => LayerSizes::Nothing,
+        (LayerCache::Delta(_), _) => {
+            let of = DeltaSizes {
+                heads,
+                key_heads: kv_heads,
+                key,
+                value,
+                channels: 2 * kv_heads * key + heads * value,
+            };
+            LayerSizes::Delta { pages, of }
+        }
+        (LayerCache::Rows, Some(_)) => LayerSizes::Latent { key, value },
+        (LayerCache::Rows, None) => LayerSizes::Rows {
+            heads: kv_heads,
+            key,
+            value,
+        },
     }
 }
 
@@ -447,16 +544,20 @@ impl Loaded for MlxModel {
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
         let id = self.last_cache.fetch_add(1, Ordering::Relaxed);
-        let shape = cache_shape(&self.config, &self.shard, positions, self.dtype);
-        // Its own pages are for all positions in every layer; ranks on another engine have fewer.
+        let shape = cache_shape(&self.config, &self.shard, (size, positions), self.dtype);
+        // Its own pages are for all positions in every layer but delta nets; ranks on another
+        // engine have fewer.
         let kinds = Kinds::new(&self.config);
         let windows = kinds.windows(kinds.pages(size, positions));
         let pages = shape.pages;
-        let own = windows.iter().map(|window| WindowPool { pages, ..*window });
+        let own = windows.iter().map(|window| match window.every {
+            1 => WindowPool { pages, ..*window },
+            _ => *window,
+        });
         let own: Vec<WindowPool> = own.collect();
         let reserve = move |device: &mut Device| {
             let reserved = Reserved {
-                cache: Cache::new(&device.stream, shape)?,
+                cache: Cache::new(&device.stream, &shape)?,
                 receive: Receive::default(),
                 size,
                 pages: shape.pages,
@@ -467,7 +568,7 @@ impl Loaded for MlxModel {
         };
         self.host.call(reserve, || ())??;
         Ok(Box::new(OnMlx {
-            pages: shape.pages,
+            pages,
             windows,
             words: Vec::new(),
             logits: Vec::new(),

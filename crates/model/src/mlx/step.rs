@@ -11,16 +11,31 @@ use paceline_tensor::RopePairs;
 use super::cache::{Cache, Span};
 use super::exchange::{Receive, Way};
 use super::host::Watch;
-use super::weights::{Layer, Linear, Summed, Weights};
+use super::matrix::Linear;
+use super::weights::{self, Layer, Mixer, Summed, Weights};
 use super::{Constants, MlxModel};
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::split::LeafCut;
 use crate::step::Batch;
-use crate::{Error, Links};
+use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 
-/// Queries, keys and values of one sequence: `(1, heads, rows, D)` each.
-type Turned = [Array; 3];
+mod delta_net;
+mod experts;
+mod latent;
+mod per_layer;
+mod projections;
+
+use delta_net::NetRows;
+pub(super) use delta_net::Triangles;
+
+/// Queries of one sequence, `(1, heads, rows, D)`, and its keys and values where the layer has its
+/// own.
+#[derive(Debug)]
+struct Turned {
+    query: Array,
+    key_value: Option<[Array; 2]>,
+}
 
 /// A step in progress.
 pub(super) struct Step<'a> {
@@ -31,8 +46,17 @@ pub(super) struct Step<'a> {
     pub(super) residual: Array,
     /// `(T, C)`
     x: Array,
-    /// `(T, H, D)`, `(T, K, D)`, `(T, K, D)`; none for a rank without heads.
-    qkv: Option<[Array; 3]>,
+    /// `(T, H, D)`; none for a rank without heads.
+    query: Option<Array>,
+    /// `(T, K, D)` and `(T, K, E)`, where the layer has its own.
+    key_value: Option<[Array; 2]>,
+    /// `(T, H, D)`: gates of heads, where these have some.
+    gates: Option<Array>,
+    /// What a delta net takes in.
+    net: Option<NetRows>,
+    /// Queries `(1, H, rows, R + P)` and keys `(1, 1, rows, R + P)` of each sequence, of latent
+    /// attention.
+    latent: Vec<[Array; 2]>,
     /// Of each sequence.
     turned: Vec<Turned>,
     /// `(T, H D)`
@@ -43,6 +67,12 @@ pub(super) struct Step<'a> {
     hidden: Option<Array>,
     /// `(T, C)`
     delta: Array,
+    /// `(T, C)`: what a feed-forward gave that has experts beside it.
+    aside: Option<Array>,
+    /// `(T, layers held, P)`: what the layers' own embeddings give, where there are some.
+    per_layer: Option<Array>,
+    /// Layer of the model.
+    index: usize,
 }
 
 /// What a step works with.
@@ -59,13 +89,9 @@ pub(super) struct Parts<'a> {
 impl<'a> Step<'a> {
     /// Starts a step: embeds the tokens or takes the residual from the stage before.
     pub(super) fn new(parts: Parts<'a>, batch: &'a Batch<'a>) -> Result<Self, Error> {
-        let Parts {
-            model,
-            stream,
-            weights,
-            constants,
-            ..
-        } = parts;
+        let (model, stream) = (parts.model, parts.stream);
+        let (weights, constants) = (parts.weights, parts.constants);
+        parts.cache.begin();
         let span = |s: &crate::BatchSequence<'_>| {
             let new = s.position..s.position + s.tokens.len();
             Span::new(stream, s.pages, new, &constants.windows)
@@ -83,25 +109,54 @@ impl<'a> Step<'a> {
             }
             _ => embed(model, stream, weights, constants, batch)?,
         };
-        Ok(Self {
+        let mut step = Self {
             x: residual.clone(),
             delta: residual.clone(),
             residual,
-            qkv: None,
+            query: None,
+            key_value: None,
+            gates: None,
+            net: None,
+            latent: Vec::new(),
             turned: Vec::new(),
             attended: None,
             gate_up: None,
             hidden: None,
+            aside: None,
+            per_layer: None,
+            index: 0,
             parts,
             batch,
             spans,
-        })
+        };
+        step.per_layer = step.per_layer_inputs()?;
+        Ok(step)
+    }
+
+    /// The layer that it is at, and this rank's part of it.
+    fn layer(&self) -> (&'a LayerShape, &'a LayerCut) {
+        let model = self.parts.model;
+        (
+            &model.config.layers[self.index],
+            model.shard.layer(self.index),
+        )
+    }
+
+    /// The place of a layer among those that this rank holds.
+    const fn held(&self, layer: usize) -> usize {
+        layer - self.parts.model.shard.layers.start
+    }
+
+    /// What a feed-forward gave that has experts beside it, until it is added.
+    pub(super) const fn aside(&self) -> Option<&Array> {
+        self.aside.as_ref()
     }
 
     /// Runs all layers.
     pub(super) fn layers(&mut self) -> Result<(), Error> {
         let (weights, shard) = (self.parts.weights, &self.parts.model.shard);
         for (index, layer) in shard.layers.clone().zip(&weights.layers) {
+            self.index = index;
             self.parts.model.config.family.layer(self, layer, index)?;
         }
         Ok(())
@@ -150,10 +205,22 @@ impl<'a> Step<'a> {
             .parts
             .stream
             .rms_norm(&rows, norm, self.parts.model.config.norm_eps)?;
-        let own = self.parts.stream.rows_f32(&self.product(head, &normed)?)?;
+        let logits_here = self.capped(self.product(head, &normed)?)?;
+        let own = self.parts.stream.rows_f32(&logits_here)?;
         // The residual too: others may still read what ranks exchanged.
         self.eval(&[&own, &self.residual])?;
         self.gather(n, own.as_f32()?, logits)
+    }
+
+    /// `cap * tanh(z / cap)` of logits, where the model has a cap; in f32.
+    fn capped(&self, logits: Array) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        let Some(cap) = self.parts.model.config.softcap else {
+            return Ok(logits);
+        };
+        let cap = stream.scalar(cap, Dtype::F32)?;
+        let share = stream.divide(&stream.astype(&logits, Dtype::F32)?, &cap)?;
+        Ok(stream.multiply(&cap, &stream.tanh(&share)?)?)
     }
 
     /// Brings the ranks' logits together at the leader.
@@ -198,8 +265,10 @@ impl<'a> Step<'a> {
         let links = model.links.as_ref();
         let sum = match links.filter(|links| links.stage.size() > 1) {
             Some(links) if model.is_exact() => self.whole_product(links, x, w, cut)?,
-            Some(links) => self.sum_parts(links, x, w)?,
-            None => self.part(x, w)?,
+            _ => {
+                let part = self.part(x, w)?;
+                self.sum_parts(&part)?
+            }
         };
         self.delta = match &w.bias {
             Some(bias) => self.parts.stream.add(&sum, bias)?,
@@ -217,12 +286,16 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Adds the parts of all ranks of the stage, in their order, in f32.
-    fn sum_parts(&mut self, links: &Links, x: Option<&Array>, w: &Summed) -> Result<Array, Error> {
+    /// Adds the parts (T, C) of all ranks of the stage, in their order, in f32; of one rank that
+    /// part, in the type of activations.
+    fn sum_parts(&mut self, mine: &Array) -> Result<Array, Error> {
         let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
-        let mine = self.part(x, w)?;
+        let links = self.parts.model.links.as_ref();
+        let Some(links) = links.filter(|links| links.stage.size() > 1) else {
+            return Ok(stream.astype(mine, dtype)?);
+        };
         let columns = vec![self.parts.model.config.width; links.stage.size() as usize];
-        let parts = self.gather_columns(links, Some(&mine), &columns)?;
+        let parts = self.gather_columns(links, Some(mine), &columns, dtype)?;
         let mut sum = stream.astype(&parts[0], Dtype::F32)?;
         for part in &parts[1..] {
             sum = stream.add(&sum, &stream.astype(part, Dtype::F32)?)?;
@@ -238,16 +311,16 @@ impl<'a> Step<'a> {
         w: &Summed,
         cut: &LeafCut,
     ) -> Result<Array, Error> {
-        let stream = self.parts.stream;
+        let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
         let columns: Vec<usize> = cut.columns_by_rank().map(|c| c.len()).collect();
-        let x = joined(stream, &self.gather_columns(links, x, &columns)?)?;
+        let x = joined(stream, &self.gather_columns(links, x, &columns, dtype)?)?;
         let mine = w.mine.as_ref().map(|mine| self.product(mine, &x));
         let mine = mine.transpose()?;
         let outputs = &self.parts.model.shard.outputs;
         let outputs: Vec<usize> = outputs.iter().map(|rows| rows.len()).collect();
         joined(
             stream,
-            &self.gather_columns(links, mine.as_ref(), &outputs)?,
+            &self.gather_columns(links, mine.as_ref(), &outputs, dtype)?,
         )
     }
 
@@ -267,41 +340,122 @@ impl<'a> Step<'a> {
         Ok(self.parts.stream.transpose(&rows, &[0, 2, 1, 3])?)
     }
 
-    /// Attention of one sequence: `(1, H, n, D)`.
-    fn attention(&self, sequence: usize, layer: usize, q: &Array) -> Result<Array, Error> {
-        let shard = &self.parts.model.shard;
-        let window = self.parts.constants.window_of[layer];
-        let view = &self.spans[sequence].views[window];
-        let [k, v] = self
-            .parts
-            .cache
-            .read(self.parts.stream, layer - shard.layers.start, view)?;
-        let scale = self.parts.model.config.layers[layer].query_scale;
-        if self.parts.constants.groups.is_empty() {
-            return Ok(self
-                .parts
-                .stream
-                .attention([q, &k, &v], scale, view.mask())?);
+    /// `x` `(1, heads, n, D)` turned from position `at` on, by the rope of the layer.
+    fn roped(&self, x: &Array, at: i32) -> Result<Array, Error> {
+        let (stream, index) = (self.parts.stream, self.layer().0.rope);
+        let (rope, periods) = (
+            &self.parts.model.config.ropes[index],
+            &self.parts.weights.periods[index],
+        );
+        let neighbours = rope.pairs == RopePairs::Adjacent;
+        let turned = stream.rope(x, periods, neighbours, at)?;
+        if rope.magnitude == 1.0 {
+            return Ok(turned);
+        }
+        let factor = stream.scalar(rope.magnitude as f32, turned.dtype())?;
+        let (shape, pairs) = (turned.shape(), rope.frequencies.len() as i32);
+        let [one, heads, rows, dim] = shape[..] else {
+            unreachable!("heads of rows of a sequence");
+        };
+        let part = |first, end| stream.slice(&turned, &[0, 0, 0, first], &[one, heads, rows, end]);
+        let scaled = stream.multiply(&part(0, 2 * pairs)?, &factor)?;
+        if 2 * pairs == dim {
+            return Ok(scaled);
+        }
+        Ok(stream.concatenate(&[&scaled, &part(2 * pairs, dim)?], 3)?)
+    }
+
+    /// Attention of one sequence: `(1, H, n, E)`, over what the layer in place `keeper` keeps.
+    fn attention(
+        &self,
+        sequence: usize,
+        keeper: usize,
+        q: &Array,
+        sinks: Option<&Array>,
+    ) -> Result<Array, Error> {
+        let (stream, constants) = (self.parts.stream, self.parts.constants);
+        let view = &self.spans[sequence].views[constants.window_of[self.index]];
+        let [k, v] = self.parts.cache.read(stream, keeper, view)?;
+        let scale = self.layer().0.query_scale;
+        let groups = &constants.groups[self.held(self.index)];
+        if groups.is_empty() {
+            return Ok(stream.attention([q, &k, &v], scale, view.mask(), sinks)?);
         }
         // Cut within the query heads of a KV head: each KV head apart.
         let heads = |x: &Array, heads: std::ops::Range<i32>| {
             let shape = x.shape();
             let stop = [1, heads.end, shape[2], shape[3]];
-            self.parts.stream.slice(x, &[0, heads.start, 0, 0], &stop)
+            stream.slice(x, &[0, heads.start, 0, 0], &stop)
         };
         let group = |(kv, queries): (usize, &std::ops::Range<i32>)| {
             let kv = kv as i32..kv as i32 + 1;
             let (k, v) = (heads(&k, kv.clone())?, heads(&v, kv)?);
             let q = heads(q, queries.clone())?;
-            Ok(self
-                .parts
-                .stream
-                .attention([&q, &k, &v], scale, view.mask())?)
+            let own = |all| stream.slice(all, &[queries.start], &[queries.end]);
+            let sinks = sinks.map(own).transpose()?;
+            Ok(stream.attention([&q, &k, &v], scale, view.mask(), sinks.as_ref())?)
         };
-        let groups = self.parts.constants.groups.iter().enumerate();
-        let parts = groups.map(group).collect::<Result<Vec<_>, Error>>()?;
+        let parts = groups.iter().enumerate().map(group);
+        let parts = parts.collect::<Result<Vec<_>, Error>>()?;
         let parts: Vec<&Array> = parts.iter().collect();
-        Ok(self.parts.stream.concatenate(&parts, 1)?)
+        Ok(stream.concatenate(&parts, 1)?)
+    }
+
+    /// `(1, heads, n, E)` of each sequence as rows of the batch, `(T, heads E)`.
+    fn as_rows(&self, parts: &[Array]) -> Result<Option<Array>, Error> {
+        let stream = self.parts.stream;
+        let rows = parts.iter().map(|part| {
+            let n = part.shape()[2];
+            let rows = stream.transpose(part, &[0, 2, 1, 3])?;
+            stream.reshape(&rows, &[n, -1])
+        });
+        let rows = rows.collect::<Result<Vec<_>, _>>()?;
+        let rows: Vec<&Array> = rows.iter().collect();
+        Ok(match &rows[..] {
+            [] => None,
+            [one] => Some((*one).clone()),
+            more => Some(stream.concatenate(more, 0)?),
+        })
+    }
+
+    /// The rows of `x` that are those of sequence `s`, `n` from `first` on: the first axis.
+    fn rows_of(&self, x: &Array, first: usize, n: usize) -> Result<Array, Error> {
+        let shape = x.shape();
+        if n as i32 == shape[0] {
+            return Ok(x.clone());
+        }
+        let mut start = vec![0; shape.len()];
+        let mut stop = shape;
+        (start[0], stop[0]) = (first as i32, (first + n) as i32);
+        Ok(self.parts.stream.slice(x, &start, &stop)?)
+    }
+
+    /// Keeps queries (T, H, D), with the gates behind each where heads have some.
+    fn take_queries(&mut self, both: Array) -> Result<(), Error> {
+        let (stream, shape) = (self.parts.stream, self.layer().0);
+        if !shape.gated {
+            self.query = Some(both);
+            return Ok(());
+        }
+        let sizes = both.shape();
+        let (rows, heads, dim) = (sizes[0], sizes[1], shape.head_dim as i32);
+        self.query = Some(stream.slice(&both, &[0, 0, 0], &[rows, heads, dim])?);
+        self.gates = Some(stream.slice(&both, &[0, 0, dim], &[rows, heads, 2 * dim])?);
+        Ok(())
+    }
+
+    /// `gate / (1 + exp(-gate))`
+    fn silu(&self, gate: &Array) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        Ok(stream.multiply(gate, &stream.sigmoid(gate)?)?)
+    }
+
+    /// The model's function on a gate.
+    fn activated(&self, gate: &Array) -> Result<Array, Error> {
+        match self.parts.model.config.activation {
+            Activation::Silu => self.silu(gate),
+            Activation::GeluTanh => self.parts.constants.gelu.apply(self.parts.stream, gate),
+        }
     }
 }
 
@@ -338,7 +492,7 @@ impl LayerStep for Step<'_> {
         let weight = match half {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
-            Half::Beside => unreachable!("refused when the model was loaded"),
+            Half::Beside => &beside(w).before,
         };
         let eps = self.parts.model.config.norm_eps;
         self.x = self.parts.stream.rms_norm(&self.residual, weight, eps)?;
@@ -346,81 +500,140 @@ impl LayerStep for Step<'_> {
     }
 
     fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
-        let (rows, dim) = (
-            self.batch.rows() as i32,
-            self.parts.model.config.head_dim as i32,
-        );
-        let project = |linear| {
+        (self.query, self.key_value, self.gates) = (None, None, None);
+        let Some(own) = attention(w) else {
+            return Ok(());
+        };
+        let (shape, rows) = (self.layer().0, self.batch.rows() as i32);
+        let stream = self.parts.stream;
+        let project = |linear: &Linear, dim: usize| {
             let product = self.product(linear, &self.x)?;
-            Ok::<_, Error>(self.parts.stream.reshape(&product, &[rows, -1, dim])?)
+            Ok::<_, Error>(stream.reshape(&product, &[rows, -1, dim as i32])?)
         };
-        self.qkv = match &w.qkv {
-            Some([q, k, v]) => Some([project(q)?, project(k)?, project(v)?]),
-            None => None,
-        };
-        Ok(())
+        let both = project(&own.query, query_dim(shape))?;
+        let key_value = own.key.as_ref().map(|key| {
+            let key = project(key, shape.head_dim)?;
+            let value = match &own.value {
+                Some(value) => project(value, shape.value_dim)?,
+                None => key.clone(), // keys as values
+            };
+            Ok::<_, Error>([key, value])
+        });
+        self.key_value = key_value.transpose()?;
+        self.take_queries(both)
     }
 
     fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
-        let eps = self.parts.model.config.norm_eps;
-        if let Some([q, k, _]) = &mut self.qkv {
-            for (x, weight) in [(q, &w.query_norm), (k, &w.key_norm)] {
-                let weight = weight.as_ref().expect("loaded for this family");
-                *x = self.parts.stream.rms_norm(x, weight, eps)?;
+        let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
+        let Some(own) = attention(w) else {
+            return Ok(());
+        };
+        let keys = self.key_value.as_mut().map(|[key, _]| key);
+        let pairs = [
+            (self.query.as_mut(), &own.query_norm),
+            (keys, &own.key_norm),
+        ];
+        for (x, weight) in pairs {
+            if let (Some(x), Some(weight)) = (x, weight) {
+                *x = stream.rms_norm(x, weight, eps)?;
             }
         }
         Ok(())
     }
 
-    fn rotate(&mut self, index: usize) -> Result<(), Error> {
+    fn norms_heads(&self, w: &Layer) -> bool {
+        attention(w).is_some_and(|own| own.query_norm.is_some())
+    }
+
+    fn norm_values(&mut self, w: &Layer) -> Result<(), Error> {
+        let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
+        let weight = attention(w).and_then(|own| own.value_norm.as_ref());
+        if let (Some([_, value]), Some(weight)) = (&mut self.key_value, weight) {
+            *value = stream.rms_norm(value, weight, eps)?;
+        }
+        Ok(())
+    }
+
+    fn norm_projections(&mut self, w: &Layer) -> Result<(), Error> {
+        self.norm_over_heads(attention(w))
+    }
+
+    fn rotate(&mut self, _: usize) -> Result<(), Error> {
         self.turned.clear();
-        let Some([q, k, v]) = self.qkv.take() else {
+        let Some(query) = self.query.take() else {
             return Ok(());
         };
-        let rope = self.parts.model.config.layers[index].rope;
-        let neighbours = self.parts.model.config.ropes[rope].pairs == RopePairs::Adjacent;
-        let periods = &self.parts.weights.periods[rope];
+        let key_value = self.key_value.take();
         let mut first = 0;
         for s in self.batch.sequences {
             let (n, at) = (s.tokens.len() as i32, s.position as i32);
-            let [q, k, v] = [&q, &k, &v].map(|x| self.turned(x, first, n));
-            self.turned.push([
-                self.parts.stream.rope(&q?, periods, neighbours, at)?,
-                self.parts.stream.rope(&k?, periods, neighbours, at)?,
-                v?,
-            ]);
+            let query = self.roped(&self.turned(&query, first, n)?, at)?;
+            let own = key_value.as_ref().map(|[key, value]| {
+                let key = self.roped(&self.turned(key, first, n)?, at)?;
+                Ok::<_, Error>([key, self.turned(value, first, n)?])
+            });
+            let key_value = own.transpose()?;
+            self.turned.push(Turned { query, key_value });
             first += n;
         }
         Ok(())
     }
 
-    fn attend(&mut self, _: &Layer, index: usize) -> Result<(), Error> {
+    fn attend(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
         let turned = std::mem::take(&mut self.turned);
-        let held = index - self.parts.model.shard.layers.start;
-        for ([_, k, v], span) in turned.iter().zip(&self.spans) {
-            self.parts
-                .cache
-                .write(self.parts.stream, held, span, [k, v])?;
-        }
-        let mut parts = Vec::with_capacity(turned.len());
-        for (i, [q, ..]) in turned.iter().enumerate() {
-            let attended = self.attention(i, index, q)?;
-            let n = attended.shape()[2];
-            let rows = self.parts.stream.transpose(&attended, &[0, 2, 1, 3])?;
-            parts.push(self.parts.stream.reshape(&rows, &[n, -1])?);
-        }
-        let parts: Vec<&Array> = parts.iter().collect();
-        self.attended = match &parts[..] {
-            [] => None,
-            [one] => Some((*one).clone()),
-            more => Some(self.parts.stream.concatenate(more, 0)?),
+        let (stream, held) = (self.parts.stream, self.held(index));
+        let keeper = match self.layer().0.cache {
+            LayerCache::Of(of) => self.held(of),
+            _ => held,
         };
+        for (own, span) in turned.iter().zip(&self.spans) {
+            if let Some([k, v]) = &own.key_value {
+                self.parts.cache.write(stream, held, span, [k, v])?;
+            }
+        }
+        let sinks = attention(w).and_then(|own| own.sinks.as_ref());
+        let of = |(i, own): (usize, &Turned)| self.attention(i, keeper, &own.query, sinks);
+        let parts = turned.iter().enumerate().map(of);
+        let parts = parts.collect::<Result<Vec<_>, Error>>()?;
+        self.attended = self.as_rows(&parts)?;
         Ok(())
+    }
+
+    fn project_latent(&mut self, w: &Layer) -> Result<(), Error> {
+        self.latent_queries(w)
+    }
+
+    fn attend_latent(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.latent_attention(w, index)
+    }
+
+    fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
+        let stream = self.parts.stream;
+        let Some(gates) = self.gates.take() else {
+            return Ok(());
+        };
+        if let Some(attended) = self.attended.take() {
+            let gates = stream.reshape(&stream.sigmoid(&gates)?, &attended.shape())?;
+            self.attended = Some(stream.multiply(&attended, &gates)?);
+        }
+        Ok(())
+    }
+
+    fn is_delta_net(&self, _: &Layer) -> bool {
+        matches!(self.layer().0.cache, LayerCache::Delta(_))
+    }
+
+    fn project_delta_net(&mut self, w: &Layer) -> Result<(), Error> {
+        self.net_rows(w)
+    }
+
+    fn delta_net(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.read_net(w, index)
     }
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let attended = self.attended.take();
-        let cut = &self.parts.model.shard.usual.attention;
+        let cut = &self.layer().1.attention;
         self.sum(attended.as_ref(), &w.attention_output, cut)
     }
 
@@ -428,13 +641,11 @@ impl LayerStep for Step<'_> {
         let weight = match half {
             Half::Attention => w.post_attention_norm.as_ref(),
             Half::FeedForward => w.post_ffn_norm.as_ref(),
-            Half::Beside => unreachable!("refused when the model was loaded"),
+            Half::Beside => Some(&beside(w).after),
         };
         let weight = weight.expect("loaded for this family");
-        self.delta =
-            self.parts
-                .stream
-                .rms_norm(&self.delta, weight, self.parts.model.config.norm_eps)?;
+        let eps = self.parts.model.config.norm_eps;
+        self.delta = self.parts.stream.rms_norm(&self.delta, weight, eps)?;
         Ok(())
     }
 
@@ -443,68 +654,43 @@ impl LayerStep for Step<'_> {
         Ok(())
     }
 
-    fn norms_heads(&self, _: &Self::Layer) -> bool {
-        unreachable!("asked by families with experts")
+    fn has_experts(&self, w: &Layer) -> bool {
+        w.experts.is_some()
     }
 
-    fn norm_projections(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("asked by families with experts")
+    fn experts(&mut self, w: &Layer) -> Result<(), Error> {
+        let own = w.experts.as_ref().expect("the family asked");
+        let part = self.expert_part(own)?;
+        self.delta = self.sum_parts(&part)?;
+        Ok(())
     }
 
-    fn project_latent(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
-    }
-
-    fn attend_latent(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
-    }
-
-    fn gate_attention(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("layers that differ were refused")
-    }
-
-    fn is_delta_net(&self, _: &Self::Layer) -> bool {
-        false
-    }
-
-    fn project_delta_net(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("layers that differ were refused")
-    }
-
-    fn delta_net(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
-        unreachable!("layers that differ were refused")
-    }
-
-    fn has_experts(&self, _: &Self::Layer) -> bool {
-        false
-    }
-
-    fn experts(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
-    }
-
-    fn norm_values(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
-    }
-
-    fn set_aside(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
+    fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
+        let (weight, eps) = (&beside(w).dense, self.parts.model.config.norm_eps);
+        self.aside = Some(self.parts.stream.rms_norm(&self.delta, weight, eps)?);
+        Ok(())
     }
 
     fn add_aside(&mut self) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
+        if let Some(aside) = self.aside.take() {
+            self.delta = self.parts.stream.add(&self.delta, &aside)?;
+        }
+        Ok(())
     }
 
-    fn add_per_layer(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
+    fn add_per_layer(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.add_own_embeddings(w, index)
     }
 
-    fn scale_residual(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("refused when the model was loaded")
+    fn scale_residual(&mut self, w: &Layer) -> Result<(), Error> {
+        if let Some(scale) = &w.output_scale {
+            self.residual = self.parts.stream.multiply(&self.residual, scale)?;
+        }
+        Ok(())
     }
 
     fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
-        self.gate_up = match &w.gate_up {
+        self.gate_up = match &dense(w).gate_up {
             Some([gate, up]) => Some([self.product(gate, &self.x)?, self.product(up, &self.x)?]),
             None => None,
         };
@@ -512,23 +698,48 @@ impl LayerStep for Step<'_> {
     }
 
     fn activate(&mut self) -> Result<(), Error> {
-        let stream = self.parts.stream;
         let Some([gate, up]) = self.gate_up.take() else {
             return Ok(());
         };
-        let gate = match self.parts.model.config.activation {
-            Activation::Silu => stream.multiply(&gate, &stream.sigmoid(&gate)?)?,
-            Activation::GeluTanh => self.parts.constants.gelu.apply(stream, &gate)?,
-        };
-        self.hidden = Some(stream.multiply(&gate, &up)?);
+        let gate = self.activated(&gate)?;
+        self.hidden = Some(self.parts.stream.multiply(&gate, &up)?);
         Ok(())
     }
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let hidden = self.hidden.take();
-        let cut = &self.parts.model.shard.usual.feed_forward;
-        self.sum(hidden.as_ref(), &w.down, cut)
+        let cut = self.layer().1.dense();
+        self.sum(hidden.as_ref(), &dense(w).down, cut)
     }
+}
+
+/// Elements of a head's query, with its gate where it has one.
+const fn query_dim(shape: &LayerShape) -> usize {
+    if shape.gated {
+        2 * shape.head_dim
+    } else {
+        shape.head_dim
+    }
+}
+
+/// The weights of attention; none for a rank without heads.
+const fn attention(w: &Layer) -> Option<&weights::Attention> {
+    match &w.mixer {
+        Mixer::Attention(own) => Some(own),
+        _ => None,
+    }
+}
+
+/// # Panics
+/// If the layer has experts only.
+const fn dense(w: &Layer) -> &weights::Dense {
+    w.dense.as_ref().expect("a layer with experts only")
+}
+
+/// # Panics
+/// If no experts are beside the layer's feed-forward.
+const fn beside(w: &Layer) -> &weights::Beside {
+    w.beside.as_ref().expect("loaded for this family")
 }
 
 /// The tanh form of GELU, in the order of operations of MLX's `nn.gelu_approx`.

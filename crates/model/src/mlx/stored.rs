@@ -5,12 +5,15 @@
 //! | F32, F16, BF16 | as stored, in place |
 //! | Q4_0 | 4 bits in groups of 32, scale `d`, bias `-8 d` |
 //! | Q4_1 | 4 bits in groups of 32, scale `d`, bias `m` |
+//! | Q5_0, Q5_1 | the same with 5 bits, bias `-16 d` or `m` |
 //! | Q8_0 | 8 bits in groups of 32, scale `d`, bias `-128 d` |
+//! | MXFP4 | 4-bit floats in groups of 32, a power of two each |
+//! | Q4_K, Q5_K | 4 or 5 bits in groups of 32: scales and biases are rounded to halves |
 //! | all other blocks | 8 bits in groups of 32: off by up to 1/510 of a group's range |
 //! | MLX's own groups | as stored, in place |
 //!
-//! All but the fifth keep every weight; scales and biases are halves, as in the file, but where
-//! `8 d` or `128 d` is beyond them, which no quantiser writes.
+//! All but the last two of GGUF's keep every weight ([`nearest`] tells them); scales and biases are
+//! halves, as in the file, but where `8 d` or `128 d` is beyond them, which no quantiser writes.
 
 use std::ops::Range;
 
@@ -19,7 +22,7 @@ use paceline_base::BlockType;
 use paceline_formats::mlx;
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_mlx::{Array, Dtype, QuantisedMode, Stream};
-use paceline_tensor::stored;
+use paceline_tensor::stored::{self, Chunk};
 
 use crate::Error;
 use crate::weights::AsStored;
@@ -180,21 +183,29 @@ impl Stored {
             let bytes = Held::Mapped(tensor.bytes.clone());
             return (Self::Floats(plane(bytes, cols, dtype)), rows);
         }
-        let n = rows.len();
+        let (n, form) = (rows.len(), Form::of(tensor.block_type));
         let Groups {
-            bits,
             packed,
             scales,
             biases,
+            ..
         } = Groups::of(tensor, rows);
-        let halves = |values| plane(Held::Own(values), cols / GROUP, Dtype::F16);
+        let factors = |values, dtype| plane(Held::Own(values), cols / GROUP, dtype);
+        let (mode, scales, biases) = match form {
+            Form::Powers => (QuantisedMode::Mxfp4, factors(scales, Dtype::U8), None),
+            Form::Kept { .. } | Form::Fitted => (
+                QuantisedMode::Affine,
+                factors(scales, Dtype::F16),
+                Some(factors(biases, Dtype::F16)),
+            ),
+        };
         let stored = Self::Groups {
-            packed: plane(Held::Own(packed), cols * bits / 32, Dtype::U32),
-            scales: halves(scales),
-            biases: Some(halves(biases)),
+            packed: plane(Held::Own(packed), cols * form.bits() / 32, Dtype::U32),
+            scales,
+            biases,
             group: GROUP,
-            bits,
-            mode: QuantisedMode::Affine,
+            bits: form.bits(),
+            mode,
         };
         (stored, 0..n)
     }
@@ -210,18 +221,68 @@ impl Stored {
             AsStored::Mlx(m) => groups(m.scheme.group_size, m.scheme.bits.into(), 2),
             AsStored::Whole(tensor) => match tensor.block_type {
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 => floats.bytes() as u64 * values,
-                BlockType::Q4_0 | BlockType::Q4_1 => groups(GROUP, 4, 2),
-                _ => groups(GROUP, 8, 2),
+                other => match Form::of(other) {
+                    Form::Powers => values / 32 * 17,
+                    form => groups(GROUP, form.bits() as u64, 2),
+                },
             },
         }
     }
 }
 
+/// How blocks are held as groups of 32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Their integers, `offset` added, in so many bits.
+    Kept { bits: usize, offset: u8 },
+    /// Four-bit floats with a power of two.
+    Powers,
+    /// 255 steps between the least and the largest value.
+    Fitted,
+}
+
+impl Form {
+    const fn of(block_type: BlockType) -> Self {
+        let (bits, offset) = match block_type {
+            BlockType::Q4_0 => (4, 8),
+            BlockType::Q4_1 | BlockType::Q4_K => (4, 0),
+            BlockType::Q5_0 => (5, 16),
+            BlockType::Q5_1 | BlockType::Q5_K => (5, 0),
+            BlockType::Q8_0 => (8, 128),
+            BlockType::MXFP4 | BlockType::MXFP4_SPLIT => return Self::Powers,
+            _ => return Self::Fitted,
+        };
+        Self::Kept { bits, offset }
+    }
+
+    const fn bits(self) -> usize {
+        match self {
+            Self::Kept { bits, .. } => bits,
+            Self::Powers => 4,
+            Self::Fitted => 8,
+        }
+    }
+}
+
+/// The form of MLX's that is nearest to a type of block that it has none for; `None` for those
+/// whose weights stay what they are.
+pub(super) const fn nearest(block_type: BlockType) -> Option<&'static str> {
+    match block_type {
+        BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
+        BlockType::Q4_K => Some("4 bits in groups of 32, scales rounded to halves"),
+        BlockType::Q5_K => Some("5 bits in groups of 32, scales rounded to halves"),
+        other => match Form::of(other) {
+            Form::Kept { .. } | Form::Powers => None,
+            Form::Fitted => Some("8 bits in groups of 32"),
+        },
+    }
+}
+
 /// Blocks as groups of 32.
 struct Groups {
-    bits: usize,
+    form: Form,
     packed: Vec<u8>,
-    /// Halves, little endian.
+    /// Halves, little endian, or bytes of powers of two.
     scales: Vec<u8>,
     biases: Vec<u8>,
 }
@@ -232,40 +293,61 @@ impl Groups {
         let row_bytes = row_bytes.expect("checked when the file was opened");
         let bytes = &tensor.bytes[rows.start * row_bytes..rows.end * row_bytes];
         let values = rows.len() * tensor.cols();
-        let bits = match tensor.block_type {
-            BlockType::Q4_0 | BlockType::Q4_1 => 4,
-            _ => 8,
-        };
-        let room = || Vec::with_capacity(values / GROUP * 2);
-        let mut groups = Self {
-            bits,
-            packed: Vec::with_capacity(values * bits / 8),
-            scales: room(),
-            biases: room(),
-        };
         let block_type = tensor.block_type;
+        let mut groups = Self::new(block_type, values);
         for block in bytes.chunks_exact(block_type.bytes()) {
             groups.add(block_type, block);
         }
         groups
     }
 
+    /// For so many values.
+    fn new(block_type: BlockType, values: usize) -> Self {
+        let form = Form::of(block_type);
+        let room = || Vec::with_capacity(values / GROUP * 2);
+        Self {
+            form,
+            packed: Vec::with_capacity(values * form.bits() / 8),
+            scales: room(),
+            biases: room(),
+        }
+    }
+
     fn add(&mut self, block_type: BlockType, block: &[u8]) {
-        let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
-        match block_type {
-            BlockType::Q4_0 => self.group(half(0), times(half(0), -8.0), nibbles(&block[2..])),
-            BlockType::Q4_1 => self.group(half(0), half(2), nibbles(&block[4..])),
-            BlockType::Q8_0 => {
-                let shifted = block[2..].iter().map(|byte| byte ^ 0x80);
-                self.group(half(0), times(half(0), -128.0), shifted);
+        match self.form {
+            Form::Powers => {
+                self.scales.push(block[0]);
+                if block_type == BlockType::MXFP4 {
+                    self.packed.extend_from_slice(&block[1..]);
+                } else {
+                    self.packed.extend(nibbles(&block[1..]));
+                }
             }
-            _ => {
+            Form::Kept { bits, offset } => {
+                for chunk in 0..block_type.len() / GROUP {
+                    let chunk = stored::chunk(block_type, block, chunk);
+                    self.keep(&chunk, bits, offset);
+                }
+            }
+            Form::Fitted => {
                 let mut values = [0.0; 256];
                 let values = &mut values[..block_type.len()];
                 stored::dequantise(block_type, block, values);
                 values.chunks_exact(GROUP).for_each(|group| self.fit(group));
             }
         }
+    }
+
+    /// The integers of a chunk whose halves have the same scale.
+    fn keep(&mut self, chunk: &Chunk, bits: usize, offset: u8) {
+        let min = chunk.min * chunk.min_sub[0] as f32;
+        let bias = min - f32::from(offset) * chunk.scale;
+        let integers = chunk.q.map(|q| q.wrapping_add_unsigned(offset) as u8);
+        self.group(
+            f16::from_f32(chunk.scale),
+            f16::from_f32(bias),
+            pack(bits, &integers),
+        );
     }
 
     fn group(&mut self, scale: f16, bias: f16, packed: impl IntoIterator<Item = u8>) {
@@ -297,8 +379,18 @@ impl Groups {
     }
 }
 
-fn times(scale: f16, factor: f32) -> f16 {
-    f16::from_f32(scale.to_f32() * factor)
+/// Values of so many bits behind each other, the first in the lowest bits.
+fn pack(bits: usize, values: &[u8; GROUP]) -> Vec<u8> {
+    let mut packed = vec![0u8; GROUP * bits / 8];
+    for (i, value) in values.iter().enumerate() {
+        let (byte, shift) = (i * bits / 8, i * bits % 8);
+        let wide = u16::from(*value) << shift;
+        packed[byte] |= wide as u8;
+        if shift + bits > 8 {
+            packed[byte + 1] |= (wide >> 8) as u8;
+        }
+    }
+    packed
 }
 
 /// Sixteen bytes whose low halves are values 0 to 15 and whose high halves are 16 to 31, as bytes
@@ -320,12 +412,12 @@ mod tests {
     /// What MLX computes of a group.
     fn values(groups: &Groups) -> Vec<f32> {
         let half = |bytes: &[u8], i: usize| f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
-        let per_byte = 8 / groups.bits;
+        let bits = groups.form.bits();
         let integer = |k: usize| {
-            let byte = groups.packed[k / per_byte];
-            byte >> (groups.bits * (k % per_byte)) & ((1u16 << groups.bits) - 1) as u8
+            let bit = |i: usize| groups.packed[i / 8] >> (i % 8) & 1;
+            (0..bits).fold(0u8, |all, i| all | bit(k * bits + i) << i)
         };
-        let n = groups.packed.len() * per_byte;
+        let n = groups.packed.len() * 8 / bits;
         let value = |k| {
             let (scale, bias) = (half(&groups.scales, k / 32), half(&groups.biases, k / 32));
             f32::from(integer(k)) * scale.to_f32() + bias.to_f32()
@@ -346,24 +438,21 @@ mod tests {
     }
 
     fn groups(block_type: BlockType, block: &[u8]) -> Groups {
-        let bits = if matches!(block_type, BlockType::Q4_0 | BlockType::Q4_1) {
-            4
-        } else {
-            8
-        };
-        let mut groups = Groups {
-            bits,
-            packed: Vec::new(),
-            scales: Vec::new(),
-            biases: Vec::new(),
-        };
+        let mut groups = Groups::new(block_type, block_type.len());
         groups.add(block_type, block);
         groups
     }
 
     #[test]
     fn what_mlx_can_hold_is_kept_exactly() {
-        for block_type in [BlockType::Q4_0, BlockType::Q4_1, BlockType::Q8_0] {
+        for block_type in [
+            BlockType::Q4_0,
+            BlockType::Q4_1,
+            BlockType::Q5_0,
+            BlockType::Q5_1,
+            BlockType::Q8_0,
+        ] {
+            assert_eq!(nearest(block_type), None);
             let block = block(block_type);
             let mut expected = vec![0.0; block_type.len()];
             stored::dequantise(block_type, &block, &mut expected);
@@ -379,10 +468,11 @@ mod tests {
     fn the_rest_is_off_by_a_510th_of_the_range() {
         for block_type in [
             BlockType::Q4_K,
+            BlockType::Q5_K,
             BlockType::Q6_K,
-            BlockType::Q5_0,
             BlockType::IQ4_NL,
         ] {
+            assert!(nearest(block_type).is_some());
             let block = block(block_type);
             let mut expected = vec![0.0; block_type.len()];
             stored::dequantise(block_type, &block, &mut expected);
@@ -390,8 +480,9 @@ mod tests {
             for (got, expected) in got.chunks(32).zip(expected.chunks(32)) {
                 let high = expected.iter().fold(f32::MIN, |m, x| m.max(*x));
                 let low = expected.iter().fold(f32::MAX, |m, x| m.min(*x));
-                // A half rounds the least value and a step, by 2^-11 of them.
-                let rounding = (low.abs() + (high - low)) / 2048.0;
+                // A half rounds the least value and a step, by 2^-11 of them; of integers that are
+                // kept, the bias, and a step that is taken as often as there are.
+                let rounding = (low.abs() + 2.0 * (high - low)) / 2048.0;
                 let bound = (high - low) / 510.0 + rounding;
                 for (got, expected) in got.iter().zip(expected) {
                     assert!(
@@ -403,11 +494,30 @@ mod tests {
         }
     }
 
+    /// Both orders of nibbles, against what they stand for.
+    #[test]
+    fn four_bit_floats_keep_their_codes() {
+        const CODES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        for block_type in [BlockType::MXFP4, BlockType::MXFP4_SPLIT] {
+            let mut block: Vec<u8> = (0..17).map(|i| (i * 89 + 13) as u8).collect();
+            block[0] = 128;
+            let mut expected = vec![0.0; 32];
+            stored::dequantise(block_type, &block, &mut expected);
+            let groups = groups(block_type, &block);
+            assert_eq!(groups.scales, [128]);
+            let value = |k: usize| {
+                let code = groups.packed[k / 2] >> (4 * (k % 2)) & 15;
+                let size = 2.0 * CODES[usize::from(code & 7)];
+                if code < 8 { size } else { -size }
+            };
+            let got: Vec<f32> = (0..32).map(value).collect();
+            assert_eq!(got, expected, "{block_type}");
+        }
+    }
+
     #[test]
     fn equal_values_stay() {
-        let mut groups = groups(BlockType::Q8_0, &block(BlockType::Q8_0));
-        groups.packed.clear();
-        (groups.scales, groups.biases) = (Vec::new(), Vec::new());
+        let mut groups = Groups::new(BlockType::Q6_K, 32);
         groups.fit(&[-1.5; 32]);
         assert_eq!(values(&groups), [-1.5; 32]);
     }

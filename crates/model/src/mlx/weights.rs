@@ -1,81 +1,29 @@
 //! A rank's weights as MLX's arrays.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_mlx::{Array, Dtype, Quantised, Stream};
+use paceline_mlx::{Array, Device, Dtype, Quantised, Stream};
 
-use super::stored::{Stored, float, floats};
+use super::matrix::{Linear, Matrix};
+use super::stored::{Stored, float, floats, nearest};
 use crate::split::{LeafCut, Shard};
-use crate::weights::Names;
-use crate::{Config, Error, Family, Part, Role, Source};
+use crate::weights::{AsStored, Names};
+use crate::{Config, Error, Family, LayerCache, LayerShape, Part, Role, Source};
 
-/// A matrix `(out, in)`.
-#[derive(Clone, Debug)]
-enum Matrix {
-    /// Its transpose, `(in, out)`: a view.
-    Float(Array),
-    Quantised(Quantised),
-}
+mod delta_net;
+mod experts;
+mod latent;
+mod per_layer;
+mod planned;
 
-/// A matrix with an optional bias `(out,)`.
-#[derive(Clone, Debug)]
-pub(super) struct Linear {
-    matrix: Matrix,
-    bias: Option<Array>,
-}
-
-impl Linear {
-    /// x (T, in) -> (T, out)
-    pub(super) fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
-        let product = match &self.matrix {
-            Matrix::Float(across) => stream.matmul(x, across)?,
-            Matrix::Quantised(weights) => stream.quantised_matmul(x, weights)?,
-        };
-        Ok(match &self.bias {
-            Some(bias) => stream.add(&product, bias)?,
-            None => product,
-        })
-    }
-
-    /// The rows that `indices (T,)` name: (T, in).
-    pub(super) fn rows(
-        &self,
-        stream: &Stream,
-        indices: &Array,
-        dtype: Dtype,
-    ) -> Result<Array, Error> {
-        let rows = match &self.matrix {
-            Matrix::Float(across) => {
-                let whole = stream.transpose(across, &[1, 0])?;
-                stream.take(&whole, indices, 0)?
-            }
-            Matrix::Quantised(w) => {
-                let take = |array: &Array| stream.take(array, indices, 0);
-                let rows = Quantised {
-                    packed: take(&w.packed)?,
-                    scales: take(&w.scales)?,
-                    biases: w.biases.as_ref().map(take).transpose()?,
-                    ..*w
-                };
-                stream.dequantise(&rows, dtype)?
-            }
-        };
-        Ok(stream.astype(&rows, dtype)?)
-    }
-
-    fn arrays(&self) -> impl Iterator<Item = &Array> {
-        let matrix: Vec<&Array> = match &self.matrix {
-            Matrix::Float(across) => vec![across],
-            Matrix::Quantised(w) => {
-                let biases = w.biases.iter();
-                [&w.packed, &w.scales].into_iter().chain(biases).collect()
-            }
-        };
-        matrix.into_iter().chain(&self.bias)
-    }
-}
+pub(super) use delta_net::DeltaNet;
+pub(super) use experts::{Experts, Routed, Shared, Stack};
+pub(super) use latent::Latent;
+pub(super) use per_layer::{PerLayer, PerLayerInputs};
+pub(super) use planned::planned;
 
 /// A matrix that the ranks of a stage share by its input dimension, or by its outputs: see
 /// [`Loader::by_outputs`].
@@ -91,48 +39,135 @@ pub(super) struct Summed {
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) attention_norm: Array,
-    /// Query, key and value; none for a rank without heads.
-    pub(super) qkv: Option<[Linear; 3]>,
+    pub(super) mixer: Mixer,
     pub(super) attention_output: Summed,
-    pub(super) query_norm: Option<Array>,
-    pub(super) key_norm: Option<Array>,
     pub(super) post_attention_norm: Option<Array>,
     pub(super) ffn_norm: Array,
-    /// Gate and up; none for a rank without feed-forward.
+    /// Where there are not only experts.
+    pub(super) dense: Option<Dense>,
+    /// Where the router chooses.
+    pub(super) experts: Option<Box<Experts>>,
+    pub(super) post_ffn_norm: Option<Array>,
+    /// Norms of a feed-forward with experts beside it.
+    pub(super) beside: Option<Beside>,
+    /// Where a layer has embeddings of its own.
+    pub(super) per_layer: Option<PerLayer>,
+    /// A factor of the residual behind the layer.
+    pub(super) output_scale: Option<Array>,
+}
+
+/// What brings the positions together.
+#[derive(Debug)]
+pub(super) enum Mixer {
+    /// A rank without heads.
+    Nothing,
+    Attention(Box<Attention>),
+    Latent(Box<Latent>),
+    Delta(Box<DeltaNet>),
+}
+
+/// Attention over keys and values of each KV head, this rank's.
+#[derive(Debug)]
+pub(super) struct Attention {
+    pub(super) query: Linear,
+    /// None where it uses another layer's.
+    pub(super) key: Option<Linear>,
+    /// None where it uses another layer's, or its keys.
+    pub(super) value: Option<Linear>,
+    pub(super) query_norm: Option<Array>,
+    pub(super) key_norm: Option<Array>,
+    /// `(E,)`: ones, where values have a norm.
+    pub(super) value_norm: Option<Array>,
+    /// `(H,)`
+    pub(super) sinks: Option<Array>,
+}
+
+/// Gate, up and down.
+#[derive(Debug)]
+pub(super) struct Dense {
+    /// None for a rank without columns of it.
     pub(super) gate_up: Option<[Linear; 2]>,
     pub(super) down: Summed,
-    pub(super) post_ffn_norm: Option<Array>,
+}
+
+/// The norms of a feed-forward and of the experts beside it, `(C,)` each.
+#[derive(Debug)]
+pub(super) struct Beside {
+    /// On the result of the feed-forward.
+    pub(super) dense: Array,
+    /// Before the experts.
+    pub(super) before: Array,
+    /// On their result.
+    pub(super) after: Array,
+}
+
+impl Mixer {
+    fn arrays(&self) -> Vec<&Array> {
+        match self {
+            Self::Nothing => Vec::new(),
+            Self::Attention(own) => own.arrays(),
+            Self::Latent(own) => own.arrays(),
+            Self::Delta(own) => own.arrays(),
+        }
+    }
+}
+
+impl Attention {
+    fn arrays(&self) -> Vec<&Array> {
+        let linears = [Some(&self.query), self.key.as_ref(), self.value.as_ref()];
+        let vectors = [
+            &self.query_norm,
+            &self.key_norm,
+            &self.value_norm,
+            &self.sinks,
+        ];
+        let linears = linears.into_iter().flatten().flat_map(Linear::arrays);
+        linears.chain(vectors.into_iter().flatten()).collect()
+    }
+}
+
+impl Dense {
+    fn arrays(&self) -> impl Iterator<Item = &Array> {
+        let inputs = self.gate_up.iter().flatten();
+        inputs.flat_map(Linear::arrays).chain(self.down.arrays())
+    }
+}
+
+impl Summed {
+    fn arrays(&self) -> impl Iterator<Item = &Array> {
+        let mine = self.mine.iter().flat_map(Linear::arrays);
+        mine.chain(&self.bias)
+    }
 }
 
 impl Layer {
-    fn arrays(&self) -> impl Iterator<Item = &Array> {
-        let linears = self
-            .qkv
-            .iter()
-            .flatten()
-            .chain(self.gate_up.iter().flatten());
-        let summed = [&self.attention_output, &self.down];
-        let sums = summed.into_iter().flat_map(|s| &s.mine);
+    fn arrays(&self) -> Vec<&Array> {
         let norms = [
-            &self.query_norm,
-            &self.key_norm,
-            &self.post_attention_norm,
-            &self.post_ffn_norm,
+            Some(&self.attention_norm),
+            Some(&self.ffn_norm),
+            self.post_attention_norm.as_ref(),
+            self.post_ffn_norm.as_ref(),
+            self.output_scale.as_ref(),
         ];
-        linears
-            .chain(sums)
-            .flat_map(Linear::arrays)
-            .chain(norms.into_iter().flatten())
-            .chain(summed.into_iter().flat_map(|s| &s.bias))
-            .chain([&self.attention_norm, &self.ffn_norm])
+        let beside = self.beside.iter();
+        let mut all = self.mixer.arrays();
+        all.extend(norms.into_iter().flatten());
+        all.extend(self.attention_output.arrays());
+        all.extend(self.dense.iter().flat_map(Dense::arrays));
+        all.extend(self.experts.iter().flat_map(|own| own.arrays()));
+        all.extend(beside.flat_map(|own| [&own.dense, &own.before, &own.after]));
+        all.extend(self.per_layer.iter().flat_map(PerLayer::arrays));
+        all
     }
 }
 
 /// All of a rank's weights.
 #[derive(Debug)]
 pub(super) struct Weights {
-    /// In the first stage.
+    /// In the first stage; in all where layers have embeddings of their own, which come from it.
     pub(super) embedding: Option<Linear>,
+    /// Where layers have embeddings of their own.
+    pub(super) per_layer: Option<PerLayerInputs>,
     pub(super) layers: Vec<Layer>,
     /// Norm and this rank's rows of the output head, in the last stage.
     pub(super) head: Option<(Array, Linear)>,
@@ -150,6 +185,7 @@ impl Weights {
         let arrays = self.layers.iter().flat_map(Layer::arrays);
         let tables = self.embedding.iter().chain(head.map(|(_, head)| head));
         let all = arrays.chain(tables.flat_map(Linear::arrays));
+        let all = all.chain(self.per_layer.iter().flat_map(PerLayerInputs::arrays));
         Bytes(all.map(Array::n_bytes).sum())
     }
 }
@@ -165,8 +201,8 @@ pub(super) fn activations(
     if class == KernelClass::MlxF32 {
         return Ok(Dtype::F32);
     }
-    let c = names.config;
-    let query = names.as_stored(Role::Layer(0, Part::Query), [c.heads * c.head_dim, c.width])?;
+    let (role, shape) = first_matrix(names.config);
+    let query = names.located(role, shape)?;
     let dtype = match floats(&query) {
         Some(dtype) => dtype,
         None => {
@@ -184,6 +220,26 @@ pub(super) fn activations(
     })
 }
 
+/// A matrix that the first layer has, whatever it is made of.
+fn first_matrix(c: &Config) -> (Role, [usize; 2]) {
+    let shape = &c.layers[0];
+    let (part, shape) = match (shape.cache, shape.latent) {
+        (LayerCache::Delta(_), _) => {
+            let shape = [c.width, shape.heads * shape.value_dim];
+            (Part::DeltaOutput, shape)
+        }
+        (_, Some(latent)) => (Part::LatentDown, [latent.key_dim(), c.width]),
+        _ => (Part::Query, [query_rows(shape, shape.heads), c.width]),
+    };
+    (Role::Layer(0, part), shape)
+}
+
+/// Rows of so many heads of a layer's query projection, their gates included.
+const fn query_rows(shape: &LayerShape, heads: usize) -> usize {
+    let each = if shape.gated { 2 } else { 1 };
+    each * shape.head_dim * heads
+}
+
 /// Loads weights of one model.
 pub(super) struct Loader<'a> {
     pub(super) stream: &'a Stream,
@@ -197,6 +253,16 @@ pub(super) struct Loader<'a> {
     /// What others are converted from, until they are: MLX would write the results to their
     /// memory when nobody else has them, and that is the file's.
     pub(super) kept: RefCell<Vec<Array>>,
+    /// Matrices of types that MLX has no form for, by type.
+    pub(super) nearest: RefCell<BTreeMap<&'static str, Nearest>>,
+}
+
+/// Matrices of a type that MLX has no form for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Nearest {
+    /// What they are held as.
+    form: &'static str,
+    matrices: usize,
 }
 
 impl Loader<'_> {
@@ -222,8 +288,7 @@ impl Loader<'_> {
         let (c, shard) = (self.config, self.shard);
         let n = shard.layers.len();
         let table = |role, mine| self.rows(role, [c.vocab, c.width], mine);
-        let embedding = shard
-            .embeds()
+        let embedding = (shard.embeds() || c.per_layer > 0)
             .then(|| table(Role::TokenEmbedding, 0..c.vocab))
             .transpose()?;
         let mut layers = Vec::with_capacity(n);
@@ -244,6 +309,7 @@ impl Loader<'_> {
         let head = shard.has_head().then(head).transpose()?;
         let weights = Weights {
             periods: self.periods()?,
+            per_layer: self.per_layer_inputs()?,
             embedding,
             layers,
             head,
@@ -252,7 +318,8 @@ impl Loader<'_> {
             .embedding
             .iter()
             .chain(weights.head.iter().map(|(_, head)| head));
-        self.eval(tables.flat_map(Linear::arrays))?;
+        let own = weights.per_layer.iter().flat_map(PerLayerInputs::arrays);
+        self.eval(tables.flat_map(Linear::arrays).chain(own))?;
         progress(n + 1, n + 1);
         let bytes = weights.bytes(tied && shard.vocab() == (0..c.vocab));
         Ok((weights, bytes))
@@ -267,41 +334,143 @@ impl Loader<'_> {
     }
 
     fn layer(&self, i: usize) -> Result<Layer, Error> {
-        let (c, shard) = (self.config, self.shard);
-        let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
         let role = |part| Role::Layer(i, part);
-        let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
-        let of_heads = |heads: &Range<usize>| heads.start * c.head_dim..heads.end * c.head_dim;
-        let qkv = || {
-            Ok::<_, Error>([
-                rows(Part::Query, q, of_heads(&shard.usual.heads))?,
-                rows(Part::Key, kv, of_heads(&shard.usual.kv_heads))?,
-                rows(Part::Value, kv, of_heads(&shard.usual.kv_heads))?,
-            ])
+        let norm = |part| self.norm(role(part), c.width);
+        let opt = |there: bool, part| there.then(|| norm(part)).transpose();
+        let sandwich = c.family.norms_after_halves();
+        let output = match shape.cache {
+            LayerCache::Delta(_) => Part::DeltaOutput,
+            _ => Part::AttentionOutput,
         };
-        let gate_up = || {
-            let gate = rows(Part::Gate, c.ffn, shard.ffn())?;
-            Ok::<_, Error>([gate, rows(Part::Up, c.ffn, shard.ffn())?])
+        let outputs = shape.heads * shape.output_dim();
+        let experts = shape.experts.map(|of| self.experts(i, of));
+        let beside = || {
+            Ok::<_, Error>(Beside {
+                dense: norm(Part::DenseNorm)?,
+                before: norm(Part::BesideNorm)?,
+                after: norm(Part::PostBesideNorm)?,
+            })
         };
-        let norm = |part, n| self.norm(role(part), n);
-        let opt = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
-        let (sandwich, heads) = (c.family.norms_after_halves(), c.family.norms_heads());
+        let scale = self.names.output_scale(i)?;
+        let scale = scale.map(|scale| self.stream.scalar(scale, self.dtype));
         Ok(Layer {
-            attention_norm: norm(Part::AttentionNorm, c.width)?,
-            qkv: (!shard.usual.heads.is_empty()).then(qkv).transpose()?,
-            attention_output: self.summed(
-                role(Part::AttentionOutput),
-                q,
-                &shard.usual.attention,
-            )?,
-            query_norm: opt(heads, Part::QueryNorm, c.head_dim)?,
-            key_norm: opt(heads, Part::KeyNorm, c.head_dim)?,
-            post_attention_norm: opt(sandwich, Part::PostAttentionNorm, c.width)?,
-            ffn_norm: norm(Part::FfnNorm, c.width)?,
-            gate_up: (!shard.ffn().is_empty()).then(gate_up).transpose()?,
-            down: self.summed(role(Part::Down), c.ffn, &shard.usual.feed_forward)?,
-            post_ffn_norm: opt(sandwich, Part::PostFfnNorm, c.width)?,
+            attention_norm: norm(Part::AttentionNorm)?,
+            mixer: self.mixer(i)?,
+            attention_output: self.summed(role(output), outputs, &cut.attention)?,
+            post_attention_norm: opt(sandwich, Part::PostAttentionNorm)?,
+            ffn_norm: norm(Part::FfnNorm)?,
+            dense: shape.has_dense().then(|| self.dense(i)).transpose()?,
+            experts: experts.transpose()?.map(Box::new),
+            post_ffn_norm: opt(sandwich, Part::PostFfnNorm)?,
+            beside: shape.dense_beside.then(beside).transpose()?,
+            per_layer: self.per_layer(i)?,
+            output_scale: scale.transpose()?,
         })
+    }
+
+    fn mixer(&self, i: usize) -> Result<Mixer, Error> {
+        let (shape, cut) = (&self.config.layers[i], self.shard.layer(i));
+        if cut.heads.is_empty() {
+            return Ok(Mixer::Nothing);
+        }
+        Ok(match (shape.cache, shape.latent) {
+            (LayerCache::Delta(net), _) => Mixer::Delta(Box::new(self.delta_net(i, net)?)),
+            (_, Some(latent)) => Mixer::Latent(Box::new(self.latent(i, latent)?)),
+            _ => Mixer::Attention(Box::new(self.attention(i)?)),
+        })
+    }
+
+    fn attention(&self, i: usize) -> Result<Attention, Error> {
+        let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
+        let rows = |part, all, mine| self.rows(Role::Layer(i, part), [all, c.width], mine);
+        let of_kv = |there: bool, part, dim: usize| {
+            let mine = cut.kv_heads.start * dim..cut.kv_heads.end * dim;
+            let own = || rows(part, shape.kv_heads * dim, mine);
+            there.then(own).transpose()
+        };
+        let queries = query_rows(shape, cut.heads.start)..query_rows(shape, cut.heads.end);
+        let [query_norm, key_norm] = self.query_key_norms(i)?;
+        let ones = || self.floats(&vec![1.0; shape.value_dim]);
+        Ok(Attention {
+            query: rows(Part::Query, query_rows(shape, shape.heads), queries)?,
+            key: of_kv(shape.has_keys(), Part::Key, shape.head_dim)?,
+            value: of_kv(shape.has_values(), Part::Value, shape.value_dim)?,
+            query_norm,
+            key_norm,
+            value_norm: shape.value_norm.then(ones).transpose()?,
+            sinks: self.sinks(i)?,
+        })
+    }
+
+    /// The norms on queries and keys: of a head, or this rank's part of those over all heads.
+    fn query_key_norms(&self, i: usize) -> Result<[Option<Array>; 2], Error> {
+        let (shape, cut) = (&self.config.layers[i], self.shard.layer(i));
+        let (role, dim) = (|part| Role::Layer(i, part), shape.head_dim);
+        if self.config.family.norms_projections() {
+            let of = |part, all: usize, mine: &Range<usize>| {
+                let whole = self.names.norm(role(part), all * dim)?;
+                self.floats(&whole[mine.start * dim..mine.end * dim])
+            };
+            return Ok([
+                Some(of(Part::QueryNorm, shape.heads, &cut.heads)?),
+                Some(of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?),
+            ]);
+        }
+        let there = self.names.norms_heads(i)?;
+        let of = |there: bool, part| there.then(|| self.norm(role(part), dim)).transpose();
+        Ok([
+            of(there, Part::QueryNorm)?,
+            of(there && shape.has_kv(), Part::KeyNorm)?,
+        ])
+    }
+
+    /// The sinks of this rank's heads.
+    fn sinks(&self, i: usize) -> Result<Option<Array>, Error> {
+        if !self.config.family.has_sinks_and_biases() {
+            return Ok(None);
+        }
+        let heads = self.shard.layer(i).heads.clone();
+        let role = Role::Layer(i, Part::Sinks);
+        let all = self.names.finite(role, self.config.layers[i].heads)?;
+        self.floats(&all[heads]).map(Some)
+    }
+
+    /// Gate, up and down of a layer.
+    fn dense(&self, i: usize) -> Result<Dense, Error> {
+        let (width, ffn) = (self.config.width, self.config.layers[i].ffn);
+        let cut = self.shard.layer(i).dense();
+        let rows = |part| self.rows(Role::Layer(i, part), [ffn, width], cut.columns());
+        let gate_up = || Ok::<_, Error>([rows(Part::Gate)?, rows(Part::Up)?]);
+        let mine = !cut.columns().is_empty();
+        Ok(Dense {
+            gate_up: mine.then(gate_up).transpose()?,
+            down: self.summed(Role::Layer(i, Part::Down), ffn, cut)?,
+        })
+    }
+
+    /// Notes a matrix of a type that MLX has no form for.
+    fn note(&self, matrix: &AsStored) {
+        let AsStored::Whole(tensor) = matrix else {
+            return;
+        };
+        if let Some(form) = nearest(tensor.block_type) {
+            let mut all = self.nearest.borrow_mut();
+            let own = all.entry(tensor.block_type.name());
+            own.or_insert(Nearest { form, matrices: 0 }).matrices += 1;
+        }
+    }
+
+    /// What whoever loads the model should know of its numbers and their speed, a line each.
+    pub(super) fn notes(&self) -> Vec<String> {
+        let nearest = self.nearest.borrow();
+        let lines = nearest.iter().map(|(name, Nearest { form, matrices })| {
+            format!("mlx has no form for {name}: {matrices} matrices are held as {form}")
+        });
+        let cpu = matches!(self.stream.device(), Device::Cpu).then(|| {
+            "mlx computes on the CPU here: a test bed, far slower than engine cpu".to_owned()
+        });
+        cpu.into_iter().chain(lines).collect()
     }
 
     /// The rows `mine` of a matrix.
@@ -340,7 +509,9 @@ impl Loader<'_> {
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<Matrix, Error> {
-        let (stored, rows) = Stored::new(&self.names.as_stored(role, shape)?, rows);
+        let matrix = self.names.as_stored(role, shape)?;
+        self.note(&matrix);
+        let (stored, rows) = Stored::new(&matrix, rows);
         let stream = self.stream;
         match &stored {
             Stored::Floats(plane) => {
@@ -386,6 +557,25 @@ impl Loader<'_> {
         }
     }
 
+    /// Rows of a matrix of `shape`, in f32 whatever the activations are, across: `(in, rows)`.
+    fn wide_rows(
+        &self,
+        role: Role,
+        shape: [usize; 2],
+        rows: &[Range<usize>],
+    ) -> Result<Array, Error> {
+        let stored = self.names.as_stored(role, shape)?;
+        let n: usize = rows.iter().map(Range::len).sum();
+        let mut values = vec![0.0; n * shape[1]];
+        let all = values.chunks_exact_mut(shape[1]);
+        for (out, row) in all.zip(rows.iter().cloned().flatten()) {
+            stored.row(row as u32, out);
+        }
+        let sizes = [n as i32, shape[1] as i32];
+        let wide = self.stream.array_f32(&values, &sizes)?;
+        Ok(self.stream.transpose(&wide, &[1, 0])?)
+    }
+
     /// A vector in the type of activations.
     fn floats(&self, values: &[f32]) -> Result<Array, Error> {
         let array = self.stream.array_f32(values, &[values.len() as i32])?;
@@ -395,58 +585,4 @@ impl Loader<'_> {
     fn norm(&self, role: Role, n: usize) -> Result<Array, Error> {
         self.floats(&self.names.norm(role, n)?)
     }
-}
-
-/// What a shard's weights will take, from the sizes in the file: told before anything is loaded.
-pub(super) fn planned(
-    names: &Names<'_>,
-    shard: &Shard,
-    tied: bool,
-    dtype: Dtype,
-) -> Result<Bytes, Error> {
-    let c = names.config;
-    let of = |role: Role, shape: [usize; 2], share: usize| {
-        let matrix = names.located(role, shape)?;
-        let values = shape[0] * shape[1] / shape[usize::from(share_of_cols(role))] * share;
-        Ok::<_, Error>(Stored::bytes_of(&matrix, values as u64, dtype))
-    };
-    let (q, kv, d) = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.head_dim);
-    let (heads, kv_heads, ffn) = (
-        shard.usual.heads.len() * d,
-        shard.usual.kv_heads.len() * d,
-        shard.ffn().len(),
-    );
-    let mut sum = 0;
-    for i in shard.layers.clone() {
-        for (part, shape, share) in [
-            (Part::Query, [q, c.width], heads),
-            (Part::Key, [kv, c.width], kv_heads),
-            (Part::Value, [kv, c.width], kv_heads),
-            (Part::AttentionOutput, [c.width, q], heads),
-            (Part::Gate, [c.ffn, c.width], ffn),
-            (Part::Up, [c.ffn, c.width], ffn),
-            (Part::Down, [c.width, c.ffn], ffn),
-        ] {
-            sum += of(Role::Layer(i, part), shape, share)?;
-        }
-    }
-    let table = [c.vocab, c.width];
-    if shard.embeds() {
-        sum += of(Role::TokenEmbedding, table, c.vocab)?;
-    }
-    let shared = tied && shard.embeds() && shard.vocab().len() == c.vocab;
-    if shard.has_head() && !shared {
-        let role = if tied {
-            Role::TokenEmbedding
-        } else {
-            Role::Output
-        };
-        sum += of(role, table, shard.vocab().len())?;
-    }
-    Ok(Bytes(sum))
-}
-
-/// Whether a rank holds columns of a matrix, not rows.
-const fn share_of_cols(role: Role) -> bool {
-    matches!(role, Role::Layer(_, Part::AttentionOutput | Part::Down))
 }

@@ -45,7 +45,7 @@ pub struct WindowPages<'a> {
 
 impl<'a> BatchSequence<'a> {
     /// Its rows as layers of a kind see them.
-    pub(super) fn rows_of(&self, kind: usize) -> AttentionRows<'a> {
+    pub(crate) fn rows_of(&self, kind: usize) -> AttentionRows<'a> {
         let all = WindowPages {
             first_page: 0,
             pages: self.pages,

@@ -17,14 +17,13 @@ use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, Packed, Product, vector};
 
 use super::{activations, add_bias};
-use crate::config::{self, Activation, Gating, Groups, MAX_GROUPS, MAX_USED};
+use crate::config::{
+    self, Activation, CLAMP_SLOPE, Gating, Groups, LEAST_SUM, MAX_GROUPS, MAX_USED,
+};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::uses::LayerUses;
 use crate::weights::{Expert, Experts};
-
-/// Least sum that weights are divided by: llama.cpp's, the smallest normal half.
-const LEAST_SUM: f32 = 6.103_515_6e-5;
 
 /// A row's choice of an expert.
 #[derive(Clone, Copy, Debug, Default)]
@@ -296,9 +295,6 @@ fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     }
 }
 
-/// Slope of the clamped gate.
-const SLOPE: f32 = 1.702;
-
 /// Values of a gate that are computed at once.
 const RUN: usize = 64;
 
@@ -312,7 +308,7 @@ fn clamped(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f3
     for (out, (gate, up)) in out.chunks_mut(RUN).zip(runs) {
         let n = gate.len();
         g.iter_mut().zip(gate).for_each(|(g, x)| *g = most(*x));
-        kernels.exp_scaled(&g[..n], 0.0, -SLOPE, &mut exp[..n]);
+        kernels.exp_scaled(&g[..n], 0.0, -CLAMP_SLOPE, &mut exp[..n]);
         for (i, out) in out.iter_mut().enumerate() {
             *out = g[i] / (1.0 + exp[i]) * (least(most(up[i])) + 1.0);
         }

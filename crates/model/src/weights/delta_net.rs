@@ -6,7 +6,7 @@ use std::ops::Range;
 use paceline_formats::tensor::MappedBytes;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, stored};
 
-use super::{AsStored, Linear, Loader, pack_error, vector};
+use super::{AsStored, Linear, Loader, Names, pack_error, vector};
 use crate::config::{self, HeadOrder};
 use crate::{Error, LayerShape, Part, Role};
 
@@ -40,17 +40,48 @@ impl DeltaNet {
 }
 
 /// Ranges of rows, one behind the other.
-type Rows = Vec<Range<usize>>;
+pub(crate) type Rows = Vec<Range<usize>>;
+
+/// A matrix, how many rows it has in all, and which of them are wanted.
+pub(crate) type PartRows = (Part, usize, Rows);
 
 /// Where the rows of a layer's heads lie in the file's matrices. Letters as in [`LayerShape`].
-#[derive(Clone, Copy)]
-struct Places<'a> {
-    shape: &'a LayerShape,
-    heads: &'a Range<usize>,
-    key_heads: &'a Range<usize>,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places<'a> {
+    pub(crate) shape: &'a LayerShape,
+    pub(crate) heads: &'a Range<usize>,
+    pub(crate) key_heads: &'a Range<usize>,
 }
 
 impl Places<'_> {
+    /// Queries, keys, values and gates, in the form of which the file has the matrices.
+    pub(crate) fn inputs(&self, has: impl Fn(Part) -> bool) -> [PartRows; 4] {
+        let (keys, values) = (self.all_keys(), self.all_values());
+        if has(Part::DeltaQkvGate) {
+            let all = 2 * (keys + values);
+            return self
+                .by_key_head()
+                .map(|rows| (Part::DeltaQkvGate, all, rows));
+        }
+        let [q, k, v] = self.in_qkv();
+        let of = |rows| (Part::DeltaQkv, 2 * keys + values, rows);
+        let e = self.shape.value_dim;
+        let own = self.heads.start * e..self.heads.end * e;
+        let gate = (Part::DeltaGate, values, vec![own]);
+        [of(q), of(k), of(v), gate]
+    }
+
+    /// Steps and decays, in one matrix where they are `joined`.
+    pub(crate) fn gates(&self, joined: bool) -> [PartRows; 2] {
+        let heads = self.shape.heads;
+        if joined {
+            return self
+                .gates_by_key_head()
+                .map(|rows| (Part::DeltaStepDecay, 2 * heads, rows));
+        }
+        [Part::DeltaStep, Part::DeltaDecay].map(|part| (part, heads, vec![self.heads.clone()]))
+    }
+
     fn all_keys(&self) -> usize {
         self.shape.kv_heads * self.shape.head_dim
     }
@@ -104,7 +135,7 @@ impl Places<'_> {
     }
 
     /// The key head of each value head, among those held.
-    fn key_heads(&self, order: HeadOrder) -> Vec<usize> {
+    pub(crate) fn key_heads(&self, order: HeadOrder) -> Vec<usize> {
         let group = self.shape.heads / self.shape.kv_heads;
         let of = |head: usize| match order {
             HeadOrder::Grouped => head / group,
@@ -130,20 +161,9 @@ impl Loader<'_> {
         };
         let role = |part| Role::Layer(layer, part);
         let has = |part| self.names.source.has_any(self.config.family, role(part));
-        let (keys, values) = (places.all_keys(), places.all_values());
-        let rows = |part, all, rows: &Rows| self.gathered(role(part), all, rows, false);
-        let [q, k, v, gate] = if has(Part::DeltaQkvGate) {
-            let all = 2 * (keys + values);
-            let [q, k, v, gate] = places.by_key_head();
-            let of = |own: &Rows| rows(Part::DeltaQkvGate, all, own);
-            [of(&q)?, of(&k)?, of(&v)?, of(&gate)?]
-        } else {
-            let [q, k, v] = places.in_qkv();
-            let of = |own: &Rows| rows(Part::DeltaQkv, 2 * keys + values, own);
-            let own = cut.heads.start * shape.value_dim..cut.heads.end * shape.value_dim;
-            let gate = rows(Part::DeltaGate, values, &vec![own])?;
-            [of(&q)?, of(&k)?, of(&v)?, gate]
-        };
+        let of = |(part, all, rows): &PartRows| self.gathered(role(*part), *all, rows, false);
+        let [q, k, v, gate] = &places.inputs(has);
+        let [q, k, v, gate] = [of(q)?, of(k)?, of(v)?, of(gate)?];
         let [step, decay] = self.delta_gates(layer, places)?;
         let linear = |matrix| Linear { matrix, bias: None };
         let [bias, scale] = [Part::DeltaBias, Part::DeltaScale]
@@ -153,16 +173,10 @@ impl Loader<'_> {
             gate,
             step,
             decay,
-            conv: self.conv(role(Part::DeltaConv), places, net.taps)?,
+            conv: self.names.conv(role(Part::DeltaConv), places, net.taps)?,
             bias: of_heads(bias?),
-            scale: of_heads(self.decay_factors(scale?)),
-            norm: {
-                let tensor = self
-                    .names
-                    .source
-                    .weight(self.config.family, role(Part::DeltaNorm))?;
-                vector(&tensor, shape.value_dim)?
-            },
+            scale: of_heads(self.names.decay_factors(scale?)),
+            norm: self.names.delta_norm(layer)?,
             key_heads: places.key_heads(net.order),
         };
         Ok(([q, k, v].map(linear), net))
@@ -170,47 +184,11 @@ impl Loader<'_> {
 
     /// Steps and decays, in f32 whatever the class: their errors add up over a state's life.
     fn delta_gates(&self, layer: usize, places: Places<'_>) -> Result<[Packed; 2], Error> {
-        let role = |part| Role::Layer(layer, part);
-        let heads = places.shape.heads;
-        let joined = role(Part::DeltaStepDecay);
-        let family = self.config.family;
-        let has = |role| self.names.source.has_any(family, role);
-        // Of both forms the one that the family's newer files have is missed by name.
-        let misses_joined = family.joins_delta_gates() && !has(role(Part::DeltaStep));
-        if has(joined) || misses_joined {
-            let [step, decay] = places.gates_by_key_head();
-            let of = |own: &Rows| self.gathered(joined, 2 * heads, own, true);
-            return Ok([of(&step)?, of(&decay)?]);
-        }
-        let own = vec![places.heads.clone()];
-        let of = |part| self.gathered(role(part), heads, &own, true);
-        Ok([of(Part::DeltaStep)?, of(Part::DeltaDecay)?])
-    }
-
-    /// Factors of decays, of which folders have logarithms.
-    fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
-        match self.names.source {
-            crate::Source::Gguf(_) => stored,
-            crate::Source::Hf(_) => {
-                let factor = |log: f32| -libm::exp(f64::from(log)) as f32;
-                stored.into_iter().map(factor).collect()
-            }
-        }
-    }
-
-    /// Taps of this rank's channels.
-    fn conv(&self, role: Role, places: Places<'_>, taps: usize) -> Result<Vec<f32>, Error> {
-        let channels = 2 * places.all_keys() + places.all_values();
-        let mut tensor = self.names.source.weight(self.config.family, role)?;
-        if tensor.shape == [channels, 1, taps] {
-            tensor.shape = vec![channels, taps];
-        }
-        super::check_shape(&tensor, &[channels, taps])?;
-        let mut all = vec![0.0; channels * taps];
-        stored::dequantise(tensor.block_type, &tensor.bytes, &mut all);
-        let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
-        let of_tap = |tap| own.iter().map(move |channel| channel * taps + tap);
-        Ok((0..taps).flat_map(of_tap).map(|at| all[at]).collect())
+        let of = |(part, all, rows): &PartRows| {
+            self.gathered(Role::Layer(layer, *part), *all, rows, true)
+        };
+        let [step, decay] = &places.gates(self.names.joins_delta_gates(layer));
+        Ok([of(step)?, of(decay)?])
     }
 
     /// Packs `rows` of a matrix of `all` rows; copies them where they do not lie in one piece.
@@ -262,6 +240,55 @@ impl Loader<'_> {
             as_f32: self.class == paceline_base::KernelClass::CpuF32,
         };
         pack(stored, options).map_err(|source| pack_error(&name, source))
+    }
+}
+
+impl Names<'_> {
+    /// Whether a layer's steps and decays are one matrix. Of both forms the one that the family's
+    /// newer files have is missed by name.
+    pub(crate) fn joins_delta_gates(&self, layer: usize) -> bool {
+        let family = self.config.family;
+        let has = |part| self.source.has_any(family, Role::Layer(layer, part));
+        has(Part::DeltaStepDecay) || family.joins_delta_gates() && !has(Part::DeltaStep)
+    }
+
+    /// The norm of each head's result, `(E,)`.
+    pub(crate) fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
+        let role = Role::Layer(layer, Part::DeltaNorm);
+        let tensor = self.source.weight(self.config.family, role)?;
+        vector(&tensor, self.config.layers[layer].value_dim)
+    }
+
+    /// Factors of decays, of which folders have logarithms.
+    pub(crate) fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
+        match self.source {
+            crate::Source::Gguf(_) => stored,
+            crate::Source::Hf(_) => {
+                let factor = |log: f32| -libm::exp(f64::from(log)) as f32;
+                stored.into_iter().map(factor).collect()
+            }
+        }
+    }
+
+    /// Taps of a rank's channels, `(taps, channels)`.
+    pub(crate) fn conv(
+        &self,
+        role: Role,
+        places: Places<'_>,
+        taps: usize,
+    ) -> Result<Vec<f32>, Error> {
+        let channels = 2 * places.all_keys() + places.all_values();
+        let mut tensor = self.source.weight(self.config.family, role)?;
+        // With a 1 between, as in transformers, or behind, as in MLX.
+        if tensor.shape == [channels, 1, taps] || tensor.shape == [channels, taps, 1] {
+            tensor.shape = vec![channels, taps];
+        }
+        super::check_shape(&tensor, &[channels, taps])?;
+        let mut all = vec![0.0; channels * taps];
+        stored::dequantise(tensor.block_type, &tensor.bytes, &mut all);
+        let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
+        let of_tap = |tap| own.iter().map(move |channel| channel * taps + tap);
+        Ok((0..taps).flat_map(of_tap).map(|at| all[at]).collect())
     }
 }
 

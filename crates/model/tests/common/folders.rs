@@ -14,7 +14,7 @@ pub(crate) const FOLDERS: [&str; 7] = [
 /// Folders whose layers are gated delta nets for the most part; their prompts have three pages.
 pub(crate) const DELTA_FOLDERS: [&str; 3] = ["qwen3next-bf16", "qwen35-bf16", "qwen35moe-bf16"];
 
-/// Folders with experts and folders of Gemma 4, which MLX does not compute yet.
+/// Folders with experts and folders of Gemma 4.
 pub(crate) const EXPERT_FOLDERS: [&str; 15] = [
     "mixtral",
     "qwen2moe-bf16",

@@ -16,7 +16,7 @@ pub(crate) const MLX_FOLDERS: [&str; 6] = [
     "gemma3-5bit",
 ];
 
-/// As those, with experts, which MLX does not compute here.
+/// As those, with experts.
 pub(crate) const MLX_EXPERT_FOLDERS: [&str; 5] = [
     "qwen3moe-4bit",
     "glm4moe-4bit",

@@ -1,0 +1,94 @@
+//! Orders, choices and products with chosen matrices of a stack: what mixtures of experts need.
+
+use crate::ops::{handle, int};
+use crate::table::Handle;
+use crate::{Array, Error, Quantised, Stream};
+
+// SAFETY of the blocks in this file: as in `ops.rs`.
+impl Stream {
+    /// Along `axis` the places of the values from the smallest on, of type `uint32`. Equal values
+    /// keep their order; those that are not numbers come last.
+    ///
+    /// # Errors
+    /// [`Error::Call`], as of every operation.
+    pub fn argsort(&self, a: &Array, axis: i32) -> Result<Array, Error> {
+        let f = self.library.table().argsort_axis;
+        // SAFETY: see above.
+        self.op("mlx_argsort_axis", |out| unsafe {
+            f(out, a.handle, axis, self.handle)
+        })
+    }
+
+    /// The values at `indices` along `axis`: as many sizes as `a`, the others equal.
+    ///
+    /// # Errors
+    /// As [`argsort`](Self::argsort).
+    pub fn take_along(&self, a: &Array, indices: &Array, axis: i32) -> Result<Array, Error> {
+        let f = self.library.table().take_along_axis;
+        // SAFETY: see above.
+        self.op("mlx_take_along_axis", |out| unsafe {
+            f(out, a.handle, indices.handle, axis, self.handle)
+        })
+    }
+
+    /// `x (.., rows, in)` times the matrices `indices (..)` of `stack (matrices, in, out)`: `(..,
+    /// rows, out)`, sizes of 1 in front repeated. `sorted`: whether the indices do not fall.
+    ///
+    /// MLX's CPU computes it of `f32` only.
+    ///
+    /// # Errors
+    /// As [`argsort`](Self::argsort).
+    pub fn gathered_matmul(
+        &self,
+        x: &Array,
+        stack: &Array,
+        indices: &Array,
+        sorted: bool,
+    ) -> Result<Array, Error> {
+        let f = self.library.table().gather_mm;
+        // SAFETY: see above.
+        self.op("mlx_gather_mm", |out| unsafe {
+            f(
+                out,
+                x.handle,
+                stack.handle,
+                Handle::NONE,
+                indices.handle,
+                sorted,
+                self.handle,
+            )
+        })
+    }
+
+    /// As [`gathered_matmul`](Self::gathered_matmul), of the transposes of a quantised stack.
+    ///
+    /// # Errors
+    /// As [`argsort`](Self::argsort).
+    pub fn gathered_quantised_matmul(
+        &self,
+        x: &Array,
+        stack: &Quantised,
+        indices: &Array,
+        sorted: bool,
+    ) -> Result<Array, Error> {
+        let f = self.library.table().gather_qmm;
+        // SAFETY: see above.
+        self.op("mlx_gather_qmm", |out| unsafe {
+            f(
+                out,
+                x.handle,
+                stack.packed.handle,
+                stack.scales.handle,
+                handle(stack.biases.as_ref()),
+                Handle::NONE,
+                indices.handle,
+                true,
+                int(stack.group),
+                int(stack.bits),
+                stack.mode.name().as_ptr(),
+                sorted,
+                self.handle,
+            )
+        })
+    }
+}

@@ -1,0 +1,199 @@
+//! Matrices as MLX multiplies by them: floats or groups of integers, alone or in stacks.
+
+use paceline_mlx::{Array, Dtype, Quantised, Stream};
+
+use crate::Error;
+
+/// A matrix `(out, in)`, or a stack `(n, out, in)` of them.
+#[derive(Clone, Debug)]
+pub(super) enum Matrix {
+    /// Its transpose, `(in, out)` or `(n, in, out)`: a view.
+    Float(Array),
+    Quantised(Quantised),
+}
+
+impl Matrix {
+    /// x (.., T, in) -> (.., T, out); of a stack x (n, T, in) -> (n, T, out), each by its own.
+    pub(super) fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
+        Ok(match self {
+            Self::Float(across) => stream.matmul(x, across)?,
+            Self::Quantised(weights) => stream.quantised_matmul(x, weights)?,
+        })
+    }
+
+    /// Of a stack: x (.., 1, in) times the matrices that `indices (..)` name -> (.., 1, out), in
+    /// the type of x. `sorted`: whether the indices do not fall.
+    pub(super) fn gather(
+        &self,
+        stream: &Stream,
+        x: &Array,
+        (indices, sorted): (&Array, bool),
+    ) -> Result<Array, Error> {
+        Ok(match self {
+            Self::Float(across) => {
+                // On MLX's CPU the stack is f32 whatever the activations.
+                let wide = stream.astype(x, across.dtype())?;
+                let product = stream.gathered_matmul(&wide, across, indices, sorted)?;
+                stream.astype(&product, x.dtype())?
+            }
+            Self::Quantised(weights) => {
+                stream.gathered_quantised_matmul(x, weights, indices, sorted)?
+            }
+        })
+    }
+
+    /// Its values `(out, in)`, in `dtype`.
+    pub(super) fn plain(&self, stream: &Stream, dtype: Dtype) -> Result<Array, Error> {
+        let values = match self {
+            Self::Float(across) => stream.transpose(across, &[1, 0])?,
+            Self::Quantised(weights) => stream.dequantise(weights, dtype)?,
+        };
+        Ok(stream.astype(&values, dtype)?)
+    }
+
+    pub(super) fn arrays(&self) -> Vec<&Array> {
+        match self {
+            Self::Float(across) => vec![across],
+            Self::Quantised(w) => {
+                let biases = w.biases.iter();
+                [&w.packed, &w.scales].into_iter().chain(biases).collect()
+            }
+        }
+    }
+
+    /// Matrices of one form, the rows of each behind those of the one before.
+    pub(super) fn behind(stream: &Stream, parts: Vec<Self>) -> Result<Self, Error> {
+        Self::joined(stream, parts, |form| match form {
+            Form::Across => 1,
+            Form::Rows => 0,
+        })
+    }
+
+    /// Matrices of one form and shape, `(out, in)` each, as a stack.
+    pub(super) fn stack(stream: &Stream, parts: &[Self]) -> Result<Self, Error> {
+        let lifted = |array: &Array| {
+            let shape: Vec<i32> = std::iter::once(1).chain(array.shape()).collect();
+            Ok::<_, Error>(stream.reshape(array, &shape)?)
+        };
+        let parts = parts.iter().map(|part| part.each(lifted));
+        let parts = parts.collect::<Result<Vec<_>, Error>>()?;
+        Self::joined(stream, parts, |_| 0)
+    }
+
+    /// The same matrix, its arrays as `f` makes them.
+    fn each(&self, f: impl Fn(&Array) -> Result<Array, Error>) -> Result<Self, Error> {
+        Ok(match self {
+            Self::Float(across) => Self::Float(f(across)?),
+            Self::Quantised(w) => Self::Quantised(Quantised {
+                packed: f(&w.packed)?,
+                scales: f(&w.scales)?,
+                biases: w.biases.as_ref().map(f).transpose()?,
+                ..*w
+            }),
+        })
+    }
+
+    /// Matrices of one form, joined along the axis that `axis` says.
+    fn joined(
+        stream: &Stream,
+        mut parts: Vec<Self>,
+        axis: impl Fn(Form) -> i32,
+    ) -> Result<Self, Error> {
+        if parts.len() == 1 {
+            return Ok(parts.remove(0));
+        }
+        let floats: Vec<&Array> = parts.iter().filter_map(Self::float).collect();
+        if floats.len() == parts.len() {
+            let joined = stream.concatenate(&floats, axis(Form::Across))?;
+            return Ok(Self::Float(joined));
+        }
+        let groups: Vec<&Quantised> = parts.iter().filter_map(Self::quantised).collect();
+        let first = groups[0];
+        let form = |w: &Quantised| (w.group, w.bits, w.mode, w.biases.is_some());
+        if groups.len() != parts.len() || groups.iter().any(|w| form(w) != form(first)) {
+            return Err(Error::MixedForms { engine: "mlx" });
+        }
+        let join = |of: fn(&Quantised) -> Option<&Array>| {
+            let arrays: Vec<&Array> = groups.iter().filter_map(|w| of(w)).collect();
+            stream.concatenate(&arrays, axis(Form::Rows))
+        };
+        let has_biases = first.biases.is_some();
+        Ok(Self::Quantised(Quantised {
+            packed: join(|w| Some(&w.packed))?,
+            scales: join(|w| Some(&w.scales))?,
+            biases: has_biases
+                .then(|| join(|w| w.biases.as_ref()))
+                .transpose()?,
+            ..*first
+        }))
+    }
+
+    const fn float(&self) -> Option<&Array> {
+        match self {
+            Self::Float(across) => Some(across),
+            Self::Quantised(_) => None,
+        }
+    }
+
+    const fn quantised(&self) -> Option<&Quantised> {
+        match self {
+            Self::Float(_) => None,
+            Self::Quantised(weights) => Some(weights),
+        }
+    }
+}
+
+/// How an array of a matrix lies: its outputs as columns, or as rows.
+#[derive(Clone, Copy, Debug)]
+enum Form {
+    Across,
+    Rows,
+}
+
+/// A matrix with an optional bias `(out,)`.
+#[derive(Clone, Debug)]
+pub(super) struct Linear {
+    pub(super) matrix: Matrix,
+    pub(super) bias: Option<Array>,
+}
+
+impl Linear {
+    /// x (T, in) -> (T, out)
+    pub(super) fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
+        let product = self.matrix.apply(stream, x)?;
+        Ok(match &self.bias {
+            Some(bias) => stream.add(&product, bias)?,
+            None => product,
+        })
+    }
+
+    /// The rows that `indices (T,)` name: (T, in).
+    pub(super) fn rows(
+        &self,
+        stream: &Stream,
+        indices: &Array,
+        dtype: Dtype,
+    ) -> Result<Array, Error> {
+        let rows = match &self.matrix {
+            Matrix::Float(across) => {
+                let whole = stream.transpose(across, &[1, 0])?;
+                stream.take(&whole, indices, 0)?
+            }
+            Matrix::Quantised(w) => {
+                let take = |array: &Array| stream.take(array, indices, 0);
+                let rows = Quantised {
+                    packed: take(&w.packed)?,
+                    scales: take(&w.scales)?,
+                    biases: w.biases.as_ref().map(take).transpose()?,
+                    ..*w
+                };
+                stream.dequantise(&rows, dtype)?
+            }
+        };
+        Ok(stream.astype(&rows, dtype)?)
+    }
+
+    pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
+        self.matrix.arrays().into_iter().chain(&self.bias)
+    }
+}

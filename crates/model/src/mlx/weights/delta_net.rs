@@ -1,0 +1,124 @@
+//! The weights of a gated delta net: rows of this rank's heads, wherever they lie.
+
+use paceline_mlx::Array;
+
+use super::super::matrix::Matrix;
+use super::Loader;
+use crate::weights::{PartRows, Places};
+use crate::{Error, Part, Role, config};
+
+/// Letters: H value heads of this rank, K key heads, D and E elements of a key and of a value; all
+/// but the first two in f32, whatever the activations are, since a state lives on all of them.
+#[derive(Debug)]
+pub(in crate::mlx) struct DeltaNet {
+    /// `(2 K D + H E, C)`: queries, keys and values.
+    pub(in crate::mlx) inputs: Matrix,
+    /// `(H E, C)`
+    pub(in crate::mlx) gate: Matrix,
+    /// `(C, H)`
+    pub(in crate::mlx) step: Array,
+    /// `(C, H)`
+    pub(in crate::mlx) decay: Array,
+    /// `(1, 2 K D + H E)` for each input that the convolution looks at, the newest last.
+    pub(in crate::mlx) taps: Vec<Array>,
+    /// `(H,)`
+    pub(in crate::mlx) bias: Array,
+    /// `(H,)`, below 0.
+    pub(in crate::mlx) scale: Array,
+    /// `(E,)`
+    pub(in crate::mlx) norm: Array,
+    /// `(D,)` each: what norms of queries and keys are multiplied with, so that a key has length 1
+    /// and a query that over the root of D.
+    pub(in crate::mlx) lengths: [Array; 2],
+    /// `(H,)`: the key head of each value head, among this rank's.
+    pub(in crate::mlx) key_heads: Array,
+}
+
+impl DeltaNet {
+    pub(super) fn arrays(&self) -> Vec<&Array> {
+        let Self {
+            inputs,
+            gate,
+            step,
+            decay,
+            taps,
+            bias,
+            scale,
+            norm,
+            lengths,
+            key_heads,
+        } = self;
+        let matrices = [inputs, gate].into_iter().flat_map(Matrix::arrays);
+        let vectors = [step, decay, bias, scale, norm, key_heads];
+        matrices.chain(vectors).chain(taps).chain(lengths).collect()
+    }
+}
+
+impl Loader<'_> {
+    pub(super) fn delta_net(&self, layer: usize, net: config::DeltaNet) -> Result<DeltaNet, Error> {
+        let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
+        let places = Places {
+            shape,
+            heads: &cut.heads,
+            key_heads: &cut.kv_heads,
+        };
+        let role = |part| Role::Layer(layer, part);
+        let has = |part| self.names.source.has_any(self.config.family, role(part));
+        let [q, k, v, gate] = places.inputs(has);
+        let gates = places.gates(self.names.joins_delta_gates(layer));
+        let wide = |(part, all, rows): &PartRows| {
+            self.wide_rows(role(*part), [*all, self.config.width], rows)
+        };
+        let of_heads = |all: Vec<f32>| self.wide(&all[cut.heads.clone()]);
+        let finite = |part| self.names.finite(role(part), shape.heads);
+        let key_heads: Vec<u32> = places
+            .key_heads(net.order)
+            .into_iter()
+            .map(|head| head as u32)
+            .collect();
+        let size = shape.head_dim as f32;
+        let lengths = [1.0 / size, 1.0 / size.sqrt()];
+        let [query, key] = lengths.map(|length| self.wide(&vec![length; shape.head_dim]));
+        let scale = self.names.decay_factors(finite(Part::DeltaScale)?);
+        Ok(DeltaNet {
+            inputs: self.delta_rows(layer, &[q, k, v])?,
+            gate: self.delta_rows(layer, &[gate])?,
+            step: wide(&gates[0])?,
+            decay: wide(&gates[1])?,
+            taps: self.delta_taps(layer, places, net.taps)?,
+            bias: of_heads(finite(Part::DeltaBias)?)?,
+            scale: of_heads(scale)?,
+            norm: self.wide(&self.names.delta_norm(layer)?)?,
+            lengths: [query?, key?],
+            key_heads: self
+                .stream
+                .array_u32(&key_heads, &[key_heads.len() as i32])?,
+        })
+    }
+
+    /// Rows of matrices of this width, one behind the other.
+    fn delta_rows(&self, layer: usize, parts: &[PartRows]) -> Result<Matrix, Error> {
+        let mut matrices = Vec::new();
+        for (part, all, rows) in parts {
+            let shape = [*all, self.config.width];
+            for rows in rows {
+                let role = Role::Layer(layer, *part);
+                matrices.push(self.matrix(role, shape, rows.clone(), 0..shape[1])?);
+            }
+        }
+        Matrix::behind(self.stream, matrices)
+    }
+
+    fn delta_taps(
+        &self,
+        layer: usize,
+        places: Places<'_>,
+        taps: usize,
+    ) -> Result<Vec<Array>, Error> {
+        let role = Role::Layer(layer, Part::DeltaConv);
+        let all = self.names.conv(role, places, taps)?;
+        let channels = all.len() / taps;
+        let tap = |tap: &[f32]| Ok(self.stream.array_f32(tap, &[1, channels as i32])?);
+        all.chunks_exact(channels).map(tap).collect()
+    }
+}
