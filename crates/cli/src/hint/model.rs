@@ -81,7 +81,9 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Value { .. } => Some(UNUSUAL),
         Error::Pack { source, .. } | Error::Cache(source) => Some(of_memory(source)),
         Error::Mlx(error) => of_mlx(error),
-        Error::Class { .. } => Some("--engine and --class have to fit each other"),
+        Error::Class { .. } | Error::FamilyClass { .. } => {
+            Some("--engine and --class have to fit each other")
+        }
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
         Error::Absent(_) => Some("`paceline models --nodes` shows which machine has what"),
