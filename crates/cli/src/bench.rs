@@ -10,6 +10,7 @@ mod plan;
 
 use crate::interrupt::Signals;
 
+pub(crate) use comm::start_rank;
 pub(crate) use limits::measured as measured_limits;
 
 /// What to measure.

@@ -28,7 +28,7 @@ use crate::member::NodeArgs;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::process::{own_program, worker_env};
-use crate::{home, key, loaded, member, pull, train, up};
+use crate::{bench, home, key, loaded, member, pull, train, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -421,7 +421,8 @@ pub(crate) fn start(
     doors: Doors,
 ) -> anyhow::Result<Arc<Fleet>> {
     let program = own_program().context("cannot find this program's own file")?;
-    let train_program = program.clone();
+    let (train_program, bench_program) = (program.clone(), program.clone());
+    let bench_args = node.rank_args();
     let home = home::folder()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = FleetSpec {
@@ -471,17 +472,24 @@ pub(crate) fn start(
             lent::answer(&fleet, arguments, progress)
         },
     );
-    tunnel::serve(agent, move || train::start_far(&train_program));
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        tunnel::TRAIN,
-        move |arguments: &Value, progress: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let agent = fleet.agent();
-            drop(fleet); // a training does not keep the fleet alive
-            tunnel::lead(&agent, arguments, progress)
-        },
-    );
+    tunnel::serve(agent, tunnel::TRAIN, move || {
+        train::start_far(&train_program)
+    });
+    tunnel::serve(agent, tunnel::BENCH, move || {
+        bench::start_rank(&bench_program, &bench_args)
+    });
+    for service in [tunnel::TRAIN, tunnel::BENCH] {
+        let own = Arc::downgrade(&fleet);
+        agent.serve_local(
+            service,
+            move |arguments: &Value, progress: &mut Progress<'_>| {
+                let fleet = own.upgrade().ok_or("the node is stopping")?;
+                let agent = fleet.agent();
+                drop(fleet); // a program elsewhere does not keep the fleet alive
+                tunnel::lead(&agent, service, arguments, progress)
+            },
+        );
+    }
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         "borrow",

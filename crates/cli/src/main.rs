@@ -24,6 +24,7 @@ mod join;
 mod kb;
 mod key;
 mod launch;
+mod line;
 mod load;
 mod loaded;
 mod log;

@@ -151,6 +151,16 @@ impl NodeArgs {
         args.chain(ports).chain(limit).collect()
     }
 
+    /// Where a rank that this node starts for another machine's measurement listens.
+    pub(crate) fn rank_args(&self) -> Vec<OsString> {
+        let ports = self.data_ports.as_ref();
+        let ports = ports
+            .map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
+        let interface = self.data_interface();
+        let interface = interface.map(|name| format!("--data-interface={name}").into());
+        ports.into_iter().chain(interface).collect()
+    }
+
     fn facts(&self, class: KernelClass) -> Facts {
         let name = self.name.clone().unwrap_or_else(host_name);
         facts(name, class)

@@ -19,6 +19,9 @@ use serde_json::{Value, json};
 /// The service that starts a worker of a training.
 pub const TRAIN: &str = "train";
 
+/// The service that starts a rank of a measurement of collectives.
+pub const BENCH: &str = "bench";
+
 /// Bytes of a message.
 const MESSAGE_BYTES: usize = 64 << 10;
 
@@ -31,10 +34,14 @@ const OPEN_LIMIT: Duration = Duration::from_secs(5);
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to [`TRAIN`]: `start` gives one whose standard input and output
-/// are pipes.
-pub fn serve(agent: &Agent, start: impl Fn() -> io::Result<Child> + Send + Sync + 'static) {
-    agent.serve(TRAIN, move |channel| match start() {
+/// Starts a program for each channel to `service`, which is [`TRAIN`] or [`BENCH`]: `start` gives one
+/// whose standard input and output are pipes.
+pub fn serve(
+    agent: &Agent,
+    service: &str,
+    start: impl Fn() -> io::Result<Child> + Send + Sync + 'static,
+) {
+    agent.serve(service, move |channel| match start() {
         Ok(child) => join(&channel, child),
         Err(_) => channel.close(), // the other end sees a line that ended
     });
@@ -68,19 +75,20 @@ fn end(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// Leads the program that listens at the socket `arguments` name to the node that they name; for
-/// [`Agent::serve_local`]. Returns when either side has ended.
+/// Leads the program that listens at the socket `arguments` name to `service` of the node that they
+/// name; for [`Agent::serve_local`]. Returns when either side has ended.
 ///
 /// # Errors
 /// A node or a socket that there is not.
 pub fn lead(
     agent: &Agent,
+    service: &str,
     arguments: &Value,
     progress: &mut Progress<'_>,
 ) -> Result<Value, String> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let node: NodeId = text("node").parse().map_err(|_| "no id of a node")?;
-    let channel = agent.open(node, TRAIN, OPEN_LIMIT);
+    let channel = agent.open(node, service, OPEN_LIMIT);
     let channel = channel.map_err(|error| error.to_string())?;
     let socket = UnixStream::connect(text("socket")).map_err(|error| error.to_string())?;
     let own = socket.try_clone().map_err(|error| error.to_string())?;

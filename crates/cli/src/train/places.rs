@@ -3,13 +3,11 @@
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
-use paceline_cluster::nodes::agent::local;
 use paceline_cluster::remote::{Reach, Sharing};
 use paceline_node::tunnel;
 use paceline_train::bridge::{self, Ends, FarSpec};
@@ -19,13 +17,7 @@ use serde_json::{Value, json};
 use super::Args;
 use crate::error::Error;
 use crate::output::tell;
-use crate::{home, load, member, process};
-
-/// Longest wait for the own node to lead to another one.
-const LEAD_LIMIT: Duration = Duration::from_secs(15);
-
-/// A node that says nothing for so long is gone; it says something five times a second.
-const SILENCE: Duration = Duration::from_secs(5);
+use crate::{home, line, load, member, process};
 
 /// Before a worker that could not be reached is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
@@ -225,33 +217,7 @@ fn by_node(id: &str) -> Result<Ends, paceline_train::Error> {
     let failed = |reason: &dyn std::fmt::Display| paceline_train::Error::Line {
         reason: reason.to_string(),
     };
-    let home = home::folder().map_err(|error| failed(&error))?;
-    let folder = tempfile::tempdir().map_err(|error| failed(&error))?;
-    let path = folder.path().join("line");
-    let listener = UnixListener::bind(&path).map_err(|error| failed(&error))?;
-    let quiet = listener.set_nonblocking(true);
-    quiet.map_err(|error| failed(&error))?;
-    let arguments = json!({ "node": id, "socket": path });
-    let ask = move || local::ask_while(&home, tunnel::TRAIN, arguments, SILENCE, |_| true);
-    let led = std::thread::spawn(ask);
-    let began = Instant::now();
-    let stream: UnixStream = loop {
-        match listener.accept() {
-            Ok((stream, _)) => break stream,
-            Err(_) if led.is_finished() => {
-                return Err(match led.join() {
-                    Ok(Err(error)) => failed(&error),
-                    _ => failed(&"the own node leads nowhere"),
-                });
-            }
-            Err(_) if began.elapsed() < LEAD_LIMIT => {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(error) => return Err(failed(&error)),
-        }
-    };
-    let blocking = stream.set_nonblocking(false);
-    blocking.map_err(|error| failed(&error))?;
+    let stream = line::to_node(id, tunnel::TRAIN).map_err(|error| failed(&error))?;
     let other = stream.try_clone().map_err(|error| failed(&error))?;
     Ok(Ends {
         from: Box::new(other),
