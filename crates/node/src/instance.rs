@@ -92,8 +92,9 @@ pub struct InstanceSpec {
     pub forecast: Option<SharedForecast>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
-    /// Whether a second worker of each rank waits on another machine with its weights packed.
-    pub spares: bool,
+    /// How long an epoch answers before a second worker of each rank waits on another machine with
+    /// its weights packed; `None` for no such workers.
+    pub spares: Option<Duration>,
     /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
     pub identity: String,
     /// The same of the model that guesses for the leader, where one does.
@@ -846,14 +847,14 @@ impl Shell {
 
     /// Has second workers wait from now on. One that cannot be had is missed when it is needed.
     fn keep_spares(&mut self, epoch: u64, way: usize) {
-        if !self.spec.spares {
+        let Some(after) = self.spec.spares else {
             return;
-        }
+        };
         let ranks = (0..self.spec.ranks()).map(Rank);
         let crew = &*self.shared.crew;
         let jobs = ranks.map(|rank| self.spec.job(crew, rank, (epoch, way), &self.meeting));
         let jobs = jobs.collect();
-        self.keeper.begin(&self.shared, jobs, way as u64);
+        self.keeper.begin(&self.shared, (jobs, way as u64), after);
     }
 
     fn started(&mut self, outcome: Result<(), Error>) {

@@ -348,6 +348,7 @@ impl World {
             context: None,
             parallel: 1,
             spare: 0,
+            width: None,
             replica: 0,
             source: None,
             lender: None,

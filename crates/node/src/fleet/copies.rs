@@ -449,6 +449,7 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            width: None,
             replica: 0,
             source: None,
             lender: None,

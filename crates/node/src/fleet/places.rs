@@ -11,7 +11,7 @@ use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::agent::{Agent, Channel, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
-use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::placement::{self, SPARE_AUTO, Wanted};
 use paceline_cluster::nodes::{NodeId, Registers};
 
 use super::flaps::Flaps;
@@ -21,6 +21,9 @@ use crate::crew::host::{HostSpec, host};
 use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, pair};
 use crate::crew::remote::{Place, Places};
 use crate::room::WEIGHTS;
+
+/// Share of a machine's memory that models and the spares that nobody asked for may have together.
+const AUTO_USABLE: f64 = 0.5;
 
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
@@ -231,7 +234,12 @@ impl Nodes {
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = shard_bytes(&self.wanted);
         let held = held.saturating_add(spares.saturating_mul(shard));
-        fits(view.facts.memory_bytes, held, shard)
+        // What nobody asked for leaves more to other programs.
+        let memory = match self.wanted.spare {
+            SPARE_AUTO => (view.facts.memory_bytes as f64 * AUTO_USABLE / USABLE) as u64,
+            _ => view.facts.memory_bytes,
+        };
+        fits(memory, held, shard)
     }
 
     /// Has an idle node copy the model; those of the instance have it.
