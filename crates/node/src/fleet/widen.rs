@@ -1,7 +1,8 @@
 //! Nodes that come, or come back, are used at the next quiet moment.
 //!
 //! ```text
-//! a node dies      its ranks run on the nodes that are left    it comes back: they run there again
+//! a node dies      its ranks run on the nodes that are left    it comes back, or an idle one is
+//!                                                              there: they run there
 //! an owner dies,   the next record has fewer nodes than the    nodes come that compute nothing:
 //! a node leaves    user asked for                              they are added
 //! ```
@@ -145,7 +146,7 @@ impl Inner {
     }
 
     /// Nodes that could compute an instance in place of those that do: a rank's own node that is
-    /// back, or as many as were asked for.
+    /// back, an idle one in place of one that is dead, or as many as were asked for.
     fn chance(
         &self,
         owned: &Owned,
@@ -171,10 +172,20 @@ impl Inner {
             .flat_map(|(.., wanted)| wanted.nodes)
             .collect();
         let (order, _) = self.ranked();
+        // Where its user named nodes it moves to no others.
+        let may = |id: &NodeId| !wanted.named || wanted.successors.contains(id);
         let idle = order.into_iter();
-        let idle = idle.filter(|id| settled.contains(id) && !used.contains(id));
+        let mut idle = idle.filter(|id| settled.contains(id) && !used.contains(id) && may(id));
+        let is_dead = |id: NodeId| matches!(self.agent.life(id), Life::Dead | Life::Left);
+        for node in &mut nodes[1..] {
+            if is_dead(*node)
+                && let Some(other) = idle.next()
+            {
+                *node = other;
+            }
+        }
         nodes.extend(idle.take(lacks));
-        (nodes.len() > wanted.nodes.len()).then_some(nodes)
+        (nodes != wanted.nodes).then_some(nodes)
     }
 
     /// Looks at a chance on a thread of its own: predictions measure, which takes a moment.
@@ -227,12 +238,14 @@ impl Inner {
         let at: Vec<NodeId> = at
             .map(|(rank, home)| owned.flaps.node_of(Rank(rank)).unwrap_or(*home))
             .collect();
-        let shared = shared(&machines, &wanted.nodes, &at);
+        // Of a node that is dead no way is known: the one in its place stands for it.
+        let homes = &nodes[..wanted.nodes.len()];
+        let shared = shared(&machines, homes, &at);
         let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);
         let best = |set: &[NodeId], machines: &[(NodeId, Machine)]| {
             self.fastest((&config, &forecast), kind, set, machines)
         };
-        let now = best(&wanted.nodes, &shared)?;
+        let now = best(homes, &shared)?;
         let then = best(nodes, &machines)?;
         let rooms = self.rooms();
         for (id, bytes) in nodes.iter().zip(&then.bytes) {
