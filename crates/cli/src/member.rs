@@ -51,6 +51,11 @@ pub(crate) struct NodeArgs {
     /// sessions use all
     #[arg(long, value_name = "IF", value_parser = NonEmptyStringValueParser::new())]
     data_interface: Option<String>,
+    /// An interface whose network nobody else is on, such as that of a cable between two machines:
+    /// data between workers is not encrypted where all of its ways are such; may be given several
+    /// times
+    #[arg(long, value_name = "IF", value_parser = NonEmptyStringValueParser::new())]
+    trusted_interface: Vec<String>,
     /// Ports that workers listen at for each other, such as 52500-52599, which a firewall must let
     /// in [default: any]
     #[arg(long, value_name = "A-B", value_parser = ports)]
@@ -117,6 +122,13 @@ impl NodeArgs {
         let home = home::folder()?;
         // A name that is wrong is told before anything starts.
         listen_address(self.data_interface()).context("--data-interface")?;
+        for name in &self.trusted_interface {
+            listen_address(Some(name)).context("--trusted-interface")?;
+            tell(format_args!(
+                "data between workers over {} is not encrypted",
+                printable(name)
+            ));
+        }
         let mut config = Config::new(&home, self.facts(class));
         config.port = self.control_port;
         config.peers.clone_from(&self.peer);
@@ -163,7 +175,10 @@ impl NodeArgs {
 
     fn facts(&self, class: KernelClass) -> Facts {
         let name = self.name.clone().unwrap_or_else(host_name);
-        facts(name, class)
+        Facts {
+            trusted: self.trusted_interface.clone(),
+            ..facts(name, class)
+        }
     }
 }
 

@@ -156,6 +156,7 @@ impl InstanceSpec {
         meeting: &Meeting,
     ) -> Job {
         let post = crew.post(rank);
+        let (is_here, plain) = (crew.is_one_machine(), crew.is_trusted());
         Job {
             epoch,
             rank: rank.0,
@@ -170,7 +171,8 @@ impl InstanceSpec {
             kv: self.kv.map(|kv| kv.name().to_owned()),
             engine: self.engine.clone(),
             group: meeting.group,
-            key: (!crew.is_one_machine()).then(|| meeting.key.clone()),
+            key: (!is_here && !plain).then(|| meeting.key.clone()),
+            plain,
             listen: post.listen,
             patience_s: PATIENCE_S,
         }

@@ -174,6 +174,25 @@ impl Places for Nodes {
         self.agent.route(from, to)
     }
 
+    fn is_trusted(&self, nodes: &[NodeId]) -> bool {
+        let views = self.agent.nodes();
+        let trusts = |id: NodeId, interface: &String| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_some_and(|view| view.facts.trusted.contains(interface))
+        };
+        let mut pairs = ordered_pairs(nodes).peekable();
+        pairs.peek().is_some()
+            && pairs.all(|(from, to)| {
+                let route = self.route(from, to);
+                let paths = self.agent.paths(from).into_iter();
+                let mut used = paths.filter(|path| {
+                    path.to == to && Some(path.remote.ip()) == route.map(|route| route.ip())
+                });
+                used.next()
+                    .is_some_and(|path| trusts(from, &path.interface))
+            })
+    }
+
     fn trust(&self, nodes: &[NodeId]) {
         let ways = ordered_pairs(nodes).filter_map(|(from, to)| {
             let route = self.route(from, to)?;
