@@ -466,6 +466,7 @@ impl Node {
                 let mut command = Command::new(first);
                 // By its path: what the other programs take for their own is themselves.
                 command.args(rest).arg(std::env::current_exe()?);
+                command.env("PATH", spaces::PATH);
                 command
             }
             None => Command::new(own_program()?),

@@ -20,6 +20,9 @@ const UNSHARE: [&str; 6] = [
     "--mount-proc",
 ];
 
+/// Where the programs are that make namespaces: not all users have them in their PATH.
+pub(super) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+
 /// The namespaces of a cluster; they and their disks are gone when this is dropped.
 #[derive(Debug)]
 pub(super) struct Spaces {
@@ -130,7 +133,7 @@ fn ip(args: &[&str]) -> anyhow::Result<()> {
 }
 
 fn run(command: &mut Command) -> anyhow::Result<()> {
-    let output = command.output();
+    let output = command.env("PATH", PATH).output();
     let output = output.with_context(|| format!("cannot run {command:?}"))?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{command:?}: {}", said.trim());
