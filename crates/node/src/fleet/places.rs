@@ -74,8 +74,9 @@ pub(super) struct Nodes {
 
 impl Nodes {
     /// The nodes to try for a rank: its own, then the others that live, each rank from another one
-    /// on, so that the ranks of a lost node are shared out. Those that leave come last, and before
-    /// them those that lose workers again and again.
+    /// on, so that the ranks of a lost node are shared out. Those that do not answer come last: a
+    /// frozen machine takes a connection, and says nothing for [`OPEN_LIMIT`]. Before them come
+    /// those that leave, and those that lose workers again and again.
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
@@ -83,7 +84,11 @@ impl Nodes {
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
         // A node that is left out for its losses, or that goes soon, is better than none.
         let (now, leavers) = (Instant::now(), self.leavers());
-        all.sort_by_key(|id| (leavers.contains(id), self.flaps.is_out(*id, now)));
+        let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
+        all.sort_by_key(|id| {
+            let is_out = self.flaps.is_out(*id, now);
+            (is_silent(*id), leavers.contains(id), is_out)
+        });
         all
     }
 
