@@ -71,6 +71,6 @@ pub use error::Error;
 pub use identity::identity;
 pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
-pub use moved::{Exchanged, Moved};
+pub use moved::{Exchanged, Moved, RankMoved};
 pub use portrait::{Portrait, Shard};
 pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};
