@@ -86,6 +86,9 @@ pub struct Report {
     /// Others that were measured beside it.
     #[serde(default)]
     pub peer: Vec<Rival>,
+    /// Machines of the ranks, in their order; empty where all are on this one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<String>,
 }
 
 /// An all_reduce of somebody else, measured in turns with ours.
@@ -238,6 +241,7 @@ pub fn measure(spec: &Spec, group: &dyn Group) -> Result<Report, Error> {
         explain: tuning.explain(group.size() as usize),
         rows,
         peer: Vec::new(),
+        nodes: Vec::new(),
     })
 }
 

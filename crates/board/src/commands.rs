@@ -35,7 +35,7 @@ use crate::{Error, Tell, chain, served, stores};
 /// connection that the server has room for by default, choices of one request not counted twice.
 pub const WAITING_MAX: usize = 512;
 
-/// Starts the end of a training's line to this machine: a program whose standard input and output
+/// Starts the end of another machine's line to this one: a program whose standard input and output
 /// are pipes.
 pub type StartFar = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
 
@@ -59,6 +59,8 @@ pub struct Spec {
     pub interface: Option<String>,
     /// Joins trainings that other machines lead.
     pub start_far: StartFar,
+    /// Joins measurements of collectives that other machines lead.
+    pub start_rank: StartFar,
     /// Lines for people; must not block.
     pub tell: Tell,
 }
@@ -75,7 +77,10 @@ impl fmt::Debug for Spec {
 /// What the system refuses.
 pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Error> {
     let Spec {
-        home, start_far, ..
+        home,
+        start_far,
+        start_rank,
+        ..
     } = spec;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let store = home.clone();
@@ -118,17 +123,19 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
             lent::answer(&fleet, arguments, progress)
         },
     );
-    tunnel::serve(agent, start_far);
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        tunnel::TRAIN,
-        move |arguments: &Value, progress: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let agent = fleet.agent();
-            drop(fleet); // a training does not keep the fleet alive
-            tunnel::lead(&agent, arguments, progress)
-        },
-    );
+    for (service, start) in [(tunnel::TRAIN, start_far), (tunnel::BENCH, start_rank)] {
+        tunnel::serve(agent, service, start);
+        let own = Arc::downgrade(&fleet);
+        agent.serve_local(
+            service,
+            move |arguments: &Value, progress: &mut Progress<'_>| {
+                let fleet = own.upgrade().ok_or("the node is stopping")?;
+                let agent = fleet.agent();
+                drop(fleet); // a program elsewhere does not keep the fleet alive
+                tunnel::lead(&agent, service, arguments, progress)
+            },
+        );
+    }
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         "borrow",
@@ -297,7 +304,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         threads: body.threads,
         context: body.context,
         parallel: body.parallel.unwrap_or(4),
-        spare: body.spare.unwrap_or(0).min(1),
+        spare: body.spare.map(|spare| spare.min(1)),
         replicas: body.replicas.unwrap_or(1).max(1),
         draft: body.draft,
         drafts: body.drafts,

@@ -9,6 +9,8 @@ mod plan;
 
 use crate::interrupt::Signals;
 
+pub(crate) use comm::start_rank;
+
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {

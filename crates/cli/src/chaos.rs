@@ -7,8 +7,10 @@
 mod cluster;
 mod faults;
 mod report;
+mod spaces;
 mod streams;
 
+use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,21 +19,26 @@ use anyhow::{Context, bail};
 use paceline_model::SplitKind;
 
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, printable, tell};
 use crate::pull;
 use cluster::Cluster;
 use faults::{Fault, Round};
 use report::{Report, Seen};
-use streams::{Answer, Request};
+use streams::{Answer, Door, KINDS, Request};
 
 const EXAMPLES: &str = "\
 Examples:
   paceline chaos smollm2
   paceline chaos smollm2 --nodes 4 --rounds 40 --seed 7
-  paceline chaos ./model.gguf --faults kill-node,freeze-node --json";
+  paceline chaos ./model.gguf --faults kill-node,freeze-node --json
+  paceline chaos smollm2 --long --from 40 --rounds 20   a part of the long run
+  sudo paceline chaos smollm2 --namespaces --faults cut-node,fill-disk";
 
 /// Wait for an instance to answer again after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
+
+/// Rounds where nobody says.
+const ROUNDS: u32 = 8;
 
 /// Rounds with `--long`.
 const LONG_ROUNDS: u32 = 200;
@@ -62,22 +69,38 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 300,
           value_parser = clap::value_parser!(u32).range(20..=100_000))]
     tokens: u32,
-    /// Faults, one a round
-    #[arg(long, value_name = "N", default_value_t = 8,
-          value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    rounds: u32,
+    /// Faults, one a round [default: 8, or 200 with --long]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    rounds: Option<u32>,
     /// Chooses faults, victims and moments: the same seed, the same choices
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
     /// Faults to choose from [default: all that this system allows]
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     faults: Vec<Fault>,
-    /// 200 rounds on 4 nodes
-    #[arg(long, conflicts_with_all = ["rounds", "nodes"])]
+    /// 200 rounds on 4 nodes, or --rounds of them
+    #[arg(long, conflicts_with = "nodes")]
     long: bool,
+    /// First round of the seed's schedule that is played, so that a long run can be split
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    from: u32,
+    /// Further copies of each node's part that wait packed on another one
+    #[arg(long, value_name = "N", default_value_t = 0,
+          value_parser = clap::value_parser!(u16).range(0..=1))]
+    spare: u16,
+    /// Give each node a network and a disk of its own, so that it can be cut off (Linux, root)
+    #[arg(long)]
+    namespaces: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+impl Args {
+    /// Threads of each node, requests at a time, and spares.
+    const fn sizes(&self) -> (u16, u16, u16) {
+        (self.threads, self.streams, self.spare)
+    }
 }
 
 /// Breaks a cluster round by round and prints what came of it.
@@ -85,28 +108,33 @@ pub(crate) struct Args {
 /// # Errors
 /// A cluster that cannot be made or does not heal; answers that were lost or altered.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    let faults = faults::of(&args.faults)?;
+    let faults = faults::of(&args.faults, args.namespaces)?;
     let model = pull::ensure(&args.model, signals)?;
     signals.orderly(|cancel| {
-        let (nodes, rounds) = if args.long {
-            (4, LONG_ROUNDS)
-        } else {
-            (args.nodes, args.rounds)
+        let (nodes, rounds) = match args.long {
+            true => (4, args.rounds.unwrap_or(LONG_ROUNDS)),
+            false => (args.nodes, args.rounds.unwrap_or(ROUNDS)),
         };
-        let mut cluster = Cluster::start(usize::from(nodes))?;
-        cluster.load(&model.path, args.split, (args.threads, args.streams))?;
-        let requests = Request::several(usize::from(args.streams), args.tokens);
-        let (_, undisturbed) = answers_at(&cluster.clients(&requests), u32::MAX, || Ok(()))?;
-        if let Some(error) = undisturbed.iter().find_map(|answer| answer.error.as_ref()) {
-            bail!("an undisturbed answer failed: {error}");
-        }
-        let rounds = faults::schedule(args.seed, rounds, &faults, args.tokens);
+        let space = args
+            .namespaces
+            .then(|| disk_bytes(&model.path))
+            .transpose()?;
+        let mut cluster = Cluster::start(usize::from(nodes), space)?;
+        cluster.load(&model.path, args.split, args.sizes())?;
+        let streams = usize::from(args.streams);
+        let requests = Request::several(streams.max(KINDS), args.tokens);
+        let known = undisturbed(&cluster, &requests, streams)?;
+        let all = args.from.saturating_add(rounds);
+        let rounds = faults::schedule(args.seed, all, &faults, args.tokens);
         let mut report = Report::new(args.seed, usize::from(nodes));
-        for round in rounds {
+        for (number, round) in rounds.into_iter().enumerate().skip(args.from as usize) {
             if cancel.is_cancelled() {
                 break;
             }
-            let seen = play(&mut cluster, round, &requests, &undisturbed)?;
+            // Other kinds of requests each round.
+            let turn = known.iter().cycle().skip(number * streams % known.len());
+            let (requests, right): (Vec<_>, Vec<_>) = turn.take(streams).cloned().unzip();
+            let seen = play(&mut cluster, round, &requests, &right)?;
             if !args.json {
                 report.show(&seen)?;
             }
@@ -120,6 +148,35 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         }
         report.verdict()
     })
+}
+
+/// Bytes of a node's disk: its model twice over, and what else a node writes.
+fn disk_bytes(model: &Path) -> anyhow::Result<u64> {
+    let model = std::fs::metadata(model).context("cannot look at the model")?;
+    Ok(2 * model.len() + (192 << 20))
+}
+
+/// The requests with the answers that come without faults, `streams` at a time. Those that this
+/// model does not answer are left out.
+fn undisturbed(
+    cluster: &Cluster,
+    requests: &[Request],
+    streams: usize,
+) -> anyhow::Result<Vec<(Request, Answer)>> {
+    let mut known = Vec::new();
+    for part in requests.chunks(streams) {
+        let (_, answers) = answers_at(&cluster.clients(part), u32::MAX, || Ok(()))?;
+        for (request, answer) in part.iter().zip(answers) {
+            match &answer.error {
+                None => known.push((request.clone(), answer)),
+                Some(error) if request.is_optional() && answer.is_refused => {
+                    stage(&format!("no request with tools: {}", printable(error)));
+                }
+                Some(error) => bail!("an undisturbed answer failed: {error}"),
+            }
+        }
+    }
+    Ok(known)
 }
 
 /// One round: requests, the fault, and what became of the answers.
@@ -152,10 +209,19 @@ fn play(
     })?;
     let detected = watch.context("no answer got as far as the fault's token")?;
     let at = hit.context("no answer got as far as the fault's token")?;
+    let detected = detected.since(at);
+    let told = detected.map(|after| at + after);
+    let resumed = |told| {
+        found
+            .iter()
+            .filter_map(|answer| answer.next_after(told))
+            .max()
+    };
     Ok(Seen {
         round,
         victim: cluster.name(victims[0]),
-        detected: detected.since(at),
+        detected,
+        resumed: told.and_then(resumed),
         pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
         answers: found.len(),
         moved: found.iter().map(|answer| answer.moves).sum(),
@@ -172,7 +238,7 @@ fn play(
 /// All answers. When the first of them has `at_token` pieces, `then` is called; the moment of the
 /// call comes back, or `None` where none got so far.
 fn answers_at(
-    clients: &[(Vec<u16>, Request)],
+    clients: &[(Vec<Door>, Request)],
     at_token: u32,
     then: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<(Option<Instant>, Vec<Answer>)> {
@@ -180,9 +246,9 @@ fn answers_at(
     thread::scope(|scope| {
         let asked: Vec<_> = clients
             .iter()
-            .map(|(ports, request)| {
+            .map(|(doors, request)| {
                 let sender = sender.clone();
-                scope.spawn(move || request.answer(ports, at_token, &sender))
+                scope.spawn(move || request.answer(doors, at_token, &sender))
             })
             .collect();
         drop(sender);

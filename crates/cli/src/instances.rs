@@ -52,10 +52,10 @@ pub(crate) struct LoadArgs {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
     /// Further copies of each machine's part that wait packed on another one, so that an answer
-    /// whose machine is lost goes on without loading
-    #[arg(long, value_name = "N", default_value_t = 0,
-          value_parser = clap::value_parser!(u16).range(0..=1))]
-    spare: u16,
+    /// whose machine is lost goes on without loading [default: 1 where half of a machine's memory
+    /// has room for all, once the model has answered for half a minute]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1))]
+    spare: Option<u16>,
     /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
     /// same answers in less time, where that pays
     #[arg(long, value_name = "MODEL")]

@@ -46,6 +46,11 @@ pub(crate) struct NodeArgs {
     /// sessions use all
     #[arg(long, value_name = "IF", value_parser = NonEmptyStringValueParser::new())]
     data_interface: Option<String>,
+    /// An interface whose network nobody else is on, such as that of a cable between two machines:
+    /// data between workers is not encrypted where all of its ways are such; may be given several
+    /// times
+    #[arg(long, value_name = "IF", value_parser = NonEmptyStringValueParser::new())]
+    trusted_interface: Vec<String>,
     /// Ports that workers listen at for each other, such as 52500-52599, which a firewall must let
     /// in [default: any]
     #[arg(long, value_name = "A-B", value_parser = ports)]
@@ -116,6 +121,13 @@ impl NodeArgs {
         let home = home::folder()?;
         // A name that is wrong is told before anything starts.
         listen_address(self.data_interface()).context("--data-interface")?;
+        for name in &self.trusted_interface {
+            listen_address(Some(name)).context("--trusted-interface")?;
+            tell(format_args!(
+                "data between workers over {} is not encrypted",
+                printable(name)
+            ));
+        }
         let mut config = Config::new(&home, self.facts(class));
         config.port = self.control_port;
         config.peers.clone_from(&self.peer);
@@ -170,9 +182,22 @@ impl NodeArgs {
         Ok(made.ok().map(|()| cache.folder).into_iter().collect())
     }
 
+    /// Where a rank that this node starts for another machine's measurement listens.
+    pub(crate) fn rank_args(&self) -> Vec<OsString> {
+        let ports = self.data_ports.as_ref();
+        let ports = ports
+            .map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
+        let interface = self.data_interface();
+        let interface = interface.map(|name| format!("--data-interface={name}").into());
+        ports.into_iter().chain(interface).collect()
+    }
+
     fn facts(&self, class: KernelClass) -> Facts {
         let name = self.name.clone().unwrap_or_else(host_name);
-        facts(name, class)
+        Facts {
+            trusted: self.trusted_interface.clone(),
+            ..facts(name, class)
+        }
     }
 }
 

@@ -37,7 +37,7 @@ use crate::loaded::{self, Loading, Opened, SplitArgs, tell_split};
 use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::{self, own_program, template_program, worker_env};
-use crate::{pull, train};
+use crate::{bench, pull, train};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -671,7 +671,8 @@ impl Args {
     /// What the node runs models of the cluster with.
     fn node_spec(&self) -> anyhow::Result<commands::Spec> {
         let program = own_program().context("cannot find this program's own file")?;
-        let train_program = program.clone();
+        let (train_program, bench_program) = (program.clone(), program.clone());
+        let bench_args = self.node.rank_args();
         Ok(commands::Spec {
             home: home::home()?,
             program: (program, self.node.worker_args()),
@@ -682,6 +683,7 @@ impl Args {
             kernels: Box::new(loaded::kernels),
             interface: self.node.data_interface().map(str::to_owned),
             start_far: Box::new(move || train::start_far(&train_program)),
+            start_rank: Box::new(move || bench::start_rank(&bench_program, &bench_args)),
             tell: Arc::new(|line| tell(line)),
         })
     }

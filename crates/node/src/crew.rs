@@ -100,6 +100,12 @@ pub trait Crew: Send + Sync + fmt::Debug {
 
     /// Whether all ranks are on this machine, where nobody else hears what they send.
     fn is_one_machine(&self) -> bool;
+
+    /// Whether all ranks reach each other over networks that their machines' owners trust, so that
+    /// what they send need not be encrypted.
+    fn is_trusted(&self) -> bool {
+        false
+    }
 }
 
 /// How to start workers on this machine.

@@ -13,13 +13,14 @@
 //! - [`lent`]: instances for programs of this machine's user.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
 //! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
-//!   which nodes compute them.
+//!   which nodes compute them. `widen`: nodes that come, or come back.
 //! - `replicas`, `choice`, `prefixes`: which replica answers a request.
 //! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute it.
 //! - `stores`: which node has what of which model, and what its disk may hold.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
 mod answers;
+mod battery;
 mod choice;
 mod copies;
 mod deal;
@@ -45,6 +46,7 @@ mod stock;
 mod stores;
 mod traced;
 pub(crate) mod tree;
+mod widen;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -185,8 +187,9 @@ pub struct Ask {
     pub context: Option<u32>,
     /// Answers that are computed at the same time.
     pub parallel: u16,
-    /// Further copies of each shard that wait packed on other nodes; 0 or 1.
-    pub spare: u16,
+    /// Further copies of each shard that wait packed on other nodes, 0 or 1; one where memory
+    /// allows if nobody says.
+    pub spare: Option<u16>,
     /// Whole copies of the model, each an instance of its own; at least 1. Each has `count` nodes,
     /// or an equal share of `nodes`.
     pub replicas: u16,
@@ -258,6 +261,8 @@ struct Inner {
     loans: Mutex<BTreeSet<InstanceId>>,
     /// When the work of this node had moved to others, so that it can go.
     left: Mutex<Option<Instant>>,
+    /// The battery is low: this node takes no work.
+    rests: AtomicBool,
     copier: Copier,
     shelf: Shelf,
 }
@@ -342,6 +347,7 @@ impl Fleet {
             over: AtomicBool::new(false),
             loans: Mutex::default(),
             left: Mutex::default(),
+            rests: AtomicBool::new(false),
         });
         inner.serve();
         let own = Arc::clone(&inner);
@@ -581,10 +587,14 @@ impl Inner {
         let mut watch = self.agent.watch();
         let mut lost = lent::Lost::new(Instant::now());
         let mut growth = growth::Growth::default();
+        let mut widening = widen::Widening::default();
+        let mut battery = battery::Battery::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
             self.do_duties();
             self.grow(&mut growth, Instant::now());
+            self.widen(&mut widening, Instant::now());
+            self.rest(&mut battery, Instant::now());
             self.tend_doors();
             self.take_back();
             self.stay();
@@ -657,15 +667,24 @@ impl Inner {
         let run = move || {
             let answers = owned.start(&inner);
             let mut all = lock(&inner.owned);
-            let former = match all.get_mut(&owned.id) {
-                Some(it) if it.owned.epoch == epoch && answers.is_some() => {
-                    it.answers = answers;
-                    it.former.take()
+            let own = all.get_mut(&owned.id);
+            let own = own.filter(|it| it.owned.epoch == epoch);
+            let (mut goes_on, mut former) = (false, None);
+            match (own, answers) {
+                (Some(it), Some(answers)) => {
+                    it.answers = Some(answers);
+                    former = it.former.take();
                 }
-                _ => None,
-            };
+                (Some(it), None) => goes_on = it.former.is_some(),
+                (None, _) => {}
+            }
             drop(all);
             drop(former); // ends its workers, which takes a moment
+            // A node that leaves must hear that its part was not taken over.
+            let leaves = || inner.agent.nodes().iter().any(|node| node.facts.leaving);
+            if goes_on && !leaves() {
+                owned.go_on_as_before(&inner);
+            }
         };
         let thread = std::thread::Builder::new().name("owner".to_owned());
         if let Err(error) = thread.spawn(run) {

@@ -80,8 +80,9 @@ pub struct InstanceSpec {
     pub forecast: Option<SharedForecast>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
-    /// Whether a second worker of each rank waits on another machine with its weights packed.
-    pub spares: bool,
+    /// How long an epoch answers before a second worker of each rank waits on another machine with
+    /// its weights packed; `None` for no such workers.
+    pub spares: Option<Duration>,
     /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
     pub identity: String,
     /// The same of the model that guesses for the leader, where one does.
@@ -143,6 +144,7 @@ impl InstanceSpec {
         meeting: &Meeting,
     ) -> Job {
         let post = crew.post(rank);
+        let (is_here, plain) = (crew.is_one_machine(), crew.is_trusted());
         Job {
             epoch,
             rank: rank.0,
@@ -157,7 +159,8 @@ impl InstanceSpec {
             kv: self.kv.map(|kv| kv.name().to_owned()),
             engine: self.engine.clone(),
             group: meeting.group,
-            key: (!crew.is_one_machine()).then(|| meeting.key.clone()),
+            key: (!is_here && !plain).then(|| meeting.key.clone()),
+            plain,
             listen: post.listen,
             patience_s: PATIENCE_S,
         }
@@ -747,14 +750,14 @@ impl Shell {
 
     /// Has second workers wait from now on. One that cannot be had is missed when it is needed.
     fn keep_spares(&mut self, epoch: u64, way: usize) {
-        if !self.spec.spares {
+        let Some(after) = self.spec.spares else {
             return;
-        }
+        };
         let ranks = (0..self.spec.ranks()).map(Rank);
         let crew = &*self.shared.crew;
         let jobs = ranks.map(|rank| self.spec.job(crew, rank, (epoch, way), &self.meeting));
         let jobs = jobs.collect();
-        self.keeper.begin(&self.shared, jobs, way as u64);
+        self.keeper.begin(&self.shared, (jobs, way as u64), after);
     }
 
     fn started(&mut self, outcome: Result<(), Error>) {

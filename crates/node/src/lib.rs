@@ -74,7 +74,7 @@ pub use error::Error;
 pub use identity::identity;
 pub use instance::{Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
-pub use moved::{Exchanged, Moved};
+pub use moved::{Exchanged, Moved, RankMoved};
 pub use placing::Cut;
 pub use portrait::{Portrait, Shard};
 pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};

@@ -101,6 +101,9 @@ pub struct Job {
     pub(crate) group: [u8; 16],
     /// Authenticates and encrypts what ranks send each other; `None` for ranks of one machine.
     pub(crate) key: Option<EpochKey>,
+    /// Whether ranks without a key may be on other machines: all ways between them are trusted.
+    #[serde(default)]
+    pub(crate) plain: bool,
     /// Where to listen for the other ranks.
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step.

@@ -92,8 +92,8 @@ pub struct Prepared {
     forecast: Option<SharedForecast>,
     /// Whether a split that turns out worse than another is left.
     steers: bool,
-    /// A second copy of each shard waits.
-    spares: bool,
+    /// A second copy of each shard waits, once an epoch has answered for so long.
+    spares: Option<Duration>,
     /// Shares follow what ranks take.
     follows: bool,
     draft: Option<DraftModel>,
@@ -130,7 +130,7 @@ impl Prepared {
             successors: Vec::new(),
             forecast: None,
             steers: false,
-            spares: false,
+            spares: None,
             follows: false,
             draft: None,
         })
@@ -244,9 +244,9 @@ impl Prepared {
     }
 
     /// Keeps a second copy of each shard packed on another machine than the first, where there is
-    /// one: recovery needs no loading then.
-    pub const fn keep_spares(&mut self) {
-        self.spares = true;
+    /// one, once an epoch has answered for `after`: recovery needs no loading then.
+    pub const fn keep_spares(&mut self, after: Duration) {
+        self.spares = Some(after);
     }
 
     /// Has ranks that compute slower than before, because somebody uses their machines, give work

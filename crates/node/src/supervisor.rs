@@ -57,9 +57,10 @@ pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 
 /// Failures of workers that had a request, without a token in between: with so many it is lost. A
-/// request that itself ends the workers must not end them for ever. Workers that cannot start have
-/// no request, and it waits for them.
-pub const FAILURES_MAX: u32 = 3;
+/// request that itself ends the workers must not end them for ever. One more than the losses after
+/// which a machine is left out, so that the request is tried once without that machine. Workers
+/// that cannot start have no request, and it waits for them.
+pub const FAILURES_MAX: u32 = 4;
 
 /// How long a request waits for workers that cannot start: as long as entries wait for an owner.
 pub const HELD_LIMIT: Duration = Duration::from_secs(120);
@@ -513,6 +514,7 @@ impl Supervisor {
     /// Starts an epoch: new workers where there are none, and work for all.
     fn begin(&mut self, now: Duration, way: usize, why: Why) {
         self.epoch += 1;
+        self.rest(now);
         let ranks = self.seats.len();
         self.phase = Phase::Starting(Starting {
             way,

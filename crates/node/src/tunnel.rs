@@ -20,6 +20,9 @@ use serde_json::{Value, json};
 /// The service that starts a worker of a training.
 pub const TRAIN: &str = "train";
 
+/// The service that starts a rank of a measurement of collectives.
+pub const BENCH: &str = "bench";
+
 /// Bytes of a message.
 const MESSAGE_BYTES: usize = 64 << 10;
 
@@ -41,10 +44,14 @@ const LEAD_LOOK: Duration = Duration::from_millis(5);
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to [`TRAIN`]: `start` gives one whose standard input and output
-/// are pipes.
-pub fn serve(agent: &Agent, start: impl Fn() -> io::Result<Child> + Send + Sync + 'static) {
-    agent.serve(TRAIN, move |channel| match start() {
+/// Starts a program for each channel to `service`, which is [`TRAIN`] or [`BENCH`]: `start` gives one
+/// whose standard input and output are pipes.
+pub fn serve(
+    agent: &Agent,
+    service: &str,
+    start: impl Fn() -> io::Result<Child> + Send + Sync + 'static,
+) {
+    agent.serve(service, move |channel| match start() {
         Ok(child) => join(&channel, child),
         Err(_) => channel.close(), // the other end sees a line that ended
     });
@@ -78,19 +85,20 @@ fn end(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// Leads the program that listens at the socket `arguments` name to the node that they name; for
-/// [`Agent::serve_local`]. Returns when either side has ended.
+/// Leads the program that listens at the socket `arguments` name to `service` of the node that they
+/// name; for [`Agent::serve_local`]. Returns when either side has ended.
 ///
 /// # Errors
 /// A node or a socket that there is not.
 pub fn lead(
     agent: &Agent,
+    service: &str,
     arguments: &Value,
     progress: &mut Progress<'_>,
 ) -> Result<Value, String> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let node: NodeId = text("node").parse().map_err(|_| "no id of a node")?;
-    let channel = agent.open(node, TRAIN, OPEN_LIMIT);
+    let channel = agent.open(node, service, OPEN_LIMIT);
     let channel = channel.map_err(|error| error.to_string())?;
     let socket = UnixStream::connect(text("socket")).map_err(|error| error.to_string())?;
     let own = socket.try_clone().map_err(|error| error.to_string())?;
@@ -104,19 +112,20 @@ pub fn lead(
     Ok(json!({}))
 }
 
-/// A line to a program on the machine of the node `id`, which the node with its files at `home`
-/// leads to. Blocks for up to 15 s.
+/// A line to the program that the node `id` starts for `service`, which is [`TRAIN`] or [`BENCH`]; the
+/// node with its files at `home` leads there. It ends with either program and with either node.
+/// Blocks for up to 15 s.
 ///
 /// # Errors
 /// What that node says, or that it does not lead there in time.
-pub fn line(home: &Path, id: &str) -> io::Result<UnixStream> {
+pub fn line(home: &Path, id: &str, service: &'static str) -> io::Result<UnixStream> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("line");
     let listener = UnixListener::bind(&path)?;
     listener.set_nonblocking(true)?;
     let arguments = json!({ "node": id, "socket": path });
     let home = home.to_owned();
-    let ask = move || local::ask_while(&home, TRAIN, arguments, SILENCE, |_| true);
+    let ask = move || local::ask_while(&home, service, arguments, SILENCE, |_| true);
     let led = std::thread::spawn(ask);
     let began = Instant::now();
     loop {

@@ -28,7 +28,7 @@ use tracing::{debug, info, warn};
 
 use crate::disk::Disk;
 use crate::load::Wanted;
-use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
+use crate::messages::{FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
 use crate::{DiskCache, Error, arriving};
 use drafting::Drafting;
@@ -385,7 +385,7 @@ impl Worker<'_> {
             addrs: &addrs,
             id: GroupId(job.group),
             config: tcp::Config {
-                protection: protection(job.key.as_ref()),
+                protection: protection(job),
                 ..tcp::Config::default()
             },
         };
@@ -505,9 +505,12 @@ fn listen(addr: SocketAddr, ports: Option<RangeInclusive<u16>>) -> Result<tcp::L
     })
 }
 
-fn protection(key: Option<&EpochKey>) -> Protection {
-    let keyed = |key: &EpochKey| Protection::Key(GroupKey::new(key.0));
-    key.map_or(Protection::Loopback, keyed)
+fn protection(job: &Job) -> Protection {
+    match &job.key {
+        Some(key) => Protection::Key(GroupKey::new(key.0)),
+        None if job.plain => Protection::Plaintext,
+        None => Protection::Loopback,
+    }
 }
 
 /// Gives a link-local address the interface of `own`, if that has one: the number of an interface

@@ -3,7 +3,7 @@
 //! *Never*: a node runs an instance of an older epoch than it ran before (`world` looks at each
 //! step). *In the end*, twenty seconds after the last fault: all living nodes have equal maps and
 //! see exactly the living as alive, or for a moment suspect; each wanted instance runs at exactly
-//! one node; none that is unwanted runs.
+//! one node, and answers; none that is unwanted runs. `serving` has what must never be of answers.
 
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{InstanceId, Key};
@@ -37,6 +37,7 @@ pub(crate) fn in_the_end(world: &mut World) {
     let mut found = lives(world);
     found.extend(maps(world));
     found.extend(instances(world));
+    found.extend(answers(world));
     world.violations.append(&mut found);
 }
 
@@ -84,6 +85,16 @@ fn instances(world: &World) -> Vec<String> {
         }
     }
     found
+}
+
+/// What clients and supervisors see.
+fn answers(world: &World) -> Vec<String> {
+    let has_to_run = |id: &&InstanceId| expected(world, id) == Some(1);
+    let wanted = world.wanted.iter().filter(has_to_run).copied().collect();
+    let serving = world.serving.as_ref();
+    serving.map_or_else(Vec::new, |serving| {
+        serving.in_the_end(world.length(), &wanted)
+    })
 }
 
 /// At how many nodes an instance has to run. Nothing is expected of what was only ever said to a

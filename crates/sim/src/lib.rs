@@ -11,14 +11,17 @@
 //! ```
 //!
 //! - [`scenario`]: what happens, and when.
+//! - [`serving`]: supervisors, workers, entries and clients of the instances.
 //! - [`world`]: nodes, links and the queue of events.
 //! - [`check`]: what must never be, and what must be in the end.
 //!
-//! Played: membership, the map, dialling, ownership of instances. Not played: bytes of sessions,
-//! which have tests of their own, and what workers compute.
+//! Played: membership, the map, dialling, ownership of instances, the supervisors that nodes run,
+//! and what workers and clients do. Not played: bytes of sessions, which have tests of their own,
+//! and what workers compute.
 
 mod check;
 mod scenario;
+mod serving;
 mod world;
 
 pub use scenario::{Fault, Happening, Scenario};

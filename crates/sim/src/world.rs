@@ -15,6 +15,7 @@ use paceline_cluster::nodes::{InstanceId, Key, Member, NodeId, Now, Registers};
 
 use crate::check;
 use crate::scenario::{Fault, Random, Scenario};
+use crate::serving::{self, Later, Net, Serving};
 
 /// When the clocks of all nodes start, plus their skew: any time will do.
 const WALL_MS: u64 = 1_800_000_000_000;
@@ -38,6 +39,10 @@ pub struct Outcome {
     pub moves: u64,
     /// When all nodes first saw all others alive, with equal maps.
     pub settled: Option<Duration>,
+    /// Answers of instances that clients got whole.
+    pub answers: u64,
+    /// Times that an answer went on at another node or owner.
+    pub resumed: u64,
 }
 
 /// What is due.
@@ -71,6 +76,7 @@ enum Due {
         other: usize,
         life: u64,
     },
+    Serve(serving::Due),
 }
 
 pub(crate) struct Node {
@@ -108,6 +114,8 @@ pub(crate) struct World {
     trace: u64,
     takeovers: u64,
     moves: u64,
+    /// Taken while it plays something.
+    pub(crate) serving: Option<Serving>,
 }
 
 /// Plays a scenario to its end.
@@ -130,7 +138,10 @@ pub fn run(scenario: &Scenario) -> Outcome {
         }
     }
     check::in_the_end(&mut world);
+    let serving = world.serving.as_ref();
     Outcome {
+        answers: serving.map_or(0, |serving| serving.whole),
+        resumed: serving.map_or(0, |serving| serving.resumed),
         violations: world.violations,
         events,
         trace: world.trace,
@@ -176,8 +187,14 @@ impl World {
             trace: 0,
             takeovers: 0,
             moves: 0,
+            serving: None,
             scenario,
         };
+        let (serving, later) = Serving::new(&world.scenario);
+        world.serving = Some(serving);
+        for (at, due) in later {
+            world.add(at, Due::Serve(due));
+        }
         for happening in 0..world.scenario.happenings.len() {
             let at = world.scenario.happenings[happening].at;
             world.add(at, Due::Fault(happening));
@@ -186,6 +203,11 @@ impl World {
             world.start(node);
         }
         world
+    }
+
+    /// How long the run is.
+    pub(crate) const fn length(&self) -> Duration {
+        self.scenario.length
     }
 
     fn add(&mut self, at: Duration, due: Due) {
@@ -233,6 +255,9 @@ impl World {
         };
         self.nodes[node].saved = member.map().clone();
         self.nodes[node].runs.clear();
+        if let Some(serving) = &mut self.serving {
+            serving.crash(node);
+        }
         let cut: Vec<(usize, usize)> = self.links.keys().copied().collect();
         for (one, two) in cut
             .into_iter()
@@ -288,6 +313,7 @@ impl World {
             }
             Due::Find { .. } => {}
             Due::Knock { from, to, life } => self.knock(from, to, life),
+            Due::Serve(due) => self.serve(|serving, net, later| serving.play(due, net, later)),
             Due::Broken { at, from, .. } => {
                 if !self.links.contains_key(&pair(at, from)) {
                     let id = self.nodes[from].id;
@@ -306,6 +332,25 @@ impl World {
                     self.step(to, Event::Received { from, message });
                 }
             }
+        }
+    }
+
+    /// Has the instances do something.
+    fn serve(&mut self, run: impl FnOnce(&mut Serving, &Net<'_>, &mut Later)) {
+        let Some(mut serving) = self.serving.take() else {
+            return;
+        };
+        let mut later = Later::new();
+        let net = Net {
+            nodes: &self.nodes,
+            split: self.split,
+            deaf: &self.deaf,
+            now: self.now,
+        };
+        run(&mut serving, &net, &mut later);
+        self.serving = Some(serving);
+        for (after, due) in later {
+            self.add(self.now + after, Due::Serve(due));
         }
     }
 
@@ -348,6 +393,7 @@ impl World {
             context: None,
             parallel: 1,
             spare: 0,
+            width: None,
             replica: 0,
             source: None,
             lender: None,
@@ -537,6 +583,8 @@ impl World {
             *highest = (*highest).max(*epoch);
         }
         self.nodes[node].runs = runs;
+        let runs = self.nodes[node].runs.clone();
+        self.serve(|serving, net, later| serving.owns(node, &runs, net, later));
         for (id, epoch, wanted) in takes.into_iter().filter(|_| !is_new) {
             self.takeovers += 1;
             self.write_record(node, id, epoch, Some(&wanted));

@@ -29,6 +29,7 @@ fn no_seed_violates_anything() {
     };
     let mut failed = Vec::new();
     let (mut events, mut takeovers, mut moves) = (0, 0, 0);
+    let (mut answers, mut resumed) = (0, 0);
     let again = SEEDS_ONCE.into_iter().filter(|_| one.is_none());
     for seed in (first..first + count).chain(again) {
         let scenario = Scenario::of(seed);
@@ -36,6 +37,8 @@ fn no_seed_violates_anything() {
         events += outcome.events;
         takeovers += outcome.takeovers;
         moves += outcome.moves;
+        answers += outcome.answers;
+        resumed += outcome.resumed;
         if one.is_some() {
             println!("{scenario:#?}\n{outcome:#?}");
         }
@@ -44,12 +47,14 @@ fn no_seed_violates_anything() {
         }
     }
     println!(
-        "{count} seeds, {events} events, {takeovers} takeovers, {moves} moves, {} failed",
+        "{count} seeds, {events} events, {takeovers} takeovers, {moves} moves, {answers} answers, \
+         {resumed} times one went on elsewhere, {} failed",
         failed.len()
     );
     assert!(
-        one.is_some() || takeovers.min(moves) >= count / 10,
-        "{takeovers} takeovers and {moves} moves test little"
+        one.is_some() || takeovers.min(moves).min(answers).min(resumed) >= count / 10,
+        "{takeovers} takeovers, {moves} moves, {answers} answers, {resumed} of them elsewhere: \
+         that tests little"
     );
     let Some((seed, violations)) = failed.first() else {
         return;

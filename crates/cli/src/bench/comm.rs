@@ -7,8 +7,10 @@
 //!
 //! Wires of other kinds work the same way where this program can start the ranks itself. Started
 //! by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a rank of its group,
-//! and rank 0 reports.
+//! and rank 0 reports. With `--nodes` or `--instance` each rank is on a machine of the cluster
+//! (`nodes`).
 
+mod nodes;
 mod rivals;
 
 use std::io::{BufRead, BufReader, Write};
@@ -22,8 +24,11 @@ use anyhow::{Context, ensure};
 use paceline_base::Rank;
 use paceline_bench::comm::{Report, Spec, measure, sums};
 use paceline_comm::{Algorithm, Backend, Deadline, Group, Seat, Strict, init, local, tcp};
+use serde::{Deserialize, Serialize};
 
+pub(crate) use self::nodes::start_rank;
 use self::rivals::{Others, Turns, compare};
+use crate::member::{self, Ports};
 use crate::{output, wires};
 
 /// The whole measurement gives up after this long.
@@ -71,7 +76,7 @@ enum Peer {
     Mpi,
 }
 
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, clap::ValueEnum, Serialize, Deserialize)]
 enum Force {
     OneShot,
     TwoShot,
@@ -100,6 +105,15 @@ pub(crate) struct Args {
     /// Number of ranks
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
+    /// A rank on each of these machines of the cluster: how many, or their names, such as a,b; over
+    /// the ways that their workers would use, encrypted
+    #[arg(long, value_name = "N|A,B,..",
+          conflicts_with_all = ["ranks", "transport", "plaintext", "encrypt", "against"])]
+    nodes: Option<String>,
+    /// A rank on each machine that computes the loaded MODEL
+    #[arg(long, value_name = "MODEL",
+          conflicts_with_all = ["nodes", "ranks", "transport", "plaintext", "encrypt", "against"])]
+    instance: Option<String>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "tcp")]
     transport: Transport,
@@ -136,12 +150,27 @@ pub(crate) struct Args {
     /// What a child process is told
     #[arg(long, hide = true)]
     as_rank: Option<u32>,
+    /// A rank of another machine's measurement, which says the rest on standard input
+    #[arg(long, hide = true)]
+    elsewhere: bool,
+    /// Ports that such a rank listens at
+    #[arg(long, hide = true, value_parser = member::ports)]
+    data_ports: Option<Ports>,
+    /// Only interface that it listens at
+    #[arg(long, hide = true)]
+    data_interface: Option<String>,
 }
 
 /// Runs the measurement, or one rank of it.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(rank) = args.as_rank {
         return child(args, Rank(rank));
+    }
+    if args.elsewhere {
+        return nodes::rank(args);
+    }
+    if args.nodes.is_some() || args.instance.is_some() {
+        return print(args, &nodes::measure(args)?);
     }
     let backend = args.transport.backend();
     let plaintext = wires::asked_for(backend, args.plaintext)?;
@@ -227,6 +256,10 @@ impl Args {
             max_bytes: 0,
             python: self.python.clone(),
             plot: None,
+            nodes: None,
+            instance: None,
+            data_ports: None,
+            data_interface: None,
             ..*self
         }
     }
@@ -396,6 +429,11 @@ const fn bind(_ranks: usize, _rank: Rank) {}
 /// A child process: joins and measures.
 fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
+    take_part(args, rank, listener)
+}
+
+/// Says where it listens, hears where the others do, and measures with them.
+fn take_part(args: &Args, rank: Rank, listener: tcp::Listener) -> anyhow::Result<()> {
     output::print(&listener.addr().to_string())?;
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
@@ -408,7 +446,9 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     let addrs = words
         .map(str::parse)
         .collect::<Result<Vec<SocketAddr>, _>>()?;
-    bind(addrs.len(), rank);
+    if !args.elsewhere {
+        bind(addrs.len(), rank);
+    }
     let config = tcp::Config {
         force: args.algorithm.map(Force::algorithm),
         streams: args.streams,
@@ -470,6 +510,10 @@ fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
         return output::print(&serde_json::to_string(report)?);
     }
     output::print(&format!("{} over {}", report.explain, report.transport))?;
+    if !report.nodes.is_empty() {
+        let nodes = report.nodes.join(", ");
+        output::print(&format!("ranks on {}", output::printable(&nodes)))?;
+    }
     if args.explain {
         return Ok(());
     }

@@ -1,7 +1,8 @@
 //! Nodes with homes and ports of their own on this machine, joined into a cluster.
 
 use std::fs::{self, File};
-use std::net::TcpListener;
+use std::io::Write as _;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,7 +19,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::faults::Fault;
-use super::streams::Request;
+use super::spaces::{self, Spaces};
+use super::streams::{Door, Request};
 use super::{stage, streams};
 use crate::process::own_program;
 
@@ -50,13 +52,19 @@ pub(super) struct Cluster {
     /// What `load` was asked for, to ask again after nodes were lost.
     wanted: Value,
     stopped: Vec<Pid>,
+    /// Networks and disks of the nodes; those of this machine without.
+    spaces: Option<Spaces>,
+    /// Nodes that are cut off.
+    cut: Vec<usize>,
     folder: TempDir,
 }
 
 struct Node {
     name: String,
     home: PathBuf,
-    api: u16,
+    /// The words before its command.
+    around: Vec<String>,
+    api: Door,
     control: u16,
     process: Option<Child>,
     /// A fault hits it in this round.
@@ -81,20 +89,29 @@ impl Watch {
 }
 
 impl Cluster {
-    /// Starts `count` nodes that find each other by address and join the first one's cluster.
+    /// Starts `count` nodes that find each other by address and join the first one's cluster; in
+    /// namespaces, each with a disk of so many bytes, where `disk` says so.
     ///
     /// # Errors
     /// A node that does not start, or the system's refusals.
-    pub(super) fn start(count: usize) -> anyhow::Result<Self> {
+    pub(super) fn start(count: usize, disk: Option<u64>) -> anyhow::Result<Self> {
         stage(&format!("{count} nodes form a cluster on this machine"));
         let folder = tempfile::Builder::new().prefix("pl-chaos").tempdir()?;
+        let mut spaces = disk.map(|_| Spaces::new(count)).transpose()?;
         let nodes = (0..count)
-            .map(|number| Node::new(folder.path(), number))
-            .collect::<anyhow::Result<_>>()?;
+            .map(|number| Node::new(folder.path(), number, spaces.as_ref()))
+            .collect::<anyhow::Result<Vec<Node>>>()?;
+        if let (Some(spaces), Some(bytes)) = (&mut spaces, disk) {
+            for node in &nodes {
+                spaces.mount(&node.home, bytes)?;
+            }
+        }
         let mut cluster = Self {
             nodes,
             wanted: Value::Null,
             stopped: Vec::new(),
+            spaces,
+            cut: Vec::new(),
             folder,
         };
         for number in 0..count {
@@ -106,7 +123,11 @@ impl Cluster {
 
     /// Starts the process of a node and waits until it answers.
     fn up(&mut self, number: usize) -> anyhow::Result<()> {
-        let first = self.nodes[0].control;
+        let host = match &self.spaces {
+            Some(_) => spaces::address(0),
+            None => Ipv4Addr::LOCALHOST,
+        };
+        let first = SocketAddr::from((host, self.nodes[0].control));
         let node = &mut self.nodes[number];
         node.start((number > 0).then_some(first))?;
         until(MEET_LIMIT, &format!("{} starts", node.name), || {
@@ -139,18 +160,18 @@ impl Cluster {
         running.unwrap_or_else(|| self.nodes.last().expect("a cluster has two nodes at least"))
     }
 
-    /// The ports of all APIs, that of node `first` first.
-    pub(super) fn ports(&self, first: usize) -> Vec<u16> {
-        let mut ports: Vec<u16> = self.nodes.iter().map(|node| node.api).collect();
-        let len = ports.len();
-        ports.rotate_left(first % len);
-        ports
+    /// The APIs of all nodes, that of node `first` first.
+    fn doors(&self, first: usize) -> Vec<Door> {
+        let mut doors: Vec<Door> = self.nodes.iter().map(|node| node.api.clone()).collect();
+        let len = doors.len();
+        doors.rotate_left(first % len);
+        doors
     }
 
-    /// Each request with the ports to ask, the first of another node for each.
-    pub(super) fn clients(&self, requests: &[Request]) -> Vec<(Vec<u16>, Request)> {
+    /// Each request with the APIs to ask, the first of another node for each.
+    pub(super) fn clients(&self, requests: &[Request]) -> Vec<(Vec<Door>, Request)> {
         let each = requests.iter().cloned().enumerate();
-        each.map(|(number, request)| (self.ports(number), request))
+        each.map(|(number, request)| (self.doors(number), request))
             .collect()
     }
 
@@ -166,7 +187,7 @@ impl Cluster {
         &mut self,
         model: &Path,
         split: SplitKind,
-        (threads, parallel): (u16, u16),
+        (threads, parallel, spare): (u16, u16, u16),
     ) -> anyhow::Result<()> {
         let model =
             fs::canonicalize(model).with_context(|| format!("cannot find {}", model.display()))?;
@@ -182,6 +203,7 @@ impl Cluster {
             "split": split.to_string(),
             "threads": threads,
             "parallel": parallel,
+            "spare": spare,
         });
         self.load_wanted()
     }
@@ -198,7 +220,7 @@ impl Cluster {
             if instance["state"] == "failed" {
                 bail!("the model cannot be loaded: {}", instance["reason"]);
             }
-            let answers = |node: &Node| matches!(streams::model(node.api), Ok(Some(_)));
+            let answers = |node: &Node| matches!(streams::model(&node.api), Ok(Some(_)));
             Ok(instance["state"] == "ready" && self.nodes.iter().all(answers))
         })
     }
@@ -267,6 +289,15 @@ impl Cluster {
                 signal(&[node.pid()?], Signal::TERM)
             }
             Fault::Flap => self.flap(victim),
+            Fault::CutNode => {
+                self.cut.push(victim);
+                let spaces = self
+                    .spaces
+                    .as_ref()
+                    .context("no node has a network of its own")?;
+                spaces.connect(victim, false)
+            }
+            Fault::FillDisk => node.fill(),
             Fault::KillWorker => signal(&node.workers()?, Signal::KILL),
             Fault::FreezeWorker => {
                 let workers = node.workers()?;
@@ -323,7 +354,15 @@ impl Cluster {
         for pid in std::mem::take(&mut self.stopped) {
             let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
         }
+        for victim in std::mem::take(&mut self.cut) {
+            let spaces = self
+                .spaces
+                .as_ref()
+                .context("no node has a network of its own")?;
+            spaces.connect(victim, true)?;
+        }
         for number in 0..self.nodes.len() {
+            let _ = fs::remove_file(self.nodes[number].filler()); // most have none
             self.nodes[number].is_hit = false;
             self.nodes[number].end_left(limit)?;
             if self.nodes[number].process.is_none() {
@@ -358,6 +397,7 @@ impl Drop for Cluster {
         for node in &mut self.nodes {
             let _ = node.kill();
         }
+        self.spaces = None; // disks first: what is on them goes with them
         if thread::panicking() {
             return;
         }
@@ -366,14 +406,19 @@ impl Drop for Cluster {
 }
 
 impl Node {
-    fn new(folder: &Path, number: usize) -> anyhow::Result<Self> {
+    fn new(folder: &Path, number: usize, spaces: Option<&Spaces>) -> anyhow::Result<Self> {
         let name = format!("n{number}");
         let home = folder.join(&name);
         fs::create_dir(&home)?;
+        let space = spaces.map(|spaces| spaces.open(number)).transpose()?;
         Ok(Self {
             name,
             home,
-            api: free_port()?,
+            around: spaces.map_or_else(Vec::new, |spaces| spaces.around(number)),
+            api: Door {
+                port: free_port()?,
+                space: space.map(Arc::new),
+            },
             control: free_port()?,
             process: None,
             is_hit: false,
@@ -396,15 +441,39 @@ impl Node {
         Ok(())
     }
 
-    fn start(&mut self, peer: Option<u16>) -> anyhow::Result<()> {
+    /// A file that leaves no room on its disk.
+    fn filler(&self) -> PathBuf {
+        self.home.join("filler")
+    }
+
+    /// Writes until its disk is full.
+    fn fill(&self) -> anyhow::Result<()> {
+        let mut file = File::create(self.filler())?;
+        let piece = vec![0; 1 << 20];
+        while file.write_all(&piece).is_ok() {}
+        // The last piece may have been too long for what was left.
+        while file.write_all(&piece[..512]).is_ok() {}
+        Ok(())
+    }
+
+    fn start(&mut self, peer: Option<SocketAddr>) -> anyhow::Result<()> {
         let log = File::options()
             .append(true)
             .create(true)
             .open(self.home.join("log"))?;
-        let mut command = Command::new(own_program()?);
+        let mut command = match self.around.split_first() {
+            Some((first, rest)) => {
+                let mut command = Command::new(first);
+                // By its path: what the other programs take for their own is themselves.
+                command.args(rest).arg(std::env::current_exe()?);
+                command.env("PATH", spaces::PATH);
+                command
+            }
+            None => Command::new(own_program()?),
+        };
         command
             .args(["up", "--no-beacons", "--name", &self.name])
-            .args(["--port", &self.api.to_string()])
+            .args(["--port", &self.api.port.to_string()])
             .args(["--control-port", &self.control.to_string()])
             .env("PACELINE_HOME", &self.home)
             // A second Ctrl-C ends this program without a destructor: nodes see their input end.
@@ -413,8 +482,8 @@ impl Node {
             .stdout(Stdio::null())
             .stderr(log)
             .process_group(0); // Ctrl-C is for this program, which ends them
-        if let Some(port) = peer {
-            command.args(["--peer", &format!("127.0.0.1:{port}")]);
+        if let Some(peer) = peer {
+            command.args(["--peer", &peer.to_string()]);
         }
         self.process = Some(command.spawn().context("cannot start a node")?);
         Ok(())
@@ -435,9 +504,16 @@ impl Node {
         local::ask(&self.home, command, arguments, ASK_LIMIT, |_| {})
     }
 
+    /// Its process; in namespaces the only child of the program that made them.
     fn pid(&self) -> anyhow::Result<Pid> {
         let process = self.process.as_ref().context("the node does not run")?;
-        Pid::from_raw(process.id().cast_signed()).context("a process without a number")
+        let started = Pid::from_raw(process.id().cast_signed());
+        let started = started.context("a process without a number")?;
+        if self.around.is_empty() {
+            return Ok(started);
+        }
+        let child = children(started)?.first().copied();
+        child.context("the node does not run in its namespaces")
     }
 
     fn kill(&mut self) -> anyhow::Result<()> {
@@ -451,20 +527,24 @@ impl Node {
 
     /// Processes that the node started.
     fn workers(&self) -> anyhow::Result<Vec<Pid>> {
-        let own = self.pid()?.as_raw_nonzero().get();
-        let file = format!("/proc/{own}/task");
-        let mut found = Vec::new();
-        for thread in fs::read_dir(&file).with_context(|| format!("cannot read {file}"))? {
-            let children = thread?.path().join("children");
-            let children = fs::read_to_string(children).unwrap_or_default(); // the thread ended
-            let pids = children
-                .split_whitespace()
-                .filter_map(|pid| pid.parse().ok());
-            found.extend(pids.filter(|pid| is_worker(*pid)).filter_map(Pid::from_raw));
-        }
+        let mut found = children(self.pid()?)?;
+        found.retain(|pid| is_worker(pid.as_raw_nonzero().get()));
         ensure!(!found.is_empty(), "{} has no worker", self.name);
         Ok(found)
     }
+}
+
+/// Processes that a process has started.
+fn children(of: Pid) -> anyhow::Result<Vec<Pid>> {
+    let file = format!("/proc/{}/task", of.as_raw_nonzero());
+    let mut found = Vec::new();
+    for thread in fs::read_dir(&file).with_context(|| format!("cannot read {file}"))? {
+        let children = thread?.path().join("children");
+        let children = fs::read_to_string(children).unwrap_or_default(); // the thread ended
+        let pids = children.split_whitespace();
+        found.extend(pids.filter_map(|pid| Pid::from_raw(pid.parse().ok()?)));
+    }
+    Ok(found)
 }
 
 /// Whether a child computes: not the interpreter of a chat template.

@@ -11,7 +11,7 @@ use paceline_base::SplitMix64;
 pub(super) enum Fault {
     /// SIGKILL to the node's process: a crash or a power cut
     KillNode,
-    /// SIGKILL to the node's worker alone: the node lives
+    /// SIGKILL to the node's worker alone: a crash, or a system that is out of memory
     KillWorker,
     /// SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping machine
     FreezeNode,
@@ -21,16 +21,22 @@ pub(super) enum Fault {
     LeaveNode,
     /// SIGKILL to the node's worker three times, each time once the model answers again
     Flap,
+    /// The node's cable is pulled, and plugged in again when the answers ended; with --namespaces
+    CutNode,
+    /// The disk of the node's home is full until the answers ended; with --namespaces
+    FillDisk,
 }
 
 impl Fault {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 8] = [
         Self::KillNode,
         Self::KillWorker,
         Self::FreezeNode,
         Self::FreezeWorker,
         Self::LeaveNode,
         Self::Flap,
+        Self::CutNode,
+        Self::FillDisk,
     ];
 
     /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
@@ -38,9 +44,14 @@ impl Fault {
         matches!(self, Self::KillWorker | Self::FreezeWorker)
     }
 
-    /// Whether this system tells which processes belong to a node.
-    const fn can_be(self) -> bool {
-        cfg!(target_os = "linux") || matches!(self, Self::KillNode | Self::LeaveNode)
+    /// Whether it can be had: this system tells which processes belong to a node, or nodes have
+    /// networks and disks of their own.
+    const fn can_be(self, namespaces: bool) -> bool {
+        match self {
+            Self::KillNode | Self::LeaveNode => true,
+            Self::CutNode | Self::FillDisk => namespaces,
+            _ => cfg!(target_os = "linux"),
+        }
     }
 }
 
@@ -53,6 +64,8 @@ impl fmt::Display for Fault {
             Self::FreezeWorker => "freeze-worker",
             Self::LeaveNode => "leave-node",
             Self::Flap => "flap",
+            Self::CutNode => "cut-node",
+            Self::FillDisk => "fill-disk",
         })
     }
 }
@@ -79,16 +92,19 @@ const DURING_RECOVERY: Duration = Duration::from_millis(700);
 ///
 /// # Errors
 /// A fault that was asked for and cannot be had here.
-pub(super) fn of(asked: &[Fault]) -> anyhow::Result<Vec<Fault>> {
-    if let Some(fault) = asked.iter().find(|fault| !fault.can_be()) {
-        bail!("{fault} needs Linux, which tells the processes of a node");
+pub(super) fn of(asked: &[Fault], namespaces: bool) -> anyhow::Result<Vec<Fault>> {
+    if let Some(fault) = asked.iter().find(|fault| !fault.can_be(namespaces)) {
+        match fault {
+            Fault::CutNode | Fault::FillDisk => bail!("{fault} needs --namespaces"),
+            _ => bail!("{fault} needs Linux, which tells the processes of a node"),
+        }
     }
     if !asked.is_empty() {
         return Ok(asked.to_vec());
     }
     Ok(Fault::ALL
         .into_iter()
-        .filter(|fault| fault.can_be())
+        .filter(|fault| fault.can_be(namespaces))
         .collect())
 }
 
@@ -129,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_schedule_follows_from_its_seed() {
-        let of = |seed| schedule(seed, 60, &Fault::ALL, 300);
+        let of = |seed| schedule(seed, 80, &Fault::ALL, 300);
         assert_eq!(of(3), of(3));
         assert_ne!(of(3), of(4));
         for fault in Fault::ALL {

@@ -18,6 +18,8 @@ pub(super) struct Seen {
     pub(super) detected: Option<Duration>,
     /// Longest wait of a client for its next token.
     pub(super) pause: Option<Duration>,
+    /// From the moment that the fault was told to the next token of the client that waited longest.
+    pub(super) resumed: Option<Duration>,
     pub(super) answers: usize,
     /// Times that clients went on at another node.
     pub(super) moved: u32,
@@ -53,17 +55,18 @@ impl Report {
     pub(super) fn show(&self, seen: &Seen) -> anyhow::Result<()> {
         if self.rounds.is_empty() {
             print(
-                "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  LONGEST PAUSE  \
-                 MOVED  LOST  ALTERED",
+                "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  NEXT TOKEN AFTER  \
+                 LONGEST PAUSE  MOVED  LOST  ALTERED",
             )?;
         }
         print(&format!(
-            "{:<13}  {:<13}  {:<6}  {:>8}  {:>14}  {:>13}  {:>5}  {:>4}  {:>7}",
+            "{:<13}  {:<13}  {:<6}  {:>8}  {:>14}  {:>16}  {:>13}  {:>5}  {:>4}  {:>7}",
             seen.round.fault,
             second(&seen.round),
             printable(&seen.victim),
             seen.round.at_token,
             seconds(seen.detected),
+            seconds(seen.resumed),
             seconds(seen.pause),
             seen.moved,
             seen.lost,
@@ -137,6 +140,7 @@ impl Seen {
             "victim": self.victim,
             "at_token": self.round.at_token,
             "detected_s": self.detected.map(|time| time.as_secs_f64()),
+            "resumed_s": self.resumed.map(|time| time.as_secs_f64()),
             "pause_s": self.pause.map(|time| time.as_secs_f64()),
             "answers": self.answers,
             "moved": self.moved,

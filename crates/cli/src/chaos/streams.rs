@@ -2,13 +2,17 @@
 //! breaks, or is silent for long, it goes on at another node with the id of its last event.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
+
+use super::spaces;
 
 /// Longest wait for a whole answer, faults included.
 const ANSWER_LIMIT: Duration = Duration::from_secs(180);
@@ -28,6 +32,18 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 /// Pieces after which a client that cancels goes.
 const CANCEL_AFTER: usize = 10;
 
+/// Kinds of requests: greedy, seeded, with log-probabilities, of two choices, one whose client
+/// cancels, one held to a schema, one that must call a tool.
+pub(super) const KINDS: usize = 7;
+
+/// Where a node's API is.
+#[derive(Clone, Debug)]
+pub(super) struct Door {
+    pub(super) port: u16,
+    /// The network that its loopback is in; this process's own without.
+    pub(super) space: Option<Arc<File>>,
+}
+
 /// A question, and how its answer's tokens are chosen.
 #[derive(Clone, Debug)]
 pub(super) struct Request {
@@ -45,6 +61,8 @@ pub(super) struct Answer {
     pub(super) error: Option<String>,
     /// Times that its client went on at another node.
     pub(super) moves: u32,
+    /// The server will not answer it, whichever node is asked.
+    pub(super) is_refused: bool,
     ended: bool,
     cancelled: bool,
     /// Id of the last event, and of one whose data did not come yet.
@@ -54,8 +72,7 @@ pub(super) struct Answer {
 }
 
 impl Request {
-    /// Different requests in turn: greedy, seeded, with log-probabilities, of two choices, one
-    /// whose client cancels, one held to a schema as calls of tools are.
+    /// Different requests, of all [`KINDS`] in turn.
     pub(super) fn several(count: usize, tokens: u32) -> Vec<Self> {
         let one = |number: usize| {
             let mut body = json!({
@@ -66,7 +83,7 @@ impl Request {
                 "ignore_eos": true,
                 "stream": true,
             });
-            match number % 6 {
+            match number % KINDS {
                 2 => {
                     body["logprobs"] = true.into();
                     body["top_logprobs"] = 2.into();
@@ -76,21 +93,30 @@ impl Request {
                     body["max_tokens"] = (tokens / 2).into();
                 }
                 5 => body["response_format"] = schema(),
+                6 => {
+                    body["tools"] = json!([tool()]);
+                    body["tool_choice"] = "required".into();
+                }
                 _ => {}
             }
             Self {
                 body,
-                cancels: number % 6 == 4,
+                cancels: number % KINDS == 4,
             }
         };
         (0..count).map(one).collect()
     }
 
-    /// Asks the first node of `ports`, and tells when `at_token` pieces came.
-    pub(super) fn answer(&self, ports: &[u16], at_token: u32, reached: &Sender<()>) -> Answer {
+    /// Whether not all models can answer it.
+    pub(super) fn is_optional(&self) -> bool {
+        !self.body["tools"].is_null()
+    }
+
+    /// Asks the first node of `doors`, and tells when `at_token` pieces came.
+    pub(super) fn answer(&self, doors: &[Door], at_token: u32, reached: &Sender<()>) -> Answer {
         let (mut answer, begun) = (Answer::default(), Instant::now());
         let mut error = None;
-        for port in ports.iter().cycle() {
+        for door in doors.iter().cycle() {
             if answer.ended || answer.cancelled || answer.error.is_some() {
                 return answer;
             }
@@ -101,7 +127,7 @@ impl Request {
                 answer.moves += 1;
                 std::thread::sleep(RETRY);
             }
-            error = self.stream(*port, &mut answer, at_token, reached).err();
+            error = self.stream(door, &mut answer, at_token, reached).err();
         }
         answer.error = error.map(|error| format!("{error:#}"));
         answer
@@ -109,23 +135,26 @@ impl Request {
 
     fn stream(
         &self,
-        port: u16,
+        door: &Door,
         answer: &mut Answer,
         at_token: u32,
         reached: &Sender<()>,
     ) -> anyhow::Result<()> {
         let mut body = self.body.clone();
-        body["model"] = model(port)?.context("the node has no model")?;
+        body["model"] = model_at(door)?.context("the node has no model")?;
         let last = answer.last.as_ref();
         let header = last.map_or(String::new(), |id| format!("Last-Event-ID: {id}\r\n"));
         let path = "/v1/chat/completions";
-        let (status, mut lines) = ask(port, &format!("POST {path}"), &header, &body.to_string())?;
+        let (status, mut lines) = ask(door, &format!("POST {path}"), &header, &body.to_string())?;
         if status != 200 {
             let mut said = String::new();
             lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
             // Where nobody has the answer any more, it cannot be had anywhere.
             if status == 404 && answer.last.is_some() {
                 answer.error = Some(said.clone());
+            }
+            if status == 400 {
+                (answer.error, answer.is_refused) = (Some(said.clone()), true);
             }
             bail!("{status}: {said}");
         }
@@ -154,15 +183,24 @@ fn schema() -> Value {
            "json_schema": {"name": "count", "strict": true, "schema": object}})
 }
 
+fn tool() -> Value {
+    let parameters = schema()["json_schema"]["schema"].clone();
+    json!({"type": "function",
+           "function": {"name": "add", "description": "Adds numbers", "parameters": parameters}})
+}
+
 /// Sends a request of HTTP/1.0, whose answer ends with its connection: its status, and what follows
 /// its headers.
 fn ask(
-    port: u16,
+    door: &Door,
     what: &str,
     headers: &str,
     body: &str,
 ) -> anyhow::Result<(u16, BufReader<TcpStream>)> {
-    let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    if let Some(space) = &door.space {
+        spaces::enter(space).context("cannot enter the node's network")?;
+    }
+    let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, door.port));
     let mut stream = TcpStream::connect_timeout(&addr, CONNECT_LIMIT)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
@@ -187,9 +225,17 @@ fn ask(
     Ok((status.context("no status came")?, lines))
 }
 
-/// The name of the model that the node at `port` answers with; `None` where it has none yet.
-pub(super) fn model(port: u16) -> anyhow::Result<Option<Value>> {
-    let (_, lines) = ask(port, "GET /v1/models", "", "")?;
+/// The name of the model that the node behind `door` answers with; `None` where it has none yet.
+/// Asks on a thread of its own: the calling one stays in its network.
+pub(super) fn model(door: &Door) -> anyhow::Result<Option<Value>> {
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| model_at(door)).join();
+        asked.map_err(|_| anyhow::anyhow!("a client panicked"))?
+    })
+}
+
+fn model_at(door: &Door) -> anyhow::Result<Option<Value>> {
+    let (_, lines) = ask(door, "GET /v1/models", "", "")?;
     let mut said = String::new();
     lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
     let models: Value = serde_json::from_str(&said)?;
@@ -261,6 +307,12 @@ impl Answer {
         !self.cancelled && !self.is_lost() && self.said != right.said
     }
 
+    /// From `moment` to the first piece after it; `None` where none came.
+    pub(super) fn next_after(&self, moment: Instant) -> Option<Duration> {
+        let next = self.pieces.iter().find(|piece| **piece > moment)?;
+        Some(*next - moment)
+    }
+
     /// The longest wait for a piece that came after `moment`; `None` where none came.
     pub(super) fn pause(&self, moment: Instant) -> Option<Duration> {
         let pairs = self.pieces.iter().zip(self.pieces.iter().skip(1));
@@ -300,6 +352,7 @@ mod tests {
         answer.take("data: [DONE]").unwrap();
         assert!(!answer.is_lost());
         assert!(answer.pause(before).is_some());
+        assert!(answer.next_after(before).is_some());
         assert_eq!(answer.pause(Instant::now()), None);
         assert!(answer.is_altered(&Answer::default()));
         answer
@@ -311,9 +364,10 @@ mod tests {
 
     #[test]
     fn requests_are_of_all_kinds() {
-        let all = Request::several(6, 100);
+        let all = Request::several(KINDS, 100);
         assert!(all.iter().any(|it| it.body["logprobs"] == true));
         assert!(all.iter().any(|it| it.body["n"] == 2));
         assert!(all[4].cancels);
+        assert!(all.iter().any(Request::is_optional));
     }
 }

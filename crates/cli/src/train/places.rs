@@ -218,7 +218,7 @@ fn by_node(id: &str) -> Result<Ends, paceline_train::Error> {
         reason: reason.to_string(),
     };
     let home = home::folder().map_err(|error| failed(&error))?;
-    let stream = tunnel::line(&home, id).map_err(|error| failed(&error))?;
+    let stream = tunnel::line(&home, id, tunnel::TRAIN).map_err(|error| failed(&error))?;
     let other = stream.try_clone().map_err(|error| failed(&error))?;
     Ok(Ends {
         from: Box::new(other),

@@ -1,5 +1,5 @@
 //! `paceline chaos` on a tiny model: one fault of each kind, with clients at all nodes, and every
-//! answer is right.
+//! answer is right. With networks and disks of their own, nodes are cut off and have no room.
 
 use std::process::Stdio;
 
@@ -84,4 +84,31 @@ fn faults_neither_lose_nor_alter_answers() {
             "no fault was felt: {round}"
         );
     }
+}
+
+#[test]
+fn a_node_without_network_or_disk_neither_loses_nor_alters_answers() {
+    let host = Machine::new("n0", None);
+    let model = host.home.path().join("tiny.gguf");
+    FAMILIES[0].write(&model);
+    let model = model.to_str().unwrap();
+    let faults = ["--namespaces", "--faults", "cut-node,fill-disk"];
+    let asked = ["--rounds", "2", "--tokens", "400", "--streams", "4"];
+    let output = host.run(&[&["chaos", model, "--json"], &faults[..], &asked].concat());
+    let said = said(&output);
+    if said.contains("no network namespaces") {
+        eprintln!("SKIPPED a node without network or disk: {}", said.trim());
+        return;
+    }
+    let report = text(&output.stdout);
+    assert!(output.status.success(), "{said}{report}");
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["answers"], 8, "{report}");
+    assert_eq!(
+        (&report["lost"], &report["altered"]),
+        (&0.into(), &0.into())
+    );
+    let rounds = report["rounds"].as_array().unwrap();
+    let cut = rounds.iter().find(|it| it["fault"] == "cut-node").unwrap();
+    assert!(cut["detected_s"].is_number(), "nobody missed it: {cut}");
 }

@@ -42,4 +42,27 @@ fn machines_of_the_cluster_train_with_the_bytes_of_one() {
         assert_eq!((&report["nodes"], &report["lost"]), (&2.into(), &0.into()));
         assert!(adapter("alone") == adapter(output), "{output}");
     }
+    measure(&one);
+}
+
+/// Collectives between the two, by TCP and never in memory that they share.
+fn measure(one: &Machine) {
+    let args = [
+        "bench",
+        "comm",
+        "--nodes",
+        "2",
+        "--max-bytes",
+        "1024",
+        "--json",
+    ];
+    let report: Value = serde_json::from_str(&one.told(&args)).unwrap();
+    assert_eq!(report["nodes"], serde_json::json!(["one", "two"]));
+    assert_eq!(
+        (&report["transport"], &report["ranks"]),
+        (&"tcp".into(), &2.into())
+    );
+    let rows = report["rows"].as_array().unwrap();
+    let is_measured = |row: &Value| row["op"] == "all_reduce" && row["p50_us"].as_f64() > Some(0.0);
+    assert!(rows.iter().any(is_measured), "{report}");
 }

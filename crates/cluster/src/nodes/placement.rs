@@ -21,6 +21,9 @@ pub const EPOCH_UNWANTED: u64 = u64::MAX;
 /// The split that fits any number of nodes.
 pub const SPLIT_ANY: &str = "auto";
 
+/// A record's `spare` where nobody asked: one, where memory allows.
+pub const SPARE_AUTO: u16 = u16::MAX;
+
 /// Most nodes of an instance.
 pub const NODES_MAX: usize = 64;
 
@@ -49,9 +52,13 @@ pub struct Wanted {
     pub context: Option<u32>,
     /// Answers that are computed at the same time.
     pub parallel: u16,
-    /// Further copies of each shard that wait packed on other nodes.
+    /// Further copies of each shard that wait packed on other nodes: 0, 1 or [`SPARE_AUTO`].
     #[serde(default)]
     pub spare: u16,
+    /// How many nodes its user asked for: after a loss it has fewer. `None` in records of versions
+    /// that do not know it: those versions drop it when they write the next record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width: Option<u16>,
     /// Number of this instance among the replicas of its model, from 1; 0 where it was loaded
     /// alone.
     #[serde(default)]
@@ -339,6 +346,7 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            width: None,
             replica: 0,
             source: None,
             lender: lender.map(node),

@@ -71,7 +71,7 @@ impl Files {
         sample.gpus = cards.iter().filter_map(|card| gpu(card)).collect();
     }
 
-    fn battery(&self, sample: &mut Sample) {
+    pub(super) fn battery(&self, sample: &mut Sample) {
         let supplies = self.folders("sys/class/power_supply", "");
         let is_battery = |path: &&PathBuf| {
             let scope = read(&path.join("scope")).unwrap_or_default();

@@ -141,6 +141,14 @@ impl Sample {
     }
 }
 
+/// Whether the battery of the machine below `root` is being used up, and its charge, 0 to 1; `None`
+/// without one, and on Macs. Reads a few small files.
+pub fn battery(root: impl Into<PathBuf>) -> Option<(bool, f64)> {
+    let mut sample = Sample::default();
+    Files(root.into()).battery(&mut sample);
+    Some((sample.on_battery?, sample.battery?))
+}
+
 /// Samples one machine.
 #[derive(Debug)]
 pub struct Sampler {

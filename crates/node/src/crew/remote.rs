@@ -67,6 +67,13 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// nothing.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
 
+    /// Whether the ways between `nodes`, as [`route`](Self::route) has them, are all of networks that
+    /// their owners trust with what is not encrypted. False where there is no way to trust.
+    fn is_trusted(&self, nodes: &[NodeId]) -> bool {
+        let _ = nodes;
+        false
+    }
+
     /// The first group over `nodes` uses the ways that are known now.
     fn trust(&self, nodes: &[NodeId]);
 
@@ -101,6 +108,8 @@ struct Epochs {
     settled: u64,
     /// Whether a worker was started since: its loss broke the group, and no way did.
     started: bool,
+    /// Whether the ranks of that epoch do not encrypt what they send each other.
+    plain: bool,
 }
 
 /// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
@@ -453,11 +462,18 @@ impl Crew for RemoteCrew {
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
         let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
         if let ToWorker::Assign(job) = message {
-            lock(&self.epochs).assigned = job.epoch;
+            let mut epochs = lock(&self.epochs);
+            (epochs.assigned, epochs.plain) = (job.epoch, job.plain);
         }
         let join = match message {
             ToWorker::Join { addrs } => {
                 self.settle();
+                let plain = lock(&self.epochs).plain;
+                if plain && !self.is_trusted() {
+                    // A way fell out since: what is not encrypted goes nowhere else.
+                    let source = Broken::new("the trusted way to other ranks is gone");
+                    return Err(Error::Place { rank, source });
+                }
                 let addrs = self.seen_by(rank, addrs);
                 Some(ToWorker::Join { addrs })
             }
@@ -520,6 +536,10 @@ impl Crew for RemoteCrew {
 
     fn is_one_machine(&self) -> bool {
         false
+    }
+
+    fn is_trusted(&self) -> bool {
+        self.places.is_trusted(&Vec::from_iter(self.nodes()))
     }
 }
 

@@ -15,6 +15,7 @@
 //! instance on again whose owner died, and gives up at once where no node is left that stays.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -124,7 +125,7 @@ impl Inner {
     pub(super) fn stay(&self) {
         let is_late = |at: &mut Instant| at.elapsed() >= GONE_WITHIN;
         let stays = lock(&self.left).take_if(is_late).is_some();
-        if stays {
+        if stays && !self.rests.load(Ordering::SeqCst) {
             self.agent.set_leaving(false);
         }
     }
@@ -382,6 +383,7 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            width: None,
             replica: 0,
             source: None,
             lender: None,

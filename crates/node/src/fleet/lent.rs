@@ -159,6 +159,7 @@ impl Inner {
     fn load_lent(&self, ask: &Ask) -> Result<InstanceId, String> {
         let one = Ask {
             replicas: 1,
+            spare: Some(ask.spare.unwrap_or(0)), // for one command it does not pay
             ..ask.clone()
         };
         let records = self.asked(&one)?.into_iter().next();

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use paceline_cluster::nodes::placement::{
-    self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPLIT_ANY, Wanted, Weights,
+    self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPARE_AUTO, SPLIT_ANY, Wanted, Weights,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
@@ -26,7 +26,7 @@ impl Inner {
             2..=REPLICAS_MAX => self.spread(ask)?,
             many => return Err(format!("{many} replicas, expected 1 to {REPLICAS_MAX}")),
         };
-        if ask.spare > 0 && groups.iter().any(|nodes| nodes.len() < 2) {
+        if ask.spare.is_some_and(|spare| spare > 0) && groups.iter().any(|nodes| nodes.len() < 2) {
             let reason = "a spare is kept by another node of the instance";
             return Err(format!(
                 "{reason}: ask for --nodes 2 or more, or for no --spare"
@@ -83,6 +83,7 @@ impl Inner {
         let records = groups.into_iter().zip(numbers);
         let records = records.map(|(nodes, replica)| Wanted {
             successors: nodes[1..].to_vec(),
+            width: u16::try_from(nodes.len()).ok(),
             nodes,
             replica,
             ..one.clone()
@@ -127,7 +128,8 @@ impl Inner {
             threads: ask.threads.unwrap_or(self.spec.threads as u16),
             context: ask.context,
             parallel: ask.parallel,
-            spare: ask.spare,
+            spare: ask.spare.unwrap_or(SPARE_AUTO),
+            width: None,
             replica: 0,
             source: Some(self.agent.id()),
             lender: None,
@@ -155,7 +157,7 @@ impl Inner {
             threads: None,
             context: None,
             parallel: 1,
-            spare: 0,
+            spare: Some(0),
             replicas: 1,
             draft: None,
             drafts: None,

@@ -130,6 +130,7 @@ mod tests {
             context: None,
             parallel: 1,
             spare: 0,
+            width: None,
             replica,
             source: None,
             lender: None,

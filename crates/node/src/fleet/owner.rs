@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Report, State, Wanted, Weights};
+use paceline_cluster::nodes::placement::{self, Report, SPARE_AUTO, State, Wanted, Weights};
 use paceline_cluster::nodes::{InstanceId, Key, NodeId, Registers};
 use paceline_comm::Backend;
 use paceline_model::Source;
@@ -23,6 +23,10 @@ use crate::{Options, Prepared};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
+
+/// How long an instance answers before it has spares that nobody asked for: what is loaded for a few
+/// questions needs none.
+const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
 /// An instance of this node.
 #[derive(Clone)]
@@ -62,8 +66,11 @@ impl Owned {
             return encoders::load(&path, &self.wanted).map(Answers::Encoder);
         }
         let mut prepared = self.prepare(inner, &path, draft.as_deref())?;
-        if self.wanted.spare > 0 {
-            prepared.keep_spares();
+        match self.wanted.spare {
+            0 => {}
+            SPARE_AUTO if self.wanted.nodes.len() < 2 => {}
+            SPARE_AUTO => prepared.keep_spares(AUTO_SPARE_AFTER),
+            _ => prepared.keep_spares(Duration::ZERO),
         }
         if self.wanted.follow {
             prepared.follow_use();
@@ -306,6 +313,12 @@ impl Owned {
                 names.join(", ")
             )
         })
+    }
+
+    /// Tells that the instance of the record before answers on, because this one cannot start.
+    pub(super) fn go_on_as_before(&self, inner: &Inner) {
+        let reason = "the last placement could not start, the one before answers".to_owned();
+        self.report(inner, State::Ready, None, Some(reason));
     }
 
     fn report(

@@ -11,7 +11,7 @@ use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::agent::{Agent, Channel, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
-use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::placement::{self, SPARE_AUTO, Wanted};
 use paceline_cluster::nodes::{NodeId, Registers};
 
 use super::flaps::Flaps;
@@ -21,6 +21,9 @@ use crate::crew::host::{HostSpec, host};
 use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, pair};
 use crate::crew::remote::{Place, Places};
 use crate::room::WEIGHTS;
+
+/// Share of a machine's memory that models and the spares that nobody asked for may have together.
+const AUTO_USABLE: f64 = 0.5;
 
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
@@ -71,8 +74,9 @@ pub(super) struct Nodes {
 
 impl Nodes {
     /// The nodes to try for a rank: its own, then the others that live, each rank from another one
-    /// on, so that the ranks of a lost node are shared out. Those that leave come last, and before
-    /// them those that lose workers again and again.
+    /// on, so that the ranks of a lost node are shared out. Those that do not answer come last: a
+    /// frozen machine takes a connection, and says nothing for [`OPEN_LIMIT`]. Before them come
+    /// those that leave, and those that lose workers again and again.
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
@@ -80,7 +84,11 @@ impl Nodes {
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
         // A node that is left out for its losses, or that goes soon, is better than none.
         let (now, leavers) = (Instant::now(), self.leavers());
-        all.sort_by_key(|id| (leavers.contains(id), self.flaps.is_out(*id, now)));
+        let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
+        all.sort_by_key(|id| {
+            let is_out = self.flaps.is_out(*id, now);
+            (is_silent(*id), leavers.contains(id), is_out)
+        });
         all
     }
 
@@ -171,6 +179,25 @@ impl Places for Nodes {
         self.agent.route(from, to)
     }
 
+    fn is_trusted(&self, nodes: &[NodeId]) -> bool {
+        let views = self.agent.nodes();
+        let trusts = |id: NodeId, interface: &String| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_some_and(|view| view.facts.trusted.contains(interface))
+        };
+        let mut pairs = ordered_pairs(nodes).peekable();
+        pairs.peek().is_some()
+            && pairs.all(|(from, to)| {
+                let route = self.route(from, to);
+                let paths = self.agent.paths(from).into_iter();
+                let mut used = paths.filter(|path| {
+                    path.to == to && Some(path.remote.ip()) == route.map(|route| route.ip())
+                });
+                used.next()
+                    .is_some_and(|path| trusts(from, &path.interface))
+            })
+    }
+
     fn trust(&self, nodes: &[NodeId]) {
         let ways = ordered_pairs(nodes).filter_map(|(from, to)| {
             let route = self.route(from, to)?;
@@ -231,7 +258,12 @@ impl Nodes {
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = shard_bytes(&self.wanted);
         let held = held.saturating_add(spares.saturating_mul(shard));
-        fits(view.facts.memory_bytes, held, shard)
+        // What nobody asked for leaves more to other programs.
+        let memory = match self.wanted.spare {
+            SPARE_AUTO => (view.facts.memory_bytes as f64 * AUTO_USABLE / USABLE) as u64,
+            _ => view.facts.memory_bytes,
+        };
+        fits(memory, held, shard)
     }
 
     /// Has an idle node copy the model; those of the instance have it.

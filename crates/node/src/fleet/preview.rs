@@ -94,7 +94,7 @@ impl Inner {
         let (sets, mut notes) = self.sets(ask)?;
         let largest = sets.last().cloned().unwrap_or_default();
         self.measure_unknown(&largest);
-        let forecast = self.forecast(&source, &config, ask)?;
+        let forecast = self.forecast(&source, &config, self.threads(ask))?;
         let machines = self.machines(&largest);
         let mut placements = Vec::new();
         for set in &sets {
@@ -215,17 +215,22 @@ impl Inner {
         pairs(nodes).map(told).collect()
     }
 
+    /// Threads of each worker of what is asked for.
+    pub(super) fn threads(&self, ask: &Ask) -> usize {
+        ask.threads.map_or(self.spec.threads, usize::from)
+    }
+
     pub(super) fn forecast(
         &self,
         source: &Source,
         config: &Config,
-        ask: &Ask,
+        threads: usize,
     ) -> Result<Forecast, String> {
         let setting = Setting {
             source,
             config,
             class: KernelClass::Cpu,
-            threads: usize::from(ask.threads.unwrap_or(self.spec.threads as u16)),
+            threads,
             backend: Backend::Tcp,
         };
         let forecast = Forecast::new(&self.spec.home, setting, 1, &self.spec.kernels);

@@ -111,7 +111,7 @@ impl Inner {
         }
         let source = Source::open(path).map_err(|error| error.to_string())?;
         let mut config = Config::read(&source).map_err(|error| error.to_string())?;
-        let forecast = self.forecast(&source, &config, ask)?;
+        let forecast = self.forecast(&source, &config, self.threads(ask))?;
         // An instance takes as many positions as it finds memory for: it needs those that it takes
         // in any case.
         config.context = match ask.context {

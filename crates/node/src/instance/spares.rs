@@ -33,14 +33,20 @@ const TRIES_WITHIN: Duration = Duration::from_secs(600);
 pub(super) struct Keeper(Option<Arc<()>>);
 
 impl Keeper {
-    /// Keeps spares for `jobs`, in rank order, from now on; `tag` names their split. Returns at
+    /// Keeps spares for `jobs`, in rank order, after a while; `tag` names their split. Returns at
     /// once.
-    pub(super) fn begin(&mut self, shared: &Arc<Shared>, jobs: Vec<Job>, tag: u64) {
+    pub(super) fn begin(
+        &mut self,
+        shared: &Arc<Shared>,
+        (jobs, tag): (Vec<Job>, u64),
+        after: Duration,
+    ) {
         let lasts = Arc::new(());
         let round = Round {
             lasts: Arc::downgrade(&lasts),
             shared: Arc::downgrade(shared),
             tag,
+            after,
         };
         self.0 = Some(lasts);
         let mut ranks: Vec<_> = jobs
@@ -62,10 +68,18 @@ struct Round {
     lasts: Weak<()>,
     shared: Weak<Shared>,
     tag: u64,
+    after: Duration,
 }
 
 impl Round {
     fn run(&self, ranks: &mut [(Job, Tries)]) {
+        let begun = Instant::now();
+        while begun.elapsed() < self.after {
+            if self.lasts.strong_count() == 0 {
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
         loop {
             for (job, tries) in &mut *ranks {
                 if self.lasts.strong_count() == 0 {

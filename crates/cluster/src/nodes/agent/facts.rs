@@ -42,6 +42,9 @@ pub struct Facts {
     /// The only addresses for data between workers, where the node keeps data apart; filled in by
     /// the agent.
     pub data: Vec<IpAddr>,
+    /// Names of interfaces whose networks nobody else is on: data between workers need not be
+    /// encrypted there.
+    pub trusted: Vec<String>,
     /// Addresses of the HTTP API, as [`Agent::set_api`](super::Agent::set_api) has them.
     pub api: Vec<SocketAddr>,
     /// Whether the node is about to go, so that no work is handed to it, as

@@ -27,8 +27,8 @@ pub enum Life {
     Left,
 }
 
-/// Late answers, less punctual ones, from which a node is slow. With one other node they take 2 s,
-/// as long as the news of a death: a busy moment is no news.
+/// Late answers, less punctual ones, from which a node is slow. With one other node they take
+/// 1.5 s: a busy moment is no news.
 const SLOW_ANSWERS: u32 = 5;
 
 /// A ping whose answer never came is forgotten after this: a node is dead by then.
@@ -250,10 +250,10 @@ impl Peers {
 
     /// Nodes that did not answer others either: those that were alive, and dead ones that there is
     /// a session with.
-    pub(super) fn missing(&mut self, now: Duration, period: Duration) -> Vec<NodeId> {
+    pub(super) fn missing(&mut self, now: Duration, limit: Duration) -> Vec<NodeId> {
         let mut found = Vec::new();
         for (id, peer) in &mut self.peers {
-            if peer.ping.is_some_and(|ping| now >= ping.at + period) {
+            if peer.ping.is_some_and(|ping| now >= ping.at + limit) {
                 peer.ping = None;
                 let is_linked_dead = peer.life == Life::Dead && peer.linked;
                 if peer.life == Life::Alive || is_linked_dead {
@@ -289,7 +289,7 @@ impl Peers {
             let ping = peer.ping.map(|ping| {
                 ping.at
                     + if ping.others_asked {
-                        pace.period
+                        pace.missing
                     } else {
                         pace.answer
                     }

@@ -60,6 +60,7 @@ fn wanted(model: ModelName, bytes: u64) -> Wanted {
         context: None,
         parallel: 1,
         spare: 0,
+        width: None,
         replica: 0,
         source: None,
         lender: None,

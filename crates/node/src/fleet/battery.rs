@@ -1,0 +1,112 @@
+//! A laptop whose battery runs out: its work moves to other nodes before it stops, and comes back
+//! with the current.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use paceline_cluster::telemetry;
+
+use super::Inner;
+
+/// Charge at which work moves. Laptops go to sleep at about 5 %, and a large model takes minutes to
+/// be copied and loaded elsewhere.
+const LOW: f64 = 0.10;
+
+/// Between two looks: a battery loses a hundredth in half a minute at the soonest.
+const LOOK_EVERY: Duration = Duration::from_secs(20);
+
+/// Longest time for work to move, as a signal gives it.
+const MOVE_LIMIT: Duration = Duration::from_secs(300);
+
+/// How the battery was when it was looked at.
+#[derive(Debug, Default)]
+pub(super) struct Battery {
+    looked: Option<Instant>,
+    is_low: bool,
+}
+
+impl Battery {
+    fn is_due(&mut self, now: Instant) -> bool {
+        let last = self.looked.map(|at| now.saturating_duration_since(at));
+        let is_due = last.is_none_or(|last| last >= LOOK_EVERY);
+        if is_due {
+            self.looked = Some(now);
+        }
+        is_due
+    }
+
+    /// Takes in whether the battery is being used up, and its charge; whether it is low now, where
+    /// that changed. It is low until the current is back: a charge that wavers moves nothing.
+    fn judge(&mut self, found: Option<(bool, f64)>) -> Option<bool> {
+        let is_low = found.is_some_and(|(used, charge)| used && (self.is_low || charge <= LOW));
+        (std::mem::replace(&mut self.is_low, is_low) != is_low).then_some(is_low)
+    }
+}
+
+impl Inner {
+    /// Moves the work of this node away when its battery is low, and takes work again when the
+    /// current is back.
+    pub(super) fn rest(self: &Arc<Self>, battery: &mut Battery, now: Instant) {
+        if !battery.is_due(now) {
+            return;
+        }
+        match battery.judge(telemetry::battery("/")) {
+            Some(true) => self.go_to_rest(),
+            Some(false) => {
+                self.rests.store(false, Ordering::SeqCst);
+                self.agent.set_leaving(false);
+                (self.spec.tell)("the current is back: this machine takes work again");
+            }
+            None => {}
+        }
+    }
+
+    /// Moves all work on a thread of its own, since models may have to be copied.
+    fn go_to_rest(self: &Arc<Self>) {
+        (self.spec.tell)("the battery is low: this machine's work moves to others");
+        self.rests.store(true, Ordering::SeqCst);
+        let inner = Arc::clone(self);
+        let run = move || {
+            let stuck = inner.leave(MOVE_LIMIT, &mut || ());
+            if !stuck.is_empty() {
+                let models = stuck.join(", ");
+                (inner.spec.tell)(&format!("no other machine takes {models}"));
+            }
+        };
+        let thread = std::thread::Builder::new().name("rest".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_low_battery_is_told_once_and_its_end_too() {
+        let mut battery = Battery::default();
+        let looks = [
+            (Some((true, 0.5)), None),
+            (Some((true, 0.10)), Some(true)),
+            (Some((true, 0.11)), None), // it wavers
+            (Some((true, 0.05)), None),
+            (Some((false, 0.05)), Some(false)),
+            (Some((false, 0.04)), None),
+            (None, None),
+        ];
+        for (found, said) in looks {
+            assert_eq!(battery.judge(found), said, "{found:?}");
+        }
+    }
+
+    #[test]
+    fn it_is_looked_at_now_and_then() {
+        let (mut battery, start) = (Battery::default(), Instant::now());
+        let mut due = |s| battery.is_due(start + Duration::from_secs(s));
+        let seconds: Vec<u64> = (0..50).filter(|s| due(*s)).collect();
+        assert_eq!(seconds, [0, 20, 40]);
+    }
+}

@@ -1,0 +1,420 @@
+//! Nodes that come, or come back, are used at the next quiet moment.
+//!
+//! ```text
+//! a node dies      its ranks run on the nodes that are left    it comes back, or an idle one is
+//!                                                              there: they run there
+//! an owner dies,   the next record has fewer nodes than the    nodes come that compute nothing:
+//! a node leaves    user asked for                              they are added
+//! ```
+//! The owner of an instance looks once a second. Once no request was open for [`QUIET`], and the
+//! planner says that the other placement is faster by [`GAIN`], it writes the next record. The
+//! instance of the record before answers until the new one does: a request that comes meanwhile
+//! waits for one hand-over, not for a load. Both need memory at the same time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use paceline_base::{Rank, lock};
+use paceline_cluster::nodes::agent::NodeView;
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_engine::{Service, State};
+use paceline_model::{Config, Source, SplitKind};
+
+use super::Inner;
+use super::owner::{self, Owned};
+use super::preview::{Proposal, splits};
+use crate::Instance;
+use crate::forecast::Forecast;
+use crate::forecast::across::Machine;
+
+/// How long no request is open before a placement changes: the next question of a chat may take
+/// longer, and then it waits for a hand-over.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// How long a node lives before it is used: one that starts again and again is no gain.
+const LIVED: Duration = Duration::from_secs(30);
+
+/// How much faster the other placement must be, as predicted: predictions are off by as much.
+const GAIN: f64 = 1.15;
+
+/// Before another placement of the same instance is looked at: to load costs seconds to minutes.
+const AGAIN_AFTER: Duration = Duration::from_secs(300);
+
+/// What the owner of instances remembers from look to look.
+#[derive(Debug, Default)]
+pub(super) struct Widening {
+    /// Since when each instance has had no request.
+    quiet: BTreeMap<InstanceId, Instant>,
+    /// Since when each node has been seen alive.
+    alive: BTreeMap<NodeId, Instant>,
+    /// When another placement was looked at last.
+    tried: BTreeMap<InstanceId, Instant>,
+    /// A thread is looking at one.
+    busy: Arc<AtomicBool>,
+}
+
+impl Widening {
+    /// Takes in which nodes live and stay.
+    fn saw(&mut self, views: &[NodeView], now: Instant) {
+        let stays = |view: &&NodeView| view.state == Life::Alive && !view.facts.leaving;
+        let there: BTreeSet<NodeId> = views.iter().filter(stays).map(|view| view.id).collect();
+        self.alive.retain(|id, _| there.contains(id));
+        for id in there {
+            self.alive.entry(id).or_insert(now);
+        }
+    }
+
+    /// Nodes that have lived for a while.
+    fn settled(&self, now: Instant) -> BTreeSet<NodeId> {
+        let lived = |since: &Instant| now.saturating_duration_since(*since) >= LIVED;
+        let all = self.alive.iter().filter(|(_, since)| lived(since));
+        all.map(|(id, _)| *id).collect()
+    }
+
+    /// Takes in how many requests an instance has open; whether it has had none for a while.
+    fn is_quiet(&mut self, id: InstanceId, open: usize, now: Instant) -> bool {
+        if open > 0 {
+            self.quiet.remove(&id);
+            return false;
+        }
+        let since = *self.quiet.entry(id).or_insert(now);
+        now.saturating_duration_since(since) >= QUIET
+    }
+
+    /// Whether another placement of an instance may be looked at.
+    fn is_due(&self, id: InstanceId, now: Instant) -> bool {
+        let last = self.tried.get(&id);
+        let last = last.map(|at| now.saturating_duration_since(*at));
+        last.is_none_or(|last| last >= AGAIN_AFTER) && !self.busy.load(Ordering::SeqCst)
+    }
+
+    fn keep(&mut self, ids: &BTreeSet<InstanceId>) {
+        self.quiet.retain(|id, _| ids.contains(id));
+        self.tried.retain(|id, _| ids.contains(id));
+    }
+}
+
+/// An instance that answers, and the nodes that could compute it instead.
+struct Chance {
+    owned: Owned,
+    instance: Arc<Instance>,
+    nodes: Vec<NodeId>,
+}
+
+impl Inner {
+    /// Looks whether nodes are there that would make an instance of this node faster.
+    pub(super) fn widen(self: &Arc<Self>, widening: &mut Widening, now: Instant) {
+        if self.is_leaving() {
+            return;
+        }
+        widening.saw(&self.agent.nodes(), now);
+        let settled = widening.settled(now);
+        let all = self.answering();
+        widening.keep(&all.iter().map(|(owned, _)| owned.id).collect());
+        for (owned, instance) in all {
+            let id = owned.id;
+            let is_quiet = widening.is_quiet(id, open(&instance), now);
+            if !is_quiet || !widening.is_due(id, now) {
+                continue;
+            }
+            if let Some(nodes) = self.chance(&owned, &settled, Instant::now()) {
+                widening.tried.insert(id, now);
+                widening.busy.store(true, Ordering::SeqCst);
+                let chance = Chance {
+                    owned,
+                    instance,
+                    nodes,
+                };
+                self.take(chance, Arc::clone(&widening.busy));
+            }
+        }
+    }
+
+    /// The instances of this node that answer by the record that counts.
+    fn answering(&self) -> Vec<(Owned, Arc<Instance>)> {
+        let owned = lock(&self.owned);
+        let answering = owned.values().filter_map(|it| {
+            let instance = it.answers.as_ref()?.instance()?;
+            Some((it.owned.clone(), Arc::clone(instance)))
+        });
+        answering.collect()
+    }
+
+    /// Nodes that could compute an instance in place of those that do: a rank's own node that is
+    /// back, an idle one in place of one that is dead, or as many as were asked for.
+    fn chance(
+        &self,
+        owned: &Owned,
+        settled: &BTreeSet<NodeId>,
+        now: Instant,
+    ) -> Option<Vec<NodeId>> {
+        let wanted = &owned.wanted;
+        if wanted.nodes.iter().any(|id| owned.flaps.is_out(*id, now)) {
+            return None; // a new record would take it back
+        }
+        let at = |rank: u32| owned.flaps.node_of(Rank(rank));
+        let mut homes = (0..).zip(&wanted.nodes);
+        let is_back = |(rank, home): (u32, &NodeId)| {
+            at(rank).is_some_and(|at| at != *home) && settled.contains(home)
+        };
+        let mut nodes = wanted.nodes.clone();
+        if homes.any(is_back) {
+            return Some(nodes);
+        }
+        let lacks = usize::from(wanted.width.unwrap_or(0)).saturating_sub(nodes.len());
+        let map = self.agent.map();
+        let used: BTreeSet<NodeId> = placement::wanted(&map)
+            .flat_map(|(.., wanted)| wanted.nodes)
+            .collect();
+        let (order, _) = self.ranked();
+        // Where its user named nodes it moves to no others.
+        let may = |id: &NodeId| !wanted.named || wanted.successors.contains(id);
+        let idle = order.into_iter();
+        let mut idle = idle.filter(|id| settled.contains(id) && !used.contains(id) && may(id));
+        let is_dead = |id: NodeId| matches!(self.agent.life(id), Life::Dead | Life::Left);
+        for node in &mut nodes[1..] {
+            if is_dead(*node)
+                && let Some(other) = idle.next()
+            {
+                *node = other;
+            }
+        }
+        nodes.extend(idle.take(lacks));
+        (nodes != wanted.nodes).then_some(nodes)
+    }
+
+    /// Looks at a chance on a thread of its own: predictions measure, which takes a moment.
+    fn take(self: &Arc<Self>, chance: Chance, busy: Arc<AtomicBool>) {
+        let (inner, done) = (Arc::clone(self), Arc::clone(&busy));
+        let run = move || {
+            let model = &chance.owned.wanted.model;
+            if let Err(reason) = inner.try_take(&chance) {
+                (inner.spec.tell)(&format!("{model} stays on its machines: {reason}"));
+            }
+            done.store(false, Ordering::SeqCst);
+        };
+        let thread = std::thread::Builder::new().name("widen".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            busy.store(false, Ordering::SeqCst);
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
+    }
+
+    /// Writes the next record where that is worth it.
+    fn try_take(&self, chance: &Chance) -> Result<(), String> {
+        let (owned, nodes) = (&chance.owned, &chance.nodes);
+        let gain = self.gain(owned, nodes)?;
+        if gain < GAIN {
+            return Err(format!("others would be {gain:.2} times as fast"));
+        }
+        if open(&chance.instance) > 0 {
+            return Err("it is in use".to_owned());
+        }
+        let next = next_record(&owned.wanted, nodes);
+        self.want(owned.id, owned.epoch + 1, Some(&next))?;
+        let names: Vec<String> = nodes.iter().map(|id| self.name(*id)).collect();
+        let (model, names) = (&owned.wanted.model, names.join(", "));
+        (self.spec.tell)(&format!(
+            "{model} moves to {names}: {gain:.1} times as fast, as predicted"
+        ));
+        Ok(())
+    }
+
+    /// How many times as fast an instance would be on `nodes`, as predicted.
+    fn gain(&self, owned: &Owned, nodes: &[NodeId]) -> Result<f64, String> {
+        let wanted = &owned.wanted;
+        let path = owner::path_of(self, wanted)?;
+        let (source, config) = open_model(&path)?;
+        self.measure_unknown(nodes);
+        let threads = usize::from(wanted.threads.max(1));
+        let forecast = self.forecast(&source, &config, threads)?;
+        let machines = self.machines(nodes);
+        let at = (0..).zip(&wanted.nodes);
+        let at: Vec<NodeId> = at
+            .map(|(rank, home)| owned.flaps.node_of(Rank(rank)).unwrap_or(*home))
+            .collect();
+        // Of a node that is dead no way is known: the one in its place stands for it.
+        let homes = &nodes[..wanted.nodes.len()];
+        let shared = shared(&machines, homes, &at);
+        let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);
+        let best = |set: &[NodeId], machines: &[(NodeId, Machine)]| {
+            self.fastest((&config, &forecast), kind, set, machines)
+        };
+        let now = best(homes, &shared)?;
+        let then = best(nodes, &machines)?;
+        let rooms = self.rooms();
+        for (id, bytes) in nodes.iter().zip(&then.bytes) {
+            if rooms.get(id).is_some_and(|room| room < bytes) {
+                let name = self.name(*id);
+                return Err(format!("{name} has no memory for both placements"));
+            }
+        }
+        Ok(then.decode_tok_s / now.decode_tok_s.max(f64::MIN_POSITIVE))
+    }
+
+    /// The prediction for the fastest split over `set` that fits.
+    fn fastest(
+        &self,
+        (config, forecast): (&Config, &Forecast),
+        kind: SplitKind,
+        set: &[NodeId],
+        machines: &[(NodeId, Machine)],
+    ) -> Result<Proposal, String> {
+        let mut reason = "no split fits".to_owned();
+        let mut best: Option<Proposal> = None;
+        for split in splits(config, set.len(), kind) {
+            match self.propose((config, forecast), &split, set, machines) {
+                Ok(said) if !said.fits => {}
+                Ok(said) => {
+                    let is_better = |best: &Proposal| said.decode_tok_s > best.decode_tok_s;
+                    if best.as_ref().is_none_or(is_better) {
+                        best = Some(said);
+                    }
+                }
+                Err(why) => reason = why,
+            }
+        }
+        best.ok_or(reason)
+    }
+}
+
+/// Requests that an instance has open; one that does not answer has too many.
+fn open(instance: &Instance) -> usize {
+    let status = instance.status();
+    match status.state {
+        State::Ready => status.running + status.waiting,
+        _ => usize::MAX,
+    }
+}
+
+fn open_model(path: &Path) -> Result<(Source, Config), String> {
+    let source = Source::open(path).map_err(|error| error.to_string())?;
+    let config = Config::read(&source).map_err(|error| error.to_string())?;
+    Ok((source, config))
+}
+
+/// The record with these nodes; who could own it so far comes first.
+fn next_record(wanted: &Wanted, nodes: &[NodeId]) -> Wanted {
+    let mut next = wanted.clone();
+    let new = nodes[1..]
+        .iter()
+        .filter(|id| !wanted.successors.contains(id));
+    next.successors.extend(new.copied());
+    next.nodes = nodes.to_vec();
+    next
+}
+
+/// The machines of `homes` as their ranks have them `at` the nodes where they run: as many ranks as
+/// run on a machine share it.
+fn shared(
+    machines: &[(NodeId, Machine)],
+    homes: &[NodeId],
+    at: &[NodeId],
+) -> Vec<(NodeId, Machine)> {
+    let of = |id: NodeId| machines.iter().find(|(other, _)| *other == id);
+    let all_at = |id: NodeId| at.iter().filter(|other| **other == id).count();
+    let share = |(home, at): (&NodeId, &NodeId)| {
+        let ranks = all_at(*at).max(1) as f64;
+        let (_, machine) = of(*at).or_else(|| of(*home))?;
+        let shared = Machine {
+            reads: machine.reads / ranks,
+            computes: machine.computes / ranks,
+            ..machine.clone()
+        };
+        Some((*home, shared))
+    };
+    homes.iter().zip(at).filter_map(share).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_base::Bytes;
+
+    use super::*;
+
+    fn node(number: u8) -> NodeId {
+        NodeId([number; 16])
+    }
+
+    #[test]
+    fn a_moment_is_quiet_after_a_while_without_requests() {
+        let (mut widening, start, id) = (Widening::default(), Instant::now(), InstanceId(3));
+        let mut quiet = |s: u64, open| {
+            let now = start + Duration::from_secs(s);
+            widening.is_quiet(id, open, now)
+        };
+        assert!(!quiet(0, 0));
+        assert!(!quiet(9, 0));
+        assert!(quiet(10, 0));
+        assert!(!quiet(11, 1));
+        assert!(!quiet(12, 0));
+        assert!(!quiet(21, 0));
+        assert!(quiet(22, 0));
+    }
+
+    #[test]
+    fn a_node_that_comes_and_goes_is_not_used() {
+        let (mut widening, start) = (Widening::default(), Instant::now());
+        let view = |state| NodeView {
+            id: node(1),
+            state,
+            found_by: String::new(),
+            heard_by: Vec::new(),
+            linked: true,
+            slow_ms: None,
+            facts: paceline_cluster::nodes::agent::Facts::default(),
+        };
+        let mut settled = |s: u64, state| {
+            let now = start + Duration::from_secs(s);
+            widening.saw(&[view(state)], now);
+            widening.settled(now).len()
+        };
+        assert_eq!(settled(0, Life::Alive), 0);
+        assert_eq!(settled(29, Life::Alive), 0);
+        assert_eq!(settled(29, Life::Dead), 0);
+        assert_eq!(settled(30, Life::Alive), 0);
+        assert_eq!(settled(60, Life::Alive), 1);
+    }
+
+    #[test]
+    fn an_instance_is_looked_at_now_and_then_and_one_at_a_time() {
+        let (mut widening, start, id) = (Widening::default(), Instant::now(), InstanceId(3));
+        assert!(widening.is_due(id, start));
+        widening.tried.insert(id, start);
+        assert!(!widening.is_due(id, start + Duration::from_secs(299)));
+        assert!(widening.is_due(id, start + AGAIN_AFTER));
+        widening.busy.store(true, Ordering::SeqCst);
+        assert!(!widening.is_due(id, start + AGAIN_AFTER));
+    }
+
+    #[test]
+    fn ranks_share_the_machine_that_they_run_on() {
+        let machine = |number: u8, reads| {
+            let (name, memory) = (number.to_string(), Bytes(1));
+            let computes = reads * 2.0;
+            let machine = Machine {
+                name,
+                memory,
+                reads,
+                computes,
+            };
+            (node(number), machine)
+        };
+        let machines = [machine(1, 1.0), machine(2, 4.0), machine(3, 1.0)];
+        let homes = [1, 2, 3].map(node);
+        let of = |at: [u8; 3]| -> Vec<f64> {
+            let shared = shared(&machines, &homes, &at.map(node));
+            assert!(shared.iter().map(|it| it.0).eq(homes));
+            shared.into_iter().map(|it| it.1.reads).collect()
+        };
+        assert_eq!(of([1, 2, 3]), [1.0, 4.0, 1.0]);
+        assert_eq!(of([1, 2, 2]), [1.0, 2.0, 2.0], "the third machine is gone");
+        // A node that is not known computes as the rank's own does.
+        assert_eq!(of([1, 2, 9]), [1.0, 4.0, 1.0]);
+    }
+}

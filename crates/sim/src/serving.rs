@@ -1,0 +1,1029 @@
+//! Instances that answer over the nodes of a run: supervisors, workers, entries and clients.
+//!
+//! ```text
+//! client -- its entry, a node -- the owner's supervisor -- workers, one a rank
+//!                \-- a copy of each token on another node, before the client gets it
+//! ```
+//! The [`Supervisor`] is the one that nodes run. Workers, entries and clients are played by the
+//! rules of `node::worker`, `node::fleet::answers` and `node::fleet::journals`: a worker's line
+//! breaks after 1.5 s without a word, an entry asks the next owner when its line is cut, and a
+//! client whose entry is gone goes on at a node that finds a copy.
+//!
+//! *Never*: a token that is wrong, lost or doubled. *In the end*: each wanted instance is ready,
+//! and each answer that was asked for in time is whole, unless all nodes that had it were lost.
+//!
+//! What happens here is drawn from random numbers of its own: it changes nothing of the rest of a
+//! run.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use paceline_base::Rank;
+use paceline_cluster::nodes::InstanceId;
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::processes::Ending;
+use paceline_cluster::workers::Event as CrewEvent;
+use paceline_engine::{Failure, Finish, Reply, Request, Ticket};
+use paceline_node::RankMoved;
+use paceline_node::messages::{FromWorker, RankFacts};
+use paceline_node::supervisor::{Action, Event, Notice, Policy, Stand, Supervisor, Way};
+
+use crate::scenario::{Random, Scenario};
+use crate::world::Node;
+
+/// Without a word for so long a line between two nodes is cut, as `cluster::workers` has it.
+const SILENCE: Duration = Duration::from_millis(1500);
+
+/// How often owners and workers say that they live.
+const BEAT: Duration = Duration::from_millis(250);
+
+/// How often an entry looks after its requests.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// How long a worker's message takes to its owner: all alike, so that none overtakes another.
+const WORD: Duration = Duration::from_millis(1);
+
+/// Between two tokens of an answer.
+const TOKEN_EVERY: Duration = Duration::from_millis(30);
+
+/// An owner that gives a request back and answers others does not go; see `fleet::answers`.
+const SETTLED_AFTER: Duration = Duration::from_secs(1);
+const AGAIN_MAX: u8 = 3;
+
+/// For a second node to have a token before the client gets it all the same.
+const COPY_LIMIT: Duration = Duration::from_secs(2);
+
+/// An answer that is asked for in the last seconds of a run need not be whole: a recovery, a load
+/// from a slow disk, and the answer itself.
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+
+/// What is due.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Due {
+    /// A client asks for something.
+    Ask,
+    /// A worker is killed, and nothing else of its node.
+    Kill,
+    /// The owner of that life finds a process dead.
+    Exit(u64, Rank, u64),
+    /// Owner and workers look whether they hear each other.
+    Beat(u64),
+    /// The supervisor asked for it.
+    Tick(u64),
+    /// A worker's message arrives.
+    Say(u64, Rank, u64, FromWorker),
+    /// A worker has its weights, in that epoch.
+    Loaded(u64, Rank, u64, u64),
+    /// A leader has the next token.
+    Token(u64, Rank, u64, Ticket),
+    /// An entry looks after a request.
+    Look(usize),
+    /// Replies of an owner arrive.
+    Drain(usize),
+    /// A client gets the first so many tokens, and perhaps the end.
+    Told(usize, u64, usize, bool),
+}
+
+/// What is due later.
+pub(crate) type Later = Vec<(Duration, Due)>;
+
+/// The nodes and what passes between them, at a moment.
+pub(crate) struct Net<'a> {
+    pub(crate) nodes: &'a [Node],
+    pub(crate) split: u64,
+    pub(crate) deaf: &'a BTreeSet<(usize, usize)>,
+    pub(crate) now: Duration,
+}
+
+impl Net<'_> {
+    fn lives(&self, node: usize) -> bool {
+        self.nodes[node].member.is_some()
+    }
+
+    fn passes(&self, from: usize, to: usize) -> bool {
+        let side = |node: usize| (self.split >> node) & 1;
+        side(from) == side(to) && !self.deaf.contains(&(from, to))
+    }
+
+    /// Whether a connection between two nodes carries anything: it needs both directions.
+    fn reach(&self, one: usize, two: usize) -> bool {
+        let both = self.lives(one) && self.lives(two);
+        both && (one == two || (self.passes(one, two) && self.passes(two, one)))
+    }
+}
+
+/// An order of a supervisor that waits for its worker's line.
+#[derive(Clone, Debug)]
+enum Order {
+    Assign(u64),
+    Join,
+    Leave,
+    Submit(Ticket, usize, usize),
+    Cancel(Ticket),
+}
+
+/// The worker of a rank.
+#[derive(Debug, Default)]
+struct Seat {
+    at: usize,
+    process: u64,
+    alive: bool,
+    /// Its node crashed: nobody will say that it ended.
+    lost: bool,
+    epoch: Option<u64>,
+    ready: bool,
+    /// It has packed its weights.
+    packed: bool,
+    /// Requests, with the tokens that are there.
+    answers: BTreeMap<Ticket, (usize, usize)>,
+    /// Since when it waits for another rank.
+    stalled: Option<Duration>,
+    /// Since when owner and worker do not hear each other.
+    silent: Option<Duration>,
+    orders: VecDeque<Order>,
+    held: VecDeque<FromWorker>,
+}
+
+/// An instance on the node that owns it.
+#[derive(Debug)]
+struct Owner {
+    node: usize,
+    id: InstanceId,
+    epoch: u64,
+    nodes: Vec<usize>,
+    supervisor: Supervisor,
+    begun: Duration,
+    tick: Option<Duration>,
+    seats: Vec<Seat>,
+    /// The requests by the names that they have here.
+    tickets: BTreeMap<Ticket, usize>,
+    last_ticket: u64,
+    was_ready: bool,
+}
+
+/// An entry's line to an owner.
+#[derive(Debug)]
+struct Line {
+    life: u64,
+    ticket: Ticket,
+    replies: VecDeque<Reply>,
+    cut: Option<Duration>,
+}
+
+/// The node that took a request.
+#[derive(Debug)]
+struct Entry {
+    node: usize,
+    tokens: usize,
+    line: Option<Line>,
+    /// When the owner gave the request back, and whether it refused it.
+    given_back: Option<(Duration, bool)>,
+    again: u8,
+    /// The owner has said the end.
+    ended: bool,
+}
+
+/// A client's request.
+#[derive(Debug)]
+struct Asked {
+    id: InstanceId,
+    length: usize,
+    since: Duration,
+    /// `None` while the client looks for a node.
+    entry: Option<Entry>,
+    /// Counts entries: what an earlier one sent does not arrive.
+    entries: u64,
+    /// Tokens that the client has.
+    have: usize,
+    /// Tokens that other nodes have copies of.
+    copies: BTreeMap<usize, usize>,
+    outcome: Option<Outcome>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Whole,
+    /// The instance was unloaded.
+    Unloaded,
+    /// All nodes that had it were lost.
+    Gone,
+    Lost,
+}
+
+/// All instances and clients of a run.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    random: Random,
+    owners: BTreeMap<u64, Owner>,
+    last_life: u64,
+    asked: Vec<Asked>,
+    /// How long each node takes to read a model.
+    disks: Vec<Duration>,
+    pub(crate) violations: Vec<String>,
+    /// Answers that are whole.
+    pub(crate) whole: u64,
+    /// Times that a client went on at another node, or an entry at another owner.
+    pub(crate) resumed: u64,
+}
+
+/// Token `i` of the answer to a request.
+fn token(asked: usize, i: usize) -> u32 {
+    asked as u32 * 1000 + i as u32
+}
+
+impl Serving {
+    /// What happens in a run of this scenario, beside what happens to its nodes.
+    pub(crate) fn new(scenario: &Scenario) -> (Self, Later) {
+        let mut random = Random::new(scenario.seed ^ 0xa45_e4ed);
+        let disk = |_| Duration::from_millis([50, 300, 2500][random.below(3) as usize]);
+        let disks = (0..scenario.nodes).map(disk).collect();
+        let length = scenario.length.as_millis() as u64;
+        let mut later = Later::new();
+        for _ in 0..1 + random.below(5) {
+            let at = Duration::from_millis(5000 + random.below(length * 2 / 3));
+            later.push((at, Due::Ask));
+        }
+        for _ in 0..random.below(4) {
+            let at = Duration::from_millis(5000 + random.below(length / 2));
+            later.push((at, Due::Kill));
+        }
+        let serving = Self {
+            random,
+            owners: BTreeMap::new(),
+            last_life: 0,
+            asked: Vec::new(),
+            disks,
+            violations: Vec::new(),
+            whole: 0,
+            resumed: 0,
+        };
+        (serving, later)
+    }
+
+    fn way(&mut self) -> Duration {
+        Duration::from_micros(100 + self.random.below(2000))
+    }
+
+    pub(crate) fn play(&mut self, due: Due, net: &Net<'_>, later: &mut Later) {
+        match due {
+            Due::Ask => self.ask(net, later),
+            Due::Kill => self.kill(net, later),
+            Due::Exit(life, rank, process) => self.exit(life, rank, process, net, later),
+            Due::Beat(life) => self.beat(life, net, later),
+            Due::Tick(life) => {
+                if let Some(owner) = self.owners.get_mut(&life) {
+                    owner.tick = None;
+                    self.step(life, Event::Tick, net, later);
+                }
+            }
+            Due::Say(life, rank, process, message) => {
+                let Some(seat) = self.seat(life, rank, process) else {
+                    return;
+                };
+                seat.held.push_back(message);
+                self.hear(life, rank, net, later);
+            }
+            Due::Loaded(life, rank, process, epoch) => {
+                self.loaded((life, rank, process), epoch, net, later);
+            }
+            Due::Token(life, rank, process, ticket) => {
+                self.token((life, rank, process), ticket, net, later);
+            }
+            Due::Look(number) => self.look(number, net, later),
+            Due::Drain(number) => self.drain(number, net, later),
+            Due::Told(number, entry, count, ends) => self.told(number, entry, (count, ends)),
+        }
+    }
+
+    /// A node's instances are these now.
+    pub(crate) fn owns(
+        &mut self,
+        node: usize,
+        runs: &BTreeMap<InstanceId, (u64, Wanted)>,
+        net: &Net<'_>,
+        later: &mut Later,
+    ) {
+        self.owners.retain(|_, owner| {
+            let epoch = runs.get(&owner.id).map(|(epoch, _)| *epoch);
+            owner.node != node || epoch == Some(owner.epoch)
+        });
+        for (id, (epoch, wanted)) in runs {
+            let is_it = |owner: &Owner| owner.node == node && owner.id == *id;
+            if !self.owners.values().any(is_it) {
+                self.begin(node, (*id, *epoch, wanted), net, later);
+            }
+        }
+    }
+
+    fn begin(
+        &mut self,
+        node: usize,
+        (id, epoch, wanted): (InstanceId, u64, &Wanted),
+        net: &Net<'_>,
+        later: &mut Later,
+    ) {
+        let nodes: Vec<usize> = wanted
+            .nodes
+            .iter()
+            .map(|id| usize::from(id.0[15]))
+            .collect();
+        let way = Way {
+            name: "tensor".to_owned(),
+            leader: Rank(0),
+            tok_s: 1.0,
+            change: None,
+        };
+        let policy = Policy {
+            restart: true,
+            resume: true,
+            held_max: 64,
+            holds: true,
+        };
+        let ranks = nodes.len() as u32;
+        let supervisor = Supervisor::new(vec![way], 0, ranks, policy).expect("a finite speed");
+        self.last_life += 1;
+        let life = self.last_life;
+        let owner = Owner {
+            node,
+            id,
+            epoch,
+            seats: nodes.iter().map(|_| Seat::default()).collect(),
+            nodes,
+            supervisor,
+            begun: net.now,
+            tick: None,
+            tickets: BTreeMap::new(),
+            last_ticket: 0,
+            was_ready: false,
+        };
+        self.owners.insert(life, owner);
+        later.push((BEAT, Due::Beat(life)));
+        self.step(life, Event::Begin, net, later);
+    }
+
+    /// A node's process ends without a word: what it owned, computed, took and kept is gone.
+    pub(crate) fn crash(&mut self, node: usize) {
+        self.owners.retain(|_, owner| owner.node != node);
+        for owner in self.owners.values_mut() {
+            for seat in owner.seats.iter_mut().filter(|seat| seat.at == node) {
+                seat.lost |= seat.alive;
+                seat.alive = false;
+            }
+        }
+        for asked in &mut self.asked {
+            asked.copies.remove(&node);
+            if asked.entry.as_ref().is_some_and(|entry| entry.node == node) {
+                asked.entry = None;
+                asked.entries += 1;
+            }
+        }
+    }
+
+    /// Has a supervisor take an event in, and does what it says.
+    fn step(&mut self, life: u64, event: Event, net: &Net<'_>, later: &mut Later) {
+        let Some(owner) = self.owners.get_mut(&life) else {
+            return;
+        };
+        let now = net.now - owner.begun;
+        let actions = owner.supervisor.step(now, event);
+        let due = owner.supervisor.due();
+        if due.is_some() && due != owner.tick {
+            owner.tick = due;
+            let wait = due.unwrap_or_default().saturating_sub(now);
+            later.push((wait, Due::Tick(life)));
+        }
+        for action in actions {
+            self.act(life, action, net, later);
+        }
+    }
+
+    fn act(&mut self, life: u64, action: Action, net: &Net<'_>, later: &mut Later) {
+        let Some(owner) = self.owners.get_mut(&life) else {
+            return;
+        };
+        let order = match action {
+            Action::Start(rank) => return owner.start(rank, net),
+            Action::Stop(rank) => return owner.stop(rank),
+            Action::Deliver(ticket, reply) => {
+                let number = owner.tickets.get(&ticket).copied();
+                return self.deliver((life, ticket), number, reply, later);
+            }
+            Action::Tell(Notice::Ready { .. }) => {
+                owner.was_ready = true;
+                return;
+            }
+            Action::Assign { rank, epoch, .. } => (rank, Order::Assign(epoch)),
+            Action::Join { rank, .. } => (rank, Order::Join),
+            Action::Leave(rank) => (rank, Order::Leave),
+            Action::Submit {
+                rank,
+                ticket,
+                request,
+                tokens,
+            } => {
+                let number = request.prompt[0] as usize;
+                let expected = (0..tokens.len()).map(|i| token(number, i));
+                if !tokens.iter().copied().eq(expected) {
+                    let said = format!("answer {number} goes on after other tokens: {tokens:?}");
+                    self.violations.push(said);
+                    return;
+                }
+                (rank, Order::Submit(ticket, number, tokens.len()))
+            }
+            Action::Cancel { rank, ticket } => (rank, Order::Cancel(ticket)),
+            Action::Forget(_)
+            | Action::Tell(_)
+            | Action::Learn { .. }
+            | Action::Loaded { .. }
+            | Action::End => return,
+        };
+        owner.seats[order.0.0 as usize].orders.push_back(order.1);
+        self.obey(life, order.0, net, later);
+    }
+
+    fn seat(&mut self, life: u64, rank: Rank, process: u64) -> Option<&mut Seat> {
+        let owner = self.owners.get_mut(&life)?;
+        let seat = owner.seats.get_mut(rank.0 as usize)?;
+        (seat.process == process).then_some(seat)
+    }
+
+    /// Whether the owner and a rank's living worker hear each other.
+    fn hears(&self, life: u64, rank: Rank, net: &Net<'_>) -> bool {
+        let Some(owner) = self.owners.get(&life) else {
+            return false;
+        };
+        let seat = &owner.seats[rank.0 as usize];
+        seat.alive && net.reach(owner.node, seat.at)
+    }
+
+    /// A worker does what it was told, as far as its line carries.
+    fn obey(&mut self, life: u64, rank: Rank, net: &Net<'_>, later: &mut Later) {
+        while self.hears(life, rank, net) {
+            let Some(owner) = self.owners.get_mut(&life) else {
+                return;
+            };
+            let seat = &mut owner.seats[rank.0 as usize];
+            let Some(order) = seat.orders.pop_front() else {
+                return;
+            };
+            let process = seat.process;
+            match order {
+                Order::Assign(epoch) => {
+                    (seat.epoch, seat.ready, seat.stalled) = (Some(epoch), false, None);
+                    seat.answers.clear();
+                    let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+                    self.say(life, rank, FromWorker::Listening { addr }, later);
+                }
+                Order::Join => {
+                    let Some(epoch) = seat.epoch else { continue };
+                    let load = match seat.packed {
+                        true => Duration::from_millis(10),
+                        false => self.disks[seat.at],
+                    };
+                    later.push((load, Due::Loaded(life, rank, process, epoch)));
+                }
+                Order::Leave => {
+                    let Some(epoch) = seat.epoch.take() else {
+                        continue;
+                    };
+                    seat.ready = false;
+                    seat.answers.clear();
+                    let moved = RankMoved::default();
+                    self.say(life, rank, FromWorker::Left { epoch, moved }, later);
+                }
+                Order::Submit(ticket, number, tokens) if seat.ready => {
+                    seat.answers.insert(ticket, (number, tokens));
+                    later.push((TOKEN_EVERY, Due::Token(life, rank, process, ticket)));
+                }
+                Order::Submit(..) => {} // it has failed meanwhile, which its owner hears
+                Order::Cancel(ticket) => drop(seat.answers.remove(&ticket)),
+            }
+        }
+    }
+
+    /// A worker sends a message, which arrives after those before it.
+    fn say(&self, life: u64, rank: Rank, message: FromWorker, later: &mut Later) {
+        if let Some(owner) = self.owners.get(&life) {
+            let process = owner.seats[rank.0 as usize].process;
+            later.push((WORD, Due::Say(life, rank, process, message)));
+        }
+    }
+
+    /// An owner hears what has arrived from a worker, if their line carries anything.
+    fn hear(&mut self, life: u64, rank: Rank, net: &Net<'_>, later: &mut Later) {
+        loop {
+            let Some(owner) = self.owners.get_mut(&life) else {
+                return;
+            };
+            let node = owner.node;
+            let seat = &mut owner.seats[rank.0 as usize];
+            if !net.reach(node, seat.at) {
+                return;
+            }
+            let Some(message) = seat.held.pop_front() else {
+                return;
+            };
+            let event = Event::Crew(CrewEvent::Message { rank, message });
+            self.step(life, event, net, later);
+        }
+    }
+
+    fn loaded(
+        &mut self,
+        (life, rank, process): (u64, Rank, u64),
+        epoch: u64,
+        net: &Net<'_>,
+        later: &mut Later,
+    ) {
+        let bad = self.absent_mate(life, rank, net);
+        let Some(seat) = self.seat(life, rank, process) else {
+            return;
+        };
+        if !seat.alive || seat.epoch != Some(epoch) {
+            return;
+        }
+        seat.packed = true;
+        if let Some(bad) = bad {
+            return self.fail(life, rank, (epoch, bad), later);
+        }
+        seat.ready = true;
+        let facts = RankFacts {
+            pid: 1,
+            weight_bytes: 1,
+            threads: 1,
+            instruction_set: "simulated".to_owned(),
+        };
+        self.say(life, rank, FromWorker::Ready(facts), later);
+    }
+
+    /// The first rank that another one does not reach.
+    fn absent_mate(&self, life: u64, rank: Rank, net: &Net<'_>) -> Option<u32> {
+        let owner = self.owners.get(&life)?;
+        let at = owner.seats[rank.0 as usize].at;
+        let mates = (0..).zip(&owner.seats);
+        let mut absent = mates.filter(|(_, mate)| !mate.alive || !net.reach(at, mate.at));
+        absent.next().map(|(other, _)| other)
+    }
+
+    /// A rank gives its epoch up because of another one.
+    fn fail(&self, life: u64, rank: Rank, (epoch, blamed): (u64, u32), later: &mut Later) {
+        let reason = format!("rank {blamed} is silent");
+        let blamed = Some(blamed);
+        let failed = FromWorker::Failed {
+            epoch,
+            reason,
+            blamed,
+        };
+        self.say(life, rank, failed, later);
+    }
+
+    /// The next token of an answer, or its end.
+    fn token(
+        &mut self,
+        (life, rank, process): (u64, Rank, u64),
+        ticket: Ticket,
+        net: &Net<'_>,
+        later: &mut Later,
+    ) {
+        let bad = self.absent_mate(life, rank, net);
+        let lengths: Vec<usize> = self.asked.iter().map(|asked| asked.length).collect();
+        let Some(seat) = self.seat(life, rank, process) else {
+            return;
+        };
+        let Some((number, count)) = seat.answers.get_mut(&ticket) else {
+            return;
+        };
+        let Some(epoch) = seat.epoch.filter(|_| seat.alive && seat.ready) else {
+            return;
+        };
+        if let Some(bad) = bad {
+            let since = *seat.stalled.get_or_insert(net.now);
+            if net.now - since < SILENCE {
+                later.push((TOKEN_EVERY * 3, Due::Token(life, rank, process, ticket)));
+                return;
+            }
+            seat.ready = false;
+            seat.answers.clear();
+            return self.fail(life, rank, (epoch, bad), later);
+        }
+        seat.stalled = None;
+        let reply = match *count < lengths[*number] {
+            true => Reply::Token {
+                token: token(*number, *count),
+                text: String::new(),
+                logprobs: None,
+            },
+            false => Reply::Finished {
+                text: String::new(),
+                reason: Finish::Length,
+            },
+        };
+        *count += 1;
+        match reply {
+            Reply::Finished { .. } => drop(seat.answers.remove(&ticket)),
+            _ => later.push((TOKEN_EVERY, Due::Token(life, rank, process, ticket))),
+        }
+        self.say(life, rank, FromWorker::Reply { ticket, reply }, later);
+    }
+
+    fn kill(&mut self, net: &Net<'_>, later: &mut Later) {
+        let alive = |owner: &Owner| {
+            let seats = (0..).map(Rank).zip(&owner.seats);
+            let alive = seats.filter(|(_, seat)| seat.alive && net.reach(owner.node, seat.at));
+            alive.map(|(rank, _)| rank).collect::<Vec<Rank>>()
+        };
+        let all = self.owners.iter();
+        let all =
+            all.flat_map(|(life, owner)| alive(owner).into_iter().map(move |rank| (*life, rank)));
+        let all: Vec<(u64, Rank)> = all.collect();
+        if all.is_empty() {
+            return;
+        }
+        let (life, rank) = all[self.random.below(all.len() as u64) as usize];
+        if let Some(owner) = self.owners.get_mut(&life) {
+            let seat = &mut owner.seats[rank.0 as usize];
+            seat.alive = false;
+            let exit = Due::Exit(life, rank, seat.process);
+            later.push((Duration::from_millis(20), exit));
+        }
+    }
+
+    fn exit(&mut self, life: u64, rank: Rank, process: u64, net: &Net<'_>, later: &mut Later) {
+        let Some(seat) = self.seat(life, rank, process) else {
+            return;
+        };
+        seat.lost = true;
+        let at = seat.at;
+        let is_told = |owner: &Owner| net.reach(owner.node, at);
+        if !self.owners.get(&life).is_some_and(is_told) {
+            return; // the next beat that arrives tells
+        }
+        if let Some(seat) = self.seat(life, rank, process) {
+            seat.lost = false;
+        }
+        let exited = CrewEvent::Exited {
+            rank,
+            ending: Ending::Signal(9),
+            tail: Vec::new(),
+        };
+        self.step(life, Event::Crew(exited), net, later);
+    }
+
+    /// An owner and its workers look whether they hear each other.
+    fn beat(&mut self, life: u64, net: &Net<'_>, later: &mut Later) {
+        let Some(owner) = self.owners.get(&life) else {
+            return;
+        };
+        later.push((BEAT, Due::Beat(life)));
+        for rank in (0..owner.seats.len() as u32).map(Rank) {
+            if self.has_lost(life, rank, net) {
+                let reason = "its machine is out of reach".to_owned();
+                let gone = Event::Crew(CrewEvent::Gone { rank, reason });
+                self.step(life, gone, net, later);
+            } else {
+                self.hear(life, rank, net, later);
+                self.obey(life, rank, net, later);
+            }
+        }
+    }
+
+    /// Whether a rank's worker is given up now; its machine ends it at the same time.
+    fn has_lost(&mut self, life: u64, rank: Rank, net: &Net<'_>) -> bool {
+        let hears = self.hears(life, rank, net);
+        let Some(owner) = self.owners.get_mut(&life) else {
+            return false;
+        };
+        let node = owner.node;
+        let seat = &mut owner.seats[rank.0 as usize];
+        if seat.lost && net.reach(node, seat.at) {
+            seat.lost = false;
+            return true;
+        }
+        if hears || !(seat.alive || seat.lost) {
+            seat.silent = None;
+            return false;
+        }
+        let since = *seat.silent.get_or_insert(net.now);
+        let is_over = net.now - since >= SILENCE;
+        if is_over {
+            (seat.alive, seat.lost, seat.silent) = (false, false, None);
+        }
+        is_over
+    }
+
+    /// A client asks a node that lives for an instance that the node knows.
+    fn ask(&mut self, net: &Net<'_>, later: &mut Later) {
+        let alive: Vec<usize> = (0..net.nodes.len())
+            .filter(|node| net.lives(*node))
+            .collect();
+        let node = alive.get(self.random.below(alive.len().max(1) as u64) as usize);
+        let known = node.and_then(|node| {
+            let member = net.nodes[*node].member.as_ref()?;
+            placement::wanted(member.map()).map(|(id, ..)| id).next()
+        });
+        let (Some(node), Some(id)) = (node, known) else {
+            later.push((Duration::from_secs(2), Due::Ask));
+            return;
+        };
+        let number = self.asked.len();
+        let length = [0, 5, 40, 90][self.random.below(4) as usize];
+        self.asked.push(Asked {
+            id,
+            length,
+            since: net.now,
+            entry: Some(Entry::new(*node, 0)),
+            entries: 0,
+            have: 0,
+            copies: BTreeMap::new(),
+            outcome: None,
+        });
+        self.look(number, net, later);
+    }
+
+    /// An owner's reply goes to the entry that asked, if it still does.
+    fn deliver(
+        &mut self,
+        (life, ticket): (u64, Ticket),
+        number: Option<usize>,
+        reply: Reply,
+        later: &mut Later,
+    ) {
+        let way = self.way();
+        let Some(number) = number else { return };
+        let entry = self.asked[number].entry.as_mut();
+        let line = entry.and_then(|entry| entry.line.as_mut());
+        if let Some(line) = line.filter(|line| (line.life, line.ticket) == (life, ticket)) {
+            line.replies.push_back(reply);
+            later.push((way, Due::Drain(number)));
+        }
+    }
+
+    /// An entry takes in what its owner has sent.
+    fn drain(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+        loop {
+            let asked = &mut self.asked[number];
+            let Some(entry) = &mut asked.entry else {
+                return;
+            };
+            let Some(line) = &mut entry.line else { return };
+            let owner = self.owners.get(&line.life);
+            if !owner.is_some_and(|owner| net.reach(entry.node, owner.node)) {
+                return;
+            }
+            let Some(reply) = line.replies.pop_front() else {
+                return;
+            };
+            match reply {
+                Reply::PromptRead { .. } => {}
+                Reply::Token { token: got, .. } => {
+                    if got != token(number, entry.tokens) {
+                        let said = format!("answer {number} gets {got} after {}", entry.tokens);
+                        self.violations.push(said);
+                    }
+                    entry.tokens += 1;
+                    entry.again = 0;
+                    self.copy(number, false, net, later);
+                }
+                Reply::Finished { .. } => {
+                    if entry.tokens != asked.length {
+                        let said = format!("answer {number} ends after {}", entry.tokens);
+                        self.violations.push(said);
+                    }
+                    (entry.line, entry.ended) = (None, true);
+                    self.copy(number, true, net, later);
+                }
+                Reply::Failed(Failure::Lost { .. }) => {
+                    entry.given_back = Some((net.now, false));
+                }
+                Reply::Failed(Failure::Unavailable { .. }) => {
+                    entry.given_back = Some((net.now, true));
+                }
+                Reply::Failed(failure) => {
+                    let said = format!("answer {number} is refused: {failure}");
+                    self.violations.push(said);
+                    asked.outcome = Some(Outcome::Lost);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Another node gets a copy of what an entry has, then the client.
+    fn copy(&mut self, number: usize, ends: bool, net: &Net<'_>, later: &mut Later) {
+        let way = self.way();
+        let asked = &mut self.asked[number];
+        let Some(entry) = &asked.entry else { return };
+        let mut others = (0..net.nodes.len()).filter(|node| *node != entry.node);
+        let keeper = others.find(|node| net.reach(entry.node, *node));
+        let wait = match keeper {
+            Some(keeper) => {
+                asked.copies.insert(keeper, entry.tokens);
+                way * 2
+            }
+            None => COPY_LIMIT,
+        };
+        later.push((wait, Due::Told(number, asked.entries, entry.tokens, ends)));
+    }
+
+    /// A client gets tokens from its entry.
+    fn told(&mut self, number: usize, entry: u64, (count, ends): (usize, bool)) {
+        let asked = &mut self.asked[number];
+        if asked.entries != entry || asked.outcome.is_some() {
+            return;
+        }
+        // A copy that took 2 s may be told after the next one that did not.
+        asked.have = asked.have.max(count);
+        if ends {
+            asked.outcome = Some(Outcome::Whole);
+            self.whole += 1;
+            if asked.have != asked.length {
+                let said = format!("a client has {} tokens of answer {number}", asked.have);
+                self.violations.push(said);
+            }
+        }
+    }
+
+    /// An entry, or a client without one, looks after a request.
+    fn look(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+        if self.asked[number].outcome.is_some() {
+            return;
+        }
+        later.push((LOOK_EVERY, Due::Look(number)));
+        if self.asked[number].entry.is_none() {
+            return self.come_back(number, net, later);
+        }
+        self.drain(number, net, later);
+        self.check_line(number, net, later);
+        let asked = &self.asked[number];
+        let entry = asked.entry.as_ref();
+        let waits = entry.is_some_and(|entry| entry.line.is_none() && !entry.ended);
+        if waits && asked.outcome.is_none() {
+            self.connect(number, net, later);
+        }
+    }
+
+    /// A client whose entry is gone goes on at a node that finds a copy of what it has.
+    fn come_back(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+        let node = self.random.below(net.nodes.len() as u64) as usize;
+        let way = self.way();
+        let asked = &mut self.asked[number];
+        if !net.lives(node) {
+            return;
+        }
+        let has = asked.copies.values().copied().max();
+        if has.is_none_or(|has| has < asked.have) && asked.have > 0 {
+            asked.outcome = Some(Outcome::Gone); // all that had it were lost
+            return;
+        }
+        let found = asked.copies.iter().filter(|(at, _)| net.reach(node, **at));
+        let found = found.map(|(_, count)| *count).max();
+        let count = match found {
+            Some(count) if count >= asked.have => count,
+            None if asked.have == 0 => 0, // it asks anew
+            _ => return,
+        };
+        asked.entry = Some(Entry::new(node, count));
+        self.resumed += 1;
+        later.push((way, Due::Told(number, asked.entries, count, false)));
+    }
+
+    /// Closes a line that is cut or whose owner is gone, and settles what was given back.
+    fn check_line(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+        let Some(entry) = &mut self.asked[number].entry else {
+            return;
+        };
+        let Some(line) = &mut entry.line else { return };
+        let (life, ticket) = (line.life, line.ticket);
+        let Some(owner) = self.owners.get(&life) else {
+            (entry.line, entry.given_back) = (None, None);
+            return;
+        };
+        if net.reach(entry.node, owner.node) {
+            line.cut = None;
+        } else if net.now - *line.cut.get_or_insert(net.now) >= SILENCE {
+            (entry.line, entry.given_back) = (None, None);
+            self.step(life, Event::Cancel(ticket), net, later);
+            return;
+        }
+        let Some((at, refused)) = entry.given_back else {
+            return;
+        };
+        if owner.supervisor.stand() != Stand::Ready || net.now - at < SETTLED_AFTER {
+            return;
+        }
+        if refused && entry.again < AGAIN_MAX {
+            (entry.line, entry.given_back) = (None, None);
+            entry.again += 1;
+            return;
+        }
+        self.asked[number].outcome = Some(Outcome::Lost);
+    }
+
+    /// Asks the owner of the instance, as the entry's node knows it.
+    fn connect(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+        let asked = &mut self.asked[number];
+        let Some(entry) = &mut asked.entry else {
+            return;
+        };
+        let Some(member) = &net.nodes[entry.node].member else {
+            return;
+        };
+        let record = placement::wanted(member.map()).find(|(id, ..)| *id == asked.id);
+        let Some((.., wanted)) = record else {
+            asked.outcome = Some(Outcome::Unloaded);
+            return;
+        };
+        let id = wanted.nodes[0];
+        let node = usize::from(id.0[15]);
+        let lives = matches!(member.life(id), Life::Alive | Life::Suspect);
+        if !lives || !net.reach(entry.node, node) {
+            return;
+        }
+        let is_it = |owner: &Owner| owner.node == node && owner.id == asked.id && owner.was_ready;
+        let found = self.owners.iter_mut().find(|(_, owner)| is_it(owner));
+        let Some((life, owner)) = found else { return };
+        owner.last_ticket += 1;
+        let (life, ticket) = (*life, Ticket(owner.last_ticket));
+        owner.tickets.insert(ticket, number);
+        let tokens: Vec<u32> = (0..entry.tokens).map(|i| token(number, i)).collect();
+        self.resumed += u64::from(!tokens.is_empty());
+        entry.line = Some(Line {
+            life,
+            ticket,
+            replies: VecDeque::new(),
+            cut: None,
+        });
+        let request = Box::new(Request {
+            prompt: vec![number as u32],
+            max_tokens: asked.length,
+            ..Request::default()
+        });
+        let submit = Event::Submit {
+            ticket,
+            request,
+            tokens,
+        };
+        self.step(life, submit, net, later);
+    }
+
+    /// Looks at what must be in the end. `wanted`: the instances that have to run, each somewhere.
+    pub(crate) fn in_the_end(
+        &self,
+        length: Duration,
+        wanted: &BTreeSet<InstanceId>,
+    ) -> Vec<String> {
+        let mut found = self.violations.clone();
+        for id in wanted {
+            let mut owners = self.owners.values().filter(|owner| owner.id == *id);
+            if !owners.any(|owner| owner.supervisor.stand() == Stand::Ready) {
+                found.push(format!("instance {id} is not ready again"));
+            }
+        }
+        for (number, asked) in self.asked.iter().enumerate() {
+            let is_due = asked.since + ANSWER_LIMIT <= length && wanted.contains(&asked.id);
+            let is_whole = matches!(asked.outcome, Some(Outcome::Whole | Outcome::Gone));
+            if is_due && !is_whole {
+                found.push(format!("answer {number} is not whole: {asked:?}"));
+            }
+        }
+        found
+    }
+}
+
+impl Owner {
+    /// Starts a worker on the first node of the record that is reached, from the rank's own on.
+    fn start(&mut self, rank: Rank, net: &Net<'_>) {
+        let (first, count) = (rank.0 as usize, self.nodes.len());
+        let mut places = (0..count).map(|i| self.nodes[(first + i) % count]);
+        let at = places.find(|node| net.reach(self.node, *node));
+        let at = at.unwrap_or(self.node);
+        self.stop(rank);
+        let seat = &mut self.seats[first];
+        (seat.at, seat.alive) = (at, true);
+    }
+
+    /// Ends a worker; what it says no more arrives.
+    fn stop(&mut self, rank: Rank) {
+        let seat = &mut self.seats[rank.0 as usize];
+        *seat = Seat {
+            at: seat.at,
+            process: seat.process + 1,
+            ..Seat::default()
+        };
+    }
+}
+
+impl Entry {
+    const fn new(node: usize, tokens: usize) -> Self {
+        Self {
+            node,
+            tokens,
+            line: None,
+            given_back: None,
+            again: 0,
+            ended: false,
+        }
+    }
+}
