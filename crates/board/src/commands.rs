@@ -125,16 +125,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
     );
     for (service, start) in [(tunnel::TRAIN, start_far), (tunnel::BENCH, start_rank)] {
         tunnel::serve(agent, service, start);
-        let own = Arc::downgrade(&fleet);
-        agent.serve_local(
-            service,
-            move |arguments: &Value, progress: &mut Progress<'_>| {
-                let fleet = own.upgrade().ok_or("the node is stopping")?;
-                let agent = fleet.agent();
-                drop(fleet); // a program elsewhere does not keep the fleet alive
-                tunnel::lead(&agent, service, arguments, progress)
-            },
-        );
+        lead_to(agent, &fleet, service);
     }
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
@@ -144,6 +135,20 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
         },
     );
     Ok(fleet)
+}
+
+/// Leads programs of this machine to what other nodes start for `service`.
+fn lead_to(agent: &Agent, fleet: &Arc<Fleet>, service: &'static str) {
+    let own = Arc::downgrade(fleet);
+    agent.serve_local(
+        service,
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            let agent = fleet.agent();
+            drop(fleet); // a program elsewhere does not keep the fleet alive
+            tunnel::lead(&agent, service, arguments, progress)
+        },
+    );
 }
 
 /// Answers commands of this machine's user about models and instances.
