@@ -284,8 +284,9 @@ impl Names<'_> {
             tensor.shape = vec![channels, taps];
         }
         super::check_shape(&tensor, &[channels, taps])?;
+        let bytes = tensor.bytes.arrived()?;
         let mut all = vec![0.0; channels * taps];
-        stored::dequantise(tensor.block_type, &tensor.bytes, &mut all);
+        stored::dequantise(tensor.block_type, &bytes, &mut all);
         let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
         let of_tap = |tap| own.iter().map(move |channel| channel * taps + tap);
         Ok((0..taps).flat_map(of_tap).map(|at| all[at]).collect())
