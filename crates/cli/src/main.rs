@@ -81,7 +81,7 @@ enum Command {
     /// Answer a prompt, or chat
     Run(run::Args),
     /// Start this machine's node, alone or with a model behind an HTTP API
-    Up(up::Args),
+    Up(Box<up::Args>),
     /// Join the cluster of another machine
     Join(join::Args),
     /// Leave the cluster for good
@@ -195,7 +195,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
     let signals = Signals::install()?;
     match command {
         Command::Run(args) => run::run(args, &signals),
-        Command::Up(args) => up::run(args, &signals),
+        Command::Up(args) => up::run(*args, &signals),
         Command::Join(args) => join::run(args),
         Command::Leave => join::leave(),
         Command::Nodes(args) => nodes::run(args),

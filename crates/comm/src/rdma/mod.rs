@@ -67,7 +67,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, Weak};
 
-use paceline_base::Rank;
+use paceline_base::{Bytes, Rank};
 
 pub use self::error::RdmaError;
 use self::join::{Joining, fits};
