@@ -195,7 +195,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
     let signals = Signals::install()?;
     match command {
         Command::Run(args) => run::run(args, &signals),
-        Command::Up(args) => up::run(*args, &signals),
+        Command::Up(args) => up::run(args, &signals),
         Command::Join(args) => join::run(args),
         Command::Leave => join::leave(),
         Command::Nodes(args) => nodes::run(args),

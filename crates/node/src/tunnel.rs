@@ -31,7 +31,8 @@ const OPEN_LIMIT: Duration = Duration::from_secs(5);
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to [`TRAIN`]: `start` gives one whose standard input and output
+/// Starts a program for each channel to [`TRAIN`]: `start` gives one whose standard input and
+/// output
 /// are pipes.
 pub fn serve(agent: &Agent, start: impl Fn() -> io::Result<Child> + Send + Sync + 'static) {
     agent.serve(TRAIN, move |channel| match start() {
