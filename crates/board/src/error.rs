@@ -26,11 +26,11 @@ pub enum Error {
         /// The file or folder.
         path: PathBuf,
         /// What is wrong.
-        source: paceline_model::Error,
+        source: Box<paceline_model::Error>,
     },
     /// A model's files cannot be used; says which and why.
     #[error(transparent)]
-    Model(paceline_model::Error),
+    Model(Box<paceline_model::Error>),
     /// A model's tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] tokenizer::Error),
@@ -39,6 +39,7 @@ pub enum Error {
 impl Error {
     /// Adds the path, unless the error has it: of several files, it names the right one.
     pub(crate) fn of_model(path: &Path, source: paceline_model::Error) -> Self {
+        let source = Box::new(source);
         match source.to_string().starts_with(&path.display().to_string()) {
             true => Self::Model(source),
             false => Self::Load {

@@ -18,7 +18,8 @@ pub(crate) fn run(cluster: Option<&str>, as_json: bool) -> anyhow::Result<()> {
         Some(text) => plan::cluster(text, &mut catalogue)?,
         None => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            this_machine(limits::measured(&load::kernels(threads)?)?)?
+            let kernels = load::kernels(threads)?;
+            this_machine(limits::measured(&kernels)?)?
         }
     };
     let rows = rows(&cluster, &catalogue, &calibration)?;

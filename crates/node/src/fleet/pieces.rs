@@ -67,7 +67,7 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<ToSource>(bytes);
     if let Ok(FromSource::Offer(runs)) = serde_json::from_slice(bytes) {
         let groups = Groups::of(1 << 30);
-        let mut queue = Queue::new(groups, &[0..groups.count()]);
+        let mut queue = Queue::new(groups, std::slice::from_ref(&(0..groups.count())));
         let _ = queue.next(NodeId([0; 16]), &runs);
     }
 }
@@ -482,7 +482,7 @@ mod tests {
     #[test]
     fn what_one_source_fails_at_is_asked_of_another() {
         let all = [(0, 100)];
-        let mut queue = Queue::new(groups(), &[0..4]);
+        let mut queue = Queue::new(groups(), std::slice::from_ref(&(0..4)));
         let Next::Fetch(piece) = queue.next(ONE, &all) else {
             panic!("a piece is open");
         };

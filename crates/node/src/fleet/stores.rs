@@ -90,10 +90,10 @@ pub struct Outcome {
 }
 
 /// Lists the user's models.
-pub type ListModels = dyn Fn() -> Vec<Holding> + Send + Sync;
+pub(super) type ListModels = dyn Fn() -> Vec<Holding> + Send + Sync;
 
 /// Removes one by its name; bytes that this freed, or nothing where there is none.
-pub type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send + Sync;
+pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send + Sync;
 
 /// The user's models of this machine, and what its disk may hold.
 pub struct OwnStore {
