@@ -80,7 +80,7 @@ enum Command {
     /// Answer a prompt, or chat
     Run(run::Args),
     /// Start this machine's node, alone or with a model behind an HTTP API
-    Up(up::Args),
+    Up(Box<up::Args>),
     /// Join the cluster of another machine
     Join(join::Args),
     /// Leave the cluster for good

@@ -96,6 +96,7 @@ fn workers_and_a_killed_run_leave_the_same_bytes() {
 }
 
 #[test]
+// long: one story on one adapter, whose training takes longer than what is asked of it
 fn an_adapter_is_shown_converted_and_run() {
     let world = World::new();
     let data = data(&world);

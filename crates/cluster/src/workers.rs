@@ -74,7 +74,8 @@ pub struct Spec {
     pub limits: Limits,
     /// Sandbox that all children share and none can leave; `None` by default.
     pub sandbox: Option<Sandbox>,
-    /// Folders below which children may write in their sandbox, beside what it allows itself; as far
+    /// Folders below which children may write in their sandbox, beside what it allows itself; as
+    /// far
     /// as they are there when children are started.
     pub writable: Vec<PathBuf>,
     /// Where lines of standard error go; nowhere without. The last are kept for

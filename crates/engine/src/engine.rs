@@ -483,7 +483,8 @@ impl Engine {
         rows
     }
 
-    /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is left
+    /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is
+    /// left
     /// for these; what is left then.
     fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
         let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();

@@ -336,8 +336,10 @@ impl Sequence {
         }
     }
 
-    /// Takes in the tokens behind the last one that its grammar leaves no choice of, without logits.
-    /// `vocab` is the number of logits. Takes none where log-probabilities are asked for, which need
+    /// Takes in the tokens behind the last one that its grammar leaves no choice of, without
+    /// logits.
+    /// `vocab` is the number of logits. Takes none where log-probabilities are asked for, which
+    /// need
     /// logits.
     pub(crate) fn take_forced(
         &mut self,

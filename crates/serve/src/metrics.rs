@@ -257,7 +257,8 @@ fn labelled(line: &str, model: &str) -> String {
     }
 }
 
-/// The caller's figures as gauges. Those of workers are waited for, which holds up no other request.
+/// The caller's figures as gauges. Those of workers are waited for, which holds up no other
+/// request.
 pub(crate) fn facts_text(facts: &Facts) -> String {
     let (mut text, mut last) = (String::new(), "");
     for fact in tokio::task::block_in_place(|| (facts.0)()) {

@@ -192,6 +192,9 @@ fn alone(run: &Run, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error>
     Ok((losses.iter().sum(), grads))
 }
 
+/// Takes the number of a part of what is trained, and the values of its roots.
+pub(crate) type Done<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
+
 /// Losses of leaves. `done` gets the number of each part of what is trained and the values of the
 /// roots of the leaves' range, as soon as they are there: the last layer's while the one before is
 /// computed.
@@ -200,7 +203,7 @@ pub(crate) fn compute(
     params: &[f32],
     step: u64,
     leaves: Range<usize>,
-    done: &mut dyn FnMut(usize, &[f32]) -> Result<(), Error>,
+    done: &mut Done<'_>,
 ) -> Result<Vec<f64>, Error> {
     let mut sums = Sums::new(run, params.len(), leaves.start);
     let mut losses = Vec::with_capacity(leaves.len());
@@ -271,12 +274,7 @@ impl<'a> Sums<'a> {
     }
 
     /// Hands out the roots of a part, and forgets them, if no leaf follows.
-    fn tell(
-        &mut self,
-        part: usize,
-        is_last: bool,
-        done: &mut dyn FnMut(usize, &[f32]) -> Result<(), Error>,
-    ) -> Result<(), Error> {
+    fn tell(&mut self, part: usize, is_last: bool, done: &mut Done<'_>) -> Result<(), Error> {
         if is_last && !self.parts[part].is_empty() {
             let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
             done(part, stack.values())?;

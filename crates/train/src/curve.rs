@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::run::Measured;
+use crate::metrics::Measured;
 
 /// Sizes in pixels.
 const WIDTH: f64 = 720.0;

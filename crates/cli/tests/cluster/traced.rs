@@ -17,6 +17,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(30);
 
 /// The node that does not own the instance asks; both tell what their rank recorded. Standard error
 /// of a node whose log is JSON has nothing else, and no text of the prompt.
+// long: one story on one cluster, whose start takes longer than what is asked of it
 #[test]
 fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
     let mut one = Machine::new("one", None);

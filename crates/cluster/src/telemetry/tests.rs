@@ -167,7 +167,7 @@ fn a_laptop_is_read() {
     assert_eq!(plugged_in.watts(), Some(15.0 + 41.0));
 }
 
-/// A virtual machine, recorded by `scripts/golden/machine.py`, which has made the expected values of
+/// A virtual machine, recorded by `scripts/golden/machine.py`, which made the expected values of
 /// the files by itself. It has no sensors, and tells nothing of them.
 #[test]
 fn a_recorded_machine_is_read() {

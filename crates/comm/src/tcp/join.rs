@@ -9,7 +9,8 @@
 //! at once, so it is not the oldest for long, and it dials again when it was turned out.
 //!
 //! With a group key, a process that has proved to have it ends the join at once by a hello that
-//! does not fit. Without proof, a hello from an address of the group ends the join only if the rank that
+//! does not fit. Without proof, a hello from an address of the group ends the join only if the rank
+//! that
 //! it names is not there after [`UNPROVEN_WAIT`]; from elsewhere it never does.
 
 use std::collections::VecDeque;

@@ -195,7 +195,7 @@ impl JoinError {
             Self::System { what, source } => Error::System {
                 call,
                 rank: old(&own),
-                what: *what,
+                what,
                 code: source.raw_os_error().unwrap_or_default(),
             },
             Self::Apart {

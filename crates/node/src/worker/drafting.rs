@@ -21,10 +21,13 @@ struct Key {
     class: String,
 }
 
+/// A draft that is loaded, and what it was loaded for.
+type Loaded = (Key, Arc<dyn Weights>, Arc<Tokenizer>);
+
 /// The draft that was loaded last. Packed for the kernels that its worker has: to be forgotten with
 /// them.
 #[derive(Default)]
-pub(super) struct Drafting(Option<(Key, Arc<dyn Weights>, Arc<Tokenizer>)>);
+pub(super) struct Drafting(Option<Loaded>);
 
 impl Drafting {
     /// The draft of a job, loaded now or before; `None` for a job without one.
@@ -58,12 +61,7 @@ impl Drafting {
     }
 }
 
-fn load(
-    key: Key,
-    job: &Job,
-    kernels: &Arc<Kernels>,
-    mlx: &MlxPlaces,
-) -> Result<(Key, Arc<dyn Weights>, Arc<Tokenizer>), Error> {
+fn load(key: Key, job: &Job, kernels: &Arc<Kernels>, mlx: &MlxPlaces) -> Result<Loaded, Error> {
     let source = Arc::new(Source::open(&key.of.model)?);
     check_file((&key.of.model, &key.of.identity), &source)?;
     let class: KernelClass = parse(&key.class, "kernel class")?;

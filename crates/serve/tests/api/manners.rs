@@ -226,7 +226,12 @@ fn one_key_leaves_places_to_another() {
     assert_eq!((status, code.as_str()), (429, "client_busy"));
     ask(&modest).ok("another key");
     // The engine is told who asks: it shares its places between them.
-    let clients: Vec<u64> = rig.service.requests().iter().map(|r| r.client).collect();
+    let clients: Vec<u64> = rig
+        .service
+        .requests()
+        .iter()
+        .map(|r| r.order.client)
+        .collect();
     assert_eq!(clients.len(), 3);
     assert!(
         clients[0] == clients[1] && clients[1] != clients[2],
