@@ -24,9 +24,9 @@
 //! most 3 ranks, of which 2 would carry 6 and 3 query heads. Replication costs one head's keys
 //! and values (computed and cached twice) for each such cut and balances to one query head.
 //!
-//! **Shares are rounded once**, where a split is made, at each cut, so no rank is off by more than a
-//! leaf. From then on the split has whole numbers of leaves: a worker that is sent one checks that
-//! they are those of its model, and rounds nothing.
+//! **Shares are rounded once**, where a split is made, at each cut, so no rank is off by more than
+//! a leaf. From then on the split has whole numbers of leaves: a worker that is sent one checks
+//! that they are those of its model, and rounds nothing.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -207,8 +207,8 @@ struct Stage {
     layers: Range<usize>,
     /// How much each rank was to get, relative to the others of the stage.
     shares: Vec<u32>,
-    /// What each rank gets, for every number of leaves that the stage's layers have. None in a split
-    /// of a version that left the rounding to workers: it is refused.
+    /// What each rank gets, for every number of leaves that the stage's layers have. None in a
+    /// split of a version that left the rounding to workers: it is refused.
     #[serde(default)]
     dealt: Vec<Dealt>,
 }

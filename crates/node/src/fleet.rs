@@ -15,7 +15,8 @@
 //! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
 //!   which nodes compute them. `widen`: nodes that come, or come back.
 //! - `replicas`, `choice`, `prefixes`: which replica answers a request.
-//! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute it.
+//! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute
+//!   it.
 //! - `stores`: which node has what of which model, and what its disk may hold.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 

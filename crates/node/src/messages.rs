@@ -157,8 +157,8 @@ pub enum FromWorker {
         /// Of how many.
         of: usize,
     },
-    /// It waits for parts of the model's file, which its machine has to fetch: first bytes and ends.
-    /// The machine keeps this to itself.
+    /// It waits for parts of the model's file, which its machine has to fetch: first bytes and
+    /// ends. The machine keeps this to itself.
     Wants {
         /// In the order in which they are read.
         parts: Vec<(u64, u64)>,

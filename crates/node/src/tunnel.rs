@@ -44,8 +44,8 @@ const LEAD_LOOK: Duration = Duration::from_millis(5);
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to `service`, which is [`TRAIN`] or [`BENCH`]: `start` gives one
-/// whose standard input and output are pipes.
+/// Starts a program for each channel to `service`, which is [`TRAIN`] or [`BENCH`]: `start` gives
+/// one whose standard input and output are pipes.
 pub fn serve(
     agent: &Agent,
     service: &str,
@@ -112,8 +112,8 @@ pub fn lead(
     Ok(json!({}))
 }
 
-/// A line to the program that the node `id` starts for `service`, which is [`TRAIN`] or [`BENCH`]; the
-/// node with its files at `home` leads there. It ends with either program and with either node.
+/// A line to the program that the node `id` starts for `service`, which is [`TRAIN`] or [`BENCH`];
+/// the node with its files at `home` leads there. It ends with either program and with either node.
 /// Blocks for up to 15 s.
 ///
 /// # Errors

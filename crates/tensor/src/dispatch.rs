@@ -2,7 +2,8 @@
 //!
 //! The `kernels!` macro makes a module per instruction set whose functions carry the target
 //! features and inline the generic code; a [`Table`] is chosen once, after detection.
-//! `batch_kernels!` makes one for a set that differs from another in its products of many rows only.
+//! `batch_kernels!` makes one for a set that differs from another in its products of many rows
+//! only.
 
 use half::{bf16, f16};
 use paceline_base::BlockType;

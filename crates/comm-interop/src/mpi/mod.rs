@@ -1,7 +1,7 @@
 //! Groups over an MPI library: what `mpirun` started together.
 //!
-//! MPI is a library of collectives and not a wire, so it implements [`Group`](paceline_comm::Group) itself.
-//! Built with the feature `mpi` (an `mpicc` and libclang are needed then); without it
+//! MPI is a library of collectives and not a wire, so it implements [`Group`](paceline_comm::Group)
+//! itself. Built with the feature `mpi` (an `mpicc` and libclang are needed then); without it
 //! [`Session::start`] says [`StartError::Unavailable`].
 //!
 //! **Exempt.** MPI has no deadlines: a collective waits for as long as its ranks, and a dead rank

@@ -6,7 +6,8 @@
 //! owner -> Worker(message), Beat    passed on to the worker
 //! owner <- Event(...), Beat         passed on from the worker
 //! ```
-//! What the worker wants of the model's file the machine fetches itself. The worker ends with the line, and when the owner is silent.
+//! What the worker wants of the model's file the machine fetches itself. The worker ends with the
+//! line, and when the owner is silent.
 
 use std::ffi::OsString;
 use std::fmt;

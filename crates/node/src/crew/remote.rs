@@ -67,8 +67,8 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// nothing.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
 
-    /// Whether the ways between `nodes`, as [`route`](Self::route) has them, are all of networks that
-    /// their owners trust with what is not encrypted. False where there is no way to trust.
+    /// Whether the ways between `nodes`, as [`route`](Self::route) has them, are all of networks
+    /// that their owners trust with what is not encrypted. False where there is no way to trust.
     fn is_trusted(&self, nodes: &[NodeId]) -> bool {
         let _ = nodes;
         false

@@ -329,8 +329,8 @@ impl Asked {
         }
     }
 
-    /// Whether it was given back so long ago that the owner which did so does not go; an answer that
-    /// has begun and cannot go on elsewhere does not wait for another owner.
+    /// Whether it was given back so long ago that the owner which did so does not go; an answer
+    /// that has begun and cannot go on elsewhere does not wait for another owner.
     fn is_settled(&self, answers: bool, goes_on: bool) -> bool {
         let limit = match answers || (self.has_begun() && !goes_on) {
             true => SETTLED_AFTER,

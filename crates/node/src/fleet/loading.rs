@@ -91,8 +91,8 @@ impl Inner {
         Ok(records.collect())
     }
 
-    /// Signs the roots of a model and its draft, so that other nodes can fetch parts of them. Without
-    /// that they copy all from this node.
+    /// Signs the roots of a model and its draft, so that other nodes can fetch parts of them.
+    /// Without that they copy all from this node.
     fn sign(&self, record: &Wanted, path: &Path) {
         let of_draft = record.of_draft();
         let draft = of_draft

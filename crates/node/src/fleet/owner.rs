@@ -24,8 +24,8 @@ use crate::{Options, Prepared};
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
-/// How long an instance answers before it has spares that nobody asked for: what is loaded for a few
-/// questions needs none.
+/// How long an instance answers before it has spares that nobody asked for: what is loaded for a
+/// few questions needs none.
 const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
 /// An instance of this node.
