@@ -8,6 +8,7 @@ used. A relay between client and server keeps what a capture would show. Ends wi
 failed. `cargo xtask sdk` runs this.
 """
 
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -42,7 +43,9 @@ class Server:
         self.key = made.stdout.strip()
         command = [BINARY, "up", "--no-beacons", "--control-port", "0", "--host", "0.0.0.0",
                    "--port", "0", *arguments]
-        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True)
         late = threading.Timer(START_S, self.process.kill)
         late.start()
         self.said = []
@@ -51,6 +54,7 @@ class Server:
         # Goes on reading, so that the server never waits.
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
         if self.port is None:
+            self.close()
             raise AssertionError(f"the server ended: {''.join(self.said)}")
         self.certificate = pathlib.Path(self.home.name, "tls/cert.pem")
 
@@ -66,6 +70,7 @@ class Server:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait(20)
         self.home.cleanup()
 
 
@@ -144,19 +149,23 @@ def the_fingerprint_is_printed(server, _):
 
 
 def main():
-    server, other = Server("--model", MODEL), Server()
     failed = False
-    for case in (a_capture_shows_no_prompt, a_wrong_certificate_is_refused_by_name,
-                 curl_takes_the_certificate, the_fingerprint_is_printed):
-        try:
-            case(server, other)
-            print(f"ok {case.__name__}", flush=True)
-        except Exception as error:
-            failed = True
-            traceback.print_exc()
-            print(f"FAILED {case.__name__}: {error}", flush=True)
-    server.close()
-    other.close()
+    with contextlib.ExitStack() as servers:
+        def start(*arguments):
+            server = Server(*arguments)
+            servers.callback(server.close)
+            return server
+
+        server, other = start("--model", MODEL), start()
+        for case in (a_capture_shows_no_prompt, a_wrong_certificate_is_refused_by_name,
+                     curl_takes_the_certificate, the_fingerprint_is_printed):
+            try:
+                case(server, other)
+                print(f"ok {case.__name__}", flush=True)
+            except Exception as error:
+                failed = True
+                traceback.print_exc()
+                print(f"FAILED {case.__name__}: {error}", flush=True)
     sys.exit(failed)
 
 

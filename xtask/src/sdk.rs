@@ -51,9 +51,14 @@ pub(crate) fn run(
     let binary = binary.map_or_else(|| build(see), Ok)?;
     let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
     let server = Server::start(&binary, &model)?;
-    tally.add(drive_all(&others, server, see)?);
+    tally.add(drive_all(&others, server, extent, see)?);
     let scripted = build_target(&["--workspace", "--example", "scripted"], see)?;
-    tally.add(drive_all(&tools, Server::scripted(&scripted)?, see)?);
+    tally.add(drive_all(
+        &tools,
+        Server::scripted(&scripted)?,
+        extent,
+        see,
+    )?);
     if extent == Extent::Long {
         let folder = models::folder()?.with_file_name("test-clients/agents");
         tally.add(drive_agents(&binary, &scripted, &folder, see)?);
@@ -68,7 +73,8 @@ fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<Tally>
     let (libraries, mut tally) = clients::install_libraries(&models::folder()?);
     if !libraries.is_empty() {
         let libraries: Vec<&Client> = libraries.iter().collect();
-        tally.add(drive_all(&libraries, Server::scripted(scripted)?, see)?);
+        let server = Server::scripted(scripted)?;
+        tally.add(drive_all(&libraries, server, Extent::Long, see)?);
     }
     Ok(tally)
 }
@@ -92,11 +98,16 @@ fn drive_agents(
 }
 
 /// Runs clients one after the other and ends the server.
-fn drive_all(clients: &[&Client], server: Server, see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn drive_all(
+    clients: &[&Client],
+    server: Server,
+    extent: Extent,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
     let mut tally = Tally::default();
     for client in clients {
         see(&format!("-- {}", client.name));
-        tally.add(drive(client, &server, see)?);
+        tally.add(drive(client, &server, extent, see)?);
     }
     let name = format!("sdk: the server of {} ends when told", server.model);
     let ended = server.end();
@@ -133,8 +144,17 @@ fn executable(line: &str) -> Option<PathBuf> {
 }
 
 /// Runs one client to its end and counts its cases.
-fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result<Tally> {
-    stream(client.name, client.command(server), see)
+fn drive(
+    client: &Client,
+    server: &Server,
+    extent: Extent,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    let mut command = client.command(server);
+    if extent == Extent::Long {
+        command.env(steps::LONG.0, steps::LONG.1);
+    }
+    stream(client.name, command, see)
 }
 
 /// Runs a program that prints its cases.

@@ -81,7 +81,7 @@ pub(crate) enum Extent {
 }
 
 /// What the long run sets for the tests.
-const LONG: (&str, &str) = ("PACELINE_TEST_LONG", "1");
+pub(crate) const LONG: (&str, &str) = ("PACELINE_TEST_LONG", "1");
 
 impl Step {
     fn name(self) -> &'static str {

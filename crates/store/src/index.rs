@@ -19,7 +19,7 @@ use crate::name::{EntryName, HubId, check_file_path};
 use crate::progress::{Cancel, Progress};
 use crate::select;
 use crate::usual::usual_name;
-use crate::{Error, Home, disk};
+use crate::{Catalogue, Error, Home, disk};
 
 /// File name of a record.
 pub(crate) const RECORD_FILE: &str = "paceline.json";
@@ -399,8 +399,9 @@ pub struct Removed {
     pub bytes: Bytes,
 }
 
-/// Removes a model, complete or not. `spec` is a name from [`list`], a hub id that fits exactly one
-/// stored model, or a path inside the store. Files of the user's own are never touched.
+/// Removes a model, complete or not. `spec` is a name from [`list`] or any other name that `pull`
+/// takes, a hub id that fits exactly one stored model, or a path inside the store. Files of the
+/// user's own are never touched.
 ///
 /// # Errors
 /// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`] and [`Error::Busy`]
@@ -429,7 +430,7 @@ pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
 /// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`].
 pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     let entries = list(home)?;
-    let spec = usual_name(spec).map_or(spec, |usual| &usual.hub);
+    let spec = stored_name(spec);
     if let Some(entry) = entries.iter().find(|entry| entry.name.as_str() == spec) {
         return Ok(entry.name.clone());
     }
@@ -450,6 +451,15 @@ pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
         (None, _) => {
             name_of_path(home, Path::new(spec)).unwrap_or_else(|| Err(not_in_store(home, spec)))
         }
+    }
+}
+
+/// The name that a download of `spec` is stored under, where `spec` is another name of a model that
+/// the catalogue or the usual names have.
+fn stored_name(spec: &str) -> &str {
+    match Catalogue::BUILTIN.find(spec) {
+        Some(model) => model.alias,
+        None => usual_name(spec).map_or(spec, |usual| &usual.hub),
     }
 }
 

@@ -164,6 +164,21 @@ fn use_is_noted_and_listed() {
 }
 
 #[test]
+fn a_model_is_removed_by_every_name_that_pull_takes() {
+    for spec in ["smollm2", "smollm2:latest", "SmolLM2:135M", "smollm2-135m"] {
+        let setup = Setup::new("http://127.0.0.1:1".into());
+        let dir = setup.home.models_dir().join("smollm2");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("m.gguf"), b"GGUFdata").unwrap();
+        let record = record("smollm2", "m.gguf", 8, &sha256(b"GGUFdata"));
+        fs::write(dir.join("paceline.json"), record).unwrap();
+        let removed = remove(&setup.home, spec).unwrap();
+        assert_eq!(removed.name.as_str(), "smollm2", "{spec}");
+        assert_eq!(list(&setup.home).unwrap(), [], "{spec}");
+    }
+}
+
+#[test]
 fn an_empty_home_is_an_empty_store() {
     let home = Home::new("/nonexistent/paceline");
     assert_eq!(list(&home).unwrap(), []);

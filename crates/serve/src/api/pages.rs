@@ -147,10 +147,12 @@ pub(super) async fn response(
     if let Some(stored) = app.store.get(&id, &client) {
         return Ok(json_response(StatusCode::OK, &stored.response));
     }
+    let missing = || Rejection::NoResponse { id: clip(&id) };
+    let mirror = resuming::mirror_for(&app, &id).ok_or_else(missing)?;
     // Bounds how many clients have other nodes asked.
     let _place = app.places.take(&client, app.has_several_clients(&client))?;
-    let stored = resuming::stored_elsewhere(&app, &id, &client).await;
-    let stored = stored.ok_or_else(|| Rejection::NoResponse { id: clip(&id) })?;
+    let stored = resuming::stored_elsewhere(mirror, &id, &client).await;
+    let stored = stored.ok_or_else(missing)?;
     Ok(json_response(StatusCode::OK, &stored.response))
 }
 

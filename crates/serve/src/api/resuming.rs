@@ -18,7 +18,7 @@ use super::{App, ENDPOINTS, Endpoint};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
 use crate::field::clip;
-use crate::journal::{Head, Journal, Line, Reader, key_of};
+use crate::journal::{Head, Journal, Line, Mirror, Reader, key_of};
 use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::render::Telling;
@@ -106,12 +106,20 @@ pub(super) fn answer_of<B>(request: &http::Request<B>) -> Option<String> {
     Some(last.ok()??.id)
 }
 
+/// What asks other nodes for the response `id`; `None` where no other node can have it.
+pub(super) fn mirror_for(app: &App, id: &str) -> Option<Arc<dyn Mirror>> {
+    // Another id may be a journal's name, which would be given away.
+    let mirror = app.config.journals.mirror()?;
+    id.starts_with("resp_").then_some(mirror)
+}
+
 /// A response that another node stores, as the client that asked it sees it.
-pub(super) async fn stored_elsewhere(app: &App, id: &str, client: &Client) -> Option<Stored> {
-    if !id.starts_with("resp_") {
-        return None; // it may be a journal's name, which would be given away
-    }
-    let (mirror, name, key) = (app.config.journals.mirror()?, id.to_owned(), key_of(client));
+pub(super) async fn stored_elsewhere(
+    mirror: Arc<dyn Mirror>,
+    id: &str,
+    client: &Client,
+) -> Option<Stored> {
+    let (name, key) = (id.to_owned(), key_of(client));
     let asked = key.clone();
     let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
     let stored: Stored = serde_json::from_slice(&find.await.ok()??).ok()?;

@@ -141,6 +141,11 @@ fn requests_over_the_bound_are_told_to_come_later() {
         assert!(message.starts_with("2 requests"), "{message}");
     }
     assert_eq!(rig.get("/health").status, 200);
+    // No other node could have these, so none is asked.
+    for id in ["resp_0", "x"] {
+        let (status, code, ..) = refusal(rig.get(&format!("/v1/responses/{id}")));
+        assert_eq!((status, code.as_str()), (404, "response_not_found"), "{id}");
+    }
     assert!(
         rig.get("/metrics")
             .text()
