@@ -164,10 +164,15 @@ class Session:
         self.context = self.llama.llama_init_from_model(self.model, params)
         self.llama.llama_set_n_threads(self.context, threads, threads)
 
-    def forget(self, start):
-        """Drops what the context holds from position `start` on."""
+    def forgets(self, start):
+        """Drops what the context holds from position `start` on; whether it could. The states of
+        recurrent layers can only be dropped whole."""
         memory = self.llama.llama_get_memory(self.context)
-        if not self.llama.llama_memory_seq_rm(memory, 0, start, -1):
+        return self.llama.llama_memory_seq_rm(memory, 0, start, -1)
+
+    def forget(self):
+        """Drops all that the context holds."""
+        if not self.forgets(0):
             sys.exit("llama_memory_seq_rm failed")
 
     def decode(self, ids, start, all_logits=False):
@@ -232,16 +237,22 @@ class Speed:
         if self.first != self.prompt:  # a context of its own, which keeps what was read
             session.open(self.first + self.gen + 64, args.threads)
             self.deep = session.context
-            timed(session, ids_from(session, 0, self.first), 0, BATCH)
+            self.read()
+
+    def read(self):
+        """Reads what decode stands behind."""
+        timed(self.session, ids_from(self.session, 0, self.first), 0, BATCH)
 
     def __call__(self):
         session = self.session
         session.context = self.shallow
-        session.forget(0)
+        session.forget()
         prefill = timed(session, ids_from(session, 0, self.prompt), 0, BATCH)
         session.context = self.deep
         decode = timed(session, ids_from(session, self.first, self.gen), self.first, 1)
-        session.forget(self.first)
+        if self.deep != self.shallow and not session.forgets(self.first):
+            session.forget()
+            self.read()
         return prefill, decode
 
 

@@ -257,6 +257,9 @@ struct Inner {
     speed: speed::Known,
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<Name, Door>>,
+    /// Instances that were ready when the doors were tended last: this node answers with them,
+    /// where it can.
+    seen: Mutex<BTreeSet<InstanceId>>,
     over: AtomicBool,
     /// Instances that programs of this machine borrow now.
     loans: Mutex<BTreeSet<InstanceId>>,
@@ -345,6 +348,7 @@ impl Fleet {
             speed: speed::Known::default(),
             owned: Mutex::default(),
             open: Mutex::default(),
+            seen: Mutex::default(),
             over: AtomicBool::new(false),
             loans: Mutex::default(),
             left: Mutex::default(),
@@ -698,13 +702,16 @@ impl Inner {
     fn tend_doors(self: &Arc<Self>) {
         let map = self.agent.map();
         let mut named: BTreeMap<Name, BTreeSet<InstanceId>> = BTreeMap::new();
+        let mut seen = BTreeSet::new();
         for (id, _, wanted) in placement::wanted(&map) {
             let name = Name::of(&wanted);
             if report(&map, id).is_some_and(|it| it.state == State::Ready) {
                 self.admit(&name, id, &wanted);
+                seen.insert(id);
             }
             named.entry(name).or_default().insert(id);
         }
+        *lock(&self.seen) = seen;
         let gone = |name: &Name, _: &mut Door| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
         for (name, _) in gone {
@@ -852,7 +859,11 @@ impl Inner {
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, Wanted)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
-            let (state, progress, reason) = self.told(&wanted, report, &name);
+            let (state, progress, reason) = match self.told(&wanted, report, &name) {
+                // Whoever asks for it now would hear that there is no such model.
+                ("ready", ..) if !lock(&self.seen).contains(&id) => ("loading", None, None),
+                told => told,
+            };
             let usage = self.replicas_with(id).map(|all| all.usage(id));
             let usage = usage.unwrap_or_default();
             View {
