@@ -503,6 +503,7 @@ impl Supervisor {
     /// Starts an epoch: new workers where there are none, and work for all.
     fn begin(&mut self, now: Duration, way: usize, why: Why) {
         self.epoch += 1;
+        self.rest(now);
         let ranks = self.seats.len();
         self.phase = Phase::Starting(Starting {
             way,

@@ -274,7 +274,8 @@ fn preface(purpose: Purpose) -> [u8; 8] {
 }
 
 /// Has the system end a connection whose way is gone, within five seconds. A peer that is only busy
-/// or stopped stays: its system answers.
+/// or stopped stays while its system takes what comes. On Linux one that has read nothing for five
+/// seconds, and whose buffer is full, is ended too, as [`WRITE_LIMIT`] does elsewhere.
 fn end_with_its_way(stream: &TcpStream) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
     let keepalive = socket2::TcpKeepalive::new().with_time(PROBE_AFTER);

@@ -16,7 +16,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use paceline_base::lock;
+use paceline_base::{KernelClass, lock};
 use paceline_cluster::nodes::InstanceId;
 use paceline_engine::{Failure, Reply, Request, Service, Sink, State, Status, Ticket};
 use serde::{Deserialize, Serialize};
@@ -267,6 +267,15 @@ impl Open {
         }
     }
 
+    /// Whether answers of the owner's kernel class can go on elsewhere.
+    fn goes_on(&self) -> bool {
+        let class = self
+            .kind
+            .as_ref()
+            .map(|(_, class)| class.parse::<KernelClass>());
+        class.is_none_or(|class| class.is_ok_and(KernelClass::is_exact))
+    }
+
     /// What is to be done about a request that was given back.
     fn settle(&mut self, ticket: Ticket) -> Option<Settled> {
         let asked = self.requests.get_mut(&ticket)?;
@@ -314,9 +323,10 @@ impl Asked {
         }
     }
 
-    /// Whether it was given back so long ago that the owner which did so does not go.
-    fn is_settled(&self, answers: bool) -> bool {
-        let limit = match answers {
+    /// Whether it was given back so long ago that the owner which did so does not go; an answer that
+    /// has begun and cannot go on elsewhere does not wait for another owner.
+    fn is_settled(&self, answers: bool, goes_on: bool) -> bool {
+        let limit = match answers || (self.has_begun() && !goes_on) {
             true => SETTLED_AFTER,
             false => OWNERLESS_LIMIT,
         };
@@ -399,7 +409,7 @@ impl Entry {
             return Err(asked);
         }
         let mut asked = asked;
-        asked.given_back = None;
+        (asked.given_back, asked.again) = (None, 0);
         let submit = asked.submit(ticket);
         state.requests.insert(ticket, asked);
         state.tell(&submit);
@@ -488,7 +498,7 @@ impl Entry {
         }
         (state.answers, state.others, state.kind) = (true, 0, kind);
         for (ticket, asked) in &mut state.requests {
-            asked.given_back = None;
+            (asked.given_back, asked.again) = (None, 0);
             say(&*line, &asked.submit(*ticket)).ok()?;
         }
         state.line = Some(Arc::clone(&line));
@@ -536,24 +546,26 @@ impl Entry {
     /// Ends what the owner has given back and goes on without, or asks for it again.
     fn settle(&self) {
         let mut state = lock(&self.state);
-        let answers = state.answers;
+        let (answers, goes_on) = (state.answers, state.goes_on());
         let settled = state.requests.iter();
-        let settled = settled.filter(|(_, asked)| asked.is_settled(answers));
+        let settled = settled.filter(|(_, asked)| asked.is_settled(answers, goes_on));
         let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
-        let all: Vec<_> = tickets
-            .into_iter()
-            .filter_map(|ticket| Some((ticket, state.settle(ticket)?)))
-            .collect();
-        drop(state);
-        for (ticket, settled) in all {
-            match settled {
-                Settled::Again(submit) => lock(&self.state).tell(&submit),
-                Settled::Over(asked, failure) => {
-                    lock(&self.state).tell(&ToOwner::Cancel(ticket)); // the owner forgets it
-                    if let Some(mut sink) = asked.sink {
-                        sink(Reply::Failed(failure));
-                    }
+        let mut over = Vec::new();
+        for ticket in tickets {
+            // Told under the lock: a cancel that came between would be told first.
+            match state.settle(ticket) {
+                Some(Settled::Again(submit)) => state.tell(&submit),
+                Some(Settled::Over(asked, failure)) => {
+                    state.tell(&ToOwner::Cancel(ticket)); // the owner forgets it
+                    over.push((asked, failure));
                 }
+                None => {}
+            }
+        }
+        drop(state);
+        for (asked, failure) in over {
+            if let Some(mut sink) = asked.sink {
+                sink(Reply::Failed(failure));
             }
         }
     }
@@ -565,7 +577,10 @@ impl Entry {
         };
         match &reply {
             Reply::PromptRead { .. } if std::mem::replace(&mut asked.prompt_read, true) => return,
-            Reply::Token { token, .. } => asked.tokens.push(*token),
+            Reply::Token { token, .. } => {
+                asked.tokens.push(*token);
+                asked.again = 0;
+            }
             // An owner that is about to go says so too: then the next one goes on.
             Reply::Failed(failure @ (Failure::Lost { .. } | Failure::Unavailable { .. })) => {
                 asked.given_back = Some((Instant::now(), failure.clone()));
@@ -736,8 +751,8 @@ pub(super) mod testing {
     }
 
     /// A remote with one request, whose failure is kept.
-    fn asked() -> (Remote, Owner, Ticket, Arc<Mutex<Option<Failure>>>) {
-        let (remote, owner) = connected(1, "cpu");
+    fn asked(class: &str) -> (Remote, Owner, Ticket, Arc<Mutex<Option<Failure>>>) {
+        let (remote, owner) = connected(1, class);
         let failed: Arc<Mutex<Option<Failure>>> = Arc::default();
         let told = Arc::clone(&failed);
         let sink: Sink = Box::new(move |reply| {
@@ -754,7 +769,7 @@ pub(super) mod testing {
     /// not wait for ever.
     #[test]
     fn what_a_living_owner_loses_is_told() {
-        let (remote, owner, ticket, failed) = asked();
+        let (remote, owner, ticket, failed) = asked("cpu");
         remote.entry.deliver(ticket, Reply::Failed(lost()));
         remote.entry.settle();
         assert_eq!(*lock(&failed), None, "the owner may be about to go");
@@ -769,9 +784,31 @@ pub(super) mod testing {
         assert_eq!(remote.entry.load(), 0);
     }
 
+    /// On a class that is not exact an answer that has begun has no other owner to wait for.
+    #[test]
+    fn an_answer_that_cannot_go_on_ends_while_its_owner_starts_again() {
+        for (class, begun, is_over) in [
+            ("mlx", true, true),
+            ("mlx", false, false),
+            ("cpu", true, false),
+        ] {
+            let (remote, _owner, ticket, failed) = asked(class);
+            if begun {
+                generate(&remote.entry, ticket, 7);
+            }
+            remote.entry.deliver(ticket, Reply::Failed(lost()));
+            say_stand(&remote.entry, State::Loading, 0);
+            remote.entry.settle();
+            assert_eq!(*lock(&failed), None, "its owner may hand it on");
+            let_time_go_by(&remote.entry);
+            remote.entry.settle();
+            assert_eq!(lock(&failed).is_some(), is_over, "{class}, begun: {begun}");
+        }
+    }
+
     #[test]
     fn what_a_living_owner_refuses_is_asked_again_some_times() {
-        let (remote, owner, ticket, failed) = asked();
+        let (remote, owner, ticket, failed) = asked("cpu");
         for _ in 0..AGAIN_MAX {
             remote.entry.deliver(ticket, Reply::Failed(refused()));
             let_time_go_by(&remote.entry);

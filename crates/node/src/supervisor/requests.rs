@@ -203,6 +203,15 @@ impl Supervisor {
         }
     }
 
+    /// An epoch begins, which has no request yet: what ends it before says nothing about them.
+    pub(super) fn rest(&mut self, now: Duration) {
+        for open in self.requests.0.values_mut() {
+            if std::mem::take(&mut open.in_work) {
+                open.since = now;
+            }
+        }
+    }
+
     /// Counts a failure; requests that failed too often, or wait too long, are lost.
     pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
         let lost = |_: &Ticket, open: &mut Open| !open.outlives(now);
