@@ -274,7 +274,7 @@ impl Board {
         })
     }
 
-    /// What `/metrics` tells of the machine and of its links. Other nodes tell of theirs.
+    /// Gauges of this machine and its links for `/metrics`. Other nodes have their own.
     pub fn facts(&self) -> Vec<Fact> {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);

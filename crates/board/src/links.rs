@@ -99,7 +99,7 @@ fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
     network["sent_bytes_s"].as_f64()
 }
 
-/// What `/metrics` tells of the links of the first node, which is this one.
+/// Gauges of the links of the first node, which is this one, for `/metrics`.
 pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
     let own = ways.first().map(|it| it.node.facts.name.clone());
     let mut links = told(ways, &[], &Pairs::new());

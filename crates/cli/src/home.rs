@@ -101,7 +101,7 @@ pub(crate) fn trusted(url: &str) -> Option<PathBuf> {
     Own::find(&tls_folder().ok()?, host, now)
 }
 
-/// What [`trusted`] has.
+/// The certificates that [`trusted`] returns.
 ///
 /// # Errors
 /// A file that cannot be read.

@@ -24,7 +24,7 @@ pub(crate) fn ignores(signal: c_int) -> bool {
 /// end.
 ///
 /// # Errors
-/// What the system says when it refuses the setting or a thread.
+/// The system's error when it refuses the setting or a thread.
 pub(crate) fn end_with_parent() -> io::Result<()> {
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;

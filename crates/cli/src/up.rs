@@ -719,7 +719,7 @@ impl Args {
         }
     }
 
-    /// What every server of this command is started with: its settings, and the board, whose
+    /// Options with which every server of this command starts: its settings, and the board, whose
     /// [`watch`](Board::watch) writes the audit log and `--events`.
     ///
     /// # Errors

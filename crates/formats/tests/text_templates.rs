@@ -33,7 +33,7 @@ struct Case {
     is_ended: bool,
 }
 
-/// What a template makes of the conversations.
+/// The conversations, rendered by a template.
 #[derive(Deserialize)]
 struct Recorded {
     name: String,

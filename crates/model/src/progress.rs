@@ -73,7 +73,7 @@ const FIELD_BITS: u32 = 4;
 
 const FIELD: u64 = (1 << FIELD_BITS) - 1;
 
-/// One more of each in the word.
+/// Increments of the fields of the word.
 const EXCHANGE: u64 = 1;
 const HALF: u64 = 1 << FIELD_BITS;
 const STEP: u64 = 1 << (2 * FIELD_BITS);

@@ -271,7 +271,7 @@ struct Inner {
     shelf: Shelf,
 }
 
-/// What this node answers a name with.
+/// The service by which this node answers requests for a name.
 #[derive(Clone)]
 enum Door {
     /// Instances over the cluster.

@@ -32,7 +32,7 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
-// What follows sets texts, classes, attributes and styles only where they change: the browser works for every setting.
+// These functions set texts, classes, attributes and styles only where they change: the browser works for every setting.
 function text(node, value) {
   const only = node.firstChild, words = value ?? "";
   if (!only || only.nextSibling || only.nodeType !== Node.TEXT_NODE) {

@@ -21,7 +21,7 @@ use crate::rejection::Rejection;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Local(pub(crate) SocketAddr);
 
-/// What the connection speaks: `http` or `https`.
+/// The connection's scheme: `http` or `https`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scheme(pub(crate) &'static str);
 

@@ -286,7 +286,7 @@ impl Acceptor {
         let mut phase = self.phase.clone();
         tokio::select! {
             biased;
-            // What goes wrong between a client and its connection is seen by the client.
+            // Errors between a client and its connection are seen by the client.
             greeted = self.wire.greet(stream, self.times.stalled_write) => greeted.ok(),
             () = known.close.notified() => None,
             () = reach(&mut phase, Phase::Draining) => None,

@@ -45,7 +45,7 @@ pub enum Error {
     Bind {
         /// The address.
         addr: SocketAddr,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// Threads or sockets of the server cannot be set up.
@@ -59,7 +59,7 @@ pub enum Error {
     TlsRead {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// A file of a certificate or its key could not be written.
@@ -67,7 +67,7 @@ pub enum Error {
     TlsWrite {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// A file is not what it is given as.
@@ -77,7 +77,7 @@ pub enum Error {
         path: PathBuf,
         /// `certificate` or `private key`.
         what: &'static str,
-        /// What is wrong.
+        /// The reason.
         source: rustls::pki_types::pem::Error,
     },
     /// A certificate and a key that cannot be used together.
@@ -87,7 +87,7 @@ pub enum Error {
         certificate: PathBuf,
         /// File of the key.
         key: PathBuf,
-        /// What is wrong.
+        /// The reason.
         source: rustls::Error,
     },
     /// A certificate could not be made.

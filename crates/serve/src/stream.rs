@@ -44,7 +44,7 @@ pub(crate) struct Events {
     pub(crate) keep_alive: Duration,
     /// A reply that came while the status was not decided.
     pub(crate) early: Option<Line>,
-    /// What a journal has already; `None` for a new stream.
+    /// Events that a journal has already; `None` for a new stream.
     pub(crate) past: Option<Vec<Value>>,
     pub(crate) recorder: Option<Recorder>,
     pub(crate) beat: Beat,
@@ -57,7 +57,7 @@ pub(crate) struct Recorder {
     pub(crate) journal: Arc<Journal>,
     pub(crate) reader: Reader,
     pub(crate) mirror: Option<Arc<dyn Mirror>>,
-    /// Those of the node, and the bounds of their bytes.
+    /// Journals of the node, and the bounds of their bytes.
     pub(crate) journals: Journals,
     pub(crate) bounds: Bounds,
     /// Hears when no other node has the tokens.

@@ -39,7 +39,7 @@ pub(crate) use stream::{Socket, Stream};
 /// No method of HTTP begins with it.
 const HANDSHAKE: u8 = 0x16;
 
-/// What is agreed on by ALPN; clients that offer HTTP/2 as well take it.
+/// The protocol that ALPN agrees on; clients that offer HTTP/2 as well take it.
 const PROTOCOL: &[u8] = b"http/1.1";
 
 /// Longest file of a certificate chain or a key. Chains have some 10 KB.
@@ -50,7 +50,7 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: u64 = 16 << 20;
 
-/// What a server speaks.
+/// A server's protocol.
 #[derive(Clone, Debug, Default)]
 pub enum Wire {
     /// Plain HTTP on all addresses.

@@ -1,4 +1,4 @@
-//! What `up` speaks: plain HTTP on loopback, TLS for other machines.
+//! The protocol of `up`'s servers: plain HTTP on loopback, TLS for other machines.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::time::SystemTime;
@@ -15,7 +15,7 @@ use crate::{home, member};
 const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 
 impl Args {
-    /// What the server speaks, with its certificate, which is told.
+    /// The server's protocol, with its certificate, which is printed.
     ///
     /// # Errors
     /// Files of a certificate that cannot be used, a home that cannot be written.
@@ -55,8 +55,8 @@ impl Args {
         Ok(own.identity)
     }
 
-    /// What other machines may call this one. Without an address to listen on, the one by which it
-    /// reaches others must be in the certificate.
+    /// Names by which other machines may call this one. Without an address to listen on, the one by
+    /// which it reaches others must be in the certificate.
     fn names(&self) -> Names {
         let bound = self.host.iter().filter(|host| !is_loopback(**host));
         let bound = bound.filter_map(|host| match host.is_unspecified() {
@@ -83,7 +83,7 @@ pub(super) fn own_names() -> Vec<String> {
     vec![name, local]
 }
 
-/// What is told of a certificate that takes the place of an earlier one.
+/// The line about a certificate that takes the place of an earlier one.
 fn why(made: &Made) -> Option<String> {
     Some(match made {
         Made::First => return None,

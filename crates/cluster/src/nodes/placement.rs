@@ -241,7 +241,8 @@ pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)
     })
 }
 
-/// What `own` has to do now, in order of ids. Nobody takes over an instance whose lender is dead.
+/// The duties of node `own` now, in order of ids. Nobody takes over an instance whose lender is
+/// dead.
 pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
     wanted(map)

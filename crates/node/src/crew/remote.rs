@@ -99,7 +99,7 @@ pub struct RemoteCrew {
     over: AtomicBool,
 }
 
-/// What a group that broke says of the ways between its nodes.
+/// Evidence that a broken group gives about the links between its nodes.
 #[derive(Default)]
 struct Epochs {
     /// The last that a rank was assigned to.
@@ -555,7 +555,7 @@ impl fmt::Debug for RemoteCrew {
     }
 }
 
-/// What the thread that hears a worker works on.
+/// State of the thread that receives a worker's messages.
 struct Reader {
     line: Arc<dyn Line>,
     inbox: Arc<Inbox>,

@@ -205,8 +205,8 @@ fn submit(
     }
 }
 
-/// What an owner says right after `Ready`: how the model is cut, and how its instance is. It knows
-/// both, so that the wait for them is short.
+/// Receives the owner's first two messages after `Ready`: the split, and the state of its
+/// instance. The owner knows both, so that the wait for them is short.
 fn introduction(line: &dyn Line) -> Result<(Option<String>, Option<Status>), Broken> {
     let mut cut = None;
     let begun = Instant::now();
@@ -282,7 +282,7 @@ impl Open {
         class.is_none_or(|class| class.is_ok_and(KernelClass::is_exact))
     }
 
-    /// What is to be done about a request that was given back.
+    /// Decides about a request that the owner gave back.
     fn settle(&mut self, ticket: Ticket) -> Option<Settled> {
         let asked = self.requests.get_mut(&ticket)?;
         let (_, failure) = asked.given_back.take()?;
@@ -308,7 +308,7 @@ pub(super) struct Asked {
     again: u8,
 }
 
-/// What becomes of a request that its owner has given back.
+/// Decision about a request that its owner has given back.
 enum Settled {
     /// It is asked again.
     Again(ToOwner),
@@ -691,7 +691,7 @@ pub(super) mod testing {
     pub(in crate::fleet) struct Owner(MemoryLine);
 
     impl Owner {
-        /// What the entry says next, such as `submit 1 after [7]`; nothing where it says nothing.
+        /// The entry's next message, such as `submit 1 after [7]`; nothing where it says nothing.
         pub(in crate::fleet) fn heard(&self) -> Option<String> {
             match hear(&self.0, Duration::ZERO) {
                 Ok(Some(ToOwner::Submit { ticket, tokens, .. })) => {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use paceline_cluster::nodes::NodeId;
 
-/// What replicas need: the same of each node.
+/// Memory and nodes that each replica needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Need {
     /// How many replicas.

@@ -51,7 +51,7 @@ enum Stand {
     Gone,
 }
 
-/// What is to be done about an instance that this node hands on.
+/// Next step for an instance that this node hands on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// Nothing: others answer, or nobody wants it any more.
@@ -148,7 +148,7 @@ impl Inner {
                 break;
             }
             std::thread::sleep(LOOK_EVERY);
-            // What another leaver has handed to this node meanwhile.
+            // Instances that another leaving node has handed to this node meanwhile.
             let work = self.work().into_iter();
             open.extend(work.filter(|(id, _)| !stuck.contains_key(id)));
         }
@@ -315,7 +315,7 @@ fn stand(nodes: &[NodeView], id: NodeId) -> Stand {
     }
 }
 
-/// What is to be done about an instance that `own` hands on, by its record with the epoch and by
+/// Next step for an instance that node `own` hands on, by its record with the epoch and by
 /// what its owner says.
 fn fate(
     own: NodeId,

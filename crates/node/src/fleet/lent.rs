@@ -139,7 +139,7 @@ impl Lost {
         }
     }
 
-    /// Those of `abandoned` whose lender has been dead for [`RETURN_LIMIT`]. To be called about
+    /// Instances of `abandoned` whose lender has been dead for [`RETURN_LIMIT`]. To be called about
     /// every [`LOOK_EVERY`].
     fn look(&mut self, now: Instant, abandoned: &[InstanceId]) -> Vec<InstanceId> {
         self.awake.look(now);
@@ -190,7 +190,7 @@ impl Inner {
         }
     }
 
-    /// What this node lent before it was started anew.
+    /// Instances that this node lent before it was started anew.
     fn past_loans(&self, map: &Registers) -> Vec<InstanceId> {
         let own = Some(self.agent.id());
         let lent = placement::wanted(map).filter(|(.., wanted)| wanted.lender == own);

@@ -1,4 +1,4 @@
-//! What people want loaded and unloaded, as records of the shared map.
+//! Loads and unloads that users ask for, as records of the shared map.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -111,7 +111,7 @@ impl Inner {
         }
     }
 
-    /// What the records of all replicas have in common.
+    /// Fields that the records of all replicas share.
     fn record(&self, ask: &Ask, path: &Path) -> Result<Wanted, String> {
         let failed = |error| format!("{}: {error}", path.display());
         Ok(Wanted {

@@ -13,7 +13,7 @@ use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::placement::Wanted;
 use serde::Serialize;
 
-/// What a request can mean with a name: instances that give the same answers.
+/// Instances that one name stands for: they give the same answers.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Name {
     model: String,
@@ -38,7 +38,7 @@ impl Name {
     }
 }
 
-/// One of the replicas of a model.
+/// A replica of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Replica {
     /// Its number, from 1.

@@ -292,7 +292,7 @@ impl Owned {
         self.flaps.take_back(named);
         let said = report(map, self.id).filter(|it| it.epoch == self.epoch);
         let said = said.filter(|it| it.state == State::Ready);
-        // What was not told yet is told once the instance answers again.
+        // News that was not told yet is told once the instance answers again.
         let Some(said) = said.and_then(|it| it.reason) else {
             return;
         };

@@ -83,20 +83,13 @@ impl Nodes {
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
         // A node that is left out for its losses, or that goes soon, is better than none.
-        let (now, leavers) = (Instant::now(), self.leavers());
+        let (now, leavers) = (Instant::now(), leavers(&self.agent.nodes()));
         let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
         all.sort_by_key(|id| {
             let is_out = self.flaps.is_out(*id, now);
             (is_silent(*id), leavers.contains(id), is_out)
         });
         all
-    }
-
-    /// Nodes that are about to go.
-    fn leavers(&self) -> BTreeSet<NodeId> {
-        let nodes = self.agent.nodes().into_iter();
-        let leavers = nodes.filter(|node| node.facts.leaving);
-        leavers.map(|node| node.id).collect()
     }
 
     fn name(&self, id: NodeId) -> String {
@@ -236,7 +229,7 @@ impl Nodes {
             view.is_none_or(|view| self.has_room(view, &map))
         };
         all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
-        let leavers = self.leavers();
+        let leavers = leavers(&views);
         all.retain(|id| self.lives(*id) && !leavers.contains(id) && has_room(*id));
         let spares = lock(&self.spares);
         let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
@@ -302,6 +295,12 @@ fn ends_of_new(
     let new = ordered_pairs(nodes).filter(is_new);
     let ends: BTreeSet<NodeId> = new.flat_map(|(from, to)| [from, to]).collect();
     ends.into_iter().collect()
+}
+
+/// Nodes that are about to go.
+fn leavers(views: &[NodeView]) -> BTreeSet<NodeId> {
+    let leavers = views.iter().filter(|node| node.facts.leaving);
+    leavers.map(|node| node.id).collect()
 }
 
 /// Nodes that compute for an instance.

@@ -32,7 +32,7 @@ pub(super) struct Replicas {
     routes: Arc<Routes>,
 }
 
-/// What the entries of all replicas share.
+/// State that the entries of all replicas share.
 struct Routes {
     model: String,
     tell: Tell,
@@ -60,7 +60,7 @@ impl Member {
     }
 }
 
-/// What this node knows of the use of a replica.
+/// Load of a replica, as far as this node knows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Use {
     /// Requests that this node has given to it.
@@ -296,7 +296,7 @@ impl fmt::Debug for Replicas {
     }
 }
 
-/// One of the replicas: the others answer when it does not.
+/// A replica that is asked first: the others answer when it does not.
 #[derive(Debug)]
 pub(super) struct Preferred {
     pub(super) all: Arc<Replicas>,

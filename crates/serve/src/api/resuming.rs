@@ -106,7 +106,8 @@ pub(super) fn answer_of<B>(request: &http::Request<B>) -> Option<String> {
     Some(last.ok()??.id)
 }
 
-/// What asks other nodes for the response `id`; `None` where no other node can have it.
+/// The mirror that asks other nodes for the response `id`; `None` where no other node can have
+/// it.
 pub(super) fn mirror_for(app: &App, id: &str) -> Option<Arc<dyn Mirror>> {
     // Another id may be a journal's name, which would be given away.
     let mirror = app.config.journals.mirror()?;
@@ -278,7 +279,7 @@ impl Taken {
 struct Replayed {
     recorder: Recorder,
     telling: Telling,
-    /// What is left of each choice.
+    /// The rest of each choice.
     requests: Vec<Option<(Request, Vec<u32>)>>,
     /// The events of the journal, from number 0 on.
     past: Vec<Value>,

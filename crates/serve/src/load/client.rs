@@ -110,8 +110,8 @@ fn base(url: &str) -> String {
     url.strip_suffix("/v1").unwrap_or(url).to_owned()
 }
 
-/// What a client trusts: `certificates` (PEM) where they are given, else the built-in authorities.
-/// Of certificates that cannot be read none is trusted.
+/// Root certificates of a client: `certificates` (PEM) where they are given, else the built-in
+/// authorities. Of certificates that cannot be read none is trusted.
 pub fn trust(certificates: Option<&[u8]>) -> TlsConfig {
     let Some(pem) = certificates else {
         return TlsConfig::default();

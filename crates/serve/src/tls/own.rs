@@ -135,7 +135,7 @@ fn flaw(leaf: &CertificateDer<'_>, needed: &[String], now_unix_s: u64) -> Option
     needed.iter().find(lacks).cloned().map(Made::Name)
 }
 
-/// What a client that trusts only the certificate says to it for `name`; none where no certificate
+/// Verdict of a client that trusts only the certificate, for `name`; none where no certificate
 /// can have that name, or nobody can trust the certificate.
 fn verify(leaf: &CertificateDer<'_>, name: &str, at: Duration) -> Option<Result<(), TlsError>> {
     let name = ServerName::try_from(name).ok()?;
@@ -203,7 +203,7 @@ fn write_error(path: &Path, source: io::Error) -> Error {
     Error::TlsWrite { path, source }
 }
 
-/// What goes into a certificate: what Apple's rules for servers ask for, and that it signs no
+/// Fields of a certificate: those that Apple's rules for servers ask for, and that it signs no
 /// others. rustls takes no certificate of an authority as that of a server. The subject is another
 /// for each key: clients that look for an issuer by its name would try the wrong key.
 fn params(
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(first.path, folder.join("cert.pem"));
         let print = first.identity.fingerprint();
         assert_eq!(print.len(), 32 * 3 - 1, "{print}");
-        // What it was not made for is a reason only where it is needed.
+        // A missing purpose is a reason only where that purpose is needed.
         for needed in [
             &["192.0.2.1"][..],
             &[],

@@ -90,8 +90,8 @@ impl AsyncWrite for Socket {
     }
 }
 
-/// What a client's bytes come through. A client that ends TLS without saying so (`close_notify`)
-/// has left: reading fails, where a plain one may still wait for its answer.
+/// The stream that a client's bytes come through. A client that ends TLS without saying so
+/// (`close_notify`) has left: reading fails, where a plain one may still wait for its answer.
 #[derive(Debug)]
 pub(crate) enum Stream {
     Plain(Socket),
@@ -112,7 +112,7 @@ impl Stream {
         }
     }
 
-    /// What the system noticed about the connection since it was asked last.
+    /// The error that the system noticed about the connection since it was asked last.
     pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
         let socket = match self {
             Self::Plain(socket) => socket,

@@ -104,7 +104,7 @@ const LET_THROUGH: [&str; 14] = [
     "validation of time strings / invalid leap second, zero time-offset (wrong minute)",
 ];
 
-/// What came of the cases of some files.
+/// Outcomes of the cases of some files.
 #[derive(Debug, Default)]
 struct Tally {
     schemas: usize,

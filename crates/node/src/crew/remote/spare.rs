@@ -11,7 +11,7 @@ use super::super::host::FromHost;
 use super::Seat;
 use crate::messages::FromWorker;
 
-/// What a worker says of the weights that it was told to pack. Kept for every worker; it means
+/// A worker's reports about the weights that it was told to pack. Kept for every worker; it means
 /// something for spares only.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Packing {
