@@ -13,7 +13,7 @@
 #![warn(clippy::cast_possible_truncation)]
 
 #[cfg(test)]
-#[path = "../../comm/tests/free/mod.rs"]
+#[path = "../../comm/src/free.rs"]
 mod free;
 mod mlx_init;
 pub mod mlx_ring;

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers outside of test functions")]
 
 #[cfg(target_os = "linux")]
-#[path = "../../comm/tests/free/mod.rs"]
+#[path = "../../comm/src/free.rs"]
 mod free;
 mod mlx_ring;
 mod nccl;

@@ -47,7 +47,6 @@ mod deadline;
 mod error;
 mod file;
 #[cfg(test)]
-#[path = "../tests/free/mod.rs"]
 mod free;
 mod group;
 mod init;

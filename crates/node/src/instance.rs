@@ -36,7 +36,9 @@ use tracing::{debug, info, warn};
 use crate::crew::Crew;
 use crate::forecast::Forecast;
 use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
-use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
+use crate::supervisor::{
+    Action, Change, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
+};
 use crate::{Cut, Error, Moved};
 use follow::Follower;
 use measures::Measured;
@@ -108,7 +110,7 @@ impl InstanceSpec {
         self.cuts[self.first].split.ranks()
     }
 
-    fn supervisor(&self) -> Result<Supervisor, Error> {
+    fn supervisor(&self, crew: &dyn Crew) -> Result<Supervisor, Error> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let way = |cut: &Cut| {
             let known = forecast.as_ref().and_then(|all| all.load_s(&cut.split));
@@ -131,6 +133,10 @@ impl InstanceSpec {
                 .engine
                 .max_waiting
                 .saturating_add(self.engine.max_running),
+            held_limit: match crew.is_one_machine() {
+                true => HELD_ALONE_LIMIT,
+                false => HELD_LIMIT,
+            },
             holds: self.follows,
         };
         Ok(Supervisor::new(ways, self.first, self.ranks(), policy)?)
@@ -223,7 +229,7 @@ impl Instance {
         crew: Box<dyn Crew>,
         observer: Observer,
     ) -> Result<Self, Error> {
-        let supervisor = spec.supervisor()?;
+        let supervisor = spec.supervisor(&*crew)?;
         let view = View {
             stand: supervisor.stand(),
             door: supervisor.check(),

@@ -62,8 +62,13 @@ pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 /// that cannot start have no request, and it waits for them.
 pub const FAILURES_MAX: u32 = 4;
 
-/// How long a request waits for workers that cannot start: as long as entries wait for an owner.
+/// How long a request waits for workers that cannot start, where machines may come back: as long
+/// as entries wait for an owner.
 pub const HELD_LIMIT: Duration = Duration::from_secs(120);
+
+/// The same where all workers are of one machine, whose files do not come back by themselves: with
+/// waits that double from [`FIRST_WAIT`], time for four more starts.
+pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Longest such wait.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -93,6 +98,8 @@ pub struct Policy {
     pub resume: bool,
     /// Requests that are held while the split changes, or while answers wait to go on.
     pub held_max: usize,
+    /// How long a request waits for workers that cannot start; it is lost at the next failure.
+    pub held_limit: Duration,
     /// Whether changes of the split are ordered by [`Event::Move`] alone.
     pub holds: bool,
 }

@@ -28,7 +28,9 @@ use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{Failure, Finish, Reply, Request, Ticket};
 use paceline_node::RankMoved;
 use paceline_node::messages::{FromWorker, RankFacts};
-use paceline_node::supervisor::{Action, Event, Notice, Policy, Stand, Supervisor, Way};
+use paceline_node::supervisor::{
+    Action, Event, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
+};
 
 use crate::scenario::{Random, Scenario};
 use crate::world::Node;
@@ -339,6 +341,7 @@ impl Serving {
             restart: true,
             resume: true,
             held_max: 64,
+            held_limit: HELD_LIMIT,
             holds: true,
         };
         let ranks = nodes.len() as u32;

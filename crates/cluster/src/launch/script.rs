@@ -98,9 +98,11 @@ fn environment(plan: &RankPlan, rank: usize, folder: &str) -> String {
         text += &format!("export {name}={}\n", quote(value));
     }
     for (name, content) in &plan.files {
-        let file = quote(&format!("{folder}/{name}.{rank}"));
+        let (file, of_keeper) = (quote(&format!("{folder}/{name}.{rank}")), quote(folder));
+        // Where the keeper has removed its folder the launch ends for another reason.
         text += &format!(
-            "printf '%s\\n' {} >{file} || exit {CODE_NO_START}\n",
+            "(printf '%s\\n' {} >{file}) 2>/dev/null || {{ [ ! -d {of_keeper} ] || \
+             echo cannot write {file} >&2; exit {CODE_NO_START}; }}\n",
             quote(content)
         );
         text += &format!("export {name}={file}\n");

@@ -406,6 +406,40 @@ impl Drop for Mpi {
     }
 }
 
+impl Mpi {
+    /// Waits for a message of `from`, by its number and the tag as MPI takes them; nobody else can
+    /// receive it then.
+    fn find(
+        &self,
+        call: Call,
+        from: Rank,
+        (peer, tag): (i32, i32),
+        deadline: Deadline,
+    ) -> Result<(ffi::MPI_Message, MPI_Status), Error> {
+        let mut status = MaybeUninit::<MPI_Status>::uninit();
+        let mut message = MaybeUninit::uninit();
+        let (mut found, mut looks) = (0, 0);
+        loop {
+            // SAFETY: all three are written, the last two if something was found.
+            let code = unsafe {
+                let (message, status) = (message.as_mut_ptr(), status.as_mut_ptr());
+                ffi::MPI_Improbe(peer, tag, self.handle.0, &raw mut found, message, status)
+            };
+            self.done(call, code)?;
+            if found != 0 {
+                // SAFETY: both were written.
+                return Ok(unsafe { (message.assume_init(), status.assume_init()) });
+            }
+            if deadline.left(now()).is_zero() {
+                return Err(self.fail(Error::Timeout { call, rank: from }));
+            }
+            self.held(from);
+            looks += 1;
+            self.rest(looks);
+        }
+    }
+}
+
 impl Group for Mpi {
     fn rank(&self) -> Rank {
         self.rank
@@ -489,31 +523,12 @@ impl Group for Mpi {
             self.count(call, tag as usize)?,
         );
         let (peer, of) = (self.count(call, from.0 as usize)?, datatype(into.dtype()));
-        let mut status = MaybeUninit::<MPI_Status>::uninit();
-        let mut message = MaybeUninit::uninit();
-        let (mut found, mut looks) = (0, 0);
-        loop {
-            // SAFETY: all three are written, the last two if something was found.
-            let code = unsafe {
-                let (message, status) = (message.as_mut_ptr(), status.as_mut_ptr());
-                ffi::MPI_Improbe(peer, tag, self.handle.0, &raw mut found, message, status)
-            };
-            self.done(call, code)?;
-            if found != 0 {
-                break;
-            }
-            if deadline.left(now()).is_zero() {
-                return Err(self.fail(Error::Timeout { call, rank: from }));
-            }
-            self.held(from);
-            looks += 1;
-            self.rest(looks);
-        }
+        let (mut message, mut status) = self.find(call, from, (peer, tag), deadline)?;
         let mut came = 0;
-        // SAFETY: written above; a message is received into as many elements as it has, or none of
-        // it is and the group ends.
+        // SAFETY: a message is received into as many elements as it has, or none of it is and the
+        // group ends.
         unsafe {
-            ffi::MPI_Get_count(status.as_ptr(), of, &raw mut came);
+            ffi::MPI_Get_count(&raw const status, of, &raw mut came);
         }
         if came != count {
             let got = Call {
@@ -532,15 +547,7 @@ impl Group for Mpi {
         }
         let code = into.write(|to| {
             // SAFETY: `into` has `count` elements, and the message was found and not yet received.
-            unsafe {
-                ffi::MPI_Mrecv(
-                    start_mut(to),
-                    count,
-                    of,
-                    message.as_mut_ptr(),
-                    ptr::from_mut(&mut status).cast(),
-                )
-            }
+            unsafe { ffi::MPI_Mrecv(start_mut(to), count, of, &raw mut message, &raw mut status) }
         });
         self.done(call, code)?;
         self.received

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_engine::{Failure, Reply, Request, Ticket};
 
-use super::{Action, FAILURES_MAX, HELD_LIMIT, Phase, Supervisor, Why, steer};
+use super::{Action, FAILURES_MAX, Phase, Supervisor, Why, steer};
 
 /// A request that is not over.
 #[derive(Debug)]
@@ -25,12 +25,12 @@ pub(super) struct Open {
 
 impl Open {
     /// Counts an epoch that failed; whether the answer can still come.
-    fn outlives(&mut self, now: Duration) -> bool {
+    fn outlives(&mut self, now: Duration, held_limit: Duration) -> bool {
         if std::mem::take(&mut self.in_work) {
             self.failures += 1;
             self.since = now;
         }
-        self.failures < FAILURES_MAX && now.saturating_sub(self.since) < HELD_LIMIT
+        self.failures < FAILURES_MAX && now.saturating_sub(self.since) < held_limit
     }
 }
 
@@ -214,7 +214,8 @@ impl Supervisor {
 
     /// Counts a failure; requests that failed too often, or wait too long, are lost.
     pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
-        let lost = |_: &Ticket, open: &mut Open| !open.outlives(now);
+        let limit = self.policy.held_limit;
+        let lost = |_: &Ticket, open: &mut Open| !open.outlives(now, limit);
         let lost = self.requests.0.extract_if(.., lost).collect();
         self.lost(now, lost, reason);
     }

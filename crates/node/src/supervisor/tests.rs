@@ -171,6 +171,7 @@ impl World {
             restart: !random.one_in(4),
             resume: random.one_in(2),
             held_max: 4,
+            held_limit: HELD_LIMIT,
             holds: false,
         };
         let ways = (0..ways).map(way).collect();

@@ -19,6 +19,7 @@ impl Failing {
             restart: true,
             resume,
             held_max: 4,
+            held_limit: HELD_LIMIT,
             holds: ways > 1,
         };
         let way = Way {
