@@ -52,7 +52,9 @@ mount -t proc proc "$1/proc"
 exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 sh -euc "$2"
 """
 
-WITHOUT_RUST = "if command -v cargo rustc paceline >/dev/null; then echo this root is not fresh; exit 9; fi; "
+#: A shell need look for one name at a time only.
+WITHOUT_RUST = ("for program in cargo rustc paceline; do "
+                "if command -v $program >/dev/null; then echo this root is not fresh; exit 9; fi; done; ")
 
 
 class Skip(Exception):

@@ -104,11 +104,12 @@ def main() -> None:
                            stdout=subprocess.PIPE).stdout
     spread = Node.options(scheduling_strategy="SPREAD")
     first = spread.remote(token, [])
-    peers = [ray.get(first.address.remote())]
-    others = [spread.remote(token, peers) for _ in range(arguments.nodes - 1)]
-    meet(first, arguments.nodes)
-    print(ray.get(first.run.remote("load", arguments.model, "--nodes", str(arguments.nodes))), end="")
+    others: list = []
     try:
+        peers = [ray.get(first.address.remote())]
+        others += [spread.remote(token, peers) for _ in range(arguments.nodes - 1)]
+        meet(first, arguments.nodes)
+        print(ray.get(first.run.remote("load", arguments.model, "--nodes", str(arguments.nodes))), end="")
         if arguments.ask is not None:
             print(ray.get(first.run.remote("run", arguments.model, arguments.ask)))
             return

@@ -59,7 +59,7 @@ enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
         /// Steps to run, in this order, instead of
-        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,docs.
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,gpu,sdk,wheel,docs.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.

@@ -159,6 +159,15 @@ pub(crate) enum Error {
     /// One adapter, and several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
+    /// Two models that clients could not tell apart.
+    #[error("two models would answer by the name {name}")]
+    SameName {
+        /// The name.
+        name: String,
+    },
+    /// An adapter, and no model.
+    #[error("--adapter is for a model, and there is none")]
+    AdapterAlone,
     /// Something lies where a result is to go.
     #[error("{} is there already", path.display())]
     OutputThere {
@@ -221,6 +230,9 @@ impl Error {
                 | Self::CpuOnly { .. }
                 | Self::DraftOf { .. }
                 | Self::WorkerByHand
+                | Self::AdapterOfSeveral
+                | Self::AdapterAlone
+                | Self::SameName { .. }
                 | Self::Needed { .. }
         )
     }

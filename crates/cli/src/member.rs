@@ -184,12 +184,7 @@ impl NodeArgs {
 
     /// Where a rank that this node starts for another machine's measurement listens.
     pub(crate) fn rank_args(&self) -> Vec<OsString> {
-        let ports = self.data_ports.as_ref();
-        let ports = ports
-            .map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
-        let interface = self.data_interface();
-        let interface = interface.map(|name| format!("--data-interface={name}").into());
-        ports.into_iter().chain(interface).collect()
+        listen_args(self.data_ports.as_ref(), self.data_interface())
     }
 
     fn facts(&self, class: KernelClass) -> Facts {
@@ -199,6 +194,14 @@ impl NodeArgs {
             ..facts(name, class)
         }
     }
+}
+
+/// Arguments of a rank that listens at these ports, over this interface.
+pub(crate) fn listen_args(ports: Option<&Ports>, interface: Option<&str>) -> Vec<OsString> {
+    let ports =
+        ports.map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
+    let interface = interface.map(|name| format!("--data-interface={name}").into());
+    ports.into_iter().chain(interface).collect()
 }
 
 /// The node of this home as `up` has it without options, but found by nobody.

@@ -290,7 +290,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let name = foreign::needed(args.model.as_ref(), "MODEL")?;
     let found = pull::ensure(name, signals)?;
     let job = args.job(found.path)?;
-    let (report, nodes) = signals.orderly(|cancel| {
+    let (report, crew) = signals.orderly(|cancel| {
         let stop = || cancel.is_cancelled();
         train(args, (&job, output, name), &stop)
     })?;
@@ -298,7 +298,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let curve = output.join("loss.svg");
     std::fs::write(&curve, svg(&metrics)).with_context(|| curve.display().to_string())?;
     if args.json {
-        return print(&as_json(&report, (args, output), nodes).to_string());
+        return print(&as_json(&report, (args, output), crew).to_string());
     }
     let [first, last] = report.loss;
     print(&format!(
@@ -312,7 +312,7 @@ fn train(
     args: &Args,
     (job, output, name): (&Job, &Path, &str),
     stop: &dyn Fn() -> bool,
-) -> anyhow::Result<(Report, usize)> {
+) -> anyhow::Result<(Report, CrewSize)> {
     let posts = places::posts(args, name)?;
     let here = posts.iter().filter(|post| post.place.is_empty()).count();
     let threads = args.threads(here.max(1));
@@ -352,17 +352,26 @@ fn train(
         memory: &process::peak_memory_bytes,
         stop,
     };
-    let mut watch = Watch::new(nodes, threads);
+    let told = args.threads.map(usize::from);
+    let told = told.or_else(|| all_here.then_some(threads));
+    let mut watch = Watch::new(nodes, told);
     let report = run.train(&mut crew, options, &mut |progress| watch.hear(progress));
     watch.end();
     let report = report?;
     if report.lost > 0 {
         tell(format_args!("{} workers were lost on the way", report.lost));
     }
-    Ok((report, nodes))
+    Ok((report, (nodes, told)))
 }
 
-fn as_json(report: &Report, (args, output): (&Args, &Path), nodes: usize) -> serde_json::Value {
+/// Nodes, and threads of each; those of other machines are not known.
+type CrewSize = (usize, Option<usize>);
+
+fn as_json(
+    report: &Report,
+    (args, output): (&Args, &Path),
+    (nodes, threads): CrewSize,
+) -> serde_json::Value {
     json!({
         "output": output,
         "steps": report.steps,
@@ -373,7 +382,7 @@ fn as_json(report: &Report, (args, output): (&Args, &Path), nodes: usize) -> ser
         "digest": report.digest,
         "nodes": nodes,
         "stages": args.stages,
-        "threads": args.threads(nodes),
+        "threads": threads,
         "lost": report.lost,
         "files": report.files,
     })

@@ -193,6 +193,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         process::end_with_parent().context("cannot watch the parent")?;
     }
     args.split.check()?;
+    if args.model().is_none() && !args.adapter.is_empty() {
+        return Err(Error::AdapterAlone.into());
+    }
     let each = args.each();
     args.check_draft(each.len())?;
     if each.len() > 1 {

@@ -109,9 +109,9 @@ fn pass_worker(mut from: ChildStdout, started: &Sender<()>, mut to: UnixStream) 
     }
 }
 
-/// Reads up to a line and its newline, and whether it came; byte by byte: what follows is
-/// another's.
-fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
+/// Reads up to a line and its newline, and whether it came within the first 64 KiB; byte by byte:
+/// what follows is another's.
+pub fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
     let mut line = Vec::new();
     let mut byte = [0];
     for _ in 0..NOISE_BYTES_MAX {

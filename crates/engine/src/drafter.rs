@@ -372,7 +372,8 @@ impl Drafter {
         }
         let is_tried = cost + outlook.trial() <= self.allowance;
         if is_tried {
-            self.allowance -= cost;
+            // The rest is charged with the passes that read it.
+            self.allowance -= behind.min(CATCH_UP_ROWS) as f64 * row;
         }
         is_tried
     }

@@ -468,9 +468,7 @@ impl Engine {
             }
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        let beyond = rows.iter_mut().filter(|rows| **rows > 0);
-        let most = self.running.len().div_ceil(self.compute.depth());
-        beyond.skip(most).for_each(|rows| *rows = 0);
+        self.deal(&mut rows);
         let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
         let room = self.config.max_rows.saturating_sub(decoding);
@@ -481,6 +479,16 @@ impl Engine {
             rows[index] = share;
         }
         rows
+    }
+
+    /// Leaves a batch its share of the sequences, where several batches are under way. Sequences
+    /// without rows under way come first: the next rows of a long prompt could follow those in
+    /// every batch, and take the turns of others.
+    fn deal(&self, rows: &mut [usize]) {
+        let most = self.running.len().div_ceil(self.compute.depth());
+        let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
+        wanting.sort_by_key(|at| self.running[*at].flights); // stable: of equal ones the oldest
+        wanting.iter().skip(most).for_each(|at| rows[*at] = 0);
     }
 
     /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is

@@ -17,7 +17,8 @@ use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use crate::journal::Journal;
 use crate::messages::{FromWorker, ToWorker};
 use crate::sort::Store;
-use crate::{Choice, Device, Error, Leases, Partial, Prepared, Scratch, Task};
+use crate::worker::cores_for;
+use crate::{Choice, Device, Error, Kind, Leases, Partial, Prepared, Scratch, Task};
 
 /// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
 /// what it computes; ten seconds without one is a stopped process or a machine that swaps.
@@ -35,6 +36,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Parts that a worker has for each of its threads: one under way and one that waits.
 const PARTS_AHEAD: usize = 2;
+
+/// Most threads that a worker is believed to have.
+const THREADS_MAX: usize = 1024;
 
 /// What computes: one job after the other.
 #[derive(Debug)]
@@ -115,25 +119,29 @@ impl Crew {
                 _ => REMOTE_START,
             },
         };
-        let threads = processes.threads;
+        // Other machines are taken to have as many cores as this one, until they say it.
+        let threads = cores_for(processes.threads);
         let mut team = Team {
             workers: Workers::spawn(spec)?,
             alive: vec![true; count],
             hosts: processes.hosts,
             lost: 0,
             last: String::new(),
-            threads: threads.max(1),
+            threads,
             job: 0,
             inputs: 0,
             device_parts: 0,
             pieces: BTreeMap::new(),
         };
         for rank in 0..team.workers.count() {
-            let device = processes.device;
-            team.send(Rank(rank), &ToWorker::Start { threads, device });
+            let start = ToWorker::Start {
+                threads: processes.threads,
+                device: processes.device,
+            };
+            team.send(Rank(rank), &start);
         }
         Ok(Self {
-            threads: threads.max(1),
+            threads,
             choice: processes.device,
             device: None,
             device_parts: 0,
@@ -339,6 +347,7 @@ struct Team {
     lost: u32,
     /// What became of the last worker that was lost.
     last: String,
+    /// Threads of each, as jobs are planned.
     threads: usize,
     /// Number of the job under way.
     job: u64,
@@ -392,12 +401,16 @@ impl Team {
 
     fn hear(&mut self, from: Rank, message: FromWorker, run: &mut Run<'_>) -> Result<(), Error> {
         match message {
-            FromWorker::Ready { job, inputs } if job == self.job => {
+            FromWorker::Ready {
+                job,
+                inputs,
+                threads,
+            } if job == self.job => {
                 if inputs != self.inputs {
                     let worker = self.name(from);
                     return Err(Error::OtherInputs { worker });
                 }
-                let parts = PARTS_AHEAD * self.threads;
+                let parts = self.ahead(threads.clamp(1, THREADS_MAX), run.task);
                 self.lease(from, parts, run);
             }
             FromWorker::Done {
@@ -430,6 +443,15 @@ impl Team {
             }
         }
         Ok(())
+    }
+
+    /// Parts that a worker of so many threads gets at first. Those of a sort take memory, which is
+    /// planned for as many threads as all have.
+    const fn ahead(&self, threads: usize, task: &Task) -> usize {
+        match task.kind {
+            Kind::Scatter(_) | Kind::Gather(_) if threads > self.threads => self.threads,
+            _ => PARTS_AHEAD * threads,
+        }
     }
 
     /// What people call a worker.

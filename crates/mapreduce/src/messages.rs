@@ -34,6 +34,8 @@ pub(crate) enum FromWorker {
         job: u64,
         /// What the inputs look like there ([`Task::looks`]).
         inputs: u64,
+        /// Threads that compute there.
+        threads: usize,
     },
     /// Some of a part's result, which is too long for one message. Counts once the rest came.
     Piece {

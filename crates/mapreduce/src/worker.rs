@@ -72,7 +72,9 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
     let device = choice.open()?;
     let (sender, waiting) = sync_channel::<Work>(WAITING_MAX);
     let waiting = Arc::new(Mutex::new(waiting));
-    for device in choice.threads(cores_for(threads), device.as_ref()) {
+    let devices = choice.threads(cores_for(threads), device.as_ref());
+    let threads = devices.len();
+    for device in devices {
         let (channel, waiting) = (Arc::clone(channel), Arc::clone(&waiting));
         let thread = std::thread::Builder::new().name("part".to_owned());
         let started = thread.spawn(move || compute(&channel, &waiting, device, choice));
@@ -84,7 +86,12 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
             (Some(ToWorker::Job { job, task }), _) => {
                 current = Some((job, Arc::new(task.prepare()?)));
                 let inputs = task.looks()?;
-                channel.send(&FromWorker::Ready { job, inputs })?;
+                let ready = FromWorker::Ready {
+                    job,
+                    inputs,
+                    threads,
+                };
+                channel.send(&ready)?;
             }
             (Some(ToWorker::Lease(part)), Some((job, prepared))) => {
                 // The threads never end before the process.
@@ -97,7 +104,7 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
 }
 
 /// So many threads, or one for each core.
-fn cores_for(threads: usize) -> usize {
+pub(crate) fn cores_for(threads: usize) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
     match threads {
         0 => cores(),

@@ -12,6 +12,7 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
 use crate::kept::Kept;
+use crate::links::STEPS_MAX;
 use crate::step::{Batch, BatchSize, Workspace};
 use crate::{
     Config, Error, ExpertUses, Followed, KeptPage, Links, Model, PageStore, Shard, WindowPool,
@@ -121,7 +122,8 @@ pub trait Compute: fmt::Debug + Send {
     /// pages than positions: the caller's duty. On a rank that does not lead.
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
 
-    /// How many steps may be under way at once: of a pipeline, one for each stage.
+    /// How many steps may be under way at once: of a pipeline, one for each stage, as far as their
+    /// messages have room.
     fn depth(&self) -> usize {
         1
     }
@@ -274,11 +276,13 @@ impl Compute for OnCpu {
     }
 
     fn depth(&self) -> usize {
-        self.model.links().map_or(1, |_| self.model.shard().stages)
+        let stages = self.model.shard().stages.min(STEPS_MAX);
+        self.model.links().map_or(1, |_| stages)
     }
 
     fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
-        self.model.announce(batch, &mut self.workspace)?;
+        let workspace = &mut self.workspace;
+        self.model.announce(batch, workspace, self.announced)?;
         self.announced += 1;
         Ok(())
     }

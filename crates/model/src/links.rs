@@ -15,7 +15,7 @@
 use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, Rank, tree};
-use paceline_comm::{Deadline, Group};
+use paceline_comm::{Deadline, Group, MESSAGES_HELD};
 
 use crate::plan::{HEADER_WORDS, Plan};
 use crate::progress::Progress;
@@ -29,6 +29,14 @@ const PLAN: u32 = 1;
 const RESIDUAL: u32 = 2;
 const LOGITS: u32 = 3;
 const RECALLED: u32 = 4;
+
+/// Messages that the residual of a step comes in: one for each half.
+const RESIDUALS: usize = 2;
+
+/// Most steps of a pipeline under way at once. The leader receives nothing while it waits until a
+/// rank takes a plan. The residuals of all other steps must have room with it meanwhile: else the
+/// stage before it takes no plan either, and both wait for ever. 5 with 8 messages held.
+pub(crate) const STEPS_MAX: usize = 1 + MESSAGES_HELD / RESIDUALS;
 
 /// The groups that a rank of a split model computes with.
 #[derive(Debug)]
@@ -159,15 +167,23 @@ impl Links {
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
         self.trace.next_step();
-        self.announce_ahead(words)
+        self.announce_step(words, 0)
     }
 
-    /// As [`announce`](Self::announce), of what this rank computes later or not at all: a trace
-    /// counts a step when it is computed.
+    /// As [`announce`](Self::announce), of the step that is so many `ahead` of the last one that
+    /// the trace has counted: it counts a step when it is computed.
+    pub(crate) fn announce_step(&self, words: &[u32], ahead: u64) -> Result<(), Error> {
+        let began = self.trace.begin();
+        self.announce_ahead(words)?;
+        self.trace.end_ahead(began, Kind::Plan, ahead);
+        Ok(())
+    }
+
+    /// Sends every other rank words that it reads where it waits for a plan. A trace has nothing of
+    /// them: ranks' times are compared by their plans.
     pub(crate) fn announce_ahead(&self, words: &[u32]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let deadline = self.deadline();
-        let began = self.trace.begin();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let (header, rest) = bytes.split_at(4 * HEADER_WORDS);
         for rank in (0..self.world.size()).map(Rank) {
@@ -179,7 +195,6 @@ impl Links {
                 self.world.send(rest, rank, PLAN, deadline)?;
             }
         }
-        self.trace.end(began, Kind::Plan, 0);
         Ok(())
     }
 
@@ -211,9 +226,10 @@ impl Links {
         if len > HEADER_WORDS {
             self.receive_words(leader, len - HEADER_WORDS, words)?;
         }
-        if !kept::is_message(words) {
-            self.trace.next_step();
+        if kept::is_message(words) {
+            return Ok(());
         }
+        self.trace.next_step();
         self.trace.end(began, Kind::Plan, 0);
         self.trace.begin_step();
         Ok(())
@@ -368,6 +384,49 @@ mod tests {
     use paceline_comm::local;
 
     use super::*;
+
+    /// Plans of two messages, pages to keep behind each step, and steps in two halves: a stage that
+    /// is ahead of the leader and the leader wait for each other's room in turns.
+    #[test]
+    fn the_leader_announces_no_more_steps_than_residuals_have_room() {
+        let patience = Duration::from_secs(20);
+        let worlds = local::ranks(2).into_iter().zip(local::ranks(2));
+        let mut links =
+            worlds.map(|(world, stage)| Links::new(Box::new(world), Box::new(stage), patience));
+        let (first, last) = (links.next().unwrap(), links.next().unwrap());
+        let steps = 4 * STEPS_MAX;
+        let stage = std::thread::spawn(move || {
+            let mut words = Vec::new();
+            for _ in 0..2 * steps {
+                first.next_plan(Rank(1), &mut words).unwrap();
+                let computes = !kept::is_message(&words);
+                for _ in 0..RESIDUALS * usize::from(computes) {
+                    let until = first.deadline();
+                    let sent = first.world.send(&[1.0_f32], Rank(1), RESIDUAL, until);
+                    sent.unwrap();
+                }
+            }
+        });
+        let announce = |kind| {
+            let mut words = vec![0; 2 * HEADER_WORDS];
+            (words[0], words[1]) = (2 * HEADER_WORDS as u32, kind);
+            last.announce_ahead(&words).unwrap();
+        };
+        for step in 0..steps + STEPS_MAX {
+            if let Some(computed) = step.checked_sub(STEPS_MAX) {
+                for _ in 0..RESIDUALS {
+                    let (mut half, until) = ([0.0_f32], last.deadline());
+                    let came = last.world.recv(&mut half, Rank(0), RESIDUAL, until);
+                    came.unwrap_or_else(|error| panic!("step {computed}: {error}"));
+                }
+                announce(3); // pages to keep
+            }
+            if step < steps {
+                announce(1); // a step
+            }
+        }
+        stage.join().unwrap();
+    }
 
     #[test]
     fn ranks_in_different_layers_are_told_which() {

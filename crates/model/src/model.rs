@@ -342,14 +342,19 @@ impl Model {
     }
 
     /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced)
-    /// computes.
-    pub(crate) fn announce(&self, batch: &Batch<'_>, ws: &mut Workspace) -> Result<(), Error> {
+    /// computes, behind so many that were `announced` before.
+    pub(crate) fn announce(
+        &self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        announced: usize,
+    ) -> Result<(), Error> {
         let Some(links) = &self.links else {
             return Ok(());
         };
         let words = ws.words_mut();
         Plan::write(batch, words);
-        links.announce_ahead(words)
+        links.announce_step(words, announced as u64 + 1)
     }
 
     /// As [`forward`](Self::forward), of the step that was announced first.

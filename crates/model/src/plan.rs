@@ -232,7 +232,6 @@ impl Limits<'_> {
     }
 }
 
-/// Writes the length and pads to a header.
 /// Reads `words` as a plan, for fuzzing.
 pub(crate) fn parse(words: &[u32]) {
     if words.len() < HEADER_WORDS {
@@ -259,6 +258,7 @@ pub(crate) fn parse(words: &[u32]) {
     }
 }
 
+/// Writes the length and pads to a header.
 fn finish(words: &mut Vec<u32>) {
     let len = words.len().max(HEADER_WORDS);
     words.resize(len, 0);

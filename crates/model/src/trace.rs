@@ -170,7 +170,15 @@ impl Tracer {
     /// Records a span that [`begin`](Self::begin) began and that ends now.
     pub fn end(&self, began: Option<Instant>, kind: Kind, n: usize) {
         if let Some(began) = began {
-            self.record(began, kind, n);
+            self.record((began, kind, n), 0);
+        }
+    }
+
+    /// As [`end`](Self::end), of something that belongs to a step so many `ahead` of the last one
+    /// that was counted.
+    pub(crate) fn end_ahead(&self, began: Option<Instant>, kind: Kind, ahead: u64) {
+        if let Some(began) = began {
+            self.record((began, kind, 0), ahead);
         }
     }
 
@@ -195,7 +203,7 @@ impl Tracer {
     }
 
     #[cold]
-    fn record(&self, began: Instant, kind: Kind, n: usize) {
+    fn record(&self, (began, kind, n): (Instant, Kind, usize), ahead: u64) {
         let now = Instant::now();
         let mut book = lock(&self.0.book);
         let Some(start) = book.start else {
@@ -210,7 +218,7 @@ impl Tracer {
         book.trace.spans.push(Span {
             kind,
             lane: is_second.into(),
-            step: self.0.step.load(Ordering::Relaxed),
+            step: self.0.step.load(Ordering::Relaxed) + ahead,
             n: u32::try_from(n).unwrap_or(u32::MAX),
             begin_ns: since(began),
             end_ns: since(now),
@@ -236,6 +244,19 @@ mod tests {
         assert!(trace.start_unix_ns > 0 && trace.spans[0].begin_ns <= trace.spans[0].end_ns);
         tracer.end(late, Kind::Sum, 3);
         assert_eq!(tracer.stop(), RankTrace::default(), "stopped meanwhile");
+    }
+
+    #[test]
+    fn what_is_announced_belongs_to_a_later_step() {
+        let tracer = Tracer::default();
+        tracer.start();
+        tracer.end_ahead(tracer.begin(), Kind::Plan, 1);
+        tracer.end_ahead(tracer.begin(), Kind::Plan, 2);
+        tracer.next_step();
+        tracer.end(tracer.begin(), Kind::Step, 9);
+        let trace = tracer.stop();
+        let steps: Vec<_> = trace.spans.iter().map(|s| (s.kind, s.step)).collect();
+        assert_eq!(steps, [(Kind::Plan, 1), (Kind::Plan, 2), (Kind::Step, 1)]);
     }
 
     /// A follower waits for its plan for long before somebody traces it.

@@ -515,8 +515,12 @@ impl Shell {
                 FromWorker::Busy { epoch, busy } => {
                     let follower = self.follower.as_mut();
                     let better = follower.and_then(|it| it.hear(*rank, *epoch, *busy));
-                    if let Some(Move { to, gain }) = better {
-                        self.step(Event::Move { to, gain });
+                    let Some(Move { to, gain }) = better else {
+                        return;
+                    };
+                    match &mut self.follower {
+                        Some(follower) if self.supervisor.is_refused(to) => follower.close(to),
+                        _ => self.step(Event::Move { to, gain }),
                     }
                     return;
                 }

@@ -67,8 +67,12 @@ pub const FAILURES_MAX: u32 = 4;
 pub const HELD_LIMIT: Duration = Duration::from_secs(120);
 
 /// The same where all workers are of one machine, whose files do not come back by themselves: with
-/// waits that double from [`FIRST_WAIT`], time for four more starts.
+/// waits that double from [`FIRST_WAIT`], time for four more starts that fail at once.
 pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Starts that fail before a request is lost, however long they take: a large model loads for
+/// longer than a request is held.
+pub const STARTS_MIN: u32 = 4;
 
 /// Longest such wait.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -411,6 +415,11 @@ impl Supervisor {
     /// Place of the way in use, or of the last epoch.
     pub const fn way(&self) -> usize {
         self.way
+    }
+
+    /// Whether a way could not be started before, and so is not changed to.
+    pub fn is_refused(&self, way: usize) -> bool {
+        self.steering.is_refused(way)
     }
 
     /// Number of the last epoch that was begun; 0 before the first.

@@ -308,7 +308,9 @@ impl Worker<'_> {
     fn store(&self, job: &Job, weights: &dyn Weights) -> Option<Box<dyn PageStore>> {
         // MLX has its cache in arrays of its own.
         let disk = self.disk.as_ref().filter(|_| !weights.class().is_mlx())?;
-        match Disk::open(disk, &job.identity, weights) {
+        // The identity has samples of the weights: another training may differ between them.
+        let stamp = Stamp::of(&job.model).ok()?;
+        match Disk::open(disk, &format!("{}/{stamp:?}", job.identity), weights) {
             Ok(disk) => Some(Box::new(disk)),
             Err(error) => {
                 warn!(folder = %disk.folder.display(), %error, "no prefix cache");
@@ -368,7 +370,7 @@ impl Worker<'_> {
         let listener = listen(job.listen, self.ports.clone())?;
         let addr = listener.addr();
         self.send(&FromWorker::Listening { addr })?;
-        let addrs = match self.channel.recv(START_LIMIT)? {
+        let addrs = match self.hear_join()? {
             Some(ToWorker::Join { mut addrs }) => {
                 addrs
                     .iter_mut()
@@ -399,6 +401,19 @@ impl Worker<'_> {
         let stage = world.split(shard.stage as u32, job.rank, deadline)?;
         let patience = Duration::from_secs(job.patience_s);
         Ok(Some(Links::new(world, stage, patience)))
+    }
+
+    /// The next message that is no question to an epoch: the instance may ask every rank at any
+    /// time, and one without an epoch has no answer. `None` where none comes in time.
+    fn hear_join(&self) -> Result<Option<ToWorker>, Error> {
+        let until = Instant::now() + START_LIMIT;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.channel.recv(left)? {
+                Some(ToWorker::Measure | ToWorker::Look | ToWorker::Trace { .. }) => {}
+                other => return Ok(other),
+            }
+        }
     }
 
     /// Does what a message of an epoch asks for. Between epochs it is late, and nothing happens.

@@ -53,6 +53,8 @@ pub struct Follow {
     ways: Vec<Shares>,
     /// Ranks of each stage, the same at all ways.
     stages: Vec<Range<usize>>,
+    /// Ways that cannot be had.
+    closed: Vec<bool>,
     at: usize,
     first: usize,
     /// Seconds that each rank would take for all of the model.
@@ -72,6 +74,7 @@ impl Follow {
         assert!(ways.iter().flatten().all(is_share), "shares {ways:?}");
         let takes = vec![None; ways[at].len()];
         Self {
+            closed: vec![false; ways.len()],
             ways,
             stages,
             at,
@@ -84,6 +87,15 @@ impl Follow {
     /// Way `at` is in use from now on.
     pub const fn moved(&mut self, at: usize) {
         self.at = at;
+        self.better = None;
+    }
+
+    /// Way `way` cannot be had: it is named no more.
+    ///
+    /// # Panics
+    /// When there is no such way.
+    pub fn close(&mut self, way: usize) {
+        self.closed[way] = true;
         self.better = None;
     }
 
@@ -110,7 +122,7 @@ impl Follow {
     /// A way that is better by what is known now.
     fn better_now(&self, change: Duration) -> Option<Move> {
         let now = self.step(self.at)?;
-        let others = (0..self.ways.len()).filter(|way| *way != self.at);
+        let others = (0..self.ways.len()).filter(|way| *way != self.at && !self.closed[*way]);
         let steps = others.filter_map(|way| Some((way, self.step(way)?)));
         let (to, step) = steps.min_by(|a, b| a.1.total_cmp(&b.1))?;
         let gain = now / step;
@@ -119,7 +131,8 @@ impl Follow {
             return Some(Move { to, gain });
         }
         let (to, gain) = (self.first, now / self.step(self.first)?);
-        let is_back = self.at != to && gain >= NO_WORSE && change < HORIZON / 10;
+        let is_back =
+            self.at != to && !self.closed[to] && gain >= NO_WORSE && change < HORIZON / 10;
         is_back.then_some(Move { to, gain })
     }
 
@@ -191,6 +204,13 @@ mod tests {
         assert_eq!(moves(&mut follow, [0.02, 0.02], 5), [0], "and back");
         // The other one, to the last of its shares.
         assert_eq!(moves(&mut follow, [0.02, 0.2], 10).last(), Some(&4));
+    }
+
+    #[test]
+    fn a_way_that_cannot_be_had_is_passed_over() {
+        let mut follow = tensor(0);
+        follow.close(2);
+        assert_eq!(moves(&mut follow, [0.04, 0.02], 5), [1]);
     }
 
     #[test]

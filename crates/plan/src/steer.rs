@@ -172,6 +172,11 @@ impl Steering {
         })
     }
 
+    /// Whether way `i` could not be started before.
+    pub fn is_refused(&self, i: usize) -> bool {
+        self.ways.get(i).is_some_and(|way| way.refused)
+    }
+
     /// Place of the way in use.
     pub const fn at(&self) -> usize {
         self.at

@@ -85,7 +85,7 @@ struct Shared {
     keys: Option<Arc<Watched>>,
     phase: watch::Receiver<Phase>,
     streams: Arc<Semaphore>,
-    watches: Semaphore,
+    watches: Arc<Semaphore>,
     /// The API below.
     api: Router,
 }
@@ -105,7 +105,7 @@ pub(crate) fn over(
         config,
         phase,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
-        watches: Semaphore::new(WATCHES_MAX),
+        watches: Arc::new(Semaphore::new(WATCHES_MAX)),
         api,
     };
     Ok(Router::new().fallback(answer).with_state(Arc::new(shared)))
@@ -229,13 +229,17 @@ impl Shared {
 
     async fn stages(&self, id: String) -> Result<Response, Rejection> {
         let limit = WATCHES_MAX;
-        let permit = self.watches.try_acquire();
-        let _permit = permit.map_err(|_| Rejection::TooManyRequests { limit })?;
+        let permit = Arc::clone(&self.watches).try_acquire_owned();
+        let permit = permit.map_err(|_| Rejection::TooManyRequests { limit })?;
         let look = self.config.board.stages.clone();
         let look = look.ok_or_else(|| Rejection::Invalid {
             reason: "there are no instances here".into(),
         })?;
-        let told = blocking(move || look(&id)).await;
+        let watch = move || {
+            let _permit = permit; // the look goes on when its client is gone
+            look(&id)
+        };
+        let told = blocking(watch).await;
         let told = told.ok_or(Rejection::Broken { what: "look" })?;
         told.map(|stages| json(&stages))
             .map_err(|reason| Rejection::Invalid { reason })

@@ -1,7 +1,7 @@
 //! What a training would take, before anything is loaded.
 //!
 //! Pure: counts of the model's shape, rates and watts of machines in, memory, seconds, bytes and
-//! joules out. docs/guide.md says how near it is.
+//! joules out.
 
 use paceline_model::Config;
 use paceline_tensor::Kernels;

@@ -106,6 +106,21 @@ impl Task {
     pub(crate) fn roots_file(&self, stage: usize) -> String {
         roots_file(self.step, self.leaf, self.leaf + 1, stage)
     }
+
+    /// Files that nothing reads any more when the leaf has gone through the stage.
+    pub(crate) fn spent(&self, stage: Stage) -> Vec<String> {
+        let mut files = Vec::new();
+        if self.back {
+            files.push(self.roots_file(stage.index));
+        }
+        if !stage.is_first() && (self.back || self.set == Set::Valid) {
+            files.push(self.inputs_file(stage.index));
+        }
+        if self.back && !stage.is_last() {
+            files.push(self.gradient_file(stage.index + 1));
+        }
+        files
+    }
 }
 
 impl ToWorker {

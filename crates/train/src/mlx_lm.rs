@@ -21,8 +21,6 @@ pub fn options(text: &str) -> Result<Vec<(&'static str, String)>, String> {
         ("data", "--data"),
         ("adapter_path", "--output"),
         ("max_seq_length", "--max-tokens-per-row"),
-        ("steps_per_eval", "--eval-every"),
-        ("save_every", "--save-every"),
         ("seed", "--seed"),
     ] {
         let value = config.get(entry).cloned().unwrap_or_else(|| default(entry));
@@ -34,11 +32,7 @@ pub fn options(text: &str) -> Result<Vec<(&'static str, String)>, String> {
     if let Some(model) = config.get("model") {
         out.push(("MODEL", plain("model", model)?));
     }
-    let gathered = whole(&get, "grad_accumulation_steps")?.max(1);
-    let batch = whole(&get, "batch_size")?;
-    out.push(("--batch", batch.saturating_mul(gathered).to_string()));
-    let steps = whole(&get, "iters")?.div_ceil(gathered);
-    out.push(("--steps", steps.to_string()));
+    steps(&get, &mut out)?;
     out.push((
         "--method",
         one_of(
@@ -49,13 +43,8 @@ pub fn options(text: &str) -> Result<Vec<(&'static str, String)>, String> {
     ));
     let rules = [("adam", "adamw"), ("adamw", "adamw"), ("sgd", "sgd")];
     out.push(("--optimizer", one_of(&get, "optimizer", &rules)?));
-    // mlx-lm decays weights in adamw alone, by MLX's default, and shortens no gradient.
-    let decay = if get("optimizer") == "adamw" {
-        "0.01"
-    } else {
-        "0"
-    };
-    out.push(("--weight-decay", decay.to_owned()));
+    out.push(("--weight-decay", decay(&get)?));
+    // It shortens no gradient.
     out.push(("--clip", "0".to_owned()));
     let last = get("mask_prompt") == Value::Bool(true);
     out.push(("--train-on", if last { "last" } else { "all" }.to_owned()));
@@ -69,7 +58,7 @@ pub fn options(text: &str) -> Result<Vec<(&'static str, String)>, String> {
             ));
         }
     }
-    schedule(&get, gathered, &mut out)?;
+    schedule(&get, &mut out)?;
     lora(&get("lora_parameters"), &mut out)?;
     Ok(out)
 }
@@ -118,12 +107,46 @@ fn one_of(get: Get<'_>, entry: &str, known: &[(&str, &str)]) -> Result<String, S
     ours.ok_or_else(|| format!("{entry} is {value}, expected one of {}", names.join(", ")))
 }
 
-/// The learning rate and how it goes on.
-fn schedule(
-    get: Get<'_>,
-    gathered: u64,
-    out: &mut Vec<(&'static str, String)>,
-) -> Result<(), String> {
+/// Counts of iterations, of which some make an update: our step. Those behind the last update make
+/// none.
+fn steps(get: Get<'_>, out: &mut Vec<(&'static str, String)>) -> Result<(), String> {
+    let gathered = whole(get, "grad_accumulation_steps")?.max(1);
+    let batch = whole(get, "batch_size")?.saturating_mul(gathered);
+    out.push(("--batch", batch.to_string()));
+    out.push(("--steps", (whole(get, "iters")? / gathered).to_string()));
+    for (entry, option) in [
+        ("steps_per_eval", "--eval-every"),
+        ("save_every", "--save-every"),
+    ] {
+        let every = (whole(get, entry)? / gathered).max(1);
+        out.push((option, every.to_string()));
+    }
+    Ok(())
+}
+
+/// Decay of weights: in adamw MLX's, unless the optimizer's own entries say another one.
+fn decay(get: Get<'_>) -> Result<String, String> {
+    let rule = get("optimizer");
+    let rule = rule.as_str().unwrap_or_default();
+    let usual = if rule == "adamw" { 0.01 } else { 0.0 };
+    let own = get("optimizer_config")[rule].clone();
+    let own = own.as_object().cloned().unwrap_or_default();
+    if let Some(other) = own.keys().find(|key| *key != "weight_decay") {
+        return Err(format!(
+            "optimizer_config.{rule}.{other} is {}, expected weight_decay alone",
+            own[other]
+        ));
+    }
+    let Some(value) = own.get("weight_decay") else {
+        return Ok(usual.to_string());
+    };
+    let number = value.as_f64();
+    let number = number.ok_or_else(|| format!("weight_decay is {value}, expected a number"))?;
+    Ok(number.to_string())
+}
+
+/// The learning rate and how it goes on, update by update.
+fn schedule(get: Get<'_>, out: &mut Vec<(&'static str, String)>) -> Result<(), String> {
     let (mut rate, schedule) = (get("learning_rate"), get("lr_schedule"));
     let (mut name, mut warmup) = ("constant", 0);
     if !schedule.is_null() {
@@ -142,7 +165,7 @@ fn schedule(
         if end != 0.0 {
             return Err(format!("lr_schedule ends at {end}, expected 0"));
         }
-        warmup = schedule["warmup"].as_u64().unwrap_or(0).div_ceil(gathered);
+        warmup = schedule["warmup"].as_u64().unwrap_or(0);
     }
     let number = rate.as_f64();
     let number = number.ok_or_else(|| format!("the learning rate is {rate}, expected a number"))?;
@@ -295,6 +318,10 @@ num_layers: 8
 batch_size: 4
 grad_accumulation_steps: 2
 iters: 101
+optimizer: adamw
+optimizer_config:
+  adamw:
+    weight_decay: 0.05
 learning_rate: 1e-4
 mask_prompt: true
 max_seq_length: 512
@@ -327,10 +354,11 @@ lr_schedule:
             ("--seed", "7"),
             ("--layers", "8"),
             ("--batch", "8"),
-            ("--steps", "51"),
+            ("--steps", "50"),
+            ("--weight-decay", "0.05"),
             ("--lr", "0.00002"),
             ("--schedule", "cosine"),
-            ("--warmup", "50"),
+            ("--warmup", "100"),
             ("--train-on", "last"),
             ("--max-tokens-per-row", "512"),
             ("--rank", "8"),
@@ -338,7 +366,8 @@ lr_schedule:
             ("--dropout", "0.1"),
             ("--targets", "q_proj,v_proj"),
             ("--clip", "0"),
-            ("--save-every", "100"),
+            ("--save-every", "50"),
+            ("--eval-every", "100"),
         ] {
             assert_eq!(find(&told, name).as_deref(), Some(value), "{name}");
         }
@@ -360,6 +389,10 @@ lr_schedule:
             ("nothing", "line 1"),
             ("lr_schedule:\n  name: step_decay", "lr_schedule.name"),
             ("num_layers: 0", "num_layers is 0"),
+            (
+                "optimizer_config:\n  adam:\n    eps: 1",
+                "optimizer_config.adam.eps",
+            ),
         ] {
             let error = options(text).unwrap_err();
             assert!(error.contains(said), "{text}: {error}");

@@ -153,11 +153,12 @@ pub(crate) struct Args {
     /// A rank of another machine's measurement, which says the rest on standard input
     #[arg(long, hide = true)]
     elsewhere: bool,
-    /// Ports that such a rank listens at
-    #[arg(long, hide = true, value_parser = member::ports)]
+    /// Ports that this machine's rank listens at for --nodes and --instance, as `up --data-ports`,
+    /// which a firewall must let in [default: any]
+    #[arg(long, value_name = "A-B", value_parser = member::ports)]
     data_ports: Option<Ports>,
-    /// Only interface that it listens at
-    #[arg(long, hide = true)]
+    /// Only interface that this machine's rank listens at for --nodes and --instance
+    #[arg(long, value_name = "IF")]
     data_interface: Option<String>,
 }
 

@@ -52,9 +52,8 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         }
         Error::CpuOnly { option } => format!("leave out {option} or --engine"),
         Error::DraftOf { .. } => "give one MODEL, and leave out --drafts 0 or --draft".into(),
-        Error::AdapterOfSeveral => {
-            "`paceline adapter fuse` writes a model with its adapter in it, to serve beside others"
-                .into()
+        Error::AdapterOfSeveral | Error::AdapterAlone | Error::SameName { .. } => {
+            of_several(error).into()
         }
         Error::Needed { name } => format!("give it on the command line: {name}"),
         Error::OutputThere { .. } => "choose another place, or move away what is there".into(),
@@ -71,6 +70,17 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "unset PACELINE_CPU to have the fastest that this machine can".into()
         }
     })
+}
+
+/// What to do about several models and their adapters.
+const fn of_several(error: &Error) -> &'static str {
+    match error {
+        Error::SameName { .. } => "give an adapter a name of its own: --adapter NAME=FILE",
+        Error::AdapterAlone => "name its model: paceline up MODEL --adapter FILE",
+        _ => {
+            "`paceline adapter fuse` writes a model with its adapter in it, to serve beside others"
+        }
+    }
 }
 
 /// Shares of `nodes` nodes, the first with the most.

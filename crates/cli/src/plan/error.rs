@@ -13,6 +13,9 @@ pub(crate) enum Error {
     /// A model that is not on this machine cannot be measured.
     #[error("{0} is neither a file nor in the store, so it cannot be measured here")]
     NotHere(String),
+    /// A training is planned by a model's own files.
+    #[error("{0} is neither a file nor in the store, and a training is planned by a model's files")]
+    NoFiles(String),
     /// A training that memory has no room for.
     #[error("this training needs {needs} on {machine}, which has {has}")]
     TrainingTooLarge {
@@ -39,6 +42,7 @@ pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
             Error::NotHere(_) => "name the machines with --cluster, or fetch the model with \
                                   `paceline pull`"
                 .to_owned(),
+            Error::NoFiles(_) => "fetch the model with `paceline pull`".to_owned(),
             Error::TrainingTooLarge { .. } => "no single change of the plan is enough".to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
         }];

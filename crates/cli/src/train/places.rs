@@ -2,12 +2,13 @@
 //! cluster.
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
+use paceline_cluster::bridge::skip_to;
 use paceline_cluster::remote::{Reach, Sharing};
 use paceline_node::tunnel;
 use paceline_train::bridge::{self, Ends, FarSpec};
@@ -16,11 +17,14 @@ use serde_json::{Value, json};
 
 use super::Args;
 use crate::error::Error;
-use crate::output::tell;
+use crate::output::{print, tell};
 use crate::{home, load, member, process};
 
 /// Before a worker that could not be reached is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+/// The line that `paceline train-far` prints first where `ssh` starts it.
+const GREETING: &str = "paceline-train-far";
 
 /// One process of a training.
 #[derive(Debug, clap::Args)]
@@ -87,10 +91,19 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
 }
 
 /// Id and name of `count` machines of the cluster, the own one first, and whether it is that;
-/// nothing where no node runs, or the cluster has fewer.
+/// nothing where no node runs that starts workers, or the cluster has fewer.
 fn cluster(count: usize) -> anyhow::Result<Option<Vec<(String, String, bool)>>> {
     let Some(told) = member::ask_if_up("nodes", json!({}))? else {
         return Ok(None);
+    };
+    // A node that serves a fixed model (`up MODEL`) starts no workers, and has no store.
+    let Ok(stores) = member::ask("stores", json!({})) else {
+        return Ok(None);
+    };
+    let stores = stores["nodes"].as_array().cloned().unwrap_or_default();
+    let starts_workers = |node: &Value| {
+        let mut stores = stores.iter();
+        stores.any(|it| it["node"] == node["name"] && it["problem"].is_null())
     };
     let all = told["nodes"].as_array().cloned().unwrap_or_default();
     let own = all.iter().find(|node| node["found_by"] == "self").cloned();
@@ -99,7 +112,7 @@ fn cluster(count: usize) -> anyhow::Result<Option<Vec<(String, String, bool)>>> 
         let same = ["build", "numerics"]
             .iter()
             .all(|fact| node[*fact] == own[*fact]);
-        node["state"] == "alive" && same && node["leaving"] != true
+        node["state"] == "alive" && same && node["leaving"] != true && starts_workers(node)
     };
     let mut found: Vec<(String, String, bool)> = all
         .iter()
@@ -159,6 +172,9 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
             _ => None,
         }
     };
+    if !args.store_only {
+        print(GREETING)?; // a login shell may have printed lines before
+    }
     let ends = Ends {
         from: Box::new(std::io::stdin()),
         to: Box::new(std::io::stdout()),
@@ -207,9 +223,28 @@ fn by_ssh(host: &str) -> Result<Ends, paceline_train::Error> {
     let sent = to.write_all(script.as_bytes()).and_then(|()| to.flush());
     sent.map_err(|error| failed(format!("{host}: {error}")))?;
     Ok(Ends {
-        from: Box::new(from),
+        from: Box::new(Greeted {
+            from,
+            is_there: false,
+        }),
         to: Box::new(to),
     })
+}
+
+/// What a host says after [`GREETING`]: what its login shell prints before is skipped.
+struct Greeted<R> {
+    from: R,
+    is_there: bool,
+}
+
+impl<R: Read> Read for Greeted<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        if !self.is_there && !skip_to(&mut self.from, GREETING) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.is_there = true;
+        self.from.read(bytes)
+    }
 }
 
 /// A line to a node of the cluster, which the own node leads to.

@@ -14,7 +14,8 @@ const LINE_EVERY: Duration = Duration::from_secs(2);
 pub(super) struct Watch {
     steps: u64,
     nodes: usize,
-    threads: usize,
+    /// Of each node; those of other machines are not known.
+    threads: Option<usize>,
     told: Option<Instant>,
     /// Steps and moment since which the time left is estimated.
     since: (u64, Instant),
@@ -22,7 +23,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub(super) fn new(nodes: usize, threads: usize) -> Self {
+    pub(super) fn new(nodes: usize, threads: Option<usize>) -> Self {
         Self {
             steps: 0,
             nodes,
@@ -50,9 +51,10 @@ impl Watch {
                     true => String::new(),
                     false => format!(" in {}", counted(rows, "row")),
                 };
-                let threads = counted(self.threads, "thread");
+                let of = |threads| format!(" of {}", counted(threads, "thread"));
+                let threads = self.threads.map_or_else(String::new, of);
                 tell(format_args!(
-                    "{examples} examples{rows}, {numbers} trained numbers, {nodes} of {threads}, \
+                    "{examples} examples{rows}, {numbers} trained numbers, {nodes}{threads}, \
                      step {step} of {} done",
                     self.steps
                 ));

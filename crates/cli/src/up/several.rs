@@ -1,5 +1,6 @@
 //! Several models behind one API: a request's `model` chooses, the first answers other names.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
 use super::{Args, Serving, encoder, ended, join_in, observer, tell_urls, wait};
+use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
@@ -22,6 +24,7 @@ use crate::{adapter, member, pull};
 /// # Errors
 /// A model that cannot be had or loaded, an address that cannot be listened on.
 pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Result<()> {
+    check_names(each)?;
     let mut models = Vec::new();
     for one in each {
         let found = pull::ensure(one.model().unwrap_or_default(), signals)?;
@@ -30,6 +33,21 @@ pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Resu
     }
     let beside = args.beside(signals)?;
     ended(signals.orderly(|cancel| serve(args, &models, beside, cancel)))
+}
+
+/// Refuses models of one name: the later would take the place of the earlier.
+///
+/// # Errors
+/// [`Error::SameName`].
+fn check_names(each: &[Args]) -> Result<(), Error> {
+    let mut known = BTreeSet::new();
+    for one in each {
+        let name = one.named(one.model().unwrap_or_default()).id;
+        if !known.insert(name.clone()) {
+            return Err(Error::SameName { name });
+        }
+    }
+    Ok(())
 }
 
 fn serve(

@@ -374,6 +374,7 @@ impl<'a> Joining<'a> {
     fn look_at_strays(&self) -> Result<(), JoinError> {
         for (rank, stray) in self.strays.iter().enumerate() {
             if let Some(Stray { why, from, since }) = *stray
+                && rank != self.rank // which is here
                 && !self.is_linked(rank)
                 && since.elapsed() > Stray::patience(why)
             {

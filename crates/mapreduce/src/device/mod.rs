@@ -90,7 +90,8 @@ impl Choice {
         match self {
             Self::Cpu => false,
             Self::Gpu => true,
-            Self::Auto => is_heavy || task.wgsl.is_some(),
+            // Not a user's function: the CPU's threads, which take parts too, cannot compute it.
+            Self::Auto => is_heavy && task.wgsl.is_none(),
         }
     }
 }
@@ -246,6 +247,12 @@ pub(crate) fn take(
     partial: &mut Partial,
 ) -> Result<bool, Lost> {
     match (partial, &task.kind) {
+        // A second column that is random has no products on a device.
+        (Partial::Reduce(_), Kind::Reduce(Op::Dot))
+            if matches!(rows.columns, [_, Column::Random { .. }, ..]) =>
+        {
+            return Ok(false);
+        }
         (Partial::Reduce(state), Kind::Reduce(op)) if *op != Op::Count => {
             state.take_reduced(&reduced(device, rows, *op)?, task.dtype());
         }

@@ -134,8 +134,11 @@ pub type BringParts =
     dyn Fn(&ModelName, &Parts, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
 
 /// Wishes of a worker that wait to be fetched: it waits for one before it has the next, beside
-/// those that it has announced.
+/// those that it has announced. What lies in an earlier wish is no new one.
 const WISHES_MAX: usize = 64;
+
+/// Earlier wishes that are remembered: more than a worker announces.
+const EARLIER_MAX: usize = 4096;
 
 /// How a machine starts workers for owners.
 pub struct HostSpec {
@@ -302,16 +305,16 @@ fn tell_owner(
     crew: &LocalCrew,
     (wishes, over): (SyncSender<Vec<(u64, u64)>>, &AtomicBool),
 ) {
-    let mut told = Instant::now();
+    let (mut told, mut earlier) = (Instant::now(), Vec::new());
     while !over.load(Ordering::SeqCst) {
         let news = match crew.receive(BEAT) {
             Some(Event::Message {
                 message: FromWorker::Wants { parts },
                 ..
-            }) => match wishes.try_send(parts) {
-                Ok(()) if told.elapsed() >= BEAT => FromHost::Beat,
-                Ok(()) => continue,
-                Err(_) => FromHost::Gone {
+            }) => match wish(&wishes, parts, &mut earlier) {
+                true if told.elapsed() >= BEAT => FromHost::Beat,
+                true => continue,
+                false => FromHost::Gone {
                     reason: format!("the worker has over {WISHES_MAX} wishes at once"),
                 },
             },
@@ -324,6 +327,23 @@ fn tell_owner(
         }
         told = Instant::now();
     }
+}
+
+/// Has those of `parts` fetched that no earlier wish has, which is fetched already, or about to be;
+/// false where too many wait.
+fn wish(
+    wishes: &SyncSender<Vec<(u64, u64)>>,
+    mut parts: Vec<(u64, u64)>,
+    earlier: &mut Vec<(u64, u64)>,
+) -> bool {
+    let is_in = |part: &(u64, u64), all: &(u64, u64)| all.0 <= part.0 && part.1 <= all.1;
+    parts.retain(|part| !earlier.iter().any(|all| is_in(part, all)));
+    if parts.is_empty() {
+        return true;
+    }
+    let room = EARLIER_MAX.saturating_sub(earlier.len());
+    earlier.extend(parts.iter().take(room));
+    wishes.try_send(parts).is_ok()
 }
 
 impl From<Event<FromWorker>> for FromHost {
@@ -353,5 +373,32 @@ impl FromHost {
             }
             Self::Started { .. } | Self::Beat => return None,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The announcement is fetched for as long as the worker reads what it has announced.
+    #[test]
+    fn what_was_announced_is_no_new_wish() {
+        let (wishes, wished) = sync_channel(WISHES_MAX);
+        let mut earlier = Vec::new();
+        assert!(wish(&wishes, vec![(0, 1000)], &mut earlier));
+        for start in 0..500 {
+            assert!(wish(&wishes, vec![(start, start + 9)], &mut earlier));
+        }
+        assert!(wish(&wishes, vec![(2000, 2001), (5, 6)], &mut earlier));
+        let fetched: Vec<_> = wished.try_iter().collect();
+        assert_eq!(fetched, [vec![(0, 1000)], vec![(2000, 2001)]]);
+        for start in 0..WISHES_MAX as u64 {
+            assert!(wish(
+                &wishes,
+                vec![(3000 + start, 3001 + start)],
+                &mut earlier
+            ));
+        }
+        assert!(!wish(&wishes, vec![(9000, 9001)], &mut earlier));
     }
 }

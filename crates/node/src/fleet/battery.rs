@@ -52,6 +52,8 @@ impl Inner {
             return;
         }
         match battery.judge(telemetry::battery("/")) {
+            // Nobody could take the work: it goes on here, and the next look may find others.
+            Some(true) if self.is_last() => battery.is_low = false,
             Some(true) => self.go_to_rest(),
             Some(false) => {
                 self.rests.store(false, Ordering::SeqCst);

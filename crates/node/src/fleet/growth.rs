@@ -6,7 +6,6 @@
 //! [`REMOVE_AFTER`]. Nobody needs to know how the others stand, so no node is asked.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -15,7 +14,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, Status};
 
 use super::deal::{Need, deal};
-use super::{Inner, naming, report};
+use super::{Answers, Inner, naming, report};
 
 /// How long requests must wait before a replica is added: longer than a burst, shorter than people
 /// are patient.
@@ -78,11 +77,15 @@ impl Growth {
 impl Inner {
     /// Adds and ends replicas as the load of this node's instances asks for.
     pub(super) fn grow(&self, growth: &mut Growth, now: Instant) {
+        let map = self.agent.map();
+        let has_failed = |id| report(&map, id).is_some_and(|it| it.state == State::Failed);
         let owned = lock(&self.owned);
         let running = owned.iter().filter_map(|(id, it)| {
-            let instance = it.answers.as_ref()?.instance()?;
-            let grows = it.owned.wanted.grows;
-            grows.then(|| (*id, it.owned.wanted.clone(), Arc::clone(instance)))
+            let instance = it.answers.as_ref().and_then(Answers::instance).cloned();
+            let wanted = &it.owned.wanted;
+            // One that was added and cannot start ends as an idle one: until then none is added.
+            let counts = instance.is_some() || (wanted.added && has_failed(*id));
+            (wanted.grows && counts).then(|| (*id, wanted.clone(), instance))
         });
         let running: Vec<_> = running.collect();
         drop(owned);
@@ -90,7 +93,10 @@ impl Inner {
             .0
             .retain(|id, _| running.iter().any(|it| it.0 == *id));
         for (id, wanted, instance) in running {
-            let load = Load::of(&instance.status(), wanted.parallel);
+            let load = match instance {
+                Some(instance) => Load::of(&instance.status(), wanted.parallel),
+                None => Load::Idle,
+            };
             match growth.look(id, load, wanted.added, now) {
                 Some(Verdict::Add) => self.add_replica(&wanted),
                 Some(Verdict::Remove) => {

@@ -158,7 +158,7 @@ impl Inner {
     }
 
     /// Whether no other node is left to do anything. Says so if others are there and leave too.
-    fn is_last(&self) -> bool {
+    pub(super) fn is_last(&self) -> bool {
         let own = self.agent.id();
         let mut others = self.agent.nodes();
         others.retain(|node| node.id != own && node.state == Life::Alive);

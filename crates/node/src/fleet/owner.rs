@@ -194,7 +194,8 @@ impl Owned {
                 let (before, done, told) = (Cell::new(0), &done, &told);
                 move || {
                     let progress = |bytes: u64| {
-                        done.fetch_add(bytes - before.replace(bytes), Ordering::Relaxed);
+                        let more = bytes.saturating_sub(before.replace(bytes));
+                        done.fetch_add(more, Ordering::Relaxed);
                         let mut told = lock(told);
                         if told.elapsed() >= TELL_EVERY {
                             *told = Instant::now();

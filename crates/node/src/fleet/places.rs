@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -178,17 +178,25 @@ impl Places for Nodes {
             let view = views.iter().find(|view| view.id == id);
             view.is_some_and(|view| view.facts.trusted.contains(interface))
         };
-        let mut pairs = ordered_pairs(nodes).peekable();
-        pairs.peek().is_some()
-            && pairs.all(|(from, to)| {
-                let route = self.route(from, to);
-                let paths = self.agent.paths(from).into_iter();
-                let mut used = paths.filter(|path| {
-                    path.to == to && Some(path.remote.ip()) == route.map(|route| route.ip())
-                });
-                used.next()
-                    .is_some_and(|path| trusts(from, &path.interface))
+        // Workers of a node that keeps data apart listen there, whatever way is the best.
+        let listens = |id: NodeId, ip: IpAddr| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_some_and(|view| {
+                view.facts.data.is_empty() || view.facts.data.contains(&ip.to_canonical())
             })
+        };
+        // The system may use any interface that leads to an address.
+        let is_trusted = |(from, to): (NodeId, NodeId)| {
+            let Some(ip) = self.route(from, to).map(|route| route.ip()) else {
+                return false;
+            };
+            let mut used = self.agent.paths(from);
+            used.retain(|path| path.to == to && path.remote.ip() == ip);
+            let all = used.iter().all(|path| trusts(from, &path.interface));
+            !used.is_empty() && all && listens(to, ip)
+        };
+        let mut pairs = ordered_pairs(nodes).peekable();
+        pairs.peek().is_some() && pairs.all(is_trusted)
     }
 
     fn trust(&self, nodes: &[NodeId]) {

@@ -128,6 +128,11 @@ impl Follower {
         self.before.fill(None);
     }
 
+    /// Way `way` cannot be had.
+    pub(super) fn close(&mut self, way: usize) {
+        self.follow.close(way);
+    }
+
     /// Takes in what a rank of `epoch` says; a better way, when all have said it.
     pub(super) fn hear(&mut self, rank: Rank, epoch: u64, busy: Busy) -> Option<Move> {
         if epoch != self.epoch {

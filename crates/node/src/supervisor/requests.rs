@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_engine::{Failure, Reply, Request, Ticket};
 
-use super::{Action, FAILURES_MAX, Phase, Supervisor, Why, steer};
+use super::{Action, FAILURES_MAX, Phase, STARTS_MIN, Supervisor, Why, steer};
 
 /// A request that is not over.
 #[derive(Debug)]
@@ -21,6 +21,8 @@ pub(super) struct Open {
     since: Duration,
     /// Epochs that had it and failed since its last token.
     failures: u32,
+    /// Epochs that failed before they had it, since it was in work last.
+    starts: u32,
 }
 
 impl Open {
@@ -28,9 +30,12 @@ impl Open {
     fn outlives(&mut self, now: Duration, held_limit: Duration) -> bool {
         if std::mem::take(&mut self.in_work) {
             self.failures += 1;
-            self.since = now;
+            (self.since, self.starts) = (now, 0);
+        } else {
+            self.starts += 1;
         }
-        self.failures < FAILURES_MAX && now.saturating_sub(self.since) < held_limit
+        let waits = self.starts < STARTS_MIN || now.saturating_sub(self.since) < held_limit;
+        self.failures < FAILURES_MAX && waits
     }
 }
 
@@ -130,6 +135,7 @@ impl Supervisor {
             in_work,
             since: now,
             failures: 0,
+            starts: 0,
         };
         self.requests.0.insert(ticket, open);
     }
@@ -207,7 +213,7 @@ impl Supervisor {
     pub(super) fn rest(&mut self, now: Duration) {
         for open in self.requests.0.values_mut() {
             if std::mem::take(&mut open.in_work) {
-                open.since = now;
+                (open.since, open.starts) = (now, 0);
             }
         }
     }

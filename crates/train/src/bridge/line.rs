@@ -24,6 +24,10 @@ use crate::error::Error;
 /// A side that says nothing for so long is given up: a slow line needs a second for a frame.
 const SILENCE: Duration = Duration::from_secs(5);
 
+/// How much longer the first sign of life of a side may take: a connection of `ssh`, and a program
+/// on a cold disk.
+const FIRST: Duration = Duration::from_secs(25);
+
 /// Bytes of a frame of a file: half a second of a line of a megabit.
 const CHUNK_BYTES: usize = 64 << 10;
 
@@ -68,7 +72,7 @@ impl Line {
             out: Out(Arc::new(Mutex::new(ends.to))),
             frames,
             began,
-            heard: Arc::new(Mutex::new(began)),
+            heard: Arc::new(Mutex::new(began + FIRST)),
             broken: Arc::default(),
         };
         let reader = Reader {

@@ -1,7 +1,10 @@
 //! Leaves through workers that have a stage each.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
+
 use paceline_base::Rank;
-use paceline_base::tree;
+use paceline_base::tree::Stack;
 
 use super::flow::Flow;
 use super::{At, Has, LOOK_EVERY, News, Team, publish, read_values};
@@ -13,8 +16,35 @@ use crate::run::{Progress, Run};
 struct Given {
     /// By leaf.
     losses: Vec<f64>,
-    /// By stage and leaf; empty where leaves are only judged.
-    grads: Vec<Vec<Vec<f32>>>,
+    /// By stage.
+    sums: Vec<Sum>,
+}
+
+/// The tree over leaves' gradients of a stage, which come in any order.
+struct Sum {
+    stack: Stack,
+    /// The leaf that the tree takes next.
+    next: usize,
+    /// Leaves that came before that one: few, since the first ones go through stages first.
+    early: BTreeMap<usize, Vec<f32>>,
+}
+
+impl Sum {
+    fn new(leaves: usize, n: usize) -> Self {
+        Self {
+            stack: Stack::new(leaves, n),
+            next: 0,
+            early: BTreeMap::new(),
+        }
+    }
+
+    fn take(&mut self, leaf: usize, grads: Vec<f32>) {
+        self.early.insert(leaf, grads);
+        while let Some(grads) = self.early.remove(&self.next) {
+            self.stack.push(&grads);
+            self.next += 1;
+        }
+    }
 }
 
 impl Team {
@@ -31,9 +61,8 @@ impl Team {
         self.forget(at.step);
         // Stages follow each other in what is trained, as layers do.
         let mut grads = Vec::with_capacity(params.len());
-        for of_stage in &given.grads {
-            let leaves: Vec<&[f32]> = of_stage.iter().map(Vec::as_slice).collect();
-            grads.extend(tree::sum_all(&leaves));
+        for sum in &given.sums {
+            grads.extend_from_slice(sum.stack.values());
         }
         Ok((given.losses.iter().sum(), grads))
     }
@@ -65,10 +94,12 @@ impl Team {
             publish(&self.exchange, &name, &params[range.clone()])?;
         }
         let mut flow = Flow::new(self.stages, leaves, set == Set::Train);
-        let back = if set == Set::Train { leaves } else { 0 };
+        // What is only judged gives no gradient.
+        let trained = |range: &Range<usize>| if set == Set::Train { range.len() } else { 0 };
+        let sum = |range| Sum::new(leaves, trained(range));
         let mut given = Given {
             losses: vec![0.0; leaves],
-            grads: vec![vec![Vec::new(); back]; self.stages],
+            sums: ranges.iter().map(sum).collect(),
         };
         while !flow.is_over() {
             self.hand_out(&mut flow, (at.step, set));
@@ -138,7 +169,11 @@ impl Team {
             let Some(grads) = read_values(&file, n, Some(&digest)) else {
                 return Some(format!("rank {rank} wrote another gradient than it says"));
             };
-            given.grads[stage][task.leaf] = grads;
+            given.sums[stage].take(task.leaf, grads);
+        }
+        for name in task.spent(self.stage(rank as usize)) {
+            // What stays goes with the step's folder.
+            let _ = std::fs::remove_file(self.exchange.join(name));
         }
         self.members[rank as usize].has.task = None;
         self.fruitless = 0;

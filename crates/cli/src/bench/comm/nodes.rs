@@ -11,6 +11,7 @@
 //! ```
 //! Ranks reach each other over the ways that workers of an instance would use, always encrypted.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::num::NonZeroU8;
@@ -73,7 +74,7 @@ struct Seat {
 ///
 /// # Errors
 /// What the system says.
-pub(crate) fn start_rank(program: &Path, more: &[std::ffi::OsString]) -> std::io::Result<Child> {
+pub(crate) fn start_rank(program: &Path, more: &[OsString]) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["bench", "comm", "--elsewhere"]).args(more);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -130,9 +131,10 @@ fn listen(interface: Option<&str>, ports: Option<&Ports>) -> anyhow::Result<tcp:
 pub(super) fn measure(args: &Args) -> anyhow::Result<Report> {
     let names = names(args)?;
     let machines = machines(&names)?;
+    let own = member::listen_args(args.data_ports.as_ref(), args.data_interface.as_deref());
     let mut seats = Vec::new();
     for (rank, machine) in (0..).zip(&machines) {
-        let mut seat = Seat::of(machine)?;
+        let mut seat = Seat::of(machine, &own)?;
         let setup = Setup {
             rank,
             max_bytes: args.max_bytes,
@@ -175,8 +177,14 @@ fn names(args: &Args) -> anyhow::Result<Names> {
         let found = all.iter().find(|it| it["model"] == model.as_str());
         let found = found.with_context(|| format!("{model} is not loaded over the cluster"))?;
         let nodes = found["nodes"].as_array().into_iter().flatten();
-        let nodes = nodes.filter_map(Value::as_str).map(str::to_owned);
-        return Ok(Names::These(nodes.collect()));
+        let mut names: Vec<String> = Vec::new();
+        for name in nodes.filter_map(Value::as_str) {
+            // A machine may have several of its parts.
+            if names.iter().all(|known| known != name) {
+                names.push(name.to_owned());
+            }
+        }
+        return Ok(Names::These(names));
     }
     let text = args.nodes.as_deref().unwrap_or_default();
     Ok(match text.parse() {
@@ -256,7 +264,8 @@ impl Machine {
 
     /// Where it best reaches another machine, at any port.
     fn route(&self, to: &Self) -> Option<SocketAddr> {
-        let leads = |path: &&Value| path["to"] == to.id.as_str() && path["preferred"] == true;
+        let is_used = |path: &&Value| path["preferred"] == true && path["up"] != false;
+        let leads = |path: &&Value| path["to"] == to.id.as_str() && is_used(path);
         let path = self.paths.iter().find(leads)?;
         path["remote"].as_str()?.parse().ok()
     }
@@ -293,10 +302,11 @@ fn seen_by(
 }
 
 impl Seat {
-    fn of(machine: &Machine) -> anyhow::Result<Self> {
+    /// Starts it; on this machine it listens as `own` says.
+    fn of(machine: &Machine, own: &[OsString]) -> anyhow::Result<Self> {
         if machine.is_own {
             let mut child =
-                start_rank(&process::own_program()?, &[]).context("cannot start a rank")?;
+                start_rank(&process::own_program()?, own).context("cannot start a rank")?;
             let (to, from) = (child.stdin.take(), child.stdout.take());
             return Ok(Self {
                 to: Some(Box::new(to.context("a rank without input")?)),

@@ -191,6 +191,23 @@ fn chunks_of_one_prompt_follow_each_other() {
     );
 }
 
+/// Its chunks may follow each other in every batch, but others have their rows as well.
+#[test]
+fn a_long_prompt_takes_no_turn_of_others() {
+    let tiny = Tiny::new(1);
+    let mut rig = rig(&tiny, sizes(), 2);
+    let first = rig.submit(&long(prompt(170, 9), 5)); // five chunks
+    let others: Vec<_> = (0..3)
+        .map(|i| rig.submit(&long(prompt(3, i), 10)))
+        .collect();
+    rig.steps(3);
+    assert_eq!(rig.outcomes[&first].prompt_reads, 0);
+    for id in &others {
+        assert_eq!(rig.outcomes[id].prompt_reads, 1, "{id:?}");
+    }
+    rig.drain();
+}
+
 #[test]
 fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
     let tiny = Tiny::new(1);
