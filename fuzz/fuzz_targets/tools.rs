@@ -8,31 +8,12 @@ use libfuzzer_sys::fuzz_target;
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_formats::tools::{Event, ReaderOptions, Syntax};
-use serde_json::{Value, json};
+use paceline_fuzz::{FAMILIES, tokenizer, tools};
+use serde_json::Value;
 
-/// Texts by which the families are known.
-const MARKERS: [&str; 13] = [
-    "<think></think><tool_call>",
-    "<|tool_calls_section_begin|>",
-    "<minimax:tool_call>",
-    "｜DSML｜",
-    "<｜tool▁calls▁begin｜>```json",
-    "<｜tool▁calls▁begin｜>",
-    "<|start|><|channel|>",
-    "<|tool_call>",
-    "<tool_call><arg_key>",
-    "<tool_call><function=<parameter=",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-    "no markers at all",
-];
-
-static READY: LazyLock<(Tokenizer, Vec<Syntax>, [Value; 1])> = LazyLock::new(|| {
+static READY: LazyLock<(Tokenizer, Vec<Syntax>)> = LazyLock::new(|| {
     let syntax = |text: &&str| Syntax::of(&ChatTemplate::new(text).expect("plain text"));
-    let tool = json!({"type": "function", "function": {"name": "look", "parameters":
-        {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}});
-    let all = MARKERS.iter().map(syntax).collect();
-    (paceline_fuzz::tokenizer(), all, [tool])
+    (tokenizer(), FAMILIES.iter().map(syntax).collect())
 });
 
 /// Text, reasoning, and the calls with their arguments.
@@ -43,13 +24,12 @@ struct Read {
     calls: Vec<(String, String)>,
 }
 
-fn read<'a>(syntax: &Syntax, pieces: impl Iterator<Item = &'a str>) -> Read {
-    let (tokenizer, _, tools) = &*READY;
+fn read<'a>(syntax: &Syntax, pieces: impl Iterator<Item = &'a str>, holds_calls: bool) -> Read {
     let options = ReaderOptions {
-        holds_calls: true,
+        holds_calls,
         id_seed: 7,
     };
-    let mut reader = syntax.reader(tokenizer, &[], tools, options);
+    let mut reader = syntax.reader(&READY.0, &[], &tools(), options);
     let mut events: Vec<Event> = pieces.flat_map(|piece| reader.push(piece)).collect();
     events.extend(reader.finish());
     let mut read = Read::default();
@@ -67,7 +47,11 @@ fn read<'a>(syntax: &Syntax, pieces: impl Iterator<Item = &'a str>) -> Read {
                     read.calls[index]
                 );
             }
-            Event::CallFailed { .. } => panic!("no call is told before it is complete"),
+            Event::CallFailed { text, .. } => {
+                assert!(!holds_calls, "no call is told before it is complete");
+                read.calls.pop();
+                read.text += &text;
+            }
         }
     }
     read
@@ -75,11 +59,10 @@ fn read<'a>(syntax: &Syntax, pieces: impl Iterator<Item = &'a str>) -> Read {
 
 fuzz_target!(|text: &str| {
     for syntax in &READY.1 {
-        let whole = read(syntax, std::iter::once(text));
-        let cut = read(
-            syntax,
-            text.split_inclusive(|c: char| !c.is_ascii_alphanumeric()),
-        );
-        assert_eq!(whole, cut);
+        for holds_calls in [true, false] {
+            let whole = read(syntax, std::iter::once(text), holds_calls);
+            let pieces = text.split_inclusive(|c: char| !c.is_ascii_alphanumeric());
+            assert_eq!(whole, read(syntax, pieces, holds_calls));
+        }
     }
 });

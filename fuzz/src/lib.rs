@@ -32,7 +32,7 @@ pub const TOKENIZER: &str = r#"{"version": "1.0",
     "model": {"type": "BPE", "vocab": {"a": 0, "<": 1, ">": 2}, "merges": []}}"#;
 
 /// Markers by which the families' chat templates are known.
-pub const FAMILIES: [&str; 13] = [
+pub const FAMILIES: [&str; 14] = [
     "<tool_call> </think>",
     "<tool_call> <function= <parameter= </think>",
     "<tool_call> <arg_key> </think>",
@@ -46,6 +46,7 @@ pub const FAMILIES: [&str; 13] = [
     "[TOOL_CALLS] [/THINK]",
     "[TOOL_CALLS] [ARGS]",
     "<|python_tag|>",
+    "none",
 ];
 
 /// Calls tools in the form of Qwen 3, so that the paths of calls are reached.
