@@ -72,7 +72,7 @@ pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Starts that fail before a request is lost, however long they take: a large model loads for
 /// longer than a request is held.
-pub const STARTS_MIN: u32 = 4;
+pub const STARTS_MIN: u32 = 3;
 
 /// Longest such wait.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);

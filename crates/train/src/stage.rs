@@ -71,7 +71,7 @@ fn cuts(costs: &[u64], of: usize) -> Vec<Range<usize>> {
         let first = start;
         sum += costs[start];
         start += 1;
-        while start + behind < costs.len() && (behind == 0 || sum + costs[start] / 2 <= goal) {
+        while start + behind < costs.len() && (behind == 0 || 2 * sum + costs[start] <= 2 * goal) {
             sum += costs[start];
             start += 1;
         }

@@ -64,8 +64,12 @@ impl Engine {
             let pages = self.recallable(index);
             self.running[index].holds = pages > left;
             if (1..=left).contains(&pages) {
+                let before = self.running[index].computed;
                 self.recall_pages(index, pages)?;
                 left -= pages;
+                // What a store cannot give after all is computed.
+                let went_on = self.running[index].computed > before;
+                self.running[index].holds = went_on && self.recallable(index) > 0;
             }
         }
         Ok(())

@@ -91,7 +91,8 @@ fn an_answer_in_time_keeps_it_alive() {
     assert_eq!(one.life(id(2)), Life::Alive);
 }
 
-/// Answers every ping after `took` ms, from `from` to `until`; whether the other is slow then.
+/// Answers every ping after `took` ms, from `from` to `until`, and none later; whether the other is
+/// slow then.
 fn answers(one: &mut Member, took: u64, (from, until): (u64, u64)) -> Option<Duration> {
     let mut asked = Vec::new();
     for ms in from..until {
@@ -123,11 +124,11 @@ fn a_node_is_slow_while_its_answers_stay_late() {
     let mut one = member(1);
     link(&mut one, 2, 0);
     assert_eq!(answers(&mut one, 100, (1, 6000)), None, "in time");
-    assert_eq!(answers(&mut one, 150, (6000, 7000)), None, "a busy moment");
-    let slow = answers(&mut one, 150, (7000, 10_000));
+    assert_eq!(answers(&mut one, 150, (6000, 7100)), None, "a busy moment");
+    let slow = answers(&mut one, 150, (7100, 10_100));
     assert_eq!(slow, Some(Duration::from_millis(150)));
     assert_eq!(one.life(id(2)), Life::Alive);
-    assert!(answers(&mut one, 5, (10_000, 11_000)).is_some(), "not yet");
+    assert!(answers(&mut one, 5, (10_100, 11_000)).is_some(), "not yet");
     assert_eq!(answers(&mut one, 5, (11_000, 14_000)), None);
 }
 

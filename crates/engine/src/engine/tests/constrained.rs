@@ -44,9 +44,12 @@ fn answers_match_and_end() {
     assert!(texts.len() > 5, "{texts:?}");
 }
 
-/// What comes of a request that is alone, and the steps it took.
+/// What comes of a request that is alone, and the steps it took. Further rows of a step cost
+/// nothing, so that guesses pay.
 fn run(tiny: &Tiny, wanted: &Request, sizes: EngineConfig) -> (Outcome, usize) {
     let mut rig = Rig::new(tiny, sizes);
+    let ms = std::time::Duration::from_millis(1);
+    (1..=64).for_each(|rows| rig.engine.costs.took(rows, ms));
     let id = rig.submit(wanted);
     rig.drain();
     (rig.outcomes.remove(&id).unwrap(), rig.n_steps)
