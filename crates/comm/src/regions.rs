@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use rustix::mm::ProtFlags;
 
 use crate::file::File;
+use crate::lent::{Lent, LentMut};
 use crate::loan::{LOAN_BYTES, Place};
 use crate::locks::lock;
 use crate::mapping::{Mapping, PAGE_BYTES};
@@ -243,24 +244,22 @@ impl View {
         inside.then(|| self.mapping.start().wrapping_add(offset))
     }
 
-    /// `count` bytes from `offset` on; `None` if the file has them not.
-    pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<&[u8]> {
+    /// `count` bytes from `offset` on; `None` if the file has them not. Whoever uses them looks
+    /// afterwards whether they were taken back meanwhile.
+    pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<Lent<'_>> {
         let start = self.place(offset, count)?;
-        // SAFETY: inside of the mapping, whose file keeps its length. The owner leaves lent bytes
-        // as they are; one that does not changes values, every one of which is valid, and
-        // whoever uses them looks afterwards whether they were taken back.
-        Some(unsafe { std::slice::from_raw_parts(start, count) })
+        // SAFETY: inside of the mapping, whose file keeps its length.
+        Some(unsafe { Lent::new(start, count) })
     }
 
     /// The same to be written.
     ///
     /// # Safety
     /// The owner has lent them for that, and nobody else in this process uses this view of them.
-    #[allow(clippy::mut_from_ref, reason = "memory that processes share")]
-    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<&mut [u8]> {
+    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<LentMut<'_>> {
         let start = self.place(offset, count)?;
         // SAFETY: as above, and by the caller's promise.
-        Some(unsafe { std::slice::from_raw_parts_mut(start, count) })
+        Some(unsafe { LentMut::new(start, count) })
     }
 
     fn has_ended(&self) -> bool {
