@@ -147,9 +147,9 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     Some(Registered::new(region, pages))
 }
 
-/// The file with all of these bytes, and where it begins.
-fn region_of(bytes: &[u8]) -> Option<(usize, Mapped)> {
-    let (first, regions) = (bytes.as_ptr() as usize, regions());
+/// The file with all of these bytes, and where it begins. They are not read.
+fn region_of(bytes: *const [u8]) -> Option<(usize, Mapped)> {
+    let (first, regions) = (bytes.cast::<u8>() as usize, regions());
     let (start, mapped) = regions.range(..=first).next_back()?;
     let offset = first - start;
     let inside = offset <= mapped.bytes && bytes.len() <= mapped.bytes - offset;
@@ -180,8 +180,9 @@ pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
 }
 
 /// The addresses of the pages on which bytes lie, of memory that begins at `start`.
-fn pages_of(start: usize, bytes: &[u8]) -> Range<usize> {
-    let (first, end) = (bytes.as_ptr() as usize, bytes.as_ptr_range().end as usize);
+fn pages_of(start: usize, bytes: *const [u8]) -> Range<usize> {
+    let first = bytes.cast::<u8>() as usize;
+    let end = first + bytes.len();
     let after = |address: usize| (address - start).next_multiple_of(PAGE_BYTES);
     first - (first - start) % PAGE_BYTES..start + after(end)
 }
@@ -192,8 +193,6 @@ fn pages_of(start: usize, bytes: &[u8]) -> Range<usize> {
 /// # Safety
 /// [`find_writable`] found them, and whoever calls has the whole borrowed exclusively.
 pub(crate) unsafe fn take_back(bytes: *const [u8]) {
-    // SAFETY: they are still mapped, since they are borrowed; nothing is read here.
-    let bytes = unsafe { &*bytes };
     let Some((start, mapped)) = region_of(bytes) else {
         return;
     };
@@ -201,10 +200,8 @@ pub(crate) unsafe fn take_back(bytes: *const [u8]) {
     regions().remove(&start);
     // Beyond it lies memory of others, which would be replaced.
     assert!(pages.end <= start + mapped.bytes, "pages of the file");
-    let first = bytes
-        .as_ptr()
-        .cast_mut()
-        .wrapping_sub(bytes.as_ptr() as usize - pages.start);
+    let before = bytes.cast::<u8>() as usize - pages.start;
+    let first = bytes.cast::<u8>().cast_mut().wrapping_sub(before);
     // SAFETY: pages of this file's mapping on which nobody else has anything.
     unsafe { Mapping::make_private(first, pages.len()) };
 }
