@@ -54,6 +54,8 @@ pub struct Processes {
     pub program: PathBuf,
     /// Each of them, at least one.
     pub posts: Vec<Post>,
+    /// All of every one's environment.
+    pub env: Vec<(OsString, OsString)>,
     /// Stages that the model is cut into. Worker `n` has stage `n` modulo this.
     pub stages: usize,
     /// Folder of exchanged files: made, and removed at the end.
@@ -95,6 +97,7 @@ impl Crew {
         std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
         let args = processes.posts.iter().map(|post| post.args.clone());
         let mut spec = Spec::new(processes.program, args.collect());
+        (spec.env, spec.env_alone) = (processes.env, true);
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,

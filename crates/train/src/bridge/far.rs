@@ -29,6 +29,8 @@ pub struct FarSpec<'a> {
     pub program: PathBuf,
     /// Its arguments.
     pub args: Vec<OsString>,
+    /// All of its environment.
+    pub env: Vec<(OsString, OsString)>,
     /// A folder for files, which the caller removes.
     pub scratch: &'a Path,
     /// Finds a model by its user's name or its path on the run's machine.
@@ -154,6 +156,7 @@ impl Far<'_> {
         job.valid = job.valid.map(|_| folder.join("data/valid.jsonl"));
         let exchange = folder.to_owned();
         let mut spec = Spec::new(self.spec.program.clone(), vec![self.spec.args.clone()]);
+        (spec.env, spec.env_alone) = (self.spec.env.clone(), true);
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,
