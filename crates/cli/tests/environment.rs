@@ -43,12 +43,17 @@ fn workers_of_jobs_and_trainings_get_no_secrets_of_the_environment() {
             workers.len() == 2 || running.try_wait().unwrap().is_some()
         });
         let variables: Vec<_> = workers.iter().map(|pid| told(*pid, "environ")).collect();
+        let statuses: Vec<_> = workers.iter().map(|pid| told(*pid, "status")).collect();
         let _ = running.kill();
         running.wait().unwrap();
         assert_eq!(variables.len(), 2, "{args:?}");
         for variables in variables {
             assert!(variables.contains("PACELINE_HOME="), "{variables}");
             assert!(!variables.contains("a-secret"), "{variables}");
+        }
+        // An array job writes where its user says.
+        for status in statuses.iter().filter(|_| args[0] == "train") {
+            assert!(status.contains("NoNewPrivs:\t1"), "{status}");
         }
     }
 }

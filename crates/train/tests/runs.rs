@@ -179,7 +179,7 @@ fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
     let post = Post {
         args: args.map(OsString::from).collect(),
         threads: 1,
-        place: String::new(),
+        place: if at.far { "there" } else { "" }.to_owned(),
     };
     let processes = Processes {
         program: std::env::current_exe().unwrap(),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use paceline_base::Rank;
+use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 
 use super::line::{Ends, Files, Line, broken, is_inside};
@@ -157,6 +158,8 @@ impl Far<'_> {
         let exchange = folder.to_owned();
         let mut spec = Spec::new(self.spec.program.clone(), vec![self.spec.args.clone()]);
         (spec.env, spec.env_alone) = (self.spec.env.clone(), true);
+        spec.sandbox = Some(Sandbox::Worker);
+        spec.writable = vec![exchange.clone()];
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,
