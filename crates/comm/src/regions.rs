@@ -13,7 +13,7 @@
 //! A peer writes to it only while a loan allows that: during a call that has the memory exclusively
 //! borrowed. If the call fails first, the owner cannot know whether the peer still writes (one that
 //! was stopped may go on); so it takes the bytes back ([`take_back`]): private pages take the place
-//! of those that the peer has.
+//! of those that the peer has. No reference of a peer leads to them: it uses them as [`Lent`].
 
 use std::collections::BTreeMap;
 use std::ops::Range;
