@@ -1,8 +1,9 @@
 //! Variables of the environment that workers get.
 //!
 //! A worker reads files that may mean harm, of a model or a job, and needs no key of another
-//! service. It gets what locates files, and the settings of libraries that it may open: GPU drivers,
-//! MLX, NCCL, verbs. It gets nothing else of its owner's environment, tokens of hubs and clouds least of all.
+//! service. It gets what locates files, and the settings of libraries that it may open: GPU
+//! drivers, MLX, NCCL, verbs. It gets nothing else of its owner's environment, tokens of hubs and
+//! clouds least of all.
 
 use std::ffi::{OsStr, OsString};
 

@@ -1,8 +1,8 @@
 //! Connections to the control port that were refused, counted by cause and address: for a log that
 //! no stranger can fill.
 //!
-//! A row is told at once, and again after [`EVERY`] at the earliest. Each cause has rows of its own,
-//! so that many strangers do not hide a node that was revoked.
+//! A row is told at once, and again after [`EVERY`] at the earliest. Each cause has rows of its
+//! own, so that many strangers do not hide a node that was revoked.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
