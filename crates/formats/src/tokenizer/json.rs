@@ -493,6 +493,17 @@ fn check_size(what: &'static str, size: u64, limit: u64) -> Result<(), Error> {
 mod tests {
     use super::*;
 
+    /// A program's panic hook is told so, and prints nothing (`cli` does that).
+    #[test]
+    fn a_panic_of_the_crate_is_an_error_that_a_hook_can_tell() {
+        let result = guarded::<()>(|| {
+            assert!(catches_panics());
+            panic!("deep inside {}", 7);
+        });
+        assert_eq!(result, Err("deep inside 7".to_owned()));
+        assert!(!catches_panics());
+    }
+
     #[test]
     fn depth_counts_brackets_outside_strings() {
         for (json, expected) in [
