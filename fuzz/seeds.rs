@@ -53,7 +53,7 @@ fn side() -> Vec<u8> {
 }
 
 /// Texts from which the readers of texts start, by target.
-const TEXTS: [(&str, &str); 33] = [
+const TEXTS: [(&str, &str); 35] = [
     (
         "cluster_children/lines",
         "{\"Say\":1}\n\n\x1etoken 7\nplain\r\n",
@@ -160,6 +160,14 @@ const TEXTS: [(&str, &str); 33] = [
         r#"{"sha":"ab810cf68114990406fdf996510dd3d3c6adbdf5","siblings":[{"rfilename":"model-Q4_K_M.gguf","size":7}]}"#,
     ),
     ("store_hub/range", "bytes 7-8/9"),
+    (
+        "train_line/file",
+        "f\x0b\0\0\0\x03\0\0\0\0\0\0\x001/ad\x03\0\0\0abc",
+    ),
+    (
+        "train_line/message",
+        "m\x28\0\0\0{\"Compute\":{\"step\":3,\"start\":0,\"end\":2}}",
+    ),
     (
         "tools/json",
         "<think>so</think><tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"K\"}}\n</tool_call>",

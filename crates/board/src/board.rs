@@ -31,7 +31,7 @@ use paceline_serve::{Fact, Live, Manage, Stages, Status};
 use paceline_store::{Audit, Cancel, Home};
 use serde_json::{Value, json};
 
-use crate::changes::Changes;
+use crate::changes::{self, Changes};
 use crate::downloads::{Downloads, Source};
 use crate::peers::Peers;
 use crate::traffic::Traffic;
@@ -323,6 +323,8 @@ impl Inner {
                 let ways = self.agent.get().map(Agent::nodes_and_ways);
                 news.extend(changes.see_links(&ways.unwrap_or_default()));
             }
+            let refusals = self.agent.get().map(Agent::refusals).unwrap_or_default();
+            news.extend(refusals.into_iter().map(changes::refused));
             for kind in news {
                 self.live.events().put(kind);
             }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use paceline_cluster::nodes::agent::{NodeView, NodeWays};
+use paceline_cluster::nodes::agent::{NodeView, NodeWays, Refusal};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::{Path, has_moved};
 use paceline_node::Portrait;
@@ -189,6 +189,16 @@ impl Changes {
     }
 }
 
+/// What the control port refused, as the API's refusals are told.
+pub(super) fn refused(refusal: Refusal) -> Kind {
+    let from = refusal.from.map(|from| from.to_string());
+    Kind::Refused {
+        code: refusal.cause,
+        client: from.unwrap_or_else(|| "others".to_owned()),
+        times: refusal.times,
+    }
+}
+
 /// Takes a bandwidth that was not known when the way was told.
 fn complete(told: &mut Option<Path>, now: Option<&Path>) {
     if let (Some(told), Some(now)) = (told, now)
@@ -248,6 +258,23 @@ mod tests {
     fn kinds(news: &[Kind]) -> Vec<String> {
         let kind = |kind: &Kind| json!(kind)["kind"].as_str().unwrap().to_owned();
         news.iter().map(kind).collect()
+    }
+
+    #[test]
+    fn refusals_of_the_control_port_are_audited_as_those_of_the_api() {
+        let from = Some(std::net::Ipv4Addr::LOCALHOST.into());
+        for (from, client) in [(from, "127.0.0.1"), (None, "others")] {
+            let kind = refused(Refusal {
+                cause: "node_revoked",
+                from,
+                times: 3,
+            });
+            assert!(kind.is_audited());
+            let expected = json!({
+                "kind": "refused", "code": "node_revoked", "client": client, "times": 3
+            });
+            assert_eq!(json!(kind), expected);
+        }
     }
 
     #[test]

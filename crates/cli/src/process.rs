@@ -56,9 +56,15 @@ pub(crate) fn own_program() -> io::Result<PathBuf> {
     Ok(linked.as_ref().map_or(program, |(_, path)| path.clone()))
 }
 
-/// The environment that workers of a model get: what they need of this process's.
+/// The environment that workers get: what they need of this process's.
 pub(crate) fn worker_env() -> Vec<(OsString, OsString)> {
     for_workers(std::env::vars_os())
+}
+
+/// The environment of a process that stands between a job and its worker on a host: all of this
+/// process's, since `ssh` needs its agent and what the user's configuration names.
+pub(crate) fn ssh_env() -> Vec<(OsString, OsString)> {
+    std::env::vars_os().collect()
 }
 
 /// The program that runs a model's chat template in a process of its own: `paceline template`.

@@ -334,6 +334,10 @@ fn train(
             Processes {
                 program: process::own_program().context("cannot find this program's own file")?,
                 posts,
+                env: match args.hosts.is_empty() {
+                    true => process::worker_env(),
+                    false => process::ssh_env(),
+                },
                 stages: args.stages as usize,
                 exchange: std::path::absolute(output.join(".exchange"))?,
             },

@@ -5,6 +5,8 @@
 mod cluster;
 mod common;
 mod engines;
+#[cfg(target_os = "linux")]
+mod environment;
 mod hosts;
 mod kb;
 mod launch;

@@ -15,7 +15,7 @@ fn model() -> String {
     golden.to_owned()
 }
 
-fn data(world: &World) -> String {
+pub(crate) fn data(world: &World) -> String {
     let line = |i: usize| {
         let answer = ["the front", "a line of riders", "one machine alone"][i % 3];
         format!("{{\"prompt\": \"who rides at {i}\", \"completion\": \"{answer}\"}}\n")
@@ -25,7 +25,7 @@ fn data(world: &World) -> String {
     path.display().to_string()
 }
 
-fn args<'a>(data: &'a str, output: &'a str, more: &[&'a str]) -> Vec<String> {
+pub(crate) fn args<'a>(data: &'a str, output: &'a str, more: &[&'a str]) -> Vec<String> {
     let model = model();
     let method: &[&str] = if more.contains(&"--method") {
         &[]

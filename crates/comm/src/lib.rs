@@ -50,6 +50,7 @@ mod file;
 mod free;
 mod group;
 mod init;
+mod lent;
 mod linked;
 mod loan;
 pub mod local;

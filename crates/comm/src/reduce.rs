@@ -4,6 +4,7 @@ use std::fmt;
 
 use half::{bf16, f16};
 
+use crate::lent::Lent;
 use crate::{Complex64, Dtype};
 
 /// How the elements of two ranks become one.
@@ -68,6 +69,11 @@ trait Number {
     /// The elements of an array. What is left of its end is not an element.
     fn elements(bytes: &[u8]) -> &[Self::Bytes];
     fn elements_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
+    /// One element of an array.
+    ///
+    /// # Safety
+    /// The array has it whole.
+    unsafe fn lent(bytes: Lent<'_>, index: usize) -> Self::Bytes;
     fn load(bytes: Self::Bytes) -> Self::Wide;
     fn store(value: Self::Wide) -> Self::Bytes;
     fn sum(a: Self::Wide, b: Self::Wide) -> Self::Wide;
@@ -86,6 +92,11 @@ macro_rules! bytes_of {
         }
         fn elements_mut(bytes: &mut [u8]) -> &mut [Self::Bytes] {
             bytes.as_chunks_mut().0
+        }
+        #[inline(always)]
+        unsafe fn lent(bytes: Lent<'_>, index: usize) -> Self::Bytes {
+            // SAFETY: by the caller's promise.
+            unsafe { bytes.element(index) }
         }
     };
 }
@@ -270,7 +281,15 @@ pub enum Side {
 /// # Panics
 /// If they are not equally long.
 pub fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
-    assert_eq!(into.len(), from.len(), "bytes on both sides of a reduction");
+    fold_lent(op, dtype, side, into, Lent::of(from));
+}
+
+/// The same where a peer has `from`. If that changes meanwhile, an element of the result is that of
+/// old, of new, or of mixed bytes.
+///
+/// # Panics
+/// If they are not equally long.
+pub(crate) fn fold_lent(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has what it was compiled for.
@@ -283,17 +302,17 @@ pub fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) 
 /// results.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn fold_avx2(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
+fn fold_avx2(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
     fold_any(op, dtype, side, into, from);
 }
 
 #[inline(always)]
-fn fold_any(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
+fn fold_any(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
     typed!(dtype, fold_typed(op, side, into, from));
 }
 
 #[inline(always)]
-fn fold_typed<T: Number>(op: Reduce, side: Side, into: &mut [u8], from: &[u8]) {
+fn fold_typed<T: Number>(op: Reduce, side: Side, into: &mut [u8], from: Lent<'_>) {
     match op {
         Reduce::Sum => fold_by::<T>(T::sum, side, into, from),
         Reduce::Max => fold_by::<T>(T::max, side, into, from),
@@ -307,19 +326,22 @@ fn fold_by<T: Number>(
     op: impl Fn(T::Wide, T::Wide) -> T::Wide,
     side: Side,
     into: &mut [u8],
-    from: &[u8],
+    from: Lent<'_>,
 ) {
+    assert_eq!(into.len(), from.len(), "bytes on both sides of a reduction");
+    // SAFETY: for indices of elements of `into`, which is as long.
+    let b = |index| unsafe { T::load(T::lent(from, index)) };
     // Loops and not `for_each`, whose body would be compiled apart from `fold_avx2`.
-    let pairs = T::elements_mut(into).iter_mut().zip(T::elements(from));
+    let elements = T::elements_mut(into).iter_mut().enumerate();
     match side {
         Side::First => {
-            for (a, b) in pairs {
-                *a = T::store(op(T::load(*a), T::load(*b)));
+            for (index, a) in elements {
+                *a = T::store(op(T::load(*a), b(index)));
             }
         }
         Side::Second => {
-            for (a, b) in pairs {
-                *a = T::store(op(T::load(*b), T::load(*a)));
+            for (index, a) in elements {
+                *a = T::store(op(b(index), T::load(*a)));
             }
         }
     }

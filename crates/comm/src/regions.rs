@@ -13,7 +13,7 @@
 //! A peer writes to it only while a loan allows that: during a call that has the memory exclusively
 //! borrowed. If the call fails first, the owner cannot know whether the peer still writes (one that
 //! was stopped may go on); so it takes the bytes back ([`take_back`]): private pages take the place
-//! of those that the peer has.
+//! of those that the peer has. No reference of a peer leads to them: it uses them as [`Lent`].
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use rustix::mm::ProtFlags;
 
 use crate::file::File;
+use crate::lent::{Lent, LentMut};
 use crate::loan::{LOAN_BYTES, Place};
 use crate::locks::lock;
 use crate::mapping::{Mapping, PAGE_BYTES};
@@ -146,9 +147,9 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     Some(Registered::new(region, pages))
 }
 
-/// The file with all of these bytes, and where it begins.
-fn region_of(bytes: &[u8]) -> Option<(usize, Mapped)> {
-    let (first, regions) = (bytes.as_ptr() as usize, regions());
+/// The file with all of these bytes, and where it begins. They are not read.
+fn region_of(bytes: *const [u8]) -> Option<(usize, Mapped)> {
+    let (first, regions) = (bytes.cast::<u8>() as usize, regions());
     let (start, mapped) = regions.range(..=first).next_back()?;
     let offset = first - start;
     let inside = offset <= mapped.bytes && bytes.len() <= mapped.bytes - offset;
@@ -179,8 +180,9 @@ pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
 }
 
 /// The addresses of the pages on which bytes lie, of memory that begins at `start`.
-fn pages_of(start: usize, bytes: &[u8]) -> Range<usize> {
-    let (first, end) = (bytes.as_ptr() as usize, bytes.as_ptr_range().end as usize);
+fn pages_of(start: usize, bytes: *const [u8]) -> Range<usize> {
+    let first = bytes.cast::<u8>() as usize;
+    let end = first + bytes.len();
     let after = |address: usize| (address - start).next_multiple_of(PAGE_BYTES);
     first - (first - start) % PAGE_BYTES..start + after(end)
 }
@@ -191,8 +193,6 @@ fn pages_of(start: usize, bytes: &[u8]) -> Range<usize> {
 /// # Safety
 /// [`find_writable`] found them, and whoever calls has the whole borrowed exclusively.
 pub(crate) unsafe fn take_back(bytes: *const [u8]) {
-    // SAFETY: they are still mapped, since they are borrowed; nothing is read here.
-    let bytes = unsafe { &*bytes };
     let Some((start, mapped)) = region_of(bytes) else {
         return;
     };
@@ -200,10 +200,8 @@ pub(crate) unsafe fn take_back(bytes: *const [u8]) {
     regions().remove(&start);
     // Beyond it lies memory of others, which would be replaced.
     assert!(pages.end <= start + mapped.bytes, "pages of the file");
-    let first = bytes
-        .as_ptr()
-        .cast_mut()
-        .wrapping_sub(bytes.as_ptr() as usize - pages.start);
+    let before = bytes.cast::<u8>() as usize - pages.start;
+    let first = bytes.cast::<u8>().cast_mut().wrapping_sub(before);
     // SAFETY: pages of this file's mapping on which nobody else has anything.
     unsafe { Mapping::make_private(first, pages.len()) };
 }
@@ -243,24 +241,22 @@ impl View {
         inside.then(|| self.mapping.start().wrapping_add(offset))
     }
 
-    /// `count` bytes from `offset` on; `None` if the file has them not.
-    pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<&[u8]> {
+    /// `count` bytes from `offset` on; `None` if the file has them not. Whoever uses them looks
+    /// afterwards whether they were taken back meanwhile.
+    pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<Lent<'_>> {
         let start = self.place(offset, count)?;
-        // SAFETY: inside of the mapping, whose file keeps its length. The owner leaves lent bytes
-        // as they are; one that does not changes values, every one of which is valid, and
-        // whoever uses them looks afterwards whether they were taken back.
-        Some(unsafe { std::slice::from_raw_parts(start, count) })
+        // SAFETY: inside of the mapping, whose file keeps its length.
+        Some(unsafe { Lent::new(start, count) })
     }
 
     /// The same to be written.
     ///
     /// # Safety
     /// The owner has lent them for that, and nobody else in this process uses this view of them.
-    #[allow(clippy::mut_from_ref, reason = "memory that processes share")]
-    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<&mut [u8]> {
+    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<LentMut<'_>> {
         let start = self.place(offset, count)?;
         // SAFETY: as above, and by the caller's promise.
-        Some(unsafe { std::slice::from_raw_parts_mut(start, count) })
+        Some(unsafe { LentMut::new(start, count) })
     }
 
     fn has_ended(&self) -> bool {

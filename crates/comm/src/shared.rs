@@ -19,6 +19,7 @@ use std::time::Instant;
 use rustix::mm::ProtFlags;
 
 use crate::deadline;
+use crate::lent::{Lent, LentMut};
 use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
 use crate::locks::lock;
 use crate::mapping::Mapping;
@@ -26,7 +27,7 @@ use crate::process;
 use crate::regions::{self, SHARED_BYTES, View, Views};
 use crate::ring::{Bell, Ring};
 use crate::status::{News, Status};
-use crate::sync::{AtomicU64, copy};
+use crate::sync::AtomicU64;
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
 use crate::{Pages, Registered};
 
@@ -295,7 +296,7 @@ impl Shared {
         if let Some(view) = borrowing.view(loan) {
             return self.take(peer, loan, &view, &mut |bytes| {
                 let count = into.len().min(bytes.len());
-                copy(&mut into[..count], &bytes[..count]);
+                bytes.part(0, count).copy_to(&mut into[..count]);
                 count
             });
         }
@@ -322,7 +323,7 @@ impl Shared {
         peer: usize,
         loan: &Loan,
         view: &View,
-        take: &mut dyn FnMut(&[u8]) -> usize,
+        take: &mut dyn FnMut(Lent<'_>) -> usize,
     ) -> Result<usize, Closed> {
         let (offset, count) = self.piece(peer, loan);
         let count = take(view.bytes(offset, count).ok_or(Closed)?);
@@ -469,7 +470,7 @@ impl Transport for Shared {
         self.due_in_view(lane, peer).is_some()
     }
 
-    fn lend(&self, peer: usize, take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
+    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed> {
         match self.due_in_view(Lane::Calls, peer) {
             Some((loan, view)) => self.take(peer, &loan, &view, take),
             None => Ok(0),
@@ -479,7 +480,7 @@ impl Transport for Shared {
     fn lend_to_come_back(
         &self,
         peer: usize,
-        take: &mut dyn FnMut(&mut [u8]) -> usize,
+        take: &mut dyn FnMut(LentMut<'_>) -> usize,
     ) -> Result<Option<usize>, Closed> {
         let due = self.due_in_view(Lane::Calls, peer);
         let may_write = |loan: &Loan| loan.place.is_some_and(|place| place.writable);

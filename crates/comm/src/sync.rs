@@ -66,12 +66,23 @@ const LONG_BYTES: usize = 8 << 20;
 /// # Panics
 /// If it is not.
 pub(crate) fn copy(into: &mut [u8], from: &[u8]) {
-    if from.len() < LONG_BYTES {
-        return into.copy_from_slice(from);
-    }
     assert_eq!(into.len(), from.len(), "bytes of two buffers");
     // SAFETY: both have so many bytes, and are apart, since one is borrowed exclusively.
-    unsafe { copy_in(from.as_ptr(), into.as_mut_ptr(), from.len()) };
+    unsafe { copy_raw(from.as_ptr(), into.as_mut_ptr(), from.len()) };
+}
+
+/// The same of memory to which no reference may lead.
+///
+/// # Safety
+/// As for [`std::ptr::copy_nonoverlapping`].
+pub(crate) unsafe fn copy_raw(from: *const u8, into: *mut u8, count: usize) {
+    if count < LONG_BYTES {
+        // SAFETY: the caller's promise.
+        unsafe { from.copy_to_nonoverlapping(into, count) };
+    } else {
+        // SAFETY: the caller's promise.
+        unsafe { copy_in(from, into, count) };
+    }
 }
 
 /// Longest sleep where the system has no futex.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::lent::{Lent, LentMut};
 use crate::status::News;
 use crate::{Pages, Registered};
 
@@ -84,7 +85,11 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
 
     /// Has `take` use what is there on [`Lane::Calls`] where it lies, piece by piece, until it says
     /// that it has used less than a piece; how many bytes were used. Only if it `lends`.
-    fn lend(&self, _peer: usize, _take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
+    fn lend(
+        &self,
+        _peer: usize,
+        _take: &mut dyn FnMut(Lent<'_>) -> usize,
+    ) -> Result<usize, Closed> {
         Ok(0)
     }
 
@@ -93,7 +98,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     fn lend_to_come_back(
         &self,
         _peer: usize,
-        _take: &mut dyn FnMut(&mut [u8]) -> usize,
+        _take: &mut dyn FnMut(LentMut<'_>) -> usize,
     ) -> Result<Option<usize>, Closed> {
         Ok(None)
     }

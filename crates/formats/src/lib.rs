@@ -35,6 +35,7 @@ pub mod text;
 pub mod tokenizer;
 pub mod tools;
 
+mod bounded;
 mod name_index;
 mod sniff;
 

@@ -58,6 +58,8 @@ pub struct Processes {
     pub program: PathBuf,
     /// The arguments of each.
     pub args: Vec<Vec<OsString>>,
+    /// All of every one's environment.
+    pub env: Vec<(OsString, OsString)>,
     /// What people call the machine of each; none where all are on this one.
     pub hosts: Vec<String>,
     /// Threads of each; 0 for as many as its machine has cores.
@@ -111,6 +113,7 @@ impl Crew {
     pub fn start(processes: Processes) -> Result<Self, Error> {
         let count = processes.args.len();
         let mut spec = Spec::new(processes.program, processes.args);
+        (spec.env, spec.env_alone) = (processes.env, true);
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,

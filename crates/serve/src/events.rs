@@ -108,11 +108,12 @@ pub enum Kind {
         /// How often since it was told last.
         times: u64,
     },
-    /// A client was refused for want of a right or a place, which is told once a minute.
+    /// A client was refused for want of a right or a place, which is told once a minute; or the
+    /// control port refused a node or a newcomer, which is told once an hour.
     Refused {
-        /// The cause, as the API tells it.
+        /// The cause: as the API tells it, or beginning with `node_` or `join_`.
         code: &'static str,
-        /// The client's address.
+        /// The address of the client or node, or `others` for many.
         client: String,
         /// How often since it was told last.
         times: u64,

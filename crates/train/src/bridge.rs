@@ -15,3 +15,5 @@ mod near;
 pub use far::{FarSpec, far};
 pub use line::Ends;
 pub use near::near;
+
+pub(crate) use line::parse;

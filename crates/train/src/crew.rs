@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_base::tree::Stack;
+use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use sha2::{Digest, Sha256};
 
@@ -54,6 +55,8 @@ pub struct Processes {
     pub program: PathBuf,
     /// Each of them, at least one.
     pub posts: Vec<Post>,
+    /// All of every one's environment.
+    pub env: Vec<(OsString, OsString)>,
     /// Stages that the model is cut into. Worker `n` has stage `n` modulo this.
     pub stages: usize,
     /// Folder of exchanged files: made, and removed at the end.
@@ -67,7 +70,8 @@ pub struct Post {
     pub args: Vec<OsString>,
     /// Its threads; 0 for as many as its machine has cores.
     pub threads: usize,
-    /// What people call its machine.
+    /// What people call its machine; empty for this one. Workers that are all on this machine give
+    /// up the right to write anything but exchanged files.
     pub place: String,
 }
 
@@ -95,6 +99,12 @@ impl Crew {
         std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
         let args = processes.posts.iter().map(|post| post.args.clone());
         let mut spec = Spec::new(processes.program, args.collect());
+        (spec.env, spec.env_alone) = (processes.env, true);
+        // A process that stands for another machine starts `ssh`, which writes below the home.
+        if processes.posts.iter().all(|post| post.place.is_empty()) {
+            spec.sandbox = Some(Sandbox::Worker);
+            spec.writable = vec![exchange.clone()];
+        }
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,

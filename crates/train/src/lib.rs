@@ -50,6 +50,7 @@ mod random;
 mod run;
 mod stage;
 mod tensors;
+pub mod testing;
 mod weights;
 pub mod worker;
 

@@ -62,6 +62,7 @@ fn as_far() {
     let spec = FarSpec {
         program: std::env::current_exe().unwrap(),
         args: worker_args(),
+        env: std::env::vars_os().collect(),
         scratch: scratch.path(),
         find: &|_, _| None,
     };
@@ -178,11 +179,12 @@ fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
     let post = Post {
         args: args.map(OsString::from).collect(),
         threads: 1,
-        place: String::new(),
+        place: if at.far { "there" } else { "" }.to_owned(),
     };
     let processes = Processes {
         program: std::env::current_exe().unwrap(),
         posts: vec![post; at.nodes],
+        env: std::env::vars_os().collect(),
         stages: at.stages,
         exchange: output.join(".exchange"),
     };

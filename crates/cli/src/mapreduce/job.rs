@@ -13,7 +13,7 @@ use super::Columns;
 use super::watch::Watch;
 use super::{hosts, limit};
 use crate::output::{print, tell};
-use crate::process::own_program;
+use crate::process::{own_program, ssh_env, worker_env};
 
 /// Most worker processes.
 const NODES_MAX: i64 = 64;
@@ -274,6 +274,11 @@ impl JobArgs {
         Ok(Crew::start(Processes {
             program: own_program().context("cannot find this program's own file")?,
             args,
+            env: if names.is_empty() {
+                worker_env()
+            } else {
+                ssh_env()
+            },
             hosts: names,
             threads,
             device: self.device,

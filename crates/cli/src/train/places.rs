@@ -182,6 +182,7 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
     let spec = FarSpec {
         program: process::own_program().context("cannot find this program's own file")?,
         args: vec!["train-worker".into()],
+        env: process::worker_env(),
         scratch: scratch.path(),
         find: &find,
     };
@@ -198,6 +199,7 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
 pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["train-far", "--store-only"]);
+    command.env_clear().envs(process::worker_env());
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     command.stderr(Stdio::null()).spawn()
 }

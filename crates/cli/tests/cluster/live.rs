@@ -39,6 +39,12 @@ fn machines_join_and_see_each_other_die() {
         !["n0", "n1", "n2"].iter().any(|name| all.contains(name)),
         "{all}"
     );
+    let log = hosts[0].home.path().join("audit.jsonl");
+    until("the audit log has the stranger", || {
+        let log = std::fs::read_to_string(&log).unwrap_or_default();
+        let is_told = |line: &str| line.contains("node_wrong_key") && line.contains("10.77.0.");
+        log.lines().any(is_told)
+    });
 }
 
 /// One machine joins by code and one by token; all see all.

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::World;
+use super::{World, finish};
 
 /// Prints what MLX reads.
 const SHOW: &str = r#"echo "$MLX_RANK $(cat "$MLX_HOSTFILE" 2>/dev/null) $V" "$@""#;
@@ -214,6 +214,26 @@ fn the_folder_is_the_launchers_where_it_exists() {
             ended.stderr
         );
     }
+}
+
+/// A value that is not on the command line is in no list of processes, here or there.
+#[test]
+fn a_variable_without_a_value_is_passed_on_unseen() {
+    let world = World::new();
+    let hostfile = world.hostfile(1);
+    // The pattern does not match itself.
+    let show = r#"echo "$KEPT"; cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' |
+        grep -e '^launch$' -e 'a-word[-]of'"#;
+    let args = ["--hostfile", &hostfile, "--env", "KEPT"];
+    let mut command = world.launch(&[&args[..], &["--", "sh", "-c", show]].concat());
+    command.env("KEPT", "a-word-of-the-user");
+    let ended = finish(command.spawn().unwrap()).ok();
+    let lines: Vec<&str> = ended.stdout.lines().collect();
+    assert_eq!(lines[0], "[0] a-word-of-the-user");
+    let shown = &lines[1..];
+    assert!(!shown.is_empty(), "lists of processes are readable");
+    assert!(shown.iter().all(|line| *line == "[0] launch"), "{shown:?}");
+    assert!(!world.calls().is_empty(), "it ran elsewhere");
 }
 
 #[test]

@@ -18,7 +18,7 @@ const DOUBLING: &str = "{% for m in messages %}{% if m.content == 'attack' %}\
     {% else %}<turn>{{ m.content }}{% endif %}{% endfor %}";
 
 /// Most memory that a process had, in bytes.
-fn peak_bytes(id: u32) -> u64 {
+pub(super) fn peak_bytes(id: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{id}/status")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kib = line.unwrap().trim().strip_suffix(" kB").unwrap();
@@ -59,7 +59,7 @@ fn a_template_that_takes_all_memory_ends_its_own_process() {
 }
 
 /// Memory that a process has now, in bytes.
-fn memory_bytes(id: u32) -> u64 {
+pub(super) fn memory_bytes(id: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{id}/status")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kib = line.unwrap().trim().strip_suffix(" kB").unwrap();

@@ -355,17 +355,16 @@ impl Wire {
             purpose,
         };
         let refused = (own.judge)(peer, &session.hello);
-        let verdict = Verdict { refused };
-        session.send(&serde_json::to_vec(&verdict).expect("a verdict is JSON"))?;
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        let theirs = session.recv(VERDICT_BYTES_MAX, left)?;
-        let theirs = theirs.ok_or(Error::Late { limit: self.limit })?;
-        let theirs: Verdict = serde_json::from_slice(&theirs).map_err(|_| Error::Protocol)?;
+        let ours = Verdict { refused };
+        let theirs = session.exchange(&ours, self.deadline, self.limit);
         let name = session.hello.name.clone();
-        match (verdict.refused, theirs.refused) {
-            (Some(reason), _) => Err(Error::Refusing { name, reason }),
-            (None, Some(reason)) => Err(Error::Refused { name, reason }),
-            (None, None) => Ok(session),
+        // A peer that is refused does not hide that by ending the connection.
+        if let Some(reason) = ours.refused {
+            return Err(Error::Refusing { name, reason });
+        }
+        match theirs?.refused {
+            Some(reason) => Err(Error::Refused { name, reason }),
+            None => Ok(session),
         }
     }
 
@@ -436,6 +435,20 @@ fn read_hello(bytes: &[u8]) -> Result<Hello, Error> {
 }
 
 impl Session {
+    /// Tells this side's verdict; the other side's.
+    fn exchange(
+        &self,
+        ours: &Verdict,
+        deadline: Instant,
+        limit: Duration,
+    ) -> Result<Verdict, Error> {
+        self.send(&serde_json::to_vec(ours).expect("a verdict is JSON"))?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let theirs = self.recv(VERDICT_BYTES_MAX, left)?;
+        let theirs = theirs.ok_or(Error::Late { limit })?;
+        serde_json::from_slice(&theirs).map_err(|_| Error::Protocol)
+    }
+
     /// Who is at the other end: the owner of a static key, proven.
     pub const fn peer(&self) -> NodeId {
         self.peer

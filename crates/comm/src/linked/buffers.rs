@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use crate::lent::{Lent, LentMut};
 use crate::plan::{Act, Place, Plan, Span};
-use crate::reduce::{Side, fold, reduce_parts};
+use crate::reduce::{Side, fold, fold_lent, reduce_parts};
 use crate::sync::copy;
 use crate::{Collective, Dtype, Reduce};
 
@@ -105,20 +106,28 @@ impl<'a> Buffers<'a> {
     }
 
     /// Reduces bytes that arrived into `span`, from `at` on.
-    pub(super) fn fold(&mut self, span: &Span, at: usize, side: Side, bytes: &[u8]) {
+    pub(super) fn fold(&mut self, span: &Span, at: usize, side: Side, bytes: Lent<'_>) {
         let (op, dtype) = (self.op, self.folds);
         let into = &mut self.get_mut(span)[at..at + bytes.len()];
-        fold(op, dtype, side, into, bytes);
+        fold_lent(op, dtype, side, into, bytes);
     }
 
-    /// The same, and puts the result in the place of `bytes` too.
-    pub(super) fn fold_both(&mut self, span: &Span, at: usize, side: Side, bytes: &mut [u8]) {
+    /// The same of the first of `bytes`, as many as `range` of the span has, and puts the result in
+    /// their place too.
+    pub(super) fn fold_both(
+        &mut self,
+        span: &Span,
+        range: Range<usize>,
+        side: Side,
+        bytes: &mut LentMut<'_>,
+    ) {
         let (op, dtype) = (self.op, self.folds);
-        let into = &mut self.get_mut(span)[at..at + bytes.len()];
-        let blocks = into.chunks_mut(BLOCK_BYTES);
-        for (into, from) in blocks.zip(bytes.chunks_mut(BLOCK_BYTES)) {
-            fold(op, dtype, side, into, from);
-            from.copy_from_slice(into);
+        let into = &mut self.get_mut(span)[range];
+        let starts = (0..).step_by(BLOCK_BYTES);
+        for (at, into) in starts.zip(into.chunks_mut(BLOCK_BYTES)) {
+            let from = bytes.read().part(at, into.len());
+            fold_lent(op, dtype, side, into, from);
+            bytes.write(at, into);
         }
     }
 

@@ -12,6 +12,7 @@ use super::buffers::Buffers;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::{Linked, number};
 use crate::call::judge;
+use crate::lent::Lent;
 use crate::locks::lock;
 use crate::plan::{Act, Place, Plan, Route, SEGMENT_BYTES, Span, Take};
 use crate::reduce::Side;
@@ -547,9 +548,9 @@ impl<T: Transport> Run<'_, T> {
         let mut is_cut = false;
         let whole = |there: usize| there - there % width;
         let given = self.comes_back.then(|| {
-            transport.lend_to_come_back(rank, &mut |bytes| {
-                let count = whole(bytes.len().min(end - done));
-                buffers.fold_both(&into.span, done, side, &mut bytes[..count]);
+            transport.lend_to_come_back(rank, &mut |mut bytes| {
+                let count = whole(bytes.read().len().min(end - done));
+                buffers.fold_both(&into.span, done..done + count, side, &mut bytes);
                 is_cut = count == 0;
                 count
             })
@@ -562,7 +563,7 @@ impl<T: Transport> Run<'_, T> {
         }
         let lent = transport.lend(rank, &mut |bytes| {
             let count = whole(bytes.len().min(end - done));
-            buffers.fold(&into.span, done, side, &bytes[..count]);
+            buffers.fold(&into.span, done, side, bytes.part(0, count));
             done += count;
             is_cut = done == into.done;
             count
@@ -581,7 +582,10 @@ impl<T: Transport> Run<'_, T> {
                 let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
                 rest[..count].copy_from_slice(bytes);
             }
-            Take::Fold(side) => self.buffers.fold(&into.span, into.done, side, bytes),
+            Take::Fold(side) => {
+                let bytes = Lent::of(bytes);
+                self.buffers.fold(&into.span, into.done, side, bytes);
+            }
         }
         inbuf.consume(count);
         count

@@ -12,6 +12,7 @@ use super::link::Link;
 use super::memory::{Registration, Registry};
 use super::verbs::Adapter;
 use crate::deadline;
+use crate::lent::Lent;
 use crate::locks::lock;
 use crate::status::News;
 use crate::tcp::{Controls, Kept};
@@ -163,7 +164,7 @@ impl Transport for Links {
         self.links[peer].is_some()
     }
 
-    fn lend(&self, peer: usize, take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
+    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed> {
         let link = self.link(peer);
         link.map_or(Ok(0), |mut link| link.lend(take))
     }

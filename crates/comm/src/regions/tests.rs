@@ -1,11 +1,13 @@
 //! Files that can be mapped, and those that cannot.
 
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::*;
-use crate::Memory;
+use crate::reduce::{Side, fold_lent};
+use crate::{Dtype, Memory, Reduce};
 
 fn shared(bytes: usize) -> Memory<u8> {
     let memory = Memory::with(bytes, share);
@@ -15,6 +17,13 @@ fn shared(bytes: usize) -> Memory<u8> {
 
 fn own() -> u32 {
     std::process::id()
+}
+
+/// The first bytes of a view.
+fn copied(view: &View, bytes: usize) -> Vec<u8> {
+    let mut copy = vec![0; bytes];
+    view.bytes(0, bytes).unwrap().copy_to(&mut copy);
+    copy
 }
 
 #[test]
@@ -51,7 +60,7 @@ fn a_view_has_what_the_owner_wrote_and_ends_where_that_does() {
         }
         let place = find(&memory).unwrap();
         let view = View::open(own(), &place).unwrap();
-        assert_eq!(view.bytes(0, bytes), Some(&memory[..]));
+        assert_eq!(copied(&view, bytes), &memory[..]);
         let all = bytes.next_multiple_of(PAGE_BYTES) as u64;
         for (offset, count, there) in [
             (all, 0, true),
@@ -111,17 +120,46 @@ fn what_was_taken_back_is_out_of_reach_and_as_it_was() {
         unsafe { take_back(&raw const memory[part]) };
         assert_eq!(find(&memory), None, "it is lent no more");
         // SAFETY: a peer that was stopped and goes on; the bytes are nobody else's.
-        unsafe { view.bytes_mut(0, bytes) }.unwrap().fill(9);
+        let lent = unsafe { view.bytes_mut(0, bytes) };
+        lent.unwrap().write(0, &vec![9; bytes]);
         let (kept, lent) = memory.split_at(PAGE_BYTES);
         assert!(kept.iter().all(|byte| *byte == 9), "these were not taken");
         assert!(lent.iter().all(|byte| *byte == 7), "{bytes}");
         memory.fill(1);
         assert!(
-            view.bytes(0, bytes).unwrap()[PAGE_BYTES..]
+            copied(&view, bytes)[PAGE_BYTES..]
                 .iter()
                 .all(|byte| *byte == 9)
         );
     }
+}
+
+/// A peer that breaks the protocol writes while another folds: each element is of old or new bytes.
+#[test]
+fn lent_bytes_may_change_while_they_are_used() {
+    const BYTES: usize = 4 * PAGE_BYTES + 3;
+    let memory = shared(BYTES);
+    let place = find(&memory).unwrap();
+    let views = [(); 2].map(|()| View::open(own(), &place).unwrap());
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for value in (0..=1).cycle() {
+                // SAFETY: a view of this thread alone; `memory` is not used meanwhile.
+                let lent = unsafe { views[0].bytes_mut(0, BYTES) };
+                lent.unwrap().write(0, &vec![value; BYTES]);
+                if is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+        });
+        for _ in 0..200 {
+            let (mut sums, lent) = (vec![6; BYTES], views[1].bytes(0, BYTES).unwrap());
+            fold_lent(Reduce::Sum, Dtype::U8, Side::First, &mut sums, lent);
+            assert!(sums.iter().all(|sum| matches!(sum, 6 | 7)));
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
 }
 
 /// A place in `file`, which is of this process.

@@ -360,7 +360,7 @@ fn what_is_used_of_a_loan_that_is_taken_back_is_lost() {
     borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
     let half = borrower.lend(0, &mut |bytes| bytes.len() / 2);
     assert_eq!(half, Ok(5_000));
-    let mut take_back = |bytes: &[u8]| {
+    let mut take_back = |bytes: Lent<'_>| {
         lender.let_go(Lane::Calls);
         bytes.len()
     };
@@ -388,8 +388,8 @@ fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {
         assert_eq!(written, Ok(BYTES + 4));
         borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
         for count in [first, second].into_iter().filter(|count| *count > 0) {
-            let taken = borrower.lend_to_come_back(0, &mut |bytes| {
-                bytes[..count].fill(9);
+            let taken = borrower.lend_to_come_back(0, &mut |mut bytes| {
+                bytes.write(0, &vec![9; count]);
                 count
             });
             assert_eq!(taken, Ok(Some(count)));
@@ -414,9 +414,10 @@ fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {
         lender.let_go(Lane::Calls);
         assert_eq!(regions::find(&memory), None);
         borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
-        let late = borrower.lend_to_come_back(0, &mut |bytes| {
-            bytes.fill(1);
-            bytes.len()
+        let late = borrower.lend_to_come_back(0, &mut |mut bytes| {
+            let count = bytes.read().len();
+            bytes.write(0, &vec![1; count]);
+            count
         });
         assert_eq!(late, Err(Closed));
         assert!(memory.iter().all(|byte| *byte == 7));

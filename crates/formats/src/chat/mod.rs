@@ -24,12 +24,13 @@ mod json;
 mod message;
 mod template;
 
-use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
+use crate::bounded;
 use crate::gguf::Metadata;
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use crate::tools::ResponseTemplate;
@@ -484,22 +485,19 @@ pub fn source_in_dir(dir: &Path) -> Result<String, Error> {
 
 /// The file's bytes; `None` if it does not exist.
 fn read_limited(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let failed = |source| Error::Read {
-        path: path.to_owned(),
-        source,
-    };
-    if !path.exists() {
-        return Ok(None);
+    let (own, limit) = (path.to_owned(), MAX_CONFIG_BYTES);
+    match bounded::read(path, limit as u64) {
+        Ok(Ok(bytes)) => Ok(Some(bytes)),
+        Ok(Err(size)) => Err(Error::TooLong {
+            path: own,
+            size: size as usize,
+            limit,
+        }),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Ok(None)
+        }
+        Err(source) => Err(Error::Read { path: own, source }),
     }
-    let size = fs::metadata(path).map_err(failed)?.len() as usize;
-    if size > MAX_CONFIG_BYTES {
-        return Err(Error::TooLong {
-            path: path.to_owned(),
-            size,
-            limit: MAX_CONFIG_BYTES,
-        });
-    }
-    fs::read(path).map(Some).map_err(failed)
 }
 
 /// The template of a `chat_template` entry: a string, or a list of named ones.

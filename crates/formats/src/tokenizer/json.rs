@@ -14,7 +14,6 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::fs;
 use std::ops::Range as Span;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -27,6 +26,7 @@ use tokenizers::{Encoding, ModelWrapper, NormalizedString, Token};
 use super::fragments::{Cutter, Fragment, Special};
 use super::vocab::{Kind, Spelling, Vocab, byte_token};
 use super::{Algorithm, Error, Parts, Tokenizer, ends};
+use crate::bounded;
 
 /// Largest `tokenizer.json` that is read: seven times Gemma's (33 MB), the largest known.
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
@@ -475,12 +475,11 @@ fn read_json(dir: &Path, what: &'static str) -> Result<Value, Error> {
 }
 
 fn read_limited(path: &Path, what: &'static str, limit: u64) -> Result<Vec<u8>, Error> {
-    let failed = |source| Error::Read {
+    let read = bounded::read(path, limit).map_err(|source| Error::Read {
         path: path.to_owned(),
         source,
-    };
-    check_size(what, fs::metadata(path).map_err(failed)?.len(), limit)?;
-    fs::read(path).map_err(failed)
+    })?;
+    read.map_err(|size| Error::TooLarge { what, size, limit })
 }
 
 fn check_size(what: &'static str, size: u64, limit: u64) -> Result<(), Error> {
@@ -493,6 +492,17 @@ fn check_size(what: &'static str, size: u64, limit: u64) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A program's panic hook is told so, and prints nothing (`cli` does that).
+    #[test]
+    fn a_panic_of_the_crate_is_an_error_that_a_hook_can_tell() {
+        let result = guarded::<()>(|| {
+            assert!(catches_panics());
+            panic!("deep inside {}", 7);
+        });
+        assert_eq!(result, Err("deep inside 7".to_owned()));
+        assert!(!catches_panics());
+    }
 
     #[test]
     fn depth_counts_brackets_outside_strings() {

@@ -1,8 +1,9 @@
 //! Variables of the environment that workers get.
 //!
-//! A worker reads the files of a model that may mean harm, and needs no key of another service. It
-//! gets what locates files, and the settings of libraries that it may open: GPU drivers, MLX, NCCL,
-//! verbs. It gets nothing else of its owner's environment, tokens of hubs and clouds least of all.
+//! A worker reads files that may mean harm, of a model or a job, and needs no key of another
+//! service. It gets what locates files, and the settings of libraries that it may open: GPU
+//! drivers, MLX, NCCL, verbs. It gets nothing else of its owner's environment, tokens of hubs and
+//! clouds least of all.
 
 use std::ffi::{OsStr, OsString};
 
@@ -21,7 +22,7 @@ const NAMES: [&str; 9] = [
 
 /// Beginnings of names that are passed on: locale, folders, dynamic loading on macOS, Rust's
 /// runtime and its sanitizers, and libraries.
-const BEGINNINGS: [&str; 20] = [
+const BEGINNINGS: [&str; 23] = [
     "ASAN_",
     "CUDA",
     "DYLD_",
@@ -30,6 +31,7 @@ const BEGINNINGS: [&str; 20] = [
     "IBV_",
     "LC_",
     "LSAN_",
+    "MESA_",
     "METAL_",
     "MLX5_",
     "MLX_",
@@ -41,6 +43,8 @@ const BEGINNINGS: [&str; 20] = [
     "RDMAV_",
     "ROCR_",
     "RUST_",
+    "VK_",
+    "WGPU_",
     "XDG_",
 ];
 

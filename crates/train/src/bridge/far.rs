@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use paceline_base::Rank;
+use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 
 use super::line::{Ends, Files, Line, broken, is_inside};
@@ -29,6 +30,8 @@ pub struct FarSpec<'a> {
     pub program: PathBuf,
     /// Its arguments.
     pub args: Vec<OsString>,
+    /// All of its environment.
+    pub env: Vec<(OsString, OsString)>,
     /// A folder for files, which the caller removes.
     pub scratch: &'a Path,
     /// Finds a model by its user's name or its path on the run's machine.
@@ -154,6 +157,9 @@ impl Far<'_> {
         job.valid = job.valid.map(|_| folder.join("data/valid.jsonl"));
         let exchange = folder.to_owned();
         let mut spec = Spec::new(self.spec.program.clone(), vec![self.spec.args.clone()]);
+        (spec.env, spec.env_alone) = (self.spec.env.clone(), true);
+        spec.sandbox = Some(Sandbox::Worker);
+        spec.writable = vec![exchange.clone()];
         spec.limits = Limits {
             silence: SILENCE,
             write: SILENCE,

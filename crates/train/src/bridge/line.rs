@@ -20,6 +20,8 @@ use paceline_base::lock;
 use paceline_cluster::{BEAT, LINE_BYTES_MAX};
 
 use crate::error::Error;
+use crate::messages::{FromWorker, ToWorker};
+use crate::stage::Stage;
 
 /// A side that says nothing for so long is given up: a slow line needs a second for a frame.
 const SILENCE: Duration = Duration::from_secs(5);
@@ -291,6 +293,33 @@ impl Files {
             self.open = None;
         }
         Ok(())
+    }
+}
+
+/// Reads `bytes` as frames of the other machine, for fuzzing: whatever they are, this returns. No
+/// file that they name leads out of the folder.
+pub(crate) fn parse(mut bytes: &[u8]) {
+    let folder = Path::new("/folder");
+    let stays = |name: &str| {
+        let path = folder.join(name);
+        let climbs = path.components().any(|part| part == Component::ParentDir);
+        assert!(path.starts_with(folder) && !climbs, "{name:?}");
+    };
+    let stage = Stage { index: 1, of: 3 };
+    while let Ok((kind, frame)) = read(&mut bytes) {
+        if let Some((_, name)) = frame.split_first_chunk::<8>()
+            && let Ok(name) = std::str::from_utf8(name)
+            && kind == b'f'
+            && is_inside(name)
+        {
+            stays(name);
+        }
+        if let Ok(message) = serde_json::from_slice::<ToWorker>(&frame) {
+            message.needs(stage).iter().for_each(|name| stays(name));
+        }
+        if let Ok(message) = serde_json::from_slice::<FromWorker>(&frame) {
+            message.gives(stage).iter().for_each(|name| stays(name));
+        }
     }
 }
 

@@ -17,6 +17,7 @@ use super::super::session::{self, Hello, Judge, Own, Purpose, Session};
 use super::super::{Key, NodeId, pairing};
 use super::channel::Channel;
 use super::links::Fresh;
+use super::refusals::{REVOKED, of_pairing, of_session};
 use super::{Error, HANDSHAKE_LIMIT, Inner};
 
 /// Handshakes at a time; further connections are closed.
@@ -104,7 +105,7 @@ impl Inner {
 
     fn answer(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
         match first_bytes(&stream) {
-            Some(pairing::PREFACE) => self.pair(stream),
+            Some(pairing::PREFACE) => self.pair(stream, addr),
             Some(_) => self.shake(stream, addr, place),
             None => {}
         }
@@ -118,7 +119,10 @@ impl Inner {
         });
         let session = match accepted {
             Ok(session) => session,
-            Err(error) => return self.refused(&error),
+            Err(error) => {
+                self.count_refusal(of_session(&error), addr);
+                return self.refused(&error);
+            }
         };
         match session.purpose() {
             Purpose::Control => {
@@ -157,7 +161,7 @@ impl Inner {
     }
 
     /// Lets a newcomer try the code that is shown.
-    fn pair(self: &Arc<Self>, mut stream: TcpStream) {
+    fn pair(self: &Arc<Self>, mut stream: TcpStream, addr: SocketAddr) {
         use std::io::Read as _;
         let (code, key) = {
             let mut state = lock(&self.state);
@@ -165,7 +169,9 @@ impl Inner {
             let code = invitation.and_then(|invitation| invitation.take(Instant::now()));
             (code, state.key.clone())
         };
-        let Some(code) = code else { return };
+        let Some(code) = code else {
+            return self.count_refusal(of_pairing(&pairing::Error::NotInvited), addr);
+        };
         // The preface was peeked at only.
         if stream.read_exact(&mut [0; 8]).is_err() {
             return;
@@ -175,7 +181,10 @@ impl Inner {
                 lock(&self.state).invitation = None;
                 self.tell("the code was right: a machine joins");
             }
-            Err(error) => self.tell(&format!("a machine tried a code: {error}")),
+            Err(error) => {
+                self.count_refusal(of_pairing(&error), addr);
+                self.tell(&format!("a machine tried a code: {error}"));
+            }
         }
     }
 
@@ -218,11 +227,17 @@ impl Inner {
         }
         let state = lock(&self.state);
         if state.member.map().get(&Key::Revoked(id)).is_some() {
-            return Some("this node was revoked".to_owned());
+            return Some(REVOKED.to_owned());
         }
         let link = state.links.get(&id)?;
         let is_second = link.session.hello().boot != hello.boot && Self::is_fresh(link);
         is_second.then(|| twice(id))
+    }
+
+    fn count_refusal(&self, cause: Option<&'static str>, from: SocketAddr) {
+        if let Some(cause) = cause {
+            lock(&self.refusals).note(cause, from.ip().to_canonical());
+        }
     }
 
     /// Tells people about a refusal, once.

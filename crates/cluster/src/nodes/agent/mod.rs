@@ -36,6 +36,7 @@ mod links;
 pub mod local;
 mod membership;
 mod paths;
+mod refusals;
 mod state;
 mod upkeep;
 
@@ -61,6 +62,8 @@ pub use facts::{Facts, NodeView, NodeWays, PROTOCOL, Way};
 use files::Files;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
+pub use refusals::Refusal;
+use refusals::Refusals;
 use state::State;
 
 /// Control port of a node, next to the API's 52415.
@@ -288,6 +291,7 @@ struct Inner {
     services: channel::Services,
     commands: local::Commands,
     counts: accept::Counts,
+    refusals: Mutex<Refusals>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     lines: Mutex<Option<SyncSender<String>>>,
     /// Held while this process is the home's node.
@@ -325,6 +329,7 @@ impl Agent {
             services: channel::Services::default(),
             commands: local::Commands::default(),
             counts: accept::Counts::default(),
+            refusals: Mutex::default(),
             threads: Mutex::default(),
             lines: Mutex::new(Some(lines)),
             config,
@@ -505,6 +510,12 @@ impl Agent {
     /// Everything that keeps nodes from finding each other, a line each.
     pub fn problems(&self) -> Vec<String> {
         lock(&self.inner.state).problems()
+    }
+
+    /// Connections to the control port that were refused and are to be told now. A cause is told of
+    /// an address once an hour at most, and of sixteen addresses apart.
+    pub fn refusals(&self) -> Vec<Refusal> {
+        lock(&self.inner.refusals).take(self.inner.now().since_start)
     }
 
     /// Stops all threads and closes all sessions. The other nodes see this one die.

@@ -1,6 +1,7 @@
 //! Nodes of one process over loopback, each with a home of its own.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::mpsc::channel;
 
 use serde_json::json;
@@ -122,6 +123,9 @@ fn a_revoked_node_is_dead_to_all_and_its_channels_end() {
     assert!(silent.recv(1, PATIENCE).is_err(), "its node was revoked");
     assert_eq!(one.forget("three").unwrap(), id);
     until("it is forgotten", || nodes[1].agent.nodes().len() == 2);
+    // It may know that it was revoked, and not try by itself.
+    assert!(nodes[2].agent.open(one.id(), "silent", PATIENCE).is_err());
+    assert_eq!(refused(one)[0].0, "node_revoked");
 }
 
 #[test]
@@ -214,6 +218,39 @@ fn a_wrong_key_learns_nothing_and_is_told_nothing() {
     for node in [&one, &two] {
         assert_eq!(node.agent.nodes().len(), 1);
     }
+    let from = Some(IpAddr::from([127, 0, 0, 1]));
+    assert_eq!(refused(&one.agent), [("node_wrong_key", from)]);
+    assert_eq!(two.agent.refusals(), [], "it has refused no connection");
+}
+
+/// The next refusals that a node tells, without how often.
+fn refused(agent: &Agent) -> Vec<(&'static str, Option<IpAddr>)> {
+    let mut told = Vec::new();
+    until("a refusal is told", || {
+        told = agent.refusals();
+        !told.is_empty()
+    });
+    let pair = |refusal: &Refusal| (refusal.cause, refusal.from);
+    told.iter().map(pair).collect()
+}
+
+#[test]
+fn newcomers_without_a_code_or_with_a_wrong_one_are_counted() {
+    let nodes = cluster(&["one"]);
+    let (one, at) = (
+        &nodes[0].agent,
+        format!("127.0.0.1:{}", nodes[0].agent.port()),
+    );
+    let home = tempfile::tempdir().unwrap();
+    let join = |text: &str| {
+        let code = pairing::Code::parse(text).unwrap();
+        assert!(join_by_code_at_rest(home.path(), &code, Some(&at)).is_err());
+        refused(one)[0].0
+    };
+    assert_eq!(join("000000"), "join_not_invited");
+    let is_ones = one.invite().unwrap().shown() == "111-111";
+    let wrong = if is_ones { "222222" } else { "111111" };
+    assert_eq!(join(wrong), "join_wrong_code");
 }
 
 #[test]

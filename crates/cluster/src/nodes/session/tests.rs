@@ -133,6 +133,30 @@ fn a_refusal_names_its_reason() {
     );
 }
 
+/// A node that is refused does not hide that by ending the connection before it hears so.
+#[test]
+fn a_refused_peer_that_leaves_early_is_refused_by_name() {
+    let (one, two) = (Side::new("one", 7), Side::new("two", 7));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = listener.local_addr().unwrap();
+    let accepted = thread::scope(|scope| {
+        scope.spawn(|| {
+            let stream = TcpStream::connect(addr).unwrap();
+            let mut wire = Wire::new(stream, Instant::now() + LIMIT, LIMIT).unwrap();
+            let preface = preface(Purpose::Control);
+            wire.stream.write_all(&preface).unwrap();
+            let own = one.own(ANYONE);
+            let mut state = builder(own, &preface).build_initiator().unwrap();
+            wire.send(&mut state, &[]).unwrap();
+            wire.receive(&mut state).unwrap();
+            wire.send(&mut state, &say_hello(own.hello)).unwrap();
+        });
+        let (stream, _) = listener.accept().unwrap();
+        accept(two.own(&|_, _| Some("gone".to_owned())), stream, LIMIT)
+    });
+    assert_eq!(accepted.unwrap_err().to_string(), "refused one: gone");
+}
+
 /// A listener that `bytes` come to; what it said.
 fn answer_to(bytes: &[u8]) -> (Outcome, Vec<u8>) {
     let side = Side::new("one", 7);

@@ -2,6 +2,7 @@
 
 use super::{Flight, Held, Link, small};
 use crate::deadline;
+use crate::lent::Lent;
 use crate::rdma::bulk::NUMBER_BYTES;
 use crate::rdma::cable::Body;
 use crate::rdma::error::RdmaError;
@@ -226,7 +227,7 @@ impl Link {
     /// message at a time; it says how much of that it has used. How many bytes that were.
     pub(in crate::rdma) fn lend(
         &mut self,
-        take: &mut dyn FnMut(&[u8]) -> usize,
+        take: &mut dyn FnMut(Lent<'_>) -> usize,
     ) -> Result<usize, Closed> {
         if !self.has_bytes(Lane::Calls) {
             self.look();
@@ -243,7 +244,7 @@ impl Link {
                 HEAD_BYTES + at,
                 HEAD_BYTES + held.bytes,
             );
-            let (there, taken) = (message.len(), take(message).min(message.len()));
+            let (there, taken) = (message.len(), take(Lent::of(message)).min(message.len()));
             self.taken(Lane::Calls, held, at + taken);
             count += taken;
             if taken < there {

@@ -1,0 +1,144 @@
+//! Bytes that a peer lends, used where they lie.
+//!
+//! Another process may write to them at the same time: one that keeps to the protocol does not, one
+//! that is broken or stopped may. So no reference leads to them. They are copied by raw pointers:
+//! of bytes that change meanwhile a copy has old or new ones, and who made it finds out afterwards
+//! whether it counts (`loan`).
+
+use std::marker::PhantomData;
+
+use crate::sync::copy_raw;
+
+/// Bytes to read.
+#[derive(Clone, Copy)]
+pub(crate) struct Lent<'a> {
+    start: *const u8,
+    len: usize,
+    memory: PhantomData<&'a ()>,
+}
+
+impl<'a> Lent<'a> {
+    /// The `len` bytes from `start` on.
+    ///
+    /// # Safety
+    /// They stay mapped, to be read, throughout `'a`.
+    pub(crate) const unsafe fn new(start: *const u8, len: usize) -> Self {
+        Self {
+            start,
+            len,
+            memory: PhantomData,
+        }
+    }
+
+    /// Bytes that nobody writes to.
+    pub(crate) const fn of(bytes: &'a [u8]) -> Self {
+        // SAFETY: borrowed for as long.
+        unsafe { Self::new(bytes.as_ptr(), bytes.len()) }
+    }
+
+    /// How many there are.
+    pub(crate) const fn len(self) -> usize {
+        self.len
+    }
+
+    /// The `count` bytes from `at` on.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub(crate) fn part(self, at: usize, count: usize) -> Self {
+        assert!(
+            at <= self.len && count <= self.len - at,
+            "{count} bytes from {at} on, of {}",
+            self.len
+        );
+        // SAFETY: inside of these bytes, as was just seen.
+        unsafe { Self::new(self.start.add(at), count) }
+    }
+
+    /// Copies all of them.
+    ///
+    /// # Panics
+    /// If `into` is not as long.
+    pub(crate) fn copy_to(self, into: &mut [u8]) {
+        assert_eq!(into.len(), self.len, "bytes of two buffers");
+        // SAFETY: both have so many bytes; `into` is borrowed exclusively, so they are apart.
+        unsafe { copy_raw(self.start, into.as_mut_ptr(), self.len) };
+    }
+
+    /// Element `index`, of `N` bytes, counted from the first byte.
+    ///
+    /// # Safety
+    /// It ends within these bytes.
+    #[inline(always)]
+    pub(crate) const unsafe fn element<const N: usize>(self, index: usize) -> [u8; N] {
+        // SAFETY: by the caller's promise; arrays of bytes need no alignment.
+        unsafe { self.start.cast::<[u8; N]>().add(index).read() }
+    }
+}
+
+/// Bytes to read and write.
+pub(crate) struct LentMut<'a>(Lent<'a>);
+
+impl<'a> LentMut<'a> {
+    /// The `len` bytes from `start` on.
+    ///
+    /// # Safety
+    /// They stay mapped, to be read and written, throughout `'a`; in this process nobody else uses
+    /// them meanwhile, and no reference leads there.
+    pub(crate) const unsafe fn new(start: *mut u8, len: usize) -> Self {
+        // SAFETY: by the caller's promise.
+        Self(unsafe { Lent::new(start, len) })
+    }
+
+    /// The same to be read.
+    pub(crate) const fn read(&self) -> Lent<'_> {
+        self.0
+    }
+
+    /// Puts `bytes` there, from `at` on.
+    ///
+    /// # Panics
+    /// If they reach beyond the end.
+    pub(crate) fn write(&mut self, at: usize, bytes: &[u8]) {
+        let place = self.0.part(at, bytes.len());
+        // SAFETY: as long, and may be written to by `new`'s promise; `bytes` are apart, since no
+        // reference leads there.
+        unsafe { copy_raw(bytes.as_ptr(), place.start.cast_mut(), bytes.len()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_and_elements_are_those_of_the_bytes() {
+        let bytes: Vec<u8> = (0..100).collect();
+        let lent = Lent::of(&bytes);
+        for (at, count) in [(0, 0), (0, 100), (100, 0), (3, 8), (99, 1)] {
+            let part = lent.part(at, count);
+            let mut copied = vec![0; count];
+            part.copy_to(&mut copied);
+            assert_eq!(copied, bytes[at..at + count], "{at} {count}");
+            assert_eq!(part.len(), count);
+        }
+        // SAFETY: bytes 12 to 15 of a hundred.
+        assert_eq!(unsafe { lent.element::<4>(3) }, [12, 13, 14, 15]);
+        let mut into = bytes.clone();
+        // SAFETY: the bytes of `into`, which nobody uses until the last write.
+        let mut lent = unsafe { LentMut::new(into.as_mut_ptr(), into.len()) };
+        lent.write(98, &[7, 8]);
+        lent.write(100, &[]);
+        assert_eq!(lent.read().len(), 100);
+        assert_eq!(into[97..], [97, 7, 8]);
+    }
+
+    #[test]
+    fn there_is_no_part_beyond_the_end() {
+        let bytes = [0; 10];
+        for (at, count) in [(0, 11), (10, 1), (11, 0), (1, usize::MAX), (usize::MAX, 1)] {
+            let part = || Lent::of(&bytes).part(at, count).len();
+            assert!(std::panic::catch_unwind(part).is_err(), "{at} {count}");
+        }
+    }
+}
