@@ -47,7 +47,8 @@ fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
     Agent::start(config).unwrap()
 }
 
-fn wanted(model: ModelName, bytes: u64) -> Wanted {
+/// A record without nodes.
+pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> Wanted {
     Wanted {
         model: model.name,
         sha256: model.sha256,
