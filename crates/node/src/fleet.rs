@@ -17,8 +17,8 @@
 //! - `replicas`, `choice`, `prefixes`: which replica answers a request.
 //! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute
 //!   it. `hub`: bytes that no node has.
-//! - `stores`: which node has what of which model, and what its disk may hold. `stale`: records that
-//!   nobody needs any more.
+//! - `stores`: which node has what of which model, and what its disk may hold. `stale`: records
+//!   that nobody needs any more.
 //! - `opening`: doors that are being opened, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 

@@ -109,8 +109,8 @@ pub(super) fn unavailable(
     )
 }
 
-/// Fetches a run of groups; each is kept once the tree says that it is right. `came` hears how many
-/// bytes were kept.
+/// Fetches a run of groups; each is kept once the tree says that it is right. `came` hears how
+/// many bytes were kept.
 ///
 /// # Errors
 /// Why the rest cannot be had. What was right is kept.
