@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::time::Duration;
 
 use paceline_node::fleet::{Came, FromHub, Origin, Take};
 use paceline_store::{
@@ -10,6 +11,13 @@ use paceline_store::{
 };
 
 use crate::{Tell, chain};
+
+/// Longest silence of the hub within a range. A worker waits for 60 s in all, and other nodes may
+/// have taken 13 s of them.
+const STALL: Duration = Duration::from_secs(10);
+
+/// Attempts in a row at a range, for the same reason.
+const ATTEMPTS: u32 = 2;
 
 /// The hub as this machine's settings reach it.
 pub(crate) struct StoreHub {
@@ -60,7 +68,10 @@ impl FromHub for StoreHub {
 
     fn read(&self, origin: &Origin, span: Range<u64>, take: &mut Take<'_>) -> Result<(), String> {
         let (pinned, cancel) = (pinned(origin), Cancel::default());
-        let read = read_pinned(&pinned, span, &self.options, &cancel, take);
+        let mut options = self.options.clone();
+        options.deadlines.stall = options.deadlines.stall.min(STALL);
+        options.retry.attempts = options.retry.attempts.min(ATTEMPTS);
+        let read = read_pinned(&pinned, span, &options, &cancel, take);
         read.map_err(|error| chain(&error))
     }
 }
