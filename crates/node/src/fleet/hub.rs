@@ -104,8 +104,8 @@ pub(super) fn unavailable(
         None => "it is not known from which file of the hub it came".to_owned(),
     };
     format!(
-        "{nodes}; {hub}; `paceline pull {model} --to {own}` on a machine of the cluster that reaches \
-         the hub, or has the file, brings it"
+        "{nodes}; {hub}; `paceline pull {model} --to {own}` brings it, on a machine of the cluster \
+         that reaches the hub or has the file"
     )
 }
 
