@@ -371,7 +371,7 @@ impl Copies {
         told: &mut Hear<'_>,
     ) -> Result<(), String> {
         let model = &fetch.model;
-        let (hub, origin) = self.on_hub(agent, model, reason)?;
+        let (hub, origin) = self.on_hub((agent, model), fetch.bytes, reason)?;
         let _turn = lock(&self.turn);
         if self.find(model).is_ok() {
             return Ok(()); // copied meanwhile
@@ -397,20 +397,22 @@ impl Copies {
         reason: &str,
         told: &Count<'_>,
     ) -> Result<(), String> {
-        let (hub, origin) = self.on_hub(agent, model, reason)?;
+        let bytes = partial.groups().bytes;
+        let (hub, origin) = self.on_hub((agent, model), bytes, reason)?;
         let fill = |run: &Range<u64>| hub::fill(&**hub, &origin, partial, run, told);
         let filled = runs.iter().try_for_each(fill);
         filled.map_err(|failed| unavailable(agent, model, reason, Some(&failed)))
     }
 
-    /// The hub, and where it has a model that no node gives, which is told.
+    /// The hub, and where it has a model of so many bytes that no node gives, which is told.
     fn on_hub(
         &self,
-        agent: &Agent,
-        model: &ModelName,
+        (agent, model): (&Agent, &ModelName),
+        bytes: u64,
         reason: &str,
     ) -> Result<(&Arc<dyn FromHub>, Origin), String> {
         let origin = hub::of(&agent.map(), &model.sha256);
+        let origin = origin.filter(|origin| origin.bytes == bytes);
         let Some((hub, origin)) = self.hub.as_ref().zip(origin) else {
             return Err(unavailable(agent, model, reason, None));
         };

@@ -71,7 +71,16 @@ pub(super) fn key(sha256: &str) -> Key {
 /// Where a file came from, by its SHA-256, if a node has told it.
 pub(super) fn of(map: &Registers, sha256: &str) -> Option<Origin> {
     let origin: Origin = serde_json::from_str(map.get(&key(sha256))?).ok()?;
-    (origin.sha256 == sha256).then_some(origin)
+    let Origin {
+        repo,
+        revision,
+        file,
+        ..
+    } = &origin;
+    // It is shown to people, and another node has written it.
+    let is_plain = |text: &String| !text.contains(char::is_control);
+    let is_plain = [repo, revision, file].into_iter().all(is_plain);
+    (is_plain && origin.sha256 == sha256).then_some(origin)
 }
 
 /// Reads `bytes` as a record, for fuzzing.
@@ -188,5 +197,51 @@ impl Filling<'_> {
                 span.start, span.end
             )),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_cluster::nodes::{NodeId, Register, Stamp};
+
+    use super::*;
+
+    #[test]
+    fn an_origin_is_of_its_file_and_can_be_shown() {
+        let sha256 = "a".repeat(64);
+        let right = Origin {
+            repo: "own/repo".to_owned(),
+            revision: "main".to_owned(),
+            file: "m.gguf".to_owned(),
+            bytes: 5,
+            sha256: sha256.clone(),
+        };
+        let told = |origin: &Origin| {
+            let stamp = Stamp {
+                ms: 1,
+                count: 0,
+                node: NodeId([1; 16]),
+            };
+            let value = serde_json::to_string(origin).ok();
+            let register = Register {
+                epoch: 0,
+                stamp,
+                value,
+            };
+            of(
+                &Registers::from_entries([(key(&sha256), register)]),
+                &sha256,
+            )
+        };
+        assert_eq!(told(&right), Some(right.clone()));
+        let other = Origin {
+            sha256: "b".repeat(64),
+            ..right.clone()
+        };
+        let odd = Origin {
+            file: "m\u{1b}[2J".to_owned(),
+            ..right
+        };
+        assert_eq!((told(&other), told(&odd)), (None, None));
     }
 }
