@@ -271,6 +271,7 @@ mod tests {
         let anew = Partial::open(&path, tree).unwrap();
         assert!(anew.runs().is_empty(), "another file was in its place");
     }
+
     #[test]
     fn what_the_disk_does_not_take_is_not_told() {
         let (_dir, path, bytes, tree) = model();

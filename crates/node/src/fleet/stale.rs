@@ -81,8 +81,8 @@ impl Seen {
 impl Inner {
     /// Removes records that nobody needs, on a thread of its own: nodes are asked for files.
     pub(super) fn remove_stale(self: &Arc<Self>, stale: &mut Stale, now: Instant) {
-        let is_due = |last: Instant| now.saturating_duration_since(last) >= LOOK_EVERY;
-        if !stale.last.is_none_or(is_due) {
+        let is_early = |last: Instant| now.saturating_duration_since(last) < LOOK_EVERY;
+        if stale.last.is_some_and(is_early) {
             return;
         }
         stale.last = Some(now);
