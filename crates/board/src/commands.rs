@@ -24,11 +24,12 @@ use paceline_node::room::Room;
 use paceline_node::{DRAFTS, tunnel};
 use paceline_serve::keys::{self, KeyInfo, Keys, Role};
 use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
-use paceline_store::Home;
+use paceline_store::{Home, PullOptions};
 use paceline_tensor::KvType;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::hub::StoreHub;
 use crate::{Error, Tell, chain, served, stores};
 
 /// Requests that wait for a place before further ones are refused as busy: one of every
@@ -51,6 +52,8 @@ pub struct Spec {
     pub worker_folders: Vec<PathBuf>,
     /// Most bytes of models on this machine's disk; all that is free without.
     pub disk_budget: Option<u64>,
+    /// The hub, for bytes of models that no node has.
+    pub pull: PullOptions,
     /// Runs chat templates.
     pub templates: Program,
     /// Kernels on so many threads.
@@ -91,6 +94,11 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
         find: Box::new(move |name: &str| find(&store, name)),
         copies: home.root().join("copies"),
         store: stores::own(&home, spec.disk_budget),
+        hub: Arc::new(StoreHub {
+            home: home.clone(),
+            options: spec.pull,
+            tell: Arc::clone(&spec.tell),
+        }),
         home: home.root().to_owned(),
         kernels: spec.kernels,
         interface: spec.interface,

@@ -27,6 +27,7 @@ mod downloads;
 mod error;
 pub mod figures;
 pub mod fits;
+mod hub;
 mod links;
 mod local;
 pub mod member;

@@ -14,11 +14,16 @@ use serde_json::{Value, json};
 /// This machine's models, for its node.
 pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
     let (listed, removed, folder) = (home.clone(), home.clone(), home.root().to_owned());
+    let hashed = home.clone();
     Arc::new(OwnStore {
         list: Box::new(move || {
             let all = paceline_store::list(&listed).unwrap_or_default();
             let now = SystemTime::now();
             all.iter().map(|entry| holding(entry, now)).collect()
+        }),
+        hashes: Box::new(move || {
+            let all = paceline_store::list(&hashed).unwrap_or_default();
+            all.into_iter().flat_map(hashes).collect()
         }),
         remove: Box::new(move |name| {
             // Nodes name no paths.
@@ -37,6 +42,14 @@ pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
         }),
         budget_bytes,
     })
+}
+
+/// SHA-256 of the files of a model that is complete.
+fn hashes(entry: Entry) -> Vec<String> {
+    match entry.state {
+        State::Complete { files, .. } => files.into_iter().map(|file| file.sha256).collect(),
+        State::Partial | State::Damaged { .. } => Vec::new(),
+    }
 }
 
 fn holding(entry: &Entry, now: SystemTime) -> Holding {

@@ -676,12 +676,14 @@ impl Args {
         let program = own_program().context("cannot find this program's own file")?;
         let (train_program, bench_program) = (program.clone(), program.clone());
         let bench_args = self.node.rank_args();
+        let home::Settings { home, options } = home::Settings::from_env()?;
         Ok(commands::Spec {
-            home: home::home()?,
+            home,
             program: (program, self.node.worker_args()),
             worker_env: worker_env(),
             worker_folders: self.node.worker_folders()?,
             disk_budget: self.node.disk_budget(),
+            pull: options,
             templates: template_program()?,
             kernels: Box::new(loaded::kernels),
             interface: self.node.data_interface().map(str::to_owned),

@@ -16,8 +16,10 @@
 //!   which nodes compute them. `widen`: nodes that come, or come back.
 //! - `replicas`, `choice`, `prefixes`: which replica answers a request.
 //! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute
-//!   it.
-//! - `stores`: which node has what of which model, and what its disk may hold.
+//!   it. `hub`: bytes that no node has.
+//! - `stores`: which node has what of which model, and what its disk may hold. `stale`: records
+//!   that nobody needs any more.
+//! - `opening`: doors that are being opened, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
 mod answers;
@@ -28,11 +30,13 @@ mod deal;
 mod encoders;
 mod flaps;
 mod growth;
+mod hub;
 pub mod journals;
 mod leaving;
 pub mod lent;
 mod loading;
 mod naming;
+mod opening;
 mod owner;
 pub(crate) mod partial;
 mod pieces;
@@ -43,6 +47,7 @@ mod replicas;
 mod rooted;
 mod speed;
 mod spread;
+mod stale;
 mod stock;
 mod stores;
 mod traced;
@@ -73,9 +78,11 @@ use crate::trace::{Recording, Stages};
 use crate::{Instance, Portrait};
 use answers::{Kind, Remote};
 use copies::Copies;
+pub use hub::{Came, FromHub, Origin, Take};
 use journals::{Copier, Shelf};
 use naming::Name;
 pub use naming::Replica;
+use opening::Opening;
 use owner::Owned;
 use places::Wire;
 pub use preview::{Preview, Proposal};
@@ -149,6 +156,8 @@ pub struct FleetSpec {
     pub copies: PathBuf,
     /// The user's models of this machine, and what its disk may hold.
     pub store: Arc<OwnStore>,
+    /// The hub, for bytes of models that no node has.
+    pub hub: Arc<dyn FromHub>,
     /// Paceline's files, with what was measured for forecasts.
     pub home: PathBuf,
     /// Kernels on so many threads.
@@ -257,6 +266,7 @@ struct Inner {
     speed: speed::Known,
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<Name, Door>>,
+    opening: Mutex<Opening>,
     /// Instances that were ready when the doors were tended last: this node answers with them,
     /// where it can.
     seen: Mutex<BTreeSet<InstanceId>>,
@@ -323,7 +333,8 @@ impl Fleet {
         let find = std::mem::replace(&mut spec.find, Box::new(|_| Err(String::new())));
         let may_have = stores::limit(&spec.store, &spec.copies, &agent);
         let found = (find, spec.copies.clone());
-        let copies = Arc::new(Copies::new(found, may_have, Arc::clone(&spec.tell)));
+        let copies = Copies::new(found, may_have, Arc::clone(&spec.tell));
+        let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
         let (brings, here) = (Arc::clone(&copies), [agent.clone(), agent.clone()]);
         let [finder, bringer] = here;
@@ -348,6 +359,7 @@ impl Fleet {
             speed: speed::Known::default(),
             owned: Mutex::default(),
             open: Mutex::default(),
+            opening: Mutex::default(),
             seen: Mutex::default(),
             over: AtomicBool::new(false),
             loans: Mutex::default(),
@@ -594,6 +606,7 @@ impl Inner {
         let mut growth = growth::Growth::default();
         let mut widening = widen::Widening::default();
         let mut battery = battery::Battery::default();
+        let mut stale = stale::Stale::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
             self.do_duties();
@@ -603,6 +616,7 @@ impl Inner {
             self.tend_doors();
             self.take_back();
             self.stay();
+            self.remove_stale(&mut stale, Instant::now());
             let began = Instant::now();
             // In slices, so that an end is seen soon.
             while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
@@ -702,16 +716,17 @@ impl Inner {
     fn tend_doors(self: &Arc<Self>) {
         let map = self.agent.map();
         let mut named: BTreeMap<Name, BTreeSet<InstanceId>> = BTreeMap::new();
-        let mut seen = BTreeSet::new();
+        let mut ready = Vec::new();
         for (id, _, wanted) in placement::wanted(&map) {
             let name = Name::of(&wanted);
             if report(&map, id).is_some_and(|it| it.state == State::Ready) {
                 self.admit(&name, id, &wanted);
-                seen.insert(id);
+                ready.push((name.clone(), id));
             }
             named.entry(name).or_default().insert(id);
         }
-        *lock(&self.seen) = seen;
+        lock(&self.opening).retain(|name| named.contains_key(name));
+        self.see(ready);
         let gone = |name: &Name, _: &mut Door| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
         for (name, _) in gone {
@@ -744,18 +759,63 @@ impl Inner {
         all.find(|all| all.has(id)).cloned()
     }
 
+    /// Notes which of the instances that are ready this node answers with, or cannot.
+    fn see(&self, ready: Vec<(Name, InstanceId)>) {
+        // Held throughout, so that a door that opens meanwhile adds to what is noted here.
+        let mut seen = lock(&self.seen);
+        let is_settled =
+            |name: &Name| lock(&self.open).contains_key(name) || lock(&self.opening).failed(name);
+        let settled = ready.into_iter().filter(|(name, _)| is_settled(name));
+        *seen = settled.map(|(_, id)| id).collect();
+    }
+
+    /// Opens a door on a thread of its own, unless one does so: what lies here of a file is hashed
+    /// first, and duties of this node do not wait for that.
     fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
+        if !lock(&self.opening).begin(name, Instant::now()) {
+            return;
+        }
+        let (inner, name, wanted) = (Arc::clone(self), name.clone(), wanted.clone());
+        let tried = name.clone();
+        let run = move || {
+            let opened = inner.try_door(&name, id, &wanted);
+            lock(&inner.opening).end(&name, opened, Instant::now());
+            let ready = inner.ready_of(&name).into_iter();
+            lock(&inner.seen).extend(ready.map(|(id, _)| id));
+        };
+        let thread = std::thread::Builder::new().name("door".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            lock(&self.opening).end(&tried, false, Instant::now());
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
+    }
+
+    /// Opens a door; false where this node has too little of the model's file.
+    fn try_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) -> bool {
         // A node that computes nothing of it may lack the file.
         let Ok(path) = owner::part_of(self, wanted) else {
-            return;
+            return false;
         };
         if encoders::is_encoder(&path) {
-            return self.open_encoder(name.clone(), id, wanted.clone(), path);
+            self.open_encoder(name.clone(), id, wanted.clone(), path);
+            return true;
         }
         let all = Arc::new(Replicas::new(&wanted.model, Arc::clone(&self.spec.tell)));
-        all.admit(self, id, wanted);
+        for (id, wanted) in self.ready_of(name) {
+            all.admit(self, id, &wanted);
+        }
         self.answer_with(name, wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
         lock(&self.open).insert(name.clone(), Door::Replicas(all));
+        true
+    }
+
+    /// The instances of a name that are ready.
+    fn ready_of(&self, name: &Name) -> Vec<(InstanceId, Wanted)> {
+        let map = self.agent.map();
+        let of_name = placement::wanted(&map).filter(|(.., wanted)| Name::of(wanted) == *name);
+        let is_ready = |id: InstanceId| report(&map, id).is_some_and(|it| it.state == State::Ready);
+        let ready = of_name.filter(|(id, ..)| is_ready(*id));
+        ready.map(|(id, _, wanted)| (id, wanted)).collect()
     }
 
     fn answer_with(&self, name: &Name, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {

@@ -329,7 +329,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 }
 
 /// Start and total of `bytes START-END/TOTAL`.
-fn content_range(text: &str) -> Option<(u64, u64)> {
+pub(crate) fn content_range(text: &str) -> Option<(u64, u64)> {
     let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
     let (start, end) = range.split_once('-')?;
     let (start, end, total) = (

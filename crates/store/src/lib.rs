@@ -34,8 +34,8 @@
 //! Modules in reading order: `spec` (what MODEL means), `catalogue`, `usual` (names that other
 //! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
 //! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
-//! `engine`, which does the same for MLX's libraries, `child`, other programs, and `audit`, the
-//! log.
+//! `pinned`, single files for nodes of a cluster, `engine`, which does the same for MLX's
+//! libraries, `child`, other programs, and `audit`, the log.
 
 mod audit;
 mod catalogue;
@@ -52,6 +52,7 @@ mod index;
 mod lock;
 mod name;
 mod options;
+mod pinned;
 mod pip;
 mod progress;
 mod pull;
@@ -73,6 +74,7 @@ pub use index::{
 };
 pub use name::{EntryName, HubId};
 pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};
+pub use pinned::{Pinned, fetch_pinned, origin, read_pinned};
 pub use progress::{Cancel, Progress, Quiet};
 pub use pull::{Pulled, pull};
 pub use select::quant_of_name;

@@ -725,3 +725,90 @@ fn an_endless_file_list_is_cut_off() {
         .unwrap_err();
     assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
 }
+
+#[test]
+fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
+    let model = Arc::new(payload());
+    let hash = sha256(&model);
+    let list_json = listing(&[("m-Q8_0.gguf", model.len(), Some(&hash))]);
+    let list_json = Arc::new(list_json.into_bytes());
+    let served = Arc::clone(&model);
+    let server = Server::start(move |request, number| {
+        let body = Arc::clone(&served);
+        match number {
+            0 => Reply::File {
+                body: Arc::clone(&list_json),
+                etag: etag("l"),
+            },
+            // The range breaks off, and goes on; the last server knows no ranges.
+            3 => Reply::CutAfter {
+                body,
+                etag: etag("m"),
+                bytes: 100_000,
+            },
+            5 => Reply::NoRanges {
+                body,
+                etag: etag("m"),
+            },
+            _ => {
+                let commit = "ab".repeat(20);
+                let path = format!("/own/repo/resolve/{commit}/m-Q8_0.gguf");
+                assert_eq!(request.path, path);
+                Reply::File {
+                    body,
+                    etag: etag("m"),
+                }
+            }
+        }
+    });
+    let setup = Setup::new(server.url());
+    let pulled = setup.pull(empty_catalogue(), "own/repo").0.unwrap();
+    let pinned = origin(&setup.home, &pulled.found.path).unwrap();
+    assert_eq!(pinned.repo, "own/repo");
+    assert_eq!(
+        (pinned.bytes, &pinned.sha256),
+        (model.len() as u64, &hash),
+        "{pinned:?}"
+    );
+    assert_eq!(origin(&setup.home, &setup.file("m-Q8_0.gguf")), None);
+
+    let folder = setup.file("copies");
+    let (options, cancel) = (&setup.options, &setup.cancel);
+    fetch_pinned(&pinned, (&folder, "x.gguf"), options, cancel, &mut Quiet).unwrap();
+    assert_eq!(fs::read(folder.join("x.gguf")).unwrap(), *model);
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+
+    for span in [1_000_000..1_500_000, 2_000_000..2_000_001] {
+        let mut came = Vec::new();
+        let mut take = |bytes: &[u8]| {
+            came.extend_from_slice(bytes);
+            true
+        };
+        read_pinned(&pinned, span.clone(), options, cancel, &mut take).unwrap();
+        let right = &model[span.start as usize..span.end as usize];
+        assert!(came == right, "{span:?}: {} bytes came", came.len());
+    }
+    let asked = |number: usize| {
+        server.requests()[number]
+            .header("range")
+            .unwrap()
+            .to_owned()
+    };
+    assert_eq!(asked(3), "bytes=1000000-1499999");
+    assert_eq!(asked(4), "bytes=1100000-1499999", "no byte twice");
+
+    let other = Pinned {
+        sha256: "0".repeat(64),
+        ..pinned
+    };
+    let wrong = fetch_pinned(&other, (&folder, "y.gguf"), options, cancel, &mut Quiet);
+    assert!(
+        matches!(wrong, Err(Error::HashMismatch { .. })),
+        "{wrong:?}"
+    );
+    assert_eq!(
+        fs::read_dir(&folder).unwrap().count(),
+        1,
+        "nothing of it is left"
+    );
+}

@@ -1,6 +1,13 @@
 //! Weights that travel once: each machine gets what it computes with, and what it says of that.
 
-use serde_json::Value;
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::{Value, json};
 
 use super::{Machine, live::join_by_token, machines, said, until};
 use crate::common::namespaces::Network;
@@ -106,4 +113,119 @@ fn sent(hosts: &[Machine]) {
         "{}",
         super::said(&none)
     );
+}
+
+/// A hub that has one file, `own/repo:m.gguf`.
+struct Hub {
+    address: String,
+    /// How often the file is still given; the hub breaks off what comes then.
+    left: Arc<AtomicUsize>,
+}
+
+impl Hub {
+    fn start(file: Vec<u8>, times: usize) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let left = Arc::new(AtomicUsize::new(times));
+        let own = Arc::clone(&left);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                give(&stream, &file, &own);
+            }
+        });
+        Self { address, left }
+    }
+
+    /// A program of a machine that reaches this hub.
+    fn beside(&self, host: &Machine, args: &[&str]) -> std::process::Command {
+        let hub = format!("HF_ENDPOINT={}", self.address);
+        let own = [hub.as_str(), env!("CARGO_BIN_EXE_paceline")];
+        host.program("/usr/bin/env", &[&own[..], args].concat())
+    }
+
+    /// Starts the machine's node without a file of the model.
+    fn up_anew(&self, host: &mut Machine) {
+        if host.node.is_some() {
+            host.kill();
+        }
+        for folder in ["models", "copies"] {
+            let _ = fs::remove_dir_all(host.home.path().join(folder));
+        }
+        let log = fs::File::create(host.home.path().join("log")).unwrap();
+        let up = ["up", "--port", "0", "--control-port", "0", "--no-beacons"];
+        let mut command = self.beside(host, &[&up[..], &["--name", "alone"]].concat());
+        let command = command.stdout(Stdio::null()).stderr(log);
+        host.node = Some(command.spawn().unwrap());
+        until("it is up", || !host.nodes().is_empty());
+    }
+}
+
+/// Answers one request, for the list of files or for the file; a broken stream is the client's.
+fn give(mut stream: &TcpStream, file: &[u8], left: &AtomicUsize) {
+    let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
+    let request = lines.next().unwrap_or_default();
+    let _ = lines.find(String::is_empty);
+    let list = json!({
+        "sha": "ab".repeat(20),
+        "siblings": [{ "rfilename": "m.gguf", "size": file.len() }],
+    });
+    let is_list = request.starts_with("GET /api/");
+    let body = match is_list {
+        true => list.to_string().into_bytes(),
+        false => file.to_vec(),
+    };
+    // One request after the other.
+    let times = left.load(Ordering::SeqCst);
+    match (is_list, times) {
+        (true, _) => {}
+        (false, 0) => return,
+        (false, _) => left.store(times - 1, Ordering::SeqCst),
+    }
+    let length = body.len();
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n");
+    let _ = stream.write_all(head.as_bytes());
+    let _ = stream.write_all(&body);
+}
+
+/// `paceline ps --json` of the only instance.
+fn only(host: &Machine) -> Value {
+    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+    all[0].clone()
+}
+
+#[test]
+fn a_model_that_no_machine_has_comes_from_the_hub_it_came_from() {
+    const HUB_MODEL: &str = "own/repo";
+    let mut alone = Machine::new("alone", None);
+    let file = alone.home.path().join("file");
+    FAMILIES[0].write(&file);
+    let hub = Hub::start(fs::read(&file).unwrap(), 2);
+    hub.up_anew(&mut alone);
+    let pulled = hub.beside(&alone, &["pull", HUB_MODEL]).output().unwrap();
+    assert!(pulled.status.success(), "{}", said(&pulled));
+    alone.told(&["load", HUB_MODEL, "--threads", "1"]);
+    let (before, _) = alone.answer(HUB_MODEL, &[]);
+
+    hub.up_anew(&mut alone);
+    let copies = alone.home.path().join("copies");
+    let has_copy = || {
+        let mut files = fs::read_dir(&copies).into_iter().flatten().flatten();
+        files.any(|file| file.path().extension().is_some_and(|it| it == "gguf"))
+    };
+    until("it has come", has_copy);
+    until("it answers", || only(&alone)["state"] == "ready");
+    let (after, line) = alone.answer(HUB_MODEL, &[]);
+    assert!(line.contains("asking the instance on alone"), "{line}");
+    assert_eq!(after["tokens"], before["tokens"]);
+    assert_eq!(hub.left.load(Ordering::SeqCst), 0, "once for each time");
+
+    hub.up_anew(&mut alone);
+    until("it fails", || only(&alone)["state"] == "failed");
+    let reason = only(&alone)["reason"].as_str().unwrap().to_owned();
+    for part in [
+        "cannot reach 127.0.0.1",
+        "`paceline pull own/repo --to alone`",
+    ] {
+        assert!(reason.contains(part), "{reason}");
+    }
 }

@@ -9,7 +9,7 @@
 //! With `asks` a node that lacks the file refuses instead. With `parts` it fetches what it needs to
 //! open the file, and its workers ask for the rest. Every group is checked by the root of the
 //! file's hash tree (`rooted`); a file whose root nobody has signed is copied whole from the owner,
-//! service `file`, and checked by its SHA-256.
+//! service `file`, and checked by its SHA-256. Bytes that no node gives come from the hub (`hub`).
 //!
 //! What is kept: `SHA256.gguf`, complete copies, and the files of [`Partial`].
 
@@ -31,8 +31,9 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{NodeId, placement, placement::Wanted};
 use paceline_formats::gguf::Gguf;
 
+use super::hub::{self, FromHub, Origin};
 use super::partial::{self, Partial};
-use super::pieces::{self, Fetching, Stock};
+use super::pieces::{self, Fetching, Short, Stock};
 use super::rooted::{self, Rooted};
 use super::stock::{Whole, tree_of};
 use super::tree::{Groups, Tree, shown};
@@ -58,6 +59,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// Ending of the name of the file that says what its user calls a copy.
 pub(super) const NAME: &str = "name";
 
+/// Ending of the name of a file that the hub gives in part so far, and of what tells of it.
+const PARTS_OF_HUB: [&str; 2] = ["gguf.partial", "gguf.partial.json"];
+
 /// Whether a node may have so many more bytes of models, or why not.
 pub(super) type MayHave = dyn Fn(u64) -> Result<(), String> + Send + Sync;
 
@@ -67,6 +71,7 @@ type Tell = dyn Fn(&str) + Send + Sync;
 /// Reads `bytes` as messages about a copy, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     asking::parse(bytes);
+    hub::parse(bytes);
     pieces::parse(bytes);
     rooted::parse(bytes);
 }
@@ -100,8 +105,14 @@ pub(super) struct Copies {
     tell: Arc<Tell>,
     /// SHA-256 of files, as long as they stay as they are: to read one takes a second a gigabyte.
     known: Mutex<HashMap<(PathBuf, u64, SystemTime), String>>,
-    /// Held while a copy is begun: two copies of one model would be one file.
+    /// Held while a whole file is copied: two copies of one model would be one file.
     turn: Mutex<()>,
+    /// By SHA-256. Held while a file of which parts are here is opened, which reads them all.
+    turns: Mutex<HashMap<String, Arc<Mutex<()>>>>,
+    /// For bytes that no node gives.
+    hub: Option<Arc<dyn FromHub>>,
+    /// SHA-256 of the models for which the hub was asked, which is told once.
+    of_hub: Mutex<BTreeSet<String>>,
     /// Files of which parts are here, by SHA-256.
     parts: Mutex<HashMap<String, Arc<Held>>>,
     /// Nodes that gave wrong bytes, in this process' life.
@@ -122,9 +133,39 @@ impl Copies {
             tell,
             known: Mutex::default(),
             turn: Mutex::default(),
+            turns: Mutex::default(),
+            hub: None,
+            of_hub: Mutex::default(),
             parts: Mutex::default(),
             liars: Mutex::default(),
         }
+    }
+
+    /// Takes bytes that no node gives from the hub.
+    pub(super) fn with_hub(self, hub: Arc<dyn FromHub>) -> Self {
+        Self {
+            hub: Some(hub),
+            ..self
+        }
+    }
+
+    /// Whether this node has a file of this SHA-256, or parts of it. Reads no file.
+    pub(super) fn has(&self, sha256: &str) -> bool {
+        let lies = |ending: &str| {
+            let copy = place_in(&self.folder, sha256, ending);
+            copy.is_ok_and(|copy| copy.is_file())
+        };
+        let is_it = |((path, ..), sum): (&(PathBuf, u64, SystemTime), &String)| {
+            sum == sha256 && path.exists()
+        };
+        lies("gguf") || lies(partial::FILE) || lock(&self.known).iter().any(is_it)
+    }
+
+    /// What is held while the parts of a model are opened.
+    fn turn(&self, sha256: &str) -> Arc<Mutex<()>> {
+        let mut turns = lock(&self.turns);
+        turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+        Arc::clone(turns.entry(sha256.to_owned()).or_default())
     }
 
     /// The file that the user means by a name: one of the store, else a whole copy that was sent
@@ -207,12 +248,7 @@ impl Copies {
 
     /// Where a copy is kept, by its content.
     fn place(&self, model: &ModelName, ending: &str) -> Result<PathBuf, String> {
-        let is_hash =
-            model.sha256.len() == 64 && model.sha256.bytes().all(|b| b.is_ascii_hexdigit());
-        match is_hash {
-            true => Ok(self.folder.join(format!("{}.{ending}", model.sha256))),
-            false => Err(format!("{:?} is no SHA-256", model.sha256)),
-        }
+        place_in(&self.folder, &model.sha256, ending)
     }
 
     /// Signs the root of a model's file, which is at `path`, and tells the cluster. Reads all of
@@ -222,8 +258,11 @@ impl Copies {
     /// What the system says, or why it cannot be told.
     pub(super) fn sign(&self, agent: &Agent, model: &ModelName, path: &Path) -> Result<(), String> {
         let failed = |error: &io::Error| format!("{}: {error}", path.display());
-        if path.is_dir() || rooted::of(&agent.map(), &model.sha256).is_ok() {
+        if path.is_dir() {
             return Ok(());
+        }
+        if let Ok(known) = rooted::of(&agent.map(), &model.sha256) {
+            return known.publish(agent, &model.sha256);
         }
         let file = Gguf::open(path).map_err(|error| error.to_string())?;
         let contents = file.contents().map(|(_, header)| header);
@@ -286,37 +325,102 @@ impl Copies {
         let given = fetch.rooted.clone();
         let given = given.filter(|rooted| rooted.check(&map, sha256).is_ok());
         let rooted = given.map_or_else(|| rooted::of(&map, sha256), Ok);
-        match (
-            rooted.map(|it| (it.bytes == fetch.bytes).then_some(it)),
-            from,
-        ) {
-            (Ok(Some(rooted)), _) => self.fetch_parts(agent, (from, fetch), rooted, told),
-            (_, Some(from)) => self.copy_from(agent, from, fetch, told),
-            (Ok(None), None) => Err("the signed root is of a file of another length".to_owned()),
-            (Err(reason), None) => Err(reason),
-        }
+        let rooted = rooted.map(|it| (it.bytes == fetch.bytes).then_some(it));
+        let reason = match (rooted, from) {
+            (Ok(Some(rooted)), _) => match self.held(agent, &fetch.model, Some((rooted, from))) {
+                Ok(held) => return self.fetch_parts(agent, fetch, &held, told),
+                Err(reason) => reason,
+            },
+            (_, Some(from)) => match self.copy_from(agent, from, fetch, told) {
+                Ok(()) => return Ok(()),
+                Err(reason) => reason,
+            },
+            (Ok(None), None) => "the signed root is of a file of another length".to_owned(),
+            (Err(reason), None) => reason,
+        };
+        self.whole_from_hub(agent, fetch, &reason, told)
     }
 
-    /// Fetches groups of a model from all nodes that have some.
+    /// Fetches groups of a model from all nodes that have some, and the hub's where none has them.
     fn fetch_parts(
         &self,
         agent: &Agent,
-        (from, fetch): (Option<NodeId>, &Fetch),
-        rooted: Rooted,
+        fetch: &Fetch,
+        held: &Held,
         told: &mut Hear<'_>,
     ) -> Result<(), String> {
         let model = &fetch.model;
-        let held = self.held(agent, model, Some((rooted, from)))?;
         let wanted = match fetch.parts {
             true => held.first(),
             false => std::iter::once(0..held.partial.groups().count()).collect(),
         };
-        let run = |count: &Count<'_>| self.fetch_groups((agent, model), &held, &wanted, count);
+        let run = |count: &Count<'_>| self.fetch_groups((agent, model), held, &wanted, count);
         watched(run, told)?;
         match fetch.parts {
             true => Ok(()),
-            false => self.seal(agent, model, &held),
+            false => self.seal(agent, model, held),
         }
+    }
+
+    /// Fetches all of a model from the hub; `reason` says why no node gives it.
+    fn whole_from_hub(
+        &self,
+        agent: &Agent,
+        fetch: &Fetch,
+        reason: &str,
+        told: &mut Hear<'_>,
+    ) -> Result<(), String> {
+        let model = &fetch.model;
+        let (hub, origin) = self.on_hub((agent, model), fetch.bytes, reason)?;
+        let _turn = lock(&self.turn);
+        if self.find(model).is_ok() {
+            return Ok(()); // copied meanwhile
+        }
+        // What came before this counts as spent.
+        let [begun, _] = PARTS_OF_HUB;
+        let begun = fs::metadata(self.place(model, begun)?).map_or(0, |facts| facts.len());
+        (self.may_have)(fetch.bytes.saturating_sub(begun))?;
+        let place = self.place(model, "gguf")?;
+        let named = fs::create_dir_all(&self.folder)
+            .and_then(|()| write_whole(&place.with_extension(NAME), model.name.as_bytes()));
+        named.map_err(|error| format!("{}: {error}", place.display()))?;
+        let run = |count: &Count<'_>| hub.whole(&origin, &place, count);
+        let had = watched(run, told);
+        had.map_err(|failed| unavailable(agent, model, reason, Some(&failed)))
+    }
+
+    /// Fetches runs of groups from the hub; `reason` says why no node gives them.
+    fn groups_from_hub(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        (partial, runs): (&Partial, &[Range<u64>]),
+        reason: &str,
+        told: &Count<'_>,
+    ) -> Result<(), String> {
+        let bytes = partial.groups().bytes;
+        let (hub, origin) = self.on_hub((agent, model), bytes, reason)?;
+        let fill = |run: &Range<u64>| hub::fill(&**hub, &origin, partial, run, told);
+        let filled = runs.iter().try_for_each(fill);
+        filled.map_err(|failed| unavailable(agent, model, reason, Some(&failed)))
+    }
+
+    /// The hub, and where it has a model of so many bytes that no node gives, which is told.
+    fn on_hub(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        bytes: u64,
+        reason: &str,
+    ) -> Result<(&Arc<dyn FromHub>, Origin), String> {
+        let origin = hub::of(&agent.map(), &model.sha256);
+        let origin = origin.filter(|origin| origin.bytes == bytes);
+        let Some((hub, origin)) = self.hub.as_ref().zip(origin) else {
+            return Err(unavailable(agent, model, reason, None));
+        };
+        if lock(&self.of_hub).insert(model.sha256.clone()) {
+            let name = &model.name;
+            (self.tell)(&format!("{name}: {reason}: asking the hub for {origin}"));
+        }
+        Ok((hub, origin))
     }
 
     /// The file of a model of which parts are here; begins one.
@@ -330,7 +434,8 @@ impl Copies {
         if let Some(held) = known() {
             return Ok(held);
         }
-        let _turn = lock(&self.turn);
+        let turn = self.turn(&model.sha256);
+        let _turn = lock(&turn);
         if let Some(held) = known() {
             return Ok(held);
         }
@@ -450,7 +555,18 @@ impl Copies {
             told,
             lied: &lied,
         };
-        fetching.run(&missing)
+        match fetching.run(&missing) {
+            Ok(()) => Ok(()),
+            Err(Short::Ended(reason)) => Err(reason),
+            Err(Short::Lacking(reason)) => {
+                let left: Vec<Range<u64>> = missing
+                    .iter()
+                    .flat_map(|run| partial.missing(run))
+                    .collect();
+                let left = (partial, left.as_slice());
+                self.groups_from_hub((agent, model), left, &reason, told)
+            }
+        }
     }
 
     /// Fetches parts of a model that a worker asks for, as long as `goes_on`.
@@ -513,7 +629,9 @@ impl Copies {
         };
         let shard = self.folder.join(format!("{sha256}.{}", partial::FILE));
         let name = copy.with_extension(NAME);
-        let all = [copy, name].into_iter().chain(partial::files_of(&shard));
+        let of_hub = PARTS_OF_HUB.map(|ending| copy.with_extension(ending));
+        let all = [copy, name].into_iter().chain(of_hub);
+        let all = all.chain(partial::files_of(&shard));
         for file in all {
             match fs::remove_file(&file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -592,6 +710,22 @@ impl Copies {
     }
 }
 
+/// As [`hub::unavailable`], for this node.
+fn unavailable(agent: &Agent, model: &ModelName, nodes: &str, hub: Option<&str>) -> String {
+    let views = agent.nodes();
+    let own = views.first().map_or("", |own| own.facts.name.as_str());
+    hub::unavailable((model.name.as_str(), own), (nodes, hub))
+}
+
+/// Where a copy is kept in a folder, by its content.
+fn place_in(folder: &Path, sha256: &str, ending: &str) -> Result<PathBuf, String> {
+    let is_hash = sha256.len() == 64 && sha256.bytes().all(|b| b.is_ascii_hexdigit());
+    match is_hash {
+        true => Ok(folder.join(format!("{sha256}.{ending}"))),
+        false => Err(format!("{sha256:?} is no SHA-256")),
+    }
+}
+
 /// Runs in order, with those that overlap or touch made one: no group is fetched twice.
 fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     runs.sort_by_key(|run| (run.start, run.end));
@@ -665,4 +799,4 @@ fn sweep(folder: &Path) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -114,9 +114,11 @@ impl Inner {
     /// Fields that the records of all replicas share.
     fn record(&self, ask: &Ask, path: &Path) -> Result<Wanted, String> {
         let failed = |error| format!("{}: {error}", path.display());
+        let sha256 = self.copies.hash(path).map_err(failed)?;
+        self.tell_origin(&sha256, path);
         Ok(Wanted {
             model: ask.model.clone(),
-            sha256: self.copies.hash(path).map_err(failed)?,
+            sha256,
             bytes: std::fs::metadata(path).map_err(failed)?.len(),
             nodes: Vec::new(),
             successors: Vec::new(),
@@ -170,13 +172,24 @@ impl Inner {
         Ok(record)
     }
 
+    /// Tells the cluster from which file of the hub the file at `path` came, if that is known: a
+    /// node that no other node gives bytes of it asks the hub.
+    pub(super) fn tell_origin(&self, sha256: &str, path: &Path) {
+        let origin = self.spec.hub.origin(path);
+        if let Some(origin) = origin.filter(|origin| origin.sha256 == sha256) {
+            origin.publish(&self.agent);
+        }
+    }
+
     /// A draft model of this machine's store, as a record names it.
     fn draft(&self, name: &str) -> Result<DraftOf, String> {
         let path = self.copies.of_user(name)?;
         let failed = |error| format!("{}: {error}", path.display());
+        let sha256 = self.copies.hash(&path).map_err(failed)?;
+        self.tell_origin(&sha256, &path);
         Ok(DraftOf {
             model: name.to_owned(),
-            sha256: self.copies.hash(&path).map_err(failed)?,
+            sha256,
             bytes: std::fs::metadata(&path).map_err(failed)?.len(),
         })
     }

@@ -105,6 +105,7 @@ impl Owned {
     fn own_file(&self, inner: &Inner) -> Result<PathBuf, String> {
         let source = self.wanted.source.filter(|id| *id != inner.agent.id());
         if let Ok(found) = path_of(inner, &self.wanted) {
+            inner.tell_origin(&self.wanted.sha256, &found);
             return Ok(found);
         }
         let told = Cell::new(Instant::now());

@@ -271,4 +271,14 @@ mod tests {
         let anew = Partial::open(&path, tree).unwrap();
         assert!(anew.runs().is_empty(), "another file was in its place");
     }
+
+    #[test]
+    fn what_the_disk_does_not_take_is_not_told() {
+        let (_dir, path, bytes, tree) = model();
+        let mut partial = Partial::open(&path, tree).unwrap();
+        partial.file = File::open(&path).unwrap(); // takes no writes, as a full disk does
+        assert!(partial.take(0, &bytes[..EACH]).is_err());
+        assert!(partial.runs().is_empty());
+        assert_eq!(fs::read(path.with_extension(HAVE)).unwrap(), [0; 4]);
+    }
 }

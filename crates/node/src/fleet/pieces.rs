@@ -322,6 +322,15 @@ pub(super) struct Fetching<'a> {
     pub(super) lied: &'a (dyn Fn(&Source, &str) + Sync),
 }
 
+/// Why groups were not fetched.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Short {
+    /// No node gives these bytes, and what each did instead.
+    Lacking(String),
+    /// This machine cannot keep what comes, or nobody waits any more: no other source would help.
+    Ended(String),
+}
+
 struct Shared {
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -334,8 +343,8 @@ impl Fetching<'_> {
     /// Fetches runs of groups from all sources side by side; returns once they are here.
     ///
     /// # Errors
-    /// Which bytes are not here, and what each source did instead. What came is kept.
-    pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), String> {
+    /// [`Short`]. What came is kept.
+    pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), Short> {
         let shared = Shared {
             queue: Mutex::new(Queue::new(self.partial.groups(), wanted)),
             changed: Condvar::new(),
@@ -355,7 +364,7 @@ impl Fetching<'_> {
             ..
         } = shared;
         if let Some(ended) = ended.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(ended);
+            return Err(Short::Ended(ended));
         }
         let queue = queue.into_inner().unwrap_or_else(PoisonError::into_inner);
         let Some(left) = queue
@@ -372,10 +381,10 @@ impl Fetching<'_> {
             .into_iter()
             .map(|(name, fault)| format!("{name}: {fault}"));
         let why = no_source(faults.collect());
-        Err(format!(
+        Err(Short::Lacking(format!(
             "bytes {}..{} cannot be had: {why}",
             left.start, left.end
-        ))
+        )))
     }
 
     /// Fetches pieces from one source until none is left for it.

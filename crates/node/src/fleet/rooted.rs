@@ -11,6 +11,7 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{Key, NodeId, Registers, Signature};
 use serde::{Deserialize, Serialize};
 
+use super::stale;
 use super::tree::{Tree, shown};
 
 /// Largest file: ten times the largest model that is known. Groups stay below 128 MiB.
@@ -30,7 +31,8 @@ pub(super) struct Rooted {
     signature: Signature,
 }
 
-fn key(sha256: &str) -> Key {
+/// Register in which the root of a file is told.
+pub(super) fn key(sha256: &str) -> Key {
     Key::Named(format!("weights/{sha256}"))
 }
 
@@ -83,13 +85,16 @@ impl Rooted {
         }
     }
 
-    /// Tells the cluster, unless it knows this root.
+    /// Tells the cluster, unless it knows this root and an instance wants the file. Else it is told
+    /// again: a root that is needed soon is not one that nobody needs any more (`stale`).
     ///
     /// # Errors
     /// The map is full.
     pub(super) fn publish(&self, agent: &Agent, sha256: &str) -> Result<(), String> {
-        let known = of(&agent.map(), sha256);
-        if known.is_ok_and(|known| (known.bytes, &known.root) == (self.bytes, &self.root)) {
+        let map = agent.map();
+        let is_known =
+            of(&map, sha256).is_ok_and(|it| (it.bytes, &it.root) == (self.bytes, &self.root));
+        if is_known && stale::wanted(&map).contains(sha256) {
             return Ok(());
         }
         let text = serde_json::to_string(self).expect("a record is JSON");

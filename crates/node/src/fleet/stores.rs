@@ -1,12 +1,12 @@
 //! Which node has what of which model, what its disk may hold, and what is removed on demand.
 //!
 //! ```text
-//! asker -> stores: "List" or {"Remove":"name"}
-//! asker <- {"Store":{..}}, {"Removed":bytes} or {"Refused":"why"}
+//! asker -> stores: "List", {"Remove":"name"} or {"Has":["SHA256",..]}
+//! asker <- {"Store":{..}}, {"Removed":bytes}, {"Has":["SHA256",..]} or {"Refused":"why"}
 //! ```
 //! Nothing is removed unasked: a node whose disk budget is spent says what would free how much.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use super::copies::{self, MayHave, NAME};
 use super::places::Wire;
-use super::{Fleet, Inner, STORES, partial};
+use super::{Fleet, Inner, STORES, hub, partial};
 use crate::crew::line::{Line, hear, say};
 
 /// Longest wait for what another node has: it reads records of its store.
@@ -99,6 +99,8 @@ pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send
 pub struct OwnStore {
     /// Its models.
     pub list: Box<ListModels>,
+    /// SHA-256 of the files of its models, in hexadecimal digits.
+    pub hashes: Box<dyn Fn() -> Vec<String> + Send + Sync>,
     /// Removes one.
     pub remove: Box<RemoveModel>,
     /// Bytes that the disk has free.
@@ -117,12 +119,15 @@ impl fmt::Debug for OwnStore {
 enum Asked {
     List,
     Remove(String),
+    /// Which of these files it has, or parts of them.
+    Has(Vec<String>),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Told {
     Store(Store),
     Removed(u64),
+    Has(Vec<String>),
     Refused(String),
 }
 
@@ -140,6 +145,7 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
             Ok(bytes) => Told::Removed(bytes),
             Err(reason) => Told::Refused(reason),
         },
+        Ok(Some(Asked::Has(files))) => Told::Has(inner.have(&files)),
         _ => return line.close(),
     };
     // A node that is gone needs no answer.
@@ -216,7 +222,13 @@ fn all(store: &OwnStore, folder: &Path, used: &[(String, String)]) -> Vec<Holdin
 fn copies_in(folder: &Path) -> Vec<Holding> {
     let mut found: BTreeMap<String, Holding> = BTreeMap::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let path = entry.path();
+        let mut path = entry.path();
+        if path.extension().is_some_and(|ending| ending == "partial") {
+            path.set_extension(""); // the hub gives it, and had not given all of it
+            if path.is_file() {
+                continue;
+            }
+        }
         let is_whole = path.extension().is_some_and(|ending| ending == "gguf");
         let is_part = path
             .extension()
@@ -249,7 +261,12 @@ impl Inner {
     pub(super) fn own_store(&self) -> Store {
         let store = &self.spec.store;
         let mut models = all(store, &self.copies.folder, &used(&self.agent));
+        let map = self.agent.map();
         for model in &mut models {
+            let origin = model.sha256.as_ref();
+            if let Some(origin) = origin.and_then(|sha256| hub::of(&map, sha256)) {
+                model.bytes = origin.bytes; // a file that the hub gives grows to that
+            }
             let held = model
                 .sha256
                 .as_ref()
@@ -290,12 +307,35 @@ impl Inner {
         freed.ok_or_else(|| format!("it has no model {name:?}"))
     }
 
+    /// Those of these files that this node has, or parts of them, by their SHA-256.
+    fn have(&self, files: &[String]) -> Vec<String> {
+        let own: BTreeSet<String> = (self.spec.store.hashes)().into_iter().collect();
+        let has = |file: &&String| own.contains(*file) || self.copies.has(file);
+        files.iter().filter(has).cloned().collect()
+    }
+
+    /// Those of these files that some node that lives has; `None` where one does not say.
+    pub(super) fn held_anywhere(&self, files: &[String]) -> Option<BTreeSet<String>> {
+        let nodes = self.nodes_named(&[]).ok()?;
+        let asked = Asked::Has(files.to_vec());
+        let ask = |node| self.ask_store(node, &asked);
+        let mut held = BTreeSet::new();
+        for (_, told) in self.ask_stores(&nodes, &ask) {
+            match told {
+                Ok(Told::Has(files)) => held.extend(files),
+                _ => return None,
+            }
+        }
+        Some(held)
+    }
+
     /// Asks a node, which may be this one.
     fn ask_store(&self, node: NodeId, asked: &Asked) -> Result<Told, String> {
         if node == self.agent.id() {
             return match asked {
                 Asked::List => Ok(Told::Store(self.own_store())),
                 Asked::Remove(name) => self.remove_here(name).map(Told::Removed),
+                Asked::Has(files) => Ok(Told::Has(self.have(files))),
             };
         }
         let opened = self.agent.open(node, STORES, LIMIT);
@@ -502,12 +542,15 @@ mod tests {
         write("bb.tree", b"");
         let part = fs::File::create(dir.path().join("cc.shard")).unwrap();
         part.set_len(1 << 30).unwrap();
+        write("dd.gguf.partial", b"123");
+        write("dd.gguf.partial.json", b"{}");
+        write("aa.gguf.partial", b"123");
         let found = copies_in(dir.path());
         let told: Vec<_> = found
             .iter()
             .map(|it| (it.name.as_str(), it.bytes))
             .collect();
-        assert_eq!(told, [("mine", 5), ("cc", 1 << 30)]);
+        assert_eq!(told, [("mine", 5), ("cc", 1 << 30), ("dd", 3)]);
         assert!(found[1].here_bytes < 1 << 20, "{found:?}");
         assert!(found.iter().all(|it| it.is_copy));
     }

@@ -167,17 +167,16 @@ fn head(status: &str, length: usize, etag: &str, more: &[(String, String)]) -> S
     text + "\r\n"
 }
 
-/// Where the requested range begins, if there is one and its condition holds.
-fn range_start(request: &Request, body: &[u8], etag: &str) -> Option<usize> {
-    let start = request
-        .header("range")?
-        .strip_prefix("bytes=")?
-        .strip_suffix('-')?;
+/// The requested range, if there is one and its condition holds; to the end where it names none.
+fn range_of(request: &Request, body: &[u8], etag: &str) -> Option<std::ops::Range<usize>> {
+    let range = request.header("range")?.strip_prefix("bytes=")?;
+    let (start, last) = range.split_once('-')?;
     let fits = request
         .header("if-range")
         .is_none_or(|condition| condition == etag);
-    fits.then_some(start.parse().ok()?)
-        .filter(|start| *start < body.len())
+    let start = fits.then_some(start.parse().ok()?)?;
+    let end = last.parse().map_or(body.len(), |last: usize| last + 1);
+    (start < body.len()).then_some(start..end.min(body.len()))
 }
 
 /// Sends the head for a file, and so many bytes of the rest of it.
@@ -190,16 +189,16 @@ fn send_file(
     bytes: usize,
 ) -> std::io::Result<()> {
     let mut more = more.to_vec();
-    let start = range_start(request, body, etag);
-    let status = match start {
-        Some(start) => {
-            let range = format!("bytes {start}-{}/{}", body.len() - 1, body.len());
+    let asked = range_of(request, body, etag);
+    let status = match &asked {
+        Some(asked) => {
+            let range = format!("bytes {}-{}/{}", asked.start, asked.end - 1, body.len());
             more.push(("Content-Range".into(), range));
             "206 Partial Content"
         }
         None => "200 OK",
     };
-    let rest = &body[start.unwrap_or(0)..];
+    let rest = &body[asked.unwrap_or(0..body.len())];
     out.write_all(head(status, rest.len(), etag, &more).as_bytes())?;
     out.write_all(&rest[..bytes.min(rest.len())])
 }

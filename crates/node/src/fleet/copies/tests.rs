@@ -47,7 +47,8 @@ fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
     Agent::start(config).unwrap()
 }
 
-fn wanted(model: ModelName, bytes: u64) -> Wanted {
+/// A record without nodes.
+pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> Wanted {
     Wanted {
         model: model.name,
         sha256: model.sha256,
@@ -268,4 +269,106 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     // Samples lie in every group of so small a file: all of it has come by now.
     assert_eq!(gone, Ok(()));
     two.stop();
+}
+
+/// A hub that has one file.
+struct OneFile {
+    bytes: Mutex<Vec<u8>>,
+    is_reached: AtomicBool,
+    /// What was read of it, first bytes and ends.
+    read: Mutex<Vec<(u64, u64)>>,
+}
+
+impl OneFile {
+    fn reach(&self) -> Result<(), String> {
+        match self.is_reached.load(Ordering::SeqCst) {
+            true => Ok(()),
+            false => Err("no network".to_owned()),
+        }
+    }
+}
+
+impl FromHub for OneFile {
+    fn origin(&self, _: &Path) -> Option<Origin> {
+        None
+    }
+
+    fn whole(&self, _: &Origin, path: &Path, came: &hub::Came<'_>) -> Result<(), String> {
+        self.reach()?;
+        let bytes = lock(&self.bytes);
+        assert!(came(bytes.len() as u64));
+        fs::write(path, &*bytes).map_err(|error| error.to_string())
+    }
+
+    fn read(&self, _: &Origin, span: Range<u64>, take: &mut hub::Take<'_>) -> Result<(), String> {
+        self.reach()?;
+        lock(&self.read).push((span.start, span.end));
+        let part = lock(&self.bytes)[span.start as usize..span.end as usize].to_vec();
+        let mut pieces = part.chunks(100_000);
+        let _ = pieces.all(take);
+        Ok(())
+    }
+}
+
+#[test]
+fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
+    let home = tempfile::tempdir().unwrap();
+    let (_, bytes, name) = model(home.path());
+    let one = agent(home.path(), &ClusterKey::random().unwrap(), None);
+    let hub = Arc::new(OneFile {
+        bytes: Mutex::new(bytes.clone()),
+        is_reached: AtomicBool::new(false),
+        read: Mutex::default(),
+    });
+    let folder = |name: &str| home.path().join(name);
+    let lacks = |name: &str| none(&folder(name)).with_hub(Arc::clone(&hub) as Arc<dyn FromHub>);
+    let record = wanted(name.clone(), bytes.len() as u64);
+    let own = lacks("copies");
+    let unknown = own.take(&one, None, &record, &|_| ()).unwrap_err();
+    assert!(
+        unknown.contains("not known from which file of the hub"),
+        "{unknown}"
+    );
+    let origin = Origin {
+        repo: "own/repo".to_owned(),
+        revision: "0".repeat(40),
+        file: "m.gguf".to_owned(),
+        bytes: bytes.len() as u64,
+        sha256: name.sha256.clone(),
+    };
+    origin.publish(&one);
+    let cut_off = own.take(&one, None, &record, &|_| ()).unwrap_err();
+    for part in ["has told the root", "no network", "`paceline pull m --to "] {
+        assert!(cut_off.contains(part), "{cut_off}");
+    }
+
+    // Without a tree: all of it, by its SHA-256.
+    hub.is_reached.store(true, Ordering::SeqCst);
+    let others = lacks("others");
+    others.take(&one, None, &record, &|_| ()).unwrap();
+    assert_eq!(fs::read(others.of_user("m").unwrap()).unwrap(), bytes);
+    assert!(others.has(&name.sha256) && !own.has(&name.sha256));
+
+    // With one: just the groups that are missing.
+    let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
+    let rooted = Rooted::sign(&one, &name.sha256, &tree, 1000).unwrap();
+    rooted.publish(&one, &name.sha256).unwrap();
+    let kept = folder("copies").join(format!("{}.{}", name.sha256, partial::TREE));
+    fs::write(kept, tree.to_bytes()).unwrap();
+    let bring = |end: u64| own.bring(&one, &name, &[(end - 1, end)], &|| true);
+    bring((1 << 20) + 1).unwrap();
+    let held = own.part(&name.sha256).unwrap();
+    assert_eq!(held.partial.runs(), [(16, 17)]);
+    let flip = || lock(&hub.bytes)[17 << 16] ^= 4;
+    flip();
+    let wrong = bring((17 << 16) + 1).unwrap_err();
+    assert!(wrong.contains("wrong bytes at 1114112..1179648"), "{wrong}");
+    assert_eq!(held.partial.runs(), [(16, 17)], "nothing of it is kept");
+    flip();
+    lock(&hub.read).clear();
+    own.take(&one, None, &record, &|_| ()).unwrap();
+    let read = lock(&hub.read).clone();
+    assert_eq!(read, [(0, 16 << 16), (17 << 16, 48 << 16)], "no byte twice");
+    assert_eq!(fs::read(own.find(&name).unwrap()).unwrap(), bytes);
+    one.stop();
 }

@@ -1,0 +1,157 @@
+//! The hub, for bytes of models that no node of the cluster has: the store's downloads, without an
+//! entry in the store.
+
+use std::ops::Range;
+use std::path::Path;
+use std::time::Duration;
+
+use paceline_node::fleet::{Came, FromHub, Origin, Take};
+use paceline_store::{
+    Cancel, Home, Pinned, Progress, PullOptions, fetch_pinned, origin, read_pinned,
+};
+
+use crate::{Tell, chain};
+
+/// Longest silence of the hub within a range. A worker waits for 60 s in all, and other nodes may
+/// have taken 13 s of them.
+const STALL: Duration = Duration::from_secs(10);
+
+/// Attempts in a row at a range, for the same reason.
+const ATTEMPTS: u32 = 2;
+
+/// The hub as this machine's settings reach it.
+pub(crate) struct StoreHub {
+    pub(crate) home: Home,
+    pub(crate) options: PullOptions,
+    /// Hears of attempts that failed.
+    pub(crate) tell: Tell,
+}
+
+impl FromHub for StoreHub {
+    fn origin(&self, path: &Path) -> Option<Origin> {
+        let Pinned {
+            repo,
+            revision,
+            file,
+            bytes,
+            sha256,
+        } = origin(&self.home, path)?;
+        Some(Origin {
+            repo,
+            revision,
+            file,
+            bytes,
+            sha256,
+        })
+    }
+
+    fn whole(&self, origin: &Origin, path: &Path, came: &Came<'_>) -> Result<(), String> {
+        let parts = (
+            path.parent(),
+            path.file_name().and_then(|name| name.to_str()),
+        );
+        let (Some(folder), Some(name)) = parts else {
+            return Err(format!("{}: no place for a file", path.display()));
+        };
+        let cancel = Cancel::default();
+        let mut heard = Heard {
+            name,
+            counts: false,
+            came,
+            cancel: &cancel,
+            tell: &self.tell,
+        };
+        let (pinned, to) = (pinned(origin), (folder, name));
+        let fetched = fetch_pinned(&pinned, to, &self.options, &cancel, &mut heard);
+        fetched.map_err(|error| chain(&error))
+    }
+
+    fn read(&self, origin: &Origin, span: Range<u64>, take: &mut Take<'_>) -> Result<(), String> {
+        let (pinned, cancel) = (pinned(origin), Cancel::default());
+        let mut options = self.options.clone();
+        options.deadlines.stall = options.deadlines.stall.min(STALL);
+        options.retry.attempts = options.retry.attempts.min(ATTEMPTS);
+        let read = read_pinned(&pinned, span, &options, &cancel, take);
+        read.map_err(|error| chain(&error))
+    }
+}
+
+fn pinned(origin: &Origin) -> Pinned {
+    let Origin {
+        repo,
+        revision,
+        file,
+        bytes,
+        sha256,
+    } = origin.clone();
+    Pinned {
+        repo,
+        revision,
+        file,
+        bytes,
+        sha256,
+    }
+}
+
+/// Counts the bytes of a download, and ends it once nobody waits for it.
+struct Heard<'a> {
+    /// The file's name.
+    name: &'a str,
+    /// Whether bytes of the file come now. Else what came before is hashed.
+    counts: bool,
+    came: &'a Came<'a>,
+    cancel: &'a Cancel,
+    tell: &'a Tell,
+}
+
+impl Progress for Heard<'_> {
+    fn start(&mut self, label: &str, _: Option<u64>, done: u64) {
+        self.counts = label == self.name;
+        if self.counts {
+            self.advance(done);
+        }
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        if !(self.came)(if self.counts { bytes } else { 0 }) {
+            self.cancel.cancel();
+        }
+    }
+
+    fn message(&mut self, text: &str) {
+        (self.tell)(&format!("hub: {text}"));
+    }
+
+    fn finish(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn bytes_are_counted_once_and_nobody_who_waits_ends_the_download() {
+        let (sum, cancel) = (AtomicU64::new(0), Cancel::default());
+        let came = |bytes: u64| sum.fetch_add(bytes, Ordering::Relaxed) + bytes < 100;
+        let tell: Tell = Arc::new(|_| {});
+        let mut heard = Heard {
+            name: "x.gguf",
+            counts: false,
+            came: &came,
+            cancel: &cancel,
+            tell: &tell,
+        };
+        heard.start("checking x.gguf", Some(60), 0);
+        heard.advance(60);
+        assert_eq!(sum.load(Ordering::Relaxed), 0, "they came before");
+        heard.start("x.gguf", Some(100), 60);
+        heard.advance(39);
+        assert!(!cancel.is_cancelled());
+        heard.advance(1);
+        assert_eq!(sum.load(Ordering::Relaxed), 100);
+        assert!(cancel.is_cancelled());
+    }
+}

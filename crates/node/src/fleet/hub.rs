@@ -1,0 +1,247 @@
+//! The hub, for bytes of a model that no node of the cluster has.
+//!
+//! ```text
+//! hub/SHA256 -> {"repo":"owner/name","revision":"COMMIT","file":"m.gguf","bytes":N,"sha256":".."}
+//! ```
+//! A node that loads a model from its store tells the cluster where the file came from. A node that
+//! needs bytes which no other node gives reads them from the same commit, and checks them as those
+//! of any other source: groups by the hash tree, a whole file by its SHA-256.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::{Key, Registers};
+use serde::{Deserialize, Serialize};
+
+use super::partial::Partial;
+use super::stale;
+
+/// A file on the hub, at one commit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    /// `owner/name`.
+    pub repo: String,
+    /// The commit.
+    pub revision: String,
+    /// Path inside the repository.
+    pub file: String,
+    /// Length of the file.
+    pub bytes: u64,
+    /// SHA-256 of the file, in hexadecimal digits.
+    pub sha256: String,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} at {}", self.file, self.repo, self.revision)
+    }
+}
+
+/// Hears how many bytes came; false ends the fetching.
+pub type Came<'a> = dyn Fn(u64) -> bool + Sync + 'a;
+
+/// Takes the next bytes of a file; false ends the reading.
+pub type Take<'a> = dyn FnMut(&[u8]) -> bool + 'a;
+
+/// The hub as this machine reaches it. Its calls block, each with deadlines of its own.
+pub trait FromHub: Send + Sync {
+    /// Where the file at `path` came from; `None` for files of the user's own.
+    fn origin(&self, path: &Path) -> Option<Origin>;
+
+    /// Fetches all of a file to `path`, goes on where an earlier call ended, and checks it.
+    ///
+    /// # Errors
+    /// Why it cannot be had; there is no file at `path` then.
+    fn whole(&self, origin: &Origin, path: &Path, came: &Came<'_>) -> Result<(), String>;
+
+    /// Reads the bytes `span` of a file, in order, until `take` says false. They are not checked.
+    ///
+    /// # Errors
+    /// Why the rest cannot be had.
+    fn read(&self, origin: &Origin, span: Range<u64>, take: &mut Take<'_>) -> Result<(), String>;
+}
+
+/// Register in which the origin of a file is told.
+pub(super) fn key(sha256: &str) -> Key {
+    Key::Named(format!("hub/{sha256}"))
+}
+
+/// Where a file came from, by its SHA-256, if a node has told it.
+pub(super) fn of(map: &Registers, sha256: &str) -> Option<Origin> {
+    let origin: Origin = serde_json::from_str(map.get(&key(sha256))?).ok()?;
+    let Origin {
+        repo,
+        revision,
+        file,
+        ..
+    } = &origin;
+    // It is shown to people, and another node has written it.
+    let is_plain = |text: &String| !text.contains(char::is_control);
+    let is_plain = [repo, revision, file].into_iter().all(is_plain);
+    (is_plain && origin.sha256 == sha256).then_some(origin)
+}
+
+/// Reads `bytes` as a record, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<Origin>(bytes);
+}
+
+impl Origin {
+    /// Tells the cluster, as [`Rooted::publish`](super::rooted::Rooted::publish) does. A full map
+    /// goes without: then only nodes help.
+    pub(super) fn publish(&self, agent: &Agent) {
+        let map = agent.map();
+        let is_known = of(&map, &self.sha256).as_ref() == Some(self);
+        if is_known && stale::wanted(&map).contains(&self.sha256) {
+            return;
+        }
+        let text = serde_json::to_string(self).expect("a record is JSON");
+        let _: Result<(), _> = agent.write(key(&self.sha256), 0, Some(text));
+    }
+}
+
+/// Why neither nodes nor the hub give a model, and what brings it to the node `own`. `nodes` says
+/// why nodes do not, `hub` why the hub does not; nothing where no file of the hub is known.
+pub(super) fn unavailable(
+    (model, own): (&str, &str),
+    (nodes, hub): (&str, Option<&str>),
+) -> String {
+    let hub = match hub {
+        Some(reason) => format!("the hub does not give it: {reason}"),
+        None => "it is not known from which file of the hub it came".to_owned(),
+    };
+    format!(
+        "{nodes}; {hub}; `paceline pull {model} --to {own}` brings it, on a machine of the cluster \
+         that reaches the hub or has the file"
+    )
+}
+
+/// Fetches a run of groups; each is kept once the tree says that it is right. `came` hears how
+/// many bytes were kept.
+///
+/// # Errors
+/// Why the rest cannot be had. What was right is kept.
+pub(super) fn fill(
+    hub: &dyn FromHub,
+    origin: &Origin,
+    partial: &Partial,
+    run: &Range<u64>,
+    came: &Came<'_>,
+) -> Result<(), String> {
+    let mut filling = Filling {
+        partial,
+        left: run.clone(),
+        group: Vec::new(),
+    };
+    let mut ended = None;
+    let mut take = |bytes: &[u8]| match filling.take(bytes) {
+        Ok(kept) if came(kept) => true,
+        Ok(_) => {
+            ended = Some("nobody waits for it any more".to_owned());
+            false
+        }
+        Err(reason) => {
+            ended = Some(reason);
+            false
+        }
+    };
+    let read = hub.read(origin, partial.groups().span(run), &mut take);
+    ended.map_or(read, Err)?;
+    match filling.left.is_empty() {
+        true => Ok(()),
+        false => Err("it gave too few bytes".to_owned()),
+    }
+}
+
+/// Bytes of consecutive groups, as they come.
+struct Filling<'a> {
+    partial: &'a Partial,
+    /// The groups that are not complete yet.
+    left: Range<u64>,
+    /// What is there of the first of them.
+    group: Vec<u8>,
+}
+
+impl Filling<'_> {
+    /// Takes in the next bytes; how many bytes are kept by that.
+    fn take(&mut self, mut bytes: &[u8]) -> Result<u64, String> {
+        let mut kept = 0;
+        while !bytes.is_empty() && !self.left.is_empty() {
+            let index = self.left.start;
+            let span = self.partial.groups().span(&(index..index + 1));
+            let lacks = (span.end - span.start) as usize - self.group.len();
+            let (now, later) = bytes.split_at(lacks.min(bytes.len()));
+            self.group.extend_from_slice(now);
+            bytes = later;
+            if now.len() == lacks {
+                self.keep(index, &span)?;
+                kept += span.end - span.start;
+            }
+        }
+        Ok(kept)
+    }
+
+    fn keep(&mut self, index: u64, span: &Range<u64>) -> Result<(), String> {
+        let path = self.partial.path.display();
+        let taken = self.partial.take(index, &self.group);
+        match taken.map_err(|error| format!("{path}: {error}"))? {
+            true => {
+                self.group.clear();
+                self.left.start += 1;
+                Ok(())
+            }
+            false => Err(format!(
+                "it gave wrong bytes at {}..{}",
+                span.start, span.end
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_cluster::nodes::{NodeId, Register, Stamp};
+
+    use super::*;
+
+    #[test]
+    fn an_origin_is_of_its_file_and_can_be_shown() {
+        let sha256 = "a".repeat(64);
+        let right = Origin {
+            repo: "own/repo".to_owned(),
+            revision: "main".to_owned(),
+            file: "m.gguf".to_owned(),
+            bytes: 5,
+            sha256: sha256.clone(),
+        };
+        let told = |origin: &Origin| {
+            let stamp = Stamp {
+                ms: 1,
+                count: 0,
+                node: NodeId([1; 16]),
+            };
+            let value = serde_json::to_string(origin).ok();
+            let register = Register {
+                epoch: 0,
+                stamp,
+                value,
+            };
+            of(
+                &Registers::from_entries([(key(&sha256), register)]),
+                &sha256,
+            )
+        };
+        assert_eq!(told(&right), Some(right.clone()));
+        let other = Origin {
+            sha256: "b".repeat(64),
+            ..right.clone()
+        };
+        let odd = Origin {
+            file: "m\u{1b}[2J".to_owned(),
+            ..right
+        };
+        assert_eq!((told(&other), told(&odd)), (None, None));
+    }
+}

@@ -1,0 +1,92 @@
+//! Doors that are being opened, each by a thread of its own. Pure.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::naming::Name;
+
+/// How often a node that lacks a model's file looks for it again.
+const AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+/// Tries to open doors, by name; a door that is open has none.
+#[derive(Debug, Default)]
+pub(super) struct Opening(BTreeMap<Name, Try>);
+
+#[derive(Clone, Copy, Debug)]
+struct Try {
+    /// Whether a thread is at it.
+    runs: bool,
+    /// When the last one ended without a door.
+    failed: Option<Instant>,
+}
+
+impl Opening {
+    /// Whether the caller is to open this door now, and to call [`end`](Self::end) after that.
+    pub(super) fn begin(&mut self, name: &Name, now: Instant) -> bool {
+        let failed = match self.0.get(name) {
+            Some(last) if last.runs => return false,
+            Some(last) => last.failed,
+            None => None,
+        };
+        let is_early = |at: Instant| now.saturating_duration_since(at) < AGAIN_AFTER;
+        if failed.is_some_and(is_early) {
+            return false;
+        }
+        self.0.insert(name.clone(), Try { runs: true, failed });
+        true
+    }
+
+    /// The thread that opened a door is done.
+    pub(super) fn end(&mut self, name: &Name, opened: bool, now: Instant) {
+        if opened {
+            self.0.remove(name);
+            return;
+        }
+        let (runs, failed) = (false, Some(now));
+        self.0.insert(name.clone(), Try { runs, failed });
+    }
+
+    /// Whether an earlier try found no file: this node answers by others, if at all.
+    pub(super) fn failed(&self, name: &Name) -> bool {
+        self.0.get(name).is_some_and(|it| it.failed.is_some())
+    }
+
+    /// Forgets the names that are wanted no more, but for those at which a thread is.
+    pub(super) fn retain(&mut self, is_wanted: impl Fn(&Name) -> bool) {
+        self.0.retain(|name, it| it.runs || is_wanted(name));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::crew::host::ModelName;
+    use crate::fleet::copies::tests::wanted;
+
+    #[test]
+    fn one_thread_opens_a_door_and_tries_again_after_a_while() {
+        let name = Name::of(&wanted(
+            ModelName {
+                name: "m".to_owned(),
+                sha256: "a".repeat(64),
+            },
+            5,
+        ));
+        let (mut opening, start) = (Opening::default(), Instant::now());
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        assert!(opening.begin(&name, at(0)));
+        assert!(!opening.begin(&name, at(5000)), "one at a time");
+        opening.retain(|_| false);
+        assert!(!opening.begin(&name, at(5000)), "its thread still runs");
+        assert!(!opening.failed(&name), "not known yet");
+        opening.end(&name, false, at(6000));
+        assert!(opening.failed(&name) && !opening.begin(&name, at(6999)));
+        assert!(opening.begin(&name, at(7000)) && opening.failed(&name));
+        opening.end(&name, true, at(7001));
+        assert!(!opening.failed(&name));
+        assert!(opening.begin(&name, at(7001)), "its door was closed since");
+        opening.end(&name, false, at(7002));
+        opening.retain(|_| false);
+        assert!(!opening.failed(&name) && opening.begin(&name, at(7003)));
+    }
+}

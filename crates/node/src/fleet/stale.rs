@@ -1,0 +1,204 @@
+//! Records of the shared map that nobody needs any more, which are removed: the map is bounded.
+//!
+//! - `weights/SHA256` and `hub/SHA256`, roots and origins of files that no instance wants and no
+//!   node that lives has. A node that comes back with the file tells them again when it loads it.
+//! - Reports on instances that are unloaded.
+//!
+//! The first node that lives looks some times an hour. A record goes only if it was as useless, and
+//! the same write, at the look before: a load tells roots first and is wanted a moment later.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, TryLockError};
+use std::time::{Duration, Instant};
+
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::{InstanceId, Key, Registers, Stamp, placement};
+
+use super::Inner;
+
+/// Time between two looks, and so the least age of what is removed. A load takes some seconds from
+/// its roots to its record, most of them for signing.
+const LOOK_EVERY: Duration = Duration::from_secs(600);
+
+/// Most files that nodes are asked for at once: 17 kB of SHA-256.
+const FILES_MAX: usize = 256;
+
+/// What makes one write of a record differ from others: its epoch and stamp.
+type Write = (u64, Stamp);
+
+/// SHA-256 of the files that instances want, those of their drafts too.
+pub(super) fn wanted(map: &Registers) -> BTreeSet<String> {
+    let all = placement::wanted(map).map(|(.., wanted)| wanted);
+    let files = all.flat_map(|wanted| {
+        let draft = wanted.draft.map(|draft| draft.sha256);
+        std::iter::once(wanted.sha256).chain(draft)
+    });
+    files.collect()
+}
+
+/// The SHA-256 that a record of a file is about.
+fn file_of(key: &Key) -> Option<&str> {
+    let Key::Named(name) = key else { return None };
+    let file = name.strip_prefix("weights/");
+    file.or_else(|| name.strip_prefix("hub/"))
+}
+
+/// Records that no instance needs now.
+fn idle(map: &Registers) -> BTreeMap<Key, Write> {
+    let wanted = wanted(map);
+    let instances: BTreeSet<InstanceId> = placement::wanted(map).map(|(id, ..)| id).collect();
+    let is_idle = |key: &Key| match key {
+        Key::State(id) => !instances.contains(id),
+        key => file_of(key).is_some_and(|sha256| !wanted.contains(sha256)),
+    };
+    let there = map.iter().filter(|(_, register)| register.value.is_some());
+    let idle = there.filter(|(key, _)| is_idle(key));
+    idle.map(|(key, register)| (key.clone(), (register.epoch, register.stamp)))
+        .collect()
+}
+
+/// Looks for records that nobody needs.
+#[derive(Debug, Default)]
+pub(super) struct Stale {
+    last: Option<Instant>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+/// What no instance needed at the last look.
+#[derive(Debug, Default)]
+struct Seen(BTreeMap<Key, Write>);
+
+impl Seen {
+    /// Those of now that were idle before; the others are remembered for the next look.
+    fn look(&mut self, map: &Registers) -> BTreeMap<Key, Write> {
+        let before = std::mem::replace(&mut self.0, idle(map));
+        let now = self.0.iter();
+        let again = now.filter(|(key, write)| before.get(*key) == Some(*write));
+        again.map(|(key, write)| (key.clone(), *write)).collect()
+    }
+}
+
+impl Inner {
+    /// Removes records that nobody needs, on a thread of its own: nodes are asked for files.
+    pub(super) fn remove_stale(self: &Arc<Self>, stale: &mut Stale, now: Instant) {
+        let is_early = |last: Instant| now.saturating_duration_since(last) < LOOK_EVERY;
+        if stale.last.is_some_and(is_early) {
+            return;
+        }
+        stale.last = Some(now);
+        let (inner, seen) = (Arc::clone(self), Arc::clone(&stale.seen));
+        let run = move || {
+            let mut seen = match seen.try_lock() {
+                Ok(seen) => seen,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return, // the last look still waits for a node
+            };
+            let due = seen.look(&inner.agent.map());
+            if inner.is_first() {
+                inner.remove_records(due);
+            }
+        };
+        let thread = std::thread::Builder::new().name("stale".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
+    }
+
+    /// Whether no other node that lives has a lower id.
+    fn is_first(&self) -> bool {
+        let own = self.agent.id();
+        let nodes = self.agent.nodes().into_iter();
+        let mut living = nodes.filter(|node| node.state == Life::Alive);
+        !living.any(|node| node.id < own)
+    }
+
+    fn remove_records(&self, mut due: BTreeMap<Key, Write>) {
+        let files: BTreeSet<String> = due.keys().filter_map(file_of).map(str::to_owned).collect();
+        let files: Vec<String> = files.into_iter().take(FILES_MAX).collect();
+        // A node that does not say may have all of them.
+        let held = match files.is_empty() {
+            true => Some(BTreeSet::new()),
+            false => self.held_anywhere(&files),
+        };
+        due.retain(|key, _| match (file_of(key), &held) {
+            (None, _) => true,
+            (Some(_), None) => false,
+            (Some(sha256), Some(held)) => {
+                !held.contains(sha256) && files.iter().any(|file| file == sha256)
+            }
+        });
+        let still = idle(&self.agent.map());
+        due.retain(|key, write| still.get(key) == Some(write));
+        for (key, (epoch, _)) in due {
+            // Written anew meanwhile: then it is needed.
+            let _: Result<(), _> = self.agent.write(key, epoch, None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_cluster::nodes::placement::DraftOf;
+    use paceline_cluster::nodes::{NodeId, Register};
+
+    use super::*;
+    use crate::crew::host::ModelName;
+    use crate::fleet::copies::tests::wanted as record;
+    use crate::fleet::{hub, rooted};
+
+    fn register(ms: u64, value: Option<&str>) -> Register {
+        let (count, node) = (0, NodeId([1; 16]));
+        Register {
+            epoch: 3,
+            stamp: Stamp { ms, count, node },
+            value: value.map(str::to_owned),
+        }
+    }
+
+    fn map(entries: &[(Key, Register)]) -> Registers {
+        Registers::from_entries(entries.iter().cloned())
+    }
+
+    #[test]
+    fn what_no_instance_wants_goes_at_the_second_look_unless_it_is_told_again() {
+        let [model, draft, old] = ["a", "b", "c"].map(|digit| digit.repeat(64));
+        let mut instance = record(
+            ModelName {
+                name: "m".to_owned(),
+                sha256: model.clone(),
+            },
+            5,
+        );
+        instance.nodes = vec![NodeId([1; 16])];
+        instance.draft = Some(DraftOf {
+            model: "d".to_owned(),
+            sha256: draft.clone(),
+            bytes: 5,
+        });
+        let instance = serde_json::to_string(&instance).unwrap();
+        let mut entries = vec![
+            (Key::Instance(InstanceId(1)), register(1, Some(&instance))),
+            (Key::State(InstanceId(1)), register(1, Some("{}"))),
+            (Key::State(InstanceId(2)), register(1, Some("{}"))),
+            (Key::Named("paths/x".to_owned()), register(1, Some("{}"))),
+            (hub::key(&draft), register(1, Some("{}"))),
+            (hub::key(&old), register(1, Some("{}"))),
+            (rooted::key(&model), register(1, Some("{}"))),
+            (rooted::key(&old), register(1, Some("{}"))),
+            (rooted::key(&"d".repeat(64)), register(1, None)),
+        ];
+        let mut seen = Seen::default();
+        assert!(seen.look(&map(&entries)).is_empty(), "the first look");
+        let keys = |due: BTreeMap<Key, Write>| due.into_keys().collect::<Vec<_>>();
+        let report = Key::State(InstanceId(2));
+        let all = [report.clone(), hub::key(&old), rooted::key(&old)];
+        assert_eq!(keys(seen.look(&map(&entries))), all);
+        for (key, told) in &mut entries {
+            if file_of(key) == Some(old.as_str()) {
+                *told = register(9, Some("{}"));
+            }
+        }
+        assert_eq!(keys(seen.look(&map(&entries))), [report], "told again");
+        assert_eq!(keys(seen.look(&map(&entries))), all);
+    }
+}
