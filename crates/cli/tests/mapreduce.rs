@@ -300,7 +300,7 @@ fn a_graphics_processor_changes_no_bit() {
 
 /// Processes whose parent is `parent`.
 #[cfg(target_os = "linux")]
-fn children(parent: u32) -> Vec<u32> {
+pub(crate) fn children(parent: u32) -> Vec<u32> {
     let entries = fs::read_dir("/proc").unwrap();
     let child = |path: PathBuf| {
         let stat = fs::read_to_string(path.join("stat")).ok()?;

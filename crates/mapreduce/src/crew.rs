@@ -8,6 +8,9 @@
 //! result and parts of a sort come over its channel, and the parent writes them. One that has other
 //! inputs, or none, is left out.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;

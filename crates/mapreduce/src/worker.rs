@@ -228,3 +228,31 @@ const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error
     };
     Error::Protocol { got, expected }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_file_is_opened_but_those_of_lent_folders() {
+        let home = tempfile::tempdir().unwrap();
+        let home = home.path().canonicalize().unwrap();
+        let lent = home.join("lent");
+        std::fs::create_dir(&lent).unwrap();
+        for name in ["lent/x.npy", "secret", "lentil"] {
+            std::fs::write(home.join(name), "").unwrap();
+        }
+        std::os::unix::fs::symlink(home.join("secret"), lent.join("link")).unwrap();
+        std::os::unix::fs::symlink(lent.join("x.npy"), home.join("way")).unwrap();
+        let folders = [lent.clone()];
+        for name in ["lent/x.npy", "lent/../lent/x.npy", "way"] {
+            let path = below(&folders, &home.join(name)).unwrap();
+            assert_eq!(path, lent.join("x.npy"), "{name}");
+        }
+        for name in ["secret", "lent/link", "lent/../secret", "lentil", "none"] {
+            let refused = below(&folders, &home.join(name)).unwrap_err();
+            assert!(matches!(refused, Error::NotLent { .. }), "{name}");
+        }
+        assert!(below(&[], &lent.join("x.npy")).is_err());
+    }
+}
