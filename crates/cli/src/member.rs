@@ -200,7 +200,7 @@ impl NodeArgs {
         for folder in &self.arrays {
             let real = std::fs::canonicalize(folder);
             let real = real.with_context(|| format!("--arrays {}", folder.display()))?;
-            args.extend(["--folder".into(), real.into()]);
+            args.extend([OsString::from("--folder"), real.into_os_string()]);
         }
         Ok(args)
     }

@@ -82,12 +82,12 @@ pub fn run(reach: &Reach, host: &str, script: &str, greeting: &str) -> Result<En
 }
 
 /// As [`run`], for a worker on `host` that is at the other end of `line` and prints the line
-/// `greeting` first. Blocks until the line or the parent ends.
+/// `greeting` first. Blocks until the line or the parent ends; whether that was the parent.
 ///
 /// # Errors
 /// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the line ends before
 /// the greeting, or nothing comes for 30 s.
-pub fn join(line: UnixStream, host: &str, greeting: &str) -> Result<(), Error> {
+pub fn join(line: UnixStream, host: &str, greeting: &str) -> Result<bool, Error> {
     let mut parent = take_stdin().map_err(|source| Error::NoControl { source })?;
     let broken = |source| Error::Remote {
         host: host.to_owned(),
@@ -109,13 +109,16 @@ pub fn join(line: UnixStream, host: &str, greeting: &str) -> Result<(), Error> {
         return Err(broken(kind.into()));
     }
     worker.set_read_timeout(None).map_err(broken)?;
+    let parent_gone = Arc::new(AtomicBool::new(false));
+    let gone = Arc::clone(&parent_gone);
     thread::spawn(move || {
         copy(&mut from, &mut to);
+        gone.store(true, Ordering::Relaxed);
         // Both directions: without a parent nobody hears the worker.
         let _ = to.shutdown(Shutdown::Both);
     });
     copy(&mut worker, &mut parent);
-    Ok(())
+    Ok(parent_gone.load(Ordering::Relaxed))
 }
 
 /// Waits for the end of the shell and of what the worker said; `None` when no greeting came in

@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use paceline_cluster::bridge;
 use paceline_cluster::hostfile::Hostfile;
 use paceline_cluster::processes::Ending;
@@ -51,11 +51,13 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
 /// each other. This machine's node leads there.
 ///
 /// # Errors
-/// When there is no way to the node, or it starts none.
+/// When there is no way to the node, it starts none, or the line to it ends.
 pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
     let line = tunnel::line(&home::folder()?, id, tunnel::ARRAYS);
     let line = line.context("cannot reach its node")?;
-    Ok(bridge::join(line, id, GREETING)?)
+    let by_parent = bridge::join(line, id, GREETING)?;
+    ensure!(by_parent, "the line to its node ended");
+    Ok(())
 }
 
 /// Starts a worker for another node of the cluster; `folders` are `--folder DIR` for each folder
