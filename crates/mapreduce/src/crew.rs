@@ -130,7 +130,7 @@ impl Crew {
         };
         // Other machines are taken to have as many cores as this one, until they say it.
         let threads = cores_for(processes.threads);
-        let is_here = |rank| processes.hosts.get(rank).is_none_or(String::is_empty);
+        let is_here = |rank: usize| processes.hosts.get(rank).is_none_or(String::is_empty);
         let said = (0..count).map(|rank| is_here(rank).then_some(threads));
         let said = said.collect();
         let mut team = Team {
@@ -142,6 +142,7 @@ impl Crew {
             untold: BTreeMap::new(),
             threads,
             said,
+            ready: vec![false; count],
             job: 0,
             inputs: 0,
             sink: None,
@@ -377,6 +378,8 @@ struct Team {
     threads: usize,
     /// Threads of each, as it has said; of those here before.
     said: Vec<Option<usize>>,
+    /// Which are ready for the job under way: the others do not read yet.
+    ready: Vec<bool>,
     /// Number of the job under way.
     job: u64,
     /// What the job's inputs look like here.
@@ -398,6 +401,7 @@ impl Team {
         self.job += 1;
         self.pieces.clear();
         self.keys.clear();
+        self.ready.fill(false);
         for rank in 0..self.workers.count() {
             let message = ToWorker::Job {
                 job: self.job,
@@ -451,6 +455,7 @@ impl Team {
                 }
                 let threads = threads.clamp(1, THREADS_MAX);
                 self.said[from.0 as usize] = Some(threads);
+                self.ready[from.0 as usize] = true;
                 let parts = self.ahead(from, threads, run.task);
                 self.lease(from, parts, run)?;
             }
@@ -653,7 +658,8 @@ impl Team {
         }
     }
 
-    /// Gives the parts of lost workers to the others, all of which may be idle by now.
+    /// Gives the parts of lost workers to the others, all of which may be idle by now. One that is
+    /// not ready gets some when it is.
     fn return_leases(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
         for rank in 0..self.workers.count() {
             if self.alive[rank as usize] {
@@ -666,8 +672,8 @@ impl Team {
             }
             let why = why.unwrap_or_else(|| self.last.clone());
             (run.watch)(Progress::Lost { why, parts });
-            let alive = |other: &u32| self.alive[*other as usize];
-            let others: Vec<u32> = (0..self.workers.count()).filter(alive).collect();
+            let takes = |other: &u32| self.alive[*other as usize] && self.ready[*other as usize];
+            let others: Vec<u32> = (0..self.workers.count()).filter(takes).collect();
             for (_, other) in (0..parts).zip(others.iter().cycle()) {
                 self.lease(Rank(*other), 1, run)?;
             }
