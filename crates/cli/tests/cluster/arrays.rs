@@ -53,11 +53,14 @@ fn machines_of_the_cluster_compute_with_the_bits_of_one() {
     let bytes: Vec<u8> = (0..ROWS).flat_map(|i| value(i).to_le_bytes()).collect();
     fs::write(lent.join("x.raw"), bytes).unwrap();
     let mut two = shared::up_with("two", Some(&one), &["--arrays", lent.to_str().unwrap()]);
+    until("two starts workers", || {
+        two.run(&["ps", "--json"]).status.success()
+    });
     for job in [
         &["sort", "lent/x.raw", "--memory", "4M"][..],
         &["map", "lent/x.raw", "--map", "x / 3"],
     ] {
-        let [both, here] = ["both.npy", "here.npy"].map(|name| {
+        let [here, both] = ["here.npy", "both.npy"].map(|name| {
             let to = [job, &["--raw", "f64", "-o", name]].concat();
             if name == "both.npy" {
                 let (object, line) = on_both(&one, &to);
