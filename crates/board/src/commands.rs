@@ -64,6 +64,8 @@ pub struct Spec {
     pub start_far: StartFar,
     /// Joins measurements of collectives that other machines lead.
     pub start_rank: StartFar,
+    /// Joins array jobs that other machines lead.
+    pub start_arrays: StartFar,
     /// Lines for people; must not block.
     pub tell: Tell,
 }
@@ -83,6 +85,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
         home,
         start_far,
         start_rank,
+        start_arrays,
         ..
     } = spec;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -131,7 +134,11 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
             lent::answer(&fleet, arguments, progress)
         },
     );
-    for (service, start) in [(tunnel::TRAIN, start_far), (tunnel::BENCH, start_rank)] {
+    for (service, start) in [
+        (tunnel::TRAIN, start_far),
+        (tunnel::BENCH, start_rank),
+        (tunnel::ARRAYS, start_arrays),
+    ] {
         tunnel::serve(agent, service, start);
         lead_to(agent, &fleet, service);
     }

@@ -26,6 +26,7 @@ mod launch;
 mod load;
 mod loaded;
 mod log;
+mod machines;
 mod mapreduce;
 mod member;
 mod models;

@@ -1,4 +1,4 @@
-//! `paceline mapreduce`: array jobs over files, by threads or by worker processes.
+//! `paceline mapreduce`: array jobs over files, by threads, by worker processes, or by machines.
 
 mod clusters;
 mod hosts;
@@ -11,9 +11,10 @@ mod watch;
 use std::path::PathBuf;
 
 use paceline_mapreduce::reduce::Op;
-use paceline_mapreduce::worker;
+use paceline_mapreduce::worker::{self, Files};
 
 use crate::error::Error;
+pub(crate) use hosts::start_far;
 use job::JobArgs;
 pub(crate) use sort::memory;
 
@@ -44,12 +45,21 @@ pub(crate) enum Command {
 /// How a worker is reached.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct WorkerArgs {
-    /// Its parent is at the other end of ssh
+    /// Its parent is on another machine: what is to be written goes there
     #[arg(long)]
     stdio: bool,
     /// Start a worker on this host, and pass on what both say
     #[arg(long, value_name = "HOST", conflicts_with = "stdio")]
     on: Option<String>,
+    /// Have this node start a worker, and pass on what both say
+    #[arg(long, value_name = "ID", conflicts_with_all = ["stdio", "on"])]
+    node: Option<String>,
+    /// Read no input but those below --folder
+    #[arg(long, requires = "stdio")]
+    lent: bool,
+    /// A folder with inputs; may be given several times
+    #[arg(long, value_name = "DIR", requires = "lent")]
+    folder: Vec<PathBuf>,
 }
 
 /// Inputs that are taken value by value.
@@ -231,9 +241,13 @@ fn compute(args: &WorkerArgs) -> anyhow::Result<()> {
     if let Some(host) = &args.on {
         return hosts::bridge(host);
     }
-    let ended = match args.stdio {
-        true => worker::run_over_stdio(),
-        false => worker::run(),
+    if let Some(id) = &args.node {
+        return hosts::bridge_to_node(id);
+    }
+    let ended = match (args.stdio, args.lent) {
+        (false, _) => worker::run(),
+        (true, false) => worker::run_over_stdio(&Files::Inputs),
+        (true, true) => worker::run_over_stdio(&Files::Lent(args.folder.clone())),
     };
     match ended {
         Ok(never) => match never {},

@@ -63,6 +63,10 @@ pub(crate) struct NodeArgs {
     /// with what would free how much, and nothing is removed unasked [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     disk_budget: Option<u64>,
+    /// Folder of arrays whose files other machines of the cluster may read, by `paceline mapreduce
+    /// --nodes N` there; may be given several times [default: none]
+    #[arg(long, value_name = "DIR")]
+    arrays: Vec<PathBuf>,
 }
 
 /// Space for prompts that were read, if any.
@@ -185,6 +189,20 @@ impl NodeArgs {
     /// Where a rank that this node starts for another machine's measurement listens.
     pub(crate) fn rank_args(&self) -> Vec<OsString> {
         listen_args(self.data_ports.as_ref(), self.data_interface())
+    }
+
+    /// Folders that a worker may read which this node starts for another machine's array job.
+    ///
+    /// # Errors
+    /// A folder that is not there.
+    pub(crate) fn array_args(&self) -> anyhow::Result<Vec<OsString>> {
+        let mut args = Vec::new();
+        for folder in &self.arrays {
+            let real = std::fs::canonicalize(folder);
+            let real = real.with_context(|| format!("--arrays {}", folder.display()))?;
+            args.extend([OsString::from("--folder"), real.into_os_string()]);
+        }
+        Ok(args)
     }
 
     fn facts(&self, class: KernelClass) -> Facts {

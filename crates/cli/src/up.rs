@@ -37,7 +37,7 @@ use crate::loaded::{self, Loading, Opened, SplitArgs, tell_split};
 use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::{self, own_program, template_program, worker_env};
-use crate::{bench, pull, train};
+use crate::{bench, mapreduce, pull, train};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -674,9 +674,10 @@ impl Args {
     /// What the node runs models of the cluster with.
     fn node_spec(&self) -> anyhow::Result<commands::Spec> {
         let program = own_program().context("cannot find this program's own file")?;
-        let (train_program, bench_program) = (program.clone(), program.clone());
+        let [train_program, bench_program, array_program] = [(); 3].map(|()| program.clone());
         let bench_args = self.node.rank_args();
         let home::Settings { home, options } = home::Settings::from_env()?;
+        let array_args = self.node.array_args()?;
         Ok(commands::Spec {
             home,
             program: (program, self.node.worker_args()),
@@ -689,6 +690,7 @@ impl Args {
             interface: self.node.data_interface().map(str::to_owned),
             start_far: Box::new(move || train::start_far(&train_program)),
             start_rank: Box::new(move || bench::start_rank(&bench_program, &bench_args)),
+            start_arrays: Box::new(move || mapreduce::start_far(&array_program, &array_args)),
             tell: Arc::new(|line| tell(line)),
         })
     }

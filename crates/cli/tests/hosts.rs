@@ -51,22 +51,35 @@ fn jobs_on_hosts_have_the_bits_of_one_process() {
         "{calls:?}"
     );
 
-    let sort = [
-        "mapreduce",
-        "sort",
-        "x.raw",
-        "--raw",
-        "f64",
-        "-o",
-        "out.npy",
-    ];
-    object(finish(start(
-        &world,
-        &[&sort[..], &["--hosts", "a,b"]].concat(),
-    )));
-    let sorted = fs::read(world.path("here/out.npy")).unwrap();
-    object(finish(start(&world, &sort)));
-    assert!(fs::read(world.path("here/out.npy")).unwrap() == sorted);
+    // A host says how many threads it has once it computes.
+    let threads = both["node_threads"].as_array().unwrap();
+    assert!(threads.len() == 2 && threads.contains(&1.into()), "{both}");
+}
+
+/// Rows and keys of hosts come over their lines: hosts write no file.
+#[test]
+fn files_that_hosts_compute_have_the_bits_of_one_process() {
+    let world = stocked();
+    let out = world.path("here/out.npy");
+    for job in [
+        &["sort", "x.raw"][..],
+        &["sort", "x.raw", "--memory", "4M"],
+        &["map", "x.raw", "--map", "x / 3"],
+    ] {
+        let job = [&["mapreduce"], job, &["--raw", "f64", "-o", "out.npy"]].concat();
+        let [of_hosts, of_one] = [&["--hosts", "a,b"][..], &["--local"]].map(|more| {
+            let ended = object(finish(start(&world, &[&job[..], more].concat())));
+            assert_eq!(ended["lost"], 0);
+            let bytes = fs::read(&out).unwrap();
+            fs::remove_file(&out).unwrap();
+            bytes
+        });
+        assert!(of_hosts == of_one, "{job:?}");
+        for left in fs::read_dir(world.path("here")).unwrap() {
+            let name = left.unwrap().file_name().into_string().unwrap();
+            assert!(!name.starts_with("out"), "{name} is left");
+        }
+    }
 }
 
 #[test]

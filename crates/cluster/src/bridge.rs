@@ -9,9 +9,13 @@
 //!
 //! The worker first prints a line that both sides know. Whatever a login shell prints before is
 //! skipped, and nothing is sent to the worker before that line came: some shells read ahead.
+//!
+//! [`join`] does the same for a worker at the other end of a socket, such as a node's line to another
+//! machine.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::sync::Arc;
@@ -75,6 +79,46 @@ pub fn run(reach: &Reach, host: &str, script: &str, greeting: &str) -> Result<En
     });
     thread::spawn(move || pass_parent(from, &started, input));
     watch(&mut process, &reader, &greeted).ok_or_else(|| broken(ErrorKind::TimedOut.into()))
+}
+
+/// As [`run`], for a worker on `host` that is at the other end of `line` and prints the line
+/// `greeting` first. Blocks until the line or the parent ends; whether that was the parent.
+///
+/// # Errors
+/// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the line ends before
+/// the greeting, or nothing comes for 30 s.
+pub fn join(line: UnixStream, host: &str, greeting: &str) -> Result<bool, Error> {
+    let mut parent = take_stdin().map_err(|source| Error::NoControl { source })?;
+    let broken = |source| Error::Remote {
+        host: host.to_owned(),
+        source,
+    };
+    let mut from = parent.try_clone().map_err(broken)?;
+    let mut to = line.try_clone().map_err(broken)?;
+    let mut worker = line;
+    let start = Instant::now();
+    let limited = worker.set_read_timeout(Some(GREETING_LIMIT));
+    limited.map_err(broken)?;
+    if !skip_to(&mut worker, greeting) {
+        let is_late = start.elapsed() >= GREETING_LIMIT;
+        let kind = if is_late {
+            ErrorKind::TimedOut
+        } else {
+            ErrorKind::UnexpectedEof
+        };
+        return Err(broken(kind.into()));
+    }
+    worker.set_read_timeout(None).map_err(broken)?;
+    let parent_gone = Arc::new(AtomicBool::new(false));
+    let gone = Arc::clone(&parent_gone);
+    thread::spawn(move || {
+        copy(&mut from, &mut to);
+        gone.store(true, Ordering::Relaxed);
+        // Both directions: without a parent nobody hears the worker.
+        let _ = to.shutdown(Shutdown::Both);
+    });
+    copy(&mut worker, &mut parent);
+    Ok(parent_gone.load(Ordering::Relaxed))
 }
 
 /// Waits for the end of the shell and of what the worker said; `None` when no greeting came in
@@ -161,7 +205,7 @@ pub(crate) fn over(input: File, output: File) -> std::io::Result<UnixStream> {
         Box::new(move || {
             copy(&mut input, &mut to);
             // Both directions: without input there is no parent.
-            let _ = to.shutdown(std::net::Shutdown::Both);
+            let _ = to.shutdown(Shutdown::Both);
         }),
     )?;
     start("bridge out", Box::new(move || copy(&mut from, &mut output)))?;

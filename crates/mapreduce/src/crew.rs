@@ -3,6 +3,13 @@
 //! The parent merges what comes back. A worker process that ends, hangs or sends garbage loses its
 //! leases, and the others compute those parts; the result is the same, because it does not depend
 //! on which parts there were nor on what computed them.
+//!
+//! A worker on another machine reads inputs of the same paths there. It writes nothing: rows of a
+//! result and parts of a sort come over its channel, and the parent writes them. One that has other
+//! inputs, or none, is left out.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -15,10 +22,11 @@ use paceline_base::{Rank, lock};
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 
 use crate::journal::Journal;
-use crate::messages::{FromWorker, ToWorker};
-use crate::sort::Store;
+use crate::line::PIECE_BYTES;
+use crate::messages::{FromWorker, Packed, ToWorker};
+use crate::sort::{Gather, Store};
 use crate::worker::cores_for;
-use crate::{Choice, Device, Error, Kind, Leases, Partial, Prepared, Scratch, Task};
+use crate::{Choice, Device, Error, Kind, Leases, Part, Partial, Prepared, Scratch, Sink, Task};
 
 /// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
 /// what it computes; ten seconds without one is a stopped process or a machine that swaps.
@@ -60,7 +68,8 @@ pub struct Processes {
     pub args: Vec<Vec<OsString>>,
     /// All of every one's environment.
     pub env: Vec<(OsString, OsString)>,
-    /// What people call the machine of each; none where all are on this one.
+    /// What people call the machine of each, which shares no files with this one; empty for a
+    /// process of this machine. None where all are on this one.
     pub hosts: Vec<String>,
     /// Threads of each; 0 for as many as its machine has cores.
     pub threads: usize,
@@ -78,11 +87,11 @@ pub enum Progress {
         /// Rows of the job.
         of: u64,
     },
-    /// A worker was lost, and its parts are leased again.
+    /// A worker was lost or left out, and its parts are leased again.
     Lost {
         /// What became of it.
         why: String,
-        /// Parts that it had.
+        /// Parts that it had, perhaps none.
         parts: usize,
     },
 }
@@ -124,17 +133,26 @@ impl Crew {
         };
         // Other machines are taken to have as many cores as this one, until they say it.
         let threads = cores_for(processes.threads);
+        let is_here = |rank: usize| processes.hosts.get(rank).is_none_or(String::is_empty);
+        let said = (0..count).map(|rank| is_here(rank).then_some(threads));
+        let said = said.collect();
         let mut team = Team {
             workers: Workers::spawn(spec)?,
             alive: vec![true; count],
             hosts: processes.hosts,
             lost: 0,
             last: String::new(),
+            untold: BTreeMap::new(),
             threads,
+            said,
+            ready: vec![false; count],
             job: 0,
             inputs: 0,
+            sink: None,
+            store: Arc::new(Store::new(None)),
             device_parts: 0,
             pieces: BTreeMap::new(),
+            keys: BTreeMap::new(),
         };
         for rank in 0..team.workers.count() {
             let start = ToWorker::Start {
@@ -179,7 +197,13 @@ impl Crew {
         self.threads as u64 * nodes as u64
     }
 
-    /// Workers that were lost so far.
+    /// Threads of each process; `None` of one on another machine that has not said it.
+    pub fn node_threads(&self) -> Vec<Option<usize>> {
+        let of_team = self.team.as_ref().map(|team| team.said.clone());
+        of_team.unwrap_or_else(|| vec![Some(self.threads)])
+    }
+
+    /// Workers that were lost or left out so far.
     pub fn lost(&self) -> u32 {
         self.team.as_ref().map_or(0, |team| team.lost)
     }
@@ -239,7 +263,8 @@ impl Crew {
                 self.device_parts += run_here(&mut run, &prepared, threads, self.choice)?;
             }
             Some(team) => {
-                drop(prepared); // it was only a check: the workers open the inputs again
+                // The workers open the inputs again.
+                (team.sink, team.store) = prepared.into_ends();
                 team.inputs = task.looks()?;
                 team.run(&mut run)?;
             }
@@ -345,27 +370,41 @@ fn run_here(
 struct Team {
     workers: Workers<ToWorker, FromWorker>,
     alive: Vec<bool>,
-    /// What people call their machines; none where all are on this one.
+    /// What people call their machines; empty for this one, none where all are on this one.
     hosts: Vec<String>,
     lost: u32,
     /// What became of the last worker that was lost.
     last: String,
+    /// What became of workers of which nobody was told yet.
+    untold: BTreeMap<u32, String>,
     /// Threads of each, as jobs are planned.
     threads: usize,
+    /// Threads of each, as it has said; of those here before.
+    said: Vec<Option<usize>>,
+    /// Which are ready for the job under way: the others do not read yet.
+    ready: Vec<bool>,
     /// Number of the job under way.
     job: u64,
     /// What the job's inputs look like here.
     inputs: u64,
+    /// Where the job's rows go that workers of other machines send.
+    sink: Option<Arc<dyn Sink>>,
+    /// Where parts of a sort lie that they send.
+    store: Arc<Store>,
     /// Parts of which a device has computed some.
     device_parts: u64,
     /// Of parts under way: the pieces that came.
     pieces: BTreeMap<(u32, u64), Vec<Partial>>,
+    /// Of parts of a sort under way: the keys that came.
+    keys: BTreeMap<(u32, u64), Vec<u8>>,
 }
 
 impl Team {
     fn run(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
         self.job += 1;
         self.pieces.clear();
+        self.keys.clear();
+        self.ready.fill(false);
         for rank in 0..self.workers.count() {
             let message = ToWorker::Job {
                 job: self.job,
@@ -383,7 +422,7 @@ impl Team {
             if let Some(event) = self.workers.recv(LOOK_EVERY) {
                 self.take(event, run)?;
             }
-            self.return_leases(run);
+            self.return_leases(run)?;
         }
         Ok(())
     }
@@ -403,6 +442,9 @@ impl Team {
     }
 
     fn hear(&mut self, from: Rank, message: FromWorker, run: &mut Run<'_>) -> Result<(), Error> {
+        if !self.alive[from.0 as usize] {
+            return Ok(()); // others have its parts
+        }
         match message {
             FromWorker::Ready {
                 job,
@@ -411,10 +453,14 @@ impl Team {
             } if job == self.job => {
                 if inputs != self.inputs {
                     let worker = self.name(from);
-                    return Err(Error::OtherInputs { worker });
+                    let why = "it has other inputs of the same names".to_owned();
+                    return self.refuse(from, why, Error::OtherInputs { worker });
                 }
-                let parts = self.ahead(threads.clamp(1, THREADS_MAX), run.task);
-                self.lease(from, parts, run);
+                let threads = threads.clamp(1, THREADS_MAX);
+                self.said[from.0 as usize] = Some(threads);
+                self.ready[from.0 as usize] = true;
+                let parts = self.ahead(from, threads, run.task);
+                self.lease(from, parts, run)?;
             }
             FromWorker::Done {
                 job,
@@ -423,10 +469,10 @@ impl Team {
                 on_device,
             } if job == self.job => {
                 self.device_parts += u64::from(on_device);
-                if partial.is_of(&run.task.kind) {
+                if partial.is_of(&run.task.kind) && self.store(from, part, &partial, run)? {
                     let pieces = self.pieces.remove(&(from.0, part)).unwrap_or_default();
                     run.finish(part, from.0, pieces, partial)?;
-                    self.lease(from, 1, run);
+                    self.lease(from, 1, run)?;
                 } else {
                     self.lose(from, format!("{from} sent the result of another task"));
                 }
@@ -438,44 +484,162 @@ impl Team {
                     self.lose(from, format!("{from} sent the result of another task"));
                 }
             }
+            FromWorker::Rows {
+                job,
+                first_row,
+                values,
+            } if job == self.job => self.write(from, first_row, &values.0, run.task)?,
+            FromWorker::Keys { job, part, keys } if job == self.job => {
+                self.keep(from, part, keys.0, run);
+            }
             // Of a job that is over.
-            FromWorker::Ready { .. } | FromWorker::Piece { .. } | FromWorker::Done { .. } => {}
+            FromWorker::Ready { .. }
+            | FromWorker::Piece { .. }
+            | FromWorker::Rows { .. }
+            | FromWorker::Keys { .. }
+            | FromWorker::Done { .. } => {}
             FromWorker::Failed { reason } => {
                 let worker = self.name(from);
-                return Err(Error::Worker { worker, reason });
+                let why = reason.clone();
+                return self.refuse(from, why, Error::Worker { worker, reason });
             }
         }
         Ok(())
     }
 
+    /// Whether a worker is on another machine, with which this one shares no files.
+    fn is_apart(&self, rank: Rank) -> bool {
+        let host = self.hosts.get(rank.0 as usize);
+        host.is_some_and(|host| !host.is_empty())
+    }
+
+    /// Leaves a worker of another machine out. What one of this machine says would fail in others,
+    /// too: that ends the job.
+    fn refuse(&mut self, from: Rank, why: String, error: Error) -> Result<(), Error> {
+        if !self.is_apart(from) {
+            return Err(error);
+        }
+        self.lose(from, why);
+        Ok(())
+    }
+
+    /// Writes rows that a worker of another machine has sent.
+    fn write(
+        &mut self,
+        from: Rank,
+        first_row: u64,
+        values: &[u8],
+        task: &Task,
+    ) -> Result<(), Error> {
+        let width = task.dtype_written().bytes();
+        let end = first_row.saturating_add((values.len() / width) as u64);
+        let is_whole = values.len().is_multiple_of(width) && end <= task.rows_written();
+        let sink = self.sink.clone();
+        let Some(sink) = sink.filter(|_| is_whole && self.is_apart(from)) else {
+            self.lose(from, format!("{from} sent rows that are not of its task"));
+            return Ok(());
+        };
+        sink.write_bytes(first_row, values)
+    }
+
+    /// Keeps keys of a part that a worker of another machine has.
+    fn keep(&mut self, from: Rank, part: u64, keys: Vec<u8>, run: &Run<'_>) {
+        let kept = self.keys.entry((from.0, part)).or_default();
+        kept.extend(keys);
+        let most = match &run.task.kind {
+            Kind::Scatter(scatter) => scatter.part_rows * scatter.dtype.bytes() as u64,
+            _ => 0,
+        };
+        let is_of_part = kept.len() as u64 <= most && run.leases.is_held(part, from.0);
+        if !is_of_part || !self.is_apart(from) {
+            self.lose(from, format!("{from} sent keys that are not of its part"));
+        }
+    }
+
+    /// Stores a part of a sort whose keys a worker of another machine has sent; whether they are
+    /// all that its counts say. Nothing is to be done for other results.
+    fn store(
+        &mut self,
+        from: Rank,
+        part: u64,
+        partial: &Partial,
+        run: &Run<'_>,
+    ) -> Result<bool, Error> {
+        let (Partial::Scattered(counts), Kind::Scatter(scatter)) = (partial, &run.task.kind) else {
+            return Ok(true);
+        };
+        if !self.is_apart(from) || !run.leases.is_held(part, from.0) {
+            return Ok(true);
+        }
+        let keys = self.keys.remove(&(from.0, part)).unwrap_or_default();
+        // Buckets at a splitter are counted and not stored.
+        let stored = counts
+            .iter()
+            .step_by(2)
+            .copied()
+            .fold(0, u64::saturating_add);
+        let bytes = stored.saturating_mul(scatter.dtype.bytes() as u64);
+        if counts.len() != scatter.buckets() || bytes != keys.len() as u64 {
+            return Ok(false);
+        }
+        self.store.put(part, counts, keys)?;
+        Ok(true)
+    }
+
     /// Parts that a worker of so many threads gets at first. Those of a sort take memory, which is
-    /// planned for as many threads as all have.
-    const fn ahead(&self, threads: usize, task: &Task) -> usize {
-        match task.kind {
-            Kind::Scatter(_) | Kind::Gather(_) if threads > self.threads => self.threads,
+    /// planned for as many threads as all have; over a line also in the messages that wait.
+    fn ahead(&self, rank: Rank, threads: usize, task: &Task) -> usize {
+        let sorts = matches!(task.kind, Kind::Scatter(_) | Kind::Gather(_));
+        match sorts {
+            true if threads > self.threads || self.is_apart(rank) => threads.min(self.threads),
             _ => PARTS_AHEAD * threads,
         }
     }
 
     /// What people call a worker.
     fn name(&self, rank: Rank) -> String {
-        let host = self.hosts.get(rank.0 as usize);
-        host.map_or_else(
-            || format!("worker {}", rank.0),
-            |host| format!("worker on {host}"),
-        )
+        match self.hosts.get(rank.0 as usize) {
+            Some(host) if self.is_apart(rank) => format!("worker on {host}"),
+            _ => format!("worker {}", rank.0),
+        }
     }
 
-    fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) {
+    fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) -> Result<(), Error> {
+        let task = run.task;
         for _ in 0..parts {
             if !self.alive[to.0 as usize] {
-                return;
+                return Ok(());
             }
             let Some(part) = run.leases.lease(to.0) else {
-                return;
+                return Ok(());
             };
+            if let Kind::Gather(gather) = &task.kind
+                && self.is_apart(to)
+            {
+                self.send_keys(to, gather, part)?;
+            }
             self.send(to, &ToWorker::Lease(part));
         }
+        Ok(())
+    }
+
+    /// Sends the keys of a part's buckets to a worker that does not share the store.
+    fn send_keys(&mut self, to: Rank, gather: &Gather, part: Part) -> Result<(), Error> {
+        for bucket in part.start..part.start + part.rows {
+            let keys = gather.keys(bucket, &self.store)?;
+            for piece in keys.chunks(PIECE_BYTES) {
+                if !self.alive[to.0 as usize] {
+                    return Ok(());
+                }
+                let message = ToWorker::Keys {
+                    job: self.job,
+                    bucket,
+                    keys: Packed(piece.to_vec()),
+                };
+                self.send(to, &message);
+            }
+        }
+        Ok(())
     }
 
     fn send(&mut self, to: Rank, message: &ToWorker) {
@@ -488,31 +652,36 @@ impl Team {
         if std::mem::replace(&mut self.alive[rank.0 as usize], false) {
             self.lost += 1;
             self.last = match self.hosts.get(rank.0 as usize) {
-                Some(host) => format!("{host}: {why}"),
-                None => why,
+                Some(host) if self.is_apart(rank) => format!("{host}: {why}"),
+                _ => why,
             };
+            self.untold.insert(rank.0, self.last.clone());
             self.pieces.retain(|(of, _), _| *of != rank.0);
+            self.keys.retain(|(of, _), _| *of != rank.0);
         }
     }
 
-    /// Gives the parts of lost workers to the others, all of which may be idle by now.
-    fn return_leases(&mut self, run: &mut Run<'_>) {
+    /// Gives the parts of lost workers to the others, all of which may be idle by now. One that is
+    /// not ready gets some when it is.
+    fn return_leases(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
         for rank in 0..self.workers.count() {
             if self.alive[rank as usize] {
                 continue;
             }
             let parts = run.leases.lose(rank);
-            if parts == 0 {
+            let why = self.untold.remove(&rank);
+            if parts == 0 && why.is_none() {
                 continue;
             }
-            let why = self.last.clone();
+            let why = why.unwrap_or_else(|| self.last.clone());
             (run.watch)(Progress::Lost { why, parts });
-            let alive = |other: &u32| self.alive[*other as usize];
-            let others: Vec<u32> = (0..self.workers.count()).filter(alive).collect();
+            let takes = |other: &u32| self.alive[*other as usize] && self.ready[*other as usize];
+            let others: Vec<u32> = (0..self.workers.count()).filter(takes).collect();
             for (_, other) in (0..parts).zip(others.iter().cycle()) {
-                self.lease(Rank(*other), 1, run);
+                self.lease(Rank(*other), 1, run)?;
             }
         }
+        Ok(())
     }
 }
 

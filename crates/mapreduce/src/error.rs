@@ -125,6 +125,12 @@ pub enum Error {
         /// Which worker.
         worker: String,
     },
+    /// Another machine's job names a file that this machine does not lend.
+    #[error("{} is not there, or in no folder that the machine lends to array jobs", path.display())]
+    NotLent {
+        /// The file.
+        path: PathBuf,
+    },
     /// Workers could not be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),

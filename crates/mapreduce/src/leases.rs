@@ -117,6 +117,11 @@ impl Leases {
         }
     }
 
+    /// Whether `holder` has this part now.
+    pub fn is_held(&self, id: u64, holder: u32) -> bool {
+        self.held.get(&id).is_some_and(|(_, of)| *of == holder)
+    }
+
     /// Takes back what a lost holder has; how many parts that were.
     pub fn lose(&mut self, holder: u32) -> usize {
         let of_it = |_: &u64, held: &mut (Part, u32)| held.1 == holder;

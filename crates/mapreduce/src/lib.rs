@@ -23,7 +23,8 @@
 //!   counter.
 //! - [`device`]: what computes blocks of rows, and graphics processors.
 //! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
-//!   is done, for a job that was killed. [`worker`]: the other side of the control channel.
+//!   is done, for a job that was killed. [`worker`]: the other side of the control channel;
+//!   [`line`]: that of a worker which shares no folder with its parent.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.
 
@@ -39,6 +40,7 @@ pub mod hist;
 mod journal;
 pub mod kmeans;
 mod leases;
+pub mod line;
 mod messages;
 pub mod npy;
 mod order;

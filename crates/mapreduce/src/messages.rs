@@ -1,8 +1,28 @@
 //! What a job's parent and its workers say to each other.
 
-use serde::{Deserialize, Serialize};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{Choice, Part, Partial, Task};
+
+/// Bytes, which are base64 in a message.
+#[derive(Debug)]
+pub(crate) struct Packed(pub(crate) Vec<u8>);
+
+impl Serialize for Packed {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&STANDARD.encode(&self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for Packed {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        STANDARD.decode(text).map(Self).map_err(D::Error::custom)
+    }
+}
 
 /// From the parent.
 #[derive(Debug, Serialize, Deserialize)]
@@ -20,6 +40,16 @@ pub(crate) enum ToWorker {
         job: u64,
         /// What is computed.
         task: Box<Task>,
+    },
+    /// Keys of a bucket whose lease comes next, for a worker that does not share the parent's
+    /// folder. They belong behind those that came before.
+    Keys {
+        /// Of which job.
+        job: u64,
+        /// Of which bucket.
+        bucket: u64,
+        /// Some of its keys.
+        keys: Packed,
     },
     /// A part to compute.
     Lease(Part),
@@ -45,6 +75,25 @@ pub(crate) enum FromWorker {
         part: u64,
         /// What is to be merged into the rest.
         partial: Partial,
+    },
+    /// Rows for the parent to write, of a worker that does not share its folder.
+    Rows {
+        /// Of which job.
+        job: u64,
+        /// Where they begin.
+        first_row: u64,
+        /// Their values, little-endian.
+        values: Packed,
+    },
+    /// Keys of a sort's part, of a worker that does not share the parent's folder. They count once
+    /// the part is done.
+    Keys {
+        /// Of which job.
+        job: u64,
+        /// Of which part.
+        part: u64,
+        /// Some of its keys, in the order of buckets.
+        keys: Packed,
     },
     /// A part is computed.
     Done {

@@ -1,5 +1,6 @@
 //! Where rows go.
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::FileExt;
@@ -9,7 +10,7 @@ use crate::npy::{self, HEADER_BYTES_MAX};
 use crate::{Dtype, Error, Values};
 
 /// A column that many threads and processes write, each its own rows, in any order.
-pub trait Sink: Send + Sync {
+pub trait Sink: fmt::Debug + Send + Sync {
     /// Type of the values.
     fn dtype(&self) -> Dtype;
 

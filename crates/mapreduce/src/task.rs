@@ -1,6 +1,6 @@
 //! What a job computes, and of what.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -10,9 +10,10 @@ use crate::expr::{Program, Registers};
 use crate::groupby::{Grouping, Groups};
 use crate::hist::{Bins, Counts};
 use crate::kmeans::{Assigned, Centroids};
+use crate::line::Line;
 use crate::philox::Philox;
 use crate::reduce::{Op, State};
-use crate::sink::{FileSink, Sink as _};
+use crate::sink::{FileSink, Sink};
 use crate::sort::{self, Gather, Scatter, Store};
 use crate::topk::{Pick, Top};
 use crate::{Decoded, Dtype, Error, FileSource, Input, Leases, Part, Source, Values};
@@ -216,6 +217,23 @@ impl Task {
             .unwrap_or(Ok(0))
     }
 
+    /// Rows of the file that it writes; 0 when it writes none.
+    pub(crate) fn rows_written(&self) -> u64 {
+        match &self.kind {
+            Kind::Write(_) => self.rows(),
+            Kind::Gather(gather) => gather.rows(),
+            _ => 0,
+        }
+    }
+
+    /// Type of the values that it writes.
+    pub(crate) const fn dtype_written(&self) -> Dtype {
+        match &self.kind {
+            Kind::Gather(gather) => gather.scatter.dtype,
+            _ => Dtype::F64,
+        }
+    }
+
     /// Rows of a part, when `threads` threads in all compute it.
     pub fn part_rows(&self, threads: u64) -> u64 {
         let rows = Leases::part_rows(self.rows(), threads);
@@ -253,6 +271,47 @@ impl Task {
     /// [`Error::File`], [`Error::Changed`]; [`Error::Inputs`] and [`Error::Shapes`] when they do
     /// not fit the task; [`Error::Expression`].
     pub fn prepare(&self) -> Result<Prepared, Error> {
+        let program = self.check()?;
+        let (sink, folder): (Option<Arc<dyn Sink>>, Option<&Path>) = match &self.kind {
+            Kind::Write(path) => (Some(Arc::new(FileSink::open(path)?)), None),
+            Kind::Gather(gather) => {
+                let sink = FileSink::open(&gather.out)?;
+                (Some(Arc::new(sink)), gather.scatter.folder.as_deref())
+            }
+            Kind::Scatter(scatter) => (None, scatter.folder.as_deref()),
+            _ => (None, None),
+        };
+        self.open(program, sink, Store::new(folder))
+    }
+
+    /// Opens the inputs, but no file that is written: that is done at the other end of `line`.
+    ///
+    /// # Errors
+    /// As of [`prepare`](Self::prepare).
+    pub(crate) fn prepare_over(&self, line: &Arc<Line>) -> Result<Prepared, Error> {
+        let program = self.check()?;
+        let sink: Arc<dyn Sink> = Arc::<Line>::clone(line);
+        self.open(program, Some(sink), Store::Parent(Arc::clone(line)))
+    }
+
+    fn open(
+        &self,
+        program: Option<Program>,
+        sink: Option<Arc<dyn Sink>>,
+        store: Store,
+    ) -> Result<Prepared, Error> {
+        let sources = self.inputs().iter().map(Input::open);
+        Ok(Prepared {
+            task: self.clone(),
+            sources: sources.collect::<Result<_, _>>()?,
+            program,
+            sink,
+            store: Arc::new(store),
+        })
+    }
+
+    /// Whether the inputs fit the task; the program of its expression.
+    fn check(&self) -> Result<Option<Program>, Error> {
         let given = match &self.origin {
             Origin::Files(inputs) => inputs.len(),
             Origin::Random { columns, .. } => *columns as usize,
@@ -284,23 +343,7 @@ impl Task {
                 values: grouping.values,
             });
         }
-        let sources = self.inputs().iter().map(Input::open);
-        let (sink, folder) = match &self.kind {
-            Kind::Write(path) => (Some(FileSink::open(path)?), None),
-            Kind::Gather(gather) => {
-                let sink = FileSink::open(&gather.out)?;
-                (Some(sink), gather.scatter.folder.as_deref())
-            }
-            Kind::Scatter(scatter) => (None, scatter.folder.as_deref()),
-            _ => (None, None),
-        };
-        Ok(Prepared {
-            task: self.clone(),
-            sources: sources.collect::<Result<_, _>>()?,
-            program: program.transpose()?,
-            sink,
-            store: Arc::new(Store::new(folder)),
-        })
+        Ok(program.transpose()?)
     }
 
     /// Whether something is computed of each row first.
@@ -346,7 +389,7 @@ pub struct Prepared {
     task: Task,
     sources: Vec<FileSource>,
     program: Option<Program>,
-    sink: Option<FileSink>,
+    sink: Option<Arc<dyn Sink>>,
     store: Arc<Store>,
 }
 
@@ -388,6 +431,11 @@ impl Prepared {
         self
     }
 
+    /// Where rows are written, and where parts of a sort lie.
+    pub(crate) fn into_ends(self) -> (Option<Arc<dyn Sink>>, Arc<Store>) {
+        (self.sink, self.store)
+    }
+
     /// Computes a part.
     ///
     /// # Errors
@@ -400,7 +448,7 @@ impl Prepared {
         }
         if let (Kind::Gather(gather), Some(sink)) = (&self.task.kind, &self.sink) {
             let buckets = part.start..part.start + part.rows;
-            let device = scratch.device.as_deref();
+            let (sink, device) = (sink.as_ref(), scratch.device.as_deref());
             let rows =
                 buckets.map(|bucket| sort::gather(gather, bucket, &self.store, sink, device));
             return Ok(Partial::Written(rows.sum::<Result<u64, Error>>()?));

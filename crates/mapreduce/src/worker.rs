@@ -1,6 +1,7 @@
 //! What a worker process runs: its parent's parts, on threads of its own.
 
 use std::convert::Infallible;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -9,10 +10,9 @@ use paceline_base::lock;
 use paceline_cluster::Control;
 
 use crate::crew::said;
+use crate::line::{Channel, Line};
 use crate::messages::{FromWorker, ToWorker};
-use crate::{Choice, Device, Error, Part, Prepared, Scratch};
-
-type Channel = Arc<Control<ToWorker, FromWorker>>;
+use crate::{Choice, Device, Error, Origin, Part, Prepared, Scratch, Task};
 
 /// A part of a job.
 type Work = (u64, Arc<Prepared>, Part);
@@ -29,27 +29,39 @@ const WAITING_MAX: usize = 4096;
 /// How long a worker that cannot go on waits to be ended, so that the parent reads why first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
+/// Which files that a parent names a worker opens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Files {
+    /// All, to read and to write: the parent is on the same machine.
+    Shared,
+    /// Inputs. What is to be written goes to the parent.
+    Inputs,
+    /// Inputs below these folders, whose paths are canonical. What is to be written goes to the
+    /// parent, which is another user's perhaps.
+    Lent(Vec<PathBuf>),
+}
+
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone; returns only when something failed, which the parent has been told.
 ///
 /// # Errors
 /// What failed; [`Error::Cluster`] when there is no parent.
 pub fn run() -> Result<Infallible, Error> {
-    run_on(Control::from_stdin()?)
+    run_on(Control::from_stdin()?, &Files::Shared)
 }
 
-/// As [`run`], on standard input and output: for a worker that `ssh` has started, at the other end
-/// of [`bridge`](paceline_cluster::bridge).
+/// As [`run`], on standard input and output: for a worker on another machine, at the other end of
+/// [`bridge`](paceline_cluster::bridge).
 ///
 /// # Errors
 /// As of [`run`].
-pub fn run_over_stdio() -> Result<Infallible, Error> {
-    run_on(Control::from_stdio(GREETING)?)
+pub fn run_over_stdio(files: &Files) -> Result<Infallible, Error> {
+    run_on(Control::from_stdio(GREETING)?, files)
 }
 
-fn run_on(channel: Control<ToWorker, FromWorker>) -> Result<Infallible, Error> {
+fn run_on(channel: Control<ToWorker, FromWorker>, files: &Files) -> Result<Infallible, Error> {
     let channel: Channel = Arc::new(channel);
-    let error = match work(&channel) {
+    let error = match work(&channel, files) {
         Ok(never) => match never {},
         Err(error) => error,
     };
@@ -64,7 +76,59 @@ fn tell(channel: &Channel, error: &dyn std::error::Error) {
     }
 }
 
-fn work(channel: &Channel) -> Result<Infallible, Error> {
+/// A job that the next leases belong to.
+struct Current {
+    job: u64,
+    prepared: Arc<Prepared>,
+    /// Of a worker that does not share its parent's folder.
+    line: Option<Arc<Line>>,
+    /// What the inputs look like.
+    inputs: u64,
+}
+
+impl Current {
+    fn open(job: u64, task: Task, files: &Files, channel: &Channel) -> Result<Self, Error> {
+        let dtype = task.dtype_written();
+        let line = || Arc::new(Line::new(Arc::clone(channel), job, dtype));
+        let (line, task) = match files {
+            Files::Shared => (None, task),
+            Files::Inputs => (Some(line()), task),
+            Files::Lent(folders) => (Some(line()), lent(task, folders)?),
+        };
+        let prepared = match &line {
+            None => task.prepare()?,
+            Some(line) => task.prepare_over(line)?,
+        };
+        Ok(Self {
+            job,
+            prepared: Arc::new(prepared),
+            line,
+            inputs: task.looks()?,
+        })
+    }
+}
+
+/// A task with the canonical paths of its inputs, all of which lie below `folders`.
+fn lent(mut task: Task, folders: &[PathBuf]) -> Result<Task, Error> {
+    if let Origin::Files(inputs) = &mut task.origin {
+        for input in inputs {
+            input.path = below(folders, &input.path)?;
+        }
+    }
+    Ok(task)
+}
+
+/// The canonical path of a file below one of these folders. Says no more of another file than of
+/// one that there is not.
+fn below(folders: &[PathBuf], path: &Path) -> Result<PathBuf, Error> {
+    let real = std::fs::canonicalize(path).ok();
+    let is_lent = |real: &PathBuf| folders.iter().any(|folder| real.starts_with(folder));
+    real.filter(is_lent).ok_or_else(|| Error::NotLent {
+        path: path.to_owned(),
+    })
+}
+
+fn work(channel: &Channel, files: &Files) -> Result<Infallible, Error> {
     let (threads, choice) = match channel.recv(START_LIMIT)? {
         Some(ToWorker::Start { threads, device }) => (threads, device),
         other => return Err(unexpected(other.as_ref(), "Start")),
@@ -80,12 +144,13 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
         let started = thread.spawn(move || compute(&channel, &waiting, device, choice));
         started.map_err(|source| Error::Thread { source })?;
     }
-    let mut current = None;
+    let mut current: Option<Current> = None;
     loop {
         match (channel.recv(Duration::MAX)?, &current) {
             (Some(ToWorker::Job { job, task }), _) => {
-                current = Some((job, Arc::new(task.prepare()?)));
-                let inputs = task.looks()?;
+                let opened = Current::open(job, *task, files, channel)?;
+                let inputs = opened.inputs;
+                current = Some(opened);
                 let ready = FromWorker::Ready {
                     job,
                     inputs,
@@ -93,9 +158,14 @@ fn work(channel: &Channel) -> Result<Infallible, Error> {
                 };
                 channel.send(&ready)?;
             }
-            (Some(ToWorker::Lease(part)), Some((job, prepared))) => {
+            (Some(ToWorker::Keys { job, bucket, keys }), Some(current)) if job == current.job => {
+                if let Some(line) = &current.line {
+                    line.keep(bucket, keys.0);
+                }
+            }
+            (Some(ToWorker::Lease(part)), Some(current)) => {
                 // The threads never end before the process.
-                let _ = sender.send((*job, Arc::clone(prepared), part));
+                let _ = sender.send((current.job, Arc::clone(&current.prepared), part));
             }
             (None, _) => {}
             (other, _) => return Err(unexpected(other.as_ref(), "Job")),
@@ -153,7 +223,36 @@ const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error
         Some(ToWorker::Start { .. }) => "Start",
         Some(ToWorker::Job { .. }) => "Job",
         Some(ToWorker::Lease(_)) => "Lease",
+        Some(ToWorker::Keys { .. }) => "Keys",
         None => "nothing",
     };
     Error::Protocol { got, expected }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_file_is_opened_but_those_of_lent_folders() {
+        let home = tempfile::tempdir().unwrap();
+        let home = home.path().canonicalize().unwrap();
+        let lent = home.join("lent");
+        std::fs::create_dir(&lent).unwrap();
+        for name in ["lent/x.npy", "secret", "lentil"] {
+            std::fs::write(home.join(name), "").unwrap();
+        }
+        std::os::unix::fs::symlink(home.join("secret"), lent.join("link")).unwrap();
+        std::os::unix::fs::symlink(lent.join("x.npy"), home.join("way")).unwrap();
+        let folders = [lent.clone()];
+        for name in ["lent/x.npy", "lent/../lent/x.npy", "way"] {
+            let path = below(&folders, &home.join(name)).unwrap();
+            assert_eq!(path, lent.join("x.npy"), "{name}");
+        }
+        for name in ["secret", "lent/link", "lent/../secret", "lentil", "none"] {
+            let refused = below(&folders, &home.join(name)).unwrap_err();
+            assert!(matches!(refused, Error::NotLent { .. }), "{name}");
+        }
+        assert!(below(&[], &lent.join("x.npy")).is_err());
+    }
 }

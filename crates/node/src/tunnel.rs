@@ -23,6 +23,9 @@ pub const TRAIN: &str = "train";
 /// The service that starts a rank of a measurement of collectives.
 pub const BENCH: &str = "bench";
 
+/// The service that starts a worker of an array job.
+pub const ARRAYS: &str = "arrays";
+
 /// Bytes of a message.
 const MESSAGE_BYTES: usize = 64 << 10;
 
@@ -44,8 +47,8 @@ const LEAD_LOOK: Duration = Duration::from_millis(5);
 /// How long a program has to put things in order when its input has ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to `service`, which is [`TRAIN`] or [`BENCH`]: `start` gives
-/// one whose standard input and output are pipes.
+/// Starts a program for each channel to `service`, which is [`TRAIN`], [`BENCH`] or [`ARRAYS`]:
+/// `start` gives one whose standard input and output are pipes.
 pub fn serve(
     agent: &Agent,
     service: &str,
@@ -112,9 +115,9 @@ pub fn lead(
     Ok(json!({}))
 }
 
-/// A line to the program that the node `id` starts for `service`, which is [`TRAIN`] or [`BENCH`];
-/// the node with its files at `home` leads there. It ends with either program and with either node.
-/// Blocks for up to 15 s.
+/// A line to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`] or
+/// [`ARRAYS`]; the node with its files at `home` leads there. It ends with either program and with
+/// either node. Blocks for up to 15 s.
 ///
 /// # Errors
 /// What that node says, or that it does not lead there in time.

@@ -1,15 +1,23 @@
-//! Workers on other machines: `--hosts`.
+//! Workers on other machines: `--hosts`, and `--nodes` in a cluster.
 //!
-//! The job's workers are bridges, processes of this program that start a worker by `ssh` and pass
-//! on what both sides say. Files have the same paths on all hosts; a worker whose inputs differ
-//! from those here ends the job.
+//! The job's workers are bridges, processes of this program that have a worker started by `ssh`, or
+//! by the node of another machine, and pass on what both sides say. Inputs have the same paths on
+//! all machines; a worker whose inputs differ from those here is left out. What is written is
+//! written here.
 
-use anyhow::{Context, bail};
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, bail, ensure};
 use paceline_cluster::bridge;
 use paceline_cluster::hostfile::Hostfile;
 use paceline_cluster::processes::Ending;
 use paceline_cluster::remote::{Reach, quote};
 use paceline_mapreduce::worker::GREETING;
+use paceline_node::tunnel;
+
+use crate::home;
 
 /// Names of hosts, with commas between.
 ///
@@ -37,6 +45,32 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
         Ending::Code(0) => Ok(()),
         ending => bail!("the worker on {host} {ending}"),
     }
+}
+
+/// Has a node of the cluster start a worker, and passes on what it and this process's parent say to
+/// each other. This machine's node leads there.
+///
+/// # Errors
+/// When there is no way to the node, it starts none, or the line to it ends.
+pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
+    let line = tunnel::line(&home::folder()?, id, tunnel::ARRAYS);
+    let line = line.context("cannot reach its node")?;
+    let by_parent = bridge::join(line, id, GREETING)?;
+    ensure!(by_parent, "the line to its node ended");
+    Ok(())
+}
+
+/// Starts a worker for another node of the cluster; `folders` are `--folder DIR` for each folder
+/// that it may read.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn start_far(program: &Path, folders: &[OsString]) -> std::io::Result<Child> {
+    let mut command = Command::new(program);
+    command.args(["mapreduce", "worker", "--stdio", "--lent"]);
+    command.args(folders);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.stderr(Stdio::null()).spawn()
 }
 
 #[cfg(test)]

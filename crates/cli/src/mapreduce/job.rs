@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::Columns;
 use super::watch::Watch;
 use super::{hosts, limit};
+use crate::machines;
 use crate::output::{print, tell};
 use crate::process::{own_program, ssh_env, worker_env};
 
@@ -21,14 +22,19 @@ const NODES_MAX: i64 = 64;
 /// Arguments of every job.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct JobArgs {
-    /// Compute with N worker processes; the result has the same bits for any N
+    /// Compute with N workers: machines of the cluster where this machine's node runs and has as
+    /// many, else processes here; the result has the same bits for any N. Another machine needs the
+    /// inputs at the same paths, in a folder that it lends: `paceline up --arrays DIR` there
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
     nodes: u32,
     /// Compute on these hosts, which ssh reaches without a password, with commas between. Each
-    /// needs paceline, and the files at the same paths
+    /// needs paceline, and the inputs at the same paths
     #[arg(long, value_name = "A,B", conflicts_with = "nodes")]
     hosts: Option<String>,
+    /// Compute on this machine alone, whatever the cluster has
+    #[arg(long, conflicts_with = "hosts")]
+    local: bool,
     /// Threads of each node [default: the cores, shared by the nodes of a machine]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -58,12 +64,16 @@ pub(super) struct Figures {
     machine_gb_s: Option<f64>,
     seconds: f64,
     nodes: u32,
-    threads: usize,
+    /// Threads of each node; `None` where they differ or a node has not said it.
+    threads: Option<usize>,
+    /// Threads of each node, this machine's first, or in the order of `--hosts`; `None` of one that
+    /// has not said it.
+    node_threads: Vec<Option<usize>>,
     /// What was to compute: cpu, or the device's name; of several nodes, what was asked for.
     device: String,
     /// Parts of which a device has computed some.
     device_parts: u64,
-    /// Workers that were lost on the way.
+    /// Workers that were lost on the way, or left out because of their inputs.
     lost: u32,
 }
 
@@ -170,6 +180,7 @@ impl Running<'_> {
         };
         let device_parts = self.crew.device_parts();
         let nodes = self.crew.nodes();
+        let node_threads = self.crew.node_threads();
         drop(self.crew); // the machine is measured without the workers
         Ok(Figures {
             rows,
@@ -177,7 +188,8 @@ impl Running<'_> {
             machine_gb_s: limit::measure(self.bytes, threads as usize)?,
             seconds,
             nodes,
-            threads: self.args.threads(),
+            threads: all_the_same(&node_threads),
+            node_threads,
             device,
             device_parts,
             lost,
@@ -191,18 +203,17 @@ impl JobArgs {
     /// # Errors
     /// What is wrong with it.
     pub(super) fn input(&self, path: &Path) -> Result<Input, paceline_mapreduce::Error> {
-        let path = self.place(path);
+        let path = Self::place(path);
         match self.raw {
             Some(dtype) => Input::raw(&path, dtype, 1),
             None => Input::npy(&path),
         }
     }
 
-    /// The path as all nodes have it: other hosts start in another folder.
-    pub(super) fn place(&self, path: &Path) -> PathBuf {
-        let absolute = || std::path::absolute(path).ok();
-        let of_hosts = self.hosts.as_ref().and_then(|_| absolute());
-        of_hosts.unwrap_or_else(|| path.to_owned())
+    /// The path as all nodes have it: workers of other machines start in another folder. The same
+    /// for any crew, so that another one can go on from a journal.
+    pub(super) fn place(path: &Path) -> PathBuf {
+        std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
     }
 
     /// Files as columns of all their values.
@@ -238,11 +249,12 @@ impl JobArgs {
     pub(super) fn start(&self) -> anyhow::Result<Running<'_>> {
         let start = Instant::now();
         let crew = match (&self.hosts, self.nodes) {
+            (Some(hosts), _) => self.on_hosts(hosts)?,
             (None, 1) => {
                 let device = self.device.open()?;
                 Crew::here(self.threads()).with_device(device, self.device)
             }
-            (hosts, nodes) => self.workers(hosts.as_deref(), nodes)?,
+            (None, nodes) => self.on_nodes(nodes as usize)?,
         };
         Ok(Running {
             args: self,
@@ -252,38 +264,74 @@ impl JobArgs {
         })
     }
 
-    /// Starts worker processes on this machine or on hosts.
-    fn workers(&self, hosts: Option<&str>, nodes: u32) -> anyhow::Result<Crew> {
-        let own: Vec<OsString> = vec!["mapreduce".into(), "worker".into()];
-        let names = match hosts {
-            Some(hosts) => hosts::names(hosts).map_err(anyhow::Error::msg)?,
-            None => Vec::new(),
+    /// Starts a worker on each of these hosts.
+    fn on_hosts(&self, hosts: &str) -> anyhow::Result<Crew> {
+        let names = hosts::names(hosts).map_err(anyhow::Error::msg)?;
+        let args = names.iter().map(|host| worker_args(&["--on", host]));
+        self.workers(args.collect(), names.clone(), self.threads_elsewhere())
+    }
+
+    /// Starts workers on machines of the cluster, or as many processes here.
+    fn on_nodes(&self, nodes: usize) -> anyhow::Result<Crew> {
+        let machines = if self.local {
+            None
+        } else {
+            machines::chosen(nodes)?
         };
-        let of_host = |host: &String| {
-            let more: [OsString; 2] = ["--on".into(), host.into()];
-            [&own[..], &more[..]].concat()
+        let Some(machines) = machines else {
+            let args = vec![worker_args(&[]); nodes];
+            return self.workers(args, Vec::new(), self.threads());
         };
-        let args = match names.is_empty() {
-            true => vec![own.clone(); nodes as usize],
-            false => names.iter().map(of_host).collect(),
-        };
-        let threads = match (hosts, self.threads) {
-            (Some(_), None) => 0, // as many as each has cores
-            _ => self.threads(),
-        };
+        let args = machines.iter().map(|machine| match machine.is_own {
+            true => worker_args(&[]),
+            false => worker_args(&["--node", &machine.id]),
+        });
+        let names = machines.iter().map(|machine| match machine.is_own {
+            true => String::new(), // it shares its files
+            false => machine.name.clone(),
+        });
+        self.workers(args.collect(), names.collect(), self.threads_elsewhere())
+    }
+
+    /// Threads of each machine; 0 for as many as it has cores.
+    fn threads_elsewhere(&self) -> usize {
+        self.threads.map_or(0, usize::from)
+    }
+
+    /// Starts worker processes, which may be bridges to other machines.
+    fn workers(
+        &self,
+        args: Vec<Vec<OsString>>,
+        hosts: Vec<String>,
+        threads: usize,
+    ) -> anyhow::Result<Crew> {
         Ok(Crew::start(Processes {
             program: own_program().context("cannot find this program's own file")?,
             args,
-            env: if names.is_empty() {
+            env: if hosts.is_empty() {
                 worker_env()
             } else {
                 ssh_env()
             },
-            hosts: names,
+            hosts,
             threads,
             device: self.device,
         })?)
     }
+}
+
+/// Arguments of a worker.
+fn worker_args(more: &[&str]) -> Vec<OsString> {
+    let own = ["mapreduce", "worker"].into_iter();
+    own.chain(more.iter().copied())
+        .map(OsString::from)
+        .collect()
+}
+
+/// The number that all nodes have said.
+fn all_the_same(threads: &[Option<usize>]) -> Option<usize> {
+    let first = threads.first().copied().flatten()?;
+    threads.iter().all(|it| *it == Some(first)).then_some(first)
 }
 
 /// The choice of this name.

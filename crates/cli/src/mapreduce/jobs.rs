@@ -227,7 +227,7 @@ pub(super) fn map(args: &MapArgs) -> anyhow::Result<()> {
         out: &'a Path,
     }
     // The result has its name only once it is whole.
-    let out = args.job.place(&args.out);
+    let out = JobArgs::place(&args.out);
     let mut part = out.clone().into_os_string();
     part.push(".part");
     let part = std::path::PathBuf::from(part);

@@ -7,7 +7,7 @@ use paceline_mapreduce::Dtype;
 use paceline_mapreduce::sort::Sort;
 use serde::Serialize;
 
-use super::SortArgs;
+use super::{JobArgs, SortArgs};
 
 /// Memory when the system does not say how much is available.
 const MEMORY: u64 = 1 << 30;
@@ -35,7 +35,7 @@ pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
     let half = available.map_or(MEMORY, |available| available.0 / 2);
     let sort = Sort {
         input,
-        out: args.job.place(&args.out),
+        out: JobArgs::place(&args.out),
         memory: args.memory.unwrap_or(half),
         journal: args.job.journal().map(Path::to_owned),
     };

@@ -39,7 +39,10 @@ impl Watch {
                 self.done = done;
             }
             Progress::Lost { why, parts } => {
-                let text = format!("{why}; the others compute its {parts} parts");
+                let text = match parts {
+                    0 => format!("{why}; the others go on without it"),
+                    _ => format!("{why}; the others compute its {parts} parts"),
+                };
                 match &mut self.bar {
                     Some(bar) => bar.message(&text),
                     None => tell(text),

@@ -13,12 +13,12 @@ use paceline_cluster::remote::{Reach, Sharing};
 use paceline_node::tunnel;
 use paceline_train::bridge::{self, Ends, FarSpec};
 use paceline_train::{Post, worker};
-use serde_json::{Value, json};
 
 use super::Args;
 use crate::error::Error;
+use crate::machines::{self, Machine};
 use crate::output::{print, tell};
-use crate::{home, load, member, process};
+use crate::{home, load, process};
 
 /// Before a worker that could not be reached is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
@@ -74,60 +74,19 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
         threads: args.threads(count),
         place: String::new(),
     };
-    let nodes = if args.local { None } else { cluster(count)? };
-    let Some(nodes) = nodes else {
+    let machines = if args.local {
+        None
+    } else {
+        machines::chosen(count)?
+    };
+    let Some(machines) = machines else {
         return Ok(vec![here(count); count]);
     };
-    let names: Vec<&str> = nodes.iter().map(|(_, name, _)| name.as_str()).collect();
-    tell(format_args!(
-        "workers on {}; --local computes here",
-        names.join(", ")
-    ));
-    let post = |(id, name, is_own): &(String, String, bool)| match is_own {
+    let post = |machine: &Machine| match machine.is_own {
         true => here(1),
-        false => elsewhere("--node", id, name),
+        false => elsewhere("--node", &machine.id, &machine.name),
     };
-    Ok(nodes.iter().map(post).collect())
-}
-
-/// Id and name of `count` machines of the cluster, the own one first, and whether it is that;
-/// nothing where no node runs that starts workers, or the cluster has fewer.
-fn cluster(count: usize) -> anyhow::Result<Option<Vec<(String, String, bool)>>> {
-    let Some(told) = member::ask_if_up("nodes", json!({}))? else {
-        return Ok(None);
-    };
-    // A node that serves a fixed model (`up MODEL`) starts no workers, and has no store.
-    let Ok(stores) = member::ask("stores", json!({})) else {
-        return Ok(None);
-    };
-    let stores = stores["nodes"].as_array().cloned().unwrap_or_default();
-    let starts_workers = |node: &Value| {
-        let mut stores = stores.iter();
-        stores.any(|it| it["node"] == node["name"] && it["problem"].is_null())
-    };
-    let all = told["nodes"].as_array().cloned().unwrap_or_default();
-    let own = all.iter().find(|node| node["found_by"] == "self").cloned();
-    let Some(own) = own else { return Ok(None) };
-    let fits = |node: &&Value| {
-        let same = ["build", "numerics"]
-            .iter()
-            .all(|fact| node[*fact] == own[*fact]);
-        node["state"] == "alive" && same && node["leaving"] != true && starts_workers(node)
-    };
-    let mut found: Vec<(String, String, bool)> = all
-        .iter()
-        .filter(fits)
-        .map(|node| {
-            let text = |key: &str| node[key].as_str().unwrap_or_default().to_owned();
-            (text("id"), text("name"), node["found_by"] == "self")
-        })
-        .collect();
-    found.sort_by_key(|(id, _, is_own)| (!is_own, id.clone()));
-    if found.len() < count {
-        return Ok(None);
-    }
-    found.truncate(count);
-    Ok(Some(found))
+    Ok(machines.iter().map(post).collect())
 }
 
 /// `paceline train-worker`: one of the processes of a training; its parent is told what fails, so

@@ -13,10 +13,15 @@ pub(super) const MODEL: &str = "llama.gguf";
 
 /// A node named `name` with the tiny model in its home, which is in `first`'s cluster.
 pub(super) fn up(name: &str, first: Option<&Machine>) -> Machine {
+    up_with(name, first, &[])
+}
+
+/// As [`up`], with more options.
+pub(super) fn up_with(name: &str, first: Option<&Machine>, more: &[&str]) -> Machine {
     let mut machine = Machine::new(name, None);
     FAMILIES[0].write(&machine.home.path().join(MODEL));
     let Some(first) = first else {
-        machine.up(&["--control-port", "0"]);
+        machine.up(&[&["--control-port", "0"], more].concat());
         return machine;
     };
     let token = first.told(&["key", "cluster", "show"]);
@@ -24,7 +29,7 @@ pub(super) fn up(name: &str, first: Option<&Machine>) -> Machine {
     std::fs::write(&file, &token).unwrap();
     machine.told(&["join", "--token-file", file.to_str().unwrap()]);
     let peer = format!("127.0.0.1:{}", first.nodes()[0]["port"]);
-    machine.up(&["--control-port", "0", "--peer", &peer]);
+    machine.up(&[&["--control-port", "0", "--peer", peer.as_str()], more].concat());
     until("they meet", || first.sees("alive").len() == 2);
     machine
 }

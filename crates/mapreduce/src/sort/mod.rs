@@ -87,10 +87,39 @@ impl Gather {
         }
     }
 
+    /// Rows of the result.
+    pub(crate) fn rows(&self) -> u64 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
     /// Bytes of all values.
     pub(crate) fn bytes(&self) -> u64 {
-        let rows = self.starts.last().copied().unwrap_or(0);
-        rows * self.scatter.dtype.bytes() as u64
+        self.rows() * self.scatter.dtype.bytes() as u64
+    }
+
+    /// The keys of a bucket, for a worker that does not share the store; none of a splitter's
+    /// bucket, which is counted and not stored.
+    ///
+    /// # Errors
+    /// As of [`gather`].
+    pub(crate) fn keys(&self, bucket: u64, store: &Store) -> Result<Vec<u8>, Error> {
+        let bucket = bucket as usize;
+        if bucket % 2 == 1 {
+            return Ok(Vec::new());
+        }
+        let rows = self.starts[bucket + 1] - self.starts[bucket];
+        let mut keys = vec![0; rows as usize * self.scatter.dtype.bytes()];
+        store.collect(&self.wanted(bucket), &mut keys)?;
+        Ok(keys)
+    }
+
+    fn wanted(&self, bucket: usize) -> Wanted {
+        Wanted {
+            parts: self.parts,
+            buckets: self.scatter.buckets(),
+            bucket,
+            width: self.scatter.dtype.bytes(),
+        }
     }
 }
 
@@ -233,13 +262,7 @@ fn gather_bucket<const N: usize>(
         return Ok(end - start);
     }
     let mut keys = vec![[0; N]; (end - start) as usize];
-    let wanted = Wanted {
-        parts: gather.parts,
-        buckets: gather.scatter.buckets(),
-        bucket,
-        width: N,
-    };
-    store.collect(&wanted, keys.as_flattened_mut())?;
+    store.collect(&gather.wanted(bucket), keys.as_flattened_mut())?;
     sort_keys(&mut keys, device);
     let mut first = start;
     for block in keys.chunks_mut(BLOCK_BYTES / N) {

@@ -2,7 +2,8 @@
 //!
 //! A part's file has the first key of each bucket as `u64`, and the number of keys; then the keys.
 //! It gets its name once it is whole: a worker that was believed lost and writes the part again
-//! replaces it by equal bytes.
+//! replaces it by equal bytes. A worker that does not share the folder has its parent read and
+//! write these files ([`Line`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use paceline_base::lock;
 
 use crate::Error;
+use crate::line::Line;
 
 /// Parts that are cut into buckets.
 #[derive(Debug)]
@@ -22,6 +24,8 @@ pub enum Store {
     Folder(PathBuf),
     /// Parts in the memory of this process, by number.
     Memory(Mutex<BTreeMap<u64, Arc<Stored>>>),
+    /// Files of the parent, at the other end of a line.
+    Parent(Arc<Line>),
 }
 
 /// A part in memory.
@@ -52,9 +56,13 @@ impl Store {
     }
 
     /// Stores a part whose buckets have `counts` rows.
-    pub(super) fn put(&self, part: u64, counts: &[u64], keys: Vec<u8>) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// [`Error::File`]; [`Error::Cluster`] over a line.
+    pub(crate) fn put(&self, part: u64, counts: &[u64], keys: Vec<u8>) -> Result<(), Error> {
         let starts = starts(counts);
         match self {
+            Self::Parent(line) => line.put(part, &keys),
             Self::Memory(parts) => {
                 lock(parts).insert(part, Arc::new(Stored { starts, keys }));
                 Ok(())
@@ -77,6 +85,14 @@ impl Store {
     /// # Errors
     /// [`Error::Changed`] when the parts have fewer or more; [`Error::File`].
     pub(super) fn collect(&self, wanted: &Wanted, into: &mut [u8]) -> Result<(), Error> {
+        if let Self::Parent(line) = self {
+            let keys = line.take(wanted.bucket as u64);
+            if keys.len() != into.len() {
+                return Err(self.changed(wanted.parts));
+            }
+            into.copy_from_slice(&keys);
+            return Ok(());
+        }
         let mut rest = into;
         for part in 0..wanted.parts {
             rest = match self {
@@ -85,6 +101,7 @@ impl Store {
                     stored.and_then(|stored| stored.copy(wanted, rest))
                 }
                 Self::Folder(folder) => copy_file(&file_of(folder, part), wanted, rest)?,
+                Self::Parent(_) => None,
             }
             .ok_or_else(|| self.changed(part))?;
         }
@@ -97,7 +114,7 @@ impl Store {
     fn changed(&self, part: u64) -> Error {
         let path = match self {
             Self::Folder(folder) => file_of(folder, part),
-            Self::Memory(_) => PathBuf::from(format!("part {part}")),
+            Self::Memory(_) | Self::Parent(_) => PathBuf::from(format!("part {part}")),
         };
         Error::Changed { path }
     }
