@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{KeptPage, PageName, PageStore};
+use paceline_model::{KeptPage, Logits, PageName, PageStore};
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
@@ -194,10 +194,13 @@ impl Sequence {
         }
     }
 
-    /// Whether the largest logit alone decides its next token.
-    pub(crate) fn wants_best(&self) -> bool {
+    /// Which of the logits behind its last token decide the next.
+    pub(crate) fn wanted(&self) -> Logits {
         let is_free = self.guide.is_none() && !self.must_go_on();
-        is_free && self.logprobs.is_none() && self.sampler.params().takes_best()
+        match is_free && self.logprobs.is_none() {
+            true => self.sampler.params().wanted(),
+            false => Logits::Last,
+        }
     }
 
     /// Whether nothing more of it is to be computed.

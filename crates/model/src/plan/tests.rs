@@ -1,7 +1,7 @@
 //! Plans survive the wire, and hostile ones are refused by name.
 
 use super::*;
-use crate::WindowPool;
+use crate::{TopLogits, WindowPool};
 
 const LIMITS: Limits<'_> = Limits {
     rows: 300,
@@ -40,8 +40,13 @@ fn a_plan_says_what_was_written() {
     second.logits = Logits::All;
     let mut best = sequence(&[5], 63, &[18]);
     best.logits = Logits::Best;
+    let mut top = sequence(&[6], 62, &[17]);
+    top.logits = Logits::Top(TopLogits {
+        n: 40_000,
+        within: -20,
+    });
     let cases: [&[BatchSequence<'_>]; 3] = [
-        &[sequence(&[999], 63, &[19]), best],
+        &[sequence(&[999], 63, &[19]), best, top],
         &[sequence(&long, 0, &[0, 1, 2, 3, 4]), second],
         &[],
     ];
@@ -86,6 +91,8 @@ fn plans_that_do_not_fit_name_what_does_not() {
         (5, 70, "pages needed"),
         (5, u32::MAX, "position"),
         (6, 4, "logits"),
+        (6, 5, "logits"),
+        (6, 0x0001_0001, "logits"),
         (7, 21, "pages"),
         (7, 0, "pages needed"),
         (8, 1000, "token"),

@@ -3,6 +3,7 @@
 use paceline_tensor::{AttentionRows, PAGE};
 
 use crate::WindowPool;
+use crate::candidates::Extent;
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,9 +15,83 @@ pub enum Logits {
     /// The last row's, of which the largest alone is wanted, the first among equals: others that
     /// another rank has computed may be NaN.
     Best,
+    /// Those of the last row's that may be among its largest: others that another rank has computed
+    /// may be NaN.
+    Top(TopLogits),
     /// All rows'.
     All,
 }
+
+/// The largest logits of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopLogits {
+    /// How many, at least 1.
+    pub n: u16,
+    /// Logits that are less than 2 to this power below the last of them are wanted too: whoever
+    /// chooses by weights in f32 may not tell them apart.
+    pub within: i8,
+}
+
+impl Logits {
+    /// Rows with logits, of a sequence of `rows`.
+    pub const fn rows(self, rows: usize) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Last | Self::Best | Self::Top(_) => 1,
+            Self::All => rows,
+        }
+    }
+
+    /// What is wanted of the first rows of a sequence, if this is of the whole.
+    pub(crate) const fn before_the_last(self) -> Self {
+        match self {
+            Self::None | Self::Last | Self::Best | Self::Top(_) => Self::None,
+            Self::All => Self::All,
+        }
+    }
+
+    /// How much is wanted of each row with logits.
+    const fn extent(self) -> Extent {
+        match self {
+            Self::None | Self::Last | Self::All => Extent::Whole,
+            Self::Best => Extent::Best,
+            Self::Top(top) => Extent::Top(top),
+        }
+    }
+
+    /// As a word of a plan: the kind in the lowest byte, what [`TopLogits`] has above it.
+    pub(crate) fn to_word(self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Last => 1,
+            Self::All => 2,
+            Self::Best => 3,
+            Self::Top(top) => {
+                let ([low, high], [within]) = (top.n.to_le_bytes(), top.within.to_le_bytes());
+                u32::from_le_bytes([TOP_KIND, within, low, high])
+            }
+        }
+    }
+
+    /// From a word of a plan; `None` for one that says nothing.
+    pub(crate) fn from_word(word: u32) -> Option<Self> {
+        let [kind, within, low, high] = word.to_le_bytes();
+        let top = TopLogits {
+            n: u16::from_le_bytes([low, high]),
+            within: i8::from_le_bytes([within]),
+        };
+        match word {
+            0 => Some(Self::None),
+            1 => Some(Self::Last),
+            2 => Some(Self::All),
+            3 => Some(Self::Best),
+            _ => (kind == TOP_KIND && top.n > 0).then_some(Self::Top(top)),
+        }
+    }
+}
+
+/// The lowest byte of the word for [`Logits::Top`].
+const TOP_KIND: u8 = 4;
 
 /// One sequence's share of a batch: consecutive rows at consecutive positions.
 #[derive(Clone, Copy, Debug)]
@@ -89,32 +164,23 @@ impl Batch<'_> {
             let end = first + sequence.tokens.len();
             match sequence.logits {
                 Logits::None => {}
-                Logits::Last | Logits::Best => out.push(end - 1),
+                Logits::Last | Logits::Best | Logits::Top(_) => out.push(end - 1),
                 Logits::All => out.extend(first..end),
             }
             first = end;
         }
     }
 
-    /// For each wanted row whether its largest logit alone is wanted.
-    pub(crate) fn best(&self) -> Vec<bool> {
-        let rows = |s: &BatchSequence<'_>| match s.logits {
-            Logits::None => (false, 0),
-            Logits::Last => (false, 1),
-            Logits::Best => (true, 1),
-            Logits::All => (false, s.tokens.len()),
+    /// How much of each wanted row is wanted.
+    pub(crate) fn extents(&self) -> Vec<Extent> {
+        let rows = |s: &BatchSequence<'_>| {
+            std::iter::repeat_n(s.logits.extent(), s.logits.rows(s.tokens.len()))
         };
-        let rows = self.sequences.iter().map(rows);
-        rows.flat_map(|(best, n)| std::iter::repeat_n(best, n))
-            .collect()
+        self.sequences.iter().flat_map(rows).collect()
     }
 
     pub(crate) fn logit_rows(&self) -> usize {
-        let rows = |s: &BatchSequence<'_>| match s.logits {
-            Logits::None => 0,
-            Logits::Last | Logits::Best => 1,
-            Logits::All => s.tokens.len(),
-        };
+        let rows = |s: &BatchSequence<'_>| s.logits.rows(s.tokens.len());
         self.sequences.iter().map(rows).sum()
     }
 }

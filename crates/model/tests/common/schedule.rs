@@ -204,7 +204,7 @@ impl<'a> Schedule<'a> {
             let end = part.position + part.rows;
             let positions = match part.logits {
                 Logits::None => end..end,
-                Logits::Last | Logits::Best => end - 1..end,
+                Logits::Last | Logits::Best | Logits::Top(_) => end - 1..end,
                 Logits::All => part.position..end,
             };
             for position in positions {
