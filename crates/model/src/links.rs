@@ -37,7 +37,7 @@ const RESIDUALS: usize = 2;
 
 /// Most steps of a pipeline under way at once. The leader receives nothing while it waits until a
 /// rank takes a plan. The residuals of all other steps must have room with it meanwhile: else the
-/// stage before it takes no plan either, and both wait for ever. 5 with 8 messages held.
+/// stage before it takes no plan either, and both wait for ever. 9 with 16 messages held.
 pub(crate) const STEPS_MAX: usize = 1 + MESSAGES_HELD / RESIDUALS;
 
 /// The groups that a rank of a split model computes with.
