@@ -58,8 +58,9 @@ const TOP_TEMPERATURE_MAX: i8 = 4;
 const APART: i8 = -10;
 
 impl SamplingParams {
-    /// Which logits of a row, as the model gives them, decide the token.
-    pub(crate) fn wanted(&self) -> Logits {
+    /// Which logits of a row, as the model gives them, decide the token where `forbidden` tokens
+    /// may not come.
+    pub(crate) fn wanted(&self, forbidden: usize) -> Logits {
         let penalties = (
             self.repetition_penalty,
             self.presence_penalty,
@@ -69,13 +70,17 @@ impl SamplingParams {
         if penalties != (1.0, 0.0, 0.0) || !self.logit_bias.is_empty() {
             return Logits::Last;
         }
-        if self.temperature == 0.0 {
-            return Logits::Best;
-        }
-        self.top().map_or(Logits::Last, Logits::Top)
+        let top = match (self.temperature == 0.0, self.top_k, forbidden) {
+            (true, _, 0) => return Logits::Best,
+            (true, ..) => self.top(1 + forbidden),
+            (false, 0, _) => None,
+            (false, top_k, _) => self.top(top_k.saturating_add(forbidden)),
+        };
+        top.map_or(Logits::Last, Logits::Top)
     }
 
-    /// The logits that top-k keeps, and all that may equal them.
+    /// The `n` largest logits, which top-k keeps, and all that may equal them. Those that are
+    /// forbidden count, so that enough of the others are among them.
     ///
     /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t` the
     /// logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on. There
@@ -83,8 +88,8 @@ impl SamplingParams {
     /// weight. So a logit that is `2^-10` temperatures below another has a smaller weight, or both
     /// have none. A rank's logit further below its own n-th largest is below n weights, and out.
     /// Top-p and min-p take from what top-k keeps, and the draw passes over weights of 0.
-    fn top(&self) -> Option<TopLogits> {
-        let n = u16::try_from(self.top_k).ok().filter(|n| *n > 0)?;
+    fn top(&self, n: usize) -> Option<TopLogits> {
+        let n = u16::try_from(n).ok()?;
         let is_above = |power: &i8| self.temperature <= 2f32.powi((*power).into());
         let power = (0..=TOP_TEMPERATURE_MAX).find(is_above)?;
         Some(TopLogits {

@@ -194,13 +194,14 @@ impl Sequence {
         }
     }
 
-    /// Which of the logits behind its last token decide the next.
-    pub(crate) fn wanted(&self) -> Logits {
-        let is_free = self.guide.is_none() && !self.must_go_on();
-        match is_free && self.logprobs.is_none() {
-            true => self.sampler.params().wanted(),
-            false => Logits::Last,
+    /// Which of the logits behind its last token decide the next, and those behind guesses of it
+    /// the ones after. `ends` tokens end an answer, which are forbidden while it must go on.
+    pub(crate) fn wanted(&self, ends: usize) -> Logits {
+        if self.guide.is_some() || self.logprobs.is_some() {
+            return Logits::Last;
         }
+        let forbidden = if self.must_go_on() { ends } else { 0 };
+        self.sampler.params().wanted(forbidden)
     }
 
     /// Whether nothing more of it is to be computed.

@@ -120,7 +120,7 @@ impl Plan {
                 tokens: take(at_most("rows", tokens, limits.rows)?)?,
                 pages: take(at_most("pages", pages, limits.pages)?)?,
                 position: at_most("position", position, limits.context)?,
-                logits: Logits::from_word(logits as u32).ok_or_else(|| bad("logits", logits, 4))?,
+                logits: Logits::from_word(logits as u32).ok_or_else(|| bad("logits", logits, 6))?,
             });
             for window in 0..w {
                 let [first, pages] = [0, 1].map(|i| field(4 + 2 * window + i));

@@ -130,11 +130,14 @@ impl Engine {
         let own = &s.tokens[position..end];
         // Capping may make unlike logits equal, of which the first are chosen.
         let is_plain = self.model.config().softcap.is_none();
+        let wanted = match is_plain {
+            true => s.wanted(self.tokenizer.end_of_generation().len()),
+            false => Logits::Last,
+        };
         let (tokens, logits) = match end == s.tokens.len() {
-            _ if part.drafted() > 0 => (&*part.checked, Logits::All),
+            _ if part.drafted() > 0 => (&*part.checked, wanted.of_all_rows()),
             _ if part.is_scored => (own, Logits::All),
-            true if is_plain => (own, s.wanted()),
-            true => (own, Logits::Last),
+            true => (own, wanted),
             false => (own, Logits::None),
         };
         let windows = s.pages.windows();

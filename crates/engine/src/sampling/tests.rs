@@ -668,7 +668,7 @@ fn ranks_send_no_more_logits_than_decide() {
         (sampled(1.0, 65_536), Logits::Last),
         (PLAIN, Logits::Last),
     ] {
-        assert_eq!(params.wanted(), wanted, "{params:?}");
+        assert_eq!(params.wanted(0), wanted, "{params:?}");
         let changed = [
             SamplingParams {
                 repetition_penalty: 1.1,
@@ -687,7 +687,17 @@ fn ranks_send_no_more_logits_than_decide() {
                 ..params
             },
         ];
-        assert!(changed.iter().all(|p| p.wanted() == Logits::Last));
+        assert!(changed.iter().all(|p| p.wanted(0) == Logits::Last));
+    }
+    // Of the forbidden ones all may be larger than those that may come.
+    for (params, wanted) in [
+        (SamplingParams::default(), top(4, -10)),
+        (sampled(2.0, 40), top(43, -9)),
+        (sampled(1.0, 65_535), Logits::Last),
+        (sampled(1.0, usize::MAX), Logits::Last),
+        (PLAIN, Logits::Last),
+    ] {
+        assert_eq!(params.wanted(3), wanted, "{params:?}");
     }
 }
 
@@ -715,7 +725,8 @@ fn awkward_logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
     logits
 }
 
-/// Over 1 to 4 ranks, the leader draws from the same weights, to the bit, as from all logits.
+/// Over 1 to 4 ranks, the leader draws from the same weights, to the bit, as from all logits, also
+/// where tokens may not come.
 #[test]
 fn the_largest_logits_of_ranks_give_the_tokens_of_all_logits() {
     const N: usize = 900;
@@ -729,14 +740,20 @@ fn the_largest_logits_of_ranks_give_the_tokens_of_all_logits() {
     for seed in 0..6 {
         for kind in 0..5 {
             let logits = awkward_logits(kind, N, seed);
-            for params in all_params() {
+            let greedy = SamplingParams::default();
+            let forbidden: &[usize] = if seed % 2 == 0 { &[] } else { &[0, 183, 600] };
+            for params in all_params().into_iter().chain([greedy]) {
                 let params = SamplingParams { seed, ..params };
-                let Logits::Top(top) = params.wanted() else {
+                let Logits::Top(top) = params.wanted(forbidden.len()) else {
                     continue;
                 };
                 let mut run = |logits: &[f32]| {
+                    let mut logits = logits.to_vec();
+                    forbidden
+                        .iter()
+                        .for_each(|i| logits[*i] = f32::NEG_INFINITY);
                     let mut sampler = Sampler::new(params.clone()).unwrap();
-                    let mut sample = |_| bench.sample(&mut sampler, logits, NO_HISTORY);
+                    let mut sample = |_| bench.sample(&mut sampler, &logits, NO_HISTORY);
                     let tokens: Vec<u32> = (0..3).map(&mut sample).collect();
                     let weights = bench.scratch.weights.iter();
                     (tokens, weights.map(|w| w.to_bits()).collect::<Vec<_>>())

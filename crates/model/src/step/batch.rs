@@ -20,6 +20,10 @@ pub enum Logits {
     Top(TopLogits),
     /// All rows'.
     All,
+    /// As [`Best`](Self::Best), of all rows.
+    AllBest,
+    /// As [`Top`](Self::Top), of all rows.
+    AllTop(TopLogits),
 }
 
 /// The largest logits of a row.
@@ -38,7 +42,17 @@ impl Logits {
         match self {
             Self::None => 0,
             Self::Last | Self::Best | Self::Top(_) => 1,
-            Self::All => rows,
+            Self::All | Self::AllBest | Self::AllTop(_) => rows,
+        }
+    }
+
+    /// What is wanted of the last row, of all rows.
+    pub const fn of_all_rows(self) -> Self {
+        match self {
+            Self::Last => Self::All,
+            Self::Best => Self::AllBest,
+            Self::Top(top) => Self::AllTop(top),
+            Self::None | Self::All | Self::AllBest | Self::AllTop(_) => self,
         }
     }
 
@@ -46,7 +60,7 @@ impl Logits {
     pub(crate) const fn before_the_last(self) -> Self {
         match self {
             Self::None | Self::Last | Self::Best | Self::Top(_) => Self::None,
-            Self::All => Self::All,
+            Self::All | Self::AllBest | Self::AllTop(_) => self,
         }
     }
 
@@ -54,8 +68,8 @@ impl Logits {
     const fn extent(self) -> Extent {
         match self {
             Self::None | Self::Last | Self::All => Extent::Whole,
-            Self::Best => Extent::Best,
-            Self::Top(top) => Extent::Top(top),
+            Self::Best | Self::AllBest => Extent::Best,
+            Self::Top(top) | Self::AllTop(top) => Extent::Top(top),
         }
     }
 
@@ -66,10 +80,9 @@ impl Logits {
             Self::Last => 1,
             Self::All => 2,
             Self::Best => 3,
-            Self::Top(top) => {
-                let ([low, high], [within]) = (top.n.to_le_bytes(), top.within.to_le_bytes());
-                u32::from_le_bytes([TOP_KIND, within, low, high])
-            }
+            Self::AllBest => 4,
+            Self::Top(top) => top.to_word(TOP_KIND),
+            Self::AllTop(top) => top.to_word(ALL_TOP_KIND),
         }
     }
 
@@ -85,13 +98,26 @@ impl Logits {
             1 => Some(Self::Last),
             2 => Some(Self::All),
             3 => Some(Self::Best),
-            _ => (kind == TOP_KIND && top.n > 0).then_some(Self::Top(top)),
+            4 => Some(Self::AllBest),
+            _ => match (kind, top.n) {
+                (TOP_KIND, 1..) => Some(Self::Top(top)),
+                (ALL_TOP_KIND, 1..) => Some(Self::AllTop(top)),
+                _ => None,
+            },
         }
     }
 }
 
-/// The lowest byte of the word for [`Logits::Top`].
-const TOP_KIND: u8 = 4;
+/// The lowest byte of the words for [`Logits::Top`] and [`Logits::AllTop`].
+const TOP_KIND: u8 = 5;
+const ALL_TOP_KIND: u8 = 6;
+
+impl TopLogits {
+    fn to_word(self, kind: u8) -> u32 {
+        let ([low, high], [within]) = (self.n.to_le_bytes(), self.within.to_le_bytes());
+        u32::from_le_bytes([kind, within, low, high])
+    }
+}
 
 /// One sequence's share of a batch: consecutive rows at consecutive positions.
 #[derive(Clone, Copy, Debug)]
@@ -162,11 +188,8 @@ impl Batch<'_> {
         let mut first = 0;
         for sequence in self.sequences {
             let end = first + sequence.tokens.len();
-            match sequence.logits {
-                Logits::None => {}
-                Logits::Last | Logits::Best | Logits::Top(_) => out.push(end - 1),
-                Logits::All => out.extend(first..end),
-            }
+            let rows = sequence.logits.rows(sequence.tokens.len());
+            out.extend(end - rows..end);
             first = end;
         }
     }
