@@ -31,8 +31,8 @@ pub enum Logits {
 pub struct TopLogits {
     /// How many, at least 1.
     pub n: u16,
-    /// Logits that are less than 2 to this power below the last of them are wanted too: whoever
-    /// chooses by weights in f32 may not tell them apart.
+    /// Logits that are less than 2 to this power below the last of them are wanted too: weights in
+    /// f32 may be equal where logits are not.
     pub within: i8,
 }
 
