@@ -72,6 +72,11 @@ fn a_server_is_measured() {
         said.contains("no answer from http") && said.contains("hint: start it"),
         "{said}"
     );
+}
+
+#[test]
+fn loads_that_cannot_be_are_refused() {
+    let world = World::new();
     for (args, expected) in [
         (["--rate", "0"], "expected 0.001 to 10000 requests a second"),
         (
