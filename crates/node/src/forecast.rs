@@ -26,7 +26,8 @@ use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitK
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
     Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
-    ModelShape, Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
+    ModelShape, Node, Pipeline, Placement, Rates, STEPS_MAX, Sliding, Stage, Transport, Workload,
+    predict,
 };
 use paceline_tensor::Kernels;
 
@@ -215,7 +216,7 @@ impl Forecast {
     }
 
     /// Decode tokens a second that `answers`, at least 1, get together, with what earlier runs of
-    /// one answer taught. Products of few rows reach less than is assumed: the rate of a prompt.
+    /// one answer taught.
     ///
     /// # Errors
     /// As [`predict`](Self::predict).
@@ -317,7 +318,15 @@ impl Forecast {
             1 => split.tensor_ranks(),
             _ => split.ranks() as usize, // stages have steps of their own
         };
-        let (cluster, calibration) = self.cluster(split, at_once)?;
+        // A stage's part of them; the rows of a prompt where there is one.
+        let row = match answers {
+            1 => self.measured.prompt_row,
+            _ => {
+                let parts = split.stages().min(STEPS_MAX) as u32;
+                self.measured.row_of(f64::from(answers.div_ceil(parts)))
+            }
+        };
+        let (cluster, calibration) = self.cluster(split, at_once, row)?;
         let workload = Workload {
             prompt: keys,
             output: 1,
@@ -335,9 +344,9 @@ impl Forecast {
         Ok(answers / (round + answers * self.measured.step + told))
     }
 
-    /// This machine as nodes, of which `at_once` compute at the same time, and what they cost each
-    /// other.
-    fn cluster(&self, split: &Split, at_once: usize) -> Result<(Cluster, Calibration)> {
+    /// This machine as nodes, of which `at_once` compute at the same time, with what a row of a
+    /// layer's products takes, and what they cost each other.
+    fn cluster(&self, split: &Split, at_once: usize, row: f64) -> Result<(Cluster, Calibration)> {
         // Ranks that have more threads than there are cores take turns.
         let crowd = ((at_once * self.threads) as f64 / cores() as f64).max(1.0);
         let mut calibration = Calibration::builtin()?;
@@ -350,7 +359,7 @@ impl Forecast {
         let cluster = Cluster {
             name: "this machine".to_owned(),
             nodes: (0..split.ranks())
-                .map(|rank| self.node(rank, crowd, sharing))
+                .map(|rank| self.node(rank, (crowd, sharing), row))
                 .collect(),
             links: self.links(split),
         };
@@ -380,10 +389,13 @@ impl Forecast {
         measured.unwrap_or(crowd).max(1.0)
     }
 
-    fn node(&self, rank: u32, crowd: f64, sharing: f64) -> Node {
+    /// A rank, of which `crowd` times as many compute as there are cores, and whose products take
+    /// `sharing` times as long as alone; `row` is what a row of a layer's products takes where
+    /// memory does not limit it.
+    fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: f64) -> Node {
         let bytes =
             f64::from(self.shape.layers) * self.shape.layer_bytes(0) + self.shape.head_bytes();
-        let matmul = 2.0 * self.shape.common_params(0) / self.measured.prompt_row.max(1e-12);
+        let matmul = 2.0 * self.shape.common_params(0) / row.max(1e-12);
         let attention = self.shape.attention.decode_pair_flops() / self.measured.key.max(1e-12);
         Node {
             name: format!("rank {rank}"),
@@ -574,6 +586,21 @@ fn sliding(config: &Config) -> Option<Sliding> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_together_cost_what_was_measured() {
+        let measured = Measured {
+            products: 8.0,
+            other: 0.0,
+            key: 0.0,
+            head: 0.0,
+            step: 0.0,
+            few_row: 2.0,
+            prompt_row: 1.0,
+        };
+        let rows = [1.0, 4.5, 8.0, 64.0, 640.0].map(|n| measured.row_of(n));
+        assert_eq!(rows, [8.0, 12.0 / 4.5, 2.0, 1.0, 1.0]);
+    }
 
     #[test]
     fn ranks_that_were_not_measured_share_what_fewer_have() {

@@ -7,7 +7,7 @@ use crate::{Error, Link, Transport};
 
 /// Most steps of a pipeline under way at once, as our engine has them: more residuals than these
 /// have no room with the ranks that wait for them (`STEPS_MAX` of `model/src/links.rs`).
-const STEPS_MAX: usize = 9;
+pub const STEPS_MAX: usize = 9;
 
 /// A node's part in a prediction.
 #[derive(Clone, Debug, PartialEq)]
