@@ -48,6 +48,7 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
             value,
         }));
     }
+    facts.extend(instance.predicted_together().iter().map(together));
     let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
     let sent = instance
         .moved()
@@ -67,6 +68,16 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
     facts.extend(guesses(instance.guesses()));
     facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
     facts
+}
+
+/// What so many answers were expected to get together.
+fn together((answers, tok_s): &(u32, f64)) -> Fact {
+    Fact {
+        name: "decode_tok_s_predicted_together",
+        help: "Tokens a second of so many answers together, as predicted",
+        labels: format!("answers=\"{answers}\""),
+        value: *tok_s,
+    }
 }
 
 /// How many guesses steps checked, and how many of them were right.

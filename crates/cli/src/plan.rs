@@ -141,7 +141,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     if args.cluster.is_empty() {
         let model = args.model.as_deref().unwrap_or_default();
-        return here::run(model, args.threads.into(), args.json);
+        return here::run(model, (args.threads.into(), args.concurrency), args.json);
     }
     let question = question(args)?;
     if args.compare {

@@ -333,7 +333,8 @@ fn this_machine_is_measured_once() {
     let home = tempfile::tempdir().unwrap();
     let table = || {
         let mut command = crate::common::paceline(home.path());
-        let out = command.args(["plan", &model, "--json"]).output().unwrap();
+        let args = ["plan", &model, "--concurrency", "8", "--json"];
+        let out = command.args(args).output().unwrap();
         serde_json::from_slice::<serde_json::Value>(&out.stdout).unwrap()
     };
     let first = table();
@@ -348,6 +349,10 @@ fn this_machine_is_measured_once() {
             "{run}"
         );
         assert!(run["measured_decode_tok_s"].is_null(), "{run}");
+        // Eight answers read the weights together.
+        let [one, all] = ["corrected_decode_tok_s", "corrected_throughput_tok_s"]
+            .map(|name| run[name].as_f64().unwrap());
+        assert!(all > one, "{run}");
     }
     // Kept facts give the same numbers, but for the last digit that JSON may lose.
     let again = table();

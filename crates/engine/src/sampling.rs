@@ -8,6 +8,7 @@
 
 use std::ops::RangeInclusive;
 
+use paceline_model::{Logits, TopLogits};
 use paceline_tensor::Kernels;
 use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
@@ -49,15 +50,52 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
 }
 
+/// Highest temperature, as a power of two, at which top-k is known to take its tokens from the
+/// [`TopLogits`]: a bound for the proof at [`SamplingParams::top`], far above what is asked for.
+const TOP_TEMPERATURE_MAX: i8 = 4;
+
+/// Logits that are further apart than the temperature by 2 to this power have unlike weights.
+const APART: i8 = -10;
+
 impl SamplingParams {
-    /// Whether the token is that of the largest logit as the model gives it.
-    pub(crate) fn takes_best(&self) -> bool {
+    /// Which logits of a row, as the model gives them, decide the token where `forbidden` tokens
+    /// may not come.
+    pub(crate) fn wanted(&self, forbidden: usize) -> Logits {
         let penalties = (
             self.repetition_penalty,
             self.presence_penalty,
             self.frequency_penalty,
         );
-        self.temperature == 0.0 && penalties == (1.0, 0.0, 0.0) && self.logit_bias.is_empty()
+        // A bias or penalty may lift any logit above the largest.
+        if penalties != (1.0, 0.0, 0.0) || !self.logit_bias.is_empty() {
+            return Logits::Last;
+        }
+        let top = match (self.temperature == 0.0, self.top_k, forbidden) {
+            (true, _, 0) => return Logits::Best,
+            (true, ..) => self.top(1 + forbidden),
+            (false, 0, _) => None,
+            (false, top_k, _) => self.top(top_k.saturating_add(forbidden)),
+        };
+        top.map_or(Logits::Last, Logits::Top)
+    }
+
+    /// The `n` largest logits, which top-k keeps, and all that may equal them. Those that are
+    /// forbidden count, so that enough of the others are among them.
+    ///
+    /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t` the
+    /// logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on. There
+    /// two roundings move `t` by 1.1e-5 at most, and [`Kernels::exp_scaled`] errs by 1.3e-7 of the
+    /// weight. So a logit that is `2^-10` temperatures below another has a smaller weight, or both
+    /// have none. A rank's logit further below its own n-th largest is below n weights, and out.
+    /// Top-p and min-p take from what top-k keeps, and the draw passes over weights of 0.
+    fn top(&self, n: usize) -> Option<TopLogits> {
+        let n = u16::try_from(n).ok()?;
+        let is_above = |power: &i8| self.temperature <= 2f32.powi((*power).into());
+        let power = (0..=TOP_TEMPERATURE_MAX).find(is_above)?;
+        Some(TopLogits {
+            n,
+            within: power + APART,
+        })
     }
 }
 

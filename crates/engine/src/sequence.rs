@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{KeptPage, PageName, PageStore};
+use paceline_model::{KeptPage, Logits, PageName, PageStore};
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
@@ -194,10 +194,14 @@ impl Sequence {
         }
     }
 
-    /// Whether the largest logit alone decides its next token.
-    pub(crate) fn wants_best(&self) -> bool {
-        let is_free = self.guide.is_none() && !self.must_go_on();
-        is_free && self.logprobs.is_none() && self.sampler.params().takes_best()
+    /// Which of the logits behind its last token decide the next, and those behind guesses of it
+    /// the ones after. `ends` tokens end an answer, which are forbidden while it must go on.
+    pub(crate) fn wanted(&self, ends: usize) -> Logits {
+        if self.guide.is_some() || self.logprobs.is_some() {
+            return Logits::Last;
+        }
+        let forbidden = if self.must_go_on() { ends } else { 0 };
+        self.sampler.params().wanted(forbidden)
     }
 
     /// Whether nothing more of it is to be computed.

@@ -1,63 +1,175 @@
-//! Rows of logits of which the largest alone is wanted: what a rank sends of them to the leader.
+//! Rows of logits of which few are wanted: what a rank sends of them to the leader.
 //!
 //! ```text
-//! a rank's part of a message: for each row either its n logits, or the largest and its place
+//! a rank's part of a message, for each row:
+//!     whole   its n logits
+//!     best    place, logit                             the first of the largest
+//!     top     count | place, logit | place, logit ..   the largest, filled up to a fixed length
 //! ```
 //!
-//! The place is the first among equals, and the bits of a f32 carry it. The leader puts NaN for the
-//! logits that it does not get: no search for the largest takes one. So it finds the same token as
-//! in whole rows. Rows of two columns or less are sent whole.
+//! The bits of a f32 carry places and counts. The leader puts NaN for the logits that it does not
+//! get: no search for the largest takes one, and its weight is 0 when a token is drawn. So the
+//! leader chooses the same token as from whole rows. A row whose short form has as many words as
+//! its logits is sent whole.
+//!
+//! Of [`TopLogits`] more may be wanted than the fixed length has room for, as where all logits are
+//! equal. The count is above the room then, and a second message has these rows whole.
 
 use std::ops::Range;
 
+use crate::TopLogits;
+
 /// Words of a row whose largest logit alone is sent.
-const WORDS: usize = 2;
+const BEST_WORDS: usize = 2;
 
-const fn is_short(n: usize, best: bool) -> bool {
-    best && n > WORDS
+/// Values that are looked at together for the largest of them.
+const CHUNK: usize = 64;
+
+/// How much of a row of logits is wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// All.
+    Whole,
+    /// The first of the largest.
+    Best,
+    /// The largest.
+    Top(TopLogits),
 }
 
-/// Words of a message with rows of `n` logits.
-pub(crate) fn packed_len(n: usize, best: &[bool]) -> usize {
-    let words = |best: &bool| if is_short(n, *best) { WORDS } else { n };
-    best.iter().map(words).sum()
+impl Extent {
+    /// Words of a row of `n` logits in a message.
+    fn words(self, n: usize) -> usize {
+        let words = match self {
+            Self::Whole => n,
+            Self::Best => BEST_WORDS,
+            Self::Top(top) => 1 + 2 * room(top),
+        };
+        words.min(n)
+    }
+
+    fn is_short(self, n: usize) -> bool {
+        self.words(n) < n
+    }
 }
 
-/// The message for `logits`, `(rows, n)`; `None` where that is `logits` itself.
-pub(crate) fn pack(logits: &[f32], best: &[bool]) -> Option<Vec<f32>> {
-    let n = logits.len() / best.len().max(1);
-    if n == 0 || !best.iter().any(|best| is_short(n, *best)) {
+/// Most logits of [`TopLogits`] in the first message: the wanted number, and a quarter as many and
+/// 16 that are nearly equal to the last. An estimate; where there are more, a second message costs
+/// time and no bit.
+fn room(top: TopLogits) -> usize {
+    let n = usize::from(top.n);
+    n + n / 4 + 16
+}
+
+/// What a rank sends of its rows.
+#[derive(Debug, Default)]
+pub(crate) struct Message {
+    /// The first message, of [`packed_len`] words.
+    pub(crate) words: Vec<f32>,
+    /// The second one: rows that the first has no room for; empty where there are none.
+    pub(crate) whole: Vec<f32>,
+}
+
+/// Words of the first message with rows of `n` logits.
+pub(crate) fn packed_len(n: usize, extents: &[Extent]) -> usize {
+    extents.iter().map(|extent| extent.words(n)).sum()
+}
+
+/// The messages for `logits`, `(rows, n)`; `None` where that is `logits` itself.
+pub(crate) fn pack(logits: &[f32], extents: &[Extent]) -> Option<Message> {
+    let n = logits.len() / extents.len().max(1);
+    if n == 0 || !extents.iter().any(|extent| extent.is_short(n)) {
         return None;
     }
-    let mut message = Vec::with_capacity(packed_len(n, best));
-    for (row, best) in logits.chunks_exact(n).zip(best) {
-        if is_short(n, *best) {
-            let place = first_largest(row);
-            message.extend([row[place], f32::from_bits(place as u32)]);
-        } else {
-            message.extend(row);
+    let mut message = Message::default();
+    message.words.reserve(packed_len(n, extents));
+    for (row, extent) in logits.chunks_exact(n).zip(extents) {
+        match extent {
+            _ if !extent.is_short(n) => message.words.extend(row),
+            Extent::Top(top) => message.add_top(row, *top),
+            Extent::Best | Extent::Whole => message.add_place(row, first_largest(row)),
         }
     }
     Some(message)
 }
 
-/// Puts the rows of a message into the `columns` of `all`, `(rows, vocabulary)`. A place outside of
-/// them, from a rank that computes another model, is left out.
-pub(crate) fn unpack(message: &[f32], best: &[bool], columns: &Range<usize>, all: &mut [f32]) {
-    let (n, vocab) = (columns.len(), all.len() / best.len().max(1));
-    let mut rest = message;
-    for (row, best) in all.chunks_exact_mut(vocab.max(1)).zip(best) {
-        let own = &mut row[columns.clone()];
-        let words = if is_short(n, *best) { WORDS } else { n };
-        let (part, behind) = rest.split_at(words);
-        rest = behind;
-        if is_short(n, *best) {
-            own.fill(f32::NAN);
-            let place = own.get_mut(part[1].to_bits() as usize);
-            place.into_iter().for_each(|place| *place = part[0]);
+impl Message {
+    fn add_place(&mut self, row: &[f32], place: usize) {
+        self.words
+            .extend([f32::from_bits(place as u32), row[place]]);
+    }
+
+    fn add_top(&mut self, row: &[f32], top: TopLogits) {
+        let room = room(top);
+        let end = self.words.len() + 1 + 2 * room;
+        let places = largest(row, top, room);
+        self.words.push(f32::from_bits(places.len() as u32));
+        if places.len() > room {
+            self.whole.extend(row);
         } else {
-            own.copy_from_slice(part);
+            let places = places.into_iter();
+            places.for_each(|place| self.add_place(row, place));
         }
+        self.words.resize(end, 0.0);
+    }
+}
+
+/// Puts the rows of a first message into the `columns` of `all`, `(rows, vocabulary)`; which rows
+/// come whole in a second one. A place outside of the columns, from a rank that computes another
+/// model, is left out.
+pub(crate) fn unpack(
+    message: &[f32],
+    extents: &[Extent],
+    columns: &Range<usize>,
+    all: &mut [f32],
+) -> Vec<usize> {
+    let (n, vocab) = (columns.len(), all.len() / extents.len().max(1));
+    let (mut rest, mut owed) = (message, Vec::new());
+    let rows = all.chunks_exact_mut(vocab.max(1)).zip(extents);
+    for (i, (row, extent)) in rows.enumerate() {
+        let own = &mut row[columns.clone()];
+        let (part, behind) = rest.split_at(extent.words(n));
+        rest = behind;
+        if !extent.is_short(n) {
+            own.copy_from_slice(part);
+            continue;
+        }
+        let pairs = match extent {
+            Extent::Top(_) => counted(part).unwrap_or_else(|| {
+                owed.push(i);
+                &[]
+            }),
+            Extent::Best | Extent::Whole => part,
+        };
+        place_pairs(pairs, own);
+    }
+    owed
+}
+
+/// The places and logits behind a count; `None` if it is above the room.
+fn counted(part: &[f32]) -> Option<&[f32]> {
+    let (count, pairs) = part.split_first()?;
+    let words = (count.to_bits() as usize).checked_mul(2)?;
+    pairs.get(..words)
+}
+
+fn place_pairs(pairs: &[f32], own: &mut [f32]) {
+    own.fill(f32::NAN);
+    for pair in pairs.chunks_exact(2) {
+        let place = own.get_mut(pair[0].to_bits() as usize);
+        place.into_iter().for_each(|place| *place = pair[1]);
+    }
+}
+
+/// Puts the rows of a second message, `(owed, n)`, into the `columns` of `all`,
+/// `(rows, vocabulary)`.
+pub(crate) fn place_owed(
+    message: &[f32],
+    owed: &[usize],
+    columns: &Range<usize>,
+    (all, vocab): (&mut [f32], usize),
+) {
+    for (part, row) in message.chunks_exact(columns.len().max(1)).zip(owed) {
+        all[row * vocab..][columns.clone()].copy_from_slice(part);
     }
 }
 
@@ -72,6 +184,58 @@ fn first_largest(row: &[f32]) -> usize {
     best.1
 }
 
+/// Where logits are of which none is NaN and none is further below the last of the largest than
+/// [`TopLogits`] says, ascending; all numbers if there are fewer. Not more than one above `room`.
+fn largest(row: &[f32], top: TopLogits, room: usize) -> Vec<usize> {
+    let n = usize::from(top.n);
+    let least = reached_by(row, n);
+    let mut high: Vec<f32> = row.iter().copied().filter(|x| *x >= least).collect();
+    let bound = match high.len() < n {
+        true => f32::NEG_INFINITY,
+        false => last_of(&mut high, n) - 2f32.powi(top.within.into()),
+    };
+    let places = row.iter().enumerate().filter(|(_, x)| **x >= bound);
+    places.map(|(place, _)| place).take(room + 1).collect()
+}
+
+/// A value that at least `n` (1 or more) of a row reach: the n-th largest of the largest of each
+/// chunk; minus infinity where there are fewer chunks.
+fn reached_by(row: &[f32], n: usize) -> f32 {
+    let larger = |a: f32, b: &f32| if *b > a { *b } else { a };
+    let peak = |chunk: &[f32]| chunk.iter().fold(f32::NEG_INFINITY, larger);
+    let mut peaks: Vec<f32> = row.chunks(CHUNK).map(peak).collect();
+    match peaks.len() < n {
+        true => f32::NEG_INFINITY,
+        false => last_of(&mut peaks, n),
+    }
+}
+
+/// The n-th largest of at least `n` values.
+fn last_of(values: &mut [f32], n: usize) -> f32 {
+    *values
+        .select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a))
+        .1
+}
+
+/// What the leader has of a `row`, of which ranks have `parts` one after the other: the first part
+/// whole, of the others what `extent` says.
+pub(crate) fn gathered(row: &[f32], parts: &[Range<usize>], extent: Extent) -> Vec<f32> {
+    let (mut all, vocab) = (vec![0.0; row.len()], row.len());
+    for (rank, columns) in parts.iter().enumerate() {
+        let mine = &row[columns.clone()];
+        let extents = [if rank == 0 { Extent::Whole } else { extent }];
+        let packed = pack(mine, &extents);
+        let words = packed
+            .as_ref()
+            .map_or(mine, |packed| packed.words.as_slice());
+        assert_eq!(words.len(), packed_len(columns.len(), &extents));
+        let owed = unpack(words, &extents, columns, &mut all);
+        let whole = packed.map(|packed| packed.whole).unwrap_or_default();
+        place_owed(&whole, &owed, columns, (&mut all[..], vocab));
+    }
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,11 +248,16 @@ mod tests {
             .collect()
     }
 
+    fn bits(row: &[f32]) -> Vec<u32> {
+        row.iter().map(|x| x.to_bits()).collect()
+    }
+
     #[test]
     fn the_largest_of_all_ranks_is_found_in_what_is_sent() {
         for (seed, n) in (0..40).flat_map(|seed| [(seed, 9), (seed, 12), (seed, 30)]) {
             let ranks = [0..n / 3, n / 3..n / 3 + 2, n / 3 + 2..n];
-            let best = [seed % 2 == 0, true, seed % 3 == 0];
+            let extent = |is_best| if is_best { Extent::Best } else { Extent::Whole };
+            let extents = [seed % 2 == 0, true, seed % 3 == 0].map(extent);
             let rows: Vec<Vec<f32>> = (0..3).map(|i| row(seed + i, n)).collect();
             let mut all = vec![7.0; 3 * n];
             for columns in &ranks {
@@ -96,15 +265,19 @@ mod tests {
                     .iter()
                     .flat_map(|r| r[columns.clone()].to_vec())
                     .collect();
-                let packed = pack(&mine, &best);
-                let message = packed.as_deref().unwrap_or(&mine);
-                assert_eq!(message.len(), packed_len(columns.len(), &best));
-                unpack(message, &best, columns, &mut all);
+                let packed = pack(&mine, &extents);
+                let message = packed
+                    .as_ref()
+                    .map_or(mine.as_slice(), |packed| packed.words.as_slice());
+                assert_eq!(message.len(), packed_len(columns.len(), &extents));
+                assert!(unpack(message, &extents, columns, &mut all).is_empty());
             }
-            for ((got, row), best) in all.chunks(n).zip(&rows).zip(best) {
+            for ((got, row), extent) in all.chunks(n).zip(&rows).zip(extents) {
                 assert_eq!(first_largest(got), first_largest(row), "{row:?}");
-                let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-                assert!(best || bits(got) == bits(row), "{got:?} {row:?}");
+                assert!(
+                    extent == Extent::Best || bits(got) == bits(row),
+                    "{got:?} {row:?}"
+                );
             }
         }
     }
@@ -112,8 +285,56 @@ mod tests {
     #[test]
     fn a_place_outside_of_the_columns_is_left_out() {
         let mut all = vec![1.0; 8];
-        unpack(&[9.0, f32::from_bits(4)], &[true], &(4..8), &mut all);
+        unpack(
+            &[f32::from_bits(4), 9.0],
+            &[Extent::Best],
+            &(4..8),
+            &mut all,
+        );
         assert_eq!(all[..4], [1.0; 4]);
         assert!(all[4..].iter().all(|logit| logit.is_nan()));
+    }
+
+    /// Rows in which logits are equal or far apart, and rows with few numbers.
+    #[test]
+    fn every_logit_that_is_wanted_is_sent() {
+        let top = TopLogits { n: 3, within: -2 };
+        for seed in 0..40 {
+            let row: Vec<f32> = match seed % 4 {
+                0 => row(seed, 200),
+                1 => (0..200).map(|i| ((i * 37 + seed) % 200) as f32).collect(),
+                2 => (0..200)
+                    .map(|i| [f32::NAN, 1.0][usize::from(i == seed)])
+                    .collect(),
+                _ => vec![f32::NEG_INFINITY; 200],
+            };
+            let got = gathered(&row, &[0..50, 50..130, 130..200], Extent::Top(top));
+            assert_eq!(bits(&got[..50]), bits(&row[..50]), "the leader's own");
+            for columns in [50..130, 130..200] {
+                let (mine, got) = (&row[columns.clone()], &got[columns]);
+                for (logit, got) in mine.iter().zip(got) {
+                    let above = mine.iter().filter(|other| **other - 0.25 > *logit).count();
+                    let is_wanted = !logit.is_nan() && above < 3;
+                    assert!(got.to_bits() == logit.to_bits() || (!is_wanted && got.is_nan()));
+                }
+            }
+        }
+    }
+
+    /// The second message has what the first has no room for, and is empty else.
+    #[test]
+    fn rows_of_many_equal_logits_follow_whole() {
+        let extents = [Extent::Top(TopLogits { n: 1, within: -2 }); 2];
+        let steep = (0..100).map(|i| i as f32);
+        let rows: Vec<f32> = std::iter::repeat_n(2.0, 100).chain(steep).collect();
+        let message = pack(&rows, &extents).unwrap();
+        assert_eq!(message.whole, rows[..100]);
+        let mut all = vec![5.0; 400];
+        let owed = unpack(&message.words, &extents, &(100..200), &mut all);
+        assert_eq!(owed, [0]);
+        place_owed(&message.whole, &owed, &(100..200), (&mut all[..], 200));
+        assert_eq!(all[100..200], rows[..100]);
+        assert!(all[300..399].iter().all(|logit| logit.is_nan()));
+        assert_eq!((all[399], all[99], all[200]), (99.0, 5.0, 5.0));
     }
 }

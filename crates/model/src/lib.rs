@@ -56,5 +56,5 @@ pub use progress::{Busy, Doing, Place, Progress};
 pub use rope::Rope;
 pub use source::{Nth, Part, Role, Source};
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind};
-pub use step::{Batch, BatchSequence, BatchSize, Logits, WindowPages, Workspace};
+pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};
 pub use uses::ExpertUses;

@@ -12,11 +12,13 @@
 //!
 //! Activations travel as f32, directly between the ranks concerned.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, Rank, tree};
 use paceline_comm::{Deadline, Group, MESSAGES_HELD};
 
+use crate::candidates::Extent;
 use crate::plan::{HEADER_WORDS, Plan};
 use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
@@ -35,7 +37,7 @@ const RESIDUALS: usize = 2;
 
 /// Most steps of a pipeline under way at once. The leader receives nothing while it waits until a
 /// rank takes a plan. The residuals of all other steps must have room with it meanwhile: else the
-/// stage before it takes no plan either, and both wait for ever. 5 with 8 messages held.
+/// stage before it takes no plan either, and both wait for ever. 9 with 16 messages held.
 pub(crate) const STEPS_MAX: usize = 1 + MESSAGES_HELD / RESIDUALS;
 
 /// The groups that a rank of a split model computes with.
@@ -326,19 +328,19 @@ impl Links {
 
     /// Values that [`gather_logits`](Self::gather_logits) receives at once, for `rows` rows.
     pub(crate) fn logits_room(shard: &Shard, rows: usize) -> usize {
-        let others = shard.vocab.iter().skip(1).map(std::ops::Range::len);
+        let others = shard.vocab.iter().skip(1).map(Range::len);
         let most = others.max().filter(|_| shard.leads());
         rows * most.unwrap_or(0)
     }
 
     /// Brings the logits of all ranks of the last stage together at the leader: `mine` is
     /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)` and `scratch` has the room
-    /// it [needs](Self::logits_room); both are used by the leader only. `best` says of each row
-    /// whether its largest logit alone is wanted: two words of a rank then, and NaN for its others.
+    /// it [needs](Self::logits_room); both are used by the leader only. `extents` says how much of
+    /// each row is wanted: of others' logits that are not, the leader may get NaN.
     pub(crate) fn gather_logits(
         &self,
         shard: &Shard,
-        best: &[bool],
+        extents: &[Extent],
         mine: &[f32],
         all: &mut [f32],
         scratch: &mut [f32],
@@ -350,23 +352,58 @@ impl Links {
             if mine.is_empty() {
                 return Ok(());
             }
-            let packed = candidates::pack(mine, best);
-            let message = packed.as_deref().unwrap_or(mine);
-            self.world.send(message, leader, LOGITS, self.deadline())?;
+            self.send_logits(candidates::pack(mine, extents), mine, leader)?;
             self.trace.end(began, Kind::Logits, 0);
             return Ok(());
         }
-        place(mine, best.len(), shard.vocab().start, all);
+        place(mine, extents.len(), shard.vocab().start, all);
         for (rank, columns) in shard.stage_ranks().zip(&shard.vocab).skip(1) {
-            let part = &mut scratch[..candidates::packed_len(columns.len(), best)];
-            if part.is_empty() {
-                continue;
-            }
-            self.world.recv(part, Rank(rank), LOGITS, self.deadline())?;
-            candidates::unpack(part, best, columns, all);
+            self.take_logits((Rank(rank), columns), extents, all, scratch)?;
         }
         let alone = shard.stage_ranks().len() == 1;
         self.trace.end(began.filter(|_| !alone), Kind::Logits, 0);
+        Ok(())
+    }
+
+    /// Sends `packed`, or `mine` where that is all.
+    fn send_logits(
+        &self,
+        packed: Option<candidates::Message>,
+        mine: &[f32],
+        leader: Rank,
+    ) -> Result<(), Error> {
+        let words = packed
+            .as_ref()
+            .map_or(mine, |packed| packed.words.as_slice());
+        self.world.send(words, leader, LOGITS, self.deadline())?;
+        let whole = packed.map(|packed| packed.whole).unwrap_or_default();
+        if !whole.is_empty() {
+            self.world.send(&whole, leader, LOGITS, self.deadline())?;
+        }
+        Ok(())
+    }
+
+    /// Receives a rank's `columns` of `all`.
+    fn take_logits(
+        &self,
+        (rank, columns): (Rank, &Range<usize>),
+        extents: &[Extent],
+        all: &mut [f32],
+        scratch: &mut [f32],
+    ) -> Result<(), Error> {
+        let part = &mut scratch[..candidates::packed_len(columns.len(), extents)];
+        if part.is_empty() {
+            return Ok(());
+        }
+        self.world.recv(part, rank, LOGITS, self.deadline())?;
+        let owed = candidates::unpack(part, extents, columns, all);
+        if owed.is_empty() {
+            return Ok(());
+        }
+        let part = &mut scratch[..owed.len() * columns.len()];
+        self.world.recv(part, rank, LOGITS, self.deadline())?;
+        let vocab = all.len() / extents.len();
+        candidates::place_owed(part, &owed, columns, (all, vocab));
         Ok(())
     }
 }

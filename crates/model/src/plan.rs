@@ -66,16 +66,10 @@ impl Plan {
         words.extend([0, STEP, batch.sequences.len() as u32, windows as u32]);
         for s in batch.sequences {
             let pages = s.pages_in_use().len();
-            let logits = match s.logits {
-                Logits::None => 0,
-                Logits::Last => 1,
-                Logits::All => 2,
-                Logits::Best => 3,
-            };
             words.extend([
                 s.tokens.len() as u32,
                 s.position as u32,
-                logits,
+                s.logits.to_word(),
                 pages as u32,
             ]);
             let window = |w: &WindowPages<'_>| [w.first_page as u32, w.pages.len() as u32];
@@ -126,13 +120,7 @@ impl Plan {
                 tokens: take(at_most("rows", tokens, limits.rows)?)?,
                 pages: take(at_most("pages", pages, limits.pages)?)?,
                 position: at_most("position", position, limits.context)?,
-                logits: match logits {
-                    0 => Logits::None,
-                    1 => Logits::Last,
-                    2 => Logits::All,
-                    3 => Logits::Best,
-                    other => return Err(bad("logits", other, 3)),
-                },
+                logits: Logits::from_word(logits as u32).ok_or_else(|| bad("logits", logits, 6))?,
             });
             for window in 0..w {
                 let [first, pages] = [0, 1].map(|i| field(4 + 2 * window + i));

@@ -30,7 +30,7 @@ mod softcap;
 mod sums;
 
 pub(crate) use batch::Limits;
-pub use batch::{Batch, BatchSequence, BatchSize, Logits, WindowPages};
+pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages};
 
 use delta_net::Mixer;
 use experts::Routed;
@@ -493,13 +493,14 @@ impl<'m, 'b> Step<'m, 'b> {
         };
         let out = product(&mut ws.own_logits, output, rows);
         kernels.products(&ws.head_x, [out]);
-        let (best, mine) = (batch.best(), &ws.own_logits[..rows * output.matrix.rows()]);
+        let extents = batch.extents();
+        let mine = &ws.own_logits[..rows * output.matrix.rows()];
         let all = if shard.leads() {
             &mut ws.logits[..rows * vocab]
         } else {
             &mut []
         };
-        links.gather_logits(shard, &best, mine, all, &mut ws.received)?;
+        links.gather_logits(shard, &extents, mine, all, &mut ws.received)?;
         Ok(if shard.leads() { rows } else { 0 })
     }
 

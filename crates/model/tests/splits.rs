@@ -17,12 +17,15 @@ use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
-    Model, Source, Split, Workspace, split,
+    Model, Source, Split, TopLogits, Workspace, split,
 };
 use paceline_tensor::{Kernels, PAGE};
 
 /// Steps of two sequences: a long prompt in two chunks, then rows of both.
 const STEPS: [[usize; 2]; 5] = [[70, 3], [30, 0], [1, 1], [1, 90], [1, 1]];
+
+/// What is wanted of the sequences, but for tests of that.
+const WANTED: [Logits; 2] = [Logits::Last, Logits::All];
 
 /// What every rank of a test is told.
 #[derive(Clone, Copy)]
@@ -73,6 +76,11 @@ impl Case<'_> {
 
     /// Leads through all steps; the bits of the logits of every step.
     fn lead(&self, model: &Model) -> Result<Vec<Vec<u32>>, Error> {
+        self.lead_for(model, WANTED)
+    }
+
+    /// As [`lead`](Self::lead), with what is wanted of each sequence.
+    fn lead_for(&self, model: &Model, wanted: [Logits; 2]) -> Result<Vec<Vec<u32>>, Error> {
         let mut ws = Workspace::new(model, self.size());
         let mut cache = model.whole_cache(16 * PAGE).unwrap();
         let pages = [[0, 2, 4, 6, 8, 10, 12, 14], [15, 13, 11, 9, 7, 5, 3, 1]];
@@ -84,7 +92,7 @@ impl Case<'_> {
                 position: done[s],
                 pages: &pages[s],
                 windows: &[],
-                logits: [Logits::Last, Logits::All][s],
+                logits: wanted[s],
             };
             let sequences: Vec<_> = (0..2).filter(|s| step[*s] > 0).map(sequence).collect();
             let batch = Batch {
@@ -124,13 +132,17 @@ impl Case<'_> {
     }
 
     fn split(&self, split: &Split) -> Ran {
+        self.split_for(split, WANTED)
+    }
+
+    fn split_for(&self, split: &Split, wanted: [Logits; 2]) -> Ran {
         let config = config_of(&Source::open(self.path).unwrap()).unwrap();
         std::thread::scope(|scope| {
             let rank = |place| {
                 scope.spawn(move || {
                     let model = self.load(place);
                     let logits = if model.shard().leads() {
-                        Some(self.lead(&model).unwrap())
+                        Some(self.lead_for(&model, wanted).unwrap())
                     } else {
                         self.follow(&model).unwrap();
                         None
@@ -228,6 +240,61 @@ fn every_family_gives_the_bits_of_one_rank() {
         };
         case.check(&in_turns(at));
     }
+}
+
+/// Every logit that may be among the 5 largest has the bits of one rank, over 1 to 4 ranks; others
+/// may be left out, and are not where nearly all may be among them.
+#[test]
+fn the_largest_logits_are_those_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    let tiny = Tiny::new(Family::Llama, BlockType::Q8_0);
+    tiny.write(&path);
+    let case = Case {
+        path: &path,
+        class: KernelClass::Cpu,
+        tokens: &tokens(tiny.vocab),
+        steps: &STEPS,
+        overlap: false,
+    };
+    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    let (expected, _) = case.alone();
+    for (kind, ranks) in [
+        ("tensor", 1),
+        ("tensor", 2),
+        ("tensor", 3),
+        ("tensor", 4),
+        ("2x2", 4),
+    ] {
+        let split = Split::plan(&config, kind.parse().unwrap(), ranks, &[]).unwrap();
+        for (within, is_cut) in [(-10, ranks > 1), (20, false)] {
+            let top = Logits::Top(TopLogits { n: 5, within });
+            let Ran { logits, .. } = case.split_for(&split, [top, top.of_all_rows()]);
+            for (got, expected) in logits.iter().zip(&expected) {
+                assert_eq!(got.len(), expected.len());
+                let rows = got.chunks(tiny.vocab).zip(expected.chunks(tiny.vocab));
+                for (row, whole) in rows {
+                    let left_out = left_out(row, whole, 5);
+                    let is_any = left_out.is_some_and(|n| n > 0);
+                    assert!(
+                        left_out.is_some() && is_any == is_cut,
+                        "{kind} over {ranks} within 2^{within}: {left_out:?} left out"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// How many logits of the `whole` row `got` lacks; `None` if one of the `n` largest is among them,
+/// or others have other bits.
+fn left_out(got: &[u32], whole: &[u32], n: usize) -> Option<usize> {
+    let value = |bits: &u32| f32::from_bits(*bits);
+    let lacks = |(got, logit): &(&u32, &u32)| got != logit;
+    let lacking: Vec<_> = got.iter().zip(whole).filter(lacks).collect();
+    let is_small = |logit: &u32| whole.iter().filter(|x| value(x) > value(logit)).count() >= n;
+    let is_right = |(got, logit): &(&u32, &u32)| value(got).is_nan() && is_small(logit);
+    lacking.iter().all(is_right).then_some(lacking.len())
 }
 
 /// Experts are shared over the ranks of a stage; some ranks of many have none of a layer.

@@ -26,7 +26,8 @@ use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitK
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
     Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
-    ModelShape, Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
+    ModelShape, Node, Pipeline, Placement, Rates, STEPS_MAX, Sliding, Stage, Transport, Workload,
+    predict,
 };
 use paceline_tensor::Kernels;
 
@@ -56,6 +57,9 @@ pub struct Setting<'a> {
 
 /// Keys that a prediction assumes in the cache: a short question and answer.
 const KEYS: u32 = 128;
+
+/// Most answers together that [`Forecast::predict_many`] predicts: as many as `--parallel` may be.
+const TOGETHER_MAX: u32 = 1024;
 
 /// A model's weights, ready to be measured as often as one likes.
 #[expect(missing_debug_implementations, reason = "packed weights say nothing")]
@@ -208,8 +212,32 @@ impl Forecast {
     /// # Errors
     /// As there.
     pub fn predict_at(&self, config: &Config, split: &Split, keys: u32) -> Result<f64> {
-        let ratio = self.facts.ratio(&self.run_key(split)).unwrap_or(1.0);
-        Ok(self.facts_at(config, split, keys)? * ratio)
+        Ok(self.facts_at(config, split, keys)? * self.ratio(split))
+    }
+
+    /// Decode tokens a second that `answers`, at least 1, get together, with what earlier runs of
+    /// one answer taught.
+    ///
+    /// # Errors
+    /// As [`predict`](Self::predict).
+    pub fn predict_together(&self, config: &Config, split: &Split, answers: u32) -> Result<f64> {
+        Ok(self.facts_for(config, split, (KEYS, answers))? * self.ratio(split))
+    }
+
+    /// [`predict_together`](Self::predict_together) for 2, 4, 8 and so on answers, and `most`, of
+    /// 1,024 at most; empty for one and where the planner refuses the split.
+    pub fn predict_many(&self, config: &Config, split: &Split, most: u32) -> Vec<(u32, f64)> {
+        let most = most.min(TOGETHER_MAX);
+        let powers = (1..).map(|power| 1 << power);
+        let answers = powers.take_while(|n| *n < most);
+        let answers = answers.chain((most > 1).then_some(most));
+        let said = |n| Some((n, self.predict_together(config, split, n).ok()?));
+        answers.filter_map(said).collect()
+    }
+
+    /// Measured over predicted by earlier runs of a split; 1 before any.
+    fn ratio(&self, split: &Split) -> f64 {
+        self.facts.ratio(&self.run_key(split)).unwrap_or(1.0)
     }
 
     /// Remembers what a run measured.
@@ -276,38 +304,62 @@ impl Forecast {
     /// # Errors
     /// As there.
     pub fn facts_at(&self, config: &Config, split: &Split, keys: u32) -> Result<f64> {
-        let (cluster, calibration) = self.cluster(split)?;
+        self.facts_for(config, split, (keys, 1))
+    }
+
+    /// Decode tokens a second of so many answers together, with so many keys each.
+    fn facts_for(
+        &self,
+        config: &Config,
+        split: &Split,
+        (keys, answers): (u32, u32),
+    ) -> Result<f64> {
+        let at_once = match answers {
+            1 => split.tensor_ranks(),
+            _ => split.ranks() as usize, // stages have steps of their own
+        };
+        // A stage's part of them; the rows of a prompt where there is one.
+        let row = match answers {
+            1 => self.measured.prompt_row,
+            _ => {
+                let parts = split.stages().min(STEPS_MAX) as u32;
+                self.measured.row_of(f64::from(answers.div_ceil(parts)))
+            }
+        };
+        let (cluster, calibration) = self.cluster(split, at_once, row)?;
         let workload = Workload {
             prompt: keys,
             output: 1,
-            concurrency: 1,
+            concurrency: answers,
             context: keys + 1,
         };
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
         let placement = Placement::single(pipeline(config, split));
-        let token = 1.0 / predict(&costs, &placement)?.decode_tok_s;
+        let answers = f64::from(answers);
+        let round = answers / predict(&costs, &placement)?.throughput_tok_s;
         // Followers sleep when the leader tells them of a step. In a pipeline that is the way back.
         let alone = split.ranks() == 1 || split.stages() > 1;
         let told = self.wire.filter(|_| !alone).map_or(0.0, |wire| wire.wake);
-        Ok(1.0 / (token + self.measured.step + told))
+        // The leader chooses one token after the other.
+        Ok(answers / (round + answers * self.measured.step + told))
     }
 
-    /// This machine as nodes, and what they cost each other.
-    fn cluster(&self, split: &Split) -> Result<(Cluster, Calibration)> {
-        let ranks = split.tensor_ranks();
-        // Ranks of a tensor split that have more threads than there are cores take turns.
-        let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
+    /// This machine as nodes, of which `at_once` compute at the same time, with what a row of a
+    /// layer's products takes, and what they cost each other.
+    fn cluster(&self, split: &Split, at_once: usize, row: f64) -> Result<(Cluster, Calibration)> {
+        // Ranks that have more threads than there are cores take turns.
+        let crowd = ((at_once * self.threads) as f64 / cores() as f64).max(1.0);
         let mut calibration = Calibration::builtin()?;
         // What was measured is a layer's, which the planner takes for so many operations.
         let op = self.measured.other / operations(&self.shape, 0) * crowd;
         calibration.set("op.paceline-cpu", op.max(1e-9));
-        let known = known_for(&self.together, ranks as u32);
+        let known = known_for(&self.together, split.tensor_ranks() as u32);
         calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
-        let sharing = self.sharing(split, crowd);
+        let sharing = self.sharing(split, (at_once, crowd));
         let cluster = Cluster {
             name: "this machine".to_owned(),
             nodes: (0..split.ranks())
-                .map(|rank| self.node(rank, crowd, sharing))
+                .map(|rank| self.node(rank, (crowd, sharing), row))
                 .collect(),
             links: self.links(split),
         };
@@ -325,22 +377,25 @@ impl Forecast {
         f64::from(self.shape.layers) * self.measured.products + self.measured.head
     }
 
-    /// How many times as long a rank's products take as they would alone: ranks of a tensor split
-    /// compute at the same time and share memory.
-    fn sharing(&self, split: &Split, crowd: f64) -> f64 {
+    /// How many times as long a rank's products take as they would alone: ranks that compute at the
+    /// same time share memory.
+    fn sharing(&self, split: &Split, (at_once, crowd): (usize, f64)) -> f64 {
         let (layers, alone) = (f64::from(self.shape.layers), self.alone());
-        if let Some(turns) = self.in_turn(split) {
+        if let Some(turns) = self.in_turn(split).filter(|_| at_once == 1) {
             return (layers * turns.turns + self.measured.head) / alone;
         }
         let part = |t: &Together| (layers * t.free + t.head) / alone;
-        let measured = sharing(&self.together, split.tensor_ranks() as u32, part);
+        let measured = sharing(&self.together, at_once as u32, part);
         measured.unwrap_or(crowd).max(1.0)
     }
 
-    fn node(&self, rank: u32, crowd: f64, sharing: f64) -> Node {
+    /// A rank, of which `crowd` times as many compute as there are cores, and whose products take
+    /// `sharing` times as long as alone; `row` is what a row of a layer's products takes where
+    /// memory does not limit it.
+    fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: f64) -> Node {
         let bytes =
             f64::from(self.shape.layers) * self.shape.layer_bytes(0) + self.shape.head_bytes();
-        let matmul = 2.0 * self.shape.common_params(0) / self.measured.prompt_row.max(1e-12);
+        let matmul = 2.0 * self.shape.common_params(0) / row.max(1e-12);
         let attention = self.shape.attention.decode_pair_flops() / self.measured.key.max(1e-12);
         Node {
             name: format!("rank {rank}"),
@@ -531,6 +586,21 @@ fn sliding(config: &Config) -> Option<Sliding> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_together_cost_what_was_measured() {
+        let measured = Measured {
+            products: 8.0,
+            other: 0.0,
+            key: 0.0,
+            head: 0.0,
+            step: 0.0,
+            few_row: 2.0,
+            prompt_row: 1.0,
+        };
+        let rows = [1.0, 4.5, 8.0, 64.0, 640.0].map(|n| measured.row_of(n));
+        assert_eq!(rows, [8.0, 12.0 / 4.5, 2.0, 1.0, 1.0]);
+    }
 
     #[test]
     fn ranks_that_were_not_measured_share_what_fewer_have() {

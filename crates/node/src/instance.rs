@@ -110,6 +110,17 @@ impl InstanceSpec {
         self.cuts[self.first].split.ranks()
     }
 
+    /// What is expected of several answers, by way.
+    fn together(&self) -> Vec<Vec<(u32, f64)>> {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let most = u32::try_from(self.engine.max_running).unwrap_or(u32::MAX);
+        let expected = |cut: &Cut| match &forecast {
+            Some(forecast) => forecast.predict_many(&self.config, &cut.split, most),
+            None => Vec::new(),
+        };
+        self.cuts.iter().map(expected).collect()
+    }
+
     fn supervisor(&self, crew: &dyn Crew) -> Result<Supervisor, Error> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let way = |cut: &Cut| {
@@ -177,6 +188,8 @@ impl InstanceSpec {
 pub struct Instance {
     shared: Arc<Shared>,
     cuts: Vec<Cut>,
+    /// By way: answers together, and the tokens a second that were expected of them.
+    together: Vec<Vec<(u32, f64)>>,
     /// Tells once how the first start went.
     started: Mutex<Option<Receiver<Result<(), Error>>>>,
     thread: Option<JoinHandle<()>>,
@@ -252,7 +265,7 @@ impl Instance {
             last_ticket: AtomicU64::new(0),
         });
         let (first, started) = channel();
-        let cuts = spec.cuts.clone();
+        let (cuts, together) = (spec.cuts.clone(), spec.together());
         let follower = || Follower::new(&spec.config, &cuts, spec.first);
         let mut shell = Shell {
             follower: spec.follows.then(follower),
@@ -278,6 +291,7 @@ impl Instance {
         Ok(Self {
             shared,
             cuts,
+            together,
             started: Mutex::new(Some(started)),
             thread: Some(thread),
         })
@@ -319,6 +333,12 @@ impl Instance {
     /// Decode tokens a second that were expected of the split in use.
     pub fn predicted(&self) -> Option<f64> {
         self.cuts[lock(&self.shared.view).way].tok_s
+    }
+
+    /// Decode tokens a second that 2, 4, 8 and more answers were expected to get together by the
+    /// split in use; empty where nothing was measured.
+    pub fn predicted_together(&self) -> &[(u32, f64)] {
+        &self.together[lock(&self.shared.view).way]
     }
 
     /// Decode tokens a second of the split in use, from answers that were alone.

@@ -58,5 +58,5 @@ pub use error::{Change, Error, Infeasible};
 pub use model::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
 pub use network::Network;
 pub use placement::{Member, Pipeline, Placement, Split, Stage};
-pub use predict::{Prediction, predict};
+pub use predict::{Prediction, STEPS_MAX, predict};
 pub use workload::{CHUNK, Objective, Workload};

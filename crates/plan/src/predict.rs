@@ -5,6 +5,10 @@ use crate::cost::{Costs, PipelineTime};
 use crate::placement::{Pipeline, Placement, Stage};
 use crate::{Error, Link, Transport};
 
+/// Most steps of a pipeline under way at once, as our engine has them: more residuals than these
+/// have no room with the ranks that wait for them (`STEPS_MAX` of `model/src/links.rs`).
+pub const STEPS_MAX: usize = 9;
+
 /// A node's part in a prediction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeUse {
@@ -144,13 +148,14 @@ struct Load {
 }
 
 /// Sequences are cut into as many micro-batches as stages, or fewer: then stages work at the same
-/// time, but each reads its weights once per micro-batch. The best number is taken. By Little's
+/// time, but each reads its weights once per micro-batch. The best number is taken, of at most
+/// [`STEPS_MAX`]. By Little's
 /// law a round takes the longer of one micro-batch's way and all of them at the slowest stage.
 fn full_load(costs: &Costs<'_>, placement: &Placement, replica: &Pipeline) -> Result<Load, Error> {
     let replicas = placement.replicas.len() as f64;
     let batch = (f64::from(costs.workload.concurrency) / replicas).max(1.0);
     let mut best: Option<Load> = None;
-    for parts in 1..=replica.stages.len() {
+    for parts in 1..=replica.stages.len().min(STEPS_MAX) {
         let parts = parts as f64;
         if parts > batch {
             break;

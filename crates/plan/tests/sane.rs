@@ -293,3 +293,50 @@ proptest! {
         }
     }
 }
+
+/// Stages compute different micro-batches at the same time, as many as steps are under way. Where
+/// rows cost as much together as one by one, so many times the tokens of one request come out.
+#[test]
+fn a_pipeline_is_as_full_as_steps_are_under_way() {
+    let case = |nodes: usize, concurrency| Case {
+        model: ModelShape {
+            name: "even".into(),
+            layers: 36,
+            width: 4096,
+            vocab: 256,
+            tied: false,
+            attention: Attention::Gqa {
+                heads: 32,
+                kv_heads: 4,
+                head_dim: 128,
+            },
+            sliding: None,
+            caches: Caches::default(),
+            ffn: 16_384,
+            moe: None,
+            bits: Bits::uniform(2.5),
+        },
+        nodes,
+        way: Way::Pipeline,
+        engine: "paceline-cpu",
+        bandwidth: 1e10,
+        balance: 5.0, // one row computes for longer than its weights are read
+        alpha: 1e-6,
+        beta: 1e11,
+        work: Workload {
+            prompt: 1,
+            output: 1,
+            concurrency,
+            context: 2,
+        },
+    };
+    // 12 rows in 9 micro-batches pass 12 stages in the time of 16 rows in one.
+    for (nodes, concurrency, times) in [(1, 4, 1.0), (4, 4, 4.0), (4, 16, 4.0), (12, 12, 9.0)] {
+        let said = case(nodes, concurrency).said();
+        let got = said.throughput_tok_s / said.decode_tok_s;
+        assert!(
+            (got / times - 1.0).abs() < 0.05,
+            "{concurrency} over {nodes}: {got} times one request, expected {times}"
+        );
+    }
+}

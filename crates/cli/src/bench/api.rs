@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_serve::DEFAULT_PORT;
 use paceline_serve::load::{
-    self, Arrivals, Goals, IN_FLIGHT_MAX, Lengths, Load, Report, Server, Span, Times,
+    self, Arrivals, Goals, IN_FLIGHT_MAX, Lengths, Load, Predicted, Report, Server, Span, Times,
 };
 use serde_json::json;
 
@@ -95,14 +95,14 @@ fn rate(text: &str) -> Result<f64, String> {
 /// A server that does not answer, a file that cannot be read; no request that was answered.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let load = args.load()?;
-    let predicted = load.server.predicted_tok_s(PATIENCE);
+    let predicted = load.server.predicted(PATIENCE);
     let report = signals.orderly(|cancel| {
         let report = load::run(&load, Instant::now, &|| cancel.is_cancelled());
         anyhow::Ok(report)
     })?;
     print(&match args.json {
-        true => object(&load, predicted, &report).to_string(),
-        false => printable(&table(&load, predicted, &report)).into_owned(),
+        true => object(&load, &predicted, &report).to_string(),
+        false => printable(&table(&load, &predicted, &report)).into_owned(),
     })?;
     anyhow::ensure!(report.answered > 0, "no request was answered");
     Ok(())
@@ -160,7 +160,15 @@ impl Args {
     }
 }
 
-fn object(load: &Load, predicted: Option<f64>, report: &Report) -> serde_json::Value {
+/// What is predicted of the clients of a closed loop together. Poisson arrivals have no number.
+fn together(load: &Load, predicted: &Predicted) -> Option<f64> {
+    let Arrivals::Closed { clients } = load.arrivals else {
+        return None;
+    };
+    predicted.tok_s(u32::try_from(clients).ok()?)
+}
+
+fn object(load: &Load, predicted: &Predicted, report: &Report) -> serde_json::Value {
     let (clients, rate) = match load.arrivals {
         Arrivals::Closed { clients } => (Some(clients), None),
         Arrivals::Poisson { per_s } => (None, Some(per_s)),
@@ -171,12 +179,13 @@ fn object(load: &Load, predicted: Option<f64>, report: &Report) -> serde_json::V
         "clients": clients,
         "rate_per_s": rate,
         "seed": load.seed,
-        "predicted_decode_tok_s": predicted,
+        "predicted_decode_tok_s": predicted.tok_s(1),
+        "predicted_output_tok_s": together(load, predicted),
         "report": report,
     })
 }
 
-fn table(load: &Load, predicted: Option<f64>, report: &Report) -> String {
+fn table(load: &Load, predicted: &Predicted, report: &Report) -> String {
     let arrivals = match load.arrivals {
         Arrivals::Closed { clients } => format!("{clients} clients in a closed loop"),
         Arrivals::Poisson { per_s } => format!("Poisson arrivals, {per_s} a second"),
@@ -199,8 +208,11 @@ fn table(load: &Load, predicted: Option<f64>, report: &Report) -> String {
         report.good,
         report.goodput_per_s,
     );
-    if let Some(tok_s) = predicted {
+    if let Some(tok_s) = predicted.tok_s(1) {
         text += &format!("\npredicted {tok_s:>9.1} tokens/s of an answer alone");
+    }
+    if let Some(tok_s) = together(load, predicted) {
+        text += &format!("\n          {tok_s:>9.1} tokens/s of all clients while they decode");
     }
     text += &format!(
         "\n\n{:<22}{:>9}{:>9}{:>9}{:>9}{:>9}",

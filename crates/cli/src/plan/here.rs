@@ -25,10 +25,16 @@ struct Row {
     facts: f64,
     corrected: f64,
     measured: Option<f64>,
+    /// Of all answers together, corrected; where several are asked for.
+    together: Option<f64>,
 }
 
-/// Predicts 1 to 4 nodes of `threads` threads each, in every split.
-pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<()> {
+/// Predicts 1 to 4 nodes of `threads` threads each, in every split, for one answer and for several.
+pub(super) fn run(
+    model: &str,
+    (threads, answers): (usize, u32),
+    as_json: bool,
+) -> anyhow::Result<()> {
     let path = facts::local_path(model);
     let path = path.ok_or_else(|| Error::NotHere(model.to_owned()))?;
     let source = Source::open(Path::new(&path))?;
@@ -42,15 +48,17 @@ pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<
     };
     let home = crate::home::home()?;
     let local = Forecast::new(home.root(), setting, MOST, kernels)?;
-    let rows = rows(&local, &config);
+    let rows = rows(&local, &config, answers);
     if as_json {
         let rows: Vec<Value> = rows.iter().map(row_json).collect();
-        return print(&json!({ "threads": threads, "runs": rows }).to_string());
+        let all = json!({ "threads": threads, "concurrency": answers, "runs": rows });
+        return print(&all.to_string());
     }
-    print(table(threads, &rows).trim_end())
+    print(table((threads, answers), &rows).trim_end())
 }
 
-fn rows(local: &Forecast, config: &Config) -> Vec<Row> {
+fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<Row> {
+    let together = |split: &Split| local.predict_together(config, split, answers).ok();
     let row = |(_, split): (SplitKind, Split)| {
         Some(Row {
             nodes: split.ranks(),
@@ -58,17 +66,22 @@ fn rows(local: &Forecast, config: &Config) -> Vec<Row> {
             facts: local.facts(config, &split).ok()?,
             corrected: local.predict(config, &split).ok()?,
             measured: local.last(&split),
+            together: (answers > 1).then(|| together(&split)).flatten(),
         })
     };
     ways(config, MOST).into_iter().filter_map(row).collect()
 }
 
-fn table(threads: usize, rows: &[Row]) -> String {
+fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
     let threads = counted(threads, "thread");
     let mut text = format!("decode tok/s here, {threads} per node\n");
+    let together = match answers {
+        0 | 1 => String::new(),
+        _ => format!("  {answers} at once"),
+    };
     let _ = writeln!(
         text,
-        "nodes  split    predicted  corrected  measured   error"
+        "nodes  split    predicted  corrected  measured   error{together}"
     );
     for row in rows {
         let measured = row
@@ -79,13 +92,17 @@ fn table(threads: usize, rows: &[Row]) -> String {
             .map(|m| format!("{:+.0} %", (row.facts / m - 1.0) * 100.0));
         let _ = writeln!(
             text,
-            "{:>5}  {:<8} {:>8.1} {:>10.1} {:>9} {:>7}",
+            "{:>5}  {:<8} {:>8.1} {:>10.1} {:>9} {:>7}{}",
             row.nodes,
             row.split,
             row.facts,
             row.corrected,
             measured,
-            error.unwrap_or_default()
+            error.unwrap_or_default(),
+            row.together.map_or_else(String::new, |tok_s| format!(
+                "{tok_s:>width$.1}",
+                width = together.len()
+            )),
         );
     }
     text
@@ -98,6 +115,7 @@ fn row_json(row: &Row) -> Value {
         "predicted_decode_tok_s": row.facts,
         "corrected_decode_tok_s": row.corrected,
         "measured_decode_tok_s": row.measured,
+        "corrected_throughput_tok_s": row.together,
     })
 }
 
@@ -107,7 +125,10 @@ mod tests {
 
     #[test]
     fn the_table_says_how_many_threads() {
-        assert!(table(1, &[]).starts_with("decode tok/s here, 1 thread per node\n"));
-        assert!(table(2, &[]).starts_with("decode tok/s here, 2 threads per node\n"));
+        let head = |threads, answers| table((threads, answers), &[]);
+        assert!(head(1, 1).starts_with("decode tok/s here, 1 thread per node\n"));
+        assert!(head(2, 1).starts_with("decode tok/s here, 2 threads per node\n"));
+        assert!(head(1, 1).ends_with("   error\n"));
+        assert!(head(1, 8).ends_with("   error  8 at once\n"));
     }
 }

@@ -41,6 +41,9 @@ fn a_server_is_measured() {
     );
     assert_eq!(report["output_tokens"], 48, "{json}");
     assert!(report["prompt_tokens"].as_u64().unwrap() >= 60, "{json}");
+    let [one, both] = ["predicted_decode_tok_s", "predicted_output_tok_s"]
+        .map(|name| json[name].as_f64().unwrap_or_default());
+    assert!(one > 0.0 && both > one, "{json}");
     for name in ["ttft_ms", "whole_ms"] {
         assert_eq!(report[name]["n"], 6, "{json}");
     }
@@ -55,6 +58,7 @@ fn a_server_is_measured() {
     for part in [
         "Poisson arrivals, 100 a second",
         "6 of 6 requests",
+        "tokens/s of an answer alone",
         "between two tokens",
         "p99",
     ] {
@@ -68,6 +72,11 @@ fn a_server_is_measured() {
         said.contains("no answer from http") && said.contains("hint: start it"),
         "{said}"
     );
+}
+
+#[test]
+fn loads_that_cannot_be_are_refused() {
+    let world = World::new();
     for (args, expected) in [
         (["--rate", "0"], "expected 0.001 to 10000 requests a second"),
         (

@@ -21,8 +21,8 @@ use super::GroupId;
 use super::refusal::Refusal;
 use super::seal::SHAKE_BYTES;
 
-/// Changes with every change of a frame.
-pub(super) const VERSION: u16 = 2;
+/// Changes with every change of a frame, and of how many messages a sender may have unreceived.
+pub(super) const VERSION: u16 = 3;
 pub(super) const MAGIC: [u8; 8] = *b"paceline";
 pub(super) const HELLO_BYTES: usize = 56;
 pub(super) const REPLY_BYTES: usize = 24;

@@ -734,9 +734,9 @@ fn another_version_is_refused_by_name() {
     stream.write_all(&hello).unwrap();
     let mut reply = [0_u8; 24];
     stream.read_exact(&mut reply).unwrap();
-    assert_eq!((&reply[..8], reply[8], reply[10]), (&b"paceline"[..], 2, 1));
+    assert_eq!((&reply[..8], reply[8], reply[10]), (&b"paceline"[..], 3, 1));
     let why = Refusal::Version {
-        ours: 2,
+        ours: 3,
         theirs: 77,
     };
     let error = zero.join().unwrap().unwrap_err();

@@ -61,11 +61,7 @@ impl Rows {
     }
 
     const fn logit_rows(&self) -> usize {
-        match self.logits {
-            Logits::None => 0,
-            Logits::Last | Logits::Best => 1,
-            Logits::All => self.tokens.len(),
-        }
+        self.logits.rows(self.tokens.len())
     }
 }
 
@@ -132,13 +128,16 @@ impl Engine {
         let position = s.computed + s.flying;
         let end = position + part.rows;
         let own = &s.tokens[position..end];
-        // Capping may make unlike logits equal, of which the first is chosen.
+        // Capping may make unlike logits equal, of which the first are chosen.
         let is_plain = self.model.config().softcap.is_none();
+        let wanted = match is_plain {
+            true => s.wanted(self.tokenizer.end_of_generation().len()),
+            false => Logits::Last,
+        };
         let (tokens, logits) = match end == s.tokens.len() {
-            _ if part.drafted() > 0 => (&*part.checked, Logits::All),
+            _ if part.drafted() > 0 => (&*part.checked, wanted.of_all_rows()),
             _ if part.is_scored => (own, Logits::All),
-            true if is_plain && s.wants_best() => (own, Logits::Best),
-            true => (own, Logits::Last),
+            true => (own, wanted),
             false => (own, Logits::None),
         };
         let windows = s.pages.windows();

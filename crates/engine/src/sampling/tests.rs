@@ -647,3 +647,128 @@ fn instruction_sets_change_nothing() {
         assert!(results.all(|result| result == first), "{params:?}");
     }
 }
+
+/// What decides, of requests of every kind.
+#[test]
+fn ranks_send_no_more_logits_than_decide() {
+    let top = |n, within| Logits::Top(TopLogits { n, within });
+    let sampled = |temperature, top_k| SamplingParams {
+        temperature,
+        top_k,
+        ..PLAIN
+    };
+    for (params, wanted) in [
+        (SamplingParams::default(), Logits::Best),
+        (sampled(0.0, 40), Logits::Best),
+        (sampled(1.0, 40), top(40, -10)),
+        (sampled(1e-40, 40), top(40, -10)),
+        (sampled(1.1, 1), top(1, -9)),
+        (sampled(16.0, 65_535), top(65_535, -6)),
+        (sampled(16.5, 40), Logits::Last),
+        (sampled(1.0, 65_536), Logits::Last),
+        (PLAIN, Logits::Last),
+    ] {
+        assert_eq!(params.wanted(0), wanted, "{params:?}");
+        let changed = [
+            SamplingParams {
+                repetition_penalty: 1.1,
+                ..params.clone()
+            },
+            SamplingParams {
+                presence_penalty: 0.1,
+                ..params.clone()
+            },
+            SamplingParams {
+                frequency_penalty: -0.1,
+                ..params.clone()
+            },
+            SamplingParams {
+                logit_bias: vec![(3, -1.0)],
+                ..params
+            },
+        ];
+        assert!(changed.iter().all(|p| p.wanted(0) == Logits::Last));
+    }
+    // Of the forbidden ones all may be larger than those that may come.
+    for (params, wanted) in [
+        (SamplingParams::default(), top(4, -10)),
+        (sampled(2.0, 40), top(43, -9)),
+        (sampled(1.0, 65_535), Logits::Last),
+        (sampled(1.0, usize::MAX), Logits::Last),
+        (PLAIN, Logits::Last),
+    ] {
+        assert_eq!(params.wanted(3), wanted, "{params:?}");
+    }
+}
+
+/// Logits that are spread, rounded so that many are equal, next to each other in f32, or no
+/// numbers.
+fn awkward_logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
+    let mut logits = random_logits(n, seed);
+    match kind {
+        0 => {}
+        1 => logits
+            .iter_mut()
+            .for_each(|x| *x = (*x * 4.0).round() / 4.0),
+        // Some are 3 and few units in the last place, whose weights are often equal at temperatures
+        // from 1 on.
+        2 => (0..).zip(&mut logits).for_each(|(i, x)| {
+            let near = 3.0 + ((i * 2_654_435_761_u64 + seed) % 8) as f32 * 2f32.powi(-22);
+            *x = if i % 61 == 0 { near } else { *x - 20.0 };
+        }),
+        3 => (0..).zip(&mut logits).for_each(|(i, x)| {
+            let odd = [*x, f32::NAN, f32::NEG_INFINITY, *x * 30.0];
+            *x = odd[(i * 7 + seed as usize) % 4];
+        }),
+        _ => logits.fill(1.5),
+    }
+    logits
+}
+
+/// Over 1 to 4 ranks, the leader draws from the same weights, to the bit, as from all logits, also
+/// where tokens may not come.
+#[test]
+fn the_largest_logits_of_ranks_give_the_tokens_of_all_logits() {
+    const N: usize = 900;
+    let ends: [&[usize]; 4] = [&[N], &[500, N], &[100, 350, N], &[225, 450, 675, N]];
+    let parts_to = |ends: &[usize]| {
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let parts = starts.zip(ends).map(|(start, end)| start..*end);
+        parts.collect::<Vec<_>>()
+    };
+    let (mut fewer, mut bench) = (0, Bench::new(N));
+    for seed in 0..6 {
+        for kind in 0..5 {
+            let logits = awkward_logits(kind, N, seed);
+            let greedy = SamplingParams::default();
+            let forbidden: &[usize] = if seed % 2 == 0 { &[] } else { &[0, 183, 600] };
+            for params in all_params().into_iter().chain([greedy]) {
+                let params = SamplingParams { seed, ..params };
+                let Logits::Top(top) = params.wanted(forbidden.len()) else {
+                    continue;
+                };
+                let mut run = |logits: &[f32]| {
+                    let mut logits = logits.to_vec();
+                    forbidden
+                        .iter()
+                        .for_each(|i| logits[*i] = f32::NEG_INFINITY);
+                    let mut sampler = Sampler::new(params.clone()).unwrap();
+                    let mut sample = |_| bench.sample(&mut sampler, &logits, NO_HISTORY);
+                    let tokens: Vec<u32> = (0..3).map(&mut sample).collect();
+                    let weights = bench.scratch.weights.iter();
+                    (tokens, weights.map(|w| w.to_bits()).collect::<Vec<_>>())
+                };
+                let whole = run(&logits);
+                for parts in ends.map(parts_to) {
+                    let came = paceline_model::testing::gathered(&logits, &parts, top);
+                    let n = came.iter().filter(|logit| !logit.is_nan()).count();
+                    let all = logits.iter().filter(|logit| !logit.is_nan()).count();
+                    assert!(n == all || parts.len() > 1);
+                    fewer += usize::from(n < all);
+                    assert!(run(&came) == whole, "{kind} {seed} {params:?} {parts:?}");
+                }
+            }
+        }
+    }
+    assert!(fewer > 1000, "{fewer} rows were not sent whole");
+}

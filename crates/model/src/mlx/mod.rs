@@ -43,7 +43,7 @@ use paceline_tensor::{Kernels, PAGE};
 
 use crate::compute::{Compute, Exchanged, Weights as Loaded};
 use crate::plan::Plan;
-use crate::step::{Batch, BatchSequence, BatchSize, Limits, Logits};
+use crate::step::{Batch, BatchSequence, BatchSize, Limits};
 use crate::weights::Names;
 use crate::{
     Config, Error, Experts, Followed, Kinds, LayerCache, LayerCut, LayerShape, Links, Shard,
@@ -432,9 +432,9 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
         position: sequence.position + i,
         pages: sequence.pages,
         windows: sequence.windows,
-        logits: match sequence.logits {
-            Logits::Last | Logits::Best if i < last => Logits::None,
-            wanted => wanted,
+        logits: match i < last {
+            true => sequence.logits.before_the_last(),
+            false => sequence.logits,
         },
     })
 }

@@ -239,7 +239,7 @@ impl<'a> Step<'a> {
         };
         logits.resize(if shard.leads() { rows * vocab } else { 0 }, 0.0);
         let mut scratch = vec![0.0; Links::logits_room(shard, rows)];
-        links.gather_logits(shard, &self.batch.best(), own, logits, &mut scratch)?;
+        links.gather_logits(shard, &self.batch.extents(), own, logits, &mut scratch)?;
         Ok(if shard.leads() { rows } else { 0 })
     }
 

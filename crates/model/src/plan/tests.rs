@@ -1,7 +1,7 @@
 //! Plans survive the wire, and hostile ones are refused by name.
 
 use super::*;
-use crate::WindowPool;
+use crate::{TopLogits, WindowPool};
 
 const LIMITS: Limits<'_> = Limits {
     rows: 300,
@@ -27,6 +27,13 @@ fn sequence<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32]) -> BatchSe
     }
 }
 
+fn top_logits() -> Logits {
+    Logits::Top(TopLogits {
+        n: 40_000,
+        within: -20,
+    })
+}
+
 fn written(sequences: &[BatchSequence<'_>]) -> Vec<u32> {
     let mut words = vec![9; 5];
     Plan::write(&Batch { sequences }, &mut words);
@@ -40,12 +47,17 @@ fn a_plan_says_what_was_written() {
     second.logits = Logits::All;
     let mut best = sequence(&[5], 63, &[18]);
     best.logits = Logits::Best;
-    let cases: [&[BatchSequence<'_>]; 3] = [
-        &[sequence(&[999], 63, &[19]), best],
+    let mut guessed = [best; 2];
+    (guessed[0].logits, guessed[1].logits) = (Logits::AllBest, top_logits().of_all_rows());
+    let mut top = sequence(&[6], 62, &[17]);
+    top.logits = top_logits();
+    let cases: [&[BatchSequence<'_>]; 4] = [
+        &guessed,
+        &[sequence(&[999], 63, &[19]), best, top],
         &[sequence(&long, 0, &[0, 1, 2, 3, 4]), second],
         &[],
     ];
-    for (case, header_only) in cases.into_iter().zip([true, false, true]) {
+    for (case, header_only) in cases.into_iter().zip([true, true, false, true]) {
         let words = written(case);
         assert_eq!(words.len() == HEADER_WORDS, header_only);
         assert_eq!(Plan::len_of(&words).unwrap(), words.len());
@@ -85,7 +97,10 @@ fn plans_that_do_not_fit_name_what_does_not() {
         (5, 399, "positions"),
         (5, 70, "pages needed"),
         (5, u32::MAX, "position"),
-        (6, 4, "logits"),
+        (6, 5, "logits"),
+        (6, 6, "logits"),
+        (6, 0x0001_0007, "logits"),
+        (6, 0x0001_0001, "logits"),
         (7, 21, "pages"),
         (7, 0, "pages needed"),
         (8, 1000, "token"),

@@ -3,6 +3,7 @@
 use paceline_tensor::{AttentionRows, PAGE};
 
 use crate::WindowPool;
+use crate::candidates::Extent;
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,8 +15,108 @@ pub enum Logits {
     /// The last row's, of which the largest alone is wanted, the first among equals: others that
     /// another rank has computed may be NaN.
     Best,
+    /// Those of the last row's that may be among its largest: others that another rank has computed
+    /// may be NaN.
+    Top(TopLogits),
     /// All rows'.
     All,
+    /// As [`Best`](Self::Best), of all rows.
+    AllBest,
+    /// As [`Top`](Self::Top), of all rows.
+    AllTop(TopLogits),
+}
+
+/// The largest logits of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopLogits {
+    /// How many, at least 1.
+    pub n: u16,
+    /// Logits that are less than 2 to this power below the last of them are wanted too: weights in
+    /// f32 may be equal where logits are not.
+    pub within: i8,
+}
+
+impl Logits {
+    /// Rows with logits, of a sequence of `rows`.
+    pub const fn rows(self, rows: usize) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Last | Self::Best | Self::Top(_) => 1,
+            Self::All | Self::AllBest | Self::AllTop(_) => rows,
+        }
+    }
+
+    /// What is wanted of the last row, of all rows.
+    pub const fn of_all_rows(self) -> Self {
+        match self {
+            Self::Last => Self::All,
+            Self::Best => Self::AllBest,
+            Self::Top(top) => Self::AllTop(top),
+            Self::None | Self::All | Self::AllBest | Self::AllTop(_) => self,
+        }
+    }
+
+    /// What is wanted of the first rows of a sequence, if this is of the whole.
+    pub(crate) const fn before_the_last(self) -> Self {
+        match self {
+            Self::None | Self::Last | Self::Best | Self::Top(_) => Self::None,
+            Self::All | Self::AllBest | Self::AllTop(_) => self,
+        }
+    }
+
+    /// How much is wanted of each row with logits.
+    const fn extent(self) -> Extent {
+        match self {
+            Self::None | Self::Last | Self::All => Extent::Whole,
+            Self::Best | Self::AllBest => Extent::Best,
+            Self::Top(top) | Self::AllTop(top) => Extent::Top(top),
+        }
+    }
+
+    /// As a word of a plan: the kind in the lowest byte, what [`TopLogits`] has above it.
+    pub(crate) fn to_word(self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Last => 1,
+            Self::All => 2,
+            Self::Best => 3,
+            Self::AllBest => 4,
+            Self::Top(top) => top.to_word(TOP_KIND),
+            Self::AllTop(top) => top.to_word(ALL_TOP_KIND),
+        }
+    }
+
+    /// From a word of a plan; `None` for one that says nothing.
+    pub(crate) fn from_word(word: u32) -> Option<Self> {
+        let [kind, within, low, high] = word.to_le_bytes();
+        let top = TopLogits {
+            n: u16::from_le_bytes([low, high]),
+            within: i8::from_le_bytes([within]),
+        };
+        match word {
+            0 => Some(Self::None),
+            1 => Some(Self::Last),
+            2 => Some(Self::All),
+            3 => Some(Self::Best),
+            4 => Some(Self::AllBest),
+            _ => match (kind, top.n) {
+                (TOP_KIND, 1..) => Some(Self::Top(top)),
+                (ALL_TOP_KIND, 1..) => Some(Self::AllTop(top)),
+                _ => None,
+            },
+        }
+    }
+}
+
+/// The lowest byte of the words for [`Logits::Top`] and [`Logits::AllTop`].
+const TOP_KIND: u8 = 5;
+const ALL_TOP_KIND: u8 = 6;
+
+impl TopLogits {
+    fn to_word(self, kind: u8) -> u32 {
+        let ([low, high], [within]) = (self.n.to_le_bytes(), self.within.to_le_bytes());
+        u32::from_le_bytes([kind, within, low, high])
+    }
 }
 
 /// One sequence's share of a batch: consecutive rows at consecutive positions.
@@ -87,34 +188,22 @@ impl Batch<'_> {
         let mut first = 0;
         for sequence in self.sequences {
             let end = first + sequence.tokens.len();
-            match sequence.logits {
-                Logits::None => {}
-                Logits::Last | Logits::Best => out.push(end - 1),
-                Logits::All => out.extend(first..end),
-            }
+            let rows = sequence.logits.rows(sequence.tokens.len());
+            out.extend(end - rows..end);
             first = end;
         }
     }
 
-    /// For each wanted row whether its largest logit alone is wanted.
-    pub(crate) fn best(&self) -> Vec<bool> {
-        let rows = |s: &BatchSequence<'_>| match s.logits {
-            Logits::None => (false, 0),
-            Logits::Last => (false, 1),
-            Logits::Best => (true, 1),
-            Logits::All => (false, s.tokens.len()),
+    /// How much of each wanted row is wanted.
+    pub(crate) fn extents(&self) -> Vec<Extent> {
+        let rows = |s: &BatchSequence<'_>| {
+            std::iter::repeat_n(s.logits.extent(), s.logits.rows(s.tokens.len()))
         };
-        let rows = self.sequences.iter().map(rows);
-        rows.flat_map(|(best, n)| std::iter::repeat_n(best, n))
-            .collect()
+        self.sequences.iter().flat_map(rows).collect()
     }
 
     pub(crate) fn logit_rows(&self) -> usize {
-        let rows = |s: &BatchSequence<'_>| match s.logits {
-            Logits::None => 0,
-            Logits::Last | Logits::Best => 1,
-            Logits::All => s.tokens.len(),
-        };
+        let rows = |s: &BatchSequence<'_>| s.logits.rows(s.tokens.len());
         self.sequences.iter().map(rows).sum()
     }
 }

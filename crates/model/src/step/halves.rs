@@ -15,7 +15,7 @@ use std::time::Duration;
 use paceline_base::lock;
 use paceline_tensor::BLOCK;
 
-use super::{Batch, BatchSequence, Logits};
+use super::{Batch, BatchSequence};
 use crate::Error;
 
 /// Rows from which a step is cut in two: halves have a block of the kernels then. A block of a
@@ -41,9 +41,9 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
         let rows = left.min(whole.tokens.len());
         left -= rows;
         let (first, second) = whole.tokens.split_at(rows);
-        let logits = match whole.logits {
-            Logits::Last | Logits::Best if !second.is_empty() => Logits::None,
-            as_wanted => as_wanted,
+        let logits = match second.is_empty() {
+            true => whole.logits,
+            false => whole.logits.before_the_last(),
         };
         let parts = [(first, 0, logits), (second, rows, whole.logits)];
         for (half, (tokens, after, logits)) in halves.iter_mut().zip(parts) {
@@ -166,6 +166,7 @@ impl Drop for Turn<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Logits;
 
     #[test]
     fn halves_are_whole_blocks_first() {

@@ -202,12 +202,7 @@ impl<'a> Schedule<'a> {
         let mut row = 0;
         for part in parts {
             let end = part.position + part.rows;
-            let positions = match part.logits {
-                Logits::None => end..end,
-                Logits::Last | Logits::Best => end - 1..end,
-                Logits::All => part.position..end,
-            };
-            for position in positions {
+            for position in end - part.logits.rows(part.rows)..end {
                 let got = self.ws.logits_mut(row, self.model.config().vocab);
                 let expected = &self.sequences[part.sequence].expected[position];
                 assert!(

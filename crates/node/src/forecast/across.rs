@@ -72,7 +72,7 @@ impl Forecast {
     }
 
     fn machine(&self, machine: &Machine) -> Node {
-        let own = self.node(0, 1.0, 1.0);
+        let own = self.node(0, (1.0, 1.0), self.measured.prompt_row);
         let rates = own.rates.map(|mut rates| {
             rates.matmul *= machine.computes;
             rates.expert *= machine.computes;

@@ -11,8 +11,8 @@ use super::probe::Measured;
 use super::ranks::{Together, Wire};
 
 /// Raised when what is measured changes, or what kernels do in a second, so that older figures are
-/// measured anew. (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said.)
-const VERSION: u32 = 5;
+/// measured anew. (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows.)
+const VERSION: u32 = 6;
 
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
@@ -201,8 +201,12 @@ impl File {
     fn sound(&self) -> bool {
         let good = |x: f64| x.is_finite() && x >= 0.0;
         let layers = self.measured.values();
-        let mut layers = layers.map(|m| [m.products, m.other, m.key, m.head, m.step, m.prompt_row]);
-        layers.all(|m| m.into_iter().all(good) && m[0] > 0.0)
+        let mut layers = layers.map(|m| {
+            let rest = [m.few_row, m.prompt_row, m.other, m.key, m.head, m.step];
+            (m.products, rest)
+        });
+        layers
+            .all(|(products, rest)| good(products) && products > 0.0 && rest.into_iter().all(good))
             && self.ratio.values().all(|&r| good(r) && r > 0.0)
             && self.together.values().all(|t| {
                 good(t.free)
@@ -264,6 +268,7 @@ mod tests {
             key: 1.0,
             head: 1.0,
             step: 1.0,
+            few_row: 1.0,
             prompt_row: 1.0,
         };
         let mut facts = Facts::nowhere();

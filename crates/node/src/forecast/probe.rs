@@ -29,6 +29,10 @@ const PROBED_BYTES: u64 = 160 << 20;
 /// Rows of the step that stands for prefill.
 const PROMPT_ROWS: usize = 64;
 
+/// Rows of the step that stands for several answers together: the fewest that kernels for many rows
+/// take at once.
+const FEW_ROWS: usize = 8;
+
 /// Positions of the two attention probes; their difference is the price of a key. So many keys of
 /// all probed layers are more than the last cache holds (SmolLM2 47 MB, Gemma 3 270M 37 MB), as
 /// those of a long answer are: hot in cache a key of SmolLM2 took half as long as it does at 7,900.
@@ -55,11 +59,30 @@ pub(super) struct Measured {
     pub(super) head: f64,
     /// What a step costs besides: the last norm, the token chosen from the logits.
     pub(super) step: f64,
+    /// A layer's products for each of [`FEW_ROWS`] rows together.
+    pub(super) few_row: f64,
     /// A layer's products for a row of a prompt.
     pub(super) prompt_row: f64,
 }
 
 impl Measured {
+    /// A layer's products for each of `rows` together, 1 or more: in proportion between what was
+    /// measured, and as in a prompt beyond.
+    pub(super) fn row_of(self, rows: f64) -> f64 {
+        let (few, many) = (FEW_ROWS as f64, PROMPT_ROWS as f64);
+        let few = (few, few * self.few_row);
+        let many = (many, many * self.prompt_row);
+        let between = |from: (f64, f64), to: (f64, f64)| {
+            from.1 + (to.1 - from.1) * (rows - from.0) / (to.0 - from.0)
+        };
+        let all = match rows {
+            _ if rows <= few.0 => between((1.0, self.products), few),
+            _ if rows <= many.0 => between(few, many),
+            _ => rows * self.prompt_row,
+        };
+        all / rows
+    }
+
     /// Of two measurements.
     fn mean(self, other: Self) -> Self {
         Self {
@@ -68,6 +91,7 @@ impl Measured {
             key: f64::midpoint(self.key, other.key),
             head: f64::midpoint(self.head, other.head),
             step: f64::midpoint(self.step, other.step),
+            few_row: f64::midpoint(self.few_row, other.few_row),
             prompt_row: f64::midpoint(self.prompt_row, other.prompt_row),
         }
     }
@@ -125,14 +149,18 @@ impl<'a> Probe<'a> {
             1,
         )?;
         let rows = prompt_rows(decode.products * layers.len() as f64);
-        let [prompt] = typical(|| [timed(|| step.products(layers, rows, |_, _| {}))]);
+        let both = [rows.min(FEW_ROWS), rows];
+        let seconds = typical(|| both.map(|rows| timed(|| step.products(layers, rows, |_, _| {}))));
+        let row = |i: usize| seconds[i] / (both[i] * layers.len()) as f64;
         Ok(Measured {
-            prompt_row: prompt / (rows * layers.len()) as f64,
+            // Rows together cost no more than one after the other, but in a disturbed pass.
+            few_row: row(0).min(decode.products),
+            prompt_row: row(1),
             ..decode
         })
     }
 
-    /// Measures what decoding takes, and takes a prompt's rows to be no cheaper. Half of it in a
+    /// Measures what decoding takes, and takes rows together to be no cheaper. Half of it in a
     /// thread of its own, as a model has one: threads stay where they are, and the host does not
     /// lend all cores alike (one thread 25 % below another for a minute was seen).
     ///
@@ -175,6 +203,7 @@ impl<'a> Probe<'a> {
             key,
             head: head * weights.head_share,
             step: last,
+            few_row: products,
             prompt_row: products,
         })
     }

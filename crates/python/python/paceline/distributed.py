@@ -425,7 +425,7 @@ def send(x: Any, dst: int, group: Group | None = None, stream: Any = None, *, ta
     """Sends `x` to rank `dst`, which calls `recv` or `recv_like` with the same `tag`.
 
     Returns `x` when it has been copied, which need not mean that it was received. Blocks while
-    eight messages to that rank wait.
+    sixteen messages to that rank wait.
     """
     group = _world() if group is None else group
     _other(dst, group, "send to")

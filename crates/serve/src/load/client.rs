@@ -90,19 +90,66 @@ impl Server {
         &self.base
     }
 
-    /// Tokens a second that a paceline server predicts for an answer alone; `None` where it does
-    /// not, as other servers do not.
-    pub fn predicted_tok_s(&self, timeout: Duration) -> Option<f64> {
+    /// What a paceline server predicts of the model; empty where it does not, as other servers do
+    /// not.
+    pub fn predicted(&self, timeout: Duration) -> Predicted {
         let url = format!("{}/metrics", self.base);
-        let text = get(&self.agent(timeout), &url, self.key.as_deref()).ok()?;
-        let name = "paceline_decode_tok_s_predicted ";
-        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-        value
-            .trim()
-            .parse()
-            .ok()
-            .filter(|tok_s: &f64| tok_s.is_finite())
+        let text = get(&self.agent(timeout), &url, self.key.as_deref());
+        Predicted::read(&text.unwrap_or_default(), &self.model)
     }
+}
+
+/// Tokens a second that a server predicts.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Predicted {
+    /// Answers at a time, ascending, with the tokens a second of all of them.
+    answers: Vec<(u32, f64)>,
+}
+
+impl Predicted {
+    /// From the text of `/metrics`, which may tell of several models.
+    fn read(text: &str, model: &str) -> Self {
+        let own = format!("model=\"{model}\"");
+        let mut answers = Vec::new();
+        for line in text.lines() {
+            let Some(rest) = line.strip_prefix("paceline_decode_tok_s_predicted") else {
+                continue;
+            };
+            let Some((name, tok_s)) = rest.rsplit_once(' ') else {
+                continue;
+            };
+            let of = match name.strip_prefix("_together") {
+                Some(labels) => number(labels),
+                None => Some(1),
+            };
+            let tok_s = tok_s.parse().ok().filter(|tok_s: &f64| tok_s.is_finite());
+            let is_own = !name.contains("model=\"") || name.contains(&own);
+            answers.extend(of.zip(tok_s).filter(|_| is_own));
+        }
+        answers.sort_by_key(|(n, _)| *n);
+        Self { answers }
+    }
+
+    /// Of so many answers at a time; between two that the server tells, in proportion. More than
+    /// the most that it computes at a time wait, so these count. `None` where it does not tell.
+    pub fn tok_s(&self, answers: u32) -> Option<f64> {
+        let behind = self.answers.partition_point(|(n, _)| *n < answers);
+        let most = self.answers.last().filter(|_| self.answers.len() > 1);
+        let (high, above) = *self.answers.get(behind).or(most)?;
+        let answers = answers.min(high);
+        if high == answers {
+            return Some(above);
+        }
+        let (low, below) = *self.answers.get(behind.checked_sub(1)?)?;
+        let share = f64::from(answers - low) / f64::from(high - low);
+        Some(below + (above - below) * share)
+    }
+}
+
+/// The answers that a sample's labels name.
+fn number(labels: &str) -> Option<u32> {
+    let (_, value) = labels.split_once("answers=\"")?;
+    value.split('"').next()?.parse().ok()
 }
 
 fn base(url: &str) -> String {
@@ -384,6 +431,27 @@ mod tests {
             let error = read(text).unwrap_err();
             assert!(error.starts_with(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn predictions_are_those_of_the_model() {
+        let alone = Predicted::read("# HELP x y\npaceline_decode_tok_s_predicted 12.5\n", "a");
+        assert_eq!((alone.tok_s(1), alone.tok_s(2)), (Some(12.5), None));
+        let text = concat!(
+            "paceline_decode_tok_s_predicted{model=\"a\"} 10\n",
+            "paceline_decode_tok_s_predicted{model=\"b\"} 99\n",
+            "paceline_decode_tok_s_predicted_together{model=\"a\",answers=\"2\"} 18\n",
+            "paceline_decode_tok_s_predicted_together{model=\"a\",answers=\"4\"} 30\n",
+            "paceline_decode_tok_s_predicted_together{model=\"b\",answers=\"8\"} 400\n",
+            "paceline_decode_tok_s_predicted_together{model=\"a\",answers=\"16\"} NaN\n",
+            "paceline_decode_tok_s_measured{model=\"a\"} 7\n",
+        );
+        let several = Predicted::read(text, "a");
+        let said = [1, 2, 3, 4, 9].map(|n| several.tok_s(n).unwrap());
+        assert_eq!(said, [10.0, 18.0, 24.0, 30.0, 30.0]);
+        assert_eq!(several.tok_s(0), None);
+        assert_eq!(Predicted::read("<html>", "a"), Predicted::default());
+        assert_eq!(Predicted::default().tok_s(1), None);
     }
 
     #[test]

@@ -27,7 +27,7 @@ use client::{Client, Outcome};
 use jobs::Job;
 
 pub(crate) use client::parse;
-pub use client::{Server, trust};
+pub use client::{Predicted, Server, trust};
 pub use jobs::{Lengths, Span};
 pub use report::{Goals, Report, Times};
 
