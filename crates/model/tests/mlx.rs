@@ -647,6 +647,23 @@ fn what_the_owner_should_know_is_told() {
 }
 
 #[test]
+fn ranks_that_share_experts_alone_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    Tiny::new(Family::Qwen3Moe, BlockType::Q8_0).write(&path);
+    let source = Arc::new(Source::open(&path).unwrap());
+    let config = Config::read(&source).unwrap();
+    let split = Split::plan(&config, "experts".parse().unwrap(), 2, &[]).unwrap();
+    for class in [KernelClass::Mlx, KernelClass::MlxF32] {
+        let nowhere = options(Path::new("/none"), class);
+        let source = Arc::clone(&source);
+        let model = MlxModel::load(source, &split, Rank(1), nowhere, kernels(), |_, _| {});
+        let error = model.unwrap_err().to_string();
+        assert!(error.contains("ranks share the experts alone"), "{error}");
+    }
+}
+
+#[test]
 fn class_mlx_exact_is_refused_by_name_where_layers_differ() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
