@@ -226,6 +226,11 @@ impl Source {
         {
             return Ok(tensor);
         }
+        if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
+            && let Some(tensor) = joined_rows(file, family, layer, part)?
+        {
+            return Ok(tensor);
+        }
         let tensor = self.tensor(&self.name(family, role))?;
         let (Self::Gguf(_), Role::Layer(_, part)) = (self, role) else {
             return Ok(tensor);
@@ -624,6 +629,50 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
         }
         _ => Ok(None),
     }
+}
+
+/// The rows of queries, keys or values in a GGUF file that has all three behind each other in one
+/// matrix, by its numbers of heads; `None` for other families and weights.
+fn joined_rows(
+    file: &Gguf,
+    family: Family,
+    layer: usize,
+    part: Part,
+) -> Result<Option<Tensor>, Error> {
+    let place = [Part::Query, Part::Key, Part::Value]
+        .iter()
+        .position(|of| *of == part);
+    let Some(place) = place.filter(|_| family.joins_qkv()) else {
+        return Ok(None);
+    };
+    let mut tensor = file.tensor(&format!("blk.{layer}.attn_qkv.weight"))?;
+    let number = |key: &str| {
+        let key = format!("{}.attention.{key}", family.name());
+        let number = file.metadata().opt_u64(&key)?;
+        Ok::<_, Error>(number.map(|number| number as usize))
+    };
+    let heads = number("head_count")?.unwrap_or(0);
+    let kv_heads = number("head_count_kv")?.unwrap_or(heads);
+    let all = heads.saturating_add(kv_heads.saturating_mul(2));
+    let rows = tensor.shape.first().copied().unwrap_or(0);
+    let dim = rows.checked_div(all).unwrap_or(0);
+    if dim * all != rows || rows == 0 {
+        let mut expected = tensor.shape.clone();
+        if let Some(first) = expected.first_mut() {
+            *first = dim * all;
+        }
+        return Err(Error::Shape {
+            name: tensor.name,
+            got: tensor.shape,
+            expected,
+        });
+    }
+    let (first, own) = [(0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads)][place];
+    let bytes = tensor.bytes.len() / rows * dim;
+    let part = tensor.bytes.slice(first * bytes..(first + own) * bytes);
+    tensor.bytes = part.expect("rows of it");
+    tensor.shape[0] = own * dim;
+    Ok(Some(tensor))
 }
 
 /// The first or the second half of the rows of a matrix.

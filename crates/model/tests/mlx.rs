@@ -278,6 +278,7 @@ fn blocks_of_gguf_files_give_the_logits_of_naive() {
         (Family::GptOss, BlockType::MXFP4_SPLIT, 1e-4),
         (Family::Glm4Moe, BlockType::Q5_0, 1e-4),
         (Family::MiniMaxM2, BlockType::Q8_0, 1e-4),
+        (Family::Dbrx, BlockType::Q8_0, 1e-4),
         (Family::DeepSeek, BlockType::Q8_0, 1e-4),
         (Family::DeepSeek, BlockType::Q5_1, 1e-4), // keys and values expanded by one matrix
         (Family::Qwen3Next, BlockType::F32, 1e-4),

@@ -243,6 +243,7 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
         (Family::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
         (Family::GptOss, BlockType::MXFP4_SPLIT, KernelClass::Cpu),
+        (Family::Dbrx, BlockType::Q4_1, KernelClass::Cpu),
         (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
         (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
         (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),

@@ -216,6 +216,27 @@ impl<'a> Fields<'a> {
         Ok(count.is_some_and(|n| n > 0))
     }
 
+    /// Refuses folders of a family that is read from GGUF files alone.
+    pub(crate) fn refuse_folder(&self, family: Family) -> Result<(), Error> {
+        match self {
+            Self::Gguf { .. } => Ok(()),
+            Self::Hf(_) => Err(wrong_value(
+                "model_type",
+                family.name(),
+                "another: only GGUF files of this family are read",
+            )),
+        }
+    }
+
+    /// The limit of queries, keys and values, where there is one.
+    pub(crate) fn clamp_qkv(&self) -> Result<Option<f32>, Error> {
+        let limit = self.opt_float("attention.clamp_kqv", "clip_qkv")?;
+        match limit.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
+            None => Ok(limit),
+            Some(bad) => Err(wrong_value("attention.clamp_kqv", bad, "above 0")),
+        }
+    }
+
     /// Refuses windows that the family's early files name and its later ones do not have.
     pub(crate) fn refuse_window(&self) -> Result<(), Error> {
         match self.hf("sliding_window", "a number", Value::as_u64)? {

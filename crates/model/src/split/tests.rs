@@ -45,6 +45,7 @@ fn smollm2() -> Config {
         layers: vec![layer; 30],
         per_layer: 0,
         softcap: None,
+        clamp_qkv: None,
     }
 }
 

@@ -1,0 +1,40 @@
+//! DBRX: norms that remove the mean, queries, keys and values in one matrix and held within a limit,
+//! and a softmax router whose choice's weights then sum to 1. From GGUF files.
+//! Source: `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
+use crate::{Config, Error};
+
+const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 500_000.0);
+
+pub(super) const NAMES: FileNames = FileNames {
+    gguf_ffn_norm: "attn_output_norm", // before the feed-forward, whatever its name
+    ..FileNames::USUAL
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    fields.refuse_folder(Family::Dbrx)?;
+    let mut config = Config::base(Family::Dbrx, fields)?;
+    config.ropes = vec![fields.rope(&config, ROPE)?];
+    config.clamp_qkv = fields.clamp_qkv()?;
+    let experts = fields.experts("moe_num_experts", config.ffn, true)?;
+    config
+        .layers
+        .iter_mut()
+        .for_each(|layer| layer.experts = Some(experts));
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.clamp_qkv()?; //                      q, k, v in place
+    step.rotate(index)?; //                    q, k in place
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
+    feed_forward(step, w) //                   residual += experts(norm(residual))
+}
