@@ -322,7 +322,7 @@ impl Family {
     }
 
     /// Whether its GGUF files have queries, keys and values behind each other in one matrix.
-    pub(crate) const fn joins_qkv(self) -> bool {
+    pub const fn joins_qkv(self) -> bool {
         matches!(self, Self::Dbrx)
     }
 
