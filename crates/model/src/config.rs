@@ -462,7 +462,7 @@ impl Config {
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
-            norm_eps: fields.float(family.gguf_norm_eps(), "rms_norm_eps")?,
+            norm_eps: fields.norm_eps(family)?,
             norm_offset: 0.0,
             embedding_scale: 1.0,
             activation: family.activation(),

@@ -1,5 +1,6 @@
 //! Where a model comes from, and what its weights are called there.
 
+use std::ops::Range;
 use std::path::Path;
 
 use paceline_base::Bytes;
@@ -7,9 +8,10 @@ use paceline_formats::gguf::Gguf;
 use paceline_formats::hf::{HfFolder, Wanted};
 use paceline_formats::mlx::Quantised;
 use paceline_formats::tensor::Tensor;
+use serde_json::Value;
 
 use crate::Error;
-use crate::families::{Family, FileNames, Stacks};
+use crate::families::{Family, FileNames, Stacks, dbrx_stem};
 
 /// An opened model: a GGUF file (all its parts) or a Hugging Face folder.
 #[derive(Debug)]
@@ -185,6 +187,7 @@ impl Source {
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
+            Self::Hf(_) if family.joins_qkv() => dbrx_stem(role),
             Self::Hf(folder) => hf_stem(family.file_names(), prefix(folder), role),
         }
     }
@@ -226,8 +229,8 @@ impl Source {
         {
             return Ok(tensor);
         }
-        if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
-            && let Some(tensor) = joined_rows(file, family, layer, part)?
+        if family.joins_qkv()
+            && let Some(tensor) = self.joined(family, role)?
         {
             return Ok(tensor);
         }
@@ -260,6 +263,65 @@ impl Source {
             Self::Gguf(file) => file.has(&name),
             Self::Hf(folder) => folder.has(&name),
         }
+    }
+
+    /// A matrix of DBRX that lies in one with others: queries, keys and values behind each other,
+    /// and in folders the experts of a layer. `None` for other weights.
+    fn joined(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+        let Role::Layer(layer, part) = role else {
+            return Ok(None);
+        };
+        let place = match (self, part) {
+            (_, Part::Query) => 0,
+            (_, Part::Key) => 1,
+            (_, Part::Value) => 2,
+            (Self::Hf(folder), Part::ExpertGate(nth) | Part::ExpertUp(nth)) => {
+                let stack = folder.tensor(&self.stem(family, role))?;
+                return rows_among(stack, nth.of, nth.index..nth.index + 1).map(Some);
+            }
+            (Self::Hf(folder), Part::ExpertDown(Nth { index, of })) => {
+                let (first, step) = (0, 1);
+                let wanted = Wanted {
+                    index,
+                    of,
+                    first,
+                    step,
+                };
+                let stack = self.stem(family, role);
+                return Ok(Some(folder.stacked_rows(&stack, wanted)?));
+            }
+            _ => return Ok(None),
+        };
+        let name = match self {
+            Self::Gguf(_) => format!("blk.{layer}.attn_qkv.weight"),
+            Self::Hf(_) => self.name(family, role),
+        };
+        let [heads, kv_heads] = self.joined_heads(family)?;
+        let keys = heads.saturating_add(kv_heads);
+        let all = keys.saturating_add(kv_heads);
+        let own = [0..heads, heads..keys, keys..all][place].clone();
+        rows_among(self.tensor(&name)?, all, own).map(Some)
+    }
+
+    /// Query and KV heads of a family whose projections lie in one matrix, as the file says.
+    fn joined_heads(&self, family: Family) -> Result<[usize; 2], Error> {
+        let [heads, kv_heads] = match self {
+            Self::Gguf(file) => {
+                let number = |key: &str| {
+                    let key = format!("{}.attention.{key}", family.name());
+                    file.metadata().opt_u64(&key)
+                };
+                [number("head_count")?, number("head_count_kv")?]
+            }
+            Self::Hf(folder) => {
+                let config = folder.config();
+                let within = config.get("attn_config");
+                let kv_heads = within.and_then(|within| within.get("kv_n_heads"));
+                [config.get("n_heads"), kv_heads].map(|n| n.and_then(Value::as_u64))
+            }
+        };
+        let heads = heads.map_or(0, |n| n as usize);
+        Ok([heads, kv_heads.map_or(heads, |n| n as usize)])
     }
 
     /// The stack of a folder of gpt-oss that an expert's matrix is in, and where.
@@ -631,35 +693,14 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
     }
 }
 
-/// The rows of queries, keys or values in a GGUF file that has all three behind each other in one
-/// matrix, by its numbers of heads; `None` for other families and weights.
-fn joined_rows(
-    file: &Gguf,
-    family: Family,
-    layer: usize,
-    part: Part,
-) -> Result<Option<Tensor>, Error> {
-    let place = [Part::Query, Part::Key, Part::Value]
-        .iter()
-        .position(|of| *of == part);
-    let Some(place) = place.filter(|_| family.joins_qkv()) else {
-        return Ok(None);
-    };
-    let mut tensor = file.tensor(&format!("blk.{layer}.attn_qkv.weight"))?;
-    let number = |key: &str| {
-        let key = format!("{}.attention.{key}", family.name());
-        let number = file.metadata().opt_u64(&key)?;
-        Ok::<_, Error>(number.map(|number| number as usize))
-    };
-    let heads = number("head_count")?.unwrap_or(0);
-    let kv_heads = number("head_count_kv")?.unwrap_or(heads);
-    let all = heads.saturating_add(kv_heads.saturating_mul(2));
+/// The rows of the parts `own` of a matrix that has so many parts of as many rows behind each other.
+fn rows_among(mut tensor: Tensor, parts: usize, own: Range<usize>) -> Result<Tensor, Error> {
     let rows = tensor.shape.first().copied().unwrap_or(0);
-    let dim = rows.checked_div(all).unwrap_or(0);
-    if dim * all != rows || rows == 0 {
+    let each = rows.checked_div(parts).unwrap_or(0);
+    if rows == 0 || each * parts != rows || own.end > parts {
         let mut expected = tensor.shape.clone();
         if let Some(first) = expected.first_mut() {
-            *first = dim * all;
+            *first = (each * parts).max(parts);
         }
         return Err(Error::Shape {
             name: tensor.name,
@@ -667,12 +708,11 @@ fn joined_rows(
             expected,
         });
     }
-    let (first, own) = [(0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads)][place];
-    let bytes = tensor.bytes.len() / rows * dim;
-    let part = tensor.bytes.slice(first * bytes..(first + own) * bytes);
+    let bytes = tensor.bytes.len() / rows * each;
+    let part = tensor.bytes.slice(own.start * bytes..own.end * bytes);
     tensor.bytes = part.expect("rows of it");
-    tensor.shape[0] = own * dim;
-    Ok(Some(tensor))
+    tensor.shape[0] = own.len() * each;
+    Ok(tensor)
 }
 
 /// The first or the second half of the rows of a matrix.

@@ -1,13 +1,13 @@
 //! DBRX: norms that remove the mean, queries, keys and values in one matrix and held within a limit,
-//! and a softmax router whose choice's weights then sum to 1. From GGUF files.
+//! and a softmax router whose choice's weights then sum to 1.
 //! Source: `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
 
 use paceline_tensor::RopePairs;
 
 use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
-use crate::{Config, Error};
+use crate::{Config, Error, Part, Role};
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 500_000.0);
+const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "attn_output_norm", // before the feed-forward, whatever its name
@@ -15,16 +15,39 @@ pub(super) const NAMES: FileNames = FileNames {
 };
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    fields.refuse_folder(Family::Dbrx)?;
     let mut config = Config::base(Family::Dbrx, fields)?;
     config.ropes = vec![fields.rope(&config, ROPE)?];
     config.clamp_qkv = fields.clamp_qkv()?;
-    let experts = fields.experts("moe_num_experts", config.ffn, true)?;
+    let normalised = fields.dbrx_normalises()?;
+    let experts = fields.experts("moe_num_experts", config.ffn, normalised)?;
     config
         .layers
         .iter_mut()
         .for_each(|layer| layer.experts = Some(experts));
     Ok(config)
+}
+
+/// Names in the Hugging Face layout; those of what a layer has not are of no tensor.
+pub(crate) fn hf_stem(role: Role) -> String {
+    let (layer, part) = match role {
+        Role::TokenEmbedding => return "transformer.wte".to_owned(),
+        Role::OutputNorm => return "transformer.norm_f".to_owned(),
+        Role::Output => return "lm_head".to_owned(),
+        Role::Layer(layer, part) => (layer, part),
+        other => return format!("transformer.{other:?}"),
+    };
+    let name = match part {
+        Part::AttentionNorm => "norm_attn_norm.norm_1",
+        Part::Query | Part::Key | Part::Value => "norm_attn_norm.attn.Wqkv",
+        Part::AttentionOutput => "norm_attn_norm.attn.out_proj",
+        Part::FfnNorm => "norm_attn_norm.norm_2",
+        Part::Router => "ffn.router.layer",
+        Part::ExpertGate(_) => "ffn.experts.mlp.w1",
+        Part::ExpertUp(_) => "ffn.experts.mlp.v1",
+        Part::ExpertDown(_) => "ffn.experts.mlp.w2",
+        other => return format!("transformer.blocks.{layer}.{other:?}"),
+    };
+    format!("transformer.blocks.{layer}.{name}")
 }
 
 /// One layer; shapes of one batch of T rows.

@@ -1,5 +1,6 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod dbrx;
 mod delta_net;
 mod experts;
 mod gemma4;
@@ -116,7 +117,9 @@ impl<'a> Fields<'a> {
                 key: self.key(gguf),
             }
             .into(),
-            Self::Hf(_) => Error::MissingField { field: hf },
+            Self::Hf(config) => Error::MissingField {
+                field: dbrx::place(config, hf).1,
+            },
         }
     }
 
@@ -216,24 +219,12 @@ impl<'a> Fields<'a> {
         Ok(count.is_some_and(|n| n > 0))
     }
 
-    /// Refuses folders of a family that is read from GGUF files alone.
-    pub(crate) fn refuse_folder(&self, family: Family) -> Result<(), Error> {
-        match self {
-            Self::Gguf { .. } => Ok(()),
-            Self::Hf(_) => Err(wrong_value(
-                "model_type",
-                family.name(),
-                "another: only GGUF files of this family are read",
-            )),
-        }
-    }
-
-    /// The limit of queries, keys and values, where there is one.
-    pub(crate) fn clamp_qkv(&self) -> Result<Option<f32>, Error> {
-        let limit = self.opt_float("attention.clamp_kqv", "clip_qkv")?;
-        match limit.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
-            None => Ok(limit),
-            Some(bad) => Err(wrong_value("attention.clamp_kqv", bad, "above 0")),
+    /// What is added to the mean square in norms.
+    pub(crate) fn norm_eps(&self, family: Family) -> Result<f32, Error> {
+        match (self, family) {
+            (Self::Hf(_), Family::Dbrx) => Ok(1e-5), // of torch's LayerNorm
+            (Self::Gguf { .. }, Family::Dbrx) => self.float("attention.layer_norm_epsilon", ""),
+            _ => self.float("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
         }
     }
 
@@ -391,7 +382,10 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<T>, Error> {
         match self {
             Self::Gguf { .. } => Ok(None),
-            Self::Hf(config) => field(config, name, expected, convert),
+            Self::Hf(config) => {
+                let (object, name) = dbrx::place(config, name);
+                field(object, name, expected, convert)
+            }
         }
     }
 }

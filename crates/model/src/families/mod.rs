@@ -20,6 +20,7 @@ mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
+pub(crate) use dbrx::hf_stem as dbrx_stem;
 pub(crate) use fields::{Fields, RopeKind};
 pub(crate) use names::{FileNames, Stacks};
 
@@ -313,15 +314,7 @@ impl Family {
         matches!(self, Self::Dbrx)
     }
 
-    /// What is added to the mean square in norms, in GGUF files.
-    pub(crate) const fn gguf_norm_eps(self) -> &'static str {
-        match self {
-            Self::Dbrx => "attention.layer_norm_epsilon",
-            _ => "attention.layer_norm_rms_epsilon",
-        }
-    }
-
-    /// Whether its GGUF files have queries, keys and values behind each other in one matrix.
+    /// Whether files have queries, keys and values behind each other in one matrix.
     pub const fn joins_qkv(self) -> bool {
         matches!(self, Self::Dbrx)
     }
