@@ -133,7 +133,10 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<usize>, Error> {
         let (field, number) = match self {
             Self::Gguf { metadata, .. } => (gguf, metadata.opt_u64(&self.key(gguf))?),
-            Self::Hf(_) => (hf, self.hf(hf, "a non-negative integer", Value::as_u64)?),
+            Self::Hf(config) => {
+                let number = self.hf(hf, "a non-negative integer", Value::as_u64)?;
+                (dbrx::place(config, hf).1, number)
+            }
         };
         let Some(number) = number else {
             return Ok(None);

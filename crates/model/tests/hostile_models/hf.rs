@@ -340,8 +340,12 @@ fn numbers_of_dbrx_that_lie_are_refused() {
     attention("kv_n_heads", json!(4), "Wqkv.weight: shape [128,");
     attention("clip_qkv", json!(0), "limit of queries and keys is 0");
     let experts = |field, value, expected| within("ffn_config", field, value, expected);
-    experts("moe_num_experts", json!(5), "router.layer.weight: shape [6,");
-    experts("moe_top_k", json!(7), "is 7");
+    experts(
+        "moe_num_experts",
+        json!(5),
+        "router.layer.weight: shape [6,",
+    );
+    experts("moe_top_k", json!(7), "moe_top_k is 7");
     experts("ffn_hidden_size", json!(16), "mlp.w1: shape [32,");
     experts("ffn_act_fn", json!({"name": "gelu"}), "ffn_act_fn is gelu");
     let normalise = "moe_normalize_expert_weights";
