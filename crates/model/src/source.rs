@@ -693,7 +693,7 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
     }
 }
 
-/// The rows of the parts `own` of a matrix that has so many parts of as many rows behind each other.
+/// The rows of the parts `own` of a matrix that consists of `parts` of as many rows each.
 fn rows_among(mut tensor: Tensor, parts: usize, own: Range<usize>) -> Result<Tensor, Error> {
     let rows = tensor.shape.first().copied().unwrap_or(0);
     let each = rows.checked_div(parts).unwrap_or(0);

@@ -1,5 +1,5 @@
-//! DBRX: norms that remove the mean, queries, keys and values in one matrix and held within a limit,
-//! and a softmax router whose choice's weights then sum to 1.
+//! DBRX: norms that take the mean away; queries, keys and values in one matrix, held within a
+//! limit; a softmax router, whose choice's weights then sum to 1.
 //! Source: `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
 
 use paceline_tensor::RopePairs;
