@@ -48,6 +48,7 @@ const fn of_split(error: &split::Error) -> &'static str {
         split::Error::Stages { .. } => {
             "take fewer --nodes, or have them share layers with --split auto"
         }
+        split::Error::NoExperts { .. } => "take --split tensor or pipeline",
         split::Error::NothingLeft { .. } => {
             "take fewer --nodes, --shares that differ less, or --split pipeline"
         }
