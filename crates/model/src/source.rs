@@ -187,7 +187,17 @@ impl Source {
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
-            Self::Hf(_) if family.joins_qkv() => dbrx_stem(role),
+            Self::Hf(folder) if family.joins_qkv() => {
+                let stem = dbrx_stem(role);
+                let expert = match role {
+                    Role::Layer(_, part) => part.expert(),
+                    _ => None,
+                };
+                // MLX keeps experts apart.
+                let apart = expert.map(|nth| stem.replace(".mlp.", &format!(".{}.", nth.index)));
+                let apart = apart.filter(|apart| folder.has(&format!("{apart}.weight")));
+                apart.unwrap_or(stem)
+            }
             Self::Hf(folder) => hf_stem(family.file_names(), prefix(folder), role),
         }
     }
@@ -266,41 +276,58 @@ impl Source {
     }
 
     /// A matrix of DBRX that lies in one with others: queries, keys and values behind each other,
-    /// and in folders the experts of a layer. `None` for other weights.
+    /// and in folders that MLX did not write the experts of a layer. `None` for other weights.
     fn joined(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
-        let Role::Layer(layer, part) = role else {
+        if let Some((parts, own)) = self.joined_parts(family, role)? {
+            let name = match (self, role) {
+                (Self::Gguf(_), Role::Layer(layer, _)) => format!("blk.{layer}.attn_qkv.weight"),
+                _ => self.name(family, role),
+            };
+            return rows_among(self.tensor(&name)?, parts, own).map(Some);
+        }
+        let (Self::Hf(folder), Role::Layer(_, part)) = (self, role) else {
             return Ok(None);
         };
-        let place = match (self, part) {
-            (_, Part::Query) => 0,
-            (_, Part::Key) => 1,
-            (_, Part::Value) => 2,
-            (Self::Hf(folder), Part::ExpertGate(nth) | Part::ExpertUp(nth)) => {
-                let stack = folder.tensor(&self.stem(family, role))?;
-                return rows_among(stack, nth.of, nth.index..nth.index + 1).map(Some);
-            }
-            (Self::Hf(folder), Part::ExpertDown(Nth { index, of })) => {
-                let (first, step) = (0, 1);
-                let wanted = Wanted {
-                    index,
-                    of,
-                    first,
-                    step,
-                };
-                let stack = self.stem(family, role);
-                return Ok(Some(folder.stacked_rows(&stack, wanted)?));
-            }
+        let stack = self.stem(family, role);
+        let Some(nth) = part.expert().filter(|_| stack.contains(".mlp.")) else {
+            return Ok(None);
+        };
+        if let Part::ExpertDown(_) = part {
+            let Nth { index, of } = nth;
+            let (first, step) = (0, 1);
+            let wanted = Wanted {
+                index,
+                of,
+                first,
+                step,
+            };
+            return Ok(Some(folder.stacked_rows(&stack, wanted)?));
+        }
+        let own = nth.index..nth.index + 1;
+        rows_among(folder.tensor(&stack)?, nth.of, own).map(Some)
+    }
+
+    /// Of a matrix that has queries, keys and values behind each other: how many heads these are,
+    /// and which of them `role` is. `None` for other weights and families.
+    fn joined_parts(
+        &self,
+        family: Family,
+        role: Role,
+    ) -> Result<Option<(usize, Range<usize>)>, Error> {
+        let place = match role {
+            Role::Layer(_, Part::Query) => 0,
+            Role::Layer(_, Part::Key) => 1,
+            Role::Layer(_, Part::Value) => 2,
             _ => return Ok(None),
         };
-        let name = match self {
-            Self::Gguf(_) => format!("blk.{layer}.attn_qkv.weight"),
-            Self::Hf(_) => self.name(family, role),
-        };
+        if !family.joins_qkv() {
+            return Ok(None);
+        }
         let [heads, kv_heads] = self.joined_heads(family)?;
         let keys = heads.saturating_add(kv_heads);
         let all = keys.saturating_add(kv_heads);
         let own = [0..heads, heads..keys, keys..all][place].clone();
-        rows_among(self.tensor(&name)?, all, own).map(Some)
+        Ok(Some((all, own)))
     }
 
     /// Query and KV heads of a family whose projections lie in one matrix, as the file says.
@@ -409,7 +436,15 @@ impl Source {
         }
         match self {
             Self::Gguf(_) => Ok(None),
-            Self::Hf(folder) => Ok(folder.quantised(&self.stem(family, role))?),
+            Self::Hf(folder) => {
+                let matrix = folder.quantised(&self.stem(family, role))?;
+                match (matrix, self.joined_parts(family, role)?) {
+                    (Some(matrix), Some((parts, own))) => {
+                        quantised_rows(&matrix, parts, own).map(Some)
+                    }
+                    (matrix, _) => Ok(matrix),
+                }
+            }
         }
     }
 
@@ -713,6 +748,19 @@ fn rows_among(mut tensor: Tensor, parts: usize, own: Range<usize>) -> Result<Ten
     tensor.bytes = part.expect("rows of it");
     tensor.shape[0] = own.len() * each;
     Ok(tensor)
+}
+
+/// As [`rows_among`], of a matrix that MLX quantised.
+fn quantised_rows(matrix: &Quantised, parts: usize, own: Range<usize>) -> Result<Quantised, Error> {
+    let each = matrix.rows.checked_div(parts).unwrap_or(0);
+    let rows = own.start * each..own.end * each;
+    let part = matrix.row_range(rows);
+    let part = part.filter(|_| each > 0 && each * parts == matrix.rows);
+    part.ok_or_else(|| Error::Shape {
+        name: matrix.name.clone(),
+        got: vec![matrix.rows, matrix.cols],
+        expected: vec![(each * parts).max(parts), matrix.cols],
+    })
 }
 
 /// The first or the second half of the rows of a matrix.
