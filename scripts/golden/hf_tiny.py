@@ -111,6 +111,13 @@ MINIMAX_M2 = {
     "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
     "shared_intermediate_size": 0, "attn_type_list": [1, 1], "tie_word_embeddings": False,
 }
+DBRX = {
+    "architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "d_model": 64, "n_heads": 4,
+    "n_layers": 2, "max_seq_len": 256, "tie_word_embeddings": False,
+    "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500000.0},
+    "ffn_config": {"ffn_act_fn": {"name": "silu"}, "ffn_hidden_size": 32, "moe_num_experts": 6,
+                   "moe_top_k": 3, "moe_normalize_expert_weights": 1.0},
+}
 LATENT = {
     "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32,
@@ -334,6 +341,13 @@ MODELS |= {
                 "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
                 "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}}, torch.bfloat16, 1),
 }
+MODELS |= {
+    # Norms without the mean; a limit that cuts; queries, keys and values in one matrix, and the
+    # experts of a layer in three. The base is where transformers looks for it, too.
+    "dbrx-bf16": (DBRX | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -390,7 +404,7 @@ def draw(model, rng):
             values = 0.5 * values - 4.0  # states that outlast a chunk
         elif "conv1d" in name or name.endswith("A_log"):
             values *= 0.5
-        elif "norm" in name:
+        elif "norm" in name.replace("norm_attn_norm", ""):
             # Gemma 3 and delta nets store the weight less one.
             is_last = name == "model.norm.weight"
             less_one = gemma and (not gemma4 or is_last) or delta and "linear_attn" not in name
@@ -404,7 +418,7 @@ def draw(model, rng):
             pass  # among the scores
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             values = 0.2 * values + (0.9 if name.endswith("layer_scalar") else 1.5)
-        elif "embed" in name or "lm_head" in name:
+        elif "embed" in name or "lm_head" in name or "wte" in name:
             # Gemma multiplies by sqrt(width) and adds normed outputs: larger rows would drown
             # the layers.
             values *= 0.12 if gemma else 0.35
@@ -437,7 +451,8 @@ def write_folder(folder, config, dtype, shards, seed):
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
     elif "text_config" in config:
         state = {n.replace("model.", TEXT_PART, 1): w for n, w in state.items()}
-    elif config["model_type"] not in ("gpt_oss", "mistral4", "gemma4_text"):  # joined there too
+    elif config["model_type"] not in ("gpt_oss", "mistral4", "gemma4_text", "dbrx"):
+        # Experts of the others are joined on the hub too.
         mixtral = config["model_type"] in ("mixtral", "minimax_m2")
         parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
         state = dict(part for named in parts for part in named)
@@ -644,12 +659,15 @@ def choose_prompt(model, folder, seed):
 def trace(model, prompt):
     """Logits and hidden states of every position: see the head of this file for the names."""
     stream = []
+    is_dbrx = model.config.model_type == "dbrx"
+    layers = model.transformer.blocks if is_dbrx else model.model.layers
+    norm = model.transformer.norm_f if is_dbrx else model.model.norm
     hooks = [layer.register_forward_hook(
         lambda _, args, out: stream.append(out[0] if isinstance(out, tuple) else out))
-        for layer in model.model.layers]
-    hooks.append(model.model.layers[0].register_forward_pre_hook(
+        for layer in layers]
+    hooks.append(layers[0].register_forward_pre_hook(
         lambda _, args: stream.append(args[0])))
-    hooks.append(model.model.norm.register_forward_hook(
+    hooks.append(norm.register_forward_hook(
         lambda _, args, out: stream.append(out)))
     logits = model(torch.tensor([prompt]), use_cache=False).logits
     for hook in hooks:

@@ -63,6 +63,12 @@ def minimax_m2(w, i):
     w.put(f"blk.{i}.exp_probs_b.bias", (EXPERTS,), 0.5)
 
 
+def dbrx(w, i):
+    """The norm before the experts has an unusual name."""
+    w.norm(f"blk.{i}.attn_output_norm", WIDTH)
+    w.experts(i)
+
+
 LATENT, TURNED, PLAIN, VALUE, COMPRESSED = 32, 16, 32, 32, 32
 
 
@@ -272,6 +278,11 @@ MODELS = {
     "qwen3next-old": ("qwen3next", DELTA_NET, qwen3next_old),
     "qwen35": ("qwen35", DELTA_NET | SECTIONS | DENSE, qwen35),
     "qwen35moe": ("qwen35moe", DELTA_NET | SECTIONS, qwen35moe),
+    # Queries are as wide as the residual, which llama.cpp takes for granted; a limit that cuts.
+    "dbrx": ("dbrx", {
+        "attention.head_count": WIDTH // HEAD, "attention.head_count_kv": 1,
+        "attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 1.5,
+        "rope.freq_base": 500000.0, "feed_forward_length": EXPERT_FFN}, dbrx),
 }
 
 
@@ -331,14 +342,14 @@ def write(path, name, seed):
     if name in GEMMA4_KINDS:
         gemma4_file(weights, GEMMA4_KINDS[name])
     else:
-        plain_file(weights, layer)
+        plain_file(weights, keys, layer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def plain_file(weights, layer):
+def plain_file(weights, keys, layer):
     """The plain set, and what each layer has besides."""
     weights.put("token_embd.weight", (VOCABULARY, WIDTH), 0.5)
     weights.norm("output_norm", WIDTH)
@@ -348,7 +359,10 @@ def plain_file(weights, layer):
         if "ssm.state_size" in keys:  # layers of two kinds
             layer(weights, i)
             continue
-        if "attention.kv_lora_rank" not in keys:
+        if "attention.clamp_kqv" in keys:  # behind each other
+            weights.matrix(f"blk.{i}.attn_qkv", WIDTH + 2 * HEAD, WIDTH)
+            weights.matrix(f"blk.{i}.attn_output", WIDTH, WIDTH)
+        elif "attention.kv_lora_rank" not in keys:
             weights.matrix(f"blk.{i}.attn_q", Q, WIDTH)
             weights.matrix(f"blk.{i}.attn_k", KV, WIDTH)
             weights.matrix(f"blk.{i}.attn_v", KV, WIDTH)

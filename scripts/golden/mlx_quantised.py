@@ -52,6 +52,8 @@ MODELS = {
         "quant_predicate": lambda path, module: "router" not in path}),
     # Latent attention: both halves of the expansion apart, all heads of a layer in one matrix.
     "deepseek-v3-4bit": ("deepseek-v3-bf16", {"q_bits": 4, "q_group_size": 32}),
+    # Queries, keys and values in one matrix; experts apart.
+    "dbrx-4bit": ("dbrx-bf16", {"q_bits": 4, "q_group_size": 32}),
 }
 
 

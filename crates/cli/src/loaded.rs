@@ -40,7 +40,7 @@ pub(crate) struct SplitArgs {
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) nodes: u32,
     /// How the model is cut: auto, tensor (all nodes share every layer), pipeline (each has layers
-    /// of its own), or TENSORxPIPELINE such as 2x2
+    /// of its own), experts (all share the experts alone), or TENSORxPIPELINE such as 2x2
     #[arg(long, value_name = "SPLIT", default_value_t)]
     pub(crate) split: SplitKind,
     /// How much each node gets, relative to the others, such as 3,1 [default: the same]

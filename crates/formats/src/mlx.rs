@@ -261,6 +261,26 @@ impl Checks<'_> {
 }
 
 impl Quantised {
+    /// The rows `rows` of it, of which nothing is copied; `None` where it has not as many.
+    pub fn row_range(&self, rows: Range<usize>) -> Option<Self> {
+        let of = |bytes: &MappedBytes| {
+            let row = bytes.len() / self.rows;
+            bytes.slice(rows.start * row..rows.end * row)
+        };
+        let biases = match &self.biases {
+            Some(biases) => Some(of(biases)?),
+            None => None,
+        };
+        Some(Self {
+            name: self.name.clone(),
+            rows: rows.len(),
+            weight: of(&self.weight)?,
+            scales: of(&self.scales)?,
+            biases,
+            ..*self
+        })
+    }
+
     /// Checks the parts of the matrix `name` against `scheme` and each other.
     pub(crate) fn new(
         name: &str,

@@ -376,7 +376,7 @@ pub struct Config {
     pub vocab: usize,
     /// Positions that the model was trained for.
     pub context: usize,
-    /// Added to the mean square in norms.
+    /// Added to the mean square in norms, or to the variance where these take the mean away.
     pub norm_eps: f32,
     /// Added to every norm weight: 1 for gemma in the Hugging Face layout, otherwise 0.
     pub norm_offset: f32,
@@ -397,6 +397,8 @@ pub struct Config {
     pub per_layer: usize,
     /// Soft cap of the logits: `cap * tanh(z / cap)`; `None` for no cap.
     pub softcap: Option<f32>,
+    /// Queries, keys and values lie within this of 0 before they are rotated; `None` for no limit.
+    pub clamp_qkv: Option<f32>,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
@@ -460,7 +462,7 @@ impl Config {
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
-            norm_eps: fields.float("attention.layer_norm_rms_epsilon", "rms_norm_eps")?,
+            norm_eps: fields.norm_eps(family)?,
             norm_offset: 0.0,
             embedding_scale: 1.0,
             activation: family.activation(),
@@ -470,6 +472,7 @@ impl Config {
             layers: Vec::new(),
             per_layer: 0,
             softcap: None,
+            clamp_qkv: None,
         };
         config.layers = vec![config.usual_layer(); n_layers];
         for (i, layer) in config.layers.iter_mut().enumerate() {

@@ -106,6 +106,12 @@ pub enum Error {
         /// The engine that was asked.
         engine: &'static str,
     },
+    /// The engine has no split in which ranks share the experts alone.
+    #[error("engine {engine} does not compute stages whose ranks share the experts alone")]
+    ExpertSplit {
+        /// The engine that was asked.
+        engine: &'static str,
+    },
     /// Matrices that are computed with together are stored in different forms.
     #[error("engine {engine} needs the experts or heads of a layer in one storage type")]
     MixedForms {

@@ -55,6 +55,6 @@ pub use paceline_mlx::Places as MlxPlaces;
 pub use progress::{Busy, Doing, Place, Progress};
 pub use rope::Rope;
 pub use source::{Nth, Part, Role, Source};
-pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind};
+pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};
 pub use uses::ExpertUses;

@@ -1,5 +1,6 @@
 //! Where a model comes from, and what its weights are called there.
 
+use std::ops::Range;
 use std::path::Path;
 
 use paceline_base::Bytes;
@@ -7,9 +8,10 @@ use paceline_formats::gguf::Gguf;
 use paceline_formats::hf::{HfFolder, Wanted};
 use paceline_formats::mlx::Quantised;
 use paceline_formats::tensor::Tensor;
+use serde_json::Value;
 
 use crate::Error;
-use crate::families::{Family, FileNames, Stacks};
+use crate::families::{Family, FileNames, Stacks, dbrx_stem};
 
 /// An opened model: a GGUF file (all its parts) or a Hugging Face folder.
 #[derive(Debug)]
@@ -185,6 +187,17 @@ impl Source {
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
+            Self::Hf(folder) if family.joins_qkv() => {
+                let stem = dbrx_stem(role);
+                let expert = match role {
+                    Role::Layer(_, part) => part.expert(),
+                    _ => None,
+                };
+                // MLX keeps experts apart.
+                let apart = expert.map(|nth| stem.replace(".mlp.", &format!(".{}.", nth.index)));
+                let apart = apart.filter(|apart| folder.has(&format!("{apart}.weight")));
+                apart.unwrap_or(stem)
+            }
             Self::Hf(folder) => hf_stem(family.file_names(), prefix(folder), role),
         }
     }
@@ -226,6 +239,11 @@ impl Source {
         {
             return Ok(tensor);
         }
+        if family.joins_qkv()
+            && let Some(tensor) = self.joined(family, role)?
+        {
+            return Ok(tensor);
+        }
         let tensor = self.tensor(&self.name(family, role))?;
         let (Self::Gguf(_), Role::Layer(_, part)) = (self, role) else {
             return Ok(tensor);
@@ -255,6 +273,82 @@ impl Source {
             Self::Gguf(file) => file.has(&name),
             Self::Hf(folder) => folder.has(&name),
         }
+    }
+
+    /// A matrix of DBRX that lies in one with others: queries, keys and values behind each other,
+    /// and in folders that MLX did not write the experts of a layer. `None` for other weights.
+    fn joined(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+        if let Some((parts, own)) = self.joined_parts(family, role)? {
+            let name = match (self, role) {
+                (Self::Gguf(_), Role::Layer(layer, _)) => format!("blk.{layer}.attn_qkv.weight"),
+                _ => self.name(family, role),
+            };
+            return rows_among(self.tensor(&name)?, parts, own).map(Some);
+        }
+        let (Self::Hf(folder), Role::Layer(_, part)) = (self, role) else {
+            return Ok(None);
+        };
+        let stack = self.stem(family, role);
+        let Some(nth) = part.expert().filter(|_| stack.contains(".mlp.")) else {
+            return Ok(None);
+        };
+        if let Part::ExpertDown(_) = part {
+            let Nth { index, of } = nth;
+            let (first, step) = (0, 1);
+            let wanted = Wanted {
+                index,
+                of,
+                first,
+                step,
+            };
+            return Ok(Some(folder.stacked_rows(&stack, wanted)?));
+        }
+        let own = nth.index..nth.index + 1;
+        rows_among(folder.tensor(&stack)?, nth.of, own).map(Some)
+    }
+
+    /// Of a matrix that has queries, keys and values behind each other: how many heads these are,
+    /// and which of them `role` is. `None` for other weights and families.
+    fn joined_parts(
+        &self,
+        family: Family,
+        role: Role,
+    ) -> Result<Option<(usize, Range<usize>)>, Error> {
+        let place = match role {
+            Role::Layer(_, Part::Query) => 0,
+            Role::Layer(_, Part::Key) => 1,
+            Role::Layer(_, Part::Value) => 2,
+            _ => return Ok(None),
+        };
+        if !family.joins_qkv() {
+            return Ok(None);
+        }
+        let [heads, kv_heads] = self.joined_heads(family)?;
+        let keys = heads.saturating_add(kv_heads);
+        let all = keys.saturating_add(kv_heads);
+        let own = [0..heads, heads..keys, keys..all][place].clone();
+        Ok(Some((all, own)))
+    }
+
+    /// Query and KV heads of a family whose projections lie in one matrix, as the file says.
+    fn joined_heads(&self, family: Family) -> Result<[usize; 2], Error> {
+        let [heads, kv_heads] = match self {
+            Self::Gguf(file) => {
+                let number = |key: &str| {
+                    let key = format!("{}.attention.{key}", family.name());
+                    file.metadata().opt_u64(&key)
+                };
+                [number("head_count")?, number("head_count_kv")?]
+            }
+            Self::Hf(folder) => {
+                let config = folder.config();
+                let within = config.get("attn_config");
+                let kv_heads = within.and_then(|within| within.get("kv_n_heads"));
+                [config.get("n_heads"), kv_heads].map(|n| n.and_then(Value::as_u64))
+            }
+        };
+        let heads = heads.map_or(0, |n| n as usize);
+        Ok([heads, kv_heads.map_or(heads, |n| n as usize)])
     }
 
     /// The stack of a folder of gpt-oss that an expert's matrix is in, and where.
@@ -342,7 +436,15 @@ impl Source {
         }
         match self {
             Self::Gguf(_) => Ok(None),
-            Self::Hf(folder) => Ok(folder.quantised(&self.stem(family, role))?),
+            Self::Hf(folder) => {
+                let matrix = folder.quantised(&self.stem(family, role))?;
+                match (matrix, self.joined_parts(family, role)?) {
+                    (Some(matrix), Some((parts, own))) => {
+                        quantised_rows(&matrix, parts, own).map(Some)
+                    }
+                    (matrix, _) => Ok(matrix),
+                }
+            }
         }
     }
 
@@ -624,6 +726,41 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
         }
         _ => Ok(None),
     }
+}
+
+/// The rows of the parts `own` of a matrix that consists of `parts` of as many rows each.
+fn rows_among(mut tensor: Tensor, parts: usize, own: Range<usize>) -> Result<Tensor, Error> {
+    let rows = tensor.shape.first().copied().unwrap_or(0);
+    let each = rows.checked_div(parts).unwrap_or(0);
+    if rows == 0 || each * parts != rows || own.end > parts {
+        let mut expected = tensor.shape.clone();
+        if let Some(first) = expected.first_mut() {
+            *first = (each * parts).max(parts);
+        }
+        return Err(Error::Shape {
+            name: tensor.name,
+            got: tensor.shape,
+            expected,
+        });
+    }
+    let bytes = tensor.bytes.len() / rows * each;
+    let part = tensor.bytes.slice(own.start * bytes..own.end * bytes);
+    tensor.bytes = part.expect("rows of it");
+    tensor.shape[0] = own.len() * each;
+    Ok(tensor)
+}
+
+/// As [`rows_among`], of a matrix that MLX quantised.
+fn quantised_rows(matrix: &Quantised, parts: usize, own: Range<usize>) -> Result<Quantised, Error> {
+    let each = matrix.rows.checked_div(parts).unwrap_or(0);
+    let rows = own.start * each..own.end * each;
+    let part = matrix.row_range(rows);
+    let part = part.filter(|_| each > 0 && each * parts == matrix.rows);
+    part.ok_or_else(|| Error::Shape {
+        name: matrix.name.clone(),
+        got: vec![matrix.rows, matrix.cols],
+        expected: vec![(each * parts).max(parts), matrix.cols],
+    })
 }
 
 /// The first or the second half of the rows of a matrix.

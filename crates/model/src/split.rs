@@ -24,6 +24,10 @@
 //! most 3 ranks, of which 2 would carry 6 and 3 query heads. Replication costs one head's keys
 //! and values (computed and cached twice) for each such cut and balances to one query head.
 //!
+//! **Attention can be repeated** on all ranks of a stage, which then share the experts alone
+//! ([`StageKind::Experts`]): one exchange a layer instead of two, and every rank computes and
+//! caches all heads.
+//!
 //! **Shares are rounded once**, where a split is made, at each cut, so no rank is off by more than
 //! a leaf. From then on the split has whole numbers of leaves: a worker that is sent one checks
 //! that they are those of its model, and rounds nothing.
@@ -66,6 +70,20 @@ pub enum SplitKind {
         /// Stages.
         pipeline: u32,
     },
+    /// All ranks share the experts, and the feed-forward of layers without; each has all heads.
+    Experts,
+}
+
+/// What the ranks of a stage share of its layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StageKind {
+    /// Heads and feed-forward: two exchanges a layer.
+    #[default]
+    Tensor,
+    /// Experts, or the feed-forward of a layer without; all have the attention: one exchange a
+    /// layer.
+    Experts,
 }
 
 impl fmt::Display for SplitKind {
@@ -75,6 +93,7 @@ impl fmt::Display for SplitKind {
             Self::Tensor => write!(f, "tensor"),
             Self::Pipeline => write!(f, "pipeline"),
             Self::Grid { tensor, pipeline } => write!(f, "{tensor}x{pipeline}"),
+            Self::Experts => write!(f, "experts"),
         }
     }
 }
@@ -88,6 +107,7 @@ impl FromStr for SplitKind {
             "auto" => return Ok(Self::Auto),
             "tensor" => return Ok(Self::Tensor),
             "pipeline" => return Ok(Self::Pipeline),
+            "experts" => return Ok(Self::Experts),
             _ => {}
         }
         let grid = text.split_once('x').and_then(|(tensor, pipeline)| {
@@ -107,8 +127,8 @@ impl FromStr for SplitKind {
 pub enum Error {
     /// The name of a split is not one.
     #[error(
-        "split is {got:?}, expected auto, tensor, pipeline or TENSORxPIPELINE (as 2x3), up to \
-         {MAX_RANKS} each"
+        "split is {got:?}, expected auto, tensor, pipeline, experts or TENSORxPIPELINE (as 2x3), \
+         up to {MAX_RANKS} each"
     )]
     Kind {
         /// What was given.
@@ -168,6 +188,12 @@ pub enum Error {
         /// Where the cut is.
         layer: usize,
     },
+    /// Ranks of a stage are to share the experts of layers that have none.
+    #[error("layers {layers:?} have no experts that ranks could share")]
+    NoExperts {
+        /// Of the stage.
+        layers: Range<usize>,
+    },
     /// A stage does not say which of its ranks has which leaves of a sum.
     #[error("a stage of {ranks} ranks does not deal {leaves} leaves to all of them")]
     Leaves {
@@ -205,6 +231,8 @@ pub struct Split {
 struct Stage {
     first_rank: u32,
     layers: Range<usize>,
+    #[serde(default)]
+    kind: StageKind,
     /// How much each rank was to get, relative to the others of the stage.
     shares: Vec<u32>,
     /// What each rank gets, for every number of leaves that the stage's layers have. None in a
@@ -256,27 +284,31 @@ impl Split {
         }
         let tensor = tensor_ranks(config, kind, ranks)?;
         let by_stage: Vec<&[u32]> = shares.chunks_exact(tensor as usize).collect();
-        let split = Self {
-            stages: stages(config, &by_stage)?,
-        };
+        let mut stages = stages(config, &by_stage)?;
+        if kind == SplitKind::Experts {
+            for stage in &mut stages {
+                stage.kind = StageKind::Experts;
+            }
+        }
+        let split = Self { stages };
         split.check(config)?;
         Ok(split)
     }
 
-    /// Cuts a model into stages, each of some layers and the shares of its ranks, as a planner's
-    /// placement has them.
+    /// Cuts a model into stages, each of a kind, some layers and the shares of its ranks, as a
+    /// planner's placement has them.
     ///
     /// # Errors
     /// As [`check`](Self::check).
     pub fn of_stages(
         config: &Config,
-        stages: impl IntoIterator<Item = (Range<usize>, Vec<u32>)>,
+        stages: impl IntoIterator<Item = (StageKind, Range<usize>, Vec<u32>)>,
     ) -> Result<Self, Error> {
         let mut first_rank: u32 = 0;
-        let stages = stages.into_iter().map(|(layers, shares)| {
+        let stages = stages.into_iter().map(|(kind, layers, shares)| {
             let stage = Stage::new(config, first_rank, layers, shares);
             first_rank = first_rank.saturating_add(stage.shares.len() as u32);
-            stage
+            Stage { kind, ..stage }
         });
         let split = Self {
             stages: stages.collect(),
@@ -291,12 +323,32 @@ impl Split {
         stages.map(|stage| (stage.layers.clone(), &*stage.shares))
     }
 
+    /// What the ranks of each stage share, in order.
+    pub fn kinds(&self) -> impl Iterator<Item = StageKind> {
+        self.stages.iter().map(|stage| stage.kind)
+    }
+
+    /// The kind that [`plan`](Self::plan) takes for splits like it, of other shares; `None` where
+    /// stages share experts behind one another.
+    pub fn kind(&self) -> Option<SplitKind> {
+        let shares_experts = self.kinds().any(|kind| kind == StageKind::Experts);
+        let grid = SplitKind::Grid {
+            tensor: self.tensor_ranks() as u32,
+            pipeline: self.stages.len() as u32,
+        };
+        match (shares_experts, self.stages.len()) {
+            (false, _) => Some(grid),
+            (true, 1) => Some(SplitKind::Experts),
+            (true, _) => None,
+        }
+    }
+
     /// Whether it is a split of `config`: every layer once, in order, ranks in order, and something
     /// for each rank to hold.
     ///
     /// # Errors
     /// [`Error::Ranks`], [`Error::Layers`], [`Error::ZeroShare`], [`Error::Shared`],
-    /// [`Error::Leaves`], [`Error::NothingLeft`].
+    /// [`Error::NoExperts`], [`Error::Leaves`], [`Error::NothingLeft`].
     pub fn check(&self, config: &Config) -> Result<(), Error> {
         self.check_stages(config.layers.len())?;
         let starts = self.stages.iter().map(|stage| stage.layers.start);
@@ -420,8 +472,12 @@ impl fmt::Display for Split {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.tensor_ranks(), self.stages.len()) {
             (1, 1) => write!(f, "none"),
+            (_, 1) if self.kind() == Some(SplitKind::Experts) => write!(f, "experts"),
             (_, 1) => write!(f, "tensor"),
             (1, _) => write!(f, "pipeline"),
+            (tensor, pipeline) if self.kind().is_none() => {
+                write!(f, "{tensor}x{pipeline} experts")
+            }
             (tensor, pipeline) => write!(f, "{tensor}x{pipeline}"),
         }
     }
@@ -438,6 +494,7 @@ impl Stage {
             dealt: leaf_counts(config, &layers).into_iter().map(deal).collect(),
             first_rank,
             layers,
+            kind: StageKind::Tensor,
             shares,
         }
     }
@@ -446,8 +503,15 @@ impl Stage {
         self.first_rank..self.first_rank + self.shares.len() as u32
     }
 
-    /// Whether all leaves of its layers are dealt to its ranks, each once and in order.
+    /// Whether all leaves of its layers are dealt to its ranks, each once and in order, and a layer
+    /// has experts where these are shared.
     fn check(&self, config: &Config) -> Result<(), Error> {
+        let own = config.layers.get(self.layers.clone()).unwrap_or_default();
+        let has_experts = own.iter().any(|layer| layer.experts.is_some());
+        if self.kind == StageKind::Experts && !has_experts {
+            let layers = self.layers.clone();
+            return Err(Error::NoExperts { layers });
+        }
         let ranks = self.shares.len();
         let is_dealt = |leaves: &usize| {
             let ends = self.ends(*leaves);
@@ -539,7 +603,7 @@ fn leaf_counts(config: &Config, layers: &Range<usize>) -> BTreeSet<usize> {
 /// Ranks of a stage.
 fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Error> {
     match kind {
-        SplitKind::Tensor => Ok(ranks),
+        SplitKind::Tensor | SplitKind::Experts => Ok(ranks),
         SplitKind::Pipeline => Ok(1),
         SplitKind::Grid { tensor, pipeline } if tensor * pipeline == ranks => Ok(tensor),
         SplitKind::Grid { tensor, pipeline } => Err(Error::Grid {
@@ -696,8 +760,16 @@ pub struct LeafCut {
 
 impl LeafCut {
     fn new(sum: Sum, stage: &Stage, index: usize) -> Self {
+        Self::over(sum, stage.leaves(sum.leaves()), index)
+    }
+
+    /// A sum that every rank has whole: no other takes part.
+    fn whole(sum: Sum) -> Self {
+        Self::over(sum, std::iter::once(0..sum.leaves()).collect(), 0)
+    }
+
+    fn over(sum: Sum, ranges: Vec<Range<usize>>, index: usize) -> Self {
         let (leaves, Sum { cols, leaf_cols }) = (sum.leaves(), sum);
-        let ranges = stage.leaves(leaves);
         let roots = ranges
             .iter()
             .map(|range| tree::roots(range.clone(), leaves));
@@ -772,9 +844,10 @@ pub struct LayerCut {
     pub heads: Range<usize>,
     /// KV heads that these need.
     pub kv_heads: Range<usize>,
-    /// The heads of each rank of the stage.
+    /// The heads of each rank of the stage; of this one alone where every rank has all.
     pub(crate) heads_by_rank: Vec<HeadsHeld>,
-    /// The sum of the attention's output projection.
+    /// The sum of the attention's output projection; over this rank alone where every rank has all
+    /// heads.
     pub attention: LeafCut,
     /// The sum of the down projection; of a layer with experts the sum over these, a leaf each.
     pub feed_forward: LeafCut,
@@ -784,15 +857,18 @@ pub struct LayerCut {
 
 impl LayerCut {
     fn new(config: &Config, layer: &LayerShape, stage: &Stage, index: usize) -> Self {
-        let attention = LeafCut::new(Sum::attention(layer), stage, index);
+        let attention = match stage.kind {
+            StageKind::Tensor => LeafCut::new(Sum::attention(layer), stage, index),
+            StageKind::Experts => LeafCut::whole(Sum::attention(layer)),
+        };
         let held = attention
             .columns_by_rank()
             .map(|columns| HeadsHeld::new(layer, &columns));
         let heads_by_rank: Vec<HeadsHeld> = held.collect();
         let dense = || LeafCut::new(Sum::dense(config, layer), stage, index);
         Self {
-            kv_heads: heads_by_rank[index].kv_heads.clone(),
-            heads: heads_by_rank[index].heads.clone(),
+            kv_heads: heads_by_rank[attention.index].kv_heads.clone(),
+            heads: heads_by_rank[attention.index].heads.clone(),
             heads_by_rank,
             attention,
             feed_forward: LeafCut::new(Sum::feed_forward(config, layer), stage, index),
@@ -800,9 +876,21 @@ impl LayerCut {
         }
     }
 
+    /// Whether its rank has nothing of the layer that others have not.
     fn is_empty(&self) -> bool {
         let beside = self.beside.as_ref().is_none_or(LeafCut::is_empty);
-        self.attention.is_empty() && self.feed_forward.is_empty() && beside
+        let attention = self.repeats_attention() || self.attention.is_empty();
+        attention && self.feed_forward.is_empty() && beside
+    }
+
+    /// Whether every rank of the stage, of several, has the whole attention.
+    pub(crate) const fn repeats_attention(&self) -> bool {
+        self.attention.ranges.len() < self.feed_forward.ranges.len()
+    }
+
+    /// The place of this rank's heads in `heads_by_rank`.
+    pub(crate) const fn heads_place(&self) -> usize {
+        self.attention.index
     }
 
     /// The sum of the down projection, of a layer that has a feed-forward.

@@ -476,11 +476,11 @@ impl<'m, 'b> Step<'m, 'b> {
             return Ok(0);
         }
         ws.head_x.resize(rows);
-        let (kernels, eps) = (model.kernels(), model.config().norm_eps);
+        let kernels = model.kernels();
         let (width, residual, wanted) = (norm.len(), &ws.residual, &ws.wanted);
         kernels.fill_rows(&mut ws.head_x, |i, out| {
             let t = wanted[i];
-            kernels.rms_norm(&residual[t * width..(t + 1) * width], norm, eps, out);
+            norm_row(model, &residual[t * width..(t + 1) * width], norm, out);
         });
         if ws.is_headless {
             return Ok(rows);
@@ -520,10 +520,10 @@ impl<'b> LayerStep for Step<'_, 'b> {
             Half::FeedForward => &w.ffn_norm,
             Half::Beside => &beside(w).before,
         };
-        let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
+        let model = self.model;
         let (width, residual) = (weight.len(), &self.ws.residual);
-        kernels.fill_rows(&mut self.ws.x, |t, out| {
-            kernels.rms_norm(&residual[t * width..(t + 1) * width], weight, eps, out);
+        model.kernels().fill_rows(&mut self.ws.x, |t, out| {
+            norm_row(model, &residual[t * width..(t + 1) * width], weight, out);
         });
         Ok(())
     }
@@ -549,6 +549,29 @@ impl<'b> LayerStep for Step<'_, 'b> {
         }
         if let Some(mixer) = ws.mixer.as_ref().filter(|_| shape.gated) {
             mixer.take_queries(shape.head_dim, rows, &w.query, &mut ws.q);
+        }
+        Ok(())
+    }
+
+    fn clamp_qkv(&mut self) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        let limit = self.model.config().clamp_qkv;
+        let Some(limit) = limit.filter(|_| !cut.heads.is_empty()) else {
+            return Ok(());
+        };
+        let (rows, kernels) = (self.rows, self.model.kernels());
+        let ws = &mut *self.ws;
+        for (values, n) in [
+            (&mut ws.q, cut.heads.len() * shape.head_dim),
+            (&mut ws.k, cut.kv_heads.len() * shape.head_dim),
+            (&mut ws.v, cut.kv_heads.len() * shape.value_dim),
+        ] {
+            let values = DisjointMut::new(&mut values[..rows * n], n);
+            kernels.for_rows(rows, |t| {
+                // SAFETY: each row is visited once.
+                let row = unsafe { values.part(t) };
+                row.iter_mut().for_each(|x| *x = x.clamp(-limit, limit));
+            });
         }
         Ok(())
     }
@@ -931,6 +954,21 @@ fn add_bias(out: &mut [f32], bias: Option<&[f32]>, rows: usize) {
         out.chunks_exact_mut(bias.len())
             .take(rows)
             .for_each(|row| vector::add_assign(row, bias));
+    }
+}
+
+/// The norm of a row of the residual, `(C,)`, as the family has it. Where it takes the mean away,
+/// that is a sum in f64 in the order of the row.
+fn norm_row(model: &Model, row: &[f32], weight: &[f32], out: &mut [f32]) {
+    let (kernels, eps) = (model.kernels(), model.config().norm_eps);
+    if model.config().family.centres_norms() {
+        let mean = row.iter().map(|x| f64::from(*x)).sum::<f64>() / row.len() as f64;
+        for (out, x) in out.iter_mut().zip(row) {
+            *out = (f64::from(*x) - mean) as f32;
+        }
+        kernels.rms_norm_in_place(out, weight, eps);
+    } else {
+        kernels.rms_norm(row, weight, eps, out);
     }
 }
 

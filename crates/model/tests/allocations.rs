@@ -102,6 +102,7 @@ fn a_decode_step_allocates_nothing() {
         Family::GptOss,
         Family::Glm4Moe,
         Family::MiniMaxM2,
+        Family::Dbrx,
         Family::DeepSeek,
         Family::Qwen35,
         Family::Qwen35Moe,

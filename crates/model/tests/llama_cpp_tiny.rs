@@ -96,6 +96,7 @@ fn families_agree_with_llama_cpp() {
         "gpt-oss",
         "glm4moe",
         "minimax-m2",
+        "dbrx",
         "deepseek2",
         "deepseek2-old",
         "mistral4",

@@ -278,6 +278,7 @@ fn blocks_of_gguf_files_give_the_logits_of_naive() {
         (Family::GptOss, BlockType::MXFP4_SPLIT, 1e-4),
         (Family::Glm4Moe, BlockType::Q5_0, 1e-4),
         (Family::MiniMaxM2, BlockType::Q8_0, 1e-4),
+        (Family::Dbrx, BlockType::Q8_0, 1e-4),
         (Family::DeepSeek, BlockType::Q8_0, 1e-4),
         (Family::DeepSeek, BlockType::Q5_1, 1e-4), // keys and values expanded by one matrix
         (Family::Qwen3Next, BlockType::F32, 1e-4),
@@ -643,6 +644,23 @@ fn what_the_owner_should_know_is_told() {
             (Some(note), Some(told)) => assert!(note.starts_with(told), "{note}"),
             (found, told) => assert_eq!(found.is_some(), told.is_some(), "{block_type}"),
         }
+    }
+}
+
+#[test]
+fn ranks_that_share_experts_alone_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    Tiny::new(Family::Qwen3Moe, BlockType::Q8_0).write(&path);
+    let source = Arc::new(Source::open(&path).unwrap());
+    let config = Config::read(&source).unwrap();
+    let split = Split::plan(&config, "experts".parse().unwrap(), 2, &[]).unwrap();
+    for class in [KernelClass::Mlx, KernelClass::MlxF32] {
+        let nowhere = options(Path::new("/none"), class);
+        let source = Arc::clone(&source);
+        let model = MlxModel::load(source, &split, Rank(1), nowhere, kernels(), |_, _| {});
+        let error = model.unwrap_err().to_string();
+        assert!(error.contains("ranks share the experts alone"), "{error}");
     }
 }
 

@@ -124,6 +124,7 @@ fn experts_follow_the_rule() {
         (Family::GptOss, BlockType::MXFP4_SPLIT),
         (Family::Glm4Moe, BlockType::Q8_0),
         (Family::MiniMaxM2, BlockType::Q4_0),
+        (Family::Dbrx, BlockType::Q5_0),
         (Family::DeepSeek, BlockType::Q4_1),
         (Family::DeepSeek, BlockType::BF16),
         (Family::Gemma4, BlockType::Q5_K),

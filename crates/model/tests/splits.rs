@@ -17,7 +17,7 @@ use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
-    Model, Source, Split, TopLogits, Workspace, split,
+    Model, Source, Split, StageKind, TopLogits, Workspace, split,
 };
 use paceline_tensor::{Kernels, PAGE};
 
@@ -205,6 +205,9 @@ const TINY_SPLITS: [(&str, u32, &[u32]); 10] = [
     ("auto", 3, &[]),
 ];
 
+/// Of models with seven experts.
+const EXPERT_SPLITS: [(&str, u32, &[u32]); 2] = [("experts", 2, &[]), ("experts", 3, &[1, 2, 1])];
+
 /// Every second split, the first ones where `at` is even; all of them in a long run.
 fn in_turns(at: usize) -> Vec<(&'static str, u32, &'static [u32])> {
     let all = TINY_SPLITS.into_iter().enumerate();
@@ -307,6 +310,7 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
         (Family::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
         (Family::GptOss, BlockType::MXFP4_SPLIT, KernelClass::Cpu),
+        (Family::Dbrx, BlockType::Q4_1, KernelClass::Cpu),
         (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
         (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
         (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
@@ -333,9 +337,42 @@ fn experts_give_the_bits_of_one_rank() {
             };
             let mut splits = in_turns(at);
             splits.push(("tensor", 8, &[]));
+            splits.push(EXPERT_SPLITS[at % 2]);
             case.check(&splits);
         }
     }
+}
+
+/// Where ranks share the experts alone, nothing is exchanged for the attention.
+#[test]
+fn ranks_that_share_experts_exchange_once_a_layer() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("experts.gguf");
+    let tiny = Tiny::new(Family::Qwen3Moe, BlockType::Q8_0);
+    tiny.write(&path);
+    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    let (rows, steps) = (70, [[70, 0]]);
+    let case = Case {
+        path: &path,
+        class: KernelClass::Cpu,
+        tokens: &tokens(tiny.vocab),
+        steps: &steps,
+        overlap: false,
+    };
+    let [tensor, experts] = ["tensor", "experts"].map(|kind| {
+        let split = Split::plan(&config, kind.parse().unwrap(), 2, &[]).unwrap();
+        case.split(&split)
+    });
+    assert_eq!(experts.logits, tensor.logits);
+    // Each rank sent the other a root, `(rows, width)` of f32, or more of them, for each layer.
+    let least = (2 * config.layers.len() * rows * config.width * 4) as u64;
+    let saved = tensor.sent.checked_sub(experts.sent);
+    assert!(
+        saved >= Some(least),
+        "{saved:?} of {least}: {} and {}",
+        tensor.sent,
+        experts.sent
+    );
 }
 
 /// Value heads are shared over the ranks of a stage, in either order; each has the key heads that
@@ -366,6 +403,9 @@ fn delta_nets_give_the_bits_of_one_rank() {
         };
         case.check(&TINY_SPLITS);
         case.check(&[("tensor", 8, &[]), ("tensor", 3, &[5, 1, 2])]);
+        if family != Family::Qwen35 {
+            case.check(&EXPERT_SPLITS);
+        }
     }
 }
 
@@ -411,6 +451,7 @@ fn layers_that_share_a_cache_are_not_cut() {
         }
     );
     let stages = [(0..1, vec![1]), (1..5, vec![1])];
+    let stages = stages.map(|(layers, shares)| (StageKind::Tensor, layers, shares));
     let error = Split::of_stages(&config, stages).unwrap_err();
     assert_eq!(error, split::Error::Shared { layer: 1 });
 }

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
-use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitKind};
+use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitKind, StageKind};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
     Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
@@ -505,6 +505,7 @@ fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
 
 /// The split as the planner writes it.
 fn pipeline(config: &Config, split: &Split) -> Pipeline {
+    let kinds: Vec<StageKind> = split.kinds().collect();
     let mut stages: Vec<Stage> = Vec::new();
     for rank in 0..split.ranks() {
         let shard = split.shard(config, Rank(rank));
@@ -518,7 +519,10 @@ fn pipeline(config: &Config, split: &Split) -> Pipeline {
             Some(stage) => stage.members.push(member),
             None => stages.push(Stage {
                 layers: shard.layers.start as u32..shard.layers.end as u32,
-                split: paceline_plan::Split::Tensor,
+                split: match kinds[shard.stage] {
+                    StageKind::Tensor => paceline_plan::Split::Tensor,
+                    StageKind::Experts => paceline_plan::Split::Expert,
+                },
                 members: vec![member],
             }),
         }

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use paceline_model::{Config, Split, SplitKind, split};
+use paceline_model::{Config, Split, SplitKind, StageKind, split};
 use paceline_plan::{Member, Pipeline, Placement, Split as Sharing, Stage};
 
 use crate::Error;
@@ -42,7 +42,11 @@ impl Cut {
     pub fn new(config: &Config, placement: Placement, tok_s: Option<f64>) -> Result<Self, Error> {
         let stages = executed(&placement)?.stages.iter().map(|stage| {
             let layers = stage.layers.start as usize..stage.layers.end as usize;
-            (layers, weights(&stage.members))
+            let kind = match stage.split {
+                Sharing::Expert => StageKind::Experts,
+                Sharing::Whole | Sharing::Tensor => StageKind::Tensor,
+            };
+            (kind, layers, weights(&stage.members))
         });
         let split = Split::of_stages(config, stages)?;
         Ok(Self {
@@ -65,8 +69,9 @@ pub fn asked(
 ) -> Result<Placement, split::Error> {
     let split = Split::plan(config, kind, nodes, shares)?;
     let mut first = 0;
-    let stages = split.each_stage().map(|(layers, shares)| {
-        let stage = stage(&layers, shares, first);
+    let stages = split.each_stage().zip(split.kinds());
+    let stages = stages.map(|((layers, shares), kind)| {
+        let stage = stage(kind, &layers, shares, first);
         first += shares.len();
         stage
     });
@@ -99,7 +104,7 @@ pub fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
 }
 
 /// A stage on nodes from `first` on.
-fn stage(layers: &Range<usize>, shares: &[u32], first: usize) -> Stage {
+fn stage(kind: StageKind, layers: &Range<usize>, shares: &[u32], first: usize) -> Stage {
     let all: f64 = shares.iter().copied().map(f64::from).sum();
     let member = |(node, share): (usize, &u32)| Member {
         node,
@@ -108,9 +113,10 @@ fn stage(layers: &Range<usize>, shares: &[u32], first: usize) -> Stage {
     };
     Stage {
         layers: layers.start as u32..layers.end as u32,
-        split: match shares.len() {
-            1 => Sharing::Whole,
-            _ => Sharing::Tensor,
+        split: match (shares.len(), kind) {
+            (1, _) => Sharing::Whole,
+            (_, StageKind::Tensor) => Sharing::Tensor,
+            (_, StageKind::Experts) => Sharing::Expert,
         },
         members: (first..).zip(shares).map(member).collect(),
     }
@@ -129,11 +135,7 @@ fn executed(placement: &Placement) -> Result<&Pipeline, Error> {
     if members().any(|member| member.streamed > 0) {
         return refuse("layers that are read from disk for every token");
     }
-    let deals_experts = |stage: &Stage| stage.split == Sharing::Expert;
-    match pipeline.stages.iter().any(deals_experts) {
-        true => refuse("a stage whose nodes share the experts alone"),
-        false => Ok(pipeline),
-    }
+    Ok(pipeline)
 }
 
 /// The shares of a stage as whole numbers: the least that are as exact as the shares themselves,
@@ -153,7 +155,7 @@ mod tests {
     use super::*;
 
     fn weights_of(shares: &[u32]) -> Vec<u32> {
-        weights(&stage(&(0..1), shares, 0).members)
+        weights(&stage(StageKind::Tensor, &(0..1), shares, 0).members)
     }
 
     #[test]
@@ -189,7 +191,10 @@ mod tests {
     #[test]
     fn what_no_instance_executes_is_refused() {
         let one = || Pipeline::group(4, Sharing::Tensor, &[0, 1]);
-        assert!(executed(&Placement::single(one())).is_ok());
+        for sharing in [Sharing::Tensor, Sharing::Expert] {
+            let pipeline = Pipeline::group(4, sharing, &[0, 1]);
+            assert!(executed(&Placement::single(pipeline)).is_ok());
+        }
         let streamed = || {
             let mut pipeline = Pipeline::even(4, &[0, 1]);
             pipeline.stages[1].members[0].streamed = 1;
@@ -202,10 +207,6 @@ mod tests {
                 "for prompts alone",
             ),
             (Placement::single(streamed()), "read from disk"),
-            (
-                Placement::single(Pipeline::group(4, Sharing::Expert, &[0, 1])),
-                "experts alone",
-            ),
         ] {
             let error = executed(&placement).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");

@@ -39,6 +39,10 @@ pub fn fuse(
 ) -> Result<PathBuf, Error> {
     let source = Source::open(model)?;
     let config = Config::read(&source)?;
+    if config.family.joins_qkv() {
+        let reason = "the model has queries, keys and values in one matrix";
+        return Err(Error::malformed(from, reason));
+    }
     let mut changed = Changed::new();
     for pair in adapter.pairs() {
         let (layer, part) = role_of(pair.matrix)

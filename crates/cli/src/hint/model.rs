@@ -48,6 +48,7 @@ const fn of_split(error: &split::Error) -> &'static str {
         split::Error::Stages { .. } => {
             "take fewer --nodes, or have them share layers with --split auto"
         }
+        split::Error::NoExperts { .. } => "take --split tensor or pipeline",
         split::Error::NothingLeft { .. } => {
             "take fewer --nodes, --shares that differ less, or --split pipeline"
         }
@@ -84,6 +85,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Class { .. } | Error::FamilyClass { .. } => {
             Some("--engine and --class have to fit each other")
         }
+        Error::ExpertSplit { .. } => Some("--split tensor shares experts and heads"),
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
         Error::Absent(_) => Some("`paceline models --nodes` shows which machine has what"),

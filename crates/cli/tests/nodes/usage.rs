@@ -50,10 +50,14 @@ const OPTIONS: [Wrong; 11] = [
 ];
 
 /// Wrong for a model of four layers and fewer than 64 heads.
-const SPLITS: [Wrong; 2] = [
+const SPLITS: [Wrong; 3] = [
     (
         &["--nodes", "5", "--split", "pipeline"],
         &["5 pipeline stages for 4 layers", "hint: ", "--nodes"],
+    ),
+    (
+        &["--nodes", "2", "--split", "experts"],
+        &["layers 0..4 have no experts", "hint: ", "--split tensor"],
     ),
     (
         &["--nodes", "64", "--split", "tensor"],

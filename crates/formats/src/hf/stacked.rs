@@ -7,6 +7,8 @@
 //! NAME          floats (experts, inputs, outputs)
 //! ```
 //!
+//! DBRX has no size of the experts: `(experts inputs, outputs)`.
+//!
 //! Folders that MLX wrote have all experts in one quantised matrix with a size more in front.
 //!
 //! Outputs of gate and up take turns, so a matrix is every second of them
@@ -45,6 +47,25 @@ impl HfFolder {
             Some(blocks) => self.stacked_mxfp4(name, &blocks, wanted),
             None => self.stacked_floats(name, wanted),
         }
+    }
+
+    /// As [`stacked`](Self::stacked) of floats `(experts inputs, outputs)`, the experts behind each
+    /// other.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn stacked_rows(&self, name: &str, wanted: Wanted) -> Result<Tensor, Error> {
+        let stack = self.tensor(name)?;
+        let shape = match stack.shape[..] {
+            [rows, outputs] if wanted.of > 0 && rows.is_multiple_of(wanted.of) => {
+                [wanted.of, rows / wanted.of, outputs]
+            }
+            _ => {
+                let expected = "two sizes, the first of as many experts as config.json says";
+                return Err(self.stack(name.to_owned(), &stack.shape, expected));
+            }
+        };
+        self.turned(&stack, shape, wanted)
     }
 
     /// The quantised matrix of expert `index` of `of` in the module `module`, which holds all of
@@ -122,7 +143,17 @@ impl HfFolder {
         let [experts, inputs, outputs] = stack.shape[..] else {
             return Err(self.stack(name.to_owned(), &stack.shape, "three sizes"));
         };
-        let rows = self.rows_of(name, &stack.shape, [experts, outputs], wanted)?;
+        self.turned(&stack, [experts, inputs, outputs], wanted)
+    }
+
+    /// A matrix `(outputs, inputs)` of `stack`, whose rows are inputs.
+    fn turned(
+        &self,
+        stack: &Tensor,
+        [experts, inputs, outputs]: [usize; 3],
+        wanted: Wanted,
+    ) -> Result<Tensor, Error> {
+        let rows = self.rows_of(&stack.name, &stack.shape, [experts, outputs], wanted)?;
         let size = stack.block_type.bytes();
         let fill = |out: &mut [u8]| {
             for (i, value) in out.chunks_exact_mut(size).enumerate() {

@@ -1,5 +1,6 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod dbrx;
 mod delta_net;
 mod experts;
 mod gemma4;
@@ -116,7 +117,9 @@ impl<'a> Fields<'a> {
                 key: self.key(gguf),
             }
             .into(),
-            Self::Hf(_) => Error::MissingField { field: hf },
+            Self::Hf(config) => Error::MissingField {
+                field: dbrx::place(config, hf).1,
+            },
         }
     }
 
@@ -130,7 +133,10 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<usize>, Error> {
         let (field, number) = match self {
             Self::Gguf { metadata, .. } => (gguf, metadata.opt_u64(&self.key(gguf))?),
-            Self::Hf(_) => (hf, self.hf(hf, "a non-negative integer", Value::as_u64)?),
+            Self::Hf(config) => {
+                let number = self.hf(hf, "a non-negative integer", Value::as_u64)?;
+                (dbrx::place(config, hf).1, number)
+            }
         };
         let Some(number) = number else {
             return Ok(None);
@@ -214,6 +220,15 @@ impl<'a> Fields<'a> {
         };
         let count = self.opt_size("expert_count", "", 0, MAX_EXPERTS)?;
         Ok(count.is_some_and(|n| n > 0))
+    }
+
+    /// What is added to the mean square in norms.
+    pub(crate) fn norm_eps(&self, family: Family) -> Result<f32, Error> {
+        match (self, family) {
+            (Self::Hf(_), Family::Dbrx) => Ok(1e-5), // of torch's LayerNorm
+            (Self::Gguf { .. }, Family::Dbrx) => self.float("attention.layer_norm_epsilon", ""),
+            _ => self.float("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+        }
     }
 
     /// Refuses windows that the family's early files name and its later ones do not have.
@@ -370,7 +385,10 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<T>, Error> {
         match self {
             Self::Gguf { .. } => Ok(None),
-            Self::Hf(config) => field(config, name, expected, convert),
+            Self::Hf(config) => {
+                let (object, name) = dbrx::place(config, name);
+                field(object, name, expected, convert)
+            }
         }
     }
 }

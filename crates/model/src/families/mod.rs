@@ -3,6 +3,7 @@
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
 
+mod dbrx;
 mod deepseek;
 mod delta_net;
 mod fields;
@@ -19,6 +20,7 @@ mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
+pub(crate) use dbrx::hf_stem as dbrx_stem;
 pub(crate) use fields::{Fields, RopeKind};
 pub(crate) use names::{FileNames, Stacks};
 
@@ -49,6 +51,9 @@ pub(crate) trait LayerStep {
 
     /// x (T, C) -> q (T, H D), k, v (T, K D)
     fn project_qkv(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Brings q, k and v within the model's limit, in place, where it has one.
+    fn clamp_qkv(&mut self) -> Result<(), Error>;
 
     /// Norms every head of q (T, H, D) and k (T, K, D) in place.
     fn norm_heads(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -159,6 +164,8 @@ pub enum Family {
     Qwen2Moe,
     /// Qwen 3 with experts.
     Qwen3Moe,
+    /// DBRX.
+    Dbrx,
     /// gpt-oss.
     GptOss,
     /// GLM 4.5 to 4.7, with experts.
@@ -177,7 +184,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -186,6 +193,7 @@ impl Family {
         Self::Mixtral,
         Self::Qwen2Moe,
         Self::Qwen3Moe,
+        Self::Dbrx,
         Self::GptOss,
         Self::Glm4Moe,
         Self::MiniMaxM2,
@@ -208,6 +216,7 @@ impl Family {
             Self::Gemma4 => "gemma4",
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
+            Self::Dbrx => "dbrx",
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "glm4moe",
             Self::MiniMaxM2 => "minimax-m2",
@@ -300,6 +309,16 @@ impl Family {
         matches!(self, Self::MiniMaxM2)
     }
 
+    /// Whether norms take the mean away first.
+    pub(crate) const fn centres_norms(self) -> bool {
+        matches!(self, Self::Dbrx)
+    }
+
+    /// Whether files have queries, keys and values behind each other in one matrix.
+    pub const fn joins_qkv(self) -> bool {
+        matches!(self, Self::Dbrx)
+    }
+
     /// Whether every query and key head has a norm.
     pub const fn norms_heads(self) -> bool {
         let attention = matches!(
@@ -335,6 +354,7 @@ impl Family {
             Self::Gemma3 => &gemma3::NAMES,
             Self::Gemma4 => &gemma4::NAMES,
             Self::Mixtral | Self::MiniMaxM2 => &FileNames::MIXTRAL,
+            Self::Dbrx => &dbrx::NAMES,
             Self::GptOss => &gpt_oss::NAMES,
             Self::Glm4Moe => &glm4moe::NAMES,
             Self::DeepSeek => &deepseek::NAMES,
@@ -355,6 +375,7 @@ impl Family {
             Self::Mixtral => mixtral::config(fields),
             Self::Qwen2Moe => qwen2moe::config(fields),
             Self::Qwen3Moe => qwen3moe::config(fields),
+            Self::Dbrx => dbrx::config(fields),
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
@@ -382,6 +403,7 @@ impl Family {
             Self::Mixtral => mixtral::layer(step, weights, index),
             Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
             Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
+            Self::Dbrx => dbrx::layer(step, weights, index),
             Self::GptOss => gpt_oss::layer(step, weights, index),
             Self::Glm4Moe => glm4moe::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),

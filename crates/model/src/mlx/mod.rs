@@ -190,8 +190,8 @@ impl MlxModel {
     /// `progress(done, of)` is called now and then with numbers of layers. `kernels` choose tokens.
     ///
     /// # Errors
-    /// [`Error::Mlx`] when MLX cannot be used, or all is more than the device's memory; otherwise
-    /// as [`Model::load_shard`](crate::Model::load_shard).
+    /// [`Error::Mlx`] when MLX cannot be used, or all is more than the device's memory;
+    /// [`Error::ExpertSplit`]; otherwise as [`Model::load_shard`](crate::Model::load_shard).
     ///
     /// # Panics
     /// If there is no such rank, or the split is of another model.
@@ -213,6 +213,9 @@ impl MlxModel {
         }
         refuse(&config, options.class)?;
         let shard = split.shard(&config, rank);
+        if shard.each_layer().any(LayerCut::repeats_attention) {
+            return Err(Error::ExpertSplit { engine: "mlx" });
+        }
         let (places, class) = (options.places.clone(), options.class);
         let patience = Patience {
             limit: options.patience,

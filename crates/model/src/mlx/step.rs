@@ -201,15 +201,25 @@ impl<'a> Step<'a> {
             let wanted = self.parts.stream.array_u32(&wanted, &[n as i32])?;
             self.parts.stream.take(&self.residual, &wanted, 0)?
         };
-        let normed = self
-            .parts
-            .stream
-            .rms_norm(&rows, norm, self.parts.model.config.norm_eps)?;
+        let normed = self.normed(&rows, norm)?;
         let logits_here = self.capped(self.product(head, &normed)?)?;
         let own = self.parts.stream.rows_f32(&logits_here)?;
         // The residual too: others may still read what ranks exchanged.
         self.eval(&[&own, &self.residual])?;
         self.gather(n, own.as_f32()?, logits)
+    }
+
+    /// The norm of rows of the residual, `(rows, C)`, as the family has it.
+    fn normed(&self, rows: &Array, weight: &Array) -> Result<Array, Error> {
+        let (stream, config) = (self.parts.stream, &self.parts.model.config);
+        if !config.family.centres_norms() {
+            return Ok(stream.rms_norm(rows, weight, config.norm_eps)?);
+        }
+        let wide = stream.astype(rows, Dtype::F32)?;
+        let width = stream.scalar(config.width as f32, Dtype::F32)?;
+        let mean = stream.divide(&stream.sum_along(&wide, 1)?, &width)?;
+        let centred = stream.astype(&stream.subtract(&wide, &mean)?, rows.dtype())?;
+        Ok(stream.rms_norm(&centred, weight, config.norm_eps)?)
     }
 
     /// `cap * tanh(z / cap)` of logits, where the model has a cap; in f32.
@@ -494,8 +504,7 @@ impl LayerStep for Step<'_> {
             Half::FeedForward => &w.ffn_norm,
             Half::Beside => &beside(w).before,
         };
-        let eps = self.parts.model.config.norm_eps;
-        self.x = self.parts.stream.rms_norm(&self.residual, weight, eps)?;
+        self.x = self.normed(&self.residual, weight)?;
         Ok(())
     }
 
@@ -521,6 +530,20 @@ impl LayerStep for Step<'_> {
         });
         self.key_value = key_value.transpose()?;
         self.take_queries(both)
+    }
+
+    fn clamp_qkv(&mut self) -> Result<(), Error> {
+        let Some(limit) = self.parts.model.config.clamp_qkv else {
+            return Ok(());
+        };
+        let stream = self.parts.stream;
+        let key_value = self.key_value.iter_mut().flatten();
+        for x in self.query.iter_mut().chain(key_value) {
+            let low = stream.scalar(-limit, x.dtype())?;
+            let high = stream.scalar(limit, x.dtype())?;
+            *x = stream.maximum(&stream.minimum(x, &high)?, &low)?;
+        }
+        Ok(())
     }
 
     fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {

@@ -1,7 +1,7 @@
 //! Every split gives each head, column, row and layer to somebody, as the documentation says.
 
 use super::*;
-use crate::config::{Activation, LayerCache};
+use crate::config::{Activation, Experts, Gating, LayerCache};
 use crate::families::Family;
 
 /// SmolLM2-135M.
@@ -45,7 +45,32 @@ fn smollm2() -> Config {
         layers: vec![layer; 30],
         per_layer: 0,
         softcap: None,
+        clamp_qkv: None,
     }
+}
+
+const EXPERTS: Experts = Experts {
+    count: 8,
+    used: 2,
+    width: 256,
+    gating: Gating::Softmax,
+    normalised: true,
+    scale: 1.0,
+    corrected: false,
+    shared: 0,
+    shared_gate: false,
+    clamp: None,
+    groups: None,
+    scaled: false,
+};
+
+/// SmolLM2 with 8 experts in all layers but the first, of which 2 are chosen.
+fn smollm2_of_experts() -> Config {
+    let mut config = smollm2();
+    for layer in &mut config.layers[1..] {
+        layer.experts = Some(EXPERTS);
+    }
+    config
 }
 
 fn shards(config: &Config, split: &Split) -> Vec<Shard> {
@@ -163,7 +188,7 @@ fn stages_are_balanced_with_the_head() {
 fn what_a_rank_receives_somebody_sends() {
     let config = smollm2();
     let uneven = [(0..10, 2), (10..20, 3), (20..30, 1)];
-    let uneven = uneven.map(|(layers, n)| (layers, vec![1; n]));
+    let uneven = uneven.map(|(layers, n)| (StageKind::Tensor, layers, vec![1; n]));
     let uneven = Split::of_stages(&config, uneven).unwrap();
     for split in [uneven, plan("3x2", 6, &[]).unwrap()] {
         let shards = shards(&config, &split);
@@ -175,6 +200,40 @@ fn what_a_rank_receives_somebody_sends() {
             assert_eq!(senders, shard.source().into_iter().collect::<Vec<_>>());
         }
     }
+}
+
+/// All ranks have the attention; experts, and the feed-forward of other layers, are shared.
+#[test]
+fn ranks_that_share_experts_have_all_heads() {
+    let config = smollm2_of_experts();
+    let split = Split::plan(&config, SplitKind::Experts, 3, &[2, 1, 1]).unwrap();
+    assert_eq!(split.to_string(), "experts");
+    assert_eq!(split.kind(), Some(SplitKind::Experts));
+    let told = serde_json::to_string(&split).unwrap();
+    assert_eq!(serde_json::from_str::<Split>(&told).unwrap(), split);
+    let shards = shards(&config, &split);
+    for (index, (shard, experts)) in shards.iter().zip([0..4, 4..6, 6..8]).enumerate() {
+        for (layer, cut) in shard.each_layer().enumerate() {
+            assert_eq!((cut.heads.clone(), cut.kv_heads.clone()), (0..9, 0..3));
+            assert_eq!((cut.attention.all_roots(), cut.heads_place()), (1, 0));
+            let own = if layer > 0 {
+                experts.clone()
+            } else {
+                128 * [0, 6, 9][index]..128 * [6, 9, 12][index]
+            };
+            assert_eq!(cut.ffn(), own, "rank {index}, layer {layer}");
+        }
+    }
+    // The attention that others have too is nothing of a rank's own.
+    let error = Split::plan(&config, SplitKind::Experts, 24, &[]).unwrap_err();
+    assert!(matches!(error, Error::NothingLeft { .. }), "{error}");
+    // Stages behind one another, as a planner may have them.
+    let stages = [0..15, 15..30].map(|layers| (StageKind::Experts, layers, vec![1, 1]));
+    let split = Split::of_stages(&config, stages).unwrap();
+    assert_eq!(
+        (split.to_string().as_str(), split.kind()),
+        ("2x2 experts", None)
+    );
 }
 
 /// What is told of a split: whole numbers, which the other side checks.
@@ -218,6 +277,7 @@ fn splits_that_cannot_be_say_why() {
         ("tensr", 2, &[][..], "\"tensr\", expected auto"),
         ("2x", 2, &[], "\"2x\""),
         ("0x2", 2, &[], "\"0x2\""),
+        ("experts", 2, &[], "layers 0..30 have no experts"),
         ("2x2", 3, &[], "for 4 ranks, there are 3"),
         ("tensor", 0, &[], "0 ranks"),
         ("tensor", 4000, &[], "4000 ranks"),

@@ -67,7 +67,7 @@ impl Projections {
         let shape = &model.config().layers[index];
         let cut = model.shard().layer(index);
         let by_rank = &cut.heads_by_rank[..];
-        let mine = model.shard().index;
+        let mine = cut.heads_place();
         let before: usize = by_rank[..mine].iter().map(HeadsHeld::len).sum();
         let held = &by_rank[mine];
         let kernels = model.kernels();

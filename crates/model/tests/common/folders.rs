@@ -15,10 +15,11 @@ pub(crate) const FOLDERS: [&str; 7] = [
 pub(crate) const DELTA_FOLDERS: [&str; 3] = ["qwen3next-bf16", "qwen35-bf16", "qwen35moe-bf16"];
 
 /// Folders with experts and folders of Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 15] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 16] = [
     "mixtral",
     "qwen2moe-bf16",
     "qwen3moe-bf16",
+    "dbrx-bf16",
     "gpt-oss-mxfp4",
     "gpt-oss-bf16",
     "glm4moe-bf16",

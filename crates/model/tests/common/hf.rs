@@ -17,12 +17,13 @@ pub(crate) const MLX_FOLDERS: [&str; 6] = [
 ];
 
 /// As those, with experts.
-pub(crate) const MLX_EXPERT_FOLDERS: [&str; 5] = [
+pub(crate) const MLX_EXPERT_FOLDERS: [&str; 6] = [
     "qwen3moe-4bit",
     "glm4moe-4bit",
     "minimax-m2-6bit",
     "gpt-oss-mxfp4",
     "deepseek-v3-4bit",
+    "dbrx-4bit",
 ];
 
 /// Logits at all positions of the prompt, `(positions, vocabulary)`.

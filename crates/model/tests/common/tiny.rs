@@ -87,7 +87,7 @@ impl Tiny {
     /// window that ends inside of pages.
     pub(crate) const fn new(family: Family, block_type: BlockType) -> Self {
         let (heads, kv_heads, head_dim, layers) = match family {
-            Family::Llama | Family::Mixtral | Family::GptOss => (8, 2, 32, 2),
+            Family::Llama | Family::Mixtral | Family::Dbrx | Family::GptOss => (8, 2, 32, 2),
             Family::MiniMaxM2 => (8, 4, 32, 2),
             Family::Glm4Moe => (8, 2, 32, 3),
             Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
@@ -228,6 +228,10 @@ impl Tiny {
                 add("expert_weights_norm", true.into());
             }
             Family::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
+            Family::Dbrx => {
+                add("attention.layer_norm_epsilon", 1e-5f32.into());
+                add("attention.clamp_kqv", 2f32.into()); // which some values exceed
+            }
             Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => {
                 for (key, value) in [
                     ("full_attention_interval", 4),
@@ -403,9 +407,13 @@ impl Tiny {
             self.latent(file, name);
         } else {
             let q_rows = if has_gates { 2 * q } else { q };
-            file.matrix(&name("attn_q"), q_rows, self.width);
-            file.matrix(&name("attn_k"), kv, self.width);
-            file.matrix(&name("attn_v"), kv, self.width);
+            if self.family == Family::Dbrx {
+                file.matrix(&name("attn_qkv"), q + 2 * kv, self.width);
+            } else {
+                file.matrix(&name("attn_q"), q_rows, self.width);
+                file.matrix(&name("attn_k"), kv, self.width);
+                file.matrix(&name("attn_v"), kv, self.width);
+            }
             file.matrix(&name("attn_output"), self.width, q);
             if has_gates {
                 file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
@@ -418,6 +426,7 @@ impl Tiny {
             | Family::Qwen3Next
             | Family::Qwen35
             | Family::Qwen35Moe => "post_attention_norm.weight",
+            Family::Dbrx => "attn_output_norm.weight",
             _ => "ffn_norm.weight",
         };
         file.vector(&name(second), self.width, 2.0);

@@ -324,6 +324,34 @@ fn numbers_of_gpt_oss_that_lie_are_refused() {
     }
 }
 
+/// Fields under names of their own, some in objects.
+#[test]
+fn numbers_of_dbrx_that_lie_are_refused() {
+    let folder = Folder::copy("dbrx-bf16");
+    folder.check("d_model", json!("wide"), "d_model is \"wide\"");
+    folder.check("n_heads", Value::Null, "n_heads");
+    let within = |object: &str, field: &str, value: Value, expected: &str| {
+        let mut changed = folder.config[object].clone();
+        changed[field] = value;
+        folder.check(object, changed, expected);
+    };
+    let attention = |field, value, expected| within("attn_config", field, value, expected);
+    attention("kv_n_heads", json!(3), "number of KV heads is 3");
+    attention("kv_n_heads", json!(4), "Wqkv.weight: shape [128,");
+    attention("clip_qkv", json!(0), "limit of queries and keys is 0");
+    let experts = |field, value, expected| within("ffn_config", field, value, expected);
+    experts(
+        "moe_num_experts",
+        json!(5),
+        "router.layer.weight: shape [6,",
+    );
+    experts("moe_top_k", json!(7), "moe_top_k is 7");
+    experts("ffn_hidden_size", json!(16), "mlp.w1: shape [32,");
+    experts("ffn_act_fn", json!({"name": "gelu"}), "ffn_act_fn is gelu");
+    let normalise = "moe_normalize_expert_weights";
+    experts(normalise, json!(2), "moe_normalize_expert_weights is 2");
+}
+
 #[test]
 fn numbers_of_glm_that_lie_are_refused() {
     let folder = Folder::copy("glm4moe-bf16");

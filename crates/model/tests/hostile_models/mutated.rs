@@ -27,7 +27,8 @@ const MEMORY_MAX: u64 = 256 << 20;
 const IS_CHILD: &str = "PACELINE_MUTATED_CONFIGURATIONS";
 
 /// All golden folders of one weights file.
-const FOLDERS: [&str; 24] = [
+const FOLDERS: [&str; 25] = [
+    "dbrx-bf16",
     "deepseek-v2",
     "deepseek-v3-bf16",
     "deepseek-v32-bf16",

@@ -164,7 +164,7 @@ impl Owned {
             nodes: self.wanted.nodes.len() as u32,
             kind: self.wanted.split.parse().map_err(|_| {
                 format!(
-                    "{:?} is no split: try auto, tensor or pipeline",
+                    "{:?} is no split: try auto, tensor, pipeline or experts",
                     self.wanted.split
                 )
             })?,

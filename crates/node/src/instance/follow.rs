@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_model::{Busy, Config, Shard, Split, SplitKind};
+use paceline_model::{Busy, Config, Shard, Split};
 use paceline_plan::follow::{Follow, Move, Shares};
 
 use crate::Cut;
@@ -27,11 +27,10 @@ const QUARTERS: [u32; 3] = [3, 2, 1];
 pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
     let split = &cut.split;
     let ranks = split.ranks();
-    let grid = SplitKind::Grid {
-        tensor: split.tensor_ranks() as u32,
-        pipeline: split.stages() as u32,
-    };
     let mut all: Vec<Cut> = Vec::new();
+    let Some(kind) = split.kind() else {
+        return all;
+    };
     for rank in 0..ranks as usize {
         for quarters in QUARTERS {
             let share = |other: usize| {
@@ -39,7 +38,7 @@ pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
                 whole.saturating_mul(if other == rank { quarters } else { 4 })
             };
             let shares: Vec<u32> = (0..ranks as usize).map(share).collect();
-            let placement = asked(config, grid, ranks, &shares).ok();
+            let placement = asked(config, kind, ranks, &shares).ok();
             let way = placement.and_then(|it| Cut::new(config, it, cut.tok_s).ok());
             let is_known = |it: &Cut| it.split == *split || all.iter().any(|a| a.split == it.split);
             let new = way.filter(|way| !is_known(way));

@@ -64,7 +64,7 @@ class LLM:
         model: an alias (`smollm2`), a usual name (`qwen3:8b`), a GGUF file, a folder of
             safetensors or a hub id; fetched if it is not here.
         nodes: processes to split the model over, 1 to 64.
-        split: `auto`, `tensor`, `pipeline` or `TxP` such as `2x3`.
+        split: `auto`, `tensor`, `pipeline`, `experts` or `TxP` such as `2x3`.
         threads: threads of each node, or as many as there are cores.
         context: most tokens of a conversation and its answer.
         parallel: answers that are computed at the same time; more wait.

@@ -1,0 +1,63 @@
+//! DBRX: norms that take the mean away; queries, keys and values in one matrix, held within a
+//! limit; a softmax router, whose choice's weights then sum to 1.
+//! Source: `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
+use crate::{Config, Error, Part, Role};
+
+const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
+
+pub(super) const NAMES: FileNames = FileNames {
+    gguf_ffn_norm: "attn_output_norm", // before the feed-forward, whatever its name
+    ..FileNames::USUAL
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::Dbrx, fields)?;
+    config.ropes = vec![fields.rope(&config, ROPE)?];
+    config.clamp_qkv = fields.clamp_qkv()?;
+    let normalised = fields.dbrx_normalises()?;
+    let experts = fields.experts("moe_num_experts", config.ffn, normalised)?;
+    config
+        .layers
+        .iter_mut()
+        .for_each(|layer| layer.experts = Some(experts));
+    Ok(config)
+}
+
+/// Names in the Hugging Face layout; those of what a layer has not are of no tensor.
+pub(crate) fn hf_stem(role: Role) -> String {
+    let (layer, part) = match role {
+        Role::TokenEmbedding => return "transformer.wte".to_owned(),
+        Role::OutputNorm => return "transformer.norm_f".to_owned(),
+        Role::Output => return "lm_head".to_owned(),
+        Role::Layer(layer, part) => (layer, part),
+        other => return format!("transformer.{other:?}"),
+    };
+    let name = match part {
+        Part::AttentionNorm => "norm_attn_norm.norm_1",
+        Part::Query | Part::Key | Part::Value => "norm_attn_norm.attn.Wqkv",
+        Part::AttentionOutput => "norm_attn_norm.attn.out_proj",
+        Part::FfnNorm => "norm_attn_norm.norm_2",
+        Part::Router => "ffn.router.layer",
+        Part::ExpertGate(_) => "ffn.experts.mlp.w1",
+        Part::ExpertUp(_) => "ffn.experts.mlp.v1",
+        Part::ExpertDown(_) => "ffn.experts.mlp.w2",
+        other => return format!("transformer.blocks.{layer}.{other:?}"),
+    };
+    format!("transformer.blocks.{layer}.{name}")
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.clamp_qkv()?; //                      q, k, v in place
+    step.rotate(index)?; //                    q, k in place
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
+    feed_forward(step, w) //                   residual += experts(norm(residual))
+}

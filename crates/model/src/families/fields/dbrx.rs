@@ -1,0 +1,65 @@
+//! DBRX as files describe it. Its `config.json` has names of its own, some in objects.
+
+use serde_json::Value;
+
+use super::{Fields, wrong_value};
+use crate::Error;
+
+/// Usual name of a field, the object it is in (none: the whole), and its name there.
+const NAMES: [(&str, &str, &str); 12] = [
+    ("hidden_size", "", "d_model"),
+    ("num_attention_heads", "", "n_heads"),
+    ("num_hidden_layers", "", "n_layers"),
+    ("max_position_embeddings", "", "max_seq_len"),
+    ("num_key_value_heads", "attn_config", "kv_n_heads"),
+    ("clip_qkv", "attn_config", "clip_qkv"),
+    ("rope_theta", "attn_config", "rope_theta"),
+    ("intermediate_size", "ffn_config", "ffn_hidden_size"),
+    ("moe_num_experts", "ffn_config", "moe_num_experts"),
+    ("num_experts_per_tok", "ffn_config", "moe_top_k"),
+    ("norm_topk_prob", "ffn_config", NORMALISE),
+    ("ffn_act_fn", "ffn_config", "ffn_act_fn"),
+];
+
+/// The order of the norm by which the weights of chosen experts are divided.
+const NORMALISE: &str = "moe_normalize_expert_weights";
+
+/// Where a `config.json` has the field that others have under `name`: the object, and its name.
+pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n str) {
+    let is_dbrx = config.get("model_type").and_then(Value::as_str) == Some("dbrx");
+    let mut names = NAMES.iter().filter(|_| is_dbrx);
+    match names.find(|(usual, ..)| *usual == name) {
+        Some(&(_, "", own)) => (config, own),
+        Some(&(_, within, own)) => (&config[within], own),
+        None => (config, name),
+    }
+}
+
+impl Fields<'_> {
+    /// The limit of queries, keys and values, where there is one.
+    pub(crate) fn clamp_qkv(&self) -> Result<Option<f32>, Error> {
+        let limit = self.opt_float("attention.clamp_kqv", "clip_qkv")?;
+        match limit.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
+            None => Ok(limit),
+            Some(bad) => Err(wrong_value("limit of queries and keys", bad, "above 0")),
+        }
+    }
+
+    /// Whether the weights of DBRX's experts are divided by their sum: in folders unless the order
+    /// of the norm is null. Refuses other orders, and another function on the gate.
+    pub(crate) fn dbrx_normalises(&self) -> Result<bool, Error> {
+        let function = |value: &Value| value.get("name")?.as_str().map(str::to_owned);
+        let function = self.hf("ffn_act_fn", "an object with a name", function)?;
+        if let Some(other) = function.filter(|name| name != "silu") {
+            return Err(wrong_value("ffn_act_fn", other, "silu"));
+        }
+        let is_null = |value: &Value| Some(value.get(NORMALISE).is_some_and(Value::is_null));
+        let is_null = self
+            .hf("ffn_config", "an object", is_null)?
+            .unwrap_or(false);
+        match self.hf("norm_topk_prob", "a number", Value::as_f64)? {
+            Some(order) if order != 1.0 => Err(wrong_value(NORMALISE, order, "1 or null")),
+            _ => Ok(!is_null),
+        }
+    }
+}
