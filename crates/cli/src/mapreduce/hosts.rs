@@ -17,7 +17,7 @@ use paceline_cluster::remote::{Reach, quote};
 use paceline_mapreduce::worker::GREETING;
 use paceline_node::tunnel;
 
-use crate::home;
+use crate::{home, process};
 
 /// Names of hosts, with commas between.
 ///
@@ -69,6 +69,7 @@ pub(crate) fn start_far(program: &Path, folders: &[OsString]) -> std::io::Result
     let mut command = Command::new(program);
     command.args(["mapreduce", "worker", "--stdio", "--lent"]);
     command.args(folders);
+    command.env_clear().envs(process::worker_env());
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     command.stderr(Stdio::null()).spawn()
 }
