@@ -233,11 +233,16 @@ impl Inner {
         Ok(order)
     }
 
-    /// The nodes that are named, in order.
+    /// The nodes that are named, in order; one that leaves would never start what it is given.
     pub(super) fn named(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
-        let find = |name: &String| self.agent.find(name).map(|node| node.id);
-        let found: Result<_, _> = ask.nodes.iter().map(find).collect();
-        found.map_err(|error| error.to_string())
+        let find = |name: &String| {
+            let node = self.agent.find(name).map_err(|error| error.to_string())?;
+            match node.facts.leaving {
+                true => Err(preview::takes_none(&node.facts.name)),
+                false => Ok(node.id),
+            }
+        };
+        ask.nodes.iter().map(find).collect()
     }
 
     /// As [`Fleet::unload`](super::Fleet::unload).
