@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod alone;
+mod asleep;
 mod battery;
 mod chaos;
 mod live;
