@@ -99,7 +99,7 @@ fn a_laptop_gives_its_work_away_before_its_battery_is_empty() {
     until("both see both", || laptop.sees("alive").len() == 2);
     let load = ["load", MODEL, "--nodes", "n0", "--threads", "1"];
     laptop.told(&load);
-    let (before, _) = other.answer(MODEL, &[]);
+    let (before, _) = laptop.answer(MODEL, &[]);
 
     battery.set("Discharging", "8");
     until("the work has moved", || is_at(other, "n1"));

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod alone;
+mod anywhere;
 mod asleep;
 mod battery;
 mod chaos;
