@@ -4,6 +4,7 @@
 
 use std::process::Stdio;
 
+use paceline_base::testing::long;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -84,6 +85,36 @@ fn faults_neither_lose_nor_alter_answers() {
             round["pause_s"].as_f64().unwrap() > 0.05,
             "no fault was felt: {round}"
         );
+    }
+}
+
+/// A second worker of each rank waits on another node, and takes over. A round, or six in a long
+/// run.
+#[test]
+fn a_spare_takes_the_place_of_a_killed_worker() {
+    let host = Machine::new("n0", None);
+    let model = host.home.path().join("tiny.gguf");
+    FAMILIES[0].write(&model);
+    let model = model.to_str().unwrap();
+    let rounds = if long() { 6 } else { 1 };
+    let count = rounds.to_string();
+    let fault = [
+        "--faults",
+        "kill-worker",
+        "--spare",
+        "1",
+        "--rounds",
+        &count,
+    ];
+    let asked = ["--tokens", "400", "--streams", "3"];
+    let output = host.run(&[&["chaos", model, "--json"], &fault[..], &asked].concat());
+    let report = text(&output.stdout);
+    assert!(output.status.success(), "{}{report}", said(&output));
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let counts = ["answers", "lost", "altered"].map(|name| report[name].as_u64());
+    assert_eq!(counts, [Some(3 * rounds), Some(0), Some(0)], "{report}");
+    for round in report["rounds"].as_array().unwrap() {
+        assert!(round["resumed_s"].is_number(), "no token came: {round}");
     }
 }
 
