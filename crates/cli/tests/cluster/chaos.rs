@@ -104,7 +104,7 @@ fn a_spare_takes_the_place_of_a_killed_worker() {
         "--spare",
         "1",
         "--rounds",
-        &count,
+        count.as_str(),
     ];
     let asked = ["--tokens", "400", "--streams", "3"];
     let output = host.run(&[&["chaos", model, "--json"], &fault[..], &asked].concat());
