@@ -31,6 +31,10 @@ pub(super) const SERVICE: &str = "key";
 /// Keys of before that are kept. A node that was away for more revocations has to join again.
 pub(super) const FORMER_MAX: usize = 4;
 
+/// Most changes of the key that a node may have missed: a cluster has at most a hundred nodes, and
+/// one change for each revocation.
+const AHEAD_MAX: u64 = 1024;
+
 /// Nodes that are told at a time; others come again.
 const STALE_MAX: usize = 64;
 
@@ -64,9 +68,10 @@ impl State {
         }
     }
 
-    /// Whether another key replaces the present one.
+    /// Whether another key replaces the present one. A count that is far ahead is nobody's.
     fn is_older(&self, generation: u64, key: &ClusterKey) -> bool {
-        (self.generation, self.key.bytes()) < (generation, key.bytes())
+        let is_near = generation.saturating_sub(self.generation) <= AHEAD_MAX;
+        is_near && (self.generation, self.key.bytes()) < (generation, key.bytes())
     }
 }
 
@@ -95,7 +100,7 @@ impl Inner {
     pub(super) fn renew_key(&self) -> Result<(), Error> {
         let key = ClusterKey::random()?;
         let mut state = lock(&self.state);
-        let (before, generation) = (state.key.clone(), state.generation + 1);
+        let (before, generation) = (state.key.clone(), state.generation.saturating_add(1));
         self.take_key(&mut state, generation, key)?;
         let lives = |life: Life| matches!(life, Life::Alive | Life::Suspect);
         let living = state.member.peers().filter(|peer| lives(peer.life));
