@@ -6,6 +6,7 @@
 
 mod cluster;
 mod faults;
+mod memory;
 mod report;
 mod spaces;
 mod streams;
@@ -32,7 +33,7 @@ Examples:
   paceline chaos smollm2 --nodes 4 --rounds 40 --seed 7
   paceline chaos ./model.gguf --faults kill-node,freeze-node --json
   paceline chaos smollm2 --long --from 40 --rounds 20   a part of the long run
-  sudo paceline chaos smollm2 --namespaces --faults cut-node,fill-disk";
+  sudo paceline chaos smollm2 --namespaces --faults cut-node,fill-disk,out-of-memory";
 
 /// Wait for an instance to answer again after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);

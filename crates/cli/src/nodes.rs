@@ -50,7 +50,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         Some(Command::Revoke { node }) => {
             member::ask("revoke", json!({ "node": node }))?;
-            tell(format_args!("revoked {}", printable(node)));
+            let node = printable(node);
+            tell(format_args!(
+                "revoked {node}; the cluster has a new token: paceline key cluster show"
+            ));
             Ok(())
         }
         Some(Command::Invite) => invite(),

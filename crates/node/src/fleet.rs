@@ -104,6 +104,13 @@ const SPEED: &str = "speed";
 /// How often duties are looked at although nothing changed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
+/// Between two tries to get the beginning of a model's file, of 4 MB and more: the root of a large
+/// file is signed some time after it was loaded.
+const PART_EVERY: Duration = Duration::from_secs(5);
+
+/// The try whose failure is told, once: the first ones may come before the root is signed.
+const PART_TOLD: u32 = 12;
+
 /// Longest wait for the channel of an entry to an owner.
 const OWNER_LIMIT: Duration = Duration::from_secs(3);
 
@@ -273,6 +280,9 @@ struct Inner {
     over: AtomicBool,
     /// Instances that programs of this machine borrow now.
     loans: Mutex<BTreeSet<InstanceId>>,
+    /// When this node last tried to get what it lacks to answer with an instance of others, and how
+    /// often it did.
+    tried: Mutex<BTreeMap<InstanceId, (Instant, u32)>>,
     /// When the work of this node had moved to others, so that it can go.
     left: Mutex<Option<Instant>>,
     /// The battery is low: this node takes no work.
@@ -363,6 +373,7 @@ impl Fleet {
             seen: Mutex::default(),
             over: AtomicBool::new(false),
             loans: Mutex::default(),
+            tried: Mutex::default(),
             left: Mutex::default(),
             rests: AtomicBool::new(false),
         });
@@ -445,7 +456,7 @@ impl Fleet {
     }
 
     /// The idlest instance of a name or id that answers, if this node can tell its tokens: it needs
-    /// the model's file for that.
+    /// the beginning of the model's file for that, which it fetches once it knows the instance.
     pub fn using(&self, model: &str) -> Option<Using> {
         let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
         let all = self.list().into_iter().filter(is_it);
@@ -726,6 +737,7 @@ impl Inner {
             named.entry(name).or_default().insert(id);
         }
         lock(&self.opening).retain(|name| named.contains_key(name));
+        lock(&self.tried).retain(|id, _| ready.iter().any(|(_, of)| of == id));
         self.see(ready);
         let gone = |name: &Name, _: &mut Door| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
@@ -794,9 +806,14 @@ impl Inner {
     fn try_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) -> bool {
         // A node that computes nothing of it may lack the file.
         let Ok(path) = owner::part_of(self, wanted) else {
+            self.get_part(id, wanted);
             return false;
         };
         if encoders::is_encoder(&path) {
+            // It computes here, with all weights.
+            let Ok(path) = owner::path_of(self, wanted) else {
+                return false;
+            };
             self.open_encoder(name.clone(), id, wanted.clone(), path);
             return true;
         }
@@ -816,6 +833,30 @@ impl Inner {
         let is_ready = |id: InstanceId| report(&map, id).is_some_and(|it| it.state == State::Ready);
         let ready = of_name.filter(|(id, ..)| is_ready(*id));
         ready.map(|(id, _, wanted)| (id, wanted)).collect()
+    }
+
+    /// Fetches the beginning of a model's file on a thread of its own, so that this node can tell
+    /// the tokens of an instance that it computes nothing of. A later look opens the door.
+    fn get_part(self: &Arc<Self>, id: InstanceId, wanted: &Wanted) {
+        let (now, last) = (Instant::now(), lock(&self.tried).get(&id).copied());
+        if last.is_some_and(|(at, _)| now.saturating_duration_since(at) < PART_EVERY) {
+            return;
+        }
+        let count = last.map_or(1, |(_, count)| count.saturating_add(1));
+        lock(&self.tried).insert(id, (now, count));
+        let (inner, wanted) = (Arc::clone(self), wanted.clone());
+        let run = move || {
+            if let Err(reason) = inner.copies.take_part(&inner.agent, &wanted)
+                && count == PART_TOLD
+            {
+                let model = &wanted.model;
+                (inner.spec.tell)(&format!("cannot answer with {model}: {reason}"));
+            }
+        };
+        let thread = std::thread::Builder::new().name("part".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
     }
 
     fn answer_with(&self, name: &Name, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {

@@ -3,15 +3,17 @@
 use std::fmt;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use paceline_base::SplitMix64;
+
+use super::memory::Group;
 
 /// Something that happens to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Fault {
     /// SIGKILL to the node's process: a crash or a power cut
     KillNode,
-    /// SIGKILL to the node's worker alone: a crash, or a system that is out of memory
+    /// SIGKILL to the node's worker alone: a crash
     KillWorker,
     /// SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping machine
     FreezeNode,
@@ -25,10 +27,12 @@ pub(super) enum Fault {
     CutNode,
     /// The disk of the node's home is full until the answers ended; with --namespaces
     FillDisk,
+    /// The node's worker gets no further page of memory, and the kernel kills it; with --namespaces
+    OutOfMemory,
 }
 
 impl Fault {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::KillNode,
         Self::KillWorker,
         Self::FreezeNode,
@@ -37,20 +41,35 @@ impl Fault {
         Self::Flap,
         Self::CutNode,
         Self::FillDisk,
+        Self::OutOfMemory,
     ];
 
     /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
     const fn is_of_worker(self) -> bool {
-        matches!(self, Self::KillWorker | Self::FreezeWorker)
+        matches!(
+            self,
+            Self::KillWorker | Self::FreezeWorker | Self::OutOfMemory
+        )
     }
 
-    /// Whether it can be had: this system tells which processes belong to a node, or nodes have
-    /// networks and disks of their own.
-    const fn can_be(self, namespaces: bool) -> bool {
+    /// Looks whether it can be had: this system tells which processes belong to a node, nodes have
+    /// networks and disks of their own, or a worker's memory can be bounded.
+    ///
+    /// # Errors
+    /// Why not.
+    fn check(self, namespaces: bool) -> anyhow::Result<()> {
         match self {
-            Self::KillNode | Self::LeaveNode => true,
-            Self::CutNode | Self::FillDisk => namespaces,
-            _ => cfg!(target_os = "linux"),
+            Self::KillNode | Self::LeaveNode => Ok(()),
+            Self::CutNode | Self::FillDisk | Self::OutOfMemory if !namespaces => {
+                bail!("{self} needs --namespaces")
+            }
+            Self::CutNode | Self::FillDisk => Ok(()),
+            Self::OutOfMemory => {
+                let made = Group::new().map(drop);
+                made.with_context(|| format!("{self} needs a control group"))
+            }
+            _ if cfg!(target_os = "linux") => Ok(()),
+            _ => bail!("{self} needs Linux, which tells the processes of a node"),
         }
     }
 }
@@ -66,6 +85,7 @@ impl fmt::Display for Fault {
             Self::Flap => "flap",
             Self::CutNode => "cut-node",
             Self::FillDisk => "fill-disk",
+            Self::OutOfMemory => "out-of-memory",
         })
     }
 }
@@ -93,19 +113,16 @@ const DURING_RECOVERY: Duration = Duration::from_millis(700);
 /// # Errors
 /// A fault that was asked for and cannot be had here.
 pub(super) fn of(asked: &[Fault], namespaces: bool) -> anyhow::Result<Vec<Fault>> {
-    if let Some(fault) = asked.iter().find(|fault| !fault.can_be(namespaces)) {
-        match fault {
-            Fault::CutNode | Fault::FillDisk => bail!("{fault} needs --namespaces"),
-            _ => bail!("{fault} needs Linux, which tells the processes of a node"),
-        }
+    if asked.is_empty() {
+        let all = Fault::ALL.into_iter();
+        return Ok(all
+            .filter(|fault| fault.check(namespaces).is_ok())
+            .collect());
     }
-    if !asked.is_empty() {
-        return Ok(asked.to_vec());
+    for fault in asked {
+        fault.check(namespaces)?;
     }
-    Ok(Fault::ALL
-        .into_iter()
-        .filter(|fault| fault.can_be(namespaces))
-        .collect())
+    Ok(asked.to_vec())
 }
 
 /// `rounds` faults. Each kind comes as often as every other, in random order.
@@ -145,7 +162,7 @@ mod tests {
 
     #[test]
     fn a_schedule_follows_from_its_seed() {
-        let of = |seed| schedule(seed, 80, &Fault::ALL, 300);
+        let of = |seed| schedule(seed, 90, &Fault::ALL, 300);
         assert_eq!(of(3), of(3));
         assert_ne!(of(3), of(4));
         for fault in Fault::ALL {
@@ -158,5 +175,14 @@ mod tests {
         let seconds = of(3).into_iter().filter_map(|round| round.second);
         let (at_once, later): (Vec<_>, Vec<_>) = seconds.partition(|(_, after)| after.is_zero());
         assert!(!at_once.is_empty() && !later.is_empty());
+    }
+
+    #[test]
+    fn a_fault_that_cannot_be_had_says_what_it_needs() {
+        for fault in [Fault::CutNode, Fault::FillDisk, Fault::OutOfMemory] {
+            let error = of(&[Fault::KillNode, fault], false).unwrap_err();
+            assert_eq!(error.to_string(), format!("{fault} needs --namespaces"));
+            assert!(!of(&[], false).unwrap().contains(&fault));
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! A client of the HTTP API that notes when each piece of its answer came. Where its connection
-//! breaks, or is silent for long, it goes on at another node with the id of its last event.
+//! breaks, or is silent for long, it goes on at another node with the id of its last event, or,
+//! of a response, with the response's id and the number of its last event.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -33,8 +34,8 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 const CANCEL_AFTER: usize = 10;
 
 /// Kinds of requests: greedy, seeded, with log-probabilities, of two choices, one whose client
-/// cancels, one held to a schema, one that must call a tool.
-pub(super) const KINDS: usize = 7;
+/// cancels, one held to a schema, one that must call a tool, a response.
+pub(super) const KINDS: usize = 8;
 
 /// Where a node's API is.
 #[derive(Clone, Debug)]
@@ -50,6 +51,8 @@ pub(super) struct Request {
     body: Value,
     /// Its client goes in the middle.
     cancels: bool,
+    /// It is for `/v1/responses`.
+    is_response: bool,
 }
 
 /// An answer, or as much of it as came.
@@ -68,6 +71,8 @@ pub(super) struct Answer {
     /// Id of the last event, and of one whose data did not come yet.
     last: Option<String>,
     next: Option<String>,
+    /// Id of a response, and the number of its last event.
+    response: Option<(String, u64)>,
     pieces: Vec<Instant>,
 }
 
@@ -97,11 +102,13 @@ impl Request {
                     body["tools"] = json!([tool()]);
                     body["tool_choice"] = "required".into();
                 }
+                7 => body = response(number, tokens),
                 _ => {}
             }
             Self {
                 body,
                 cancels: number % KINDS == 4,
+                is_response: number % KINDS == 7,
             }
         };
         (0..count).map(one).collect()
@@ -140,12 +147,7 @@ impl Request {
         at_token: u32,
         reached: &Sender<()>,
     ) -> anyhow::Result<()> {
-        let mut body = self.body.clone();
-        body["model"] = model_at(door)?.context("the node has no model")?;
-        let last = answer.last.as_ref();
-        let header = last.map_or(String::new(), |id| format!("Last-Event-ID: {id}\r\n"));
-        let path = "/v1/chat/completions";
-        let (status, mut lines) = ask(door, &format!("POST {path}"), &header, &body.to_string())?;
+        let (status, mut lines) = self.ask_next(door, answer)?;
         if status != 200 {
             let mut said = String::new();
             lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
@@ -173,6 +175,38 @@ impl Request {
         }
         Ok(())
     }
+
+    /// Asks for what follows the last event that came, or for all of the answer.
+    fn ask_next(
+        &self,
+        door: &Door,
+        answer: &Answer,
+    ) -> anyhow::Result<(u16, BufReader<TcpStream>)> {
+        let model = model_at(door)?.context("the node has no model")?;
+        if let Some((id, number)) = &answer.response {
+            let path = format!("/v1/responses/{id}?stream=true&starting_after={number}");
+            return ask(door, &format!("GET {path}"), "", "");
+        }
+        let mut body = self.body.clone();
+        body["model"] = model;
+        let last = answer.last.as_ref();
+        let header = last.map_or(String::new(), |id| format!("Last-Event-ID: {id}\r\n"));
+        let path = match self.is_response {
+            true => "/v1/responses",
+            false => "/v1/chat/completions",
+        };
+        ask(door, &format!("POST {path}"), &header, &body.to_string())
+    }
+}
+
+/// A request for a response: it has no field for a seed, so it is greedy.
+fn response(number: usize, tokens: u32) -> Value {
+    json!({
+        "input": format!("Count from {number}."),
+        "temperature": 0.0,
+        "max_output_tokens": tokens,
+        "stream": true,
+    })
 }
 
 fn schema() -> Value {
@@ -258,6 +292,9 @@ impl Answer {
         }
         let event: Value = serde_json::from_str(data).context("not an event")?;
         self.last = self.next.take().or(self.last.take());
+        if let Some(kind) = event["type"].as_str() {
+            return self.take_response(kind, &event);
+        }
         if event["error"]["code"] == "shutting_down" {
             bail!("the node goes");
         }
@@ -266,6 +303,33 @@ impl Answer {
         }
         for choice in event["choices"].as_array().into_iter().flatten() {
             self.take_choice(choice);
+        }
+        Ok(())
+    }
+
+    /// Takes an event of a response.
+    fn take_response(&mut self, kind: &str, event: &Value) -> anyhow::Result<()> {
+        let response = &event["response"];
+        if kind == "response.failed" {
+            ensure!(
+                response["error"]["code"] != "shutting_down",
+                "the node goes"
+            );
+            self.error = Some(response["error"].to_string());
+            return Ok(());
+        }
+        // The first events have the id, all have a number.
+        let known = self.response.take().map(|(id, _)| id);
+        let id = response["id"].as_str().map(str::to_owned).or(known);
+        self.response = id.zip(event["sequence_number"].as_u64());
+        let said = self.said.entry(0).or_default();
+        if let Some(delta) = event["delta"].as_str() {
+            said.push_str(delta);
+            self.pieces.push(Instant::now());
+        }
+        if ["response.completed", "response.incomplete"].contains(&kind) {
+            said.push_str(kind);
+            self.ended = true;
         }
         Ok(())
     }
@@ -363,11 +427,44 @@ mod tests {
     }
 
     #[test]
+    fn a_response_is_read_from_its_events() {
+        let mut answer = Answer::default();
+        for (number, event) in [
+            r#""type":"response.created","response":{"id":"resp_4f"}"#,
+            r#""type":"response.output_item.added","output_index":0"#,
+            r#""type":"response.output_text.delta","delta":"a""#,
+            r#""type":"response.output_text.delta","delta":"b""#,
+        ]
+        .iter()
+        .enumerate()
+        {
+            let line = format!("data: {{\"sequence_number\":{number},{event}}}");
+            answer.take(&line).unwrap();
+        }
+        assert_eq!(answer.response, Some(("resp_4f".to_owned(), 3)));
+        assert_eq!((&*answer.said[&0], answer.pieces.len()), ("ab", 2));
+        assert!(answer.is_lost(), "it has not ended");
+        let failed = |code: &str| {
+            let error = format!(r#"{{"error":{{"code":"{code}"}}}}"#);
+            format!(r#"data: {{"type":"response.failed","response":{error}}}"#)
+        };
+        assert!(answer.take(&failed("shutting_down")).is_err());
+        assert_eq!(answer.response.as_ref().map(|it| it.1), Some(3));
+        let end = r#"data: {"type":"response.incomplete","sequence_number":4,"response":{}}"#;
+        answer.take(end).unwrap();
+        assert!(!answer.is_lost());
+        assert_eq!(answer.said[&0], "abresponse.incomplete");
+        answer.take(&failed("answer_lost")).unwrap();
+        assert!(answer.is_lost());
+    }
+
+    #[test]
     fn requests_are_of_all_kinds() {
         let all = Request::several(KINDS, 100);
         assert!(all.iter().any(|it| it.body["logprobs"] == true));
         assert!(all.iter().any(|it| it.body["n"] == 2));
         assert!(all[4].cancels);
+        assert!(all[7].is_response && all[7].body["input"].is_string());
         assert!(all.iter().any(Request::is_optional));
     }
 }

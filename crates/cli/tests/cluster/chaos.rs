@@ -1,8 +1,10 @@
 //! `paceline chaos` on a tiny model: one fault of each kind, with clients at all nodes, and every
-//! answer is right. With networks and disks of their own, nodes are cut off and have no room.
+//! answer is right. With networks and disks of their own, nodes are cut off, and have no room on
+//! the disk or in memory.
 
 use std::process::Stdio;
 
+use paceline_base::testing::long;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -86,15 +88,52 @@ fn faults_neither_lose_nor_alter_answers() {
     }
 }
 
+/// A second worker of each rank waits on another node, and takes over. A round, or six in a long
+/// run.
 #[test]
-fn a_node_without_network_or_disk_neither_loses_nor_alters_answers() {
+fn a_spare_takes_the_place_of_a_killed_worker() {
     let host = Machine::new("n0", None);
     let model = host.home.path().join("tiny.gguf");
     FAMILIES[0].write(&model);
     let model = model.to_str().unwrap();
-    let faults = ["--namespaces", "--faults", "cut-node,fill-disk"];
-    let asked = ["--rounds", "2", "--tokens", "400", "--streams", "4"];
-    let output = host.run(&[&["chaos", model, "--json"], &faults[..], &asked].concat());
+    let rounds = if long() { 6 } else { 1 };
+    let count = rounds.to_string();
+    let fault = [
+        "--faults",
+        "kill-worker",
+        "--spare",
+        "1",
+        "--rounds",
+        count.as_str(),
+    ];
+    let asked = ["--tokens", "400", "--streams", "3"];
+    let output = host.run(&[&["chaos", model, "--json"], &fault[..], &asked].concat());
+    let report = text(&output.stdout);
+    assert!(output.status.success(), "{}{report}", said(&output));
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let counts = ["answers", "lost", "altered"].map(|name| report[name].as_u64());
+    assert_eq!(counts, [Some(3 * rounds), Some(0), Some(0)], "{report}");
+    for round in report["rounds"].as_array().unwrap() {
+        assert!(round["resumed_s"].is_number(), "no token came: {round}");
+    }
+}
+
+#[test]
+fn a_node_without_network_disk_or_memory_neither_loses_nor_alters_answers() {
+    let host = Machine::new("n0", None);
+    let model = host.home.path().join("tiny.gguf");
+    FAMILIES[0].write(&model);
+    let model = model.to_str().unwrap();
+    let run = |rounds: &str, faults: &str| {
+        let space = ["chaos", model, "--json", "--namespaces", "--faults", faults];
+        let asked = ["--rounds", rounds, "--tokens", "400", "--streams", "4"];
+        host.run(&[&space[..], &asked].concat())
+    };
+    let (mut rounds, mut output) = (3, run("3", "cut-node,fill-disk,out-of-memory"));
+    if said(&output).contains("needs a control group") {
+        eprintln!("SKIPPED a node without memory: {}", said(&output).trim());
+        (rounds, output) = (2, run("2", "cut-node,fill-disk"));
+    }
     let said = said(&output);
     if said.contains("no network namespaces") {
         eprintln!("SKIPPED a node without network or disk: {}", said.trim());
@@ -103,12 +142,16 @@ fn a_node_without_network_or_disk_neither_loses_nor_alters_answers() {
     let report = text(&output.stdout);
     assert!(output.status.success(), "{said}{report}");
     let report: Value = serde_json::from_str(&report).unwrap();
-    assert_eq!(report["answers"], 8, "{report}");
+    assert_eq!(report["answers"], 4 * rounds, "{report}");
     assert_eq!(
         (&report["lost"], &report["altered"]),
         (&0.into(), &0.into())
     );
-    let rounds = report["rounds"].as_array().unwrap();
-    let cut = rounds.iter().find(|it| it["fault"] == "cut-node").unwrap();
-    assert!(cut["detected_s"].is_number(), "nobody missed it: {cut}");
+    // A full disk need not be felt.
+    let all = report["rounds"].as_array().unwrap();
+    let felt: Vec<&Value> = all.iter().filter(|it| it["fault"] != "fill-disk").collect();
+    assert_eq!(felt.len(), rounds - 1, "{report}");
+    for round in felt {
+        assert!(round["detected_s"].is_number(), "nobody missed it: {round}");
+    }
 }

@@ -7,7 +7,7 @@ use super::{Machine, machines, said, until};
 use crate::common::namespaces::Network;
 use crate::common::{collect, text};
 
-/// README's steps, then a crash, a return, and a stranger beside it all.
+/// README's steps, then a crash, a return, a revocation, and a stranger beside it all.
 #[test]
 fn machines_join_and_see_each_other_die() {
     let name = format!("pc{}x", std::process::id());
@@ -30,6 +30,7 @@ fn machines_join_and_see_each_other_die() {
 
     form(&hosts);
     crash(&mut hosts);
+    cut_off(&mut hosts);
 
     assert_eq!(stranger.sees("alive"), ["n3"], "it learns nothing");
     let output = stranger.run(&["nodes"]);
@@ -95,6 +96,24 @@ fn crash(hosts: &mut [Machine]) {
     until("it is dead again", || hosts[0].sees("dead") == ["n2"]);
     hosts[0].told(&["nodes", "rm", "n2"]);
     until("it is forgotten", || hosts[1].nodes().len() == 2);
+}
+
+/// A machine is revoked: the token changes, and the old one lets nobody in that is not known.
+fn cut_off(hosts: &mut [Machine]) {
+    let old = hosts[0].told(&["key", "cluster", "show"]);
+    hosts[0].told(&["nodes", "revoke", "n1"]);
+    let token = hosts[0].told(&["key", "cluster", "show"]);
+    assert_ne!(token, old);
+    until("it is alone", || hosts[1].sees("alive") == ["n1"]);
+    // Forgotten before, it has the old key.
+    hosts[2].up(&["--peer", "10.77.0.1"]);
+    until("it hears why it is refused", || {
+        said(&hosts[2].run(&["nodes"])).contains("key has changed")
+    });
+    hosts[2].told(&["leave"]);
+    join_by_token(&hosts[2], &token);
+    until("it is in again", || hosts[0].sees("alive") == ["n0", "n2"]);
+    assert_eq!(hosts[1].sees("alive"), ["n1"], "and n1 is not");
 }
 
 /// `paceline join --token-file -`.

@@ -4,7 +4,10 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod alone;
+mod anywhere;
 mod arrays;
+mod asleep;
+mod battery;
 mod chaos;
 mod live;
 mod models;

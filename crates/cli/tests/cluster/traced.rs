@@ -77,6 +77,7 @@ fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
     );
 
     stages_are_looked_at(&one, &two);
+    is_measured(&one);
 
     let log = std::fs::read_to_string(one.home.path().join("log")).unwrap();
     let lines: Vec<Value> = log
@@ -90,6 +91,20 @@ fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
     );
     assert!(has("target", "cli") && has("level", "DEBUG"), "{log}");
     assert!(!log.contains(question), "a prompt is in the log");
+}
+
+/// `bench model` over the instance, and no local processes in its place.
+fn is_measured(machine: &Machine) {
+    let how = ["--prompt", "16", "--gen", "8", "--runs", "1", "--json"];
+    let bench = ["bench", "model", MODEL, "--instance"];
+    let report = machine.told(&[&bench[..], &how].concat());
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(
+        (&report["nodes"], &report["split"]),
+        (&json!(2), &json!("tensor"))
+    );
+    let rate = report["paceline"]["decode_tok_s"]["median"].as_f64();
+    assert!(rate > Some(0.0), "{report}");
 }
 
 /// A node that does not own the instance is asked for its stages while it answers, and tells what

@@ -219,12 +219,15 @@ struct Verdict {
     refused: Option<String>,
 }
 
-fn builder<'a>(own: Own<'a>, prologue: &'a [u8]) -> Builder<'a> {
+/// Bytes of a dialler's preface and first message: its length, a key of one use and a tag.
+pub(super) const FIRST_BYTES: usize = 8 + 2 + 32 + TAG_BYTES;
+
+fn builder<'a>(identity: &'a Identity, key: &'a ClusterKey, prologue: &'a [u8]) -> Builder<'a> {
     let resolver = FallbackResolver::new(Box::new(RingResolver), Box::new(DefaultResolver));
     let pattern = PATTERN.parse().expect("the pattern is well-formed");
     Builder::with_resolver(pattern, Box::new(resolver))
-        .psk(0, own.key.bytes())
-        .and_then(|builder| builder.local_private_key(own.identity.private()))
+        .psk(0, key.bytes())
+        .and_then(|builder| builder.local_private_key(identity.private()))
         .and_then(|builder| builder.prologue(prologue))
         .expect("the pattern has one pre-shared key, static keys and one prologue")
 }
@@ -245,7 +248,7 @@ pub fn dial(
     let mut wire = Wire::new(stream, deadline, limit)?;
     let preface = preface(purpose);
     wire.stream.write_all(&preface)?;
-    let shaking = builder(own, &preface)
+    let shaking = builder(own.identity, own.key, &preface)
         .build_initiator()
         .map_err(|_| Error::Stranger)?;
     wire.shake_as_dialler(shaking, own, purpose)
@@ -263,10 +266,22 @@ pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<Sessio
         .strip_prefix(&MAGIC)
         .and_then(|rest| Purpose::of(rest[0]));
     let purpose = purpose.ok_or(Error::Protocol)?;
-    let shaking = builder(own, &preface)
+    let shaking = builder(own.identity, own.key, &preface)
         .build_responder()
         .map_err(|_| Error::Stranger)?;
     wire.shake_as_acceptor(shaking, own, purpose)
+}
+
+/// Whether the beginning of a connection was made with this key.
+pub(super) fn fits(identity: &Identity, key: &ClusterKey, first: &[u8; FIRST_BYTES]) -> bool {
+    let (preface, message) = first.split_at(8);
+    let (length, message) = message.split_at(2);
+    if length != (message.len() as u16).to_le_bytes() {
+        return false;
+    }
+    let shaking = builder(identity, key, preface).build_responder();
+    let mut payload = [0; FIRST_BYTES];
+    shaking.is_ok_and(|mut state| state.read_message(message, &mut payload).is_ok())
 }
 
 fn preface(purpose: Purpose) -> [u8; 8] {

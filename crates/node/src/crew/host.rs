@@ -24,7 +24,7 @@ use paceline_cluster::processes::Ending;
 use paceline_cluster::workers::Event;
 use serde::{Deserialize, Serialize};
 
-use super::line::{Broken, Line, hear, say};
+use super::line::{Broken, Line, Silence, hear, say};
 use super::{Crew, LocalCrew, LocalSpec};
 use crate::arriving;
 use crate::messages::{FromWorker, ToWorker};
@@ -257,7 +257,7 @@ fn spawn(
 
 /// Passes on what the owner says, until the line ends.
 fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<(), Broken> {
-    let mut heard = Instant::now();
+    let mut quiet = Silence::new(Instant::now(), BEAT);
     while !over.load(Ordering::SeqCst) {
         match hear(line, BEAT)? {
             Some(ToHost::Worker(message)) => {
@@ -266,12 +266,12 @@ fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<()
             }
             Some(ToHost::Beat) => {}
             Some(ToHost::Start { .. }) => return Err(Broken::new("the owner said start twice")),
-            None if heard.elapsed() > SILENCE => {
+            None if quiet.pass(Instant::now()) > SILENCE => {
                 return Err(Broken::new("the owner is silent"));
             }
             None => continue,
         }
-        heard = Instant::now();
+        quiet.heard(Instant::now());
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use paceline_base::lock;
+use paceline_base::{Awake, lock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -55,6 +55,36 @@ pub trait Line: Send + Sync + fmt::Debug {
 
     /// This end's address, at which the other machine reaches this one; `None` inside a process.
     fn own_addr(&self) -> Option<SocketAddr>;
+}
+
+/// How long nothing was heard on a line. Time in which its reader was away, as with all machines
+/// asleep together, hardly counts: see [`Awake`].
+#[derive(Debug)]
+pub(crate) struct Silence {
+    awake: Awake,
+    so_far: Duration,
+}
+
+impl Silence {
+    /// From `now` on, of a reader that looks about every `wait`.
+    pub(crate) fn new(now: Instant, wait: Duration) -> Self {
+        Self {
+            awake: Awake::new(now, 2 * wait),
+            so_far: Duration::ZERO,
+        }
+    }
+
+    /// Something came.
+    pub(crate) fn heard(&mut self, now: Instant) {
+        self.awake.look(now);
+        self.so_far = Duration::ZERO;
+    }
+
+    /// Nothing came until `now`; the silence so far.
+    pub(crate) fn pass(&mut self, now: Instant) -> Duration {
+        self.so_far += self.awake.look(now);
+        self.so_far
+    }
 }
 
 /// Sends a value as JSON.
@@ -185,6 +215,26 @@ mod tests {
         assert_eq!(b.receive(wait), Ok(Some(b"one".to_vec())));
         assert_eq!(b.receive(wait), Ok(Some(b"two".to_vec())));
         assert!(b.receive(wait).is_err());
+    }
+
+    #[test]
+    fn silence_while_all_machines_slept_accuses_nobody() {
+        let (start, ms) = (Instant::now(), Duration::from_millis);
+        let mut quiet = Silence::new(start, ms(200));
+        assert_eq!(quiet.pass(start + ms(200)), ms(200));
+        assert_eq!(quiet.pass(start + ms(450)), ms(450));
+        let woken = start + ms(10_450);
+        assert_eq!(
+            quiet.pass(woken),
+            ms(850),
+            "ten seconds asleep count as two looks"
+        );
+        quiet.heard(woken + ms(10));
+        assert_eq!(quiet.pass(woken + ms(210)), ms(200));
+        for look in 2..9 {
+            quiet.pass(woken + ms(10 + look * 200));
+        }
+        assert_eq!(quiet.pass(woken + ms(1810)), ms(1800), "it is silent");
     }
 
     #[test]

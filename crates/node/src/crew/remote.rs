@@ -18,7 +18,7 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::workers::Event;
 
 use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
-use super::line::{Broken, Line, hear, say};
+use super::line::{Broken, Line, Silence, hear, say};
 use super::{Crew, Post};
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
@@ -581,7 +581,8 @@ impl Reader {
 
     /// Why the line ended.
     fn hear_all(&self) -> Broken {
-        let (mut heard, mut told) = (Instant::now(), Instant::now());
+        let mut told = Instant::now();
+        let mut quiet = Silence::new(told, BEAT);
         loop {
             if told.elapsed() >= BEAT {
                 if let Err(broken) = say(&*self.line, &ToHost::<ToWorker>::Beat) {
@@ -591,14 +592,16 @@ impl Reader {
             }
             match hear::<FromHost>(&*self.line, BEAT) {
                 Ok(Some(news)) => {
-                    heard = Instant::now();
+                    quiet.heard(Instant::now());
                     self.take(news);
                 }
-                Ok(None) if heard.elapsed() > SILENCE => {
-                    let silence = heard.elapsed().as_secs_f64();
-                    return Broken::new(format!("no sign of life for {silence:.1} s"));
+                Ok(None) => {
+                    let silence = quiet.pass(Instant::now());
+                    if silence > SILENCE {
+                        let silence = silence.as_secs_f64();
+                        return Broken::new(format!("no sign of life for {silence:.1} s"));
+                    }
                 }
-                Ok(None) => {}
                 Err(broken) => return broken,
             }
         }

@@ -308,6 +308,16 @@ impl Copies {
         self.fetch(agent, from, &fetch(agent, wanted), &mut told)
     }
 
+    /// Has this node have what it takes to open a model's file, whose root somebody has signed.
+    pub(super) fn take_part(&self, agent: &Agent, wanted: &Wanted) -> Result<(), String> {
+        let fetch = Fetch {
+            parts: true,
+            ..fetch(agent, wanted)
+        };
+        let rooted = rooted::of(&agent.map(), &wanted.sha256)?;
+        self.fetch_parts(agent, (None, &fetch), rooted, &mut |_| Ok(()))
+    }
+
     fn fetch(
         &self,
         agent: &Agent,

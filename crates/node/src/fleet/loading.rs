@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 
 use paceline_cluster::nodes::placement::{
     self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPARE_AUTO, SPLIT_ANY, Wanted, Weights,
@@ -79,6 +80,8 @@ impl Inner {
         let own = self.agent.id();
         if groups.iter().flatten().any(|id| *id != own) {
             self.sign(&one, path);
+        } else if self.agent.nodes().len() > 1 {
+            self.sign_meanwhile(&one, path);
         }
         let records = groups.into_iter().zip(numbers);
         let records = records.map(|(nodes, replica)| Wanted {
@@ -108,6 +111,26 @@ impl Inner {
                     record.model
                 ));
             }
+        }
+    }
+
+    /// Signs the root of a model that this node computes alone, on a thread of its own: others
+    /// fetch the beginning of its file to answer with it.
+    fn sign_meanwhile(&self, record: &Wanted, path: &Path) {
+        let (copies, agent) = (Arc::clone(&self.copies), self.agent.clone());
+        let (model, path) = (name_of(record), path.to_owned());
+        let tell = Arc::clone(&self.spec.tell);
+        let run = move || {
+            if let Err(reason) = copies.sign(&agent, &model, &path) {
+                let name = &model.name;
+                tell(&format!(
+                    "warning: no other machine answers with {name}: {reason}"
+                ));
+            }
+        };
+        let thread = std::thread::Builder::new().name("sign".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
         }
     }
 
@@ -246,11 +269,16 @@ impl Inner {
         Ok(order)
     }
 
-    /// The nodes that are named, in order.
+    /// The nodes that are named, in order; one that leaves would never start what it is given.
     pub(super) fn named(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
-        let find = |name: &String| self.agent.find(name).map(|node| node.id);
-        let found: Result<_, _> = ask.nodes.iter().map(find).collect();
-        found.map_err(|error| error.to_string())
+        let find = |name: &String| {
+            let node = self.agent.find(name).map_err(|error| error.to_string())?;
+            match node.facts.leaving {
+                true => Err(preview::takes_none(&node.facts.name)),
+                false => Ok(node.id),
+            }
+        };
+        ask.nodes.iter().map(find).collect()
     }
 
     /// As [`Fleet::unload`](super::Fleet::unload).

@@ -135,9 +135,9 @@ impl Inner {
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }
 
-    /// Living nodes that compute as this one does and do not leave, this one first in any case,
-    /// then those that are reached best; of those that are reached alike, the one with the most
-    /// memory. Also which were left out.
+    /// Living nodes that compute as this one does and do not leave, this one first, then those that
+    /// are reached best; of those that are reached alike, the one with the most memory. Also which
+    /// were left out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
         let own = all
@@ -145,10 +145,11 @@ impl Inner {
             .map(|node| (node.facts.numerics, node.facts.kernel_class.clone()));
         let (mut order, mut notes) = (Vec::new(), Vec::new());
         let paths = self.agent.paths(self.agent.id());
-        let this = self.agent.id();
-        let stays = |node: &NodeView| node.id == this || !node.facts.leaving;
-        let alive = |node: &NodeView| node.state == Life::Alive && stays(node);
-        for view in all.into_iter().filter(alive) {
+        for view in all.into_iter().filter(|node| node.state == Life::Alive) {
+            if view.facts.leaving {
+                notes.push(takes_none(&view.facts.name));
+                continue;
+            }
             let is_alike = own.as_ref().is_none_or(|(numerics, class)| {
                 view.facts.numerics == *numerics && view.facts.kernel_class == *class
             });
@@ -347,6 +348,11 @@ pub(super) fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     let n = u32::try_from(n).unwrap_or(u32::MAX);
     let plan = |kind| Split::plan(config, kind, n, &[]).ok();
     kinds.into_iter().filter_map(plan).collect()
+}
+
+/// Why a node that leaves is given nothing. It also leaves while its battery is low.
+pub(super) fn takes_none(name: &str) -> String {
+    format!("{name} takes no work: it leaves, or its battery is low")
 }
 
 /// A node's speed beside this one's: as both measured it, else by their cores.

@@ -14,7 +14,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use super::super::discovery::How;
 use super::super::member::Member;
 use super::super::session::{self, Hello, Judge, Own, Purpose, Session};
-use super::super::{Key, NodeId, pairing};
+use super::super::{ClusterKey, Key, NodeId, pairing};
 use super::channel::Channel;
 use super::links::Fresh;
 use super::refusals::{REVOKED, of_pairing, of_session};
@@ -104,7 +104,7 @@ impl Inner {
     }
 
     fn answer(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
-        match first_bytes(&stream) {
+        match first_bytes::<8>(&stream) {
             Some(pairing::PREFACE) => self.pair(stream, addr),
             Some(_) => self.shake(stream, addr, place),
             None => {}
@@ -112,9 +112,14 @@ impl Inner {
     }
 
     fn shake(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
-        let (key, era) = self.key_and_era();
-        let judge = |id, hello: &Hello| self.judge(id, hello);
-        let accepted = self.with_own(&key, &judge, |own| {
+        let era = self.key_and_era().1;
+        let keys = self.keys();
+        let at = self.key_of(&stream, &keys);
+        let judge = |id: NodeId, hello: &Hello| {
+            let refused = self.judge(id, hello);
+            refused.or_else(|| self.judge_former(id).filter(|_| at > 0))
+        };
+        let accepted = self.with_own(&keys[at], &judge, |own| {
             session::accept(own, stream, HANDSHAKE_LIMIT)
         });
         let session = match accepted {
@@ -124,6 +129,9 @@ impl Inner {
                 return self.refused(&error);
             }
         };
+        if at > 0 {
+            lock(&self.state).note_stale(session.peer(), &keys[at]);
+        }
         match session.purpose() {
             Purpose::Control => {
                 let port = session.hello().port;
@@ -144,6 +152,20 @@ impl Inner {
                 self.serve(session, era);
             }
         }
+    }
+
+    /// Which of the keys a connection was begun with; the first where none fits.
+    fn key_of(&self, stream: &TcpStream, keys: &[ClusterKey]) -> usize {
+        if keys.len() < 2 {
+            return 0;
+        }
+        let Some(first) = first_bytes(stream) else {
+            return 0;
+        };
+        let mut fits = keys
+            .iter()
+            .map(|key| session::fits(&self.identity, key, &first));
+        fits.position(|fits| fits).unwrap_or(0)
     }
 
     fn serve(self: &Arc<Self>, session: Session, era: u64) {
@@ -188,14 +210,14 @@ impl Inner {
         }
     }
 
-    pub(super) fn key_and_era(&self) -> (super::super::ClusterKey, u64) {
+    pub(super) fn key_and_era(&self) -> (ClusterKey, u64) {
         let state = lock(&self.state);
         (state.key.clone(), state.era)
     }
 
     pub(super) fn with_own<T>(
         &self,
-        key: &super::super::ClusterKey,
+        key: &ClusterKey,
         judge: Judge<'_>,
         work: impl FnOnce(Own<'_>) -> T,
     ) -> T {
@@ -271,8 +293,8 @@ fn scoped(place: SocketAddr, from: SocketAddr) -> SocketAddr {
     }
 }
 
-/// The first eight bytes of a connection, left unread.
-fn first_bytes(stream: &TcpStream) -> Option<[u8; 8]> {
+/// The first bytes of a connection, left unread.
+fn first_bytes<const N: usize>(stream: &TcpStream) -> Option<[u8; N]> {
     let deadline = Instant::now() + HANDSHAKE_LIMIT;
     stream.set_nonblocking(false).ok()?;
     loop {
@@ -280,9 +302,9 @@ fn first_bytes(stream: &TcpStream) -> Option<[u8; 8]> {
         stream
             .set_read_timeout(Some(left.max(Duration::from_millis(1))))
             .ok()?;
-        let mut bytes = [0; 8];
+        let mut bytes = [0; N];
         match stream.peek(&mut bytes) {
-            Ok(8) => return Some(bytes),
+            Ok(count) if count == N => return Some(bytes),
             Ok(0) | Err(_) => return None,
             // The rest of a preface that was cut comes at once, or hardly ever.
             Ok(_) => thread::sleep(Duration::from_millis(5)),

@@ -100,16 +100,42 @@ impl Inner {
         purpose: Purpose,
         deadline: Instant,
     ) -> Result<Session, session::Error> {
+        let keys = self.keys();
+        let dialled = self.dial_with(&keys[0], (place, wanted, purpose), deadline, true);
+        let Err(error) = dialled else { return dialled };
+        // A node that was away while the key changed does not understand the present one.
+        if !matches!(error, session::Error::Closed | session::Error::Broken(_)) {
+            return Err(error);
+        }
+        for key in &keys[1..] {
+            if let Ok(session) = self.dial_with(key, (place, wanted, purpose), deadline, false) {
+                lock(&self.state).note_stale(session.peer(), key);
+                return Ok(session);
+            }
+        }
+        Err(error)
+    }
+
+    /// A session by one of the keys; by one of before with known members only.
+    fn dial_with(
+        &self,
+        key: &ClusterKey,
+        (place, wanted, purpose): (SocketAddr, Option<NodeId>, Purpose),
+        deadline: Instant,
+        is_present: bool,
+    ) -> Result<Session, session::Error> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(session::Error::Late { limit: DIAL_LIMIT });
         }
-        let key: ClusterKey = self.key_and_era().0;
         let judge = |id: NodeId, hello: &Hello| match wanted {
             Some(wanted) if wanted != id => Some("another node has this address now".to_owned()),
-            _ => self.judge(id, hello),
+            _ => {
+                let refused = self.judge(id, hello);
+                refused.or_else(|| self.judge_former(id).filter(|_| !is_present))
+            }
         };
-        self.with_own(&key, &judge, |own| {
+        self.with_own(key, &judge, |own| {
             session::dial(own, place, purpose, left.min(ADDRESS_LIMIT))
         })
     }

@@ -3,6 +3,7 @@
 //! ```text
 //! HOME/node/identity      static private key, 32 bytes, mode 0600
 //! HOME/node/cluster-key   the cluster's key, 32 bytes, mode 0600
+//! HOME/node/former-keys   keys that were replaced, one token a line behind their count, mode 0600
 //! HOME/node/map.json      the shared map as it was last known
 //! HOME/node/lock          held while the node runs
 //! HOME/node/socket        where the command line reaches the node
@@ -14,12 +15,18 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use zeroize::Zeroizing;
+
 use super::super::identity::write_secret;
 use super::super::{ClusterKey, Identity, Key, Register, Registers};
 use super::Error;
+use super::rekey::FORMER_MAX;
 
 /// Longest saved map that is read: its bounds, twice over.
 const MAP_BYTES_MAX: u64 = 128 << 20;
+
+/// Longest file of former keys that is read.
+const FORMER_BYTES_MAX: u64 = 4096;
 
 /// Tries to take the lock, with pauses between them: a process that was just forked holds copies of
 /// its parent's files until it runs its own program.
@@ -76,8 +83,42 @@ impl Files {
         Ok(ClusterKey::open(&self.folder.join("cluster-key"))?)
     }
 
+    /// Saves the key of another cluster.
     pub(super) fn save_key(&self, key: &ClusterKey) -> Result<(), Error> {
+        remove(&self.folder.join("former-keys"))?;
         Ok(key.save(&self.folder.join("cluster-key"))?)
+    }
+
+    /// Saves a key that replaces the `former` ones.
+    pub(super) fn save_renewed(
+        &self,
+        key: &ClusterKey,
+        generation: u64,
+        former: &[ClusterKey],
+    ) -> Result<(), Error> {
+        let mut text = Zeroizing::new(format!("{generation}\n"));
+        for key in former {
+            text.push_str(&key.token());
+            text.push('\n');
+        }
+        // In this order: a key that is in both files does no harm.
+        write_secret(&self.folder.join("former-keys"), text.as_bytes())?;
+        Ok(key.save(&self.folder.join("cluster-key"))?)
+    }
+
+    /// How often the key was replaced, and the former ones. A file that cannot be read is none:
+    /// nodes that were away then have to join again.
+    pub(super) fn former_keys(&self) -> (u64, Vec<ClusterKey>) {
+        let mut text = Zeroizing::new(String::new());
+        let file = File::open(self.folder.join("former-keys"));
+        let read = file.and_then(|file| file.take(FORMER_BYTES_MAX).read_to_string(&mut text));
+        if read.is_err() {
+            return (0, Vec::new());
+        }
+        let mut lines = text.lines();
+        let generation = lines.next().and_then(|line| line.parse().ok());
+        let keys = lines.filter_map(|line| ClusterKey::from_token(line).ok());
+        (generation.unwrap_or(0), keys.take(FORMER_MAX).collect())
     }
 
     pub(super) fn socket(&self) -> PathBuf {
@@ -105,12 +146,17 @@ impl Files {
 
     /// Forgets the map of a cluster that this node leaves.
     pub(super) fn remove_map(&self) -> Result<(), Error> {
-        let path = self.folder.join("map.json");
-        match fs::remove_file(&path) {
-            Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                Err(Error::File { path, source })
-            }
-            _ => Ok(()),
+        remove(&self.folder.join("map.json"))
+    }
+}
+
+/// Removes a file that may not be there.
+fn remove(path: &Path) -> Result<(), Error> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            let path = path.to_owned();
+            Err(Error::File { path, source })
         }
+        _ => Ok(()),
     }
 }

@@ -114,17 +114,19 @@ impl Agent {
         self.enter(&key)
     }
 
-    /// Cuts a node off for good: every node ends its sessions with it and lets it in no more. It
-    /// still has the cluster's key, with which another identity could come.
+    /// Cuts a node off for good: every node ends its sessions with it and lets it in no more. The
+    /// cluster gets a new key, so that no other identity comes with the one that the node has.
     ///
     /// # Errors
-    /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Itself`], [`Error::MapRefuses`].
+    /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Itself`], [`Error::MapRefuses`]. Files
+    /// that cannot be written: it is revoked, and the key stays.
     pub fn revoke(&self, name: &str) -> Result<NodeId, Error> {
         let node = self.find(name)?;
         if node.id == self.id() {
             return Err(Error::Itself);
         }
         self.write(Key::Revoked(node.id), 0, Some("{}".to_owned()))?;
+        self.inner.renew_key()?;
         Ok(node.id)
     }
 

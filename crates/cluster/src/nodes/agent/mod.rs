@@ -37,6 +37,7 @@ pub mod local;
 mod membership;
 mod paths;
 mod refusals;
+mod rekey;
 mod state;
 mod upkeep;
 
@@ -314,7 +315,8 @@ impl Agent {
             .map_or(config.port, |addr| addr.port());
         let start = Instant::now();
         let boot = random();
-        let state = State::new(identity.id(), key, files.map(), config.pace, now(start));
+        let mut state = State::new(identity.id(), key, files.map(), config.pace, now(start));
+        (state.generation, state.former) = files.former_keys();
         let (lines, told) = sync_channel(LINES_MAX);
         let inner = Arc::new(Inner {
             files,
@@ -365,6 +367,13 @@ impl Agent {
             }
         };
         inner.services.add(examine::SERVICE, Arc::new(answer));
+        let weak = Arc::downgrade(inner);
+        let answer = move |channel| {
+            if let Some(inner) = weak.upgrade() {
+                inner.answer_key(&channel);
+            }
+        };
+        inner.services.add(rekey::SERVICE, Arc::new(answer));
         inner.thread("paths", Inner::run_measurer)?;
         let agent = self.clone();
         inner.thread("local", move |inner| local::serve(inner, &agent, &socket))

@@ -17,6 +17,7 @@ use super::book::Book;
 use super::channel::Channel;
 use super::facts::{self, NodeView};
 use super::links::Link;
+use super::rekey::Stale;
 use super::{Error, Facts, Inner, random};
 
 /// Most attempts to connect at a time.
@@ -33,6 +34,12 @@ const WAKE_MAX: Duration = Duration::from_millis(500);
 
 pub(super) struct State {
     pub(super) key: ClusterKey,
+    /// Keys that were replaced, the last one first.
+    pub(super) former: Vec<ClusterKey>,
+    /// Counts replacements of the key.
+    pub(super) generation: u64,
+    /// Nodes that have to be told the key.
+    pub(super) stale: Stale,
     pub(super) member: Member,
     /// Counts clusters that this node was in; handshakes of earlier ones come to nothing.
     pub(super) era: u64,
@@ -62,6 +69,9 @@ impl State {
     pub(super) fn new(own: NodeId, key: ClusterKey, map: Registers, pace: Pace, now: Now) -> Self {
         Self {
             key,
+            former: Vec::new(),
+            generation: 0,
+            stale: Stale::new(),
             member: Member::new(own, map, pace, random(), now),
             era: 0,
             links: BTreeMap::new(),
@@ -88,6 +98,8 @@ impl State {
         let own = self.member.own();
         self.member = Member::new(own, Registers::default(), pace, random(), now);
         self.key = key;
+        (self.former, self.generation) = (Vec::new(), 0);
+        self.stale.clear();
         self.book = Book::default();
         self.paths = Table::default();
         self.problems.clear();

@@ -128,6 +128,37 @@ fn a_revoked_node_is_dead_to_all_and_its_channels_end() {
     assert_eq!(refused(one)[0].0, "node_revoked");
 }
 
+/// The old key lets in members that were away, and neither the revoked node nor anybody new.
+#[test]
+fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
+    let nodes = cluster(&["one", "two", "three", "four"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    let (old, four) = (one.token(), nodes[3].agent.id());
+    nodes[3].agent.stop();
+    until("four is dead", || one.life(four) == Life::Dead);
+    one.revoke("three").unwrap();
+    assert_ne!(*one.token(), *old);
+    until("two has the new key", || two.token() == one.token());
+    one.serve("silent", |_| {});
+    two.open(one.id(), "silent", PATIENCE).unwrap();
+
+    let again = |name: &str, home: &Path| Agent::start(config(home, name, &[one.port()])).unwrap();
+    let back = again("four", nodes[3].home.path());
+    until("four has the new key", || back.token() == one.token());
+    until("four is back", || one.life(four) == Life::Alive);
+    back.stop();
+    let kept = again("four", nodes[3].home.path());
+    assert_eq!(kept.token(), one.token(), "it is on its disk");
+    kept.stop();
+
+    let key = ClusterKey::from_token(&old).unwrap();
+    let stranger = node("five", &key, &[one.port()]);
+    let told = || stranger.agent.problems().join("; ");
+    until("five hears why", || told().contains("key has changed"));
+    assert_eq!(lives(&stranger.agent), ["five"], "{}", told());
+    assert_eq!(nodes[2].agent.token(), old, "three is told nothing");
+}
+
 #[test]
 fn channels_carry_messages_both_ways_and_end_with_their_peer() {
     let mut nodes = cluster(&["one", "two"]);

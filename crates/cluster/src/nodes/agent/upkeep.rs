@@ -31,7 +31,9 @@ impl Inner {
         let (mut tried_mdns, discovery) = (None::<Instant>, self.config.discovery);
         let (mut saved, mut looked) = (Instant::now(), None::<Instant>);
         let mut synced = keys::of(lock(&self.state).member.map());
+        let mut generation = lock(&self.state).generation;
         while !self.is_stopped() {
+            self.hand_keys();
             let wants = matches!(discovery, Discovery::All | Discovery::Beacons);
             let wants = wants && beacons.is_none();
             if wants && tried.is_none_or(|at| at.elapsed() >= REOPEN_AFTER) {
@@ -55,6 +57,11 @@ impl Inner {
                 // Opened again with the key of this cluster.
                 (mdns, tried_mdns) = (None, None);
                 continue;
+            }
+            let now_generation = lock(&self.state).generation;
+            if now_generation != generation {
+                generation = now_generation;
+                (mdns, tried_mdns) = (None, None);
             }
             match &mut beacons {
                 Some(beacons) => self.turn(beacons),

@@ -212,7 +212,7 @@ fn strangers_are_told_nothing() {
 fn a_replayed_handshake_makes_no_session() {
     let side = Side::new("two", 7);
     let preface = preface(Purpose::Control);
-    let mut shaking = builder(side.own(ANYONE), &preface)
+    let mut shaking = builder(&side.identity, &side.key, &preface)
         .build_initiator()
         .unwrap();
     let mut first = [0; 48];
@@ -220,6 +220,11 @@ fn a_replayed_handshake_makes_no_session() {
     let mut bytes = preface.to_vec();
     bytes.extend([48, 0]);
     bytes.extend(first);
+    let begun = <[u8; FIRST_BYTES]>::try_from(bytes.as_slice()).unwrap();
+    for (key, is_it) in [(7, true), (8, false)] {
+        let other = Side::new("one", key);
+        assert_eq!(fits(&other.identity, &other.key, &begun), is_it, "{key}");
+    }
     bytes.extend([64, 0]);
     bytes.extend([3; 64]);
     let (outcome, said) = answer_to(&bytes);

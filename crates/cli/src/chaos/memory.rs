@@ -1,0 +1,131 @@
+//! A process without memory: a control group of Linux refuses it the next page that it touches, and
+//! the kernel kills it, as on a machine whose memory is full. Wants root.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use rustix::process::Pid;
+
+/// Where groups that bound memory are: version 2 has one tree for all, version 1 one for memory.
+const ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
+
+/// The file with a group's bound in bytes, in versions 2 and 1.
+const BOUNDS: [&str; 2] = ["memory.max", "memory.limit_in_bytes"];
+
+/// A group whose processes get no further page. It is removed when this is dropped, if no process
+/// is left in it.
+#[derive(Debug)]
+pub(super) struct Group {
+    folder: PathBuf,
+}
+
+impl Group {
+    /// Makes a group as near to this process's own as the system allows.
+    ///
+    /// # Errors
+    /// A system without control groups of memory, or that lets this user make none.
+    pub(super) fn new() -> anyhow::Result<Self> {
+        let own = fs::read_to_string("/proc/self/cgroup").context("no control groups")?;
+        let group = places(&own).iter().find_map(|place| Self::below(place));
+        group.context("no control group bounds memory here")
+    }
+
+    fn below(place: &Path) -> Option<Self> {
+        let folder = place.join(format!("paceline-chaos-{}", std::process::id()));
+        fs::create_dir(&folder).ok()?;
+        let group = Self { folder };
+        // A folder that does not bound memory has no such file.
+        let mut bounds = BOUNDS.iter().map(|name| group.folder.join(name));
+        let bound = bounds.find(|file| file.exists())?;
+        fs::write(bound, "0").ok()?;
+        Some(group)
+    }
+
+    /// Moves processes in. Pages that they have stay theirs.
+    ///
+    /// # Errors
+    /// What the system refuses, a process that is gone among it.
+    pub(super) fn take(&self, pids: &[Pid]) -> io::Result<()> {
+        for pid in pids {
+            fs::write(self.members(), pid.as_raw_nonzero().to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Whether all processes in it have ended.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn is_empty(&self) -> io::Result<bool> {
+        Ok(fs::read_to_string(self.members())?.trim().is_empty())
+    }
+
+    fn members(&self) -> PathBuf {
+        self.folder.join("cgroup.procs")
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.folder); // one that still has processes stays
+    }
+}
+
+/// Folders below which a group may bound memory, this process's own first. `own` is the text of
+/// `/proc/self/cgroup`: lines of a number, controllers and a path. In version 2 a group with
+/// processes hands no controller on, so that the ones above it are the ones that do.
+fn places(own: &str) -> Vec<PathBuf> {
+    let mut places = Vec::new();
+    for line in own.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let root = match controllers {
+            "" => ROOTS[0],
+            "memory" => ROOTS[1],
+            _ => continue,
+        };
+        let place = Path::new(root).join(path.trim_start_matches('/'));
+        let above = place.ancestors().take_while(|it| it.starts_with(root));
+        places.extend(above.map(Path::to_owned));
+    }
+    places
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_are_looked_for_from_the_own_one_upwards() {
+        let of = |own| {
+            let found = places(own).into_iter();
+            let found = found.map(|place| place.to_str().unwrap().to_owned());
+            found.collect::<Vec<_>>()
+        };
+        let all = [
+            "/sys/fs/cgroup/a.slice/b",
+            "/sys/fs/cgroup/a.slice",
+            "/sys/fs/cgroup",
+        ];
+        assert_eq!(of("0::/a.slice/b\n"), all);
+        let mixed = "9:name=systemd:/\n4:memory:/job\n1:cpu:/job\n0::/\n";
+        let all = [
+            "/sys/fs/cgroup/memory/job",
+            "/sys/fs/cgroup/memory",
+            "/sys/fs/cgroup",
+        ];
+        assert_eq!(of(mixed), all);
+        assert_eq!(of("nonsense\n"), [""; 0]);
+    }
+
+    #[test]
+    fn a_folder_that_bounds_nothing_is_no_group() {
+        let place = tempfile::tempdir().unwrap();
+        assert!(Group::below(place.path()).is_none());
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0, "none stays");
+    }
+}
