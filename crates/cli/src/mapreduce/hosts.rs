@@ -43,6 +43,8 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
     let ending = bridge::run(&Reach::new("ssh", None), host, &script, GREETING)?;
     match ending {
         Ending::Code(0) => Ok(()),
+        // It or `ssh` said why on standard error, of which the parent tells the last line.
+        Ending::Code(code) => std::process::exit(code),
         ending => bail!("the worker on {host} {ending}"),
     }
 }
