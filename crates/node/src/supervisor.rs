@@ -70,8 +70,8 @@ pub const HELD_LIMIT: Duration = Duration::from_secs(120);
 /// waits that double from [`FIRST_WAIT`], time for four more starts that fail at once.
 pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Starts that fail before a request is lost, however long they take: a large model loads for
-/// longer than a request is held.
+/// Starts that fail before a request is lost, within [`HELD_LIMIT`]: a large model loads for longer
+/// than [`HELD_ALONE_LIMIT`].
 pub const STARTS_MIN: u32 = 3;
 
 /// Longest such wait.
