@@ -371,6 +371,7 @@ impl Serving {
             held_max: 64,
             held_limit: HELD_LIMIT,
             holds: true,
+            goes_on,
         };
         let ranks = nodes.len() as u32;
         let supervisor = Supervisor::new(vec![way], 0, ranks, policy).expect("a finite speed");
