@@ -371,7 +371,7 @@ fn hostile_functions_are_refused_by_name() {
             "",
         ),
         ("fn f(x: f32) -> f32 { workgroupBarrier(); return x; }", ""),
-        ("fn f(x: f32) -> f32 { return dpdx(x); }", ""),
+        ("fn f(x: f32) -> f32 { return dpdx(x); }", "derivatives"),
         ("fn f(x: f32) -> f32 { return y; }", "y"),
         (&long, "operations, expected at most 1000"),
         (&deep, "brackets nested 1201 deep"),
