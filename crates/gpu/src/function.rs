@@ -172,7 +172,11 @@ fn check(text: &str) -> Result<Function, String> {
             ));
         }
         let is_of_pictures = |it: &Expression| matches!(it, Expression::Derivative { .. });
-        if function.expressions.iter().any(|(_, it)| is_of_pictures(it)) {
+        if function
+            .expressions
+            .iter()
+            .any(|(_, it)| is_of_pictures(it))
+        {
             return Err("derivatives are of pictures alone".to_owned());
         }
         function.name = Some(NAME.to_owned());
