@@ -303,8 +303,8 @@ impl Instance {
         })?
     }
 
-    /// As [`ready`](Self::ready), but only as long as `goes_on`, which is asked some times a second:
-    /// an instance that goes on is started again until it is ready.
+    /// As [`ready`](Self::ready), but only while `goes_on` says so, five times a second: an
+    /// instance that goes on is started again until it is ready.
     ///
     /// # Errors
     /// As `ready`, and [`Error::Ended`] where it waits no longer.
