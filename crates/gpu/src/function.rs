@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use naga::back::wgsl::{WriterFlags, write_string};
 use naga::front::wgsl::parse_str;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-use naga::{Block, Module, ScalarKind, Statement, Type, TypeInner};
+use naga::{Block, Expression, Module, ScalarKind, Statement, Type, TypeInner};
 
 use crate::Error;
 
@@ -170,6 +170,14 @@ fn check(text: &str) -> Result<Function, String> {
             return Err(format!(
                 "{expressions} operations, expected at most {EXPRESSIONS_MAX}"
             ));
+        }
+        let is_of_pictures = |it: &Expression| matches!(it, Expression::Derivative { .. });
+        if function
+            .expressions
+            .iter()
+            .any(|(_, it)| is_of_pictures(it))
+        {
+            return Err("derivatives are of pictures alone".to_owned());
         }
         function.name = Some(NAME.to_owned());
     }

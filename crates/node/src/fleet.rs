@@ -649,12 +649,14 @@ impl Inner {
                 Duty::TakeOver { .. } if self.is_leaving() => {}
                 Duty::Own { id, epoch, wanted } => {
                     own.push((id, epoch));
-                    let flaps = Arc::default();
+                    let told = report(&map, id).filter(|it| it.epoch == epoch);
+                    let is_restart = told.is_some_and(|it| it.state != State::Failed);
                     self.begin(Owned {
                         id,
                         epoch,
                         wanted,
-                        flaps,
+                        flaps: Arc::default(),
+                        goes_on: epoch > 1 || is_restart,
                     });
                 }
                 Duty::TakeOver { id, epoch, wanted } => {
@@ -675,7 +677,7 @@ impl Inner {
     }
 
     /// Starts an instance on a thread of its own, once for each record.
-    fn begin(self: &Arc<Self>, owned: Owned) {
+    fn begin(self: &Arc<Self>, mut owned: Owned) {
         let mut all = lock(&self.owned);
         let epoch = owned.epoch;
         let is_same = |it: &Running| it.owned.epoch == epoch;
@@ -689,6 +691,8 @@ impl Inner {
         };
         let before = all.insert(owned.id, running);
         let former = before.and_then(|it| it.answers.or(it.former));
+        // Where the one before answers, that goes on if this one cannot start.
+        owned.goes_on &= former.is_none();
         if let Some(it) = all.get_mut(&owned.id) {
             it.former = former;
         }
@@ -720,6 +724,13 @@ impl Inner {
         if let Err(error) = thread.spawn(run) {
             (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
         }
+    }
+
+    /// Whether this node still brings up or has an instance of this record.
+    fn has_begun(&self, id: InstanceId, epoch: u64) -> bool {
+        let owned = lock(&self.owned);
+        let is_it = owned.get(&id).is_some_and(|it| it.owned.epoch == epoch);
+        is_it && !self.is_over()
     }
 
     /// Opens a door to each model of which a replica answers, and closes those of models that are

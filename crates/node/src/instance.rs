@@ -15,7 +15,7 @@ mod spares;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -43,6 +43,9 @@ use crate::{Cut, Error, Moved};
 use follow::Follower;
 use measures::Measured;
 use spares::Keeper;
+
+/// How often [`Instance::ready_while`] looks whether the instance is still wanted.
+const READY_LOOK: Duration = Duration::from_millis(200);
 
 /// How long workers have to end by themselves when the instance ends.
 const GRACE: Duration = Duration::from_millis(300);
@@ -91,6 +94,8 @@ pub struct InstanceSpec {
     pub draft: Option<String>,
     /// Whether ranks that compute slower than before get less to do, by one of `cuts`.
     pub follows: bool,
+    /// Whether the instance was begun before, by another owner: see [`Policy::goes_on`].
+    pub goes_on: bool,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -149,6 +154,7 @@ impl InstanceSpec {
                 false => HELD_LIMIT,
             },
             holds: self.follows,
+            goes_on: self.goes_on,
         };
         Ok(Supervisor::new(ways, self.first, self.ranks(), policy)?)
     }
@@ -309,6 +315,28 @@ impl Instance {
         started.recv().map_err(|_| Error::Ended {
             what: "the thread of an instance",
         })?
+    }
+
+    /// As [`ready`](Self::ready), but only while `goes_on` says so, five times a second: an
+    /// instance that goes on is started again until it is ready.
+    ///
+    /// # Errors
+    /// As `ready`, and [`Error::Ended`] where it waits no longer.
+    pub fn ready_while(&self, goes_on: impl Fn() -> bool) -> Result<(), Error> {
+        let Some(started) = lock(&self.started).take() else {
+            return Ok(());
+        };
+        loop {
+            match started.recv_timeout(READY_LOOK) {
+                Ok(outcome) => return outcome,
+                Err(RecvTimeoutError::Timeout) if goes_on() => {}
+                Err(_) => {
+                    return Err(Error::Ended {
+                        what: "the wait for an instance",
+                    });
+                }
+            }
+        }
     }
 
     /// The ways that may be used.

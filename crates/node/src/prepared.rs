@@ -96,6 +96,7 @@ pub struct Prepared {
     spares: Option<Duration>,
     /// Shares follow what ranks take.
     follows: bool,
+    goes_on: bool,
     draft: Option<DraftModel>,
 }
 
@@ -132,6 +133,7 @@ impl Prepared {
             steers: false,
             spares: None,
             follows: false,
+            goes_on: false,
             draft: None,
         })
     }
@@ -249,6 +251,11 @@ impl Prepared {
         self.spares = Some(after);
     }
 
+    /// Has its instance started again after any failure: it was begun before, by another owner.
+    pub const fn go_on(&mut self) {
+        self.goes_on = true;
+    }
+
     /// Has ranks that compute slower than before, because somebody uses their machines, give work
     /// away while that is so. In place of other changes of the split; of one rank there is nothing
     /// to give away. On MLX shares stay.
@@ -313,6 +320,7 @@ impl Prepared {
             spares: self.spares,
             draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
             follows: self.follows,
+            goes_on: self.goes_on,
         };
         Instance::begin(spec, crew, observer)
     }

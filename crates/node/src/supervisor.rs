@@ -70,8 +70,8 @@ pub const HELD_LIMIT: Duration = Duration::from_secs(120);
 /// waits that double from [`FIRST_WAIT`], time for four more starts that fail at once.
 pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Starts that fail before a request is lost, however long they take: a large model loads for
-/// longer than a request is held.
+/// Starts that fail before a request is lost, within [`HELD_LIMIT`]: a large model loads for longer
+/// than [`HELD_ALONE_LIMIT`].
 pub const STARTS_MIN: u32 = 3;
 
 /// Longest such wait.
@@ -96,7 +96,8 @@ pub struct Way {
 /// What an instance does about failures, and how much it holds.
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
-    /// Whether a new epoch is started after a failure, once the first one was ready.
+    /// Whether a new epoch is started after a failure, once the first one was ready or where the
+    /// instance [`goes_on`](Self::goes_on).
     pub restart: bool,
     /// Whether open requests go on in that epoch. Without it they are lost with the reason.
     pub resume: bool,
@@ -106,6 +107,9 @@ pub struct Policy {
     pub held_limit: Duration,
     /// Whether changes of the split are ordered by [`Event::Move`] alone.
     pub holds: bool,
+    /// Whether the instance was begun before, by another owner or by an earlier process of this
+    /// one. A new epoch is then started after a failure of the first one, too.
+    pub goes_on: bool,
 }
 
 impl Policy {
@@ -403,7 +407,7 @@ impl Supervisor {
             seats: vec![Seat::Empty; ranks as usize],
             phase: Phase::New,
             requests: Requests::default(),
-            was_ready: false,
+            was_ready: policy.goes_on,
             wait: policy.first_wait(),
             restarts: 0,
             learned: None,

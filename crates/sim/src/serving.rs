@@ -104,6 +104,14 @@ impl Net<'_> {
         self.nodes[node].member.is_some()
     }
 
+    /// The record of an instance, as a node knows it.
+    fn record(&self, node: usize, id: InstanceId) -> Option<Wanted> {
+        let member = self.nodes[node].member.as_ref()?;
+        let mut all = placement::wanted(member.map());
+        all.find(|(other, ..)| *other == id)
+            .map(|(.., wanted)| wanted)
+    }
+
     fn passes(&self, from: usize, to: usize) -> bool {
         let side = |node: usize| (self.split >> node) & 1;
         side(from) == side(to) && !self.deaf.contains(&(from, to))
@@ -148,12 +156,18 @@ struct Seat {
     held: VecDeque<FromWorker>,
 }
 
-/// An instance on the node that owns it.
+/// An instance on the node that owns it, by one record.
+///
+/// As in `node::fleet`, the instance of the record before answers until that of the next record
+/// does: on the same node, and on a node that hands it on and leaves.
 #[derive(Debug)]
 struct Owner {
     node: usize,
     id: InstanceId,
     epoch: u64,
+    /// It was begun before, by an earlier record or by an earlier process of its node, and nothing
+    /// answers in its place: a failure while it loads must not be its end.
+    goes_on: bool,
     nodes: Vec<usize>,
     supervisor: Supervisor,
     begun: Duration,
@@ -220,6 +234,11 @@ pub(crate) struct Serving {
     random: Random,
     owners: BTreeMap<u64, Owner>,
     last_life: u64,
+    /// Records whose instance was ready once: nodes that know none of them answer no client.
+    answered: BTreeSet<(InstanceId, u64)>,
+    /// Records that a node has begun, as its reports in the shared map say. One that could not be
+    /// loaded is none of them.
+    begun: BTreeSet<(usize, InstanceId, u64)>,
     asked: Vec<Asked>,
     /// How long each node takes to read a model.
     disks: Vec<Duration>,
@@ -255,6 +274,8 @@ impl Serving {
             random,
             owners: BTreeMap::new(),
             last_life: 0,
+            answered: BTreeSet::new(),
+            begun: BTreeSet::new(),
             asked: Vec::new(),
             disks,
             violations: Vec::new(),
@@ -299,7 +320,8 @@ impl Serving {
         }
     }
 
-    /// A node's instances are these now.
+    /// A node's instances are these now. What answered by an earlier record is kept until its
+    /// successor answers: see [`bridges`](Self::bridges).
     pub(crate) fn owns(
         &mut self,
         node: usize,
@@ -307,12 +329,15 @@ impl Serving {
         net: &Net<'_>,
         later: &mut Later,
     ) {
+        let leaves = net.nodes[node].leaves;
         self.owners.retain(|_, owner| {
             let epoch = runs.get(&owner.id).map(|(epoch, _)| *epoch);
-            owner.node != node || epoch == Some(owner.epoch)
+            let is_current = epoch == Some(owner.epoch);
+            let is_former = owner.was_ready && (leaves || epoch.is_some());
+            owner.node != node || is_current || is_former
         });
         for (id, (epoch, wanted)) in runs {
-            let is_it = |owner: &Owner| owner.node == node && owner.id == *id;
+            let is_it = |owner: &Owner| (owner.node, owner.id, owner.epoch) == (node, *id, *epoch);
             if !self.owners.values().any(is_it) {
                 self.begin(node, (*id, *epoch, wanted), net, later);
             }
@@ -337,12 +362,16 @@ impl Serving {
             tok_s: 1.0,
             change: None,
         };
+        let is_restart = !self.begun.insert((node, id, epoch));
+        let is_former = |owner: &Owner| (owner.node, owner.id) == (node, id);
+        let goes_on = (epoch > 1 || is_restart) && !self.owners.values().any(is_former);
         let policy = Policy {
             restart: true,
             resume: true,
             held_max: 64,
             held_limit: HELD_LIMIT,
             holds: true,
+            goes_on,
         };
         let ranks = nodes.len() as u32;
         let supervisor = Supervisor::new(vec![way], 0, ranks, policy).expect("a finite speed");
@@ -352,6 +381,7 @@ impl Serving {
             node,
             id,
             epoch,
+            goes_on,
             seats: nodes.iter().map(|_| Seat::default()).collect(),
             nodes,
             supervisor,
@@ -415,6 +445,10 @@ impl Serving {
             }
             Action::Tell(Notice::Ready { .. }) => {
                 owner.was_ready = true;
+                return self.follow(life);
+            }
+            Action::Tell(Notice::Failed { again_in: None, .. }) => {
+                self.begun.remove(&(owner.node, owner.id, owner.epoch));
                 return;
             }
             Action::Assign { rank, epoch, .. } => (rank, Order::Assign(epoch)),
@@ -444,6 +478,26 @@ impl Serving {
         };
         owner.seats[order.0.0 as usize].orders.push_back(order.1);
         self.obey(life, order.0, net, later);
+    }
+
+    /// An instance is ready: what answered for it on its node ends.
+    fn follow(&mut self, life: u64) {
+        let Some(owner) = self.owners.get(&life) else {
+            return;
+        };
+        let (node, id, epoch) = (owner.node, owner.id, owner.epoch);
+        self.answered.insert((id, epoch));
+        let is_former = |it: &Owner| (it.node, it.id) == (node, id) && it.epoch < epoch;
+        self.owners.retain(|_, it| !is_former(it));
+    }
+
+    /// Whether an owner that its node has no duty for is kept: the node leaves, and the next owner
+    /// does not answer yet.
+    fn bridges(&self, owner: &Owner, net: &Net<'_>) -> bool {
+        let is_next = |it: &Owner| it.id == owner.id && it.epoch > owner.epoch && it.was_ready;
+        let node = &net.nodes[owner.node];
+        let is_wanted = net.record(owner.node, owner.id).is_some();
+        node.leaves && is_wanted && !self.owners.values().any(is_next)
     }
 
     fn seat(&mut self, life: u64, rank: Rank, process: u64) -> Option<&mut Seat> {
@@ -679,6 +733,11 @@ impl Serving {
         let Some(owner) = self.owners.get(&life) else {
             return;
         };
+        let has_duty = net.nodes[owner.node].runs.contains_key(&owner.id);
+        if !has_duty && !self.bridges(owner, net) {
+            self.owners.remove(&life);
+            return;
+        }
         later.push((BEAT, Due::Beat(life)));
         for rank in (0..owner.seats.len() as u32).map(Rank) {
             if self.has_lost(life, rank, net) {
@@ -716,7 +775,8 @@ impl Serving {
         is_over
     }
 
-    /// A client asks a node that lives for an instance that the node knows.
+    /// A client asks a node that lives for an instance that the node knows, and that was ready
+    /// once: before that no node answers as its model.
     fn ask(&mut self, net: &Net<'_>, later: &mut Later) {
         let alive: Vec<usize> = (0..net.nodes.len())
             .filter(|node| net.lives(*node))
@@ -724,7 +784,9 @@ impl Serving {
         let node = alive.get(self.random.below(alive.len().max(1) as u64) as usize);
         let known = node.and_then(|node| {
             let member = net.nodes[*node].member.as_ref()?;
-            placement::wanted(member.map()).map(|(id, ..)| id).next()
+            let answered = |id, epoch| self.answered.range((id, 0)..=(id, epoch)).next();
+            let mut all = placement::wanted(member.map());
+            all.find_map(|(id, epoch, _)| answered(id, epoch).map(|_| id))
         });
         let (Some(node), Some(id)) = (node, known) else {
             later.push((Duration::from_secs(2), Due::Ask));
@@ -872,7 +934,8 @@ impl Serving {
         let node = self.random.below(net.nodes.len() as u64) as usize;
         let way = self.way();
         let asked = &mut self.asked[number];
-        if !net.lives(node) {
+        // One that has just started may not know the model yet, and refuses.
+        if !net.lives(node) || net.record(node, asked.id).is_none() {
             return;
         }
         let has = asked.copies.values().copied().max();
@@ -933,8 +996,7 @@ impl Serving {
         let Some(member) = &net.nodes[entry.node].member else {
             return;
         };
-        let record = placement::wanted(member.map()).find(|(id, ..)| *id == asked.id);
-        let Some((.., wanted)) = record else {
+        let Some(wanted) = net.record(entry.node, asked.id) else {
             asked.outcome = Some(Outcome::Unloaded);
             return;
         };
@@ -972,6 +1034,9 @@ impl Serving {
     }
 
     /// Looks at what must be in the end. `wanted`: the instances that have to run, each somewhere.
+    ///
+    /// The first load of an instance may fail, and then its owner says why: nobody starts it again
+    /// before somebody asks for that.
     pub(crate) fn in_the_end(
         &self,
         length: Duration,
@@ -979,9 +1044,17 @@ impl Serving {
     ) -> Vec<String> {
         let mut found = self.violations.clone();
         for id in wanted {
-            let mut owners = self.owners.values().filter(|owner| owner.id == *id);
-            if !owners.any(|owner| owner.supervisor.stand() == Stand::Ready) {
-                found.push(format!("instance {id} is not ready again"));
+            let owners = self.owners.values().filter(|owner| owner.id == *id);
+            let told = |owner: &Owner| (owner.node, owner.epoch, owner.supervisor.stand());
+            let told: Vec<_> = owners.map(told).collect();
+            let is_refused = |owner: &Owner| {
+                let is_over =
+                    matches!(owner.supervisor.stand(), Stand::Failed { again: false, .. });
+                owner.id == *id && is_over && owner.epoch == 1 && !owner.goes_on
+            };
+            let is_refused = self.owners.values().any(is_refused);
+            if !is_refused && !told.iter().any(|(.., stand)| *stand == Stand::Ready) {
+                found.push(format!("instance {id} is not ready again: {told:?}"));
             }
         }
         for (number, asked) in self.asked.iter().enumerate() {
@@ -997,10 +1070,12 @@ impl Serving {
 
 impl Owner {
     /// Starts a worker on the first node of the record that is reached, from the rank's own on.
+    /// Those that leave come last.
     fn start(&mut self, rank: Rank, net: &Net<'_>) {
         let (first, count) = (rank.0 as usize, self.nodes.len());
-        let mut places = (0..count).map(|i| self.nodes[(first + i) % count]);
-        let at = places.find(|node| net.reach(self.node, *node));
+        let places = (0..count).map(|i| self.nodes[(first + i) % count]);
+        let reached = places.filter(|node| net.reach(self.node, *node));
+        let at = reached.min_by_key(|node| net.nodes[*node].leaves);
         let at = at.unwrap_or(self.node);
         self.stop(rank);
         let seat = &mut self.seats[first];

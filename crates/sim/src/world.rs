@@ -9,9 +9,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
+use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::member::{Action, Event, Message, Pace, Target};
 use paceline_cluster::nodes::placement::{self, Duty, EPOCH_UNWANTED, Wanted};
 use paceline_cluster::nodes::{InstanceId, Key, Member, NodeId, Now, Registers};
+use serde_json::{Value, json};
 
 use crate::check;
 use crate::scenario::{Fault, Random, Scenario};
@@ -87,6 +89,8 @@ pub(crate) struct Node {
     /// Counts its processes.
     life: u64,
     started: Duration,
+    /// It hands on what it has, and takes nothing, until it ends.
+    pub(crate) leaves: bool,
     /// The tick that counts.
     tick: Option<Duration>,
     skew_ms: u64,
@@ -164,6 +168,7 @@ impl World {
                 saved: Registers::default(),
                 life: 0,
                 started: Duration::ZERO,
+                leaves: false,
                 tick: None,
                 skew_ms: scenario.skew_ms[number],
                 runs: BTreeMap::new(),
@@ -230,15 +235,10 @@ impl World {
         let (now, seed) = (self.time_of(node), self.random.next());
         let own = &mut self.nodes[node];
         own.life += 1;
-        (own.started, own.tick) = (self.now, None);
+        (own.started, own.tick, own.leaves) = (self.now, None, false);
         let (id, saved, life) = (own.id, own.saved.clone(), own.life);
         own.member = Some(Member::new(id, saved, Pace::default(), seed, now));
-        let facts = Event::Write {
-            key: Key::Node(id),
-            epoch: 0,
-            value: Some(format!("{{\"boot\":{life}}}")),
-        };
-        self.step(node, facts);
+        self.write_facts(node);
         self.add(self.now + PATIENCE, Due::Look(node, life));
         for other in (0..self.nodes.len()).filter(|other| *other != node) {
             for (at, other) in [(node, other), (other, node)] {
@@ -247,6 +247,19 @@ impl World {
                 self.add(self.now + wait, Due::Find { at, other, life });
             }
         }
+    }
+
+    /// The node says of itself what others have to know: the number of its process, and whether it
+    /// goes soon.
+    fn write_facts(&mut self, node: usize) {
+        let own = &self.nodes[node];
+        let facts = json!({"boot": own.life, "leaving": own.leaves});
+        let facts = Event::Write {
+            key: Key::Node(own.id),
+            epoch: 0,
+            value: Some(facts.to_string()),
+        };
+        self.step(node, facts);
     }
 
     fn crash(&mut self, node: usize) {
@@ -373,20 +386,24 @@ impl World {
         }
     }
 
+    /// Wants an instance over so many nodes that live and stay, or as many as there are.
     fn load(&mut self, node: usize, wide: usize) {
-        if self.nodes[node].member.is_none() {
+        let Some(member) = &self.nodes[node].member else {
             return;
-        }
+        };
+        let heirs = heirs(member);
         let ids: Vec<NodeId> = self.nodes.iter().map(|node| node.id).collect();
         let mut order = ids.clone();
         order.rotate_left(node);
+        let others = order[1..].iter().filter(|id| heirs.contains(id));
+        let nodes = order[..1].iter().chain(others).take(wide).copied();
         let id = InstanceId(self.random.next());
         let wanted = Wanted {
             model: "model".into(),
             sha256: String::new(),
             bytes: 0,
             successors: order[1..].to_vec(),
-            nodes: order[..wide.min(order.len())].to_vec(),
+            nodes: nodes.collect(),
             named: false,
             split: placement::SPLIT_ANY.into(),
             threads: 1,
@@ -419,16 +436,30 @@ impl World {
         }
     }
 
-    /// The node writes records without itself for all that it is part of.
+    /// The node says that it goes, and hands on what it has.
     fn leave(&mut self, node: usize) {
+        if self.nodes[node].member.is_none() {
+            return;
+        }
+        self.nodes[node].leaves = true;
+        self.write_facts(node);
+        self.hand_on(node);
+    }
+
+    /// The node writes records without itself for all that it is part of, to nodes that stay.
+    fn hand_on(&mut self, node: usize) {
         let own = self.nodes[node].id;
         let Some(member) = &self.nodes[node].member else {
             return;
         };
-        let others: Vec<NodeId> = member.peers().map(|peer| peer.id).collect();
+        let heirs = heirs(member);
+        let life = |id| match heirs.contains(&id) {
+            true => Life::Alive,
+            false => Life::Left,
+        };
         let parts = placement::wanted(member.map()).filter(|(.., it)| it.nodes.contains(&own));
         let next = |(id, epoch, wanted)| {
-            let next = placement::without(wanted, own, &others, |id| member.life(id))?;
+            let next = placement::without(wanted, own, &heirs, life)?;
             Some((id, epoch + 1, next))
         };
         let records: Vec<(InstanceId, u64, Wanted)> = parts.filter_map(next).collect();
@@ -562,11 +593,15 @@ impl World {
         let own = &self.nodes[node];
         let Some(member) = &own.member else { return };
         let is_new = self.now < own.started + PATIENCE && own.life > 1;
+        let leaves = own.leaves;
         let duties = placement::duties(member.map(), own.id, |id| member.life(id));
         let mut runs = BTreeMap::new();
         let mut takes = Vec::new();
         for duty in duties {
             match duty {
+                // It hands on what was handed to it meanwhile.
+                Duty::Own { id, .. } if leaves && !own.runs.contains_key(&id) => {}
+                Duty::TakeOver { .. } if leaves => {}
                 Duty::Own { id, epoch, wanted } if !is_new => {
                     runs.insert(id, (epoch, wanted));
                 }
@@ -589,7 +624,22 @@ impl World {
             self.takeovers += 1;
             self.write_record(node, id, epoch, Some(&wanted));
         }
+        if leaves {
+            self.hand_on(node);
+        }
     }
+}
+
+/// Other nodes that live and stay, as a node knows.
+fn heirs(member: &Member) -> Vec<NodeId> {
+    let leaves = |id: &NodeId| {
+        let facts = member.map().get(&Key::Node(*id));
+        let facts = facts.and_then(|text| serde_json::from_str::<Value>(text).ok());
+        facts.is_some_and(|facts| facts["leaving"] == true)
+    };
+    let others = member.peers().map(|peer| peer.id);
+    let others = others.filter(|id| member.life(*id) == Life::Alive && !leaves(id));
+    others.collect()
 }
 
 fn pair(one: usize, two: usize) -> (usize, usize) {

@@ -17,7 +17,8 @@ const MODEL: &str = "deep.gguf";
 
 /// Some 28 MB, so that a third of it is far more than what tells a file from others.
 const DEEP: Tiny = Tiny {
-    layers: 48,
+    layers: 4,
+    ffn: 8192, // matrices of many pieces
     ..FAMILIES[0]
 };
 
@@ -50,7 +51,7 @@ fn each_machine_gets_what_it_computes_with() {
     DEEP.write(&hosts[0].home.path().join(MODEL));
     for (number, host) in hosts.iter_mut().enumerate() {
         // n2 has room for a part of the model, and not for all of it.
-        let budget = if number == 2 { "26M" } else { "1G" };
+        let budget = if number == 2 { "24M" } else { "1G" };
         host.up_at("52415", &["--disk-budget", budget]);
     }
     let token = hosts[0].told(&["key", "cluster", "show"]);
@@ -68,10 +69,8 @@ fn each_machine_gets_what_it_computes_with() {
         assert_eq!(answer["tokens"], alone["tokens"], "{split}");
         let shares = shares(&hosts[1]);
         assert_eq!(shares[0].1, 0.0, "its own file is in no store: {shares:?}");
-        // 4 MB of 28 tell the file from others. Tensor splits read columns of whole matrices, and
-        // of so small ones each piece of 128 KiB has several.
-        let most = if split == "pipeline" { 0.7 } else { 0.97 };
-        println!("{split}: {shares:?}");
+        // 4 MB of 28 tell the file from others. Tensor splits read columns of whole matrices.
+        let most = if split == "pipeline" { 0.7 } else { 0.85 };
         for (node, share) in &shares[1..] {
             assert!((0.15..most).contains(share), "{split}: {node}: {shares:?}");
         }

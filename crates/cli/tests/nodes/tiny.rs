@@ -24,6 +24,8 @@ pub(crate) struct Tiny {
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
     pub(crate) layers: usize,
+    /// Width of the feed-forward layers.
+    pub(crate) ffn: usize,
 }
 
 /// One of each family: grouped heads, heads that make up more than the width, windowed layers.
@@ -67,6 +69,7 @@ impl Tiny {
             kv_heads,
             head_dim,
             layers,
+            ffn: FFN,
         }
     }
 
@@ -99,9 +102,9 @@ impl Tiny {
             ("attn_k", kv, WIDTH),
             ("attn_v", kv, WIDTH),
             ("attn_output", WIDTH, q),
-            ("ffn_gate", FFN, WIDTH),
-            ("ffn_up", FFN, WIDTH),
-            ("ffn_down", WIDTH, FFN),
+            ("ffn_gate", self.ffn, WIDTH),
+            ("ffn_up", self.ffn, WIDTH),
+            ("ffn_down", WIDTH, self.ffn),
         ] {
             file.matrix(&name(part), rows, cols, |_| true);
         }
@@ -134,7 +137,7 @@ impl Tiny {
         for (key, value) in [
             ("block_count", self.layers),
             ("embedding_length", WIDTH),
-            ("feed_forward_length", FFN),
+            ("feed_forward_length", self.ffn),
             ("context_length", 1 << 20),
             ("attention.head_count", self.heads),
             ("attention.head_count_kv", self.kv_heads),

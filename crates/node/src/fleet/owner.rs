@@ -36,6 +36,9 @@ pub(super) struct Owned {
     pub(super) wanted: Wanted,
     /// Workers that each of its nodes has lost so far.
     pub(super) flaps: Arc<Flaps>,
+    /// It was begun before, by an earlier record or by an earlier process of this node: clients may
+    /// have answers of it, so that a failure while it loads is not its end.
+    pub(super) goes_on: bool,
 }
 
 impl Owned {
@@ -75,6 +78,9 @@ impl Owned {
         if self.wanted.follow {
             prepared.follow_use();
         }
+        if self.goes_on {
+            prepared.go_on();
+        }
         prepared.succeed(self.successors());
         let places = Nodes {
             agent: inner.agent.clone(),
@@ -90,7 +96,8 @@ impl Owned {
         let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
         let instance = prepared.over(Box::new(crew), true, self.observer(inner));
         let instance = instance.map_err(|error| error.to_string())?;
-        instance.ready().map_err(|error| error.to_string())?;
+        let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
+        ready.map_err(|error| error.to_string())?;
         Ok(Answers::Instance(Arc::new(instance)))
     }
 
@@ -208,7 +215,8 @@ impl Owned {
                         true => copies::ensure_part(&inner.agent, node, &self.wanted, &progress),
                         false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
                     };
-                    had.map_err(|reason| format!("{}: {reason}", inner.name(node)))
+                    let had = had.map_err(|reason| format!("{}: {reason}", inner.name(node)));
+                    had.or_else(|reason| self.do_without(inner, reason))
                 }
             };
             let all: Vec<_> = others.map(|node| scope.spawn(fetch(node))).collect();
@@ -218,6 +226,17 @@ impl Owned {
             });
             all.collect()
         })
+    }
+
+    /// What becomes of a node that does not get the model. An instance that goes on does without:
+    /// the node may have been lost after its record was written, and its ranks run on others then.
+    fn do_without(&self, inner: &Inner, reason: String) -> Result<(), String> {
+        if !self.goes_on {
+            return Err(reason);
+        }
+        let model = &self.wanted.model;
+        (inner.spec.tell)(&format!("warning: {model} goes on without: {reason}"));
+        Ok(())
     }
 
     /// Whether each node gets only what it computes with. Encoders are loaded whole, and files

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_engine::{Failure, Reply, Request, Ticket};
 
-use super::{Action, FAILURES_MAX, Phase, STARTS_MIN, Supervisor, Why, steer};
+use super::{Action, FAILURES_MAX, HELD_LIMIT, Phase, STARTS_MIN, Supervisor, Why, steer};
 
 /// A request that is not over.
 #[derive(Debug)]
@@ -34,7 +34,8 @@ impl Open {
         } else {
             self.starts += 1;
         }
-        let waits = self.starts < STARTS_MIN || now.saturating_sub(self.since) < held_limit;
+        let held = now.saturating_sub(self.since);
+        let waits = held < held_limit || self.starts < STARTS_MIN && held < HELD_LIMIT;
         self.failures < FAILURES_MAX && waits
     }
 }

@@ -173,6 +173,7 @@ impl World {
             held_max: 4,
             held_limit: HELD_LIMIT,
             holds: false,
+            goes_on: false,
         };
         let ways = (0..ways).map(way).collect();
         Self {

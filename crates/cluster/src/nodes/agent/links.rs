@@ -97,14 +97,16 @@ impl Inner {
         })
     }
 
-    /// Hands messages to the member until the session ends or is another link's.
+    /// Hands messages to the member until the session ends or is no link any more. Then its writer
+    /// closes it, once what was queued is sent: the last word of a node that leaves, too.
     fn read(self: &Arc<Self>, session: &Session, number: u64, heard: &Mutex<Instant>) {
         let from = session.peer();
         loop {
             let message = match session.recv(MESSAGE_BYTES_MAX, READ_LIMIT) {
                 Ok(Some(bytes)) => serde_json::from_slice(&bytes).ok(),
                 Ok(None) if self.is_link(from, number) => continue,
-                Ok(None) | Err(_) => None,
+                Ok(None) => return,
+                Err(_) => None,
             };
             let Some(message) = message else { break };
             *lock(heard) = Instant::now();
@@ -114,7 +116,7 @@ impl Inner {
                 .get(&from)
                 .is_none_or(|link| link.number != number)
             {
-                break;
+                return;
             }
             self.step(&mut state, Event::Received { from, message });
         }

@@ -21,6 +21,7 @@ impl Failing {
             held_max: 4,
             held_limit: HELD_LIMIT,
             holds: ways > 1,
+            goes_on: false,
         };
         let way = Way {
             name: "none".to_owned(),
