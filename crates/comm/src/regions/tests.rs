@@ -22,7 +22,7 @@ fn own() -> u32 {
 /// The first bytes of a view.
 fn copied(view: &View, bytes: usize) -> Vec<u8> {
     let mut copy = vec![0; bytes];
-    view.bytes(0, bytes).unwrap().copy_to(&mut copy);
+    view.bytes(0, bytes).expect("all of it").copy_to(&mut copy);
     copy
 }
 

@@ -25,6 +25,7 @@ fn crew(scripts: &[(&str, &[String])]) -> Crew {
     let processes = Processes {
         program: PathBuf::from("/bin/sh"),
         args: args.collect(),
+        env: Vec::new(),
         hosts: scripts.iter().map(|(host, _)| (*host).to_owned()).collect(),
         threads: 1,
         device: Choice::Cpu,

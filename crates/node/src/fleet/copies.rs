@@ -315,7 +315,8 @@ impl Copies {
             ..fetch(agent, wanted)
         };
         let rooted = rooted::of(&agent.map(), &wanted.sha256)?;
-        self.fetch_parts(agent, (None, &fetch), rooted, &mut |_| Ok(()))
+        let held = self.held(agent, &fetch.model, Some((rooted, None)))?;
+        self.fetch_parts(agent, &fetch, &held, &mut |_| Ok(()))
     }
 
     fn fetch(

@@ -146,7 +146,9 @@ fn a_refused_peer_that_leaves_early_is_refused_by_name() {
             let preface = preface(Purpose::Control);
             wire.stream.write_all(&preface).unwrap();
             let own = one.own(ANYONE);
-            let mut state = builder(own, &preface).build_initiator().unwrap();
+            let mut state = builder(own.identity, own.key, &preface)
+                .build_initiator()
+                .unwrap();
             wire.send(&mut state, &[]).unwrap();
             wire.receive(&mut state).unwrap();
             wire.send(&mut state, &say_hello(own.hello)).unwrap();
