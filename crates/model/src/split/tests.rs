@@ -177,7 +177,7 @@ fn what_a_rank_receives_somebody_sends() {
     }
 }
 
-/// What is told of a split: whole numbers, which the other side checks.
+/// Message of a split: whole numbers, which the other side checks.
 #[test]
 fn a_split_is_told_with_the_leaves_of_each_rank() {
     let config = smollm2();
