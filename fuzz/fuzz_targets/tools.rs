@@ -1,4 +1,4 @@
-//! What a model writes, read as reasoning, calls and text in each family's form: the same however
+//! Output of a model, read as reasoning, calls and text in each family's form: the same however
 //! it is cut, and arguments are JSON objects.
 #![no_main]
 

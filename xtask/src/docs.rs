@@ -53,11 +53,11 @@ pub(crate) fn run(pages: Pages, extent: Extent, see: &mut impl FnMut(&str)) -> R
     Ok(tally)
 }
 
-/// What the scripts are given.
+/// Inputs of the scripts.
 struct World {
     binary: PathBuf,
     model: PathBuf,
-    /// One that has the package for Python.
+    /// An interpreter that has the package for Python.
     python: Option<PathBuf>,
 }
 

@@ -55,7 +55,7 @@ pub(crate) fn run(
     Ok(tally)
 }
 
-/// What needs models: answers, vectors, array jobs with a short training.
+/// Cases that need models: answers, vectors, array jobs with a short training.
 fn with_models(python: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let model = match models::smollm2() {
         Ok(model) => model,

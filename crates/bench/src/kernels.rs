@@ -21,7 +21,7 @@ const ROWS: usize = 64;
 /// takes some ms.
 const PROMPT_ROWS: usize = 2048;
 
-/// What is measured.
+/// Settings of the measurement.
 #[derive(Clone, Debug)]
 pub struct Spec {
     /// How numbers are computed.
@@ -38,12 +38,12 @@ pub struct Spec {
     pub runs: u32,
 }
 
-/// One weight type.
+/// Results of a weight type.
 #[derive(Debug, Serialize)]
 struct Row {
     r#type: &'static str,
     packed_bytes: u64,
-    /// One row of activations: weights read per second.
+    /// Weights read per second with a single row of activations.
     decode_gb_s: Spread,
     /// Of what plain reads reached just before; the median of the pairs.
     decode_of_read_limit: f64,
@@ -53,7 +53,7 @@ struct Row {
     prompt_of_peak: Option<f64>,
 }
 
-/// What was measured.
+/// Results of the measurement.
 #[derive(Debug, Serialize)]
 pub struct Report {
     instruction_set: &'static str,

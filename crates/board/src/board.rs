@@ -43,7 +43,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Looks between two at the memory of the process: 4 s.
 const LOOKS_AT_MEMORY: u32 = 20;
 
-/// What it has grown by since it was least, before the heap is told to give back what is free.
+/// Growth of its memory since the least, before the heap is told to give back what is free.
 const GROWTH_BYTES: u64 = 16 << 20;
 
 /// Between samples of the machine. Two seconds smooth a decode step's pauses.
@@ -52,7 +52,7 @@ const SAMPLE_EVERY: Duration = Duration::from_secs(2);
 /// An instance as it is told, and its portrait where this node owns it.
 pub type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
 
-/// What the ranks of this node's instances have sent each other so far.
+/// Counts of the bytes that the ranks of this node's instances have sent each other so far.
 pub type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
 
 /// What this node tells of itself and its cluster. Clones are the same.
@@ -65,7 +65,7 @@ impl fmt::Debug for Board {
     }
 }
 
-/// What a [`Board`] writes, and by whom it is told.
+/// Outputs of a [`Board`]: its files, and warnings.
 pub struct Watch {
     /// Events are appended to this file, a line of JSON each, after what it has.
     pub events: Option<PathBuf>,
@@ -411,7 +411,7 @@ impl Inner {
         })
     }
 
-    /// What the instances of this node move between machines now.
+    /// Traffic between machines of this node's instances now.
     fn traffic(&self) -> Vec<traffic::Rate> {
         let counts = self.counts.get();
         counts.map_or_else(Vec::new, |counts| {

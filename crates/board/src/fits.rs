@@ -106,10 +106,10 @@ enum Bits {
     File(f64),
 }
 
-/// What the planner says of every model whose shape is known, smallest first.
+/// The planner's verdict on every model whose shape is known, smallest first.
 ///
 /// # Errors
-/// What it says of the cluster.
+/// The planner's error about the cluster.
 pub fn rows(
     cluster: &Cluster,
     catalogue: &Catalogue,

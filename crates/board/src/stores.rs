@@ -1,4 +1,4 @@
-//! What a node answers about models of the cluster: where which parts lie, what is removed, and
+//! Answers of a node about models of the cluster: where which parts lie, what is removed, and
 //! where one is sent.
 
 use std::path::Path;

@@ -319,7 +319,7 @@ fn train(
     let kernels = load::free_kernels(threads)?;
     let start = Instant::now();
     let clock = || start.elapsed().as_secs_f64();
-    // Those of other machines are not known, so their share is not told.
+    // Speeds of other machines are not known, so their share is not told.
     let all_here = here == posts.len();
     let flops = if all_here {
         measured_flops(&kernels, &clock) * posts.len().max(1) as f64

@@ -166,7 +166,7 @@ fn variable(name: &str) -> Option<String> {
     env::var(name).ok()
 }
 
-/// What to do where this build has no MPI.
+/// Hint for a build without MPI.
 const BUILD_WITH_MPI: &str = "build paceline with `--features mpi`, which needs mpicc and libclang";
 
 /// What to do about a wire that is not there, or not to be trusted.

@@ -75,9 +75,9 @@ pub enum Error {
     /// No worker could be started on another machine.
     #[error("cannot start a worker on {host}: {source}")]
     Remote {
-        /// What `ssh` calls the machine.
+        /// Name of the machine for `ssh`.
         host: String,
-        /// What the system says; a timeout when the worker did not say that it is there.
+        /// The system's error; a timeout when the worker did not say that it is there.
         source: std::io::Error,
     },
     /// The parent sent what is not a message.

@@ -14,7 +14,7 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(60))
 }
 
-/// What three ranks get.
+/// Groups of three ranks, or their errors.
 fn three(provider: &dyn Provider) -> Vec<Result<Box<dyn Group>, InitError>> {
     let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listeners: Vec<Listener> = (0..3).map(listen).collect();

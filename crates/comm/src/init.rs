@@ -1,4 +1,4 @@
-//! One way in for every backend, as MLX's `init`: the wires of this crate, and those of
+//! Entry for every backend, as MLX's `init`: the wires of this crate, and those of
 //! [`Provider`]s that stand above it.
 
 use std::fmt;

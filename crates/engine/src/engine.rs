@@ -674,7 +674,7 @@ struct PlannedRows {
     rows: usize,
     /// Whether all of them have logits, by which the prompt's tokens are scored.
     is_scored: bool,
-    /// What may follow its tokens by its own text; the first is judged although it is not checked.
+    /// Guesses from its own text of its next tokens; the first is judged although not checked.
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,

@@ -75,7 +75,7 @@ fn assert_same(got: &[f64], expected: impl Iterator<Item = f64>, what: &str) {
     assert_eq!(seen, got.len(), "{what}");
 }
 
-/// What an operation of two numbers gives.
+/// An operation of two numbers.
 type OfTwo<'a> = &'a dyn Fn(f64, f64) -> f64;
 
 #[test]

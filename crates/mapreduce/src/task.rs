@@ -393,7 +393,7 @@ pub struct Prepared {
     store: Arc<Store>,
 }
 
-/// What a thread computes with: a device, and room that it uses again for each block.
+/// Scratch of a thread: a device, and buffers that it uses again for each block.
 #[derive(Debug, Default)]
 pub struct Scratch {
     device: Option<Arc<dyn Device>>,

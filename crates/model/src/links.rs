@@ -104,7 +104,7 @@ impl Links {
         Bytes(self.world.traffic().sent.0 + self.stage.traffic().sent.0)
     }
 
-    /// What of it went to each rank of the world, by rank; empty where a group does not say.
+    /// Bytes of it to each rank of the world, by rank; empty where a group does not say.
     pub fn sent_to(&self) -> Vec<Bytes> {
         let mut to = self.world.sent_to();
         let first = self.world.rank().0 - self.stage.rank().0;

@@ -491,7 +491,7 @@ impl Fleet {
         told.collect()
     }
 
-    /// What the ranks of the instances that this node owns have sent each other. Waits for up to
+    /// Bytes that ranks of this node's own instances have sent each other. Waits for up to
     /// `limit` for each; those that do not tell in time are left out.
     pub fn exchanged(&self, limit: Duration) -> Vec<Exchanged> {
         let views = self.list();

@@ -25,9 +25,9 @@ const PARTS: f64 = (1 << 20) as f64;
 /// A way to cut the model.
 #[derive(Clone, Debug)]
 pub struct Cut {
-    /// What was decided.
+    /// The placement.
     pub placement: Placement,
-    /// Who holds what, by that.
+    /// Split of the model by the placement.
     pub split: Split,
     /// Decode tokens a second as expected; `None` when nothing was measured.
     pub tok_s: Option<f64>,
@@ -60,7 +60,7 @@ impl Cut {
 /// The placement that `--nodes`, `--split` and `--shares` ask for; no shares stand for equal ones.
 ///
 /// # Errors
-/// What does not fit, or does not fit the model.
+/// Values that do not fit each other, or do not fit the model.
 pub fn asked(
     config: &Config,
     kind: SplitKind,

@@ -87,7 +87,7 @@ fn instances(world: &World) -> Vec<String> {
     found
 }
 
-/// What clients and supervisors see.
+/// Faults that clients and supervisors see.
 fn answers(world: &World) -> Vec<String> {
     let has_to_run = |id: &&InstanceId| expected(world, id) == Some(1);
     let wanted = world.wanted.iter().filter(has_to_run).copied().collect();

@@ -102,7 +102,7 @@ pub enum Error {
     /// A worker's machine is out of reach, or ended its worker.
     #[error("the other machine: {reason}")]
     Line {
-        /// What became of it.
+        /// Reason of the loss.
         reason: String,
     },
     /// No worker is left.

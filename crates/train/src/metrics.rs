@@ -1,4 +1,4 @@
-//! What was measured of each step: `metrics.jsonl`.
+//! Metrics of each step: `metrics.jsonl`.
 
 use std::path::{Path, PathBuf};
 

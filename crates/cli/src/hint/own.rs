@@ -72,7 +72,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// What to do about several models and their adapters.
+/// Hint for errors of several models and their adapters.
 const fn of_several(error: &Error) -> &'static str {
     match error {
         Error::SameName { .. } => "give an adapter a name of its own: --adapter NAME=FILE",

@@ -22,7 +22,7 @@ use crate::{home, process};
 /// Names of hosts, with commas between.
 ///
 /// # Errors
-/// What is wrong with them.
+/// The fault of the names.
 pub(super) fn names(text: &str) -> Result<Vec<String>, String> {
     let file = Hostfile::from_names(text, 1).map_err(|error| error.to_string())?;
     Ok(file.hosts.into_iter().map(|host| host.ssh).collect())

@@ -64,7 +64,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// What a dialler says first over a sealed connection, to show that its hello is no recording.
 const PROOF: [u8; 1] = [1];
 
-/// One who was turned away and said that it is a rank that is missing.
+/// A dialler that was turned away and said that it is a rank that is missing.
 #[derive(Clone, Copy)]
 struct Stray {
     why: Refusal,

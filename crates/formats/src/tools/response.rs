@@ -14,7 +14,7 @@
 //! [`content`] makes calls of the text of a region, [`Delimiter`] finds texts and regular
 //! expressions in text that arrives in pieces.
 //!
-//! What differs from transformers 5.23, whose reader this follows: text of several regions of one
+//! Differences from transformers 5.23, whose reader this follows: text of several regions of one
 //! field is joined, as streams show it; without tools, calls are text; a call that cannot be read
 //! is text and counted; lookaround and back references are refused.
 
@@ -85,7 +85,7 @@ pub enum ResponseError {
     /// Another version of the format.
     #[error("response_template has version {got}, expected 1")]
     Version {
-        /// What it says.
+        /// The version of the template.
         got: String,
     },
     /// A key that the format does not have: it may change the meaning of the others.
@@ -105,7 +105,7 @@ pub enum ResponseError {
         key: &'static str,
         /// The value, clipped.
         got: String,
-        /// What would be accepted.
+        /// The accepted values.
         expected: &'static str,
     },
     /// A regular expression that cannot be used.
@@ -115,7 +115,7 @@ pub enum ResponseError {
         place: String,
         /// The key.
         key: &'static str,
-        /// What the compiler of expressions says, its first line.
+        /// First line of the error of the compiler of expressions.
         reason: String,
     },
     /// Two fields without an opening delimiter.
@@ -142,7 +142,7 @@ pub struct ResponseTemplate {
     texts: Vec<String>,
 }
 
-/// What a field of a message is to a client.
+/// Kind of a field of a message, for a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Text,
@@ -256,7 +256,7 @@ impl ResponseTemplate {
         Reader::regions(machine, input, options)
     }
 
-    /// What of `prompt` belongs to the answer: all behind the last anchor, nothing without one.
+    /// The part of `prompt` that belongs to the answer: all behind the last anchor, if any.
     fn opened<'a>(&self, prompt: &'a str) -> &'a str {
         self.anchor
             .last_end(prompt)

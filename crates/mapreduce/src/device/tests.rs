@@ -1,4 +1,4 @@
-//! One suite for every device: the bits of the definition, block by block and job by job.
+//! Tests of every device, one suite: the bits of the definition, block by block and job by job.
 //!
 //! With the feature `gpu` it also runs on this machine's graphics processor; on lavapipe in CI.
 //! Where there is none, those tests are skipped by name.

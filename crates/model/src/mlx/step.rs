@@ -52,7 +52,7 @@ pub(super) struct Step<'a> {
     key_value: Option<[Array; 2]>,
     /// `(T, H, D)`: gates of heads, where these have some.
     gates: Option<Array>,
-    /// What a delta net takes in.
+    /// Inputs of a delta net.
     net: Option<NetRows>,
     /// Queries `(1, H, rows, R + P)` and keys `(1, 1, rows, R + P)` of each sequence, of latent
     /// attention.
@@ -147,7 +147,7 @@ impl<'a> Step<'a> {
         layer - self.parts.model.shard.layers.start
     }
 
-    /// What a feed-forward gave that has experts beside it, until it is added.
+    /// Output of a feed-forward that has experts beside it, until it is added.
     pub(super) const fn aside(&self) -> Option<&Array> {
         self.aside.as_ref()
     }

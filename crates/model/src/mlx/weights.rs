@@ -56,7 +56,7 @@ pub(super) struct Layer {
     pub(super) output_scale: Option<Array>,
 }
 
-/// What brings the positions together.
+/// Mixer of the positions.
 #[derive(Debug)]
 pub(super) enum Mixer {
     /// A rank without heads.
@@ -260,7 +260,7 @@ pub(super) struct Loader<'a> {
 /// Matrices of a type that MLX has no form for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Nearest {
-    /// What they are held as.
+    /// Name of the form that they are held in.
     form: &'static str,
     matrices: usize,
 }
@@ -461,7 +461,7 @@ impl Loader<'_> {
         }
     }
 
-    /// What whoever loads the model should know of its numbers and their speed, a line each.
+    /// Notes on the model's numbers and their speed for whoever loads it, a line each.
     pub(super) fn notes(&self) -> Vec<String> {
         let nearest = self.nearest.borrow();
         let lines = nearest.iter().map(|(name, Nearest { form, matrices })| {

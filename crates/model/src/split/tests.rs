@@ -236,7 +236,7 @@ fn ranks_that_share_experts_have_all_heads() {
     );
 }
 
-/// What is told of a split: whole numbers, which the other side checks.
+/// Message of a split: whole numbers, which the other side checks.
 #[test]
 fn a_split_is_told_with_the_leaves_of_each_rank() {
     let config = smollm2();

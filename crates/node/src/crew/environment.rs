@@ -51,7 +51,7 @@ const BEGINNINGS: [&str; 23] = [
 /// Names among those that are not passed on: keys of this program's own API.
 const SECRET: [&str; 1] = ["PACELINE_API_KEY"];
 
-/// Those of `all` that a worker gets.
+/// Environment of a worker: the variables of `all` that it needs.
 pub fn for_workers(
     all: impl IntoIterator<Item = (OsString, OsString)>,
 ) -> Vec<(OsString, OsString)> {

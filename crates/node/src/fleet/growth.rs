@@ -24,7 +24,7 @@ const ADD_AFTER: Duration = Duration::from_secs(5);
 /// shorter, and to load it again costs seconds to minutes.
 const REMOVE_AFTER: Duration = Duration::from_secs(120);
 
-/// What the load of an instance asks for.
+/// Verdict on the load of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Add,
@@ -83,7 +83,7 @@ impl Inner {
         let running = owned.iter().filter_map(|(id, it)| {
             let instance = it.answers.as_ref().and_then(Answers::instance).cloned();
             let wanted = &it.owned.wanted;
-            // One that was added and cannot start ends as an idle one: until then none is added.
+            // An added instance that cannot start ends as an idle one: until then none is added.
             let counts = instance.is_some() || (wanted.added && has_failed(*id));
             (wanted.grows && counts).then(|| (*id, wanted.clone(), instance))
         });
@@ -166,7 +166,7 @@ impl Inner {
 mod tests {
     use super::*;
 
-    /// What an instance whose load is `load` for so many seconds asks for, second by second.
+    /// Verdicts on an instance whose load is `load` for so many seconds, second by second.
     fn verdicts(load: Load, added: bool, seconds: u64) -> Vec<(u64, Verdict)> {
         let (mut growth, start) = (Growth::default(), Instant::now());
         let at = |second: u64| start + Duration::from_secs(second);

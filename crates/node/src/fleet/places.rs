@@ -259,7 +259,7 @@ impl Nodes {
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = shard_bytes(&self.wanted);
         let held = held.saturating_add(spares.saturating_mul(shard));
-        // What nobody asked for leaves more to other programs.
+        // A spare that nobody asked for leaves more to other programs.
         let memory = match self.wanted.spare {
             SPARE_AUTO => (view.facts.memory_bytes as f64 * AUTO_USABLE / USABLE) as u64,
             _ => view.facts.memory_bytes,

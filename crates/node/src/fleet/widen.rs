@@ -45,7 +45,7 @@ const GAIN: f64 = 1.15;
 /// Before another placement of the same instance is looked at: to load costs seconds to minutes.
 const AGAIN_AFTER: Duration = Duration::from_secs(300);
 
-/// What the owner of instances remembers from look to look.
+/// State that the owner of instances keeps from look to look.
 #[derive(Debug, Default)]
 pub(super) struct Widening {
     /// Since when each instance has had no request.

@@ -18,7 +18,7 @@ const RESERVED_BYTES: u64 = 3 * (64 << 20);
 /// The longest time for one rendering on a machine that does nothing else.
 pub(super) const COMPUTING: Duration = Duration::from_secs(2);
 
-/// What of it is left for the end of a process with all its memory, which takes some 50 ms.
+/// Share of it for the end of a process with all its memory, which takes some 50 ms.
 const ENDING: Duration = Duration::from_millis(100);
 
 /// Open files: the control channel, standard output and error, and what `/proc` is read with.

@@ -13,7 +13,7 @@ use super::{Stamp, check_file, parse};
 use crate::messages::{DraftJob, Job};
 use crate::{Error, load_whole, texts};
 
-/// What decides whether a loaded draft serves another epoch.
+/// Key of a loaded draft: it serves another epoch where this is equal.
 #[derive(Clone, Debug, PartialEq)]
 struct Key {
     of: DraftJob,
@@ -33,7 +33,7 @@ impl Drafting {
     /// The draft of a job, loaded now or before; `None` for a job without one.
     ///
     /// # Errors
-    /// What is wrong with its files; [`Error::OtherModel`] where they were replaced.
+    /// Faults of its files; [`Error::OtherModel`] where they were replaced.
     pub(super) fn of(
         &mut self,
         job: &Job,

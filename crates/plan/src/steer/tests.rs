@@ -129,7 +129,7 @@ fn only_tokens_of_an_answer_alone_count() {
     assert_eq!(steering.at(), 1);
 }
 
-/// One that holds orders what it is told to, and nothing by its tokens.
+/// A steering that holds orders what it is told to, and nothing by its tokens.
 #[test]
 fn steering_that_holds_is_moved_by_others() {
     let at = |ms: u64| Duration::from_millis(ms);

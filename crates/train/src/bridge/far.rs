@@ -67,9 +67,9 @@ pub fn far(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
 struct Far<'a> {
     spec: FarSpec<'a>,
     files: Files,
-    /// What the user calls the model.
+    /// The user's name of the model.
     name: String,
-    /// What to start, while the model is on its way.
+    /// Message that starts the worker, while the model is on its way.
     waiting: Option<ToWorker>,
     worker: Option<Workers<ToWorker, FromWorker>>,
     stage: Stage,
@@ -192,7 +192,7 @@ impl Far<'_> {
         let step = name.split('/').next().unwrap_or_default();
         if step != self.step && step.parse::<u64>().is_ok() {
             if !self.step.is_empty() {
-                // What stays goes with the folder.
+                // Remaining files go with the folder.
                 let _ = std::fs::remove_dir_all(self.files.folder().join(&self.step));
             }
             self.step = step.to_owned();

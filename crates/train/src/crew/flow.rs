@@ -71,7 +71,7 @@ impl Flow {
         self.leaves[leaf].passed += 1;
     }
 
-    /// Who had a leaf is gone.
+    /// The holder of a leaf is gone.
     pub(super) fn lose(&mut self, leaf: usize) {
         self.leaves[leaf].is_held = false;
     }

@@ -43,7 +43,7 @@ const RANKS_MAX: usize = 64;
 /// Longest line that a rank reads or says: the report of all sizes is far below.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
-/// What a rank is told first.
+/// Setup of a rank, its first message.
 #[derive(Debug, Serialize, Deserialize)]
 struct Setup {
     rank: u32,
@@ -73,7 +73,7 @@ struct Seat {
 /// Starts a rank for another machine's measurement; `more` says where it listens.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(crate) fn start_rank(program: &Path, more: &[OsString]) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["bench", "comm", "--elsewhere"]).args(more);
@@ -84,7 +84,7 @@ pub(crate) fn start_rank(program: &Path, more: &[OsString]) -> std::io::Result<C
 /// A rank that [`start_rank`] started.
 ///
 /// # Errors
-/// What failed.
+/// The step that failed.
 pub(super) fn rank(args: &Args) -> anyhow::Result<()> {
     let mut line = String::new();
     let mut input = std::io::stdin().lock();

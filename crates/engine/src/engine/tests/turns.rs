@@ -120,7 +120,7 @@ fn clients_with_many_and_with_few_requests_are_served_alike() {
     assert_eq!(ended.len(), many.len() + few.len());
 }
 
-/// What comes, in which order it wants its turn, and steps before the next.
+/// Index of a request, its priority and client, and steps before the next.
 type Arrival = (usize, i32, u64, usize);
 
 fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::*;
 use crate::tools::Event;
 
-/// What an answer came to.
+/// Contents of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
     text: String,
