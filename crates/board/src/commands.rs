@@ -81,15 +81,52 @@ impl fmt::Debug for Spec {
 /// # Errors
 /// What the system refuses.
 pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Error> {
-    let Spec {
-        home,
-        start_far,
-        start_rank,
-        start_arrays,
-        ..
-    } = spec;
+    let (spec, services) = divided(spec, doors);
+    let fleet = Fleet::start(agent.clone(), spec).map_err(Error::Thread)?;
+    let fleet = Arc::new(fleet);
+    let copies = Copies(Arc::downgrade(&fleet));
+    doors.journals().mirror_to(Arc::new(copies));
+    answer_commands(agent, &fleet);
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        let mut beat = || {
+            progress(Value::Null);
+        };
+        leave(&fleet, &mut beat).map(|()| json!({}))
+    });
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "answer",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            lent::answer(&fleet, arguments, progress)
+        },
+    );
+    for (service, start) in services {
+        tunnel::serve(agent, service, start);
+        lead_to(agent, &fleet, service);
+    }
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "borrow",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            lent::lend(&own, &asked(arguments)?, progress)
+        },
+    );
+    Ok(fleet)
+}
+
+/// What a fleet needs of `spec`, and how programs start that other machines lead, by service.
+fn divided(spec: Spec, doors: &Doors) -> (FleetSpec, [(&'static str, StartFar); 3]) {
+    let home = spec.home;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let store = home.clone();
+    let services = [
+        (tunnel::TRAIN, spec.start_far),
+        (tunnel::BENCH, spec.start_rank),
+        (tunnel::ARRAYS, spec.start_arrays),
+    ];
     let spec = FleetSpec {
         program: spec.program,
         worker_env: spec.worker_env,
@@ -113,43 +150,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
         }),
         tell: spec.tell,
     };
-    let fleet = Fleet::start(agent.clone(), spec).map_err(Error::Thread)?;
-    let fleet = Arc::new(fleet);
-    let copies = Copies(Arc::downgrade(&fleet));
-    doors.journals().mirror_to(Arc::new(copies));
-    answer_commands(agent, &fleet);
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
-        let fleet = own.upgrade().ok_or("the node is stopping")?;
-        let mut beat = || {
-            progress(Value::Null);
-        };
-        leave(&fleet, &mut beat).map(|()| json!({}))
-    });
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        "answer",
-        move |arguments: &Value, progress: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            lent::answer(&fleet, arguments, progress)
-        },
-    );
-    for (service, start) in [
-        (tunnel::TRAIN, start_far),
-        (tunnel::BENCH, start_rank),
-        (tunnel::ARRAYS, start_arrays),
-    ] {
-        tunnel::serve(agent, service, start);
-        lead_to(agent, &fleet, service);
-    }
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        "borrow",
-        move |arguments: &Value, progress: &mut Progress<'_>| {
-            lent::lend(&own, &asked(arguments)?, progress)
-        },
-    );
-    Ok(fleet)
+    (spec, services)
 }
 
 /// Leads programs of this machine to what other nodes start for `service`.

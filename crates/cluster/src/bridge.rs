@@ -10,8 +10,8 @@
 //! The worker first prints a line that both sides know. Whatever a login shell prints before is
 //! skipped, and nothing is sent to the worker before that line came: some shells read ahead.
 //!
-//! [`join`] does the same for a worker at the other end of a socket, such as a node's line to another
-//! machine.
+//! [`join`] does the same for a worker at the other end of a socket, such as a node's line to
+//! another machine.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};

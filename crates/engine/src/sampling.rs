@@ -82,11 +82,12 @@ impl SamplingParams {
     /// The `n` largest logits, which top-k keeps, and all that may equal them. Those that are
     /// forbidden count, so that enough of the others are among them.
     ///
-    /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t` the
-    /// logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on. There
-    /// two roundings move `t` by 1.1e-5 at most, and [`Kernels::exp_scaled`] errs by 1.3e-7 of the
-    /// weight. So a logit that is `2^-10` temperatures below another has a smaller weight, or both
-    /// have none. A rank's logit further below its own n-th largest is below n weights, and out.
+    /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t`
+    /// the logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on.
+    /// There two roundings move `t` by 1.1e-5 at most, and [`Kernels::exp_scaled`] errs by 1.3e-7
+    /// of the weight. So a logit that is `2^-10` temperatures below another has a smaller weight,
+    /// or both have none. A rank's logit further below its own n-th largest is below n weights, and
+    /// out.
     /// Top-p and min-p take from what top-k keeps, and the draw passes over weights of 0.
     fn top(&self, n: usize) -> Option<TopLogits> {
         let n = u16::try_from(n).ok()?;

@@ -390,6 +390,24 @@ impl Tiny {
         file.matrix(&name("ssm_out"), self.width, values);
     }
 
+    /// Projections of a layer's attention with heads; queries have gates beside them `gated`.
+    fn heads_of(&self, file: &mut TinyFile, name: &dyn Fn(&str) -> String, gated: bool) {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let q_rows = if gated { 2 * q } else { q };
+        if self.family == Family::Dbrx {
+            file.matrix(&name("attn_qkv"), q + 2 * kv, self.width);
+        } else {
+            file.matrix(&name("attn_q"), q_rows, self.width);
+            file.matrix(&name("attn_k"), kv, self.width);
+            file.matrix(&name("attn_v"), kv, self.width);
+        }
+        file.matrix(&name("attn_output"), self.width, q);
+        if gated {
+            file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
+            file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
+        }
+    }
+
     fn layer(&self, file: &mut TinyFile, i: usize) {
         if self.family == Family::Gemma4 {
             gemma4::layer(self, file, i);
@@ -406,19 +424,7 @@ impl Tiny {
         } else if self.family == Family::DeepSeek {
             self.latent(file, name);
         } else {
-            let q_rows = if has_gates { 2 * q } else { q };
-            if self.family == Family::Dbrx {
-                file.matrix(&name("attn_qkv"), q + 2 * kv, self.width);
-            } else {
-                file.matrix(&name("attn_q"), q_rows, self.width);
-                file.matrix(&name("attn_k"), kv, self.width);
-                file.matrix(&name("attn_v"), kv, self.width);
-            }
-            file.matrix(&name("attn_output"), self.width, q);
-            if has_gates {
-                file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
-                file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
-            }
+            self.heads_of(file, &name, has_gates);
         }
         let second = match self.family {
             Family::GptOss
