@@ -57,6 +57,8 @@ impl FromHub for StoreHub {
         let mut heard = Heard {
             name,
             counts: false,
+            at: 0,
+            told: 0,
             came,
             cancel: &cancel,
             tell: &self.tell,
@@ -99,6 +101,10 @@ struct Heard<'a> {
     name: &'a str,
     /// Whether bytes of the file come now. Else what came before is hashed.
     counts: bool,
+    /// Where they go on.
+    at: u64,
+    /// Bytes that were told: a further attempt begins with those that came before.
+    told: u64,
     came: &'a Came<'a>,
     cancel: &'a Cancel,
     tell: &'a Tell,
@@ -107,13 +113,17 @@ struct Heard<'a> {
 impl Progress for Heard<'_> {
     fn start(&mut self, label: &str, _: Option<u64>, done: u64) {
         self.counts = label == self.name;
+        self.at = 0;
         if self.counts {
             self.advance(done);
         }
     }
 
     fn advance(&mut self, bytes: u64) {
-        if !(self.came)(if self.counts { bytes } else { 0 }) {
+        self.at += if self.counts { bytes } else { 0 };
+        let new = self.at.saturating_sub(self.told);
+        self.told += new;
+        if !(self.came)(new) {
             self.cancel.cancel();
         }
     }
@@ -140,6 +150,8 @@ mod tests {
         let mut heard = Heard {
             name: "x.gguf",
             counts: false,
+            at: 0,
+            told: 0,
             came: &came,
             cancel: &cancel,
             tell: &tell,
@@ -149,6 +161,9 @@ mod tests {
         assert_eq!(sum.load(Ordering::Relaxed), 0, "they came before");
         heard.start("x.gguf", Some(100), 60);
         heard.advance(39);
+        heard.finish();
+        heard.start("x.gguf", Some(100), 99);
+        assert_eq!(sum.load(Ordering::Relaxed), 99, "by an earlier attempt");
         assert!(!cancel.is_cancelled());
         heard.advance(1);
         assert_eq!(sum.load(Ordering::Relaxed), 100);

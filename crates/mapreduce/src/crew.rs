@@ -11,7 +11,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
@@ -41,6 +41,9 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// How often the parent looks up while workers compute.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Events that are taken before more keys are sent.
+const EVENTS_AT_ONCE: usize = 64;
 
 /// Parts that a worker has for each of its threads: one under way and one that waits.
 const PARTS_AHEAD: usize = 2;
@@ -153,6 +156,8 @@ impl Crew {
             device_parts: 0,
             pieces: BTreeMap::new(),
             keys: BTreeMap::new(),
+            buckets: BTreeMap::new(),
+            outbox: BTreeMap::new(),
         };
         for rank in 0..team.workers.count() {
             let start = ToWorker::Start {
@@ -397,6 +402,10 @@ struct Team {
     pieces: BTreeMap<(u32, u64), Vec<Partial>>,
     /// Of parts of a sort under way: the keys that came.
     keys: BTreeMap<(u32, u64), Vec<u8>>,
+    /// Buckets of workers of other machines, of which nothing was sent yet.
+    buckets: BTreeMap<u32, VecDeque<Part>>,
+    /// The rest of a bucket for such a worker: keys, and the lease behind them.
+    outbox: BTreeMap<u32, VecDeque<ToWorker>>,
 }
 
 impl Team {
@@ -404,6 +413,8 @@ impl Team {
         self.job += 1;
         self.pieces.clear();
         self.keys.clear();
+        self.buckets.clear();
+        self.outbox.clear();
         self.ready.fill(false);
         for rank in 0..self.workers.count() {
             let message = ToWorker::Job {
@@ -419,10 +430,28 @@ impl Team {
                 let last = self.last.clone();
                 return Err(Error::Lost { last });
             }
-            if let Some(event) = self.workers.recv(LOOK_EVERY) {
-                self.take(event, run)?;
+            self.turn(run)?;
+            self.return_leases(run);
+        }
+        Ok(())
+    }
+
+    /// Sends some keys, and takes what came meanwhile: other workers do not wait until one has all
+    /// keys of its buckets. A line on which they wait for five seconds ends.
+    fn turn(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
+        let mut wait = match self.send_keys(run.task)? {
+            true => Duration::ZERO,
+            false => LOOK_EVERY,
+        };
+        for _ in 0..EVENTS_AT_ONCE {
+            if run.leases.is_done() {
+                break;
             }
-            self.return_leases(run)?;
+            let Some(event) = self.workers.recv(wait) else {
+                break;
+            };
+            self.take(event, run)?;
+            wait = Duration::ZERO;
         }
         Ok(())
     }
@@ -460,7 +489,7 @@ impl Team {
                 self.said[from.0 as usize] = Some(threads);
                 self.ready[from.0 as usize] = true;
                 let parts = self.ahead(from, threads, run.task);
-                self.lease(from, parts, run)?;
+                self.lease(from, parts, run);
             }
             FromWorker::Done {
                 job,
@@ -472,7 +501,7 @@ impl Team {
                 if partial.is_of(&run.task.kind) && self.store(from, part, &partial, run)? {
                     let pieces = self.pieces.remove(&(from.0, part)).unwrap_or_default();
                     run.finish(part, from.0, pieces, partial)?;
-                    self.lease(from, 1, run)?;
+                    self.lease(from, 1, run);
                 } else {
                     self.lose(from, format!("{from} sent the result of another task"));
                 }
@@ -550,14 +579,14 @@ impl Team {
             Kind::Scatter(scatter) => scatter.part_rows * scatter.dtype.bytes() as u64,
             _ => 0,
         };
-        let is_of_part = kept.len() as u64 <= most && run.leases.is_held(part, from.0);
+        let is_of_part = kept.len() as u64 <= most && run.leases.held(part, from.0).is_some();
         if !is_of_part || !self.is_apart(from) {
             self.lose(from, format!("{from} sent keys that are not of its part"));
         }
     }
 
-    /// Stores a part of a sort whose keys a worker of another machine has sent; whether they are
-    /// all that its counts say. Nothing is to be done for other results.
+    /// Stores a part of a sort whose keys a worker of another machine has sent; whether its counts
+    /// are of all its rows, and the keys all that they say. Nothing is to be done for other results.
     fn store(
         &mut self,
         from: Rank,
@@ -568,18 +597,19 @@ impl Team {
         let (Partial::Scattered(counts), Kind::Scatter(scatter)) = (partial, &run.task.kind) else {
             return Ok(true);
         };
-        if !self.is_apart(from) || !run.leases.is_held(part, from.0) {
+        let held = run.leases.held(part, from.0);
+        let Some(Part { rows, .. }) = held.filter(|_| self.is_apart(from)) else {
             return Ok(true);
-        }
+        };
         let keys = self.keys.remove(&(from.0, part)).unwrap_or_default();
         // Buckets at a splitter are counted and not stored.
-        let stored = counts
-            .iter()
-            .step_by(2)
-            .copied()
-            .fold(0, u64::saturating_add);
-        let bytes = stored.saturating_mul(scatter.dtype.bytes() as u64);
-        if counts.len() != scatter.buckets() || bytes != keys.len() as u64 {
+        let sum = |every: usize| {
+            let counts = counts.iter().step_by(every).copied();
+            counts.fold(0, u64::saturating_add)
+        };
+        let bytes = sum(2).saturating_mul(scatter.dtype.bytes() as u64);
+        let is_whole = counts.len() == scatter.buckets() && sum(1) == rows;
+        if !is_whole || bytes != keys.len() as u64 {
             return Ok(false);
         }
         self.store.put(part, counts, keys)?;
@@ -604,42 +634,68 @@ impl Team {
         }
     }
 
-    fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) -> Result<(), Error> {
-        let task = run.task;
+    fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) {
+        // A worker that does not share the store gets the keys first.
+        let has_keys = matches!(run.task.kind, Kind::Gather(_)) && self.is_apart(to);
         for _ in 0..parts {
             if !self.alive[to.0 as usize] {
-                return Ok(());
+                return;
             }
             let Some(part) = run.leases.lease(to.0) else {
-                return Ok(());
+                return;
             };
-            if let Kind::Gather(gather) = &task.kind
-                && self.is_apart(to)
-            {
-                self.send_keys(to, gather, part)?;
+            if has_keys {
+                self.buckets.entry(to.0).or_default().push_back(part);
+            } else {
+                self.send(to, &ToWorker::Lease(part));
             }
-            self.send(to, &ToWorker::Lease(part));
         }
-        Ok(())
     }
 
-    /// Sends the keys of a part's buckets to a worker that does not share the store.
-    fn send_keys(&mut self, to: Rank, gather: &Gather, part: Part) -> Result<(), Error> {
-        for bucket in part.start..part.start + part.rows {
-            let keys = gather.keys(bucket, &self.store)?;
-            for piece in keys.chunks(PIECE_BYTES) {
-                if !self.alive[to.0 as usize] {
-                    return Ok(());
-                }
-                let message = ToWorker::Keys {
-                    job: self.job,
-                    bucket,
-                    keys: Packed(piece.to_vec()),
-                };
-                self.send(to, &message);
+    /// Sends each worker that does not share the store one more piece of its buckets; whether more
+    /// are left.
+    fn send_keys(&mut self, task: &Task) -> Result<bool, Error> {
+        let Kind::Gather(gather) = &task.kind else {
+            return Ok(false);
+        };
+        for rank in 0..self.workers.count() {
+            if let Some(message) = self.next_keys(rank, gather)? {
+                self.send(Rank(rank), &message);
             }
         }
-        Ok(())
+        let has_parts = self.buckets.values().any(|parts| !parts.is_empty());
+        Ok(has_parts || self.outbox.values().any(|rest| !rest.is_empty()))
+    }
+
+    fn next_keys(&mut self, rank: u32, gather: &Gather) -> Result<Option<ToWorker>, Error> {
+        let rest = self.outbox.get_mut(&rank);
+        if let Some(message) = rest.and_then(VecDeque::pop_front) {
+            return Ok(Some(message));
+        }
+        let parts = self.buckets.get_mut(&rank);
+        let Some(part) = parts.and_then(VecDeque::pop_front) else {
+            return Ok(None);
+        };
+        let mut messages = self.messages(gather, part)?;
+        let first = messages.pop_front();
+        self.outbox.insert(rank, messages);
+        Ok(first)
+    }
+
+    /// The keys of a part's buckets, and its lease.
+    fn messages(&self, gather: &Gather, part: Part) -> Result<VecDeque<ToWorker>, Error> {
+        let mut messages = VecDeque::new();
+        for bucket in part.start..part.start + part.rows {
+            let keys = gather.keys(bucket, &self.store)?;
+            let pieces = keys.chunks(PIECE_BYTES);
+            messages.extend(pieces.map(|piece| ToWorker::Keys {
+                job: self.job,
+                bucket,
+                keys: Packed(piece.to_vec()),
+            }));
+        }
+        messages.push_back(ToWorker::Lease(part));
+        Ok(messages)
     }
 
     fn send(&mut self, to: Rank, message: &ToWorker) {
@@ -658,12 +714,14 @@ impl Team {
             self.untold.insert(rank.0, self.last.clone());
             self.pieces.retain(|(of, _), _| *of != rank.0);
             self.keys.retain(|(of, _), _| *of != rank.0);
+            self.buckets.remove(&rank.0);
+            self.outbox.remove(&rank.0);
         }
     }
 
     /// Gives the parts of lost workers to the others, all of which may be idle by now. One that is
     /// not ready gets some when it is.
-    fn return_leases(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
+    fn return_leases(&mut self, run: &mut Run<'_>) {
         for rank in 0..self.workers.count() {
             if self.alive[rank as usize] {
                 continue;
@@ -678,10 +736,9 @@ impl Team {
             let takes = |other: &u32| self.alive[*other as usize] && self.ready[*other as usize];
             let others: Vec<u32> = (0..self.workers.count()).filter(takes).collect();
             for (_, other) in (0..parts).zip(others.iter().cycle()) {
-                self.lease(Rank(*other), 1, run)?;
+                self.lease(Rank(*other), 1, run);
             }
         }
-        Ok(())
     }
 }
 

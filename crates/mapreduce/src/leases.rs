@@ -117,9 +117,10 @@ impl Leases {
         }
     }
 
-    /// Whether `holder` has this part now.
-    pub fn is_held(&self, id: u64, holder: u32) -> bool {
-        self.held.get(&id).is_some_and(|(_, of)| *of == holder)
+    /// The part of this number, if `holder` has it now.
+    pub fn held(&self, id: u64, holder: u32) -> Option<Part> {
+        let (part, of) = self.held.get(&id)?;
+        (*of == holder).then_some(*part)
     }
 
     /// Takes back what a lost holder has; how many parts that were.

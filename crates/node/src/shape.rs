@@ -13,6 +13,18 @@ use serde_json::Value;
 /// Longest `config.json` that is read: those of the largest families have some 100 KB.
 const CONFIG_BYTES_MAX: u64 = 8 << 20;
 
+/// Where the `config.json` of DBRX has the numbers that others have under these names.
+const DBRX: [(&str, &str); 8] = [
+    ("hidden_size", "/d_model"),
+    ("num_attention_heads", "/n_heads"),
+    ("num_hidden_layers", "/n_layers"),
+    ("num_key_value_heads", "/attn_config/kv_n_heads"),
+    ("intermediate_size", "/ffn_config/ffn_hidden_size"),
+    ("moe_intermediate_size", "/ffn_config/ffn_hidden_size"),
+    ("num_experts", "/ffn_config/moe_num_experts"),
+    ("num_experts_per_tok", "/ffn_config/moe_top_k"),
+];
+
 /// Why a model's shape cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -383,8 +395,15 @@ fn from_folder(path: &Path) -> Result<ModelShape, Error> {
 fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
     // Models with pictures keep the text part apart.
     let text = config.get("text_config").unwrap_or(config);
-    let number = |_: &str, hf: &str| text.get(hf).and_then(Value::as_u64);
     let family = text.get("model_type").and_then(Value::as_str);
+    let number = |_: &str, hf: &str| {
+        let mut own = DBRX.iter().filter(|_| family == Some("dbrx"));
+        let value = match own.find(|(usual, _)| *usual == hf) {
+            Some((_, place)) => text.pointer(place),
+            None => text.get(hf),
+        };
+        value.and_then(Value::as_u64)
+    };
     let kinds = text.get("layer_types").and_then(Value::as_array);
     let keeps = |kind: &Value| match kind.as_str() {
         Some("sliding_attention") => Keeps::Window,
@@ -430,6 +449,20 @@ mod tests {
             "{}",
             shape.params()
         );
+    }
+
+    #[test]
+    fn a_configuration_with_names_of_its_own_reads() {
+        let config = serde_json::json!({
+            "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
+            "vocab_size": 100_352, "attn_config": { "kv_n_heads": 8 },
+            "ffn_config": { "ffn_hidden_size": 10_752, "moe_num_experts": 16, "moe_top_k": 4 }
+        });
+        let shape = from_config("dbrx", &config).unwrap();
+        let catalogue = paceline_plan::Catalogue::builtin().unwrap();
+        let known = catalogue.model("DBRX-132B").unwrap().shape(16.0).unwrap();
+        assert_eq!((shape.attention, shape.moe), (known.attention, known.moe));
+        assert_eq!((shape.layers, shape.width), (known.layers, known.width));
     }
 
     #[test]

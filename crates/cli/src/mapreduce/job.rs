@@ -308,7 +308,8 @@ impl JobArgs {
         Ok(Crew::start(Processes {
             program: own_program().context("cannot find this program's own file")?,
             args,
-            env: if hosts.is_empty() {
+            // Workers here and bridges to nodes need no more than that.
+            env: if self.hosts.is_none() {
                 worker_env()
             } else {
                 ssh_env()

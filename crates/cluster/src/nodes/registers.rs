@@ -35,7 +35,7 @@ pub enum Key {
     Instance(InstanceId),
     /// How an instance is, written by its owner.
     State(InstanceId),
-    /// A node that may not come back.
+    /// A node that may not come back. It is not deleted.
     Revoked(NodeId),
     /// An API key, by its id.
     ApiKey(String),
@@ -120,7 +120,9 @@ impl Registers {
             .value
             .as_ref()
             .is_some_and(|v| v.len() > VALUE_BYTES_MAX);
-        if is_long || !key.is_sane() {
+        // Not even by a later write: the node could take its own back at one that was away.
+        let is_undone = matches!(key, Key::Revoked(_)) && register.value.is_none();
+        if is_long || is_undone || !key.is_sane() {
             return false;
         }
         match self.entries.get(&key) {
@@ -243,6 +245,16 @@ mod tests {
         assert!(map.merge(key.clone(), write(1, u64::MAX, 2, None)));
         assert_eq!(map.get(&key), None);
         assert!(map.register(&key).is_some());
+    }
+
+    #[test]
+    fn a_revocation_is_not_taken_back() {
+        let mut map = Registers::default();
+        let key = Key::Revoked(NodeId([3; 16]));
+        assert!(!map.merge(key.clone(), write(3, u64::MAX, 1, None)));
+        assert!(map.merge(key.clone(), write(1, 0, 2, Some("{}"))));
+        assert!(!map.merge(key.clone(), write(3, 1, 3, None)));
+        assert_eq!(map.get(&key), Some("{}"));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::{InstanceId, Key, Registers, Stamp, placement};
+use paceline_cluster::nodes::{InstanceId, Key, Register, Registers, Stamp, placement};
 
 use super::Inner;
 
@@ -43,13 +43,21 @@ fn file_of(key: &Key) -> Option<&str> {
     file.or_else(|| name.strip_prefix("hub/"))
 }
 
-/// Records that no instance needs now.
+/// The instance of a record, which may be one that this version cannot read.
+fn instance_of((key, register): (&Key, &Register)) -> Option<InstanceId> {
+    let Key::Instance(id) = key else { return None };
+    register.value.is_some().then_some(*id)
+}
+
+/// Records that no instance needs now. Where this version cannot read the record of one, it does
+/// not know that instance's files, and takes all for wanted.
 fn idle(map: &Registers) -> BTreeMap<Key, Write> {
     let wanted = wanted(map);
-    let instances: BTreeSet<InstanceId> = placement::wanted(map).map(|(id, ..)| id).collect();
+    let instances: BTreeSet<InstanceId> = map.iter().filter_map(instance_of).collect();
+    let all_read = placement::wanted(map).count() == instances.len();
     let is_idle = |key: &Key| match key {
         Key::State(id) => !instances.contains(id),
-        key => file_of(key).is_some_and(|sha256| !wanted.contains(sha256)),
+        key => all_read && file_of(key).is_some_and(|sha256| !wanted.contains(sha256)),
     };
     let there = map.iter().filter(|(_, register)| register.value.is_some());
     let idle = there.filter(|(key, _)| is_idle(key));
@@ -138,8 +146,8 @@ impl Inner {
 
 #[cfg(test)]
 mod tests {
+    use paceline_cluster::nodes::NodeId;
     use paceline_cluster::nodes::placement::DraftOf;
-    use paceline_cluster::nodes::{NodeId, Register};
 
     use super::*;
     use crate::crew::host::ModelName;
@@ -200,5 +208,18 @@ mod tests {
         }
         assert_eq!(keys(seen.look(&map(&entries))), [report], "told again");
         assert_eq!(keys(seen.look(&map(&entries))), all);
+    }
+
+    #[test]
+    fn an_instance_of_another_version_keeps_its_report_and_all_files() {
+        let [known, later] = [1, 2].map(InstanceId);
+        let map = map(&[
+            (Key::Instance(later), register(1, Some("{\"later\":1}"))),
+            (Key::State(later), register(1, Some("{}"))),
+            (Key::State(known), register(1, Some("{}"))),
+            (rooted::key(&"a".repeat(64)), register(1, Some("{}"))),
+        ]);
+        let idle: Vec<Key> = idle(&map).into_keys().collect();
+        assert_eq!(idle, [Key::State(known)]);
     }
 }

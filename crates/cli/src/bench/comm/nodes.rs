@@ -77,6 +77,7 @@ struct Seat {
 pub(crate) fn start_rank(program: &Path, more: &[OsString]) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["bench", "comm", "--elsewhere"]).args(more);
+    command.env_clear().envs(process::worker_env());
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     command.stderr(Stdio::null()).spawn()
 }

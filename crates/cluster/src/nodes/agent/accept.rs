@@ -18,7 +18,7 @@ use super::super::{ClusterKey, Key, NodeId, pairing};
 use super::channel::Channel;
 use super::links::Fresh;
 use super::refusals::{REVOKED, of_pairing, of_session};
-use super::{Error, HANDSHAKE_LIMIT, Inner};
+use super::{Error, HANDSHAKE_LIMIT, Inner, rekey};
 
 /// Handshakes at a time; further connections are closed.
 const HANDSHAKES_MAX: usize = 64;
@@ -114,12 +114,12 @@ impl Inner {
     fn shake(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
         let era = self.key_and_era().1;
         let keys = self.keys();
-        let at = self.key_of(&stream, &keys);
+        let key = &keys[self.key_of(&stream, &keys)];
         let judge = |id: NodeId, hello: &Hello| {
             let refused = self.judge(id, hello);
-            refused.or_else(|| self.judge_former(id).filter(|_| at > 0))
+            refused.or_else(|| self.judge_former(id, key))
         };
-        let accepted = self.with_own(&keys[at], &judge, |own| {
+        let accepted = self.with_own(key, &judge, |own| {
             session::accept(own, stream, HANDSHAKE_LIMIT)
         });
         let session = match accepted {
@@ -129,17 +129,22 @@ impl Inner {
                 return self.refused(&error);
             }
         };
-        if at > 0 {
-            lock(&self.state).note_stale(session.peer(), &keys[at]);
+        // The peer's verdict may have come after the judge's.
+        if judge(session.peer(), session.hello()).is_some() {
+            return;
         }
         match session.purpose() {
             Purpose::Control => {
                 let port = session.hello().port;
                 let place = SocketAddr::new(addr.ip().to_canonical(), port);
                 let place = scoped(place, addr);
-                lock(&self.state)
-                    .book
-                    .add(session.peer(), place, How::Incoming);
+                {
+                    let mut state = lock(&self.state);
+                    state.book.add(session.peer(), place, How::Incoming);
+                    if state.key != *key {
+                        state.note_stale(session.peer());
+                    }
+                }
                 let target = None;
                 self.link(Fresh {
                     session,
@@ -149,7 +154,7 @@ impl Inner {
             }
             Purpose::Service => {
                 drop(place);
-                self.serve(session, era);
+                self.serve(session, era, key);
             }
         }
     }
@@ -168,13 +173,20 @@ impl Inner {
         fits.position(|fits| fits).unwrap_or(0)
     }
 
-    fn serve(self: &Arc<Self>, session: Session, era: u64) {
+    fn serve(self: &Arc<Self>, session: Session, era: u64, key: &ClusterKey) {
         let Some(_place) = Place::take(&self.counts.served, SERVED_MAX) else {
             return;
         };
         let Ok((service, handler)) = self.services.answer(&session, HANDSHAKE_LIMIT) else {
             return;
         };
+        if self.judge_former(session.peer(), key).is_some() {
+            return; // it waited with its opening
+        }
+        // A key is handed over a session by an earlier one, whatever its sender has.
+        if self.is_former(key) && service != rekey::SERVICE {
+            lock(&self.state).note_stale(session.peer());
+        }
         let session = Arc::new(session);
         let channel = Channel { session, service };
         if lock(&self.state).era == era && self.keep_channel(&channel).is_ok() {

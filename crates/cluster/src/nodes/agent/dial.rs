@@ -18,7 +18,7 @@ const DIAL_LIMIT: Duration = Duration::from_secs(5);
 
 /// For one address, so that a dead one leaves time for the others. A handshake takes a millisecond
 /// or two, and three round trips.
-const ADDRESS_LIMIT: Duration = Duration::from_millis(1500);
+pub(super) const ADDRESS_LIMIT: Duration = Duration::from_millis(1500);
 
 impl Inner {
     /// Tries to make a link; the member asks again when that fails.
@@ -101,15 +101,15 @@ impl Inner {
         deadline: Instant,
     ) -> Result<Session, session::Error> {
         let keys = self.keys();
-        let dialled = self.dial_with(&keys[0], (place, wanted, purpose), deadline, true);
+        let dialled = self.dial_with(&keys[0], (place, wanted, purpose), deadline);
         let Err(error) = dialled else { return dialled };
         // A node that was away while the key changed does not understand the present one.
         if !matches!(error, session::Error::Closed | session::Error::Broken(_)) {
             return Err(error);
         }
         for key in &keys[1..] {
-            if let Ok(session) = self.dial_with(key, (place, wanted, purpose), deadline, false) {
-                lock(&self.state).note_stale(session.peer(), key);
+            if let Ok(session) = self.dial_with(key, (place, wanted, purpose), deadline) {
+                lock(&self.state).note_stale(session.peer());
                 return Ok(session);
             }
         }
@@ -122,7 +122,6 @@ impl Inner {
         key: &ClusterKey,
         (place, wanted, purpose): (SocketAddr, Option<NodeId>, Purpose),
         deadline: Instant,
-        is_present: bool,
     ) -> Result<Session, session::Error> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -132,12 +131,20 @@ impl Inner {
             Some(wanted) if wanted != id => Some("another node has this address now".to_owned()),
             _ => {
                 let refused = self.judge(id, hello);
-                refused.or_else(|| self.judge_former(id).filter(|_| !is_present))
+                refused.or_else(|| self.judge_former(id, key))
             }
         };
-        self.with_own(key, &judge, |own| {
+        let session = self.with_own(key, &judge, |own| {
             session::dial(own, place, purpose, left.min(ADDRESS_LIMIT))
-        })
+        })?;
+        // The peer's verdict may have come after the judge's.
+        match judge(session.peer(), session.hello()) {
+            Some(reason) => {
+                let name = session.hello().name.clone();
+                Err(session::Error::Refusing { name, reason })
+            }
+            None => Ok(session),
+        }
     }
 }
 

@@ -101,14 +101,14 @@ impl Files {
             text.push_str(&key.token());
             text.push('\n');
         }
-        // In this order: a key that is in both files does no harm.
+        // In this order: a key that is in both files is told from one that was replaced.
         write_secret(&self.folder.join("former-keys"), text.as_bytes())?;
         Ok(key.save(&self.folder.join("cluster-key"))?)
     }
 
-    /// How often the key was replaced, and the former ones. A file that cannot be read is none:
-    /// nodes that were away then have to join again.
-    pub(super) fn former_keys(&self) -> (u64, Vec<ClusterKey>) {
+    /// The count of the present key, and the former ones. A file that cannot be read is none: nodes
+    /// that were away then have to join again.
+    pub(super) fn former_keys(&self, present: &ClusterKey) -> (u64, Vec<ClusterKey>) {
         let mut text = Zeroizing::new(String::new());
         let file = File::open(self.folder.join("former-keys"));
         let read = file.and_then(|file| file.take(FORMER_BYTES_MAX).read_to_string(&mut text));
@@ -116,9 +116,14 @@ impl Files {
             return (0, Vec::new());
         }
         let mut lines = text.lines();
-        let generation = lines.next().and_then(|line| line.parse().ok());
+        let generation: Option<u64> = lines.next().and_then(|line| line.parse().ok());
         let keys = lines.filter_map(|line| ClusterKey::from_token(line).ok());
-        (generation.unwrap_or(0), keys.take(FORMER_MAX).collect())
+        let mut keys: Vec<ClusterKey> = keys.take(FORMER_MAX).collect();
+        let read = keys.len();
+        keys.retain(|key| key != present);
+        // The node ended between the two files: its key was not replaced, and will be.
+        let cut_off = u64::from(keys.len() < read);
+        (generation.unwrap_or(0).saturating_sub(cut_off), keys)
     }
 
     pub(super) fn socket(&self) -> PathBuf {
@@ -158,5 +163,21 @@ fn remove(path: &Path) -> Result<(), Error> {
             Err(Error::File { path, source })
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_whose_replacement_was_cut_off_can_be_replaced() {
+        let home = tempfile::tempdir().unwrap();
+        let files = Files::new(home.path());
+        let [old, new] = [2, 1].map(|byte| ClusterKey::new([byte; 32]));
+        let former = vec![old.clone()];
+        files.save_renewed(&new, 5, &former).unwrap();
+        assert_eq!(files.former_keys(&new), (5, former));
+        assert_eq!(files.former_keys(&old), (4, Vec::new()));
     }
 }

@@ -173,9 +173,10 @@ impl Agent {
     /// Changes the cluster, on disk first.
     fn enter(&self, key: &ClusterKey) -> Result<(), Error> {
         let inner = &self.inner;
-        inner.files.save_key(key)?;
-        inner.files.remove_map()?;
         {
+            let _turn = lock(&inner.writing);
+            inner.files.save_key(key)?;
+            inner.files.remove_map()?;
             let mut state = lock(&inner.state);
             state.enter(key.clone(), inner.config.pace, inner.now());
         }

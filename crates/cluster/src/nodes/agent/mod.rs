@@ -283,6 +283,8 @@ struct Inner {
     start: Instant,
     config: Config,
     state: Mutex<State>,
+    /// Held while the files of the cluster change; not asked for by who holds the state.
+    writing: Mutex<()>,
     /// Wakes the timer.
     timer: Condvar,
     /// Wakes watchers.
@@ -316,7 +318,7 @@ impl Agent {
         let start = Instant::now();
         let boot = random();
         let mut state = State::new(identity.id(), key, files.map(), config.pace, now(start));
-        (state.generation, state.former) = files.former_keys();
+        (state.generation, state.former) = files.former_keys(&state.key);
         let (lines, told) = sync_channel(LINES_MAX);
         let inner = Arc::new(Inner {
             files,
@@ -325,6 +327,7 @@ impl Agent {
             port,
             start,
             state: Mutex::new(state),
+            writing: Mutex::default(),
             timer: Condvar::new(),
             changed: Condvar::new(),
             measured: Condvar::new(),
@@ -672,6 +675,7 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<channel::Opened>(bytes);
     let _ = serde_json::from_slice::<Facts>(bytes);
     examine::parse(bytes);
+    rekey::parse(bytes);
 }
 
 #[cfg(test)]

@@ -8,20 +8,24 @@
 //! ```
 //! Sessions go on: only handshakes use the key. Each node keeps the last [`FORMER_MAX`] keys to
 //! know nodes that were away, which must be members that it knows. Of two keys that were drawn at
-//! the same time the higher one stays.
+//! the same time the higher one stays. Its node draws one more if the other one's revocation was
+//! news to it, since it may have told the key to the node that is revoked there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroize;
 
-use super::super::member::{Event, Life};
-use super::super::session::{self, Hello, Purpose};
+use super::super::clock::SKEW_MAX;
+use super::super::member::{Event, Life, PEERS_MAX};
+use super::super::session::{self, Hello, Purpose, Session};
 use super::super::{ClusterKey, Key, NodeId};
 use super::channel::{self, Channel};
+use super::dial::ADDRESS_LIMIT;
 use super::state::State;
 use super::{Error, HANDSHAKE_LIMIT, Inner};
 
@@ -31,12 +35,19 @@ pub(super) const SERVICE: &str = "key";
 /// Keys of before that are kept. A node that was away for more revocations has to join again.
 pub(super) const FORMER_MAX: usize = 4;
 
-/// Most changes of the key that a node may have missed: a cluster has at most a hundred nodes, and
-/// one change for each revocation.
-const AHEAD_MAX: u64 = 1024;
+/// How far a key's count may be ahead of this machine's clock, in milliseconds, and of the present
+/// key's count.
+const AHEAD_MAX: u64 = SKEW_MAX.as_millis() as u64;
 
-/// Nodes that are told at a time; others come again.
-const STALE_MAX: usize = 64;
+/// Nodes that are told at a time.
+const TOLD_MAX: usize = 64;
+
+/// A node that was not told is told again after this.
+const TELL_AGAIN: Duration = Duration::from_secs(10);
+
+/// How long a key stays that a revoked node may have been told: that node's revoker has drawn
+/// another one, which is on its way.
+const SHORT_MAX: Duration = Duration::from_secs(10);
 
 /// Longest message: a key, and the revocations that a map has room for.
 const NEWS_BYTES_MAX: usize = 512 << 10;
@@ -44,15 +55,23 @@ const NEWS_BYTES_MAX: usize = 512 << 10;
 /// A key that replaces others.
 #[derive(Serialize, Deserialize)]
 struct News {
-    /// Counts changes of the key.
+    /// As of [`State::next_generation`].
     generation: u64,
     token: String,
     /// Nodes that must not have it.
     revoked: Vec<NodeId>,
 }
 
-/// Nodes with an earlier key, and which.
-pub(super) type Stale = BTreeMap<NodeId, ClusterKey>;
+/// Nodes with an earlier key, and when they are told next.
+pub(super) type Stale = BTreeMap<NodeId, Instant>;
+
+/// The present key, where it was drawn here.
+pub(super) struct Drawn {
+    /// Nodes that were known as revoked then.
+    without: BTreeSet<NodeId>,
+    /// Since when it is known that another one is.
+    short: Option<Instant>,
+}
 
 impl Drop for News {
     fn drop(&mut self) {
@@ -60,18 +79,74 @@ impl Drop for News {
     }
 }
 
+/// Reads `bytes` as a new key, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<News>(bytes);
+}
+
 impl State {
     /// Remembers that a node has an earlier key; it is told the present one soon.
-    pub(super) fn note_stale(&mut self, id: NodeId, key: &ClusterKey) {
-        if self.stale.len() < STALE_MAX {
-            self.stale.insert(id, key.clone());
+    pub(super) fn note_stale(&mut self, id: NodeId) {
+        if self.stale.len() < PEERS_MAX {
+            self.stale.entry(id).or_insert_with(Instant::now);
         }
     }
 
+    /// Nodes to tell now.
+    fn due_stale(&mut self, now: Instant) -> Vec<NodeId> {
+        let due = self.stale.iter_mut().filter(|(_, at)| **at <= now);
+        let told = due.take(TOLD_MAX).map(|(id, at)| {
+            *at = now + TELL_AGAIN;
+            *id
+        });
+        told.collect()
+    }
+
+    fn revoked(&self) -> impl Iterator<Item = NodeId> {
+        let entries = self.member.map().iter();
+        entries.filter_map(|(key, register)| match key {
+            Key::Revoked(id) if register.value.is_some() => Some(*id),
+            _ => None,
+        })
+    }
+
+    /// The present key, for a node that has an earlier one.
+    fn news(&self) -> News {
+        News {
+            generation: self.generation,
+            token: self.key.token().to_string(),
+            revoked: self.revoked().collect(),
+        }
+    }
+
+    /// Whether the present key was drawn here without knowledge of a revocation, and nobody's has
+    /// replaced it for [`SHORT_MAX`]; then not again for as long.
+    fn is_short(&mut self, now: Instant) -> bool {
+        let Some(drawn) = &self.drawn else {
+            return false;
+        };
+        let is_short = self.revoked().any(|id| !drawn.without.contains(&id));
+        let since = drawn.short.filter(|_| is_short);
+        let is_due = since.is_some_and(|since| now.saturating_duration_since(since) >= SHORT_MAX);
+        if let Some(drawn) = &mut self.drawn {
+            drawn.short = match is_due {
+                true => Some(now),
+                false => since.or_else(|| is_short.then_some(now)),
+            };
+        }
+        is_due
+    }
+
+    /// The count of a new key: the time, in milliseconds since 1970, and more than the present
+    /// one's. A node that joined lately does not know that, and draws a later key all the same.
+    fn next_generation(&self, wall_ms: u64) -> u64 {
+        self.generation.saturating_add(1).max(wall_ms)
+    }
+
     /// Whether another key replaces the present one. A count that is far ahead is nobody's.
-    fn is_older(&self, generation: u64, key: &ClusterKey) -> bool {
-        let is_near = generation.saturating_sub(self.generation) <= AHEAD_MAX;
-        is_near && (self.generation, self.key.bytes()) < (generation, key.bytes())
+    fn is_older(&self, generation: u64, key: &ClusterKey, wall_ms: u64) -> bool {
+        let latest = self.generation.max(wall_ms).saturating_add(AHEAD_MAX);
+        generation <= latest && (self.generation, self.key.bytes()) < (generation, key.bytes())
     }
 }
 
@@ -83,11 +158,17 @@ impl Inner {
         present.chain(&state.former).cloned().collect()
     }
 
+    /// Whether a key is none of the present.
+    pub(super) fn is_former(&self, key: &ClusterKey) -> bool {
+        lock(&self.state).key != *key
+    }
+
     /// Says why somebody with a key of before is refused: only members that were away are let in.
-    pub(super) fn judge_former(&self, id: NodeId) -> Option<String> {
+    /// The key of a handshake may be replaced while its peer waits with a word.
+    pub(super) fn judge_former(&self, id: NodeId, key: &ClusterKey) -> Option<String> {
         let state = lock(&self.state);
         let is_known = state.member.map().get(&Key::Node(id)).is_some();
-        (!is_known).then(|| {
+        (state.key != *key && !is_known).then(|| {
             "the cluster's key has changed: `paceline join` with a new code or token lets it in"
                 .to_owned()
         })
@@ -99,85 +180,128 @@ impl Inner {
     /// No random numbers, or files that cannot be written: the key stays.
     pub(super) fn renew_key(&self) -> Result<(), Error> {
         let key = ClusterKey::random()?;
+        self.save(); // a node that starts again with the key must know who is not to have it
+        let _turn = lock(&self.writing);
+        let generation = lock(&self.state).next_generation(self.now().wall_ms);
+        self.take_key(generation, key)?;
         let mut state = lock(&self.state);
-        let (before, generation) = (state.key.clone(), state.generation.saturating_add(1));
-        self.take_key(&mut state, generation, key)?;
+        let without = state.revoked().collect();
+        state.drawn = Some(Drawn {
+            without,
+            short: None,
+        });
         let lives = |life: Life| matches!(life, Life::Alive | Life::Suspect);
         let living = state.member.peers().filter(|peer| lives(peer.life));
         let living: Vec<NodeId> = living.map(|peer| peer.id).collect();
-        for id in living {
-            state.note_stale(id, &before);
-        }
+        let now = Instant::now();
+        state.stale.extend(living.into_iter().map(|id| (id, now)));
         Ok(())
     }
 
-    /// Puts a key in the place of the present one, on disk first.
-    fn take_key(&self, state: &mut State, generation: u64, key: ClusterKey) -> Result<(), Error> {
-        let mut former = state.former.clone();
+    /// Puts a key in the place of the present one, on disk first. The caller holds `writing`.
+    fn take_key(&self, generation: u64, key: ClusterKey) -> Result<(), Error> {
+        let mut former = self.keys();
         former.retain(|known| *known != key);
-        former.insert(0, state.key.clone());
         former.truncate(FORMER_MAX);
         self.files.save_renewed(&key, generation, &former)?;
+        let mut state = lock(&self.state);
         (state.key, state.generation, state.former) = (key, generation, former);
+        state.drawn = None;
         state.invitation = None; // a machine that was cut off may have seen the code
         Ok(())
     }
 
+    /// Draws the key anew where a revoked node may have been told it.
+    pub(super) fn cover_revocations(&self) {
+        let is_short = lock(&self.state).is_short(Instant::now());
+        if is_short && let Err(error) = self.renew_key() {
+            self.tell(&format!("warning: the cluster's key stays: {error}"));
+        }
+    }
+
     /// Tells nodes with an earlier key the present one, each on a thread of its own.
     pub(super) fn hand_keys(self: &Arc<Self>) {
-        let stale = std::mem::take(&mut lock(&self.state).stale);
-        for (id, key) in stale {
+        let (due, era) = {
+            let mut state = lock(&self.state);
+            (state.due_stale(Instant::now()), state.era)
+        };
+        for id in due {
             let inner = Arc::clone(self);
-            // A node that is not told now shows its key again when it is met next.
-            let _ = self.spawn("key", move || inner.hand_key(id, &key));
+            // Without a thread it is told later.
+            let _ = self.spawn("key", move || inner.hand_key(id, era));
         }
     }
 
-    fn hand_key(&self, id: NodeId, key: &ClusterKey) {
+    fn hand_key(&self, id: NodeId, era: u64) {
         let deadline = Instant::now() + HANDSHAKE_LIMIT;
-        let places = lock(&self.state).places(id);
-        for place in places {
-            let judge = |found: NodeId, hello: &Hello| match found == id {
-                true => self.judge(id, hello),
-                false => Some("another node has this address now".to_owned()),
-            };
+        let mut places = lock(&self.state).places(id).into_iter();
+        let told = places.find_map(|place| self.hand_key_at(place, id, (era, deadline)));
+        let mut state = lock(&self.state);
+        let lives = matches!(state.member.life(id), Life::Alive | Life::Suspect);
+        let is_met = lives || state.links.contains_key(&id);
+        // Another one shows its key again when it is met next.
+        if told == Some(state.generation) || !is_met {
+            state.stale.remove(&id);
+        }
+    }
+
+    /// Tells the node at a place the present key, over a session by whichever key it has; the count
+    /// of the key that it was told.
+    fn hand_key_at(
+        &self,
+        place: SocketAddr,
+        id: NodeId,
+        (era, deadline): (u64, Instant),
+    ) -> Option<u64> {
+        let judge = |found: NodeId, hello: &Hello| match found == id {
+            true => self.judge(id, hello),
+            false => Some("another node has this address now".to_owned()),
+        };
+        let mut keys = self.keys();
+        keys.rotate_left(1); // the present one last: it may have that by now
+        for key in &keys {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return;
+                return None;
             }
             let dialled = self.with_own(key, &judge, |own| {
-                session::dial(own, place, Purpose::Service, left)
+                session::dial(own, place, Purpose::Service, left.min(ADDRESS_LIMIT))
             });
-            let channel = dialled.map_err(Error::from);
-            let channel = channel.and_then(|it| channel::ask(it, SERVICE, HANDSHAKE_LIMIT));
-            if channel.is_ok_and(|channel| self.tell_key(&channel)) {
-                return;
+            match dialled {
+                Ok(session) => return self.hand_key_over(session, era),
+                Err(session::Error::Closed | session::Error::Broken(_)) => {} // it has another key
+                Err(_) => return None,
             }
+        }
+        None
+    }
+
+    fn hand_key_over(&self, session: Session, era: u64) -> Option<u64> {
+        match channel::ask(session, SERVICE, HANDSHAKE_LIMIT) {
+            Ok(channel) => self.tell_key(&channel, era),
+            // An earlier version: it shows its key again once it was updated.
+            Err(Error::NoService { .. }) => Some(lock(&self.state).generation),
+            Err(_) => None,
         }
     }
 
-    /// Sends the present key; whether the other node has it.
-    fn tell_key(&self, channel: &Channel) -> bool {
+    /// Sends the present key; its count once the other node has it.
+    fn tell_key(&self, channel: &Channel, era: u64) -> Option<u64> {
         let news = {
             let state = lock(&self.state);
-            let revoked = state
-                .member
-                .map()
-                .iter()
-                .filter_map(|(key, register)| match key {
-                    Key::Revoked(id) if register.value.is_some() => Some(*id),
-                    _ => None,
-                });
-            News {
-                generation: state.generation,
-                token: state.key.token().to_string(),
-                revoked: revoked.collect(),
+            let revoked = Key::Revoked(channel.peer());
+            let is_revoked = state.member.map().get(&revoked).is_some();
+            // The peer takes its time to answer: what was judged may hold no more.
+            if is_revoked || state.era != era {
+                return None;
             }
+            state.news()
         };
         let mut message = serde_json::to_vec(&news).expect("a key is JSON");
         let sent = channel.send(&message).is_ok();
         message.zeroize();
-        sent && matches!(channel.recv(1, HANDSHAKE_LIMIT), Ok(Some(_)))
+        let has_it = sent && matches!(channel.recv(1, HANDSHAKE_LIMIT), Ok(Some(_)));
+        has_it.then_some(news.generation)
     }
 
     /// Takes a new key from another node.
@@ -191,7 +315,7 @@ impl Inner {
         let Ok(key) = ClusterKey::from_token(&news.token) else {
             return;
         };
-        match self.learn_key(&news, key) {
+        match self.learn_key(&news, &key, channel) {
             Ok(true) => self.tell("a node was revoked: the cluster has a new key and token"),
             Ok(false) => {}
             Err(error) => return self.tell(&format!("warning: the cluster's key stays: {error}")),
@@ -201,19 +325,40 @@ impl Inner {
 
     /// Takes revocations in, then the key if it replaces the present one: whoever is revoked must
     /// not get it from this node.
-    fn learn_key(self: &Arc<Self>, news: &News, key: ClusterKey) -> Result<bool, Error> {
+    fn learn_key(
+        self: &Arc<Self>,
+        news: &News,
+        key: &ClusterKey,
+        channel: &Channel,
+    ) -> Result<bool, Error> {
+        self.learn_revocations(news, channel);
+        self.save();
+        let _turn = lock(&self.writing);
+        let is_other = {
+            let mut state = lock(&self.state);
+            if !state.keeps(channel) {
+                return Ok(false); // of another cluster by now, or of a node that was revoked
+            }
+            if !state.is_older(news.generation, key, self.now().wall_ms) {
+                if (news.generation, key.bytes()) < (state.generation, state.key.bytes()) {
+                    state.note_stale(channel.peer());
+                }
+                return Ok(false);
+            }
+            state.key != *key
+        };
+        self.take_key(news.generation, key.clone())?;
+        Ok(is_other)
+    }
+
+    fn learn_revocations(self: &Arc<Self>, news: &News, channel: &Channel) {
         let mut state = lock(&self.state);
         for id in &news.revoked {
-            let revoked = Key::Revoked(*id);
-            if state.member.map().get(&revoked).is_none() {
-                let (key, epoch, value) = (revoked, 0, Some("{}".to_owned()));
+            let key = Key::Revoked(*id);
+            if state.keeps(channel) && state.member.map().get(&key).is_none() {
+                let (epoch, value) = (0, Some("{}".to_owned()));
                 self.step(&mut state, Event::Write { key, epoch, value });
             }
         }
-        if !state.is_older(news.generation, &key) {
-            return Ok(false);
-        }
-        self.take_key(&mut state, news.generation, key)?;
-        Ok(true)
     }
 }

@@ -17,7 +17,7 @@ use super::book::Book;
 use super::channel::Channel;
 use super::facts::{self, NodeView};
 use super::links::Link;
-use super::rekey::Stale;
+use super::rekey::{Drawn, Stale};
 use super::{Error, Facts, Inner, random};
 
 /// Most attempts to connect at a time.
@@ -36,9 +36,11 @@ pub(super) struct State {
     pub(super) key: ClusterKey,
     /// Keys that were replaced, the last one first.
     pub(super) former: Vec<ClusterKey>,
-    /// Counts replacements of the key.
+    /// Grows with each replacement of the key: 0, or when the present one was drawn.
     pub(super) generation: u64,
-    /// Nodes that have to be told the key.
+    /// The present key, where it was drawn here.
+    pub(super) drawn: Option<Drawn>,
+    /// Nodes that have to be told the key, and when.
     pub(super) stale: Stale,
     pub(super) member: Member,
     /// Counts clusters that this node was in; handshakes of earlier ones come to nothing.
@@ -71,6 +73,7 @@ impl State {
             key,
             former: Vec::new(),
             generation: 0,
+            drawn: None,
             stale: Stale::new(),
             member: Member::new(own, map, pace, random(), now),
             era: 0,
@@ -99,6 +102,7 @@ impl State {
         self.member = Member::new(own, Registers::default(), pace, random(), now);
         self.key = key;
         (self.former, self.generation) = (Vec::new(), 0);
+        self.drawn = None;
         self.stale.clear();
         self.book = Book::default();
         self.paths = Table::default();
@@ -120,6 +124,12 @@ impl State {
         {
             session.close();
         }
+    }
+
+    /// Whether a channel belongs to this cluster, and neither side has closed it for good.
+    pub(super) fn keeps(&self, channel: &Channel) -> bool {
+        let weak = Arc::downgrade(&channel.session);
+        self.channels.iter().any(|(_, kept)| kept.ptr_eq(&weak))
     }
 
     fn close_channels(&mut self, id: NodeId) {
@@ -375,11 +385,13 @@ impl Inner {
     /// Remembers a channel, so that it is closed when its peer dies.
     ///
     /// # Errors
-    /// [`Error::Session`] when there are too many, or its peer is dead already.
+    /// [`Error::Session`] when there are too many, or its peer was revoked meanwhile.
     pub(super) fn keep_channel(&self, channel: &Channel) -> Result<(), Error> {
         let mut state = lock(&self.state);
         state.channels.retain(|(_, weak)| weak.strong_count() > 0);
-        if state.channels.len() >= CHANNELS_MAX || state.stopped {
+        let revoked = Key::Revoked(channel.peer());
+        let is_revoked = state.member.map().get(&revoked).is_some();
+        if is_revoked || state.channels.len() >= CHANNELS_MAX || state.stopped {
             return Err(super::super::session::Error::Closed.into());
         }
         let weak = Arc::downgrade(&channel.session);

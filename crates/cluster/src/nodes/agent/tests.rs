@@ -266,6 +266,44 @@ fn refused(agent: &Agent) -> Vec<(&'static str, Option<IpAddr>)> {
 }
 
 #[test]
+fn revocations_at_once_leave_one_key() {
+    let nodes = cluster(&["one", "two", "three", "four", "five"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    // The second comes before two has heard of the first, and two draws a key itself.
+    one.revoke("three").unwrap();
+    one.revoke("four").unwrap();
+    two.revoke("five").unwrap();
+    until("both have one key", || two.token() == one.token());
+    let told = |agent: &Agent| lock(&agent.inner.state).stale.is_empty();
+    until("nobody is told any more", || told(one) && told(two));
+    // Two may have told three its key before it heard of three's revocation.
+    let has_it = |node: &Node| node.agent.token() == one.token();
+    until("no revoked node has the key", || {
+        two.token() == one.token() && !nodes[2..].iter().any(has_it)
+    });
+}
+
+/// A node that joined after the key had changed does not know how often it had.
+#[test]
+fn a_newcomer_can_revoke_too() {
+    let nodes = cluster(&["one", "two", "three"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    one.revoke("three").unwrap();
+    until("two has the new key", || two.token() == one.token());
+    let key = ClusterKey::from_token(&one.token()).unwrap();
+    let [four, five] = ["four", "five"].map(|name| node(name, &key, &[one.port()]));
+    for agent in [one, two, &four.agent, &five.agent] {
+        until("newcomers are met", || lives(agent).len() == 4);
+    }
+    four.agent.revoke("five").unwrap();
+    assert_ne!(*four.agent.token(), *key.token());
+    for agent in [one, two] {
+        let has_it = || agent.token() == four.agent.token();
+        until("it has the newest key", has_it);
+    }
+}
+
+#[test]
 fn newcomers_without_a_code_or_with_a_wrong_one_are_counted() {
     let nodes = cluster(&["one"]);
     let (one, at) = (

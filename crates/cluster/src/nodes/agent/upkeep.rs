@@ -33,6 +33,7 @@ impl Inner {
         let mut synced = keys::of(lock(&self.state).member.map());
         let mut generation = lock(&self.state).generation;
         while !self.is_stopped() {
+            self.cover_revocations();
             self.hand_keys();
             let wants = matches!(discovery, Discovery::All | Discovery::Beacons);
             let wants = wants && beacons.is_none();
@@ -137,6 +138,7 @@ impl Inner {
 
     /// Saves the map if it has changed.
     pub(super) fn save(&self) {
+        let _turn = lock(&self.writing);
         let map = {
             let mut state = lock(&self.state);
             let map = state.is_dirty.then(|| state.member.map().clone());
