@@ -18,10 +18,11 @@ const ROWS: u64 = 400_000;
 const SAMPLES: &str = "10000000";
 
 /// Figures of a run, which differ between two of them.
-const FIGURES: [&str; 11] = [
+const FIGURES: [&str; 12] = [
     "device",
     "device_parts",
     "gb_s",
+    "node_threads",
     "machine_gb_s",
     "seconds",
     "nodes",

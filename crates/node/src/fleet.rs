@@ -392,7 +392,9 @@ impl Fleet {
     /// A model that is not on this machine, nodes that there are not, replicas that do not fit in
     /// memory. Nothing is loaded then.
     pub fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
-        self.inner.load(ask)
+        let loaded = self.inner.load(ask);
+        self.inner.agent.save();
+        loaded
     }
 
     /// Placements of a model over living nodes, each with a prediction; loads nothing. Measures
@@ -410,7 +412,9 @@ impl Fleet {
     /// # Errors
     /// No such instance.
     pub fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
-        self.inner.unload(name, replica)
+        let unloaded = self.inner.unload(name, replica);
+        self.inner.agent.save();
+        unloaded
     }
 
     /// Has an instance answer a prompt, and every rank of it record what that takes. The node that

@@ -147,15 +147,18 @@ impl Cluster {
             node.ask("join", key.clone())?;
         }
         until(MEET_LIMIT, "all nodes see each other", || {
-            Ok(self.alive() == self.nodes.len())
+            Ok(self.is_whole())
         })
     }
 
-    /// Nodes that a node sees alive, itself included.
-    fn alive(&self) -> usize {
-        let told = self.entry().ask("nodes", json!({})).unwrap_or_default();
-        let all = told["nodes"].as_array().into_iter().flatten();
-        all.filter(|node| node["state"] == "alive").count()
+    /// Whether each node sees all of them alive.
+    fn is_whole(&self) -> bool {
+        let sees_all = |node: &Node| {
+            let told = node.ask("nodes", json!({})).unwrap_or_default();
+            let all = told["nodes"].as_array().into_iter().flatten();
+            all.filter(|other| other["state"] == "alive").count() == self.nodes.len()
+        };
+        self.nodes.iter().all(sees_all)
     }
 
     /// A node that is asked how the cluster is: the last that no fault has hit.
@@ -375,9 +378,7 @@ impl Cluster {
                 self.up(number)?;
             }
         }
-        until(limit, "all nodes are back", || {
-            Ok(self.alive() == self.nodes.len())
-        })?;
+        until(limit, "all nodes are back", || Ok(self.is_whole()))?;
         let whole = |instance: &Value| {
             let nodes = instance["nodes"].as_array().map_or(0, Vec::len);
             nodes == self.nodes.len()

@@ -99,6 +99,7 @@ impl Origin {
         }
         let text = serde_json::to_string(self).expect("a record is JSON");
         let _: Result<(), _> = agent.write(key(&self.sha256), 0, Some(text));
+        agent.save();
     }
 }
 
