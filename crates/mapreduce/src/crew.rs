@@ -586,7 +586,8 @@ impl Team {
     }
 
     /// Stores a part of a sort whose keys a worker of another machine has sent; whether its counts
-    /// are of all its rows, and the keys all that they say. Nothing is to be done for other results.
+    /// are of all its rows, and the keys all that they say. Nothing is to be done for other
+    /// results.
     fn store(
         &mut self,
         from: Rank,
