@@ -113,7 +113,8 @@ fn cut_off(hosts: &mut [Machine]) {
     hosts[2].told(&["leave"]);
     join_by_token(&hosts[2], &token);
     until("it is in again", || hosts[0].sees("alive") == ["n0", "n2"]);
-    assert_eq!(hosts[1].sees("alive"), ["n1"], "and n1 is not");
+    // It may have met n2 while both had the old key.
+    until("and n1 is not", || hosts[1].sees("alive") == ["n1"]);
 }
 
 /// `paceline join --token-file -`.
