@@ -673,6 +673,8 @@ impl Supervisor {
         let start = match &mut self.phase {
             Phase::Ready => None,
             Phase::Starting(starting) => Some((starting.way, starting.why.clone())),
+            // A rank that died may be found dead by several messages to it, before its end is seen.
+            Phase::Failing { signs, .. } if signs.contains(&sign) => return,
             Phase::Failing { signs, .. } => return signs.push(sign),
             // Seats say what is left; nothing else depends on it then.
             Phase::New | Phase::Leaving { .. } | Phase::Waiting { .. } | Phase::Ended { .. } => {
