@@ -27,6 +27,36 @@ typedef enum PacelineStatus {
   PACELINE_STATUS_FAILED = 6,
 } PacelineStatus;
 
+// Type of elements.
+typedef enum PacelineDtype {
+  // 8 bits without sign.
+  PACELINE_DTYPE_U8 = 0,
+  // 32 bits with sign.
+  PACELINE_DTYPE_I32 = 1,
+  // 64 bits with sign.
+  PACELINE_DTYPE_I64 = 2,
+  // IEEE half precision.
+  PACELINE_DTYPE_F16 = 3,
+  // bfloat16.
+  PACELINE_DTYPE_BF16 = 4,
+  // IEEE single precision.
+  PACELINE_DTYPE_F32 = 5,
+  // IEEE double precision.
+  PACELINE_DTYPE_F64 = 6,
+} PacelineDtype;
+
+// How elements of all ranks become one.
+typedef enum PacelineReduce {
+  // Their sum.
+  PACELINE_REDUCE_SUM = 0,
+  // The largest.
+  PACELINE_REDUCE_MAX = 1,
+  // The smallest.
+  PACELINE_REDUCE_MIN = 2,
+  // Their product.
+  PACELINE_REDUCE_PRODUCT = 3,
+} PacelineReduce;
+
 // One rank's handle to a group.
 typedef struct PacelineGroup PacelineGroup;
 

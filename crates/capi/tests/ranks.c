@@ -60,6 +60,9 @@ int main(int argc, char **argv) {
   if (rank == 0) {
     must(paceline_recv(group, (uint8_t *)&got, 1, PACELINE_DTYPE_I32, 1, 9, 0.2), PACELINE_STATUS_TIMEOUT,
          "nothing comes");
+  } else {
+    must(paceline_recv(group, (uint8_t *)&got, 1, PACELINE_DTYPE_I32, 0, 9, 60), PACELINE_STATUS_TIMEOUT,
+         "the group has failed, for the same reason");
   }
   paceline_group_free(group);
   printf("all right\n");
