@@ -189,7 +189,7 @@ impl Changes {
     }
 }
 
-/// What the control port refused, as the API's refusals are told.
+/// An event for a refusal of the control port, in the form of the API's refusals.
 pub(super) fn refused(refusal: Refusal) -> Kind {
     let from = refusal.from.map(|from| from.to_string());
     Kind::Refused {

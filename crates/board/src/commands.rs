@@ -117,7 +117,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
     Ok(fleet)
 }
 
-/// What a fleet needs of `spec`, and how programs start that other machines lead, by service.
+/// Divides `spec` into a fleet's settings, and the starters of programs for other machines.
 fn divided(spec: Spec, doors: &Doors) -> (FleetSpec, [(&'static str, StartFar); 3]) {
     let home = spec.home;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

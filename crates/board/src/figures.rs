@@ -70,7 +70,7 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
     facts
 }
 
-/// What so many answers were expected to get together.
+/// The predicted total speed of so many answers at a time.
 fn together((answers, tok_s): &(u32, f64)) -> Fact {
     Fact {
         name: "decode_tok_s_predicted_together",

@@ -10,7 +10,7 @@ use crate::output::tell;
 pub(crate) struct Machine {
     /// The id of its node.
     pub(crate) id: String,
-    /// What people call it.
+    /// Its name for people.
     pub(crate) name: String,
     /// Whether it is this machine.
     pub(crate) is_own: bool,
@@ -20,7 +20,7 @@ pub(crate) struct Machine {
 /// that starts workers, or the cluster has fewer machines of this build.
 ///
 /// # Errors
-/// What this machine's node says.
+/// The error of this machine's node.
 pub(crate) fn chosen(count: usize) -> anyhow::Result<Option<Vec<Machine>>> {
     let found = found(count)?;
     if let Some(machines) = &found {

@@ -1,4 +1,4 @@
-//! What workers of array jobs and trainings get of the environment, as `/proc` shows it.
+//! The environment of workers of array jobs and trainings, as `/proc` shows it.
 
 use std::fs;
 use std::process::Stdio;

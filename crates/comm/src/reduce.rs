@@ -69,7 +69,7 @@ trait Number {
     /// The elements of an array. What is left of its end is not an element.
     fn elements(bytes: &[u8]) -> &[Self::Bytes];
     fn elements_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
-    /// One element of an array.
+    /// An element of an array.
     ///
     /// # Safety
     /// The array has it whole.

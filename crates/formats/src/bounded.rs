@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 /// it reads: a pipe or a device, which may have no end, is refused without waiting for a writer.
 ///
 /// # Errors
-/// What the system says; [`io::ErrorKind::InvalidInput`] for what is no plain file.
+/// The system's error; [`io::ErrorKind::InvalidInput`] for all but plain files.
 pub(crate) fn read(path: &Path, max: u64) -> io::Result<Result<Vec<u8>, u64>> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);

@@ -71,8 +71,8 @@ pub struct Processes {
     pub args: Vec<Vec<OsString>>,
     /// All of every one's environment.
     pub env: Vec<(OsString, OsString)>,
-    /// What people call the machine of each, which shares no files with this one; empty for a
-    /// process of this machine. None where all are on this one.
+    /// Names of their machines for people. Such a machine shares no files with this one; empty
+    /// for a process of this machine. None where all are on this one.
     pub hosts: Vec<String>,
     /// Threads of each; 0 for as many as its machine has cores.
     pub threads: usize,
@@ -375,12 +375,12 @@ fn run_here(
 struct Team {
     workers: Workers<ToWorker, FromWorker>,
     alive: Vec<bool>,
-    /// What people call their machines; empty for this one, none where all are on this one.
+    /// Names of their machines for people; empty for this one, none where all are on this one.
     hosts: Vec<String>,
     lost: u32,
     /// What became of the last worker that was lost.
     last: String,
-    /// What became of workers of which nobody was told yet.
+    /// Ends of workers that were not reported yet.
     untold: BTreeMap<u32, String>,
     /// Threads of each, as jobs are planned.
     threads: usize,

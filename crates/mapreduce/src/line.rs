@@ -19,7 +19,7 @@ pub(crate) type Channel = Arc<Control<ToWorker, FromWorker>>;
 /// that a parent waits for a message to be read. A whole number of values of any type.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
-/// What a job of a worker reads from its parent and writes there.
+/// A job's exchange with the worker's parent: keys come from there, results go there.
 #[derive(Debug)]
 pub struct Line {
     channel: Channel,

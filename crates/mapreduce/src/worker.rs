@@ -82,7 +82,7 @@ struct Current {
     prepared: Arc<Prepared>,
     /// Of a worker that does not share its parent's folder.
     line: Option<Arc<Line>>,
-    /// What the inputs look like.
+    /// A digest of the inputs.
     inputs: u64,
 }
 

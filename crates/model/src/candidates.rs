@@ -60,7 +60,7 @@ fn room(top: TopLogits) -> usize {
     n + n / 4 + 16
 }
 
-/// What a rank sends of its rows.
+/// A rank's message with the candidates of its rows.
 #[derive(Debug, Default)]
 pub(crate) struct Message {
     /// The first message, of [`packed_len`] words.
@@ -217,8 +217,8 @@ fn last_of(values: &mut [f32], n: usize) -> f32 {
         .1
 }
 
-/// What the leader has of a `row`, of which ranks have `parts` one after the other: the first part
-/// whole, of the others what `extent` says.
+/// The leader's copy of a `row`, of which ranks have `parts` one after the other. It has the first
+/// part whole, and of the others the columns that `extent` says.
 pub(crate) fn gathered(row: &[f32], parts: &[Range<usize>], extent: Extent) -> Vec<f32> {
     let (mut all, vocab) = (vec![0.0; row.len()], row.len());
     for (rank, columns) in parts.iter().enumerate() {

@@ -74,7 +74,7 @@ pub enum SplitKind {
     Experts,
 }
 
-/// What the ranks of a stage share of its layers.
+/// The parts of a layer that the ranks of a stage share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StageKind {
@@ -323,7 +323,7 @@ impl Split {
         stages.map(|stage| (stage.layers.clone(), &*stage.shares))
     }
 
-    /// What the ranks of each stage share, in order.
+    /// The shared parts of each stage, in order.
     pub fn kinds(&self) -> impl Iterator<Item = StageKind> {
         self.stages.iter().map(|stage| stage.kind)
     }

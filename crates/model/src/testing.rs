@@ -11,7 +11,7 @@ pub fn parse_plan(words: &[u32]) {
     crate::plan::parse(words);
 }
 
-/// What the leader of a tensor split has of a row of logits, `(vocabulary,)`, when those of
+/// A tensor split's leader's copy of a row of logits, `(vocabulary,)`, when those of
 /// [`Logits::Top`](crate::Logits::Top) are wanted. `parts` are the ranks' columns, which follow one
 /// another; the leader's are the first.
 ///

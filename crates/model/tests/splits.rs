@@ -24,7 +24,7 @@ use paceline_tensor::{Kernels, PAGE};
 /// Steps of two sequences: a long prompt in two chunks, then rows of both.
 const STEPS: [[usize; 2]; 5] = [[70, 3], [30, 0], [1, 1], [1, 90], [1, 1]];
 
-/// What is wanted of the sequences, but for tests of that.
+/// The wanted logits of the sequences, but for tests of that.
 const WANTED: [Logits; 2] = [Logits::Last, Logits::All];
 
 /// What every rank of a test is told.

@@ -115,7 +115,7 @@ impl InstanceSpec {
         self.cuts[self.first].split.ranks()
     }
 
-    /// What is expected of several answers, by way.
+    /// The predicted speed of several answers at a time, by way.
     fn together(&self) -> Vec<Vec<(u32, f64)>> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let most = u32::try_from(self.engine.max_running).unwrap_or(u32::MAX);

@@ -1,4 +1,4 @@
-//! One file of the hub at one commit, known by its hash: for nodes that know which bytes they need.
+//! A file of the hub at one commit, known by its hash: for nodes that know which bytes they need.
 //!
 //! [`origin`] says where a stored model came from, [`fetch_pinned`] fetches all of it to any
 //! folder, and [`read_pinned`] reads a range of it. None of them writes to the store.

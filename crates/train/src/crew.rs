@@ -70,8 +70,8 @@ pub struct Post {
     pub args: Vec<OsString>,
     /// Its threads; 0 for as many as its machine has cores.
     pub threads: usize,
-    /// What people call its machine; empty for this one. Workers that are all on this machine give
-    /// up the right to write anything but exchanged files.
+    /// The name of its machine for people; empty for this one. Workers that are all on this machine
+    /// give up the right to write anything but exchanged files.
     pub place: String,
 }
 

@@ -160,7 +160,7 @@ impl Args {
     }
 }
 
-/// What is predicted of the clients of a closed loop together. Poisson arrivals have no number.
+/// The predicted total speed of a closed loop's clients; Poisson arrivals have no number.
 fn together(load: &Load, predicted: &Predicted) -> Option<f64> {
     let Arrivals::Closed { clients } = load.arrivals else {
         return None;

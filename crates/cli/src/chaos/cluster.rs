@@ -563,7 +563,7 @@ fn is_worker(pid: i32) -> bool {
 /// Leaves processes no memory, and waits until the kernel has killed them.
 ///
 /// # Errors
-/// What the system refuses; processes that live on, which are killed then.
+/// A refusal of the system; processes that live on, which are killed then.
 fn starve(pids: &[Pid]) -> anyhow::Result<()> {
     let group = Group::new()?;
     group.take(pids).context("cannot bound a worker's memory")?;

@@ -46,7 +46,7 @@ impl Group {
     /// Moves processes in. Pages that they have stay theirs.
     ///
     /// # Errors
-    /// What the system refuses, a process that is gone among it.
+    /// A refusal of the system, also for a process that is gone.
     pub(super) fn take(&self, pids: &[Pid]) -> io::Result<()> {
         for pid in pids {
             fs::write(self.members(), pid.as_raw_nonzero().to_string())?;
@@ -57,7 +57,7 @@ impl Group {
     /// Whether all processes in it have ended.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn is_empty(&self) -> io::Result<bool> {
         Ok(fs::read_to_string(self.members())?.trim().is_empty())
     }

@@ -66,7 +66,7 @@ pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
 /// that it may read.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(crate) fn start_far(program: &Path, folders: &[OsString]) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["mapreduce", "worker", "--stdio", "--lent"]);

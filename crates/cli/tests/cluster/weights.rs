@@ -175,7 +175,7 @@ fn give(mut stream: &TcpStream, file: &[u8], left: &AtomicUsize) {
         true => list.to_string().into_bytes(),
         false => file.to_vec(),
     };
-    // One request after the other.
+    // Requests come one after the other.
     let times = left.load(Ordering::SeqCst);
     match (is_list, times) {
         (true, _) => {}

@@ -648,7 +648,7 @@ fn instruction_sets_change_nothing() {
     }
 }
 
-/// What decides, of requests of every kind.
+/// Candidates suffice, for requests of every kind.
 #[test]
 fn ranks_send_no_more_logits_than_decide() {
     let top = |n, within| Logits::Top(TopLogits { n, within });

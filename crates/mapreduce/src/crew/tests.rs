@@ -7,7 +7,7 @@ use super::*;
 use crate::reduce::Op;
 use crate::{Dtype, FileSink, Input};
 
-/// What a script waits for first: a start and a job.
+/// The first messages that a script waits for: a start and a job.
 const BEGUN: &str = "read a; read a";
 
 /// A worker says this.

@@ -50,7 +50,7 @@ pub(crate) fn hf_stem(role: Role) -> String {
     format!("transformer.blocks.{layer}.{name}")
 }
 
-/// One layer; shapes of one batch of T rows.
+/// A layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)

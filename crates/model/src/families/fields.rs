@@ -222,7 +222,7 @@ impl<'a> Fields<'a> {
         Ok(count.is_some_and(|n| n > 0))
     }
 
-    /// What is added to the mean square in norms.
+    /// The number that norms add to the mean square.
     pub(crate) fn norm_eps(&self, family: Family) -> Result<f32, Error> {
         match (self, family) {
             (Self::Hf(_), Family::Dbrx) => Ok(1e-5), // of torch's LayerNorm

@@ -15,7 +15,7 @@ pub enum Logits {
     /// The last row's, of which the largest alone is wanted, the first among equals: others that
     /// another rank has computed may be NaN.
     Best,
-    /// Those of the last row's that may be among its largest: others that another rank has computed
+    /// The last row's logits that may be among its largest; others that another rank has computed
     /// may be NaN.
     Top(TopLogits),
     /// All rows'.
@@ -46,7 +46,7 @@ impl Logits {
         }
     }
 
-    /// What is wanted of the last row, of all rows.
+    /// The same for all rows as for the last one.
     pub const fn of_all_rows(self) -> Self {
         match self {
             Self::Last => Self::All,
@@ -56,7 +56,7 @@ impl Logits {
         }
     }
 
-    /// What is wanted of the first rows of a sequence, if this is of the whole.
+    /// The logits of a sequence's first rows, if this is for the whole.
     pub(crate) const fn before_the_last(self) -> Self {
         match self {
             Self::None | Self::Last | Self::Best | Self::Top(_) => Self::None,

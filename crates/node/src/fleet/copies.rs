@@ -161,7 +161,7 @@ impl Copies {
         lies("gguf") || lies(partial::FILE) || lock(&self.known).iter().any(is_it)
     }
 
-    /// What is held while the parts of a model are opened.
+    /// The lock that is held while the parts of a model are opened.
     fn turn(&self, sha256: &str) -> Arc<Mutex<()>> {
         let mut turns = lock(&self.turns);
         turns.retain(|_, turn| Arc::strong_count(turn) > 1);
@@ -387,7 +387,7 @@ impl Copies {
         if self.find(model).is_ok() {
             return Ok(()); // copied meanwhile
         }
-        // What came before this counts as spent.
+        // Bytes that came before this count as spent.
         let [begun, _] = PARTS_OF_HUB;
         let begun = fs::metadata(self.place(model, begun)?).map_or(0, |facts| facts.len());
         (self.may_have)(fetch.bytes.saturating_sub(begun))?;

@@ -161,7 +161,7 @@ struct Filling<'a> {
     partial: &'a Partial,
     /// The groups that are not complete yet.
     left: Range<u64>,
-    /// What is there of the first of them.
+    /// The bytes of the first of them that came.
     group: Vec<u8>,
 }
 

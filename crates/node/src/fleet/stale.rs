@@ -23,7 +23,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(600);
 /// Most files that nodes are asked for at once: 17 kB of SHA-256.
 const FILES_MAX: usize = 256;
 
-/// What makes one write of a record differ from others: its epoch and stamp.
+/// Identity of a write to a record: its epoch and stamp.
 type Write = (u64, Stamp);
 
 /// SHA-256 of the files that instances want, those of their drafts too.
@@ -72,12 +72,12 @@ pub(super) struct Stale {
     seen: Arc<Mutex<Seen>>,
 }
 
-/// What no instance needed at the last look.
+/// Records that no instance needed at the last look.
 #[derive(Debug, Default)]
 struct Seen(BTreeMap<Key, Write>);
 
 impl Seen {
-    /// Those of now that were idle before; the others are remembered for the next look.
+    /// Records that are idle now and were so before; the others are remembered for the next look.
     fn look(&mut self, map: &Registers) -> BTreeMap<Key, Write> {
         let before = std::mem::replace(&mut self.0, idle(map));
         let now = self.0.iter();

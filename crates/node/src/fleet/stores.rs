@@ -307,14 +307,14 @@ impl Inner {
         freed.ok_or_else(|| format!("it has no model {name:?}"))
     }
 
-    /// Those of these files that this node has, or parts of them, by their SHA-256.
+    /// The files of this list that this node has, or parts of them, by their SHA-256.
     fn have(&self, files: &[String]) -> Vec<String> {
         let own: BTreeSet<String> = (self.spec.store.hashes)().into_iter().collect();
         let has = |file: &&String| own.contains(*file) || self.copies.has(file);
         files.iter().filter(has).cloned().collect()
     }
 
-    /// Those of these files that some node that lives has; `None` where one does not say.
+    /// The files of this list that some living node has; `None` where one does not say.
     pub(super) fn held_anywhere(&self, files: &[String]) -> Option<BTreeSet<String>> {
         let nodes = self.nodes_named(&[]).ok()?;
         let asked = Asked::Has(files.to_vec());

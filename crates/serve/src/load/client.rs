@@ -90,8 +90,8 @@ impl Server {
         &self.base
     }
 
-    /// What a paceline server predicts of the model; empty where it does not, as other servers do
-    /// not.
+    /// A paceline server's prediction for the model; empty where there is none, as at other
+    /// servers.
     pub fn predicted(&self, timeout: Duration) -> Predicted {
         let url = format!("{}/metrics", self.base);
         let text = get(&self.agent(timeout), &url, self.key.as_deref());

@@ -64,7 +64,7 @@ impl Refusals {
         self.0.entry((cause, from)).or_default().untold += 1;
     }
 
-    /// Those that are to be told now.
+    /// The refusals that are due to be told.
     pub(super) fn take(&mut self, now: Duration) -> Vec<Refusal> {
         let mut due = Vec::new();
         for ((cause, from), row) in &mut self.0 {

@@ -275,7 +275,7 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
 struct OneFile {
     bytes: Mutex<Vec<u8>>,
     is_reached: AtomicBool,
-    /// What was read of it, first bytes and ends.
+    /// The ranges that were read of it, first bytes and ends.
     read: Mutex<Vec<(u64, u64)>>,
 }
 
