@@ -75,8 +75,12 @@ fn cluster(names: &[&str]) -> Vec<Node> {
             .collect();
         nodes.push(node(name, &key, &peers));
     }
+    // A node lives before its facts, and with them its name, have come.
+    let named = |agent: &Agent| lives(agent).iter().all(|name| !name.is_empty());
     for node in &nodes {
-        until("all meet", || lives(&node.agent).len() == names.len());
+        until("all meet", || {
+            lives(&node.agent).len() == names.len() && named(&node.agent)
+        });
     }
     nodes
 }
