@@ -156,7 +156,7 @@ fn a_machine_is_found_again_at_another_address_and_on_another_network() {
     let laptop = network.hosts()[1].as_str();
     let on = |host: &str, words: &str| {
         let words: Vec<&str> = words.split(' ').collect();
-        ip(&[&["-n", host], &words[..]].concat()).unwrap();
+        ip(&[&["-n", host][..], &words[..]].concat()).unwrap();
     };
     // Only addresses that change lead from one to the other.
     for host in network.hosts() {

@@ -76,7 +76,7 @@ impl Network {
         let shape = "tc qdisc add dev eth0 root tbf rate 200mbit burst 64kb latency 50ms";
         let shape: Vec<&str> = shape.split(' ').collect();
         let mut hosts = self.hosts().iter();
-        hosts.try_for_each(|host| ip(&[&["netns", "exec", host], &shape[..]].concat()))
+        hosts.try_for_each(|host| ip(&[&["netns", "exec", host.as_str()][..], &shape[..]].concat()))
     }
 
     /// Has the first network pass no multicast on to a host.
