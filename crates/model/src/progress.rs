@@ -113,8 +113,8 @@ impl Progress {
         }
     }
 
-    /// Has the rank hang within the layer that it enters next, as in a kernel or a driver, until its
-    /// process ends. A fault, to test what watches it.
+    /// Has the rank hang within the layer that it enters next, until its process ends. A fault, as
+    /// of a kernel or a driver, to test what watches it.
     pub fn halt(&self) {
         self.halted.store(true, Ordering::Relaxed);
     }

@@ -214,6 +214,10 @@ impl Inner {
     /// Signs revocations whose signer nobody knows any more, so that newcomers take them.
     pub(super) fn sign_revocations(self: &Arc<Self>) {
         let mut state = lock(&self.state);
+        let own = Key::Node(state.member.own());
+        if state.member.map().register(&own).is_none() {
+            return; // its signature would count no more than theirs
+        }
         for id in revocation::unsigned(state.member.map()) {
             // Without random numbers it is tried again.
             if let Ok(entry) = revocation::entry(&self.identity, id) {
@@ -333,8 +337,8 @@ impl Inner {
         None
     }
 
-    /// Tells the present key to the node at a place, which does not understand it, over a session by
-    /// a former one; whether the node has it now.
+    /// Tells the present key to the node at a place, which has a former one; whether the node has
+    /// it now.
     pub(super) fn hand_former(
         &self,
         former: &[ClusterKey],
