@@ -1,12 +1,17 @@
 //! `paceline worker`: one rank of an instance. Started by `run`, `up` and `bench`, not by people.
 
+use std::io::Error as IoError;
+use std::sync::Arc;
+
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
+use paceline_node::worker::Settings;
+use signal_hook::consts::SIGUSR2;
+use signal_hook::flag;
 
 use crate::error::Error;
 use crate::member::{self, Ports};
 use crate::{home, load, wires};
-use std::io::Error as IoError;
 
 /// Arguments of the hidden command.
 #[derive(Debug, clap::Args)]
@@ -30,7 +35,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let ports = args.data_ports.clone().map(|Ports(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;
-    match paceline_node::worker::run(kernels, wire, home::mlx_places()?, ports, disk) {
+    let halted = Arc::default();
+    // Sent by `paceline chaos`. Without a handler it would end this process.
+    flag::register(SIGUSR2, Arc::clone(&halted))?;
+    let settings = Settings {
+        mlx: home::mlx_places()?,
+        ports,
+        disk,
+        halted,
+    };
+    match paceline_node::worker::run(kernels, wire, settings) {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),

@@ -8,6 +8,7 @@
 //! result and parts of a sort come over its channel, and the parent writes them. One that has other
 //! inputs, or none, is left out.
 
+mod pieces;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +28,7 @@ use crate::messages::{FromWorker, Packed, ToWorker};
 use crate::sort::{Gather, Store};
 use crate::worker::cores_for;
 use crate::{Choice, Device, Error, Kind, Leases, Part, Partial, Prepared, Scratch, Sink, Task};
+use pieces::Pieces;
 
 /// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
 /// what it computes; ten seconds without one is a stopped process or a machine that swaps.
@@ -154,7 +156,7 @@ impl Crew {
             sink: None,
             store: Arc::new(Store::new(None)),
             device_parts: 0,
-            pieces: BTreeMap::new(),
+            pieces: Pieces::default(),
             keys: BTreeMap::new(),
             buckets: BTreeMap::new(),
             outbox: BTreeMap::new(),
@@ -399,7 +401,7 @@ struct Team {
     /// Parts of which a device has computed some.
     device_parts: u64,
     /// Of parts under way: the pieces that came.
-    pieces: BTreeMap<(u32, u64), Vec<Partial>>,
+    pieces: Pieces,
     /// Of parts of a sort under way: the keys that came.
     keys: BTreeMap<(u32, u64), Vec<u8>>,
     /// Buckets of workers of other machines, of which nothing was sent yet.
@@ -498,26 +500,19 @@ impl Team {
                 on_device,
             } if job == self.job => {
                 self.device_parts += u64::from(on_device);
-                if partial.is_of(&run.task.kind) && self.store(from, part, &partial, run)? {
-                    let pieces = self.pieces.remove(&(from.0, part)).unwrap_or_default();
-                    run.finish(part, from.0, pieces, partial)?;
-                    self.lease(from, 1, run);
-                } else {
-                    self.lose(from, format!("{from} sent the result of another task"));
-                }
+                self.finish(from, part, partial, run)?;
             }
             FromWorker::Piece { job, part, partial } if job == self.job => {
-                if partial.is_of(&run.task.kind) {
-                    self.pieces.entry((from.0, part)).or_default().push(partial);
-                } else {
-                    self.lose(from, format!("{from} sent the result of another task"));
+                let held = run.leases.held(part, from.0);
+                if !held.is_some_and(|part| self.pieces.keep(from.0, part, partial, run.task)) {
+                    self.lose(from, format!("{from} sent groups that are not of its part"));
                 }
             }
             FromWorker::Rows {
                 job,
                 first_row,
                 values,
-            } if job == self.job => self.write(from, first_row, &values.0, run.task)?,
+            } if job == self.job => self.write(from, first_row, &values.0, run)?,
             FromWorker::Keys { job, part, keys } if job == self.job => {
                 self.keep(from, part, keys.0, run);
             }
@@ -552,20 +547,48 @@ impl Team {
         Ok(())
     }
 
-    /// Writes rows that a worker of another machine has sent.
+    /// Takes the result of a part in, and leases the worker another part. A worker whose result
+    /// cannot be the part's is lost.
+    fn finish(
+        &mut self,
+        from: Rank,
+        part: u64,
+        partial: Partial,
+        run: &mut Run<'_>,
+    ) -> Result<(), Error> {
+        let is_right = partial.is_of(&run.task.kind) && self.store(from, part, &partial, run)?;
+        let held = run.leases.held(part, from.0).filter(|_| is_right);
+        let pieces = held.and_then(|part| self.pieces.take(from.0, part, &partial, run.task));
+        let Some(pieces) = pieces else {
+            self.lose(
+                from,
+                format!("{from} sent a result that is not of its part"),
+            );
+            return Ok(());
+        };
+        run.finish(part, from.0, pieces, partial)?;
+        self.lease(from, 1, run);
+        Ok(())
+    }
+
+    /// Writes rows that a worker of another machine has sent: all of one part that it holds.
     fn write(
         &mut self,
         from: Rank,
         first_row: u64,
         values: &[u8],
-        task: &Task,
+        run: &Run<'_>,
     ) -> Result<(), Error> {
-        let width = task.dtype_written().bytes();
+        let width = run.task.dtype_written().bytes();
         let end = first_row.saturating_add((values.len() / width) as u64);
-        let is_whole = values.len().is_multiple_of(width) && end <= task.rows_written();
+        let has = |part: Part| {
+            let rows = run.task.rows_written_by(part);
+            rows.start <= first_row && end <= rows.end
+        };
+        let is_its = values.len().is_multiple_of(width) && run.leases.held_by(from.0).any(has);
         let sink = self.sink.clone();
-        let Some(sink) = sink.filter(|_| is_whole && self.is_apart(from)) else {
-            self.lose(from, format!("{from} sent rows that are not of its task"));
+        let Some(sink) = sink.filter(|_| is_its && self.is_apart(from)) else {
+            self.lose(from, format!("{from} sent rows that are not of its part"));
             return Ok(());
         };
         sink.write_bytes(first_row, values)
@@ -713,7 +736,7 @@ impl Team {
                 _ => why,
             };
             self.untold.insert(rank.0, self.last.clone());
-            self.pieces.retain(|(of, _), _| *of != rank.0);
+            self.pieces.lose(rank.0);
             self.keys.retain(|(of, _), _| *of != rank.0);
             self.buckets.remove(&rank.0);
             self.outbox.remove(&rank.0);

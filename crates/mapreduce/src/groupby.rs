@@ -194,6 +194,15 @@ impl Groups {
         self.groups.is_empty()
     }
 
+    /// Values that the groups count together. `None` for groups of another kind, for one without
+    /// values, and for more values than a count holds: another machine sent no result then.
+    pub(crate) fn values_of(&self, grouping: &Grouping) -> Option<u64> {
+        let mut counts = self.groups.iter().map(|group| group.rows);
+        let add = |sum: u64, count: u64| sum.checked_add(count).filter(|_| count > 0);
+        let all = counts.try_fold(0, add);
+        all.filter(|_| self.grouping == *grouping)
+    }
+
     /// Takes a block of keys, integers, and values in.
     pub fn take(&mut self, keys: &Values<'_>, values: &Values<'_>) {
         let key = |row: usize| match keys {

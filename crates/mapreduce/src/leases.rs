@@ -123,6 +123,12 @@ impl Leases {
         (*of == holder).then_some(*part)
     }
 
+    /// The parts that `holder` has now. Cost: all parts that are leased.
+    pub fn held_by(&self, holder: u32) -> impl Iterator<Item = Part> {
+        let held = self.held.values();
+        held.filter_map(move |(part, of)| (*of == holder).then_some(*part))
+    }
+
     /// Takes back what a lost holder has; how many parts that were.
     pub fn lose(&mut self, holder: u32) -> usize {
         let of_it = |_: &u64, held: &mut (Part, u32)| held.1 == holder;

@@ -217,12 +217,13 @@ impl Task {
             .unwrap_or(Ok(0))
     }
 
-    /// Rows of the file that it writes; 0 when it writes none.
-    pub(crate) fn rows_written(&self) -> u64 {
+    /// Rows of its file that a part writes; none when it writes no file.
+    pub(crate) fn rows_written_by(&self, part: Part) -> std::ops::Range<u64> {
+        let end = part.start + part.rows;
         match &self.kind {
-            Kind::Write(_) => self.rows(),
-            Kind::Gather(gather) => gather.rows(),
-            _ => 0,
+            Kind::Write(_) => part.start..end,
+            Kind::Gather(gather) => gather.starts[part.start as usize]..gather.starts[end as usize],
+            _ => 0..0,
         }
     }
 

@@ -8,7 +8,7 @@
 //! while at least one half does: it waits for others only while every half that runs is in an
 //! exchange, or waits for its turn.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -53,6 +53,8 @@ pub struct Progress {
     /// Of steps of few rows: nanoseconds that they took, exchanges left out, and their number.
     busy_ns: AtomicU64,
     busy_steps: AtomicU64,
+    /// See [`halt`](Self::halt).
+    halted: AtomicBool,
 }
 
 /// What steps of a few rows, which decode, computed for since the rank was linked.
@@ -111,6 +113,12 @@ impl Progress {
         }
     }
 
+    /// Has the rank hang within the layer that it enters next, until its process ends. A fault, as
+    /// of a kernel or a driver, to test what watches it.
+    pub fn halt(&self) {
+        self.halted.store(true, Ordering::Relaxed);
+    }
+
     /// Counts, and opens one `field`.
     fn open(&self, field: u64) -> Open<'_> {
         self.word.fetch_add(COUNT + field, Ordering::Relaxed);
@@ -144,6 +152,9 @@ impl Progress {
         let place = (index as u64) << 32 | u64::from(rows);
         self.place.store(place, Ordering::Relaxed);
         self.word.fetch_add(COUNT, Ordering::Relaxed);
+        while self.halted.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_secs(1));
+        }
     }
 
     /// An exchange of this half begins, or its wait for a turn; it ends when the result is dropped.

@@ -14,6 +14,7 @@ use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::{KernelClass, Rank};
@@ -49,23 +50,38 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 /// How often a rank looks whether its part of the epoch still lives.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
+/// Places and limits of a worker on its machine.
+#[derive(Debug)]
+pub struct Settings {
+    /// Where MLX's library is looked for.
+    pub mlx: MlxPlaces,
+    /// Ports that it may listen at for ranks of other machines; any without.
+    pub ports: Option<RangeInclusive<u16>>,
+    /// Where it keeps prompts that were read, if anywhere.
+    pub disk: Option<DiskCache>,
+    /// Once set, the rank hangs at its next layer: a fault, to test what watches it.
+    pub halted: Arc<AtomicBool>,
+}
+
 /// Runs a worker on the control channel that is this process's standard input, until its instance
 /// ends it or is gone; returns only when the channel is of no use.
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wire` finds the wire of a
-/// backend that is neither memory nor sockets; `mlx` is where that library is looked for, `ports`
-/// are those that it may listen at for ranks of other machines, and `disk` is where it keeps
-/// prompts that were read.
+/// backend that is neither memory nor sockets.
 ///
 /// # Errors
 /// What failed.
 pub fn run(
     kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wire: impl Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>>,
-    mlx: MlxPlaces,
-    ports: Option<RangeInclusive<u16>>,
-    disk: Option<DiskCache>,
+    settings: Settings,
 ) -> Result<std::convert::Infallible, Error> {
+    let Settings {
+        mlx,
+        ports,
+        disk,
+        halted,
+    } = settings;
     let mut worker = Worker {
         channel: Arc::new(Control::from_stdin()?),
         make_kernels: &kernels,
@@ -73,6 +89,7 @@ pub fn run(
         mlx,
         ports,
         disk,
+        halted,
         number: 0,
         kernels: None,
         kept: None,
@@ -132,6 +149,8 @@ struct Worker<'a> {
     ports: Option<RangeInclusive<u16>>,
     /// Where it keeps prompts that were read, if anywhere.
     disk: Option<DiskCache>,
+    /// See [`Settings::halted`].
+    halted: Arc<AtomicBool>,
     /// Of the last epoch.
     number: u64,
     kernels: Option<Made>,
@@ -444,6 +463,9 @@ impl Worker<'_> {
     /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why. Of a rank
     /// that hangs, tells so: its instance ends this process.
     fn look(&mut self) -> Result<(), Error> {
+        if self.halted.load(Ordering::Relaxed) {
+            self.epoch.iter().for_each(Epoch::halt);
+        }
         let hang = self.epoch.as_mut().and_then(Epoch::hang);
         if let Some(error) = hang {
             return self.tell(&error);

@@ -308,6 +308,7 @@ impl Cluster {
             Fault::FillDisk => node.fill(),
             Fault::OutOfMemory => starve(&node.workers()?),
             Fault::KillWorker => signal(&node.workers()?, Signal::KILL),
+            Fault::HangWorker => signal(&node.workers()?, Signal::USR2),
             Fault::FreezeWorker => {
                 let workers = node.workers()?;
                 signal(&workers, Signal::STOP)?;

@@ -56,12 +56,12 @@ fn faults_neither_lose_nor_alter_answers() {
     let model = host.home.path().join("tiny.gguf");
     FAMILIES[0].write(&model);
     let model = model.to_str().unwrap();
-    let asked = ["--rounds", "6", "--tokens", "400", "--streams", "5"];
+    let asked = ["--rounds", "7", "--tokens", "400", "--streams", "5"];
     let output = host.run(&[&["chaos", model, "--seed", "3", "--json"], &asked[..]].concat());
     let report = text(&output.stdout);
     assert!(output.status.success(), "{}{report}", said(&output));
     let report: Value = serde_json::from_str(&report).unwrap();
-    assert_eq!(report["answers"], 30, "{report}");
+    assert_eq!(report["answers"], 35, "{report}");
     assert_eq!(report["lost"], 0, "{report}");
     assert_eq!(report["altered"], 0, "{report}");
     let rounds = report["rounds"].as_array().unwrap();
@@ -74,6 +74,7 @@ fn faults_neither_lose_nor_alter_answers() {
         "flap",
         "freeze-node",
         "freeze-worker",
+        "hang-worker",
         "kill-node",
         "kill-worker",
         "leave-node",
@@ -86,6 +87,12 @@ fn faults_neither_lose_nor_alter_answers() {
             "no fault was felt: {round}"
         );
     }
+    // Two seconds of no progress, and what a busy machine takes: not minutes.
+    let hang = rounds.iter().find(|it| it["fault"] == "hang-worker");
+    let hang = hang.unwrap();
+    let detected = hang["detected_s"].as_f64().unwrap();
+    assert!(detected < 12.0, "{hang}");
+    assert!(detected > 1.9 || !hang["second"].is_null(), "{hang}");
 }
 
 /// A second worker of each rank waits on another node, and takes over. A round, or six in a long

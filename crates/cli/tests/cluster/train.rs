@@ -5,14 +5,16 @@ use serde_json::Value;
 use super::{Machine, said, shared};
 use crate::common::text;
 
+/// The model.
+pub(super) const GOLDEN: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../tests-data/golden/hf/llama-tied"
+);
+
 /// A training of the tiny model of `machine`'s user: its report, and what was said beside it.
-fn train(machine: &Machine, output: &str, more: &[&str]) -> (Value, String) {
-    let golden = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../tests-data/golden/hf/llama-tied"
-    );
+pub(super) fn train(machine: &Machine, output: &str, more: &[&str]) -> (Value, String) {
     let fixed = "--data data.jsonl --method lora --rank 4 --batch 6 --steps 5 --seed 3 --threads 1";
-    let mut args = vec!["train", golden, "--output", output, "--json"];
+    let mut args = vec!["train", GOLDEN, "--output", output, "--json"];
     args.extend(fixed.split(' '));
     args.extend(more);
     let done = machine.run(&args);

@@ -1,9 +1,12 @@
-//! Two machines with two cables: which one is used, what happens when it is pulled, what is seen on
-//! it, and what `doctor --peer` says when something blocks it.
+//! Two machines with two cables: which one is used, what happens when it is pulled or its addresses
+//! change, what is seen on it, and what `doctor --peer` says when something blocks it.
+
+use std::collections::BTreeSet;
+use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Machine, live::join_by_token, machines, said, until};
+use super::{Machine, live::join_by_token, machines, said, train, until};
 use crate::common::namespaces::{Network, ip};
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
@@ -62,12 +65,20 @@ fn the_best_cable_is_used_left_and_taken_again() {
         return;
     };
     FAMILIES[0].write(&hosts[0].home.path().join(MODEL));
+    let slow = network.slow_down();
     form(&mut hosts, &[]);
     until("both cables are measured", || {
         let up = ways(&hosts[0]).into_iter().filter(|way| way.1);
-        let up: std::collections::BTreeSet<String> = up.map(|way| way.0).collect();
+        let up: BTreeSet<String> = up.map(|way| way.0).collect();
         up.len() == 2 && used(&hosts[0]).is_some()
     });
+    match slow {
+        Err(why) => eprintln!("SKIPPED the faster of two cables: {why}"),
+        Ok(()) => {
+            let is_best = || used(&hosts[0]).as_deref() == Some("eth1");
+            until("the faster cable is used", is_best);
+        }
+    }
     let first = used(&hosts[0]).unwrap();
     let other = if first == "eth0" { "eth1" } else { "eth0" };
     hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
@@ -112,7 +123,76 @@ fn the_best_cable_is_used_left_and_taken_again() {
     assert!(fell < again, "{log}");
 }
 
-/// Everything that crosses the cables while a model is copied, loaded and asked.
+/// Waits until `hosts[0]` has the other machine by an address, and by none of an earlier network;
+/// then both have the instance's answer.
+fn found_again(hosts: &[Machine], id: &Value, address: (&str, &str), answer: &Value) {
+    let (now, before) = address;
+    until(&format!("it is found at {now}"), || {
+        let nodes = hosts[0].nodes();
+        let is_there = |node: &Value| {
+            let addresses = node["addresses"].to_string();
+            node["id"] == *id && addresses.contains(now) && !addresses.contains(before)
+        };
+        nodes.len() == 2 && nodes.iter().any(is_there)
+    });
+    until("both see both, and the instance", || {
+        hosts.iter().all(|host| {
+            let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+            all[0]["state"] == "ready" && host.sees("alive").len() == 2
+        })
+    });
+    for host in hosts {
+        assert_eq!(asked(host), *answer, "from {} on", host.name);
+    }
+}
+
+/// A laptop: its DHCP server gives it another address, then it goes from one network to another.
+#[test]
+fn a_machine_is_found_again_at_another_address_and_on_another_network() {
+    let test = "other addresses between namespaces";
+    let Some((network, mut hosts)) = pair("pa", 2, test) else {
+        return;
+    };
+    let laptop = network.hosts()[1].as_str();
+    let on = |host: &str, words: &str| {
+        let words: Vec<&str> = words.split(' ').collect();
+        ip(&[&["-n", host][..], &words[..]].concat()).unwrap();
+    };
+    // Only addresses that change lead from one to the other.
+    for host in network.hosts() {
+        on(host, "-6 addr flush dev eth0");
+    }
+    on(laptop, "addr del 10.78.0.2/24 dev eth1");
+    on(laptop, "link set eth1 down");
+    FAMILIES[0].write(&hosts[0].home.path().join(MODEL));
+    form(&mut hosts, &[]);
+    hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
+    let (id, before) = (hosts[1].nodes()[0]["id"].clone(), asked(&hosts[0]));
+
+    on(laptop, "addr del 10.77.0.2/24 dev eth0");
+    on(laptop, "addr add 10.77.0.9/24 dev eth0");
+    found_again(&hosts, &id, ("10.77.0.9", "10.77.0.2"), &before);
+
+    on(laptop, "addr del 10.77.0.9/24 dev eth0");
+    on(laptop, "link set eth0 down");
+    on(laptop, "addr add 10.78.0.2/24 dev eth1");
+    on(laptop, "link set eth1 up");
+    found_again(&hosts, &id, ("10.78.0.2", "10.77.0."), &before);
+    assert_eq!(hosts[1].nodes()[0]["id"], id, "it is the same node");
+}
+
+/// Trains over both machines with lines that are easy to find.
+fn train_with_wizards(host: &Machine) {
+    let line = |i: usize| format!("{{\"text\": \"line {i}: wizards quickly jinxed a gnu\"}}\n");
+    let lines: String = (0..14).map(line).collect();
+    std::fs::write(host.home.path().join("data.jsonl"), lines).unwrap();
+    let (report, told) = train::train(host, "both", &["--nodes", "2"]);
+    assert!(told.contains("workers on n0, n1"), "{told}");
+    assert_eq!(report["nodes"], 2, "{report}");
+}
+
+/// Everything that crosses the cables while a model is copied, loaded and asked, and while another
+/// one is trained.
 #[test]
 fn nothing_crosses_the_network_in_the_clear() {
     let test = "a capture between namespaces";
@@ -143,16 +223,16 @@ fn nothing_crosses_the_network_in_the_clear() {
     assert!(output.status.success(), "{}", said(&output));
     let answer: Value = serde_json::from_str(&text(&output.stdout)).unwrap();
     let answer = answer["text"].as_str().unwrap().to_owned();
+    let token = hosts[0].told(&["key", "cluster", "show"]);
+    train_with_wizards(&hosts[0]);
     capture.kill().unwrap();
     capture.wait().unwrap();
 
     let frames = std::fs::read(&file).unwrap();
-    let weights = std::fs::read(&model).unwrap();
-    assert!(
-        frames.len() > weights.len(),
-        "the model was copied: {} bytes",
-        frames.len()
-    );
+    let models = [model, Path::new(train::GOLDEN).join("model.safetensors")];
+    let models = models.map(|path| std::fs::read(path).unwrap());
+    let copied: usize = models.iter().map(Vec::len).sum();
+    assert!(frames.len() > copied, "{} bytes", frames.len());
     let has = |needle: &[u8]| frames.windows(needle.len()).any(|window| window == needle);
     assert!(!has(&secret.as_bytes()[..24]), "the prompt");
     let part: String = answer.chars().take(16).collect();
@@ -161,14 +241,14 @@ fn nothing_crosses_the_network_in_the_clear() {
         "the answer {part:?}"
     );
     assert!(!has(b"general.architecture"), "the model's header");
-    for at in (0..weights.len() - 32).step_by(weights.len() / 16 + 1) {
-        let piece = &weights[at..at + 32];
-        let is_plain = piece
-            .iter()
-            .collect::<std::collections::BTreeSet<_>>()
-            .len()
-            < 8;
-        assert!(is_plain || !has(piece), "weights from byte {at}");
+    assert!(!has(token.as_bytes()), "the cluster's token");
+    assert!(!has(b"wizards quickly jinxed"), "what is trained with");
+    for weights in models {
+        for at in (0..weights.len() - 32).step_by(weights.len() / 8 + 1) {
+            let piece = &weights[at..at + 32];
+            let is_plain = piece.iter().collect::<BTreeSet<_>>().len() < 8;
+            assert!(is_plain || !has(piece), "weights from byte {at}");
+        }
     }
     assert!(has(b"PLnode1"), "the capture sees what is in the clear");
 }

@@ -68,6 +68,17 @@ impl Network {
         Some(child)
     }
 
+    /// Makes the first network slow, 200 Mbit/s out of each host, so that another one is better.
+    ///
+    /// # Errors
+    /// This system cannot shape traffic.
+    pub(crate) fn slow_down(&self) -> Result<(), String> {
+        let shape = "tc qdisc add dev eth0 root tbf rate 200mbit burst 64kb latency 50ms";
+        let shape: Vec<&str> = shape.split(' ').collect();
+        let mut hosts = self.hosts().iter();
+        hosts.try_for_each(|host| ip(&[&["netns", "exec", host.as_str()][..], &shape[..]].concat()))
+    }
+
     /// Has the first network pass no multicast on to a host.
     pub(crate) fn drop_multicast(&self, host: usize) -> Result<(), String> {
         let bridge = &self.names[self.names.len() - 1];

@@ -28,7 +28,7 @@ use paceline_base::SplitMix64;
 
 use super::clock::{Clock, Now, SKEW_MAX};
 use super::registers::TOMBSTONE_MS;
-use super::{Key, NodeId, Register, Registers};
+use super::{Key, NodeId, Register, Registers, revocation};
 use dials::Dials;
 pub use dials::Target;
 pub use messages::{ENTRIES_MAX, Message, RUMOURS_MAX, Rumour};
@@ -152,6 +152,11 @@ pub struct Member {
 
 /// How often two maps that differ are compared, at most.
 const COMPARE_EVERY: Duration = Duration::from_millis(300);
+
+/// How far a node's incarnation may be ahead of this machine's clock, in milliseconds, in what
+/// others say. It begins as the time at the node's start: its clock and the other's may each be
+/// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed.
+const INCARNATION_AHEAD_MAX: u64 = 2 * SKEW_MAX.as_millis() as u64;
 
 /// How often old tombstones are looked for.
 const FORGET_EVERY: Duration = Duration::from_secs(600);
@@ -395,7 +400,7 @@ impl Member {
         self.peers.heard(from);
         match message {
             Message::Ping { seq, root, rumours } => {
-                self.hear_all(rumours, now, actions);
+                self.hear_all(from, rumours, now, actions);
                 let (own, rumours) = (self.map.root(), self.rumours_for(from));
                 let message = Message::Ack {
                     seq,
@@ -408,7 +413,7 @@ impl Member {
             Message::Ack { seq, root, rumours } => {
                 let late = self.pace.late();
                 self.peers.answered(from, seq, now.since_start, late);
-                self.hear_all(rumours, now, actions);
+                self.hear_all(from, rumours, now, actions);
                 self.compare(from, root, now, actions);
             }
             Message::PingFor { id } => self.ping_for(from, id, actions),
@@ -424,7 +429,7 @@ impl Member {
                 let message = Message::Lives { id, asker };
                 actions.push(Action::Send { to: asker, message });
             }
-            Message::Gossip { rumours } => self.hear_all(rumours, now, actions),
+            Message::Gossip { rumours } => self.hear_all(from, rumours, now, actions),
             Message::Marks { marks, answer } => self.answer_marks(from, &marks, answer, actions),
             Message::Entries { entries } => self.take(entries, now, actions),
         }
@@ -438,9 +443,18 @@ impl Member {
         }
     }
 
-    fn hear_all(&mut self, rumours: Vec<Rumour>, now: Now, actions: &mut Vec<Action>) {
+    fn hear_all(
+        &mut self,
+        from: NodeId,
+        rumours: Vec<Rumour>,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let latest = now.wall_ms.saturating_add(INCARNATION_AHEAD_MAX);
         for rumour in rumours.into_iter().take(RUMOURS_MAX) {
-            self.hear(rumour, now, actions);
+            if rumour.id == from || rumour.incarnation <= latest {
+                self.hear(rumour, now, actions);
+            }
         }
     }
 
@@ -543,6 +557,7 @@ impl Member {
         for (key, register) in entries.into_iter().take(ENTRIES_MAX) {
             let is_over = register.value.is_none() && register.stamp.ms < oldest;
             let is_sane = self.clock.observe(register.stamp, now.wall_ms) && !is_over;
+            let is_sane = is_sane && self.is_proven(&key, &register);
             if is_sane && self.map.merge(key.clone(), register) {
                 changed.push(key);
             }
@@ -553,6 +568,14 @@ impl Member {
         self.follow_map(&changed, now);
         self.enforce(&changed, now, actions);
         actions.push(Action::Changed(changed));
+    }
+
+    /// Whether an entry that another node sent is signed, where it must be.
+    fn is_proven(&self, key: &Key, register: &Register) -> bool {
+        match (key, &register.value) {
+            (Key::Revoked(id), Some(entry)) => revocation::is_signed(&self.map, *id, entry),
+            _ => true,
+        }
     }
 
     /// Knows nodes that the map has, forgets those that it has no more.

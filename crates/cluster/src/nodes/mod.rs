@@ -17,6 +17,7 @@
 //! - [`Member`]: who lives, what they say, which sessions there should be.
 //! - [`placement`]: who owns an instance, by the map alone.
 //! - [`paths`]: ways to other nodes, measured, and which of them is used.
+//! - `revocation`: entries of the map that cut a node off, signed.
 //! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same
 //!   by multicast DNS.
 //! - [`pairing`]: a short code instead of a token.
@@ -33,6 +34,7 @@ pub mod pairing;
 pub mod paths;
 pub mod placement;
 pub mod registers;
+mod revocation;
 pub mod session;
 pub mod signature;
 
@@ -56,6 +58,7 @@ pub fn parse_all(bytes: &[u8]) {
     let _ = serde_json::from_slice::<member::Message>(bytes);
     session::parse(bytes);
     agent::parse(bytes);
+    let _ = serde_json::from_slice::<Signature>(bytes);
     let _ = serde_json::from_slice::<placement::Wanted>(bytes);
     let _ = serde_json::from_slice::<placement::Report>(bytes);
     let _ = serde_json::from_slice::<Vec<paths::Path>>(bytes);

@@ -53,6 +53,12 @@ impl Identity {
 }
 
 impl Signature {
+    /// The node that it claims to be of, unproven.
+    pub(super) fn claimed(&self) -> Option<NodeId> {
+        let public: [u8; 32] = unhex(&self.public)?.try_into().ok()?;
+        Some(id_of(&public))
+    }
+
     /// Whether the node `by` has signed just this message.
     pub fn is_of(&self, by: NodeId, message: &[u8]) -> bool {
         let read = || -> Option<([u8; 32], [u8; 64])> {

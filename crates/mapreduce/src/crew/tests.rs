@@ -4,8 +4,9 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::reduce::Op;
-use crate::{Dtype, FileSink, Input};
+use crate::groupby::{Grouping, Groups};
+use crate::reduce::{Op, State};
+use crate::{Dtype, FileSink, Input, Origin, Values};
 
 /// The first messages that a script waits for: a start and a job.
 const BEGUN: &str = "read a; read a";
@@ -129,5 +130,104 @@ fn a_machine_writes_no_rows_but_those_of_its_task() {
         let lost = crew.run(task, None, &mut |_| {}).unwrap_err().to_string();
         assert!(lost.contains("that are not of its"), "{lost}");
         assert!(bytes() == before, "{lost}");
+    }
+}
+
+#[test]
+fn a_machine_writes_no_rows_but_those_of_its_parts() {
+    const PART: u64 = 1 << 16;
+    let home = tempfile::tempdir().unwrap();
+    let out = home.path().join("out.npy");
+    let task = Task {
+        origin: Origin::Random {
+            seed: 1,
+            samples: 3 * PART,
+            columns: 1,
+        },
+        map: None,
+        wgsl: None,
+        kind: Kind::Write(out.clone()),
+    };
+    let rows = |first_row, count: usize| {
+        says(&FromWorker::Rows {
+            job: 1,
+            first_row,
+            values: Packed(vec![1; 8 * count]),
+        })
+    };
+    // A worker of one thread gets two parts of three.
+    for (first_row, count) in [(2 * PART, 1), (2 * PART - 1, 2), (PART - 1, 2)] {
+        FileSink::create(&out, Dtype::F64, task.rows()).unwrap();
+        let before = std::fs::read(&out).unwrap();
+        let header = before.len() - 8 * task.rows() as usize;
+        let lines = [ready(0), rows(PART, 2), rows(first_row, count)];
+        let mut crew = crew(&[("two", &lines)]);
+        let lost = crew.run(&task, None, &mut |_| {}).unwrap_err().to_string();
+        assert!(lost.contains("rows that are not of its part"), "{lost}");
+        let mut expected = before;
+        expected[header + 8 * PART as usize..][..16].fill(1);
+        let written = std::fs::read(&out).unwrap();
+        assert!(written == expected, "from row {first_row}");
+    }
+}
+
+#[test]
+fn groups_of_a_machine_are_those_of_as_many_values_as_its_part_has() {
+    let home = tempfile::tempdir().unwrap();
+    let input = |name: &str, dtype| {
+        let path = home.path().join(name);
+        FileSink::create(&path, dtype, 8).unwrap();
+        Input::npy(&path).unwrap()
+    };
+    let grouping = Grouping {
+        op: Op::Sum,
+        keys: Dtype::I32,
+        values: Dtype::F64,
+    };
+    let inputs = vec![input("keys", Dtype::I32), input("values", Dtype::F64)];
+    let task = Task::of_files(inputs, Kind::GroupBy(grouping));
+    let inputs = task.looks().unwrap();
+    let groups = |op, values: usize| {
+        let mut groups = Groups::new(Grouping { op, ..grouping });
+        let zeros = vec![0.0; values];
+        groups.take(&Values::Floats(&zeros), &Values::Floats(&zeros));
+        Partial::GroupBy(groups)
+    };
+    let piece = |part, partial| {
+        says(&FromWorker::Piece {
+            job: 1,
+            part,
+            partial,
+        })
+    };
+    let done = |part, partial| {
+        says(&FromWorker::Done {
+            job: 1,
+            part,
+            partial,
+            on_device: false,
+        })
+    };
+    let run = |mut lines: Vec<String>| {
+        lines.insert(0, ready(inputs));
+        crew(&[("two", &lines[..])]).run(&task, None, &mut |_| {})
+    };
+    let expected = Crew::here(1).run(&task, None, &mut |_| {}).unwrap();
+    let whole = [piece(0, groups(Op::Sum, 3)), done(0, groups(Op::Sum, 5))];
+    assert_eq!(run(whole.to_vec()).unwrap(), expected);
+    let sum = Partial::Reduce(Box::new(State::new(Op::Sum)));
+    for lies in [
+        vec![piece(0, groups(Op::Sum, 9))],
+        vec![piece(0, groups(Op::Sum, 0))],
+        vec![piece(1, groups(Op::Sum, 1))],
+        vec![piece(0, groups(Op::Min, 1))],
+        vec![piece(0, sum)],
+        vec![piece(0, groups(Op::Sum, 5)), piece(0, groups(Op::Sum, 4))],
+        vec![piece(0, groups(Op::Sum, 5)), done(0, groups(Op::Sum, 4))],
+        vec![done(0, groups(Op::Sum, 7))],
+        vec![done(1, groups(Op::Sum, 8))],
+    ] {
+        let lost = run(lies.clone()).unwrap_err().to_string();
+        assert!(lost.contains("not of its part"), "{lies:?}: {lost}");
     }
 }

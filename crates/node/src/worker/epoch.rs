@@ -88,6 +88,13 @@ impl Epoch {
         self.watchdog.look(Instant::now(), &links.progress)
     }
 
+    /// Has this rank hang at its next layer: a fault.
+    pub(super) fn halt(&self) {
+        if let Some(links) = self.weights.links() {
+            links.progress.halt();
+        }
+    }
+
     /// What the rank has sent so far.
     pub(super) fn measured(&self) -> FromWorker {
         FromWorker::Measured {

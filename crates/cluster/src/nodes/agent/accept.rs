@@ -18,7 +18,7 @@ use super::super::{ClusterKey, Key, NodeId, pairing};
 use super::channel::Channel;
 use super::links::Fresh;
 use super::refusals::{REVOKED, of_pairing, of_session};
-use super::{Error, HANDSHAKE_LIMIT, Inner, rekey};
+use super::{Error, HANDSHAKE_LIMIT, Inner, facts};
 
 /// Handshakes at a time; further connections are closed.
 const HANDSHAKES_MAX: usize = 64;
@@ -142,7 +142,8 @@ impl Inner {
                     let mut state = lock(&self.state);
                     state.book.add(session.peer(), place, How::Incoming);
                     if state.key != *key {
-                        state.note_stale(session.peer());
+                        // It gets the key first, over a session of its own.
+                        return state.note_stale(session.peer());
                     }
                 }
                 let target = None;
@@ -177,16 +178,12 @@ impl Inner {
         let Some(_place) = Place::take(&self.counts.served, SERVED_MAX) else {
             return;
         };
-        let Ok((service, handler)) = self.services.answer(&session, HANDSHAKE_LIMIT) else {
+        // The key may have been replaced while the peer waited with its opening.
+        let refuse = |service: &str| self.refuse_former(session.peer(), key, service);
+        let answered = self.services.answer(&session, &refuse, HANDSHAKE_LIMIT);
+        let Ok((service, handler)) = answered else {
             return;
         };
-        if self.judge_former(session.peer(), key).is_some() {
-            return; // it waited with its opening
-        }
-        // A key is handed over a session by an earlier one, whatever its sender has.
-        if self.is_former(key) && service != rekey::SERVICE {
-            lock(&self.state).note_stale(session.peer());
-        }
         let session = Arc::new(session);
         let channel = Channel { session, service };
         if lock(&self.state).era == era && self.keep_channel(&channel).is_ok() {
@@ -233,7 +230,12 @@ impl Inner {
         judge: Judge<'_>,
         work: impl FnOnce(Own<'_>) -> T,
     ) -> T {
-        let hello = self.hello();
+        let mut hello = self.hello();
+        if self.is_former(key) {
+            // No member perhaps: it is told no name.
+            hello.name = facts::shown("", self.identity.id());
+            hello.build.clear();
+        }
         work(Own {
             identity: &self.identity,
             key,

@@ -117,20 +117,23 @@ impl Services {
         lock(&self.0).get(service).cloned()
     }
 
-    /// Answers an opening on a fresh session; the handler to run if it is accepted.
+    /// Answers an opening on a fresh session; the handler to run if it is accepted. `refuse` says
+    /// why the session may not open a service, if so.
     pub(super) fn answer(
         &self,
         session: &Session,
+        refuse: &dyn Fn(&str) -> Option<String>,
         limit: Duration,
     ) -> Result<(String, Handler), session::Error> {
         let opening = session.recv(OPENING_BYTES_MAX, limit)?;
         let opening = opening.ok_or(session::Error::Late { limit })?;
         let opening: Opening =
             serde_json::from_slice(&opening).map_err(|_| session::Error::Protocol)?;
-        let handler = self.get(&opening.service);
-        let refused = handler
-            .is_none()
-            .then(|| format!("this node has no service {:?}", opening.service));
+        let service = &opening.service;
+        let refused = refuse(service);
+        let handler = self.get(service).filter(|_| refused.is_none());
+        let none = || format!("this node has no service {service:?}");
+        let refused = refused.or_else(|| handler.is_none().then(none));
         session.send(&serde_json::to_vec(&Opened { refused }).expect("an answer is JSON"))?;
         let handler = handler.ok_or(session::Error::Closed)?;
         Ok((opening.service, handler))

@@ -100,6 +100,7 @@ impl Inner {
         purpose: Purpose,
         deadline: Instant,
     ) -> Result<Session, session::Error> {
+        let era = lock(&self.state).era;
         let keys = self.keys();
         let dialled = self.dial_with(&keys[0], (place, wanted, purpose), deadline);
         let Err(error) = dialled else { return dialled };
@@ -107,17 +108,14 @@ impl Inner {
         if !matches!(error, session::Error::Closed | session::Error::Broken(_)) {
             return Err(error);
         }
-        for key in &keys[1..] {
-            if let Ok(session) = self.dial_with(key, (place, wanted, purpose), deadline) {
-                lock(&self.state).note_stale(session.peer());
-                return Ok(session);
-            }
+        match self.hand_former(&keys[1..], (place, wanted), (era, deadline)) {
+            true => self.dial_with(&keys[0], (place, wanted, purpose), deadline),
+            false => Err(error),
         }
-        Err(error)
     }
 
     /// A session by one of the keys; by one of before with known members only.
-    fn dial_with(
+    pub(super) fn dial_with(
         &self,
         key: &ClusterKey,
         (place, wanted, purpose): (SocketAddr, Option<NodeId>, Purpose),

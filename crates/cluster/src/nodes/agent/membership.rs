@@ -10,7 +10,7 @@ use zeroize::Zeroizing;
 
 use super::super::member::{Event, Life, Target};
 use super::super::pairing::{self, Code, Invitation};
-use super::super::{ClusterKey, Key, NodeId, Registers, discovery, placement};
+use super::super::{ClusterKey, Key, NodeId, Registers, discovery, placement, revocation};
 use super::files::Files;
 use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts, paths};
 
@@ -125,7 +125,8 @@ impl Agent {
         if node.id == self.id() {
             return Err(Error::Itself);
         }
-        self.write(Key::Revoked(node.id), 0, Some("{}".to_owned()))?;
+        let entry = revocation::entry(&self.inner.identity, node.id)?;
+        self.write(Key::Revoked(node.id), 0, Some(entry))?;
         self.inner.renew_key()?;
         Ok(node.id)
     }

@@ -6,6 +6,9 @@
 //! node            takes the revocations in first, then the key
 //! node that was away  comes with a key of before: a member that is not revoked gets the new one
 //! ```
+//! A session by a key of before opens nothing but the service that takes the new key: no link, no
+//! map, no other service. Its peer is told no name, and must prove that it is a known member.
+//!
 //! Sessions go on: only handshakes use the key. Each node keeps the last [`FORMER_MAX`] keys to
 //! know nodes that were away, which must be members that it knows. Of two keys that were drawn at
 //! the same time the higher one stays. Its node draws one more if the other one's revocation was
@@ -21,9 +24,9 @@ use serde::{Deserialize, Serialize};
 use zeroize::Zeroize;
 
 use super::super::clock::SKEW_MAX;
-use super::super::member::{Event, Life, PEERS_MAX};
+use super::super::member::{Event, Life, PEERS_MAX, Target};
 use super::super::session::{self, Hello, Purpose, Session};
-use super::super::{ClusterKey, Key, NodeId};
+use super::super::{ClusterKey, Key, NodeId, revocation};
 use super::channel::{self, Channel};
 use super::dial::ADDRESS_LIMIT;
 use super::state::State;
@@ -31,6 +34,9 @@ use super::{Error, HANDSHAKE_LIMIT, Inner};
 
 /// Service that takes the new key.
 pub(super) const SERVICE: &str = "key";
+
+/// Why a session by a key of before opens nothing else; its node gets the new key soon.
+pub(super) const OUTDATED: &str = "the cluster's key has changed, and this node has not got it yet";
 
 /// Keys of before that are kept. A node that was away for more revocations has to join again.
 pub(super) const FORMER_MAX: usize = 4;
@@ -174,6 +180,53 @@ impl Inner {
         })
     }
 
+    /// Says why a session by `key` may not open a service, if so. A member with a key of before may
+    /// hand a key over, and is told the present one soon.
+    pub(super) fn refuse_former(
+        &self,
+        id: NodeId,
+        key: &ClusterKey,
+        service: &str,
+    ) -> Option<String> {
+        let stranger = self.judge_former(id, key);
+        if stranger.is_some() || service == SERVICE || !self.is_former(key) {
+            return stranger;
+        }
+        lock(&self.state).note_stale(id);
+        Some(OUTDATED.to_owned())
+    }
+
+    /// Waits until this node has another key than that of a count, at most until `deadline`;
+    /// whether it has.
+    pub(super) fn await_key(&self, before: u64, deadline: Instant) -> bool {
+        let mut state = lock(&self.state);
+        while state.generation == before && !state.stopped {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+        !state.stopped
+    }
+
+    /// Signs revocations whose signer nobody knows any more, so that newcomers take them.
+    pub(super) fn sign_revocations(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        let own = Key::Node(state.member.own());
+        if state.member.map().register(&own).is_none() {
+            return; // its signature would count no more than theirs
+        }
+        for id in revocation::unsigned(state.member.map()) {
+            // Without random numbers it is tried again.
+            if let Ok(entry) = revocation::entry(&self.identity, id) {
+                let (key, epoch, value) = (Key::Revoked(id), 0, Some(entry));
+                self.step(&mut state, Event::Write { key, epoch, value });
+            }
+        }
+    }
+
     /// Draws a new key and has all living nodes told.
     ///
     /// # Errors
@@ -208,6 +261,7 @@ impl Inner {
         (state.key, state.generation, state.former) = (key, generation, former);
         state.drawn = None;
         state.invitation = None; // a machine that was cut off may have seen the code
+        self.bump(&mut state);
         Ok(())
     }
 
@@ -232,16 +286,20 @@ impl Inner {
         }
     }
 
-    fn hand_key(&self, id: NodeId, era: u64) {
+    fn hand_key(self: &Arc<Self>, id: NodeId, era: u64) {
         let deadline = Instant::now() + HANDSHAKE_LIMIT;
         let mut places = lock(&self.state).places(id).into_iter();
         let told = places.find_map(|place| self.hand_key_at(place, id, (era, deadline)));
         let mut state = lock(&self.state);
         let lives = matches!(state.member.life(id), Life::Alive | Life::Suspect);
         let is_met = lives || state.links.contains_key(&id);
+        let has_it = told == Some(state.generation);
         // Another one shows its key again when it is met next.
-        if told == Some(state.generation) || !is_met {
+        if has_it || !is_met {
             state.stale.remove(&id);
+        }
+        if has_it && state.era == era {
+            self.step(&mut state, Event::Found(Target::Node(id)));
         }
     }
 
@@ -268,7 +326,10 @@ impl Inner {
                 session::dial(own, place, Purpose::Service, left.min(ADDRESS_LIMIT))
             });
             match dialled {
-                Ok(session) => return self.hand_key_over(session, era),
+                Ok(session) => {
+                    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+                    return self.hand_key_over(session, era, deadline);
+                }
                 Err(session::Error::Closed | session::Error::Broken(_)) => {} // it has another key
                 Err(_) => return None,
             }
@@ -276,9 +337,36 @@ impl Inner {
         None
     }
 
-    fn hand_key_over(&self, session: Session, era: u64) -> Option<u64> {
-        match channel::ask(session, SERVICE, HANDSHAKE_LIMIT) {
-            Ok(channel) => self.tell_key(&channel, era),
+    /// Tells the present key to the node at a place, which has a former one; whether the node has
+    /// it now.
+    pub(super) fn hand_former(
+        &self,
+        former: &[ClusterKey],
+        (place, wanted): (SocketAddr, Option<NodeId>),
+        (era, deadline): (u64, Instant),
+    ) -> bool {
+        let aim = (place, wanted, Purpose::Service);
+        let mut sessions = former
+            .iter()
+            .filter_map(|key| self.dial_with(key, aim, deadline).ok());
+        let Some(session) = sessions.next() else {
+            return false;
+        };
+        let id = session.peer();
+        let told = self.hand_key_over(session, era, deadline);
+        if told.is_none() {
+            lock(&self.state).note_stale(id);
+        }
+        told.is_some()
+    }
+
+    fn hand_key_over(&self, session: Session, era: u64, deadline: Instant) -> Option<u64> {
+        let left = || {
+            let left = deadline.saturating_duration_since(Instant::now());
+            left.max(Duration::from_millis(1))
+        };
+        match channel::ask(session, SERVICE, left()) {
+            Ok(channel) => self.tell_key(&channel, era, left()),
             // An earlier version: it shows its key again once it was updated.
             Err(Error::NoService { .. }) => Some(lock(&self.state).generation),
             Err(_) => None,
@@ -286,7 +374,7 @@ impl Inner {
     }
 
     /// Sends the present key; its count once the other node has it.
-    fn tell_key(&self, channel: &Channel, era: u64) -> Option<u64> {
+    fn tell_key(&self, channel: &Channel, era: u64, limit: Duration) -> Option<u64> {
         let news = {
             let state = lock(&self.state);
             let revoked = Key::Revoked(channel.peer());
@@ -300,7 +388,7 @@ impl Inner {
         let mut message = serde_json::to_vec(&news).expect("a key is JSON");
         let sent = channel.send(&message).is_ok();
         message.zeroize();
-        let has_it = sent && matches!(channel.recv(1, HANDSHAKE_LIMIT), Ok(Some(_)));
+        let has_it = sent && matches!(channel.recv(1, limit), Ok(Some(_)));
         has_it.then_some(news.generation)
     }
 
@@ -331,7 +419,7 @@ impl Inner {
         key: &ClusterKey,
         channel: &Channel,
     ) -> Result<bool, Error> {
-        self.learn_revocations(news, channel);
+        self.learn_revocations(news, channel)?;
         self.save();
         let _turn = lock(&self.writing);
         let is_other = {
@@ -351,14 +439,16 @@ impl Inner {
         Ok(is_other)
     }
 
-    fn learn_revocations(self: &Arc<Self>, news: &News, channel: &Channel) {
+    /// Signs what another member says of revocations: its signer may be unknown here.
+    fn learn_revocations(self: &Arc<Self>, news: &News, channel: &Channel) -> Result<(), Error> {
         let mut state = lock(&self.state);
         for id in &news.revoked {
             let key = Key::Revoked(*id);
             if state.keeps(channel) && state.member.map().get(&key).is_none() {
-                let (epoch, value) = (0, Some("{}".to_owned()));
+                let (epoch, value) = (0, Some(revocation::entry(&self.identity, *id)?));
                 self.step(&mut state, Event::Write { key, epoch, value });
             }
         }
+        Ok(())
     }
 }

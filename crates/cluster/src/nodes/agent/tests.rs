@@ -1,7 +1,7 @@
 //! Nodes of one process over loopback, each with a home of its own.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::mpsc::channel;
 
 use serde_json::json;
@@ -140,11 +140,14 @@ fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
     let (old, four) = (one.token(), nodes[3].agent.id());
     nodes[3].agent.stop();
     until("four is dead", || one.life(four) == Life::Dead);
+    one.serve("silent", |_| {});
+    two.serve("silent", |_| {});
     one.revoke("three").unwrap();
     assert_ne!(*one.token(), *old);
-    until("two has the new key", || two.token() == one.token());
-    one.serve("silent", |_| {});
+    // Whether two has the new key yet or not.
     two.open(one.id(), "silent", PATIENCE).unwrap();
+    one.open(two.id(), "silent", PATIENCE).unwrap();
+    until("two has the new key", || two.token() == one.token());
 
     let again = |name: &str, home: &Path| Agent::start(config(home, name, &[one.port()])).unwrap();
     let back = again("four", nodes[3].home.path());
@@ -161,6 +164,70 @@ fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
     until("five hears why", || told().contains("key has changed"));
     assert_eq!(lives(&stranger.agent), ["five"], "{}", told());
     assert_eq!(nodes[2].agent.token(), old, "three is told nothing");
+}
+
+/// A member with a former key may hand a key over, and nothing else; no other node is told even the
+/// name of the node that answers.
+#[test]
+fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
+    let nodes = cluster(&["one", "two", "three"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1]);
+    let former = ClusterKey::from_token(&one.token()).unwrap();
+    let (keep, kept) = channel();
+    one.serve("silent", move |channel| keep.send(channel).unwrap());
+    two.agent.stop();
+    let id = two.agent.id();
+    until("two is dead", || one.life(id) == Life::Dead);
+    one.revoke("three").unwrap();
+
+    let mut hello = two.agent.inner.hello();
+    hello.boot += 1;
+    let place = SocketAddr::from((Ipv4Addr::LOCALHOST, one.port()));
+    let seen = Mutex::new(Vec::new());
+    let dial = |identity: &Identity, purpose| {
+        let judge = |_: NodeId, hello: &Hello| {
+            lock(&seen).push((hello.name.clone(), hello.build.clone()));
+            None
+        };
+        let own = session::Own {
+            identity,
+            key: &former,
+            hello: &hello,
+            judge: &judge,
+        };
+        session::dial(own, place, purpose, PATIENCE)
+    };
+    let member = Files::new(two.home.path()).identity().unwrap();
+    assert_eq!(member.id(), two.agent.id());
+    let link = dial(&member, Purpose::Control).unwrap();
+    let heard = link.recv(1 << 20, PATIENCE);
+    assert!(matches!(
+        heard,
+        Err(session::Error::Closed | session::Error::Broken(_))
+    ));
+    for service in ["silent", paths::SERVICE, examine::SERVICE] {
+        let session = dial(&member, Purpose::Service).unwrap();
+        let refused = super::channel::ask(session, service, PATIENCE).unwrap_err();
+        let Error::NoService { reason, .. } = refused else {
+            panic!("{service}: {refused}");
+        };
+        assert_eq!(reason, rekey::OUTDATED, "{service}");
+    }
+    let session = dial(&member, Purpose::Service).unwrap();
+    super::channel::ask(session, rekey::SERVICE, PATIENCE).unwrap();
+
+    let stranger = Identity::random().unwrap();
+    for purpose in [Purpose::Control, Purpose::Service] {
+        let refused = dial(&stranger, purpose).unwrap_err();
+        assert!(refused.to_string().contains("key has changed"), "{refused}");
+    }
+    let name = facts::shown("", one.id());
+    assert!(
+        lock(&seen)
+            .iter()
+            .all(|told| *told == (name.clone(), String::new()))
+    );
+    assert!(kept.try_recv().is_err(), "the service was not reached");
 }
 
 #[test]

@@ -74,6 +74,7 @@ impl Inner {
             if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
                 looked = Some(Instant::now());
                 self.write_facts();
+                self.sign_revocations();
                 self.share_keys(&mut synced);
             }
             if saved.elapsed() >= SAVE_EVERY {

@@ -1,6 +1,6 @@
 //! One member, stepped by hand; whole clusters of them are in the crate `sim`.
 
-use super::super::{InstanceId, Stamp};
+use super::super::{Identity, InstanceId, Stamp};
 use super::*;
 
 fn id(number: u8) -> NodeId {
@@ -267,4 +267,59 @@ fn a_revoked_node_is_cut_off_and_not_dialled() {
         !later.iter().any(|action| matches!(action, Action::Dial(_))),
         "{later:?}"
     );
+}
+
+/// A member may say that another one is dead, and no more than that one can object to.
+#[test]
+fn no_member_kills_another_for_good() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    assert_eq!(gossip(&mut one, 2, 3, u64::MAX, Life::Dead), []);
+    assert_eq!(
+        gossip(&mut one, 2, 1, u64::MAX, Life::Dead),
+        [],
+        "no objection is higher"
+    );
+    let latest = at(10).wall_ms + INCARNATION_AHEAD_MAX;
+    let killed = gossip(&mut one, 2, 3, latest, Life::Dead);
+    assert_eq!(lives(&killed), [(3, Life::Dead)]);
+    link(&mut one, 3, 10);
+    let back = gossip(&mut one, 3, 3, latest + 1, Life::Alive);
+    assert_eq!(lives(&back), [(3, Life::Alive)], "its own word");
+}
+
+#[test]
+fn a_revocation_that_no_known_member_signed_is_refused() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    let signer = Identity::random().unwrap();
+    let entry = |key, value: String, count| {
+        let stamp = Stamp {
+            ms: at(0).wall_ms,
+            count,
+            node: id(2),
+        };
+        let register = Register {
+            epoch: 0,
+            stamp,
+            value: Some(value),
+        };
+        (key, register)
+    };
+    let revoked = |value, count| entry(Key::Revoked(id(3)), value, count);
+    let signed = revocation::entry(&signer, id(3)).unwrap();
+    let mut takes = |entries| {
+        let message = Message::Entries { entries };
+        let from = id(2);
+        let actions = one.step(at(1), Event::Received { from, message });
+        actions.contains(&Action::Unlink(id(3)))
+    };
+    assert!(!takes(vec![revoked("{}".to_owned(), 1)]));
+    assert!(!takes(vec![revoked(signed.clone(), 2)]), "nobody knows it");
+    let other = revocation::entry(&signer, id(4)).unwrap();
+    let known = entry(Key::Node(signer.id()), "{}".to_owned(), 3);
+    assert!(!takes(vec![known, revoked(other, 4)]), "of another node");
+    assert!(takes(vec![revoked(signed, 5)]));
 }

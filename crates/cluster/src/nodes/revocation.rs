@@ -1,0 +1,98 @@
+//! Revocations in the shared map, each signed by a member.
+//!
+//! ```text
+//! revoked/ID -> signature by a member's static key of "paceline revocation 1", ID
+//! ```
+//! Any member may cut off another one, and others pass the entry on. The signature proves which
+//! member it was: an entry without one, or by a node that the map does not have, is refused. A
+//! revocation is not taken back, so that a repeated entry changes nothing.
+//!
+//! Nodes are forgotten and revocations are not. A member that has a revocation whose signer is
+//! forgotten signs it again, so that newcomers take it.
+
+use super::identity::{Error, Identity};
+use super::{Key, NodeId, Registers, Signature};
+
+fn message(id: NodeId) -> Vec<u8> {
+    format!("paceline revocation 1\n{id}\n").into_bytes()
+}
+
+/// The entry of a node that `by` cuts off.
+///
+/// # Errors
+/// [`Error::Random`].
+pub(super) fn entry(by: &Identity, id: NodeId) -> Result<String, Error> {
+    let signature = by.sign(&message(id))?;
+    Ok(serde_json::to_string(&signature).expect("a signature is JSON"))
+}
+
+/// Whether another node of the map has signed the entry of `id`. Cost: 0.2 ms.
+pub(super) fn is_signed(map: &Registers, id: NodeId, entry: &str) -> bool {
+    let Some((by, signature)) = signed(map, entry) else {
+        return false;
+    };
+    by != id && signature.is_of(by, &message(id))
+}
+
+/// Nodes whose entries name no signer that the map has.
+pub(super) fn unsigned(map: &Registers) -> Vec<NodeId> {
+    let of = |(key, register): (&Key, &super::Register)| match (key, &register.value) {
+        (Key::Revoked(id), Some(entry)) if signed(map, entry).is_none() => Some(*id),
+        _ => None,
+    };
+    map.iter().filter_map(of).collect()
+}
+
+/// The signature of an entry, and the node of the map that it claims to be of. A node that left
+/// counts until its tombstone is forgotten.
+fn signed(map: &Registers, entry: &str) -> Option<(NodeId, Signature)> {
+    let signature: Signature = serde_json::from_str(entry).ok()?;
+    let by = signature.claimed()?;
+    map.register(&Key::Node(by))?;
+    Some((by, signature))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Register, Stamp};
+    use super::*;
+
+    #[test]
+    fn only_another_node_of_the_map_revokes() {
+        let [one, two] = [(); 2].map(|()| Identity::random().unwrap());
+        let facts = |node: NodeId| Register {
+            epoch: 0,
+            stamp: Stamp {
+                ms: 1,
+                count: 0,
+                node,
+            },
+            value: Some("{}".to_owned()),
+        };
+        let id = NodeId([3; 16]);
+        let known = (Key::Node(one.id()), facts(one.id()));
+        let map = Registers::from_entries([known]);
+        let by_one = entry(&one, id).unwrap();
+        assert!(is_signed(&map, id, &by_one));
+        assert!(!is_signed(&map, NodeId([4; 16]), &by_one), "another node");
+        assert!(!is_signed(&map, id, &entry(&two, id).unwrap()), "unknown");
+        assert!(!is_signed(&map, one.id(), &entry(&one, one.id()).unwrap()));
+        assert!(!is_signed(&map, id, "{}"));
+
+        let revoked = |value: String| Register {
+            value: Some(value),
+            ..facts(one.id())
+        };
+        let entries = [
+            (NodeId([3; 16]), by_one),
+            (NodeId([4; 16]), entry(&two, id).unwrap()),
+            (NodeId([5; 16]), "{}".to_owned()),
+        ];
+        let entries = entries.map(|(id, value)| (Key::Revoked(id), revoked(value)));
+        let all = entries
+            .into_iter()
+            .chain([(Key::Node(one.id()), facts(id))]);
+        let map = Registers::from_entries(all);
+        assert_eq!(unsigned(&map), [NodeId([4; 16]), NodeId([5; 16])]);
+    }
+}

@@ -1,0 +1,75 @@
+//! Pieces of parts under way, until what is left of each part has come.
+//!
+//! Only groups come in pieces. Each group counts rows of its part, so that all pieces of a part
+//! have at most as many groups as the part has values, and no worker fills the parent's memory.
+
+use std::collections::BTreeMap;
+
+use crate::{Kind, Part, Partial, Task};
+
+/// Pieces that came, by worker and part.
+#[derive(Debug, Default)]
+pub(super) struct Pieces(BTreeMap<(u32, u64), Came>);
+
+/// Pieces of one part.
+#[derive(Debug, Default)]
+struct Came {
+    pieces: Vec<Partial>,
+    /// Values that they count.
+    values: u64,
+}
+
+impl Pieces {
+    /// Keeps a piece of a part that `worker` holds. False if it cannot be one: it is empty, or it
+    /// has with those before more values than the part.
+    pub(super) fn keep(&mut self, worker: u32, part: Part, piece: Partial, task: &Task) -> bool {
+        let came = self.0.entry((worker, part.id)).or_default();
+        let values = match (&piece, &task.kind) {
+            (Partial::GroupBy(groups), Kind::GroupBy(grouping)) => groups.values_of(grouping),
+            _ => None,
+        };
+        let values = values.filter(|more| *more > 0);
+        let all = values.and_then(|more| came.values.checked_add(more));
+        let Some(all) = all.filter(|all| *all <= values_of(part, task)) else {
+            return false;
+        };
+        came.values = all;
+        came.pieces.push(piece);
+        true
+    }
+
+    /// Takes the pieces of a part that `worker` holds. `None` if they and `rest` are not the
+    /// part's result: another number of values.
+    pub(super) fn take(
+        &mut self,
+        worker: u32,
+        part: Part,
+        rest: &Partial,
+        task: &Task,
+    ) -> Option<Vec<Partial>> {
+        let came = self.0.remove(&(worker, part.id)).unwrap_or_default();
+        if let (Partial::GroupBy(groups), Kind::GroupBy(grouping)) = (rest, &task.kind) {
+            let values = groups.values_of(grouping)?.checked_add(came.values)?;
+            if values != values_of(part, task) {
+                return None;
+            }
+        }
+        Some(came.pieces)
+    }
+
+    /// Drops the pieces of a lost worker.
+    pub(super) fn lose(&mut self, worker: u32) {
+        self.0.retain(|(of, _), _| *of != worker);
+    }
+
+    /// Drops all pieces.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+/// Values of a part.
+fn values_of(part: Part, task: &Task) -> u64 {
+    let columns = task.inputs().first().map_or(1, |input| input.columns);
+    part.rows.saturating_mul(columns)
+}
