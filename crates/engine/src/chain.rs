@@ -5,9 +5,9 @@
 //! goes on from the guesses of the one before, as if those were right.
 //!
 //! ```text
-//! stage 0    [t a b]  [c d e]  [f g h]              t is known, the others are guessed
-//! stage 1             [t a b]  [c d e]  [f g h]
-//! answers                        a b c    d x       the third window is stale; the next begins at x
+//! stage 0   [t a b] [c d e] [f g h]            t is known, the others are guessed
+//! stage 1           [t a b] [c d e] [f g h]
+//! chosen                     a b c   d x       the third window is stale; the next begins at x
 //! ```
 //!
 //! With acceptance `a`, windows of `r` rows, and `q = a^r` the chance that a window is right to the
