@@ -28,7 +28,7 @@ use crate::draft::Costs;
 /// sums stay finite.
 const ACCEPTANCE_MAX: f64 = 0.98;
 
-/// What is known of a pipeline.
+/// Times and sizes of a pipeline.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pipeline<'a> {
     /// Of lone steps by their rows, from plan to logits.
@@ -192,7 +192,7 @@ mod tests {
         );
     }
 
-    /// One window at a time gives what its guesses are expected to give.
+    /// A window that is alone gives the tokens that its guesses are expected to give.
     #[test]
     fn a_lone_window_is_the_known_case() {
         let (rounds, intervals) = slow();

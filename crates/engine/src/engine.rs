@@ -65,7 +65,7 @@ pub struct Engine {
     elapsed: Duration,
     /// Of the last step.
     composition: Composition,
-    /// What its duration says.
+    /// The kind of its duration.
     measures: Measures,
     /// Tokens that were in the cache already when their sequence was admitted.
     reused: u64,
@@ -347,7 +347,8 @@ impl Engine {
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
     /// were planned behind the one that this step ends. A batch has its share of the sequences
-    /// then, and the next rows of a prompt follow those under way.
+    /// then, and the next rows of a prompt follow those under way. So do windows of guesses of one
+    /// sequence, where they pay.
     ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
@@ -692,7 +693,7 @@ struct PlannedRows {
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,
-    /// What made them.
+    /// Their maker.
     guesser: Option<Guesser>,
     /// Whether it is a window behind others under way: all that it checks are guesses.
     is_behind: bool,

@@ -19,7 +19,7 @@ use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLog
 /// an object's field are 3 to 10 tokens; each token costs a mask between two steps, some 20 us.
 pub(crate) const FORCED_MAX: usize = 15;
 
-/// What makes guesses.
+/// A maker of guesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Guesser {
     /// The n-grams of the sequence's own text.
@@ -62,7 +62,7 @@ pub(crate) struct Sequence {
     /// Counts how often a guess was wrong that others under way follow: rows that were planned
     /// before are stale.
     pub(crate) course: u32,
-    /// What guesses for it, where its last rows had guesses and all were right so far.
+    /// The maker of its last guesses, while all of these may still be right.
     pub(crate) guesser: Option<Guesser>,
     /// Whether it was taken out or has ended, and has rows under way.
     pub(crate) gone: bool,

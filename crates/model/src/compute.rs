@@ -128,9 +128,8 @@ pub trait Compute: fmt::Debug + Send {
         1
     }
 
-    /// How many steps may be announced and not computed, at least the [`depth`](Self::depth). More
-    /// than that keep slow links busy: a step that is on its way is in no stage. As far as messages
-    /// have room.
+    /// How many steps may be announced and not computed, as far as messages have room: at least the
+    /// [`depth`](Self::depth). More keep slow links busy: a step on a link is in no stage.
     fn steps_max(&self) -> usize {
         self.depth()
     }

@@ -25,11 +25,11 @@ use crate::constraint::Guide;
 use crate::pace::Composition;
 use crate::{Error, SequenceId};
 
-/// What the duration of a step measures.
+/// Which time the duration of a step measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Measures {
-    /// What such a step takes where no guesses follow each other: of a pipeline that has no other
-    /// work, from its plan to its logits.
+    /// That of such a step where no guesses follow each other. A pipeline without other work takes
+    /// it from the plan to the logits.
     #[default]
     Step,
     /// A stage's part of it: it was planned together with the step before.
@@ -125,8 +125,8 @@ impl Engine {
         Ok(())
     }
 
-    /// What the next batch has, while there is room for one, and whether it is a window of guesses
-    /// behind others. Sequences that need no guesses to go on come first.
+    /// The rows of the next batch, while there is room for one; and whether it is a window behind
+    /// others of its sequence. Sequences that need no guesses to go on come first.
     fn next_plan(&mut self) -> Result<Option<(Vec<PlannedRows>, bool)>, Error> {
         if self.starves || self.flights.len() >= self.compute.steps_max() {
             return Ok(None);

@@ -31,7 +31,7 @@ struct Deep {
     inner: Box<dyn Compute>,
     depth: usize,
     most: usize,
-    /// What batches take.
+    /// Makes batches take virtual time.
     line: Option<Line>,
     announced: VecDeque<(String, Written)>,
 }
