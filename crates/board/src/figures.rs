@@ -80,8 +80,9 @@ fn together((answers, tok_s): &(u32, f64)) -> Fact {
     }
 }
 
-/// How many guesses steps checked, and how many of them were right.
-fn guesses(guesses: Guesses) -> [Fact; 2] {
+/// How many guesses steps checked, how many of them were right, and how often windows of them
+/// followed others through a pipeline.
+fn guesses(guesses: Guesses) -> [Fact; 3] {
     let fact = |name, help, value: u64| Fact {
         name,
         help,
@@ -98,6 +99,11 @@ fn guesses(guesses: Guesses) -> [Fact; 2] {
             "guesses_right",
             "Guessed tokens that became tokens of answers since the workers started last",
             guesses.right,
+        ),
+        fact(
+            "guess_windows",
+            "Steps of guesses that followed others of the same answer while those were under way",
+            guesses.windows,
         ),
     ]
 }

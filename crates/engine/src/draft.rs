@@ -78,16 +78,30 @@ impl Drafts {
         self.indexed = self.indexed.max(tokens.len());
     }
 
-    /// Up to `most` guesses of what follows `tokens`.
-    pub(crate) fn guess(&mut self, tokens: &[u32], most: usize) -> Vec<u32> {
+    /// Up to `most` guesses of what follows `tokens` and behind them those `ahead`, which are
+    /// guesses as well.
+    pub(crate) fn guess(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
-        let gram: Option<&[u32; N]> = tokens.last_chunk();
-        let Some(&from) = gram.and_then(|gram| self.behind.get(gram)) else {
+        let len = tokens.len() + ahead.len();
+        let token = |at: usize| match at.checked_sub(tokens.len()) {
+            None => tokens[at],
+            Some(at) => ahead[at],
+        };
+        let Some(begin) = len.checked_sub(N) else {
+            return Vec::new();
+        };
+        let gram: [u32; N] = std::array::from_fn(|i| token(begin + i));
+        let Some(&from) = self.behind.get(&gram) else {
             return Vec::new();
         };
         // A repetition that is shorter than the draft goes on with the draft itself.
-        let period = tokens.len() - from;
-        (0..most).map(|i| tokens[from + i % period]).collect()
+        let period = len - from;
+        (0..most).map(|i| token(from + i % period)).collect()
+    }
+
+    /// How likely the next guess is right.
+    pub(crate) const fn acceptance(&self) -> f64 {
+        self.acceptance
     }
 
     /// Counts whether a guess was right.
@@ -144,6 +158,16 @@ impl Costs {
     /// Seconds of a step of `rows` rows, 1 or more, where such a step was measured.
     pub(crate) fn seconds(&self, rows: usize) -> Option<f64> {
         self.seconds.get(rows - 1).copied().flatten()
+    }
+
+    /// Seconds of a step of `rows` rows, 1 or more, by the nearest number of rows that was
+    /// measured; what further rows cost is a guess.
+    pub(crate) fn about(&self, rows: usize) -> Option<f64> {
+        let measured = |n: usize| Some((n, self.seconds(n)?));
+        let fewer = (1..=rows).rev().find_map(measured);
+        let more = || (rows..=ROWS_KNOWN).find_map(measured);
+        let (n, seconds) = fewer.or_else(more)?;
+        Some(seconds * (1.0 + FIRST_GUESS * rows.saturating_sub(n) as f64))
     }
 
     /// Seconds of a step of `rows` rows relative to one of `base` rows, `rows` being at least as
@@ -256,7 +280,7 @@ mod tests {
     fn guesses_are_what_followed_last_time() {
         const NONE: [u32; 0] = [];
         let mut drafts = Drafts::default();
-        let guess = |drafts: &mut Drafts, tokens: &[u32]| drafts.guess(tokens, 4);
+        let guess = |drafts: &mut Drafts, tokens: &[u32]| drafts.guess(tokens, &[], 4);
         assert_eq!(guess(&mut drafts, &[]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2]), NONE);
@@ -264,8 +288,13 @@ mod tests {
         // The last time counts.
         let tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3];
         assert_eq!(guess(&mut drafts, &tokens), [5, 6, 7, 8]);
+        // Behind guesses that are checked they go on, around the circle too.
+        let on = |ahead: &[u32]| Drafts::default().guess(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
+        assert_eq!(on(&[4, 1]), [2, 3, 4, 1]);
+        assert_eq!(on(&[4, 1, 2, 3, 4]), [1, 2, 3, 4]);
+        assert_eq!(on(&[4, 4]), NONE);
         // A loop of one token goes on.
-        assert_eq!(Drafts::default().guess(&[9, 9, 9, 9], 3), [9, 9, 9]);
+        assert_eq!(Drafts::default().guess(&[9, 9, 9, 9], &[], 3), [9, 9, 9]);
     }
 
     #[test]

@@ -13,6 +13,9 @@
 //! with the random numbers that the choice itself will take, so sampled answers are guessed as
 //! well. The answer never depends on a guess: see [`draft`](crate::draft).
 //!
+//! In a pipeline it goes on behind its guesses while they are on their way: see
+//! [`chain`](crate::chain).
+//!
 //! **Whether it pays.** [`Outlook`] has measured times: of plain steps, of steps that check so many
 //! rows, and of the draft's passes. With the share of guesses that were right they give the depth
 //! with the most tokens a second, 0 where none gains [`LEAST_GAIN`]. A draft that does not pay is
@@ -28,6 +31,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Logits, Weights, WindowPages};
 use paceline_tensor::PAGE;
 
+use crate::chain::{Chance, Pipeline};
 use crate::draft::{Bounds, Costs, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, judged};
 use crate::pages::{Owned, Pages};
 use crate::sampling::{Asked, Sampler, Scratch};
@@ -127,13 +131,21 @@ struct Held {
 }
 
 impl Held {
-    /// Takes in what became of the last guesses: calls `judge` for each that was checked.
-    fn settle(&mut self, tokens: &[u32], mut judge: impl FnMut(bool)) {
+    /// Takes in what became of the last guesses: calls `judge` for each that was checked. Those
+    /// `ahead` of the tokens are checked in windows under way: where they are this draft's, it
+    /// goes on behind them.
+    fn settle(&mut self, tokens: &[u32], ahead: &[u32], mut judge: impl FnMut(bool)) {
         let guessed = std::mem::take(&mut self.guessed);
         let chosen = tokens.get(self.computed..).unwrap_or_default();
         let pairs = guessed.iter().zip(chosen);
         let right = pairs.take_while(|(guess, token)| guess == token).count();
-        self.computed += right.min(guessed.len().saturating_sub(1));
+        let is_open = !ahead.is_empty() && right == chosen.len() && guessed[right..] == *ahead;
+        if is_open {
+            self.computed += right;
+            self.guessed = ahead.to_vec();
+        } else {
+            self.computed += right.min(guessed.len().saturating_sub(1));
+        }
         let is_wrong = right < guessed.len() && right < chosen.len();
         for is_right in (0..right).map(|_| true).chain(is_wrong.then_some(false)) {
             self.acceptance = judged(self.acceptance, is_right, LAST_WEIGHT);
@@ -245,7 +257,7 @@ impl Drafter {
     pub(crate) fn guess(
         &mut self,
         (running, wishes): (&[SequenceId], &[Wish<'_>]),
-        (bounds, costs): (Bounds, &Costs),
+        (bounds, costs, pipeline): (Bounds, &Costs, Option<Pipeline<'_>>),
         least: f64,
     ) -> Result<Option<Vec<Vec<u32>>>, Error> {
         self.settle(running, wishes);
@@ -259,6 +271,7 @@ impl Drafter {
             pass,
             bounds,
             costs,
+            pipeline,
         };
         let begun = (self.now)();
         let is_behind = self.catch_up(wishes, &outlook)?;
@@ -281,7 +294,7 @@ impl Drafter {
         for Wish { sequence, .. } in wishes {
             let all = &mut self.acceptance;
             if let Some(held) = self.held.get_mut(&sequence.id) {
-                held.settle(&sequence.tokens, |is_right| {
+                held.settle(&sequence.tokens, &sequence.ahead, |is_right| {
                     *all = judged(*all, is_right, ALL_WEIGHT);
                 });
                 continue;
@@ -319,10 +332,24 @@ impl Drafter {
         let vocab = self.model.config().vocab;
         let is_known = |token: &u32| (*token as usize) < vocab;
         let unread = tokens.get(held.computed..).unwrap_or_default();
-        let fits = self.context.saturating_sub(tokens.len());
+        let fits = self.fits(tokens.len(), false);
         let is_read = !unread.is_empty() && unread.iter().all(is_known);
         let room = if is_read { wish.room.min(fits) } else { 0 };
         (held.acceptance, room)
+    }
+
+    /// Guesses that the draft can make behind `len` tokens, whether or not the last of these are
+    /// guesses. States of recurrent layers change with the last row of a page and cannot go back:
+    /// a guess has no such row.
+    fn fits(&self, len: usize, ends_with_guess: bool) -> usize {
+        let fits = self.context.saturating_sub(len);
+        let in_page = len % PAGE;
+        match self.compute.windows().is_empty() {
+            true => fits,
+            false if in_page == 0 && ends_with_guess => 0,
+            // The last guess is not read, so it may be the page's last token.
+            false => fits.min(PAGE - in_page),
+        }
     }
 
     /// Reads tokens of sequences that the draft is far behind of, where that is expected to pay:
@@ -440,6 +467,80 @@ impl Drafter {
         Ok(guesses)
     }
 
+    /// How likely the next guess for a sequence is right, and what it costs beside plain steps of
+    /// `plain` seconds.
+    pub(crate) fn chance(&self, id: SequenceId, plain: f64) -> Chance {
+        let held = self.held.get(&id);
+        Chance {
+            acceptance: held.map_or(self.acceptance, |held| held.acceptance),
+            pass: self.pass_s(1, plain),
+        }
+    }
+
+    /// Up to `most` guesses behind those of a sequence that are checked in windows under way; none
+    /// where these are not all of this draft, or it is too far behind.
+    ///
+    /// Blocks for a pass of the draft per guess.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when a pass fails.
+    pub(crate) fn guess_on(&mut self, sequence: &Sequence, most: usize) -> Result<Vec<u32>, Error> {
+        let (id, tokens, ahead) = (sequence.id, &sequence.tokens, &sequence.ahead);
+        let all = &mut self.acceptance;
+        let Some(held) = self.held.get_mut(&id) else {
+            return Ok(Vec::new());
+        };
+        held.settle(tokens, ahead, |is_right| {
+            *all = judged(*all, is_right, ALL_WEIGHT);
+        });
+        let known = held.computed + held.guessed.len().saturating_sub(1);
+        let is_own = held.guessed == *ahead;
+        let len = tokens.len() + ahead.len();
+        let depth = most.min(self.fits(len, true));
+        let is_near = known < len && len - known <= FEW;
+        if !is_own || !is_near || depth == 0 || !self.grow(id, len + depth - 1) {
+            return Ok(Vec::new());
+        }
+        let mut sampler = sequence.sampler().clone();
+        (0..ahead.len()).for_each(|_| sampler.skip());
+        let mut guessing = Guessing {
+            place: 0,
+            id,
+            depth,
+            history: [&tokens[..], &ahead[..]].concat(),
+            prompt_len: sequence.prompt_len(),
+            from: known,
+            sampler,
+        };
+        self.go_on(&mut guessing)?;
+        let guesses = guessing.history.split_off(len);
+        if let Some(held) = self.held.get_mut(&id) {
+            held.guessed.extend_from_slice(&guesses);
+            let computed = held.computed;
+            self.keep(sequence, computed);
+        }
+        Ok(guesses)
+    }
+
+    /// Makes the guesses of one sequence, up to one that ends an answer.
+    fn go_on(&mut self, guessing: &mut Guessing) -> Result<(), Error> {
+        for _ in 0..guessing.depth {
+            let rows = (
+                guessing.id,
+                &guessing.history[guessing.from..],
+                guessing.from,
+            );
+            self.pass(&[rows], Logits::Last)?;
+            let token = self.draw(0, guessing);
+            guessing.from = guessing.history.len();
+            guessing.history.push(token);
+            if self.ends.contains(&token) {
+                break; // nothing follows
+            }
+        }
+        Ok(())
+    }
+
     /// The sequences that are to have guesses and for which there are pages.
     fn begin(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Vec<Guessing> {
         let mut all = Vec::new();
@@ -555,9 +656,32 @@ mod tests {
         };
         let mut judged = Vec::new();
         let tokens = [&[1, 2, 3][..], chosen].concat();
-        held.settle(&tokens, |is_right| judged.push(is_right));
+        held.settle(&tokens, &[], |is_right| judged.push(is_right));
         assert!(held.guessed.is_empty());
         (held.computed, judged)
+    }
+
+    /// A window of two guesses is back, and guesses behind it are under way.
+    #[test]
+    fn guesses_under_way_stay_as_long_as_those_before_were_right() {
+        let settled = |chosen: &[u32], ahead: &[u32]| {
+            let mut held = Held {
+                pages: Owned::default(),
+                computed: 3,
+                guessed: vec![7, 8, 9, 10],
+                acceptance: FIRST_ACCEPTANCE,
+            };
+            let mut judged = Vec::new();
+            let tokens = [&[1, 2, 3][..], chosen].concat();
+            held.settle(&tokens, ahead, |is_right| judged.push(is_right));
+            (held.computed, held.guessed, judged)
+        };
+        let right = settled(&[7, 8, 9], &[10]);
+        assert_eq!(right, (6, vec![10], vec![true; 3]));
+        assert_eq!(settled(&[], &[7, 8, 9, 10]).1, [7, 8, 9, 10]);
+        // Another one guessed what is under way, or it is stale.
+        assert_eq!(settled(&[7, 8, 9], &[11]), (6, vec![], vec![true; 3]));
+        assert_eq!(settled(&[7, 5], &[]), (4, vec![], vec![true, false]));
     }
 
     #[test]

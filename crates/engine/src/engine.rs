@@ -17,7 +17,7 @@ use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
-use crate::sequence::Sequence;
+use crate::sequence::{Guesser, Sequence};
 use crate::turn::{self, Shares};
 use crate::{
     ConstraintError, EngineConfig, Error, Event, GuessCounts, Request, Resumed, SequenceId,
@@ -29,7 +29,7 @@ mod guessing;
 mod kept;
 mod turns;
 
-use flights::Flight;
+use flights::{Flight, Measures};
 
 /// Runs sequences of one model.
 ///
@@ -53,6 +53,8 @@ pub struct Engine {
     pages: Pages,
     pacer: Pacer,
     costs: Costs,
+    /// Between the ends of steps that follow each other through a pipeline.
+    intervals: Costs,
     /// Where a draft model guesses too.
     drafter: Option<Drafter>,
     /// Steps that checked guesses since one that did not.
@@ -63,6 +65,8 @@ pub struct Engine {
     elapsed: Duration,
     /// Of the last step.
     composition: Composition,
+    /// The kind of its duration.
+    measures: Measures,
     /// Tokens that were in the cache already when their sequence was admitted.
     reused: u64,
     /// Pages that became known in the step under way and are not in the store.
@@ -99,12 +103,14 @@ impl Engine {
             pages: Pages::new(compute.pages(), compute.windows()),
             pacer: Pacer::new(config.pace),
             costs: Costs::default(),
+            intervals: Costs::default(),
             drafter: None,
             drafted_steps: 0,
             guesses: GuessCounts::default(),
             shares: Shares::default(),
             elapsed: Duration::ZERO,
             composition: Composition::default(),
+            measures: Measures::default(),
             reused: 0,
             to_keep: Vec::new(),
             tracer: tracer(&*model),
@@ -138,9 +144,9 @@ impl Engine {
         self.running.is_empty() && self.resuming.is_empty() && self.waiting.is_empty()
     }
 
-    /// Sequences that are computed.
-    pub const fn n_running(&self) -> usize {
-        self.running.len()
+    /// Sequences that are computed; not those that have ended and have rows under way.
+    pub fn n_running(&self) -> usize {
+        self.running.iter().filter(|s| !s.gone).count()
     }
 
     /// Sequences that are to go on: preempted ones, and snapshots.
@@ -341,7 +347,8 @@ impl Engine {
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
     /// were planned behind the one that this step ends. A batch has its share of the sequences
-    /// then, and the next rows of a prompt follow those under way.
+    /// then, and the next rows of a prompt follow those under way. So do windows of guesses of one
+    /// sequence, where they pay.
     ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
@@ -359,6 +366,7 @@ impl Engine {
         let flight = self.flights.pop_front().unwrap_or_default();
         let plan = self.land(flight.parts);
         self.composition = flight.composition;
+        self.measures = flight.measures;
         self.tracer.end(began, Kind::Schedule, plan.len());
         self.forward(&plan, &flight.rows)?;
         let began = self.tracer.begin();
@@ -384,14 +392,23 @@ impl Engine {
     pub fn took(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
         self.elapsed += duration;
-        let is_plain = step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
+        let measures = std::mem::take(&mut self.measures);
+        let is_whole = measures == Measures::Step;
+        let is_plain = is_whole && step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
         let drafter = self.drafter.as_mut();
         let drafting = drafter.map(|drafter| drafter.took(is_plain, duration));
+        let times = match measures {
+            Measures::Step => &mut self.costs,
+            Measures::Interval => &mut self.intervals,
+            Measures::Nothing => return,
+        };
         let duration = duration.saturating_sub(drafting.unwrap_or_default());
-        self.pacer.took(step, duration);
-        self.pages.set_cost(self.pacer.page_nanos());
         if step.prompt == 0 && step.decoding > 0 {
-            self.costs.took(step.decoding + step.drafted, duration);
+            times.took(step.decoding + step.drafted, duration);
+        }
+        if is_whole {
+            self.pacer.took(step, duration);
+            self.pages.set_cost(self.pacer.page_nanos());
         }
     }
 
@@ -563,7 +580,6 @@ impl Engine {
 
     /// Chooses tokens for every sequence of which all tokens are in the cache now.
     fn take_results(&mut self, plan: &[PlannedRows], events: &mut Vec<Event>) {
-        let mut finished = Vec::new();
         self.charge(plan);
         for part in plan {
             let mut logits_row = part.logits_row;
@@ -573,18 +589,16 @@ impl Engine {
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
                 let right = self.choose(part, logits_row, events);
-                self.guesses.add(part.drafted(), right);
+                let first = usize::from(part.is_behind); // a guess as well, and a right one
+                self.guesses.add(part.guessed(), first + right);
             }
             self.keep(part.index);
             let last = events.last();
             if let Some(Event::Finished { id, .. }) = last
                 && *id == self.running[part.index].id
             {
-                finished.push(part.index);
+                self.running[part.index].gone = true; // until its rows under way are computed
             }
-        }
-        for index in finished.into_iter().rev() {
-            self.stop_running(index);
         }
     }
 
@@ -641,6 +655,7 @@ impl Engine {
             }
             sequence.computed += 1; // the next row was computed for this token
         }
+        sequence.settle(part.drafted(), right);
         // MLX computes rows together with other bits than one after the other.
         if !self.model.class().is_mlx() {
             let vocab = self.model.config().vocab;
@@ -678,6 +693,12 @@ struct PlannedRows {
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,
+    /// Their maker.
+    guesser: Option<Guesser>,
+    /// Whether it is a window behind others under way: all that it checks are guesses.
+    is_behind: bool,
+    /// The sequence's [course](Sequence::course) when it was planned.
+    course: u32,
     /// The first of its rows of logits.
     logits_row: usize,
 }
@@ -690,13 +711,24 @@ impl PlannedRows {
             is_scored,
             guesses: Vec::new(),
             checked: Vec::new(),
+            guesser: None,
+            is_behind: false,
+            course: 0,
             logits_row: 0,
         }
     }
 
-    /// Guesses that this step checks.
+    /// Guesses that this step checks behind its first row.
     const fn drafted(&self) -> usize {
         self.checked.len().saturating_sub(1)
+    }
+
+    /// Guesses among its rows.
+    const fn guessed(&self) -> usize {
+        match self.is_behind {
+            true => self.checked.len(),
+            false => self.drafted(),
+        }
     }
 }
 

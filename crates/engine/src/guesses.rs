@@ -12,6 +12,10 @@ pub struct Guesses {
     pub checked: u64,
     /// Of these, the ones that became tokens of an answer: each saved a step.
     pub right: u64,
+    /// Windows of guesses that followed others of the same sequence through a pipeline while those
+    /// were under way.
+    #[serde(default)]
+    pub windows: u64,
 }
 
 impl std::iter::Sum for Guesses {
@@ -19,6 +23,7 @@ impl std::iter::Sum for Guesses {
         all.fold(Self::default(), |a, b| Self {
             checked: a.checked + b.checked,
             right: a.right + b.right,
+            windows: a.windows + b.windows,
         })
     }
 }
@@ -31,6 +36,7 @@ pub struct GuessCounts(Arc<Counts>);
 struct Counts {
     checked: AtomicU64,
     right: AtomicU64,
+    windows: AtomicU64,
 }
 
 impl GuessCounts {
@@ -39,11 +45,17 @@ impl GuessCounts {
         self.0.right.fetch_add(right as u64, Ordering::Relaxed);
     }
 
+    /// A window followed another one.
+    pub(crate) fn add_window(&self) {
+        self.0.windows.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The counts by now; a step that ends meanwhile may be in one of them only.
     pub fn told(&self) -> Guesses {
         Guesses {
             checked: self.0.checked.load(Ordering::Relaxed),
             right: self.0.right.load(Ordering::Relaxed),
+            windows: self.0.windows.load(Ordering::Relaxed),
         }
     }
 }

@@ -19,6 +19,15 @@ use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLog
 /// an object's field are 3 to 10 tokens; each token costs a mask between two steps, some 20 us.
 pub(crate) const FORCED_MAX: usize = 15;
 
+/// A maker of guesses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Guesser {
+    /// The n-grams of the sequence's own text.
+    Text,
+    /// The draft model.
+    Model,
+}
+
 /// A request in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
@@ -48,7 +57,14 @@ pub(crate) struct Sequence {
     /// Batches under way that have rows of it, and these rows.
     pub(crate) flights: usize,
     pub(crate) flying: usize,
-    /// Whether it was taken out and has rows under way.
+    /// Guesses behind its last token that windows under way check.
+    pub(crate) ahead: Vec<u32>,
+    /// Counts how often a guess was wrong that others under way follow: rows that were planned
+    /// before are stale.
+    pub(crate) course: u32,
+    /// The maker of its last guesses, while all of these may still be right.
+    pub(crate) guesser: Option<Guesser>,
+    /// Whether it was taken out or has ended, and has rows under way.
     pub(crate) gone: bool,
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
@@ -96,6 +112,9 @@ impl Sequence {
             passed: 0,
             flights: 0,
             flying: 0,
+            ahead: Vec::new(),
+            course: 0,
+            guesser: None,
             gone: false,
             drafts: Drafts::default(),
             logprobs: request.logprobs,
@@ -243,6 +262,28 @@ impl Sequence {
         } else {
             tokens
         }
+    }
+
+    /// Whether a window of guesses may follow those under way.
+    pub(crate) fn may_go_on(&self) -> bool {
+        let is_followed = self.guesser.is_some() && self.flying == 1 && !self.gone;
+        is_followed && self.guide.is_none() && self.pending().len() == 1
+    }
+
+    /// Takes in that `right` of the `drafted` guesses of a window were right, the next token being
+    /// chosen: windows behind it go on if they begin with that token, else they are stale.
+    pub(crate) fn settle(&mut self, drafted: usize, right: usize) {
+        let follows = self.ahead.get(drafted);
+        if right == drafted && follows.is_some() && follows == self.tokens.last() {
+            self.ahead.drain(..=drafted);
+            self.flying = 1;
+            return;
+        }
+        if self.ahead.len() > drafted {
+            self.course = self.course.wrapping_add(1);
+        }
+        self.ahead.clear();
+        self.guesser = None;
     }
 
     /// Tokens that the answer may still have.
@@ -442,6 +483,9 @@ impl Sequence {
             passed: 0,
             flights: 0,
             flying: 0,
+            ahead: Vec::new(),
+            course: 0,
+            guesser: None,
             gone: false,
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,

@@ -128,6 +128,12 @@ pub trait Compute: fmt::Debug + Send {
         1
     }
 
+    /// How many steps may be announced and not computed, as far as messages have room: at least the
+    /// [`depth`](Self::depth). More keep slow links busy: a step on a link is in no stage.
+    fn steps_max(&self) -> usize {
+        self.depth()
+    }
+
     /// Tells the other ranks what a later [`forward`](Self::forward) computes, so that stages
     /// before the leader's begin with it. Of several announced steps the first is computed first.
     /// Only where the [`depth`](Self::depth) is more than 1.
@@ -278,6 +284,13 @@ impl Compute for OnCpu {
     fn depth(&self) -> usize {
         let stages = self.model.shard().stages.min(STEPS_MAX);
         self.model.links().map_or(1, |_| stages)
+    }
+
+    fn steps_max(&self) -> usize {
+        match self.depth() {
+            1 => 1,
+            _ => STEPS_MAX,
+        }
     }
 
     fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {

@@ -1,5 +1,6 @@
 //! How many guesses of a draft model pay, by measured times. Pure.
 
+use crate::chain::{Chance, Pipeline};
 use crate::draft::{Bounds, Costs, expected};
 
 /// What is known of the times of a step.
@@ -12,6 +13,8 @@ pub(super) struct Outlook<'a> {
     pub(super) bounds: Bounds,
     /// Of steps that check guesses.
     pub(super) costs: &'a Costs,
+    /// Where windows of a sequence may follow each other.
+    pub(super) pipeline: Option<Pipeline<'a>>,
 }
 
 impl Outlook<'_> {
@@ -25,7 +28,18 @@ impl Outlook<'_> {
                 best = (gain, depth);
             }
         }
-        best
+        match (each, self.pipeline) {
+            (&[(acceptance, room)], Some(pipeline)) if room > 0 => {
+                let pass = self.pass;
+                let shape = pipeline.best(Chance { acceptance, pass });
+                let is_better = shape.windows > 1 && shape.gain > best.0;
+                if is_better {
+                    best = (shape.gain, shape.rows - 1);
+                }
+                best
+            }
+            _ => best,
+        }
     }
 
     /// Guesses of each sequence, `depth` as far as there is room.
@@ -87,6 +101,7 @@ mod tests {
             pass,
             bounds,
             costs,
+            pipeline: None,
         };
         outlook.best(&[(acceptance, room)])
     }

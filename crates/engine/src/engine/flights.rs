@@ -10,6 +10,12 @@
 //! reads and writes is copied when it is planned, because sequences go on meanwhile. Sequences with
 //! rows under way keep their pages: they are not preempted, and those that are cancelled are
 //! dropped when their rows are computed.
+//!
+//! Where no other sequence wants rows, a sequence whose rows have guesses may have further windows
+//! of guesses behind them ([`chain`](crate::chain)). When a guess turns out wrong, the windows
+//! behind it are *stale*: they are computed, as all ranks know of them, and nothing is chosen by
+//! them. Their rows in the cache are written over by the rows that follow the right token, which
+//! were planned later and are computed later on every rank. No row looks at them before.
 
 use paceline_model::trace::Kind;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages};
@@ -19,6 +25,19 @@ use crate::constraint::Guide;
 use crate::pace::Composition;
 use crate::{Error, SequenceId};
 
+/// Which time the duration of a step measures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Measures {
+    /// That of such a step where no guesses follow each other. A pipeline without other work takes
+    /// it from the plan to the logits.
+    #[default]
+    Step,
+    /// A stage's part of it: it was planned together with the step before.
+    Interval,
+    /// Neither: windows of guesses were under way before it.
+    Nothing,
+}
+
 /// A batch under way.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Flight {
@@ -26,6 +45,9 @@ pub(super) struct Flight {
     pub(super) parts: Vec<(SequenceId, PlannedRows)>,
     pub(super) rows: Vec<Rows>,
     pub(super) composition: Composition,
+    pub(super) measures: Measures,
+    /// Whether it is a window of guesses behind others of the same sequence.
+    pub(super) is_behind: bool,
 }
 
 /// Rows of one sequence as the model computes them.
@@ -81,23 +103,47 @@ impl Engine {
         if self.flights.is_empty() {
             self.starves = false;
             self.recall()?;
-        } else if self.starves || self.wants_recall() {
+        } else if self.starves || self.is_to_measure() || self.wants_recall() {
             return Ok(()); // when none is under way
         }
-        let depth = self.compute.depth();
-        while self.flights.len() < depth && !self.starves {
-            let mut plan = self.plan();
-            if plan.is_empty() {
-                break;
-            }
-            self.speculate(&mut plan)?;
-            let flight = self.flight(plan);
-            if depth > 1 {
+        let mut is_first = true;
+        while let Some((plan, is_behind)) = self.next_plan()? {
+            let mut flight = self.flight(plan);
+            flight.is_behind = is_behind;
+            flight.measures = match is_behind {
+                true if is_first => Measures::Nothing,
+                true => Measures::Interval,
+                false if self.flights.iter().any(|flight| flight.is_behind) => Measures::Nothing,
+                false => Measures::Step,
+            };
+            if self.compute.depth() > 1 {
                 as_batch(&flight.rows, |batch| self.compute.announce(batch))?;
             }
             self.flights.push_back(flight);
+            is_first = false;
         }
         Ok(())
+    }
+
+    /// The rows of the next batch, while there is room for one; and whether it is a window behind
+    /// others of its sequence. Sequences that need no guesses to go on come first.
+    fn next_plan(&mut self) -> Result<Option<(Vec<PlannedRows>, bool)>, Error> {
+        if self.starves || self.flights.len() >= self.compute.steps_max() {
+            return Ok(None);
+        }
+        let ahead = self.flights.iter().filter(|flight| !flight.is_behind);
+        if ahead.count() < self.compute.depth() {
+            let mut plan = self.plan();
+            if !plan.is_empty() {
+                self.speculate(&mut plan)?;
+                return Ok(Some((plan, false)));
+            }
+        }
+        if self.starves {
+            return Ok(None);
+        }
+        let behind = self.window_behind()?;
+        Ok(behind.map(|part| (vec![part], true)))
     }
 
     /// What is planned, with everything that the model needs for it.
@@ -110,24 +156,36 @@ impl Engine {
             logits_row += own.logit_rows();
             rows.push(own);
         }
-        let take_off = |part: PlannedRows| {
+        let take_off = |mut part: PlannedRows| {
             let sequence = &mut self.running[part.index];
             sequence.flights += 1;
-            sequence.flying += part.rows;
+            part.course = sequence.course;
+            if part.is_behind {
+                sequence.ahead.extend_from_slice(&part.checked);
+            } else {
+                sequence.flying += part.rows;
+                sequence.ahead = part.checked.get(1..).unwrap_or_default().to_vec();
+                sequence.guesser = part.guesser;
+            }
             (sequence.id, part)
         };
         Flight {
             parts: plan.into_iter().map(take_off).collect(),
             rows,
             composition,
+            measures: Measures::Step,
+            is_behind: false,
         }
     }
 
     fn rows(&self, part: &PlannedRows) -> Rows {
         let s = &self.running[part.index];
-        let position = s.computed + s.flying;
+        let position = match part.is_behind {
+            true => s.tokens.len() + s.ahead.len(),
+            false => s.computed + s.flying,
+        };
         let end = position + part.rows;
-        let own = &s.tokens[position..end];
+        let own = s.tokens.get(position..end).unwrap_or_default();
         // Capping may make unlike logits equal, of which the first are chosen.
         let is_plain = self.model.config().softcap.is_none();
         let wanted = match is_plain {
@@ -135,7 +193,7 @@ impl Engine {
             false => Logits::Last,
         };
         let (tokens, logits) = match end == s.tokens.len() {
-            _ if part.drafted() > 0 => (&*part.checked, wanted.of_all_rows()),
+            _ if !part.checked.is_empty() => (&*part.checked, wanted.of_all_rows()),
             _ if part.is_scored => (own, Logits::All),
             true => (own, wanted),
             false => (own, Logits::None),
@@ -161,15 +219,18 @@ impl Engine {
             }
             let sequence = &mut self.running[index];
             sequence.flights -= 1;
-            sequence.flying -= part.rows;
-            if !sequence.gone {
-                landed.push(PlannedRows { index, ..part });
+            if sequence.gone || part.course != sequence.course {
+                self.guesses.add(part.guessed(), 0);
+                continue;
             }
+            sequence.flying -= part.rows;
+            landed.push(PlannedRows { index, ..part });
         }
         landed
     }
 
-    /// Drops the sequences that were taken out while they had rows under way.
+    /// Drops the sequences that have ended, and those that were taken out while they had rows under
+    /// way, when these are computed.
     pub(super) fn drop_gone(&mut self) {
         for index in (0..self.running.len()).rev() {
             let sequence = &self.running[index];
@@ -177,6 +238,13 @@ impl Engine {
                 self.stop_running(index);
             }
         }
+    }
+
+    /// Whether all that is under way is stale, and the next step is to have no guesses: what it
+    /// takes is known only of one that has the pipeline for itself.
+    fn is_to_measure(&self) -> bool {
+        let live = self.running.iter().any(|s| s.flying > 0 && !s.gone);
+        self.wants_plain_step() && !live
     }
 
     /// Computes rows, and meanwhile what grammars allow behind them, which depends on tokens that

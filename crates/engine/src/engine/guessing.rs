@@ -1,13 +1,17 @@
 //! Guesses that steps check: of the text itself, or of a draft model.
 //!
-//! A sequence's guesses are made when its rows are planned. A sequence that decodes has rows in one
-//! batch at a time, so all its tokens are known then, also while batches of other sequences are
-//! under way in a pipeline; and its next rows are planned when the guesses were checked.
+//! A sequence's guesses are made when its rows are planned. All its tokens are known then, also
+//! while batches of other sequences are under way in a pipeline. Its next rows are planned when the
+//! guesses were checked. In a pipeline they may be planned before, as if all guesses were right:
+//! [`window_behind`](Engine::window_behind).
+
+use paceline_tensor::PAGE;
 
 use super::{Engine, PlannedRows};
-use crate::draft::{Bounds, Candidate, DRAFT_ROWS, depths};
+use crate::chain::{Chance, Pipeline, Shape};
+use crate::draft::{Bounds, Candidate, DRAFT_ROWS, LEAST_GAIN, depths};
 use crate::drafter::{Draft, Drafter, Wish};
-use crate::sequence::Sequence;
+use crate::sequence::{Guesser, Sequence};
 use crate::{Error, GuessCounts, SequenceId};
 
 /// Steps that check guesses before one that checks none: times change with the length of the text
@@ -38,8 +42,26 @@ impl Engine {
     /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
     /// one by one. Now and then a step has none, so that what one takes without is known.
     fn drafts(&self) -> bool {
+        self.may_guess() && !self.wants_plain_step()
+    }
+
+    fn may_guess(&self) -> bool {
         let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
-        is_on && self.drafted_steps < PLAIN_EVERY && self.running.iter().all(Sequence::is_decoding)
+        is_on && self.running.iter().all(Sequence::is_decoding)
+    }
+
+    /// Whether the next step is to have no guesses, so that what one takes without is known.
+    pub(super) const fn wants_plain_step(&self) -> bool {
+        self.drafted_steps >= PLAIN_EVERY
+    }
+
+    /// Whether further windows may follow what is planned: rows of one sequence without a grammar,
+    /// in a pipeline.
+    fn may_be_followed(&self, plan: &[PlannedRows]) -> bool {
+        match plan {
+            [part] => self.compute.depth() > 1 && self.running[part.index].guide.is_none(),
+            _ => false,
+        }
     }
 
     /// Adds guesses to the rows of sequences that decode, where they are expected to pay: those of
@@ -84,6 +106,14 @@ impl Engine {
     fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
         let (kept, bounds) = (self.kept(), self.bounds(plan));
         let running: Vec<SequenceId> = self.running.iter().map(|s| s.id).collect();
+        let (windows, rows) = (self.windows_max(), self.window_rows());
+        let pipeline = self.may_be_followed(plan).then_some(Pipeline {
+            rounds: &self.costs,
+            intervals: &self.intervals,
+            stages: self.compute.depth(),
+            windows,
+            rows,
+        });
         let Some(drafter) = &mut self.drafter else {
             return Ok(false);
         };
@@ -98,14 +128,15 @@ impl Engine {
             Wish { sequence, room }
         };
         let wishes: Vec<Wish<'_>> = plan.iter().map(wish).collect();
-        let Some(guesses) = drafter.guess((&running, &wishes), (bounds, &self.costs), least)?
-        else {
+        let times = (bounds, &self.costs, pipeline);
+        let Some(guesses) = drafter.guess((&running, &wishes), times, least)? else {
             return Ok(false);
         };
         for (part, guesses) in plan.iter_mut().zip(guesses) {
             if !guesses.is_empty() {
                 let pending = self.running[part.index].pending().iter().copied();
                 part.checked = pending.chain(guesses).collect();
+                part.guesser = Some(Guesser::Model);
             }
         }
         Ok(true)
@@ -122,7 +153,7 @@ impl Engine {
             }
             part.guesses = match &mut sequence.guide {
                 Some(guide) if !guide.is_free() => guide.guesses(bounds.most),
-                _ => sequence.drafts.guess(&sequence.tokens, bounds.most),
+                _ => sequence.drafts.guess(&sequence.tokens, &[], bounds.most),
             };
         }
         let candidate = |part: &PlannedRows| {
@@ -134,7 +165,17 @@ impl Engine {
             }
         };
         let candidates: Vec<Candidate<'_>> = plan.iter().map(candidate).collect();
-        depths(&candidates, bounds, &self.costs)
+        let best = depths(&candidates, bounds, &self.costs);
+        match &candidates[..] {
+            [only] if only.guesses > 0 && self.may_be_followed(plan) => {
+                let shape = self.shape_of_text(only.drafts.acceptance());
+                match shape.windows > 1 && shape.gain > best.0 {
+                    true => (shape.gain, vec![only.guesses.min(shape.rows - 1)]),
+                    false => best,
+                }
+            }
+            _ => best,
+        }
     }
 
     /// Has a step check so many of each sequence's own guesses.
@@ -145,6 +186,127 @@ impl Engine {
             part.checked = pending
                 .chain(part.guesses[..*depth].iter().copied())
                 .collect();
+            part.guesser = Some(Guesser::Text);
         }
+    }
+
+    /// Most rows of a window behind others: as many as the first one has with all its guesses.
+    fn window_rows(&self) -> usize {
+        let rows = self.config.drafts.saturating_add(1);
+        rows.min(DRAFT_ROWS).min(self.config.step_rows())
+    }
+
+    /// Most windows of a sequence under way, all sequences having as many.
+    fn windows_max(&self) -> usize {
+        let live = self.running.iter().filter(|s| !s.gone).count();
+        self.compute.steps_max() / live.max(1)
+    }
+
+    /// The windows that pay most for guesses of such a chance.
+    fn shape(&self, chance: Chance) -> Shape {
+        let pipeline = Pipeline {
+            rounds: &self.costs,
+            intervals: &self.intervals,
+            stages: self.compute.depth(),
+            windows: self.windows_max(),
+            rows: self.window_rows(),
+        };
+        pipeline.best(chance)
+    }
+
+    fn shape_of_text(&self, acceptance: f64) -> Shape {
+        let pass = 0.0; // a look into a table
+        self.shape(Chance { acceptance, pass })
+    }
+
+    /// A window of guesses behind those of a sequence that are under way, as if all of these were
+    /// right; of several sequences, for the one with the fewest windows. `None` where no further
+    /// window is expected to pay.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when a pass of the draft fails.
+    pub(super) fn window_behind(&mut self) -> Result<Option<PlannedRows>, Error> {
+        if self.compute.depth() == 1 || !self.may_guess() {
+            return Ok(None);
+        }
+        let wanted = (0..self.running.len()).filter_map(|index| self.wants_window(index));
+        let mut wanted: Vec<(usize, usize, usize)> = wanted.collect();
+        wanted.sort_unstable();
+        for (_, index, rows) in wanted {
+            let room = self.window_room(index, rows);
+            let part = self.plan_window(index, room)?;
+            if part.is_some() {
+                return Ok(part);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Windows under way of a running sequence, its index, and the rows of a further window, if one
+    /// pays.
+    fn wants_window(&self, index: usize) -> Option<(usize, usize, usize)> {
+        let sequence = &self.running[index];
+        let guesser = sequence.guesser.filter(|_| sequence.may_go_on())?;
+        let last = sequence.ahead.last();
+        let ends = last.is_some_and(|token| self.tokenizer.is_end_of_generation(*token));
+        if ends || sequence.is_to_end(self.elapsed) {
+            return None;
+        }
+        let shape = match guesser {
+            Guesser::Text => self.shape_of_text(sequence.drafts.acceptance()),
+            Guesser::Model => {
+                let plain = self.costs.seconds(1)?;
+                self.shape(self.drafter.as_ref()?.chance(sequence.id, plain))
+            }
+        };
+        let parts = self.flights.iter().flat_map(|flight| &flight.parts);
+        let live = parts.filter(|(id, part)| *id == sequence.id && part.course == sequence.course);
+        let live = live.count();
+        let pays = shape.gain > LEAST_GAIN && live < shape.windows;
+        pays.then_some((live, index, shape.rows))
+    }
+
+    /// Rows that a window behind those under way may have, up to `rows`. Gets a page for it where
+    /// one is there: the answer needs that soon. States of recurrent layers change with the last
+    /// row of a page and cannot go back: windows end before it.
+    fn window_room(&mut self, index: usize, rows: usize) -> usize {
+        let kept = self.kept();
+        let sequence = &mut self.running[index];
+        let ahead = sequence.ahead.len();
+        if kept == 0 {
+            let rows = rows.min(sequence.tokens_left().saturating_sub(1 + ahead));
+            let pages = (sequence.tokens.len() + ahead + rows).div_ceil(PAGE);
+            self.pages.grow(&mut sequence.pages, pages); // else the room is what is left
+        }
+        let room = sequence.draft_room().saturating_sub(kept + ahead);
+        room.min(rows)
+    }
+
+    /// A window of up to `room` guesses behind those under way of a sequence; `None` without any.
+    fn plan_window(&mut self, index: usize, room: usize) -> Result<Option<PlannedRows>, Error> {
+        if room == 0 {
+            return Ok(None);
+        }
+        let sequence = &mut self.running[index];
+        let (tokens, ahead) = (&sequence.tokens, &sequence.ahead);
+        let own = sequence.drafts.guess(tokens, ahead, room + 1);
+        let sequence = &self.running[index];
+        let checked = match (sequence.guesser, &mut self.drafter) {
+            (Some(Guesser::Model), Some(drafter)) => drafter.guess_on(sequence, room)?,
+            _ => own.iter().take(room).copied().collect(),
+        };
+        if checked.is_empty() {
+            return Ok(None);
+        }
+        // What the text says of the tokens behind the first row, if it has the same one there.
+        let is_alike = own.first() == checked.first();
+        let guesses = own.into_iter().skip(1).filter(|_| is_alike).collect();
+        self.guesses.add_window();
+        Ok(Some(PlannedRows {
+            guesses,
+            checked,
+            is_behind: true,
+            ..PlannedRows::new(index, 1, false)
+        }))
     }
 }

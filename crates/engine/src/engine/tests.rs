@@ -19,3 +19,4 @@ mod snapshots;
 mod text;
 pub(crate) mod tiny;
 mod turns;
+mod windows;

@@ -17,9 +17,10 @@ use super::kept::Shelf;
 use super::requests::{mixed, prompt, request};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::{END, Tiny};
+use super::windows::Line;
 use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
 
-const CONTEXT: usize = 3 * PAGE;
+pub(super) const CONTEXT: usize = 3 * PAGE;
 
 /// Pools and pages.
 type Written = Vec<(usize, u32)>;
@@ -29,6 +30,9 @@ type Written = Vec<(usize, u32)>;
 struct Deep {
     inner: Box<dyn Compute>,
     depth: usize,
+    most: usize,
+    /// Makes batches take virtual time.
+    line: Option<Line>,
     announced: VecDeque<(String, Written)>,
 }
 
@@ -59,8 +63,15 @@ impl Compute for Deep {
         self.depth
     }
 
+    fn steps_max(&self) -> usize {
+        self.most
+    }
+
     fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
-        assert!(self.announced.len() < self.depth, "too many under way");
+        assert!(self.announced.len() < self.most, "too many under way");
+        if let Some(line) = &mut self.line {
+            line.announce(batch.rows());
+        }
         let announced = (format!("{batch:?}"), written(batch));
         self.announced.push_back(announced);
         Ok(())
@@ -69,6 +80,7 @@ impl Compute for Deep {
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
         let (announced, _) = self.announced.pop_front().unwrap();
         assert_eq!(format!("{batch:?}"), announced);
+        self.line.iter_mut().for_each(Line::arrive);
         self.inner.forward(batch)
     }
 
@@ -115,7 +127,7 @@ impl Compute for Deep {
     }
 }
 
-fn sizes() -> EngineConfig {
+pub(super) fn sizes() -> EngineConfig {
     EngineConfig {
         cache_positions: 3 * CONTEXT,
         max_running: 4,
@@ -126,12 +138,24 @@ fn sizes() -> EngineConfig {
 }
 
 fn rig(tiny: &Tiny, config: EngineConfig, depth: usize) -> Rig {
+    rig_of(tiny, config, (depth, depth), None)
+}
+
+/// A rig of so many stages, with at most so many batches announced.
+pub(super) fn rig_of(
+    tiny: &Tiny,
+    config: EngineConfig,
+    (depth, most): (usize, usize),
+    line: Option<Line>,
+) -> Rig {
     let mut rig = Rig::new(tiny, config.clone());
     let model = Arc::clone(&tiny.model);
     let inner = model.reserve(config.batch_size(), config.cache_positions);
     rig.engine.compute = Box::new(Deep {
         inner: inner.unwrap(),
         depth,
+        most,
+        line,
         announced: VecDeque::new(),
     });
     rig
@@ -279,12 +303,16 @@ fn a_draft_changes_no_answer_of_batches_under_way() {
 /// A request, steps after it, and what happens to one that is open then.
 type Call = (usize, usize, u8);
 
-fn calls() -> impl Strategy<Value = Vec<Call>> {
+pub(super) fn calls() -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec((0..100usize, 0..15usize, 0..6u8), 1..25)
 }
 
 /// Cancels or moves some of what is open; what was asked and is left.
-fn disturb(rig: &mut Rig, asked: &mut Vec<(SequenceId, usize)>, (at, what): (usize, u8)) {
+pub(super) fn disturb(
+    rig: &mut Rig,
+    asked: &mut Vec<(SequenceId, usize)>,
+    (at, what): (usize, u8),
+) {
     let is_open = |(id, _): &&(SequenceId, usize)| rig.outcomes[id].finish.is_none();
     let open: Vec<_> = asked.iter().filter(is_open).copied().collect();
     let Some((id, which)) = open.get(at % open.len().max(1)).copied() else {

@@ -1,0 +1,219 @@
+//! How many windows of guesses of one sequence are under way at once, and how long each is. Pure.
+//!
+//! A *window* is the rows of one step that check guesses. In a pipeline with slow links a step is
+//! on its way for long and in a stage for a short while. Meanwhile further windows follow it: each
+//! goes on from the guesses of the one before, as if those were right.
+//!
+//! ```text
+//! stage 0   [t a b] [c d e] [f g h]            t is known, the others are guessed
+//! stage 1           [t a b] [c d e] [f g h]
+//! chosen                     a b c   d x       the third window is stale; the next begins at x
+//! ```
+//!
+//! With acceptance `a`, windows of `r` rows, and `q = a^r` the chance that a window is right to the
+//! end, a run of windows up to the first wrong guess gives `1 / (1 - a)` tokens. It takes:
+//!
+//! ```text
+//! round(r)                     until the first window is back
+//! + interval x q^j             for each further window j that is checked, j = 1, 2, ...
+//! + refill instead of interval for each j that is a multiple of the windows under way: it was
+//!                              sent when the first of them came back
+//! ```
+//!
+//! A draft model guesses on the leader between windows, which the interval includes.
+
+use crate::draft::Costs;
+
+/// Acceptance above which none is believed: a run of 50 guesses is as good as an endless one, and
+/// sums stay finite.
+const ACCEPTANCE_MAX: f64 = 0.98;
+
+/// Times and sizes of a pipeline.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pipeline<'a> {
+    /// Of lone steps by their rows, from plan to logits.
+    pub(crate) rounds: &'a Costs,
+    /// Between the ends of two steps that were planned together.
+    pub(crate) intervals: &'a Costs,
+    /// Stages that compute at the same time, 1 or more.
+    pub(crate) stages: usize,
+    /// Most windows of a sequence under way.
+    pub(crate) windows: usize,
+    /// Most rows of a window.
+    pub(crate) rows: usize,
+}
+
+/// How a kind of guesses does.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chance {
+    /// Share of right guesses among those whose predecessors were right.
+    pub(crate) acceptance: f64,
+    /// Seconds to make one.
+    pub(crate) pass: f64,
+}
+
+/// Windows of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Shape {
+    /// Rows of each; the first window has one less guess, its first token is known.
+    pub(crate) rows: usize,
+    /// Under way at once.
+    pub(crate) windows: usize,
+    /// Tokens a second, as a multiple of those without guesses.
+    pub(crate) gain: f64,
+}
+
+impl Shape {
+    /// No guesses.
+    pub(crate) const PLAIN: Self = Self {
+        rows: 1,
+        windows: 1,
+        gain: 1.0,
+    };
+}
+
+impl Pipeline<'_> {
+    /// The windows that give most tokens a second; [`Shape::PLAIN`] where none gives more than
+    /// steps without guesses, or such a step was not measured.
+    ///
+    /// Cost: some 20 multiplications for each number of rows and of windows, 81 pairs as a rule.
+    pub(crate) fn best(&self, chance: Chance) -> Shape {
+        let Some(plain) = self.rounds.seconds(1).filter(|seconds| *seconds > 0.0) else {
+            return Shape::PLAIN;
+        };
+        let mut best = Shape::PLAIN;
+        for rows in 2..=self.rows {
+            for windows in 1..=self.windows {
+                let gain = plain * self.rate(plain, chance, (rows, windows));
+                if gain > best.gain {
+                    best = Shape {
+                        rows,
+                        windows,
+                        gain,
+                    };
+                }
+            }
+        }
+        best
+    }
+
+    /// Seconds between two windows of `rows` rows whose lone steps take `round`: until it was
+    /// measured, the time of a stage were there no links.
+    fn interval(&self, rows: usize, round: f64) -> f64 {
+        let guess = round / self.stages as f64;
+        self.intervals.about(rows).unwrap_or(guess).min(round)
+    }
+
+    /// Tokens a second.
+    fn rate(&self, plain: f64, chance: Chance, (rows, windows): (usize, usize)) -> f64 {
+        let acceptance = chance.acceptance.clamp(0.0, ACCEPTANCE_MAX);
+        let computed = plain * self.rounds.relative(1, rows);
+        let interval = self.interval(rows, computed);
+        // A stale window may be in a stage when the next run begins.
+        let queued = if windows > 1 { interval } else { 0.0 };
+        let round = computed + (rows - 1) as f64 * chance.pass + queued;
+        let interval = interval + rows as f64 * chance.pass;
+        let refill = interval.max(round - (windows - 1) as f64 * interval);
+        let right = acceptance.powf(rows as f64);
+        let sum = |ratio: f64| ratio / (1.0 - ratio);
+        let (all, refills) = (sum(right), sum(right.powf(windows as f64)));
+        let seconds = round + interval * (all - refills) + refill * refills;
+        1.0 / (1.0 - acceptance) / seconds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn costs(seconds: &[(usize, f64)]) -> Costs {
+        let mut costs = Costs::default();
+        for (rows, seconds) in seconds {
+            costs.took(*rows, Duration::from_secs_f64(*seconds));
+        }
+        costs
+    }
+
+    fn best(rounds: &Costs, intervals: &Costs, acceptance: f64, pass: f64) -> Shape {
+        let pipeline = Pipeline {
+            rounds,
+            intervals,
+            stages: 4,
+            windows: 9,
+            rows: 9,
+        };
+        pipeline.best(Chance { acceptance, pass })
+    }
+
+    /// Four stages of 2 ms and links of 25 ms.
+    fn slow() -> (Costs, Costs) {
+        (
+            costs(&[(1, 0.108), (9, 0.116)]),
+            costs(&[(1, 0.002), (9, 0.004)]),
+        )
+    }
+
+    #[test]
+    fn slow_links_have_several_windows_under_way() {
+        let (rounds, intervals) = slow();
+        let text = best(&rounds, &intervals, 0.97, 0.0);
+        assert!(text.windows > 3 && text.gain > 15.0, "{text:?}");
+        // A draft of a quarter of the size on ordinary text.
+        let draft = best(&rounds, &intervals, 0.65, 0.002);
+        assert!(draft.gain > 2.0, "{draft:?}");
+        // Not measured yet, the links may be fast: windows are tried where the gain is sure.
+        let unknown = best(&rounds, &Costs::default(), 0.97, 0.0);
+        assert!(
+            unknown.windows > 1 && unknown.gain < text.gain,
+            "{unknown:?}"
+        );
+    }
+
+    #[test]
+    fn what_does_not_pay_is_plain() {
+        let (rounds, intervals) = slow();
+        assert_eq!(best(&rounds, &intervals, 0.0, 0.0), Shape::PLAIN);
+        // A draft that is slower than the pipeline.
+        assert_eq!(best(&rounds, &intervals, 0.6, 0.2), Shape::PLAIN);
+        // Nothing was measured.
+        let none = Costs::default();
+        assert_eq!(best(&none, &none, 0.9, 0.0), Shape::PLAIN);
+        // Fast links, and each row takes as long as a step: only stages that are idle are won.
+        let dear: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.008 * n as f64)).collect();
+        let stage: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.002 * n as f64)).collect();
+        let shape = best(&costs(&dear), &costs(&stage), 0.3, 0.0);
+        assert!(shape.gain < 1.1, "{shape:?}");
+        let shape = best(&costs(&dear), &costs(&stage), 0.97, 0.0);
+        assert!(
+            shape.windows > 1 && (1.5..4.0).contains(&shape.gain),
+            "{shape:?}"
+        );
+    }
+
+    /// A window that is alone gives the tokens that its guesses are expected to give.
+    #[test]
+    fn a_lone_window_is_the_known_case() {
+        let (rounds, intervals) = slow();
+        for acceptance in [0.2, 0.5, 0.9] {
+            let pipeline = Pipeline {
+                rounds: &rounds,
+                intervals: &intervals,
+                stages: 4,
+                windows: 1,
+                rows: 9,
+            };
+            let chance = Chance {
+                acceptance,
+                pass: 0.001,
+            };
+            for rows in 2..=9 {
+                let tokens = 1.0 + crate::draft::expected(acceptance, rows - 1);
+                let seconds = 0.108 * rounds.relative(1, rows) + 0.001 * (rows - 1) as f64;
+                let rate = pipeline.rate(0.108, chance, (rows, 1));
+                assert!((rate - tokens / seconds).abs() < 1e-9 * rate, "{rows}");
+            }
+        }
+    }
+}

@@ -1,0 +1,418 @@
+//! Several windows of guesses of one sequence under way: what they change, which is no answer, and
+//! what they gain in virtual time over slow links.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_base::{Bytes, KernelClass};
+use paceline_model::{
+    Batch, BatchSize, Compute, Config, Error, Followed, Links, Model, Shard, Weights, WindowPool,
+};
+use paceline_tensor::{Kernels, PAGE};
+use proptest::prelude::*;
+
+use super::draft_model::frozen;
+use super::drafts::babble;
+use super::flights::{CONTEXT, calls, disturb, rig_of, sizes};
+use super::kept::Shelf;
+use super::requests::{SAMPLED, mixed, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::{END, Tiny, VOCAB};
+use crate::{Draft, EngineConfig, Finish, Guesses, Request, SamplingParams};
+
+thread_local! {
+    /// Of the test that runs on this thread.
+    static CLOCK: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+fn advance_to(time: Duration) {
+    CLOCK.set(CLOCK.get().max(time));
+}
+
+fn virtual_now() -> Instant {
+    frozen() + CLOCK.get()
+}
+
+/// A pipeline in virtual time; the leader is its last stage.
+#[derive(Clone, Debug)]
+pub(super) struct Line {
+    /// Time of a message between two ranks.
+    hop: Duration,
+    /// Of a stage with one row, and of each further row.
+    stage: Duration,
+    row: Duration,
+    /// When each stage before the leader's has done what it knows of.
+    free: Vec<Duration>,
+    /// When the leader can begin with each batch under way, and what it takes.
+    due: VecDeque<(Duration, Duration)>,
+}
+
+impl Line {
+    fn new(stages: usize, hop_ms: u64) -> Self {
+        Self {
+            hop: Duration::from_millis(hop_ms),
+            stage: Duration::from_millis(2),
+            row: Duration::from_micros(200),
+            free: vec![Duration::ZERO; stages - 1],
+            due: VecDeque::new(),
+        }
+    }
+
+    /// A plan leaves the leader; the residual follows it from stage to stage.
+    pub(super) fn announce(&mut self, rows: usize) {
+        let takes = self.stage + self.row * (rows as u32 - 1);
+        let mut at = CLOCK.get();
+        for free in &mut self.free {
+            at = (at + self.hop).max(*free) + takes;
+            *free = at;
+        }
+        self.due.push_back((at + self.hop, takes));
+    }
+
+    /// The leader computes its stage of the next batch.
+    pub(super) fn arrive(&mut self) {
+        let (due, takes) = self.due.pop_front().unwrap();
+        advance_to(due);
+        advance_to(CLOCK.get() + takes);
+    }
+}
+
+/// A draft model whose passes take time and some of whose guesses are wrong.
+#[derive(Clone, Debug)]
+struct Erring {
+    model: Arc<Model>,
+    /// Of a hundred guesses.
+    wrong: u64,
+    seed: u64,
+    pass: Duration,
+}
+
+impl Erring {
+    fn draft(self, tiny: &Tiny) -> Draft {
+        Draft {
+            model: Arc::new(self),
+            tokenizer: Arc::clone(&tiny.tokenizer),
+            now: virtual_now,
+        }
+    }
+
+    /// A token that is guessed behind `position` against the model's own choice.
+    fn errs(&self, position: usize) -> Option<usize> {
+        let mixed = (position as u64 ^ (self.seed << 20)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let drawn = mixed >> 32;
+        (drawn % 100 < self.wrong).then_some(drawn as usize / 100 % VOCAB)
+    }
+}
+
+impl Weights for Erring {
+    fn config(&self) -> &Config {
+        self.model.config()
+    }
+
+    fn shard(&self) -> &Shard {
+        self.model.shard()
+    }
+
+    fn class(&self) -> KernelClass {
+        self.model.class()
+    }
+
+    fn weight_bytes(&self) -> Bytes {
+        self.model.weight_bytes()
+    }
+
+    fn kernels(&self) -> &Kernels {
+        self.model.kernels()
+    }
+
+    fn device(&self) -> String {
+        self.model.device()
+    }
+
+    fn links(&self) -> Option<&Arc<Links>> {
+        self.model.links()
+    }
+
+    fn reserve(
+        self: Arc<Self>,
+        size: BatchSize,
+        positions: usize,
+    ) -> Result<Box<dyn Compute>, Error> {
+        let inner = Arc::clone(&self.model).reserve(size, positions)?;
+        let wrong = Vec::new();
+        Ok(Box::new(ErringPasses {
+            inner,
+            of: self,
+            wrong,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct ErringPasses {
+    inner: Box<dyn Compute>,
+    of: Arc<Erring>,
+    /// Of each sequence of the last pass: the token that is wrongly guessed.
+    wrong: Vec<Option<usize>>,
+}
+
+impl Compute for ErringPasses {
+    fn pages(&self) -> usize {
+        self.inner.pages()
+    }
+
+    fn windows(&self) -> &[WindowPool] {
+        self.inner.windows()
+    }
+
+    fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
+        advance_to(CLOCK.get() + self.of.pass);
+        let ends = batch.sequences.iter().map(|s| s.position + s.tokens.len());
+        self.wrong = ends.map(|end| self.of.errs(end)).collect();
+        self.inner.forward(batch)
+    }
+
+    fn logits_mut(&mut self, i: usize) -> &mut [f32] {
+        let logits = self.inner.logits_mut(i);
+        if let Some(token) = self.wrong[i] {
+            logits[token] = 1e4;
+        }
+        logits
+    }
+
+    fn idle(&mut self) -> Result<(), Error> {
+        self.inner.idle()
+    }
+
+    fn follow(&mut self) -> Result<Followed, Error> {
+        self.inner.follow()
+    }
+}
+
+/// Runs a step and tells the engine how long it took.
+fn timed_step(rig: &mut Rig) {
+    let began = CLOCK.get();
+    rig.step();
+    rig.engine.took(CLOCK.get().checked_sub(began).unwrap());
+}
+
+const LONG: usize = 8 * PAGE;
+
+/// A lone stream over four stages with links of `hop_ms`, at most nine batches announced.
+fn on_a_line(tiny: &Tiny, drafts: usize, hop_ms: u64) -> Rig {
+    let config = EngineConfig {
+        cache_positions: LONG,
+        drafts,
+        ..EngineConfig::single("tiny", LONG)
+    };
+    rig_of(tiny, config, (4, 9), Some(Line::new(4, hop_ms)))
+}
+
+/// The answer to a request alone, how long it takes, its guesses, and the most windows of it that
+/// were under way after a step: none without guesses.
+fn answer(rig: &mut Rig, request: &Request) -> (Outcome, Duration, Guesses, usize) {
+    let (began, id) = (CLOCK.get(), rig.submit(request));
+    let mut most = 0;
+    while !rig.engine.is_idle() {
+        timed_step(rig);
+        let flights = rig.engine.running.iter().map(|s| s.flights);
+        most = most.max(flights.max().unwrap_or(0));
+    }
+    rig.drain(); // nothing is lost
+    let took = CLOCK.get().checked_sub(began).unwrap();
+    let outcome = rig.outcomes.remove(&id).unwrap();
+    (outcome, took, rig.engine.guesses().told(), most)
+}
+
+/// An answer of `n` tokens.
+fn endless(sampling: SamplingParams, n: usize) -> Request {
+    let mut sampling = sampling;
+    sampling.logit_bias.push((END, -100.0));
+    request(prompt(20, 7), n, sampling)
+}
+
+/// An answer of the same token over and over.
+fn circle(n: usize) -> Request {
+    let sampling = SamplingParams {
+        logit_bias: vec![(5, 100.0)],
+        ..SamplingParams::default()
+    };
+    endless(sampling, n)
+}
+
+/// How many times as fast a request is answered with guesses as without; the answers are equal.
+fn gain(tiny: &Tiny, request: &Request, hop_ms: u64, draft: Option<Erring>) -> (f64, usize) {
+    let plain = answer(&mut on_a_line(tiny, 0, hop_ms), request);
+    let mut rig = on_a_line(tiny, 8, hop_ms);
+    draft
+        .map_or(Ok(()), |it| rig.engine.guess_with(it.draft(tiny)))
+        .unwrap();
+    let guessed = answer(&mut rig, request);
+    assert_eq!(plain.0, guessed.0);
+    assert_eq!((plain.2, plain.3), (Guesses::default(), 0));
+    (plain.1.div_duration_f64(guessed.1), guessed.3)
+}
+
+/// A draft of a quarter of the size: its pass takes as long as one of four stages.
+fn quarter(tiny: &Tiny, wrong: u64, seed: u64) -> Erring {
+    Erring {
+        model: Arc::clone(&tiny.model),
+        wrong,
+        seed,
+        pass: Duration::from_millis(2),
+    }
+}
+
+/// The bar for repetitive text at 25 ms is 3.
+#[test]
+fn repetitive_text_fills_slow_links_with_windows() {
+    let tiny = Tiny::new(1);
+    let (gain, windows) = gain(&tiny, &circle(300), 25, None);
+    assert!(gain >= 6.0, "{gain}");
+    assert!(windows > 4, "{windows} under way");
+    let mut rig = on_a_line(&tiny, 8, 25);
+    let (outcome, _, guesses, _) = answer(&mut rig, &circle(300));
+    // Most of the answer came in windows behind others, and few rows were for nothing.
+    assert_eq!(outcome.tokens.len(), 300);
+    assert!(guesses.windows > 15, "{guesses:?}");
+    assert!(rig.n_steps < 100, "{} steps", rig.n_steps);
+    assert!(2 * guesses.right > guesses.checked, "{guesses:?}");
+}
+
+/// The bar for a draft of a quarter of the size at 25 ms is 1.3.
+#[test]
+fn a_draft_pays_over_slow_links() {
+    let tiny = Tiny::new(1);
+    let sampled = SamplingParams { seed: 3, ..SAMPLED };
+    for (sampling, seed) in [(SamplingParams::default(), 1), (sampled, 2)] {
+        let request = endless(sampling, 200);
+        let (gain, windows) = gain(&tiny, &request, 25, Some(quarter(&tiny, 35, seed)));
+        assert!(gain >= 1.3 && windows > 1, "{gain}, {windows} under way");
+    }
+}
+
+/// The bar is 0.95, over slow links and fast ones, by the text's own guesses and a useless draft.
+#[test]
+fn guesses_that_are_wrong_cost_little() {
+    let tiny = Tiny::new(1);
+    let sampling = SamplingParams {
+        temperature: 3.0,
+        seed: 4,
+        ..SAMPLED
+    };
+    let request = endless(sampling, 400);
+    for hop_ms in [0, 25] {
+        let by_text = gain(&tiny, &request, hop_ms, None).0;
+        let by_draft = gain(&tiny, &request, hop_ms, Some(quarter(&tiny, 100, 5))).0;
+        assert!(
+            by_text >= 0.95 && by_draft >= 0.95,
+            "{hop_ms} ms: {by_text}, {by_draft}"
+        );
+    }
+}
+
+/// A stream with several windows under way.
+fn mid_flight(tiny: &Tiny, request: &Request) -> (Rig, crate::SequenceId) {
+    let mut rig = on_a_line(tiny, 8, 25);
+    let id = rig.submit(request);
+    while rig.engine.running.first().is_none_or(|s| s.flights < 4) {
+        timed_step(&mut rig);
+        assert!(!rig.engine.is_idle(), "over with fewer windows");
+    }
+    (rig, id)
+}
+
+#[test]
+fn an_answer_may_be_cancelled_moved_or_late_in_mid_flight() {
+    let tiny = Tiny::new(1);
+    let whole = answer(&mut on_a_line(&tiny, 0, 25), &circle(300)).0;
+    let (mut rig, id) = mid_flight(&tiny, &circle(300));
+    rig.cancel(id);
+    assert_eq!((rig.engine.n_running(), rig.engine.is_idle()), (0, false));
+    rig.drain(); // which finds all pages again
+    assert!(rig.outcomes[&id].tokens.len() < 300);
+
+    let (mut rig, id) = mid_flight(&tiny, &circle(300));
+    let (snapshot, past) = rig.take(id);
+    let id = rig.restore(&snapshot, past);
+    rig.drain();
+    assert_eq!(rig.outcomes[&id], whole);
+
+    let (mut rig, id) = mid_flight(&tiny, &circle(300));
+    let (due, before) = (rig.engine.elapsed, rig.outcomes[&id].tokens.len());
+    rig.engine.running[0].due = Some(due);
+    while !rig.engine.is_idle() {
+        timed_step(&mut rig);
+    }
+    let outcome = &rig.outcomes[&id];
+    assert_eq!(outcome.finish, Some(Finish::Deadline));
+    // It ends when what was under way is computed, which may be its last tokens.
+    let n = outcome.tokens.len();
+    assert!(before < n && n < 300, "{before} {n}");
+    assert_eq!(outcome.tokens[..], whole.tokens[..n]);
+    assert_eq!(rig.engine.pages.available(), rig.engine.compute.pages());
+}
+
+/// Stages, further batches announced, guesses of a window, wrong ones of a hundred, a seed.
+type Pattern = (usize, usize, usize, u64, u64);
+
+fn patterns() -> impl Strategy<Value = Pattern> {
+    (2..5usize, 0..6usize, 1..9usize, 0..70u64, any::<u64>())
+}
+
+/// Costs by which guesses pay where half of them are right.
+fn cheap(rig: &mut Rig) {
+    let costs = &mut rig.engine.costs;
+    (1..=64).for_each(|rows| costs.took(rows, Duration::from_millis(1)));
+}
+
+#[test]
+fn windows_under_way_change_no_answer() {
+    for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
+        let mut requests = mixed(&tiny);
+        requests.extend((0..3).map(babble));
+        let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+        let windows = Cell::new(0);
+        let sizes_of = (1..4usize, 0..6usize, prop::bool::ANY, prop::bool::ANY);
+        proptest!(ProptestConfig::with_cases(24), |(
+            calls in calls(), pattern in patterns(), sizes_of in sizes_of
+        )| {
+            let (depth, more, drafts, wrong, seed) = pattern;
+            let (max_running, pages, keeps, is_drafted) = sizes_of;
+            let config = EngineConfig {
+                cache_positions: CONTEXT + pages * PAGE,
+                max_running,
+                drafts,
+                ..sizes()
+            };
+            let mut rig = rig_of(&tiny, config, (depth, depth + more), None).unordered();
+            cheap(&mut rig);
+            if keeps {
+                rig.engine.compute.attach(Box::new(Shelf::default()));
+            }
+            if is_drafted {
+                let draft = Erring { pass: Duration::ZERO, ..quarter(&tiny, wrong, seed) };
+                rig.engine.guess_with(draft.draft(&tiny)).unwrap();
+            }
+            let mut asked = Vec::new();
+            for (which, steps, what) in calls {
+                let which = which % requests.len();
+                asked.push((rig.submit(&requests[which]), which));
+                rig.steps(steps);
+                disturb(&mut rig, &mut asked, (which, what));
+            }
+            rig.drain();
+            for (id, which) in asked {
+                prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
+            }
+            windows.set(windows.get() + rig.engine.guesses().told().windows);
+        });
+        assert!(
+            windows.get() > 100,
+            "{} windows behind others",
+            windows.get()
+        );
+    }
+}
