@@ -136,6 +136,7 @@ fn job(data: &Path, steps: u64) -> Job {
             warmup: 3,
             schedule: Schedule::Cosine,
             steps,
+            decay_steps: None,
             decay: 0.01,
             clip: 1.0,
         },
