@@ -92,6 +92,7 @@ impl Case<'_> {
                 position: done[s],
                 pages: &pages[s],
                 windows: &[],
+                adapter: 0,
                 logits: wanted[s],
             };
             let sequences: Vec<_> = (0..2).filter(|s| step[*s] > 0).map(sequence).collect();
