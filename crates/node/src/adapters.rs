@@ -34,6 +34,12 @@ impl AdapterOf {
         })
     }
 
+    /// The first digits of its hash: for people.
+    pub fn short(&self) -> String {
+        let digits = self.digest.iter().take(4);
+        digits.map(|byte| format!("{byte:02x}")).collect()
+    }
+
     /// Reads it.
     ///
     /// # Errors
