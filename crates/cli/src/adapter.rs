@@ -181,6 +181,14 @@ pub(crate) fn name_of(path: &Path) -> String {
     stem.to_string_lossy().into_owned()
 }
 
+/// Reads `NAME=FILE`: a name, and where this machine has the adapter.
+pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
+    let named = text.split_once('=').filter(|(name, _)| !name.is_empty());
+    let (name, path) = named.ok_or("expected NAME=FILE")?;
+    let path = std::path::absolute(path).map_err(|error| error.to_string())?;
+    Ok((name.to_owned(), path))
+}
+
 /// The model to open: with an adapter in its matrices, if there is one.
 ///
 /// # Errors

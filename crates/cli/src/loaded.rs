@@ -328,6 +328,7 @@ impl Opened {
             writable,
             model: self.path.clone(),
             draft: self.draft.clone(),
+            adapters: Vec::new(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),
             on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),

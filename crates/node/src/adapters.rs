@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use paceline_model::{Adapter, Config};
-use paceline_train::adapter::{Adapter as File, Base};
+use paceline_train::adapter::{Adapter as File, Base, Form, weights_file};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -62,6 +62,34 @@ impl AdapterOf {
 /// As [`AdapterOf::read`].
 pub(crate) fn read_all(all: &[AdapterOf], config: &Config) -> Result<Vec<Adapter>, Error> {
     all.iter().map(|adapter| adapter.read(config)).collect()
+}
+
+/// The same adapters where another machine has them; as they are where it says nothing.
+pub(crate) fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
+    if paths.is_empty() {
+        return all.to_vec();
+    }
+    let there = all.iter().zip(paths);
+    let there = there.map(|(adapter, path)| AdapterOf {
+        path: path.clone(),
+        ..adapter.clone()
+    });
+    there.collect()
+}
+
+/// Writes the adapter at a path into `folder` as one file, if it fits the model; the file.
+///
+/// # Errors
+/// As [`AdapterOf::look`].
+pub(crate) fn as_gguf(
+    (name, path): (&str, &Path),
+    config: &Config,
+    folder: &Path,
+) -> Result<PathBuf, Error> {
+    let (file, _) = File::read_for(path, Some(Base::of(config)))?;
+    file.beside(name, path)?.check(config)?;
+    file.write_gguf(folder, Base::of(config))?;
+    Ok(weights_file(folder, Form::Gguf))
 }
 
 fn read(name: &str, path: &Path, config: &Config) -> Result<Adapter, Error> {

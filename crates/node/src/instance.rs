@@ -39,7 +39,7 @@ use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{
     Action, Change, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
 };
-use crate::{AdapterOf, Cut, Error, Moved};
+use crate::{AdapterOf, Cut, Error, Moved, adapters};
 use follow::Follower;
 use measures::Measured;
 use spares::Keeper;
@@ -177,7 +177,7 @@ impl InstanceSpec {
             draft: self.draft.clone().zip(post.draft).map(DraftJob::from),
             model: post.model,
             identity: self.identity.clone(),
-            adapters: self.adapters.clone(),
+            adapters: adapters::at(&self.adapters, &post.adapters),
             class: self.classes[rank.0 as usize].to_string(),
             backend: self.backend.name().to_owned(),
             threads: self.threads,
