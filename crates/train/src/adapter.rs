@@ -109,6 +109,7 @@ impl Adapter {
     /// # Errors
     /// As of [`read`](Self::read).
     pub fn read_for(path: &Path, base: Option<Base>) -> Result<(Self, Form), Error> {
+        std::fs::metadata(path).map_err(Error::file("read", path))?;
         let of_folder = path.join(GGUF_FILE);
         let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
         if !path.is_dir() && is_gguf(path) {
