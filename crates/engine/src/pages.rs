@@ -1,11 +1,10 @@
 //! Who has which page of the cache, and what is in the pages that nobody has.
 //!
 //! A page that is full holds keys and values of 64 tokens, and by the numerics rule these follow
-//! from the tokens and from those before them, and from the sequence's adapter, to the bit. So a
-//! page is *known* by the 64 tokens in
-//! it and the known page before it, and any sequence that starts with the same tokens can have it
-//! instead of computing it: the next turn of a chat, a system prompt that all share, a sequence
-//! that gave up its pages.
+//! from the tokens, from those before them and from the sequence's adapter, to the bit. So a page
+//! is *known* by the 64 tokens in it and the known page before it. Any sequence that starts with
+//! the same tokens and has the same adapter can have it instead of computing it: the next turn of a
+//! chat, a system prompt that all share, a sequence that gave up its pages.
 //!
 //! ```text
 //! free --grow--> had by one --learn--> known, had by any number --release--> known, unused
