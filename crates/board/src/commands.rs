@@ -15,7 +15,7 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::{Wanted, Weights};
+use paceline_cluster::nodes::placement::{AdapterFile, Wanted, Weights};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, MakeKernels, TraceAsk, journals, lent};
@@ -328,6 +328,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         spare: body.spare.map(|spare| spare.min(1)),
         replicas: body.replicas.unwrap_or(1).max(1),
         draft: body.draft,
+        adapters: body.adapters.unwrap_or_default(),
         drafts: body.drafts,
         follow: body.follow.unwrap_or(false),
         grows: body.grows.unwrap_or(false),
@@ -349,6 +350,7 @@ struct Body {
     spare: Option<u16>,
     replicas: Option<u16>,
     draft: Option<String>,
+    adapters: Option<Vec<(String, PathBuf)>>,
     drafts: Option<u8>,
     follow: Option<bool>,
     grows: Option<bool>,
@@ -417,12 +419,17 @@ impl fleet::Doors for Api {
     fn open(
         &self,
         key: &str,
-        wanted: &Wanted,
+        (wanted, adapter): (&Wanted, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String> {
         let model = served::instance(path, wanted, &self.templates);
-        let model = model.map_err(|error| chain(&error))?;
+        let mut model = model.map_err(|error| chain(&error))?;
+        if let Some(adapter) = adapter {
+            model.id = wanted.adapted(&adapter.name);
+            let digits = adapter.sha256.get(..8).unwrap_or_default();
+            model.fingerprint = format!("{}-{digits}", model.fingerprint);
+        }
         let opened = self.doors.open(key, model, service);
         opened.map_err(|error| error.to_string())
     }

@@ -3,12 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use paceline_base::KernelClass;
 use paceline_model::{Config, Source};
 use paceline_train::adapter::{Adapter, Base, Form};
 use paceline_train::fuse::fuse;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use crate::compute::{self, EngineArgs};
 use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
@@ -161,7 +163,33 @@ fn show(args: &ShowArgs) -> anyhow::Result<()> {
     ))
 }
 
-/// The model to open: with an adapter, if there is one.
+/// Whether nodes compute with adapters beside a model. Where MLX computes, they are fused first.
+///
+/// # Errors
+/// An engine and a class that do not fit each other.
+pub(crate) fn beside(
+    engine: EngineArgs,
+    class: Option<KernelClass>,
+    nodes: u32,
+) -> Result<bool, Error> {
+    Ok(compute::classes(engine, class, nodes)?.on_cpu())
+}
+
+/// The name of an adapter that was given none: that of its folder or file.
+pub(crate) fn name_of(path: &Path) -> String {
+    let stem = path.file_stem().unwrap_or_default();
+    stem.to_string_lossy().into_owned()
+}
+
+/// Reads `NAME=FILE`: a name, and where this machine has the adapter.
+pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
+    let named = text.split_once('=').filter(|(name, _)| !name.is_empty());
+    let (name, path) = named.ok_or("expected NAME=FILE")?;
+    let path = std::path::absolute(path).map_err(|error| error.to_string())?;
+    Ok((name.to_owned(), path))
+}
+
+/// The model to open: with an adapter in its matrices, if there is one.
 ///
 /// # Errors
 /// As [`fused`].

@@ -1,5 +1,6 @@
 //! `paceline load`, `unload` and `ps`: models over the machines of a cluster.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -8,6 +9,7 @@ use paceline_cluster::nodes::placement::Weights;
 use paceline_model::SplitKind;
 use serde_json::{Value, json};
 
+use crate::adapter;
 use crate::interrupt::Signals;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
@@ -21,6 +23,7 @@ Examples:
   paceline load smollm2 --nodes 3
   paceline load qwen3:8b --nodes mini,studio --split pipeline
   paceline load qwen3:8b --preview                  placements with predictions; loads nothing
+  paceline load smollm2 --nodes 2 --adapter poet=my-adapter      answers as smollm2:poet too
   paceline load smollm2 --replicas 2                two whole copies, on machines of their own
   paceline ps";
 
@@ -60,6 +63,11 @@ pub(crate) struct LoadArgs {
     /// same answers in less time, where that pays
     #[arg(long, value_name = "MODEL")]
     draft: Option<String>,
+    /// An adapter that answers too, as MODEL:NAME, from the same weights: its folder, or its file
+    /// of weights (PEFT's, MLX's or GGUF's form); machines that lack it get it; may be given several
+    /// times
+    #[arg(long, value_name = "NAME=FILE", value_parser = adapter::named)]
+    adapter: Vec<(String, PathBuf)>,
     /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
     /// one step, where that pays; 0 for none [default: 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
@@ -284,6 +292,7 @@ impl LoadArgs {
             },
             "grows": self.replicas == Replicas::Auto,
             "draft": self.draft,
+            "adapters": self.adapter,
             "drafts": self.drafts,
             "follow": self.follow,
             "weights": self.weights,

@@ -20,7 +20,7 @@ use paceline_node::classes::Classes;
 use paceline_node::crew::{LocalCrew, LocalSpec};
 use paceline_node::forecast::Setting;
 use paceline_node::supervisor::Notice;
-use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared, texts};
+use paceline_node::{AdapterOf, Error as NodeError, Instance, Observer, Options, Prepared, texts};
 use paceline_tensor::{Kernels, KvType};
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
@@ -192,6 +192,23 @@ impl Opened {
         Ok(())
     }
 
+    /// Has an adapter beside the model, which requests choose by `name`.
+    ///
+    /// # Errors
+    /// What is wrong with it, or that it does not fit the model.
+    pub(crate) fn adapt(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
+        let path = std::path::absolute(path).with_context(|| path.display().to_string())?;
+        match self.prepared.adapt(name, &path) {
+            Err(NodeError::Adapter(error)) => Err(error.into()),
+            other => other.map_err(|error| in_model(&self.path, error)),
+        }
+    }
+
+    /// Adapters beside the model.
+    pub(crate) fn adapters(&self) -> &[AdapterOf] {
+        self.prepared.adapters()
+    }
+
     /// What a forecast is about.
     pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
         self.prepared.setting(backend)
@@ -311,6 +328,7 @@ impl Opened {
             writable,
             model: self.path.clone(),
             draft: self.draft.clone(),
+            adapters: Vec::new(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),
             on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),

@@ -46,8 +46,8 @@ pub(crate) struct Args {
     pub(crate) model: String,
     /// What to answer; without it, a chat on a terminal, else what standard input holds
     prompt: Option<String>,
-    /// Put this adapter into the model: its folder, or its file of weights (PEFT's, MLX's or GGUF's
-    /// form)
+    /// Answer with this adapter beside the model: its folder, or its file of weights (PEFT's, MLX's
+    /// or GGUF's form)
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
     /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
@@ -127,13 +127,17 @@ fn open(
 ) -> anyhow::Result<Session> {
     args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
-    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    let given = args.adapter.as_deref();
+    let (path, beside) = match adapter::beside(args.engine, args.compute.class, args.split.nodes)? {
+        true => (found.path, given),
+        false => (adapter::applied(found.path, given)?, None),
+    };
     let draft = args.draft.as_deref();
     let draft = draft
         .map(|draft| pull::ensure(draft, signals))
         .transpose()?;
     let draft = draft.map(|found| found.path);
-    Session::open(args, (&path, draft.as_deref()), sampling, stays)
+    Session::open(args, (&path, draft.as_deref(), beside), sampling, stays)
 }
 
 /// An answer that was traced.

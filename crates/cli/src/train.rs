@@ -137,6 +137,11 @@ pub(crate) struct Args {
     /// Steps over which the learning rate rises
     #[arg(long, value_name = "N", default_value_t = 0)]
     warmup: u64,
+    /// Steps behind the warm-up over which the learning rate falls to 0, where it then stays
+    /// [default: those that the run has left]
+    #[arg(long, value_name = "N", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    decay_steps: Option<u64>,
     /// adamw or sgd
     #[arg(long, value_name = "RULE", default_value = "adamw", value_parser = of_name::<Rule>)]
     optimizer: Rule,
@@ -237,6 +242,7 @@ impl Args {
                 warmup: self.warmup,
                 schedule: self.schedule,
                 steps: self.steps,
+                decay_steps: self.decay_steps,
                 decay: self.weight_decay,
                 clip: self.clip,
             },

@@ -1,5 +1,6 @@
 //! `paceline up`: this machine's node, alone or with models behind the HTTP API.
 
+mod beside;
 mod encoder;
 mod several;
 mod wire;
@@ -85,8 +86,9 @@ pub(crate) struct Args {
         conflicts_with = "model"
     )]
     option: Vec<String>,
-    /// Put this adapter into the model: its folder, or its file of weights (PEFT's, MLX's or GGUF's
-    /// form); with names, or several, each answers beside the model, by the `model` of a request
+    /// Answer with this adapter beside the model: its folder, or its file of weights (PEFT's, MLX's
+    /// or GGUF's form); with names, or several, each answers by the `model` of a request, NAME or
+    /// MODEL:NAME, and the model without one too; all share its weights
     #[arg(long, value_name = "[NAME=]FILE", value_parser = Tuned::parse)]
     adapter: Vec<Tuned>,
     /// The adapter that these arguments are about, where it answers beside the model.
@@ -196,13 +198,14 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.model().is_none() && !args.adapter.is_empty() {
         return Err(Error::AdapterAlone.into());
     }
-    let each = args.each();
+    let fuses = args.fuses()?;
+    let each = args.each(fuses);
     args.check_draft(each.len())?;
+    let models = each.iter().filter(|one| one.tuned.is_none()).count();
+    if models > 1 && !args.adapter.is_empty() {
+        return Err(Error::AdapterOfSeveral.into());
+    }
     if each.len() > 1 {
-        let models = each.iter().filter(|one| one.tuned.is_none()).count();
-        if models > 1 && !args.adapter.is_empty() {
-            return Err(Error::AdapterOfSeveral.into());
-        }
         return several::run(args, &each, signals);
     }
     let Some(model) = args.model().or(args.embed.as_deref()) else {
@@ -223,11 +226,15 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         return ended(signals.orderly(|cancel| embed(args, all, cancel)));
     }
     let beside = args.beside(signals)?;
-    let path = adapter::applied(found.path, args.only_adapter())?;
+    let fused = args.only_adapter().filter(|_| fuses);
+    let path = adapter::applied(found.path, fused)?;
     let sizes = |config: &Config| args.engine(&path, config);
     let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
     if let Some(draft) = &args.draft {
         opened.guess_with(&pull::ensure(draft, signals)?.path)?;
+    }
+    if !fuses {
+        args.adapt(&mut opened)?;
     }
     if args.follow {
         opened.follow_use();
@@ -334,9 +341,8 @@ impl Tuned {
 
     /// Its name; without one that of its folder or file.
     fn id(&self) -> String {
-        let stem = self.path.file_stem().unwrap_or_default();
         let name = self.name.clone();
-        name.unwrap_or_else(|| stem.to_string_lossy().into_owned())
+        name.unwrap_or_else(|| adapter::name_of(&self.path))
     }
 }
 
@@ -397,9 +403,11 @@ fn serve(
     let facts = Facts(Arc::new(move || figures::facts(&measured, nodes)));
     let (config, board) = args.set_up(facts, false)?;
     Local::on(&board).add(&model.id, &instance, nodes);
-    let server = match beside {
-        None => Server::bind(config, model, service)?,
-        Some(beside) => Server::bind_all(config, vec![(model, service), beside])?,
+    let mut all = args.with_adapters((model, service), &opened);
+    all.extend(beside);
+    let server = match <[Serving; 1]>::try_from(all) {
+        Ok([(model, service)]) => Server::bind(config, model, service)?,
+        Err(all) => Server::bind_all(config, all)?,
     };
     let urls = server.urls();
     let node = join_in(args);
@@ -514,8 +522,9 @@ impl Args {
         self.model.iter().chain(&self.option).map(String::as_str)
     }
 
-    /// Arguments for each model alone, once; aliases are the first one's.
-    fn each(&self) -> Vec<Self> {
+    /// Arguments for each model alone, once; aliases are the first one's. Adapters that are fused
+    /// make models of their own.
+    fn each(&self, fuses: bool) -> Vec<Self> {
         let mut each: Vec<Self> = Vec::new();
         for model in self.models() {
             if each.iter().all(|one| one.model() != Some(model)) {
@@ -533,8 +542,8 @@ impl Args {
             }
         }
         let beside: &[Tuned] = match self.only_adapter() {
-            Some(_) => &[],
-            None => &self.adapter[..],
+            None if fuses => &self.adapter[..],
+            _ => &[],
         };
         let model = self.model().map(str::to_owned);
         each.extend(beside.iter().map(|tuned| Self {
@@ -655,6 +664,7 @@ impl Args {
             ),
             ("--kv", self.compute.kv.is_some()),
             ("--draft", self.draft.is_some()),
+            ("--adapter", !self.adapter.is_empty()),
         ];
         match given.into_iter().find(|(_, is_given)| *is_given) {
             Some((option, _)) => Err(Error::OfDecoders { option }),

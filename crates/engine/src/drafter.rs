@@ -615,6 +615,7 @@ impl Drafter {
             position: part.2,
             pages: pages.pages(),
             windows,
+            adapter: 0,
             logits,
         });
         let sequences: Vec<BatchSequence<'_>> = rows.collect();

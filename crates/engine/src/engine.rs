@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{Kind, Tracer};
-use paceline_model::{Compute, KeptPage, Weights};
+use paceline_model::{AdapterId, Compute, KeptPage, Weights};
 use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
@@ -17,7 +17,7 @@ use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
-use crate::sequence::{Guesser, Sequence};
+use crate::sequence::{Adapted, Guesser, Sequence};
 use crate::turn::{self, Shares};
 use crate::{
     ConstraintError, EngineConfig, Error, Event, GuessCounts, Request, Resumed, SequenceId,
@@ -31,7 +31,7 @@ mod turns;
 
 use flights::{Flight, Measures};
 
-/// Runs sequences of one model.
+/// Runs sequences of one model, each with or without one of the adapters beside it.
 ///
 /// Not for several threads at once: the owner submits, steps and cancels. A step blocks for one
 /// batch.
@@ -186,12 +186,33 @@ impl Engine {
             return Err(Error::Busy { waiting, request });
         }
         request.check(self.model.config().vocab, self.config.context)?;
+        let adapter = self.adapter(request.adapter.as_deref())?;
         let guide = self.guide(request.constraint.as_ref(), &[])?;
         let id = self.new_id();
         let sequence = Sequence::new(id, request, guide, self.config.context)?;
-        let sequence = self.enter(sequence);
+        let sequence = self.enter(sequence.adapted(adapter));
         self.waiting.push_back(sequence);
         Ok(id)
+    }
+
+    /// The adapter of a name.
+    fn adapter(&self, name: Option<&str>) -> Result<Option<Adapted>, Error> {
+        let Some(name) = name else {
+            return Ok(None);
+        };
+        let found = self.find_adapter(|id| id.name == name);
+        let none = || Error::NoAdapter {
+            got: name.to_owned(),
+        };
+        found.map(Some).ok_or_else(none)
+    }
+
+    fn find_adapter(&self, is_it: impl Fn(&AdapterId) -> bool) -> Option<Adapted> {
+        let found = (1..).zip(self.model.adapters()).find(|(_, id)| is_it(id));
+        found.map(|(place, id)| Adapted {
+            place,
+            digest: id.digest,
+        })
     }
 
     fn new_id(&mut self) -> SequenceId {
@@ -246,10 +267,16 @@ impl Engine {
             return Err(Error::OtherModel { got, expected });
         }
         snapshot.check(self.config.context, self.model.config().vocab)?;
+        let find = |digest: [u8; 32]| {
+            let found = self.find_adapter(|id| id.digest == digest);
+            found.ok_or(Error::OtherAdapter)
+        };
+        let adapter = snapshot.adapter.map(find).transpose()?;
         let generated = &snapshot.tokens[snapshot.prompt_len..];
         let guide = self.guide(snapshot.constraint.as_ref(), generated)?;
         let id = self.new_id();
-        let sequence = self.enter(Sequence::restored(id, snapshot, guide));
+        let sequence = Sequence::restored(id, snapshot, guide).adapted(adapter);
+        let sequence = self.enter(sequence);
         self.resuming.push_back(sequence);
         Ok(id)
     }
@@ -298,7 +325,9 @@ impl Engine {
             });
         }
         let guide = self.guide(request.constraint.as_ref(), &[])?;
-        let mut sequence = Sequence::new(SequenceId(0), request, guide, context)?;
+        let adapter = self.adapter(request.adapter.as_deref())?;
+        let sequence = Sequence::new(SequenceId(0), request, guide, context)?;
+        let mut sequence = sequence.adapted(adapter);
         if let Some(Event::Finished { text, reason, .. }) = sequence.replay(tokens, &self.tokenizer)
         {
             return Ok(Resumed::Over { text, reason });

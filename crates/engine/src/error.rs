@@ -92,6 +92,15 @@ pub enum Error {
     /// A constraint that cannot be used.
     #[error(transparent)]
     Constraint(#[from] ConstraintError),
+    /// A request for an adapter that the model has not beside it.
+    #[error("the model has no adapter {got:?} beside it")]
+    NoAdapter {
+        /// The name that was asked for.
+        got: String,
+    },
+    /// A snapshot of a sequence whose adapter the model has not beside it.
+    #[error("snapshot of a sequence with an adapter that this model has not beside it")]
+    OtherAdapter,
     /// Control tokens to show that are not in ascending order, or too many.
     #[error("shown tokens must ascend, at most {most}")]
     Shown {

@@ -20,6 +20,7 @@
 //! - [`Pace`]: how long other answers may pause while a prompt is read.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
+//! - [`AdaptedService`]: a service's answers with one of its model's adapters.
 //! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
 //! - [`Snapshot`]: everything of a sequence but its cache, which the numerics rule lets any engine
 //!   of the same kernel class compute again to the bit.
@@ -59,6 +60,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod adapted;
 mod chain;
 mod config;
 mod constraint;
@@ -79,6 +81,7 @@ mod service;
 mod snapshot;
 mod turn;
 
+pub use adapted::AdaptedService;
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
 pub use drafter::Draft;

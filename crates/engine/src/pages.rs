@@ -1,10 +1,10 @@
 //! Who has which page of the cache, and what is in the pages that nobody has.
 //!
 //! A page that is full holds keys and values of 64 tokens, and by the numerics rule these follow
-//! from the tokens and from those before them, to the bit. So a page is *known* by the 64 tokens in
-//! it and the known page before it, and any sequence that starts with the same tokens can have it
-//! instead of computing it: the next turn of a chat, a system prompt that all share, a sequence
-//! that gave up its pages.
+//! from the tokens, from those before them and from the sequence's adapter, to the bit. So a page
+//! is *known* by the 64 tokens in it and the known page before it. Any sequence that starts with
+//! the same tokens and has the same adapter can have it instead of computing it: the next turn of a
+//! chat, a system prompt that all share, a sequence that gave up its pages.
 //!
 //! ```text
 //! free --grow--> had by one --learn--> known, had by any number --release--> known, unused
@@ -34,7 +34,7 @@ mod window;
 
 use window::{Held, Window};
 
-/// What makes a known page: the one before it (0 for none) and its tokens.
+/// What makes a known page: the one before it, or the root of its sequence, and its tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Key {
     before: u64,
@@ -83,13 +83,33 @@ pub(crate) struct Owned {
     pages: Vec<u32>,
     /// How many of them, from the first, are known; the rest has no other user.
     n_known: usize,
-    /// Number of the last known one.
+    /// Number of the last known one; the root before there is one.
     last_known: u64,
+    /// What its first page follows: sequences of another root share nothing with it.
+    root: u64,
     /// Pages of each window.
     windows: Vec<Held>,
 }
 
 impl Owned {
+    /// Without pages, for a sequence whose keys depend on adapter `place`, counted from 1; 0 for
+    /// none.
+    pub(crate) fn of_adapter(place: u32) -> Self {
+        // Known pages are numbered from 1 on, and never so many.
+        Self::rooted(match place {
+            0 => 0,
+            place => u64::MAX - u64::from(place),
+        })
+    }
+
+    fn rooted(root: u64) -> Self {
+        Self {
+            root,
+            last_known: root,
+            ..Self::default()
+        }
+    }
+
     /// Its pages of each of the windows.
     pub(crate) fn windows(&self) -> impl Iterator<Item = WindowPages<'_>> {
         self.windows.iter().map(Held::pages)
@@ -127,7 +147,10 @@ fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
 /// `owned` has known pages only.
 pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], &Owned)) -> bool {
     let n = owned.n_known;
-    let begins_alike = n == 0 || older.pages.get(n - 1) == owned.pages.last();
+    let begins_alike = match n {
+        0 => older.root == owned.root,
+        n => older.pages.get(n - 1) == owned.pages.last(),
+    };
     let page = next_page(own, owned);
     let is_to_come = older.n_known == n;
     is_to_come && begins_alike && page.is_some() && tokens.get(n * PAGE..(n + 1) * PAGE) == page
@@ -274,7 +297,7 @@ impl Pages {
                 behind = known.rank;
             }
         }
-        *owned = Owned::default();
+        *owned = Owned::rooted(owned.root);
     }
 
     /// Gives `owned`, which has no page, the known pages that `tokens` start with; returns how many
@@ -285,7 +308,7 @@ impl Pages {
     pub(crate) fn reuse(&mut self, tokens: &[u32], owned: &mut Owned) -> usize {
         let (_, before_last) = tokens.split_last().expect("a sequence has tokens");
         let mut found = Vec::new();
-        let mut before = 0;
+        let mut before = owned.root;
         for tokens in before_last.chunks(PAGE) {
             let key = Key::new(before, tokens);
             let Some(&page) = key.and_then(|key| self.known.get(&key)) else {

@@ -41,6 +41,9 @@ pub struct Request {
     /// When it gets its turn.
     #[serde(default)]
     pub order: Order,
+    /// Name of the adapter beside the model's weights that answers; `None` for the model alone.
+    #[serde(default)]
+    pub adapter: Option<String>,
 }
 
 impl Request {

@@ -28,6 +28,24 @@ pub(crate) enum Guesser {
     Model,
 }
 
+/// The adapter of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Adapted {
+    /// Its number in this engine's model, from 1.
+    pub(crate) place: u32,
+    /// SHA-256 of its numbers.
+    pub(crate) digest: [u8; 32],
+}
+
+impl Adapted {
+    /// What the first page of its sequences follows in a store.
+    fn root(self, store: &dyn PageStore) -> PageName {
+        let (words, _) = self.digest.as_chunks::<4>();
+        let words: Vec<u32> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        store.name(&PageName::default(), &words)
+    }
+}
+
 /// A request in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
@@ -44,6 +62,8 @@ pub(crate) struct Sequence {
     chosen_at: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
+    /// The adapter that its rows have, if any.
+    pub(crate) adapter: Option<Adapted>,
     /// Of its first pages, as far as a store asked for them: tokens in them do not change.
     names: Vec<PageName>,
     /// Whether it waits for pages that a store has.
@@ -105,6 +125,7 @@ impl Sequence {
             reused: 0,
             chosen_at: usize::MAX,
             pages: Owned::default(),
+            adapter: None,
             names: Vec::new(),
             holds: false,
             order: request.order,
@@ -125,6 +146,16 @@ impl Sequence {
             decoder: StreamDecoder::new(),
             stops: StopMatcher::new(request.stop)?,
         })
+    }
+
+    /// The same with an adapter, before it has pages.
+    pub(crate) fn adapted(self, adapter: Option<Adapted>) -> Self {
+        let place = adapter.map_or(0, |adapter| adapter.place);
+        Self {
+            adapter,
+            pages: Owned::of_adapter(place),
+            ..self
+        }
     }
 
     /// Tokens of its prompt.
@@ -237,7 +268,11 @@ impl Sequence {
     pub(crate) fn name_pages(&mut self, store: &dyn PageStore, n: usize) {
         let named = self.names.len();
         for page in self.tokens.chunks_exact(PAGE).take(n).skip(named) {
-            let before = self.names.last().copied().unwrap_or_default();
+            let root = || {
+                self.adapter
+                    .map_or_else(PageName::default, |adapter| adapter.root(store))
+            };
+            let before = self.names.last().copied().unwrap_or_else(root);
             self.names.push(store.name(&before, page));
         }
     }
@@ -457,6 +492,7 @@ impl Sequence {
             prompt_logprobs: self.scores.is_some(),
             shown: self.shown,
             order: self.order,
+            adapter: self.adapter.map(|adapter| adapter.digest),
             constraint: self.guide.map(|guide| guide.constraint().clone()),
             sampler: self.sampler,
             decoder: self.decoder,
@@ -476,6 +512,7 @@ impl Sequence {
             reused: 0,
             chosen_at: usize::MAX,
             pages: Owned::default(),
+            adapter: None,
             names: Vec::new(),
             holds: false,
             order: snapshot.order,

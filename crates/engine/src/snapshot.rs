@@ -41,6 +41,10 @@ pub struct Snapshot {
     /// [`Request::order`](crate::Request::order), whose deadline counts anew.
     #[serde(default)]
     pub(crate) order: Order,
+    /// SHA-256 of the numbers of its adapter, if it has one: names may differ from engine to
+    /// engine.
+    #[serde(default)]
+    pub(crate) adapter: Option<[u8; 32]>,
     pub(crate) sampler: Sampler,
     pub(crate) decoder: StreamDecoder,
     pub(crate) stops: StopMatcher,

@@ -140,6 +140,7 @@ fn speed(model: &Model, rows: usize) -> Outcome<f64> {
                 position: 0,
                 pages: &pages,
                 windows: &[],
+                adapter: 0,
                 logits: Logits::Last,
             }];
             model.forward(&Batch { sequences }, &mut ws, &mut cache)?;

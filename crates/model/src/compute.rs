@@ -15,7 +15,8 @@ use crate::kept::Kept;
 use crate::links::STEPS_MAX;
 use crate::step::{Batch, BatchSize, Workspace};
 use crate::{
-    Config, Error, ExpertUses, Followed, KeptPage, Links, Model, PageStore, Shard, WindowPool,
+    AdapterId, Config, Error, ExpertUses, Followed, KeptPage, Links, Model, PageStore, Shard,
+    WindowPool,
 };
 
 /// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
@@ -77,6 +78,11 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// What it has exchanged with other ranks in MLX's arrays.
     fn exchanged(&self) -> Exchanged {
         Exchanged::default()
+    }
+
+    /// Adapters beside its weights, in the order of their numbers.
+    fn adapters(&self) -> &[AdapterId] {
+        &[]
     }
 
     /// How often the experts of its layers were chosen since it was loaded; none where there are
@@ -228,6 +234,10 @@ impl Weights for Model {
 
     fn links(&self) -> Option<&Arc<Links>> {
         self.links()
+    }
+
+    fn adapters(&self) -> &[AdapterId] {
+        self.adapter_ids()
     }
 
     fn expert_uses(&self) -> Vec<ExpertUses> {

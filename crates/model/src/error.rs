@@ -100,6 +100,28 @@ pub enum Error {
         /// What was asked for.
         class: KernelClass,
     },
+    /// An adapter is for another model, or for matrices that nothing can be added to.
+    #[error("adapter {name}: {reason}")]
+    Adapter {
+        /// Its name.
+        name: String,
+        /// What does not fit.
+        reason: String,
+    },
+    /// More adapters than a model may have beside it.
+    #[error("{got} adapters, expected at most {most}")]
+    Adapters {
+        /// How many there are.
+        got: usize,
+        /// [`ADAPTERS_MAX`](crate::ADAPTERS_MAX).
+        most: usize,
+    },
+    /// The engine has no adapters beside its weights.
+    #[error("engine {engine} adds no adapters to its weights: fuse them")]
+    AdapterEngine {
+        /// The engine that was asked.
+        engine: &'static str,
+    },
     /// The engine has no such recurrent layers.
     #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
     Recurrence {

@@ -4,6 +4,7 @@
 //! - [`Config`] is what a model file says about its shape, checked.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
+//! - [`Adapter`]: small matrices beside weights that stay as they are, chosen row by row.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
@@ -17,6 +18,7 @@
 //! over the feed-forward width are canonical trees ([`LayerShape::attention_leaf`],
 //! [`Config::ffn_leaf`]), so that a tensor split can give them too.
 
+mod adapter;
 mod candidates;
 mod compute;
 mod config;
@@ -39,6 +41,7 @@ pub mod trace;
 mod uses;
 mod weights;
 
+pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
 pub use compute::{Compute, Exchanged, Weights};
 pub use config::{
     Activation, Config, DeltaNet, Experts, Gating, Groups, Growth, HeadOrder, Latent, LayerCache,

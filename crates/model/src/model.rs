@@ -8,6 +8,7 @@ use std::time::Duration;
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
 
+use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::kept::Kept;
 use crate::kinds;
 use crate::links::Links;
@@ -48,6 +49,7 @@ pub struct Model {
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
     tied: bool,
+    adapters: Adapters,
 }
 
 /// What [`Model::follow`] did.
@@ -158,9 +160,31 @@ impl Model {
             layers,
             head,
             tied,
+            adapters: Adapters::default(),
             config,
             shard,
         })
+    }
+
+    /// Has `adapters` of the same model beside its weights, in the place of others: rows of a batch
+    /// choose one by its number. `source` is what it was loaded from. The packed weights stay as
+    /// they are. Before memory for steps is reserved.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] for one that does not fit the model, [`Error::Adapters`] for too many.
+    pub fn with_adapters(mut self, source: &Source, adapters: &[Adapter]) -> Result<Self, Error> {
+        self.adapters = Adapters::new(source, &self.config, &self.shard, adapters)?;
+        Ok(self)
+    }
+
+    /// Which adapters it has beside its weights, in the order of their numbers.
+    pub fn adapter_ids(&self) -> &[AdapterId] {
+        self.adapters.ids()
+    }
+
+    /// Its part of adapters.
+    pub(crate) const fn adapters(&self) -> &Adapters {
+        &self.adapters
     }
 
     /// Joins this shard with those of the other ranks.
@@ -228,12 +252,13 @@ impl Model {
         &self.kernels
     }
 
-    /// Bytes of packed weights that this rank holds.
+    /// Bytes of packed weights that this rank holds, and of adapters beside them.
     pub fn weight_bytes(&self) -> Bytes {
         let layers: u64 = self.layers.iter().map(|l| l.bytes().0).sum();
         let head = self.head.as_ref();
         let inputs = self.per_layer.as_ref();
         let layers = layers + inputs.map_or(0, |inputs| inputs.projection.bytes().0);
+        let layers = layers + self.adapters.bytes().0;
         Bytes(layers + head.map_or(0, |(_, output)| output.matrix.bytes().0))
     }
 
@@ -422,7 +447,8 @@ impl Model {
         }
         let windows = self.kinds.windows(cache.pool_pages());
         let pages = (cache.pages(), &*windows);
-        let limits = Limits::new(ws.size(), pages, self.config.vocab);
+        let numbers = (self.config.vocab, self.adapters.ids().len());
+        let limits = Limits::new(ws.size(), pages, numbers);
         let Some(plan) = Plan::read(words, &limits)? else {
             return Ok(Followed::Idle);
         };

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! length in words | kind | sequences | windows, then for each sequence:
-//!     tokens, position, logits, pages, then for each window: first page, pages
+//!     tokens, position, logits, adapter, pages, then for each window: first page, pages
 //! then for each sequence: its tokens, its pages, those of its windows
 //! ```
 //!
@@ -25,6 +25,9 @@ pub(crate) const HEADER_WORDS: usize = 256;
 /// Longest plan in words, 64 MiB: a step of a million rows over a million pages.
 const WORDS_MAX: usize = 1 << 24;
 
+/// Words of each sequence before those of its windows.
+const FIELDS: usize = 5;
+
 /// Kinds of plans.
 const STEP: u32 = 1;
 const IDLE: u32 = 2;
@@ -43,6 +46,7 @@ struct Part {
     tokens: Range<usize>,
     pages: Range<usize>,
     position: usize,
+    adapter: u32,
     logits: Logits,
 }
 
@@ -70,6 +74,7 @@ impl Plan {
                 s.tokens.len() as u32,
                 s.position as u32,
                 s.logits.to_word(),
+                s.adapter,
                 pages as u32,
             ]);
             let window = |w: &WindowPages<'_>| [w.first_page as u32, w.pages.len() as u32];
@@ -104,7 +109,7 @@ impl Plan {
         }
         let n = at_most("sequences", words[2] as usize, limits.sequences)?;
         let w = at_most("windows", words[3] as usize, limits.windows.len())?;
-        let fields = 4 + 2 * w;
+        let fields = FIELDS + 2 * w;
         let mut at = 4 + fields * n;
         let mut take = |count: usize| {
             let range = at..at + count;
@@ -115,15 +120,16 @@ impl Plan {
         let (mut sequences, mut windows) = (Vec::with_capacity(n), Vec::with_capacity(n * w));
         for i in 0..n {
             let field = |field| words[4 + fields * i + field] as usize;
-            let [tokens, position, logits, pages] = [0, 1, 2, 3].map(field);
+            let [tokens, position, logits, adapter, pages] = [0, 1, 2, 3, 4].map(field);
             sequences.push(Part {
                 tokens: take(at_most("rows", tokens, limits.rows)?)?,
                 pages: take(at_most("pages", pages, limits.pages)?)?,
                 position: at_most("position", position, limits.context)?,
+                adapter: at_most("adapter", adapter, limits.adapters)? as u32,
                 logits: Logits::from_word(logits as u32).ok_or_else(|| bad("logits", logits, 6))?,
             });
             for window in 0..w {
-                let [first, pages] = [0, 1].map(|i| field(4 + 2 * window + i));
+                let [first, pages] = [0, 1].map(|i| field(FIELDS + 2 * window + i));
                 let pages = at_most("pages of a window", pages, limits.windows[window].pages)?;
                 windows.push((at_most("first page", first, limits.context)?, take(pages)?));
             }
@@ -179,6 +185,7 @@ impl Plan {
             windows: &windows[i * each..(i + 1) * each],
             tokens: &words[part.tokens.clone()],
             position: part.position,
+            adapter: part.adapter,
             pages: &words[part.pages.clone()],
             logits: part.logits,
         })
@@ -237,6 +244,7 @@ pub(crate) fn parse(words: &[u32]) {
             pages: 20,
         }],
         vocab: 1000,
+        adapters: 2,
     };
     let _ = Plan::len_of(words);
     if let Ok(Some(plan)) = Plan::read(words, &limits) {

@@ -15,9 +15,10 @@ use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::weights::{Beside, Layer, Linear, Summed};
-use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
+use crate::weights::{self, Layer, Linear, Summed};
+use crate::{Error, LayerCache, LayerCut, LayerShape, Links, Part};
 
+mod adapted;
 mod batch;
 mod delta_net;
 mod experts;
@@ -32,6 +33,7 @@ mod sums;
 pub(crate) use batch::Limits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages};
 
+use adapted::{Beside, Run};
 use delta_net::Mixer;
 use experts::Routed;
 use halves::Turn;
@@ -306,6 +308,8 @@ pub(crate) struct Step<'m, 'b> {
     /// Those of the batch, for each kind of layers.
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
+    /// Rows that have adapters.
+    adapted: Vec<Run>,
     /// Of this half, where it is one.
     turn: Option<Turn<'b>>,
     /// Layer of the model.
@@ -323,11 +327,14 @@ impl<'m, 'b> Step<'m, 'b> {
         turn: Option<Turn<'b>>,
     ) -> Result<Self, Error> {
         let (rows, size) = (batch.rows(), ws.size);
+        let adapters = model.adapters().ids().len();
         assert!(
-            rows <= size.rows
+            batch.adapters() <= adapters
+                && rows <= size.rows
                 && batch.sequences.len() <= size.sequences
                 && batch.logit_rows() <= size.logit_rows,
-            "{rows} rows of {} sequences, {} rows of logits, in a workspace for {size:?}",
+            "{rows} rows of {} sequences, {} rows of logits, in a workspace for {size:?} with \
+             {adapters} adapters",
             batch.sequences.len(),
             batch.logit_rows()
         );
@@ -340,6 +347,7 @@ impl<'m, 'b> Step<'m, 'b> {
             ws,
             cache,
             rows,
+            adapted: adapted::runs(batch),
             turn,
             index: 0,
         };
@@ -540,8 +548,13 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let outs = [&mut *q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
         let products = outs.filter_map(|(out, linear)| Some(product(out, linear?, rows)));
         self.model.kernels().products(&ws.x, products);
-        for (out, linear) in [q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
+        let parts = [Part::Query, Part::Key, Part::Value];
+        let outs = [q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
+        for ((out, linear), part) in outs.zip(parts) {
             add_bias(out, linear.and_then(|linear| linear.bias.as_deref()), rows);
+            if let Some(beside) = Beside::of(self.model, (self.index, part), &self.adapted) {
+                beside.add(&ws.x, out);
+            }
         }
         if let (Some(key), None) = (&w.key, &w.value) {
             let n = rows * key.matrix.rows();
@@ -801,9 +814,10 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let ws = &mut *self.ws;
         let attended = ws.attended.of(held);
         self.model.kernels().quantise(attended);
-        let (place, turn) = ((self.model, self.index), self.turn.as_mut());
+        let place = (self.model, self.index, &*self.adapted);
+        let weights = (&w.attention_output, Part::AttentionOutput);
         ws.sums
-            .compute(place, &w.attention_output, cut, attended, turn)
+            .compute(place, weights, cut, attended, self.turn.as_mut())
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -838,8 +852,15 @@ impl<'b> LayerStep for Step<'_, 'b> {
             product(&mut ws.up, &w.up, rows),
         ];
         self.model.kernels().products(&ws.x, outs);
-        add_bias(&mut ws.gate, w.gate.bias.as_deref(), rows);
-        add_bias(&mut ws.up, w.up.bias.as_deref(), rows);
+        for (out, linear, part) in [
+            (&mut ws.gate, &w.gate, Part::Gate),
+            (&mut ws.up, &w.up, Part::Up),
+        ] {
+            add_bias(out, linear.bias.as_deref(), rows);
+            if let Some(beside) = Beside::of(self.model, (self.index, part), &self.adapted) {
+                beside.add(&ws.x, out);
+            }
+        }
         Ok(())
     }
 
@@ -882,9 +903,11 @@ impl<'b> LayerStep for Step<'_, 'b> {
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let down = &w.feed_forward.dense().down;
         let (held, cut) = (self.held(self.index), self.layer().1.dense());
-        let (place, turn) = ((self.model, self.index), self.turn.as_mut());
+        let place = (self.model, self.index, &*self.adapted);
+        let (weights, turn) = ((down, Part::Down), self.turn.as_mut());
         let ws = &mut *self.ws;
-        ws.sums.compute(place, down, cut, ws.hidden.of(held), turn)
+        ws.sums
+            .compute(place, weights, cut, ws.hidden.of(held), turn)
     }
 
     fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
@@ -936,7 +959,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
 /// # Panics
 /// If no experts are beside the layer's feed-forward.
-const fn beside(w: &Layer) -> &Beside {
+const fn beside(w: &Layer) -> &weights::Beside {
     w.beside.as_ref().expect("loaded for this family")
 }
 

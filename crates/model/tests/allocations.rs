@@ -52,6 +52,7 @@ fn step(model: &Model, position: usize, ws: &mut Workspace, cache: &mut KvCache)
         position,
         pages: &pages[s],
         windows: &[],
+        adapter: 0,
         logits: Logits::Last,
     });
     let batch = Batch {

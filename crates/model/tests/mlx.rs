@@ -394,6 +394,7 @@ fn sequences_share_pages_and_steps() {
         position: range.start,
         pages: &pages[s],
         windows: &[],
+        adapter: 0,
         logits: Logits::Last,
     };
     for (batch, ends) in [
@@ -456,6 +457,7 @@ fn ranks(
                 position: range.start,
                 pages: &[1, 0],
                 windows: &[],
+                adapter: 0,
                 logits: if range.start == 0 {
                     Logits::None
                 } else {

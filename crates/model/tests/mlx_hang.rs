@@ -63,6 +63,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         position: 0,
         pages: &[0],
         windows: &[],
+        adapter: 0,
         logits: Logits::Last,
     };
     compute.forward(&Batch {

@@ -81,6 +81,7 @@ fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
                 position: done,
                 pages: &pages,
                 windows: &[],
+                adapter: 0,
                 logits: Logits::Last,
             }];
             let batch = Batch {

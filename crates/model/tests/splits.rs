@@ -16,8 +16,9 @@ use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
-    Model, Source, Split, StageKind, TopLogits, Workspace, split,
+    Adapter, AdapterId, AdapterPair, Batch, BatchSequence, BatchSize, Config, Error, Family,
+    Followed, Links, LoadOptions, Logits, Model, Part, Source, Split, StageKind, TopLogits,
+    Workspace, split,
 };
 use paceline_tensor::{Kernels, PAGE};
 
@@ -35,6 +36,8 @@ struct Case<'a> {
     tokens: &'a [Vec<u32>; 2],
     steps: &'a [[usize; 2]],
     overlap: bool,
+    /// Of the sequences, one each; none for none.
+    adapters: &'a [Adapter],
 }
 
 /// What came of a split.
@@ -64,7 +67,10 @@ impl Case<'_> {
         let Place { split, rank, links } = place;
         let config = config_of(&source).unwrap();
         let model = Model::load_config(&source, config, &split, rank, options, kernels, |_, _| {});
-        let model = model.unwrap();
+        let model = model
+            .unwrap()
+            .with_adapters(&source, self.adapters)
+            .unwrap();
         match links {
             Some(mut links) => {
                 links.overlap = self.overlap;
@@ -92,6 +98,11 @@ impl Case<'_> {
                 position: done[s],
                 pages: &pages[s],
                 windows: &[],
+                adapter: if self.adapters.is_empty() {
+                    0
+                } else {
+                    s as u32 + 1
+                },
                 logits: wanted[s],
             };
             let sequences: Vec<_> = (0..2).filter(|s| step[*s] > 0).map(sequence).collect();
@@ -240,6 +251,7 @@ fn every_family_gives_the_bits_of_one_rank() {
             tokens: &tokens(tiny.vocab),
             steps: &STEPS,
             overlap: false,
+            adapters: &[],
         };
         case.check(&in_turns(at));
     }
@@ -259,6 +271,7 @@ fn the_largest_logits_are_those_of_one_rank() {
         tokens: &tokens(tiny.vocab),
         steps: &STEPS,
         overlap: false,
+        adapters: &[],
     };
     let config = Config::read(&Source::open(&path).unwrap()).unwrap();
     let (expected, _) = case.alone();
@@ -287,6 +300,129 @@ fn the_largest_logits_are_those_of_one_rank() {
             }
         }
     }
+}
+
+/// A random adapter of all matrices of a model, or of those whose inputs ranks share.
+fn adapter(tiny: &Tiny, rank: usize, all: bool) -> Adapter {
+    let mut random = Random(rank as u64);
+    let (width, ffn) = (tiny.width, tiny.ffn);
+    let [q, kv] = [tiny.heads, tiny.kv_heads].map(|heads| heads * tiny.head_dim);
+    let matrices = [
+        (Part::AttentionOutput, width, q),
+        (Part::Down, width, ffn),
+        (Part::Query, q, width),
+        (Part::Key, kv, width),
+        (Part::Value, kv, width),
+        (Part::Gate, ffn, width),
+        (Part::Up, ffn, width),
+    ];
+    let mut values = |n: usize| -> Vec<f32> {
+        let unit = |bits: u64| (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        (0..n).map(|_| 0.1 * unit(random.next())).collect()
+    };
+    let wanted = if all { 7 } else { 2 };
+    let pairs = (0..tiny.layers).flat_map(|layer| {
+        let matrices = matrices[..wanted].iter();
+        matrices.map(move |matrix| (layer, *matrix))
+    });
+    let pairs = pairs.map(|(layer, (part, out, inputs))| AdapterPair {
+        layer,
+        part,
+        rank,
+        a: values(rank * inputs),
+        b: values(out * rank),
+    });
+    Adapter {
+        id: AdapterId {
+            name: format!("of rank {rank}"),
+            digest: [rank as u8; 32],
+        },
+        scale: 1.5,
+        pairs: pairs.collect(),
+    }
+}
+
+/// Two sequences with an adapter each in one batch: over splits as on one rank, and each as alone.
+#[test]
+fn adapters_give_the_bits_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for (at, (family, block_type, class)) in [
+        (Family::Llama, BlockType::Q4_1, KernelClass::Cpu),
+        (Family::Qwen3, BlockType::BF16, KernelClass::CpuQ8),
+        (Family::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let path = dir.path().join(family.name());
+        let tiny = Tiny::new(family, block_type);
+        tiny.write(&path);
+        let tokens = tokens(tiny.vocab);
+        let adapters = [adapter(&tiny, 3, true), adapter(&tiny, 16, at == 1)];
+        let case = Case {
+            path: &path,
+            class,
+            tokens: &tokens,
+            steps: &STEPS,
+            overlap: false,
+            adapters: &adapters,
+        };
+        case.check(&in_turns(at));
+        let (mixed, _) = case.alone();
+        let first = STEPS.map(|[rows, _]| [rows, 0]);
+        let alone = |adapters| Case {
+            steps: &first,
+            adapters,
+            ..case
+        };
+        let (with, _) = alone(&adapters).alone();
+        let (base, _) = alone(&[]).alone();
+        for (step, mixed) in mixed.iter().enumerate() {
+            assert_eq!(mixed[..tiny.vocab], with[step], "{} {step}", family.name());
+            assert_ne!(with[step], base[step], "{} {step}", family.name());
+        }
+    }
+}
+
+/// Halves of a step that overlap, one within the sequence of the other adapter.
+#[test]
+fn adapters_give_the_same_bits_in_overlapped_halves() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    let tiny = Tiny::new(Family::Llama, BlockType::Q8_0);
+    tiny.write(&path);
+    let case = Case {
+        path: &path,
+        class: KernelClass::Cpu,
+        tokens: &tokens(tiny.vocab),
+        steps: &[[230, 90], [1, 1]],
+        overlap: true,
+        adapters: &[adapter(&tiny, 4, true), adapter(&tiny, 5, false)],
+    };
+    case.check(&[("tensor", 2, &[])]);
+}
+
+#[test]
+fn adapters_of_another_shape_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    let tiny = Tiny::new(Family::Llama, BlockType::Q8_0);
+    tiny.write(&path);
+    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    let good = adapter(&tiny, 4, true);
+    good.check(&config).unwrap();
+    let refused = |change: fn(&mut AdapterPair), said: &str| {
+        let mut bad = good.clone();
+        change(&mut bad.pairs[0]);
+        let error = bad.check(&config).unwrap_err().to_string();
+        assert!(error.starts_with("adapter of rank 4: "), "{error}");
+        assert!(error.contains(said), "{error}");
+    };
+    refused(|pair| pair.layer = 2, "has no such matrix");
+    refused(|pair| pair.part = Part::FfnNorm, "has no such matrix");
+    refused(|pair| pair.rank = 0, "of rank 0");
+    refused(|pair| pair.part = Part::Down, "matrix is [256, 512]");
+    refused(|pair| pair.b[7] = f32::NAN, "infinite or NaN");
 }
 
 /// How many logits of the `whole` row `got` lacks; `None` if one of the `n` largest is among them,
@@ -358,6 +494,7 @@ fn ranks_that_share_experts_exchange_once_a_layer() {
         tokens: &tokens(tiny.vocab),
         steps: &steps,
         overlap: false,
+        adapters: &[],
     };
     let [tensor, experts] = ["tensor", "experts"].map(|kind| {
         let split = Split::plan(&config, kind.parse().unwrap(), 2, &[]).unwrap();
@@ -521,6 +658,7 @@ fn a_rank_that_leaves_during_an_overlapped_step_is_named() {
         tokens: &tokens(tiny.vocab),
         steps: &[[300, 0]],
         overlap: true,
+        adapters: &[],
     };
     let config = Config::read(&Source::open(&path).unwrap()).unwrap();
     let split = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();
@@ -550,6 +688,7 @@ fn every_storage_type_can_be_cut() {
             tokens: &tokens(tiny.vocab),
             steps: &STEPS[..3],
             overlap: false,
+            adapters: &[],
         };
         case.check(&[("tensor", 3, &[]), ("2x2", 4, &[])]);
     }
@@ -572,6 +711,7 @@ fn folders_of_mlx_can_be_cut() {
             tokens: &tokens(300),
             steps: &STEPS,
             overlap: false,
+            adapters: &[],
         };
         case.check(&[("tensor", 2, &[]), ("pipeline", 3, &[]), ("2x2", 4, &[])]);
     }
@@ -589,6 +729,7 @@ fn smollm2_gives_the_bits_of_one_rank() {
         tokens: &tokens(49000),
         steps: &STEPS[..3],
         overlap: false,
+        adapters: &[],
     };
     case.check(&[
         ("tensor", 2, &[]),
@@ -616,6 +757,7 @@ fn followers_hear_of_a_leader_that_is_gone() {
         tokens: &tokens(300),
         steps: &STEPS,
         overlap: false,
+        adapters: &[],
     };
     let config = Config::read(&Source::open(&path).unwrap()).unwrap();
     let split = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();

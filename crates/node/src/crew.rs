@@ -34,6 +34,9 @@ pub struct Post {
     pub model: PathBuf,
     /// The draft model's files there, where one guesses and the machine has it.
     pub draft: Option<PathBuf>,
+    /// The files of adapters there, in the order of the instance's; none where they lie as they do
+    /// at the owner.
+    pub adapters: Vec<PathBuf>,
     /// The first of the cores that its threads are to stay on; anywhere without.
     pub first_core: Option<usize>,
     /// Its process, if it has one now.
@@ -122,6 +125,8 @@ pub struct LocalSpec {
     pub model: PathBuf,
     /// The same of a draft model, where one guesses.
     pub draft: Option<PathBuf>,
+    /// Files of adapters; none where the instance's owner, on this machine, says where they are.
+    pub adapters: Vec<PathBuf>,
     /// Workers.
     pub ranks: u32,
     /// Threads of each, where they are to stay on cores of their own, those of rank 0 first.
@@ -146,6 +151,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 pub struct LocalCrew {
     model: PathBuf,
     draft: Option<PathBuf>,
+    adapters: Vec<PathBuf>,
     pin: Option<usize>,
     workers: Workers<ToWorker, FromWorker>,
     /// Ranks whose first process no one has asked for yet.
@@ -168,6 +174,7 @@ impl LocalCrew {
         Ok(Self {
             model: spec.model,
             draft: spec.draft,
+            adapters: spec.adapters,
             pin: spec.pin,
             workers: Workers::spawn(workers)?,
             unasked: Mutex::new(vec![true; spec.ranks as usize]),
@@ -211,6 +218,7 @@ impl Crew for LocalCrew {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
             model: self.model.clone(),
             draft: self.draft.clone(),
+            adapters: self.adapters.clone(),
             first_core: self.pin.map(|threads| rank.0 as usize * threads),
             pid: self.workers.ids().get(rank.0 as usize).copied(),
         }

@@ -28,6 +28,26 @@ pub enum Error {
     /// MLX computes few rows no faster than one by one, so guesses would cost and give nothing.
     #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
     DraftOnMlx,
+    /// An adapter's files cannot be read.
+    #[error(transparent)]
+    Adapter(#[from] paceline_train::Error),
+    /// Other files lie where an adapter was when its instance was started.
+    #[error("adapter {name}: {}: the file was replaced", path.display())]
+    OtherAdapter {
+        /// Its name.
+        name: String,
+        /// Where.
+        path: std::path::PathBuf,
+    },
+    /// Two adapters of one instance have one name.
+    #[error("two adapters are called {name}")]
+    SameAdapter {
+        /// The name.
+        name: String,
+    },
+    /// MLX adds no adapters to its weights.
+    #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
+    AdapterOnMlx,
     /// Packed weights cannot be taken into another epoch.
     #[error("something still holds the weights of the epoch before")]
     Held,

@@ -64,9 +64,11 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Duty, NODES_MAX, Report, State, Wanted, Weights};
+use paceline_cluster::nodes::placement::{
+    self, AdapterFile, Duty, NODES_MAX, Report, State, Wanted, Weights,
+};
 use paceline_cluster::nodes::{InstanceId, Key, NodeId};
-use paceline_engine::{EncoderService, EngineConfig, Service};
+use paceline_engine::{AdaptedService, EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_tensor::Kernels;
 use serde::Serialize;
@@ -119,15 +121,16 @@ const REPLICAS_MAX: u16 = NODES_MAX as u16;
 
 /// Hears which models this node answers with.
 pub trait Doors: Send + Sync {
-    /// Answers with a model from now on, by all of its replicas. `key` names the door; `path` is
-    /// the model's file on this node, `wanted` the record of one of the replicas.
+    /// Answers with a model from now on, by all of its replicas, or with one of its adapters. `key`
+    /// names the door; `path` is the model's file on this node, `wanted` the record of one of the
+    /// replicas.
     ///
     /// # Errors
     /// Why it cannot be answered with.
     fn open(
         &self,
         key: &str,
-        wanted: &Wanted,
+        (wanted, adapter): (&Wanted, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String>;
@@ -212,6 +215,8 @@ pub struct Ask {
     pub replicas: u16,
     /// The user's name for a small model that guesses what the model will answer.
     pub draft: Option<String>,
+    /// Adapters beside the model: names, and where this machine has them.
+    pub adapters: Vec<(String, PathBuf)>,
     /// Tokens that are guessed and checked in a step at most.
     pub drafts: Option<u8>,
     /// Whether nodes that compute slower than before give work to the others meanwhile.
@@ -757,7 +762,9 @@ impl Inner {
         let gone = |name: &Name, _: &mut Door| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
         for (name, _) in gone {
-            self.spec.doors.close(&name.key());
+            std::iter::once(name.key())
+                .chain(name.adapter_keys())
+                .for_each(|key| self.spec.doors.close(&key));
         }
         for (name, door) in lock(&self.open).iter() {
             if let (Door::Replicas(all), Some(ids)) = (door, named.get(name)) {
@@ -875,9 +882,20 @@ impl Inner {
     }
 
     fn answer_with(&self, name: &Name, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {
-        match self.spec.doors.open(&name.key(), wanted, path, with) {
-            Ok(()) => (self.spec.tell)(&format!("answering as {}", wanted.model)),
-            Err(reason) => (self.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
+        let open = |key: &str, adapter: Option<&AdapterFile>, with: Arc<dyn Service>| {
+            let called = match adapter {
+                Some(adapter) => wanted.adapted(&adapter.name),
+                None => wanted.model.clone(),
+            };
+            match self.spec.doors.open(key, (wanted, adapter), path, with) {
+                Ok(()) => (self.spec.tell)(&format!("answering as {called}")),
+                Err(reason) => (self.spec.tell)(&format!("error: {called}: {reason}")),
+            }
+        };
+        open(&name.key(), None, Arc::clone(&with));
+        for (key, adapter) in name.adapter_keys().zip(&wanted.adapters) {
+            let adapted = AdaptedService::new(Arc::clone(&with), &*adapter.name);
+            open(&key, Some(adapter), Arc::new(adapted));
         }
     }
 

@@ -39,7 +39,7 @@ use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{
     Action, Change, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
 };
-use crate::{Cut, Error, Moved};
+use crate::{AdapterOf, Cut, Error, Moved, adapters};
 use follow::Follower;
 use measures::Measured;
 use spares::Keeper;
@@ -92,6 +92,8 @@ pub struct InstanceSpec {
     pub identity: String,
     /// The same of the model that guesses for the leader, where one does.
     pub draft: Option<String>,
+    /// Adapters beside its model, on this machine.
+    pub adapters: Vec<AdapterOf>,
     /// Whether ranks that compute slower than before get less to do, by one of `cuts`.
     pub follows: bool,
     /// Whether the instance was begun before, by another owner: see [`Policy::goes_on`].
@@ -175,6 +177,7 @@ impl InstanceSpec {
             draft: self.draft.clone().zip(post.draft).map(DraftJob::from),
             model: post.model,
             identity: self.identity.clone(),
+            adapters: adapters::at(&self.adapters, &post.adapters),
             class: self.classes[rank.0 as usize].to_string(),
             backend: self.backend.name().to_owned(),
             threads: self.threads,

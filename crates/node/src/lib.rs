@@ -35,9 +35,11 @@
 //! - [`identity`]: which model some files are.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
+//! - [`AdapterOf`]: an adapter beside an instance's model.
 //! - [`DiskCache`]: prompts that were read, on disk.
 //! - [`Error`].
 
+mod adapters;
 mod arriving;
 mod cause;
 pub mod classes;
@@ -69,6 +71,7 @@ pub mod worker;
 /// of answers. Nodes with unlike revisions share no instance.
 pub const NUMERICS: u32 = 1;
 
+pub use adapters::AdapterOf;
 pub use disk::DiskCache;
 pub use error::Error;
 pub use identity::identity;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::EngineConfig;
 use paceline_model::{
-    Config, Error, Links, LoadOptions, MlxModel, MlxOptions, MlxPlaces, Model, Source, Split,
-    Weights,
+    Adapter, Config, Error, Links, LoadOptions, MlxModel, MlxOptions, MlxPlaces, Model, Source,
+    Split, Weights,
 };
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
@@ -24,6 +24,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) engine: &'a EngineConfig,
     /// Where MLX is looked for.
     pub(crate) mlx: &'a MlxPlaces,
+    /// Beside its weights; not on MLX.
+    pub(crate) adapters: &'a [Adapter],
 }
 
 impl Wanted<'_> {
@@ -36,6 +38,9 @@ impl Wanted<'_> {
     ) -> Result<Arc<dyn Weights>, Error> {
         let (split, rank, class) = (self.split, self.rank, self.class);
         if class.is_mlx() {
+            if !self.adapters.is_empty() {
+                return Err(Error::AdapterEngine { engine: "mlx" });
+            }
             let options = MlxOptions {
                 places: self.mlx.clone(),
                 class,
@@ -57,6 +62,7 @@ impl Wanted<'_> {
         }
         let options = LoadOptions { class };
         let model = Model::load_shard(self.source, split, rank, options, kernels, progress)?;
+        let model = model.with_adapters(self.source, self.adapters)?;
         let model = match self.kv {
             Some(kv) => model.with_kv(kv),
             None => model,
@@ -90,6 +96,7 @@ pub fn load_whole(
         kv,
         engine,
         mlx,
+        adapters: &[],
     };
     wanted.load(None, kernels, progress)
 }

@@ -17,6 +17,7 @@ use paceline_model::trace::RankTrace;
 use paceline_model::{Busy, ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
+use crate::adapters::AdapterOf;
 use crate::moved::RankMoved;
 
 /// From an instance to a worker.
@@ -88,6 +89,9 @@ pub struct Job {
     /// The model that guesses, if this rank leads.
     #[serde(default)]
     pub(crate) draft: Option<DraftJob>,
+    /// Adapters beside the weights.
+    #[serde(default)]
+    pub(crate) adapters: Vec<AdapterOf>,
     /// Names of a kernel class and of a backend of the group.
     pub(crate) class: String,
     pub(crate) backend: String,

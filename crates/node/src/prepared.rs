@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, KernelClass, lock};
+use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
     Draft, Engine, EngineConfig, Failure, GuessCounts, Guesses, Reply, Request, Runner, Service,
@@ -19,12 +19,14 @@ use paceline_engine::{
 };
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
-use paceline_model::{Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
+use paceline_model::{ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
 use paceline_tensor::{Kernels, KvType};
 
+use crate::adapters::{AdapterOf, read_all};
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
 use crate::instance::follow::lighter;
+use crate::load::Wanted;
 use crate::placing::asked;
 use crate::supervisor::Change;
 use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
@@ -98,6 +100,7 @@ pub struct Prepared {
     follows: bool,
     goes_on: bool,
     draft: Option<DraftModel>,
+    adapters: Vec<AdapterOf>,
 }
 
 /// A model that guesses for another one.
@@ -135,7 +138,36 @@ impl Prepared {
             follows: false,
             goes_on: false,
             draft: None,
+            adapters: Vec::new(),
         })
+    }
+
+    /// Has an adapter beside the model's weights, which requests choose by `name`. Reads it. The
+    /// weights stay as they are, however many there are.
+    ///
+    /// # Errors
+    /// [`Error::SameAdapter`]; [`Error::AdapterOnMlx`] where MLX computes; what is wrong with its
+    /// files, and [`Error::Model`] where it does not fit the model.
+    pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::AdapterOnMlx);
+        }
+        if self.adapters.iter().any(|known| known.name == name) {
+            let name = name.to_owned();
+            return Err(Error::SameAdapter { name });
+        }
+        let (got, most) = (self.adapters.len() + 1, ADAPTERS_MAX);
+        if got > most {
+            return Err(paceline_model::Error::Adapters { got, most }.into());
+        }
+        let adapter = AdapterOf::look(name, path, &self.config)?;
+        self.adapters.push(adapter);
+        Ok(())
+    }
+
+    /// Adapters beside the model's weights.
+    pub fn adapters(&self) -> &[AdapterOf] {
+        &self.adapters
     }
 
     /// Has a small model guess tokens, which the leader loads whole; up to
@@ -319,6 +351,7 @@ impl Prepared {
             restart,
             spares: self.spares,
             draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
+            adapters: self.adapters.clone(),
             follows: self.follows,
             goes_on: self.goes_on,
         };
@@ -356,9 +389,18 @@ impl Prepared {
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
     ) -> Result<Loaded, Error> {
-        let numbers = (self.options.classes[0], self.options.kv);
-        let own = Arc::clone(&kernels);
-        let model = load_whole(&self.source, numbers, &self.engine, mlx, own, progress)?;
+        let split = Split::whole(&self.config);
+        let wanted = Wanted {
+            source: &self.source,
+            split: &split,
+            rank: Rank(0),
+            class: self.options.classes[0],
+            kv: self.options.kv,
+            engine: &self.engine,
+            mlx,
+            adapters: &read_all(&self.adapters, &self.config)?,
+        };
+        let model = wanted.load(None, Arc::clone(&kernels), progress)?;
         let (device, weights) = (model.device(), model.weight_bytes());
         let config = self.engine.clone();
         let mut engine = Engine::new(model, tokenizer, self.engine)?;

@@ -27,11 +27,12 @@ use paceline_model::{Config, Links, MlxPlaces, PageStore, Shard, Source, Weights
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
+use crate::adapters::read_all;
 use crate::disk::Disk;
 use crate::load::Wanted;
 use crate::messages::{FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
-use crate::{DiskCache, Error, arriving};
+use crate::{AdapterOf, DiskCache, Error, arriving};
 use drafting::Drafting;
 use epoch::{Epoch, Part};
 use watchdog::Watchdog;
@@ -121,6 +122,7 @@ struct Identity {
     threads: usize,
     first_core: Option<usize>,
     shard: Shard,
+    adapters: Vec<AdapterOf>,
 }
 
 /// Length, time of change and number of a file or folder.
@@ -264,6 +266,7 @@ impl Worker<'_> {
             threads: job.threads,
             first_core: job.first_core,
             shard: job.split.shard(&config, Rank(job.rank)),
+            adapters: job.adapters.clone(),
         };
         Ok((source, of))
     }
@@ -379,6 +382,7 @@ impl Worker<'_> {
             kv: job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?,
             engine: &job.engine,
             mlx: &self.mlx,
+            adapters: &read_all(&job.adapters, &Config::read(source)?)?,
         };
         Ok(wanted.load(links, kernels, progress)?)
     }

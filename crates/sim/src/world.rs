@@ -415,6 +415,7 @@ impl World {
             source: None,
             lender: None,
             draft: None,
+            adapters: Vec::new(),
             drafts: None,
             follow: false,
             grows: false,

@@ -203,6 +203,11 @@ impl Activations {
         &self.values[t * self.cols..(t + 1) * self.cols]
     }
 
+    /// All rows in use, `(rows, cols)`.
+    pub fn values(&self) -> &[f32] {
+        &self.values[..self.rows * self.cols]
+    }
+
     /// All rows in use, `(rows, cols)`, to be filled and then
     /// [quantised](crate::Kernels::quantise).
     pub fn values_mut(&mut self) -> &mut [f32] {

@@ -14,9 +14,12 @@ mod gguf;
 
 use std::path::{Path, PathBuf};
 
+use paceline_model::{AdapterId, AdapterPair};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::error::Error;
+use crate::fuse::role_of;
 use crate::tensors::{self, Named};
 
 pub use gguf::Base;
@@ -106,6 +109,7 @@ impl Adapter {
     /// # Errors
     /// As of [`read`](Self::read).
     pub fn read_for(path: &Path, base: Option<Base>) -> Result<(Self, Form), Error> {
+        std::fs::metadata(path).map_err(Error::file("read", path))?;
         let of_folder = path.join(GGUF_FILE);
         let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
         if !path.is_dir() && is_gguf(path) {
@@ -213,6 +217,56 @@ impl Adapter {
             }
         };
         twos.iter().map(pair).collect()
+    }
+
+    /// SHA-256 of its scale and pairs: the same in every form.
+    pub fn digest(&self) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        hash.update(self.scale().to_le_bytes());
+        for pair in self.pairs() {
+            for len in [pair.matrix.len(), pair.a.len(), pair.b.len()] {
+                hash.update((len as u64).to_le_bytes());
+            }
+            hash.update(pair.matrix);
+            for values in [pair.a, pair.b] {
+                let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+                hash.update(bytes);
+            }
+        }
+        hash.finalize().into()
+    }
+
+    /// As a model has it beside its weights, under a name. `from` is where it was read.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] for a matrix that no model has. Whether a certain model has it is for
+    /// [`paceline_model::Adapter::check`] to say.
+    pub fn beside(&self, name: &str, from: &Path) -> Result<paceline_model::Adapter, Error> {
+        let pair = |pair: PairOf<'_>| {
+            let role = role_of(pair.matrix);
+            let (layer, part) = role.ok_or_else(|| {
+                Error::malformed(from, format!("no model has a matrix {}", pair.matrix))
+            })?;
+            Ok::<_, Error>(AdapterPair {
+                layer,
+                part,
+                rank: self.rank,
+                a: pair.a.to_vec(),
+                b: pair.b.to_vec(),
+            })
+        };
+        Ok(paceline_model::Adapter {
+            id: AdapterId {
+                name: name.to_owned(),
+                digest: self.digest(),
+            },
+            scale: self.scale(),
+            pairs: self
+                .pairs()
+                .into_iter()
+                .map(pair)
+                .collect::<Result<_, Error>>()?,
+        })
     }
 
     /// Short names of the matrices that have pairs.

@@ -1,10 +1,11 @@
 //! What computes the leaves of a step: this process, or worker processes, each with the whole
 //! model ([`leaves`]) or a stage of it ([`pipeline`]).
 //!
-//! A worker that ends, hangs or sends garbage loses its leaves, and the others compute those. The
-//! sum is the same, because a leaf depends on no worker and the tree on no share. Another worker
-//! is started in its place and joins when it has loaded the model.
+//! A worker that ends, hangs ([`deadline`]) or sends garbage loses its leaves, and the others
+//! compute those. The sum is the same, because a leaf depends on no worker and the tree on no
+//! share. Another worker is started in its place and joins when it has loaded the model.
 
+mod deadline;
 mod flow;
 mod leaves;
 mod pipeline;
@@ -27,6 +28,7 @@ use crate::net::{KEPT_BYTES, Pass};
 use crate::run::{Job, Progress, Run};
 use crate::stage::Stage;
 use crate::tensors;
+use deadline::{Deadlines, Overdue};
 
 /// Longest silence of a worker before its leaves go to others. Its signs of life do not depend on
 /// what it computes.
@@ -113,6 +115,7 @@ impl Crew {
         let mut team = Team {
             workers: Workers::spawn(spec)?,
             members: (0..count).map(|_| Member::default()).collect(),
+            deadlines: Deadlines::new(count),
             stages,
             lost: 0,
             fruitless: 0,
@@ -330,6 +333,7 @@ enum News {
 struct Team {
     workers: Workers<ToWorker, FromWorker>,
     members: Vec<Member>,
+    deadlines: Deadlines,
     stages: usize,
     lost: u32,
     fruitless: u32,
@@ -404,6 +408,7 @@ impl Team {
     /// Gives up a worker, starts another in its place, and gives back what it had.
     fn lose(&mut self, rank: u32, why: String) -> Has {
         let gone = std::mem::take(&mut self.members[rank as usize]);
+        self.deadlines.begin(rank as usize, 0);
         self.lost += 1;
         self.fruitless += 1;
         let place = &self.posts[rank as usize].place;
@@ -419,6 +424,20 @@ impl Team {
             self.welcome(rank);
         }
         gone.has
+    }
+
+    /// Gives up workers that have had their leaves for too long: they hang, whatever signs of life
+    /// they give. What they had.
+    fn lose_hung(&mut self, at: &At<'_>) -> Vec<Has> {
+        let over = self.deadlines.overdue((at.clock)()).into_iter();
+        let lose = |Overdue { rank, limit_s }: Overdue| {
+            let why = format!(
+                "rank {rank} hangs: its leaves took more than {limit_s:.0} s, by far longer than \
+                 others"
+            );
+            self.lose(rank, why)
+        };
+        over.map(lose).collect()
     }
 
     /// Tells a worker that was just started what the run is.

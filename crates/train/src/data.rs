@@ -272,31 +272,64 @@ pub(crate) fn file_of(path: &Path, name: &str) -> PathBuf {
 }
 
 /// Rows of at most `room` together: the longest first, each into the first row that has room for
-/// it (first-fit decreasing).
+/// it (first-fit decreasing). A longer example has a row of its own. `O(n log n)` for n examples.
 fn packed(lengths: &[usize], room: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..lengths.len()).collect();
     order.sort_by_key(|i| (std::cmp::Reverse(lengths[*i]), *i));
-    let mut rows: Vec<(usize, Vec<usize>)> = Vec::new();
-    // Rows before this one have no room for the shortest example.
-    let (mut first, shortest) = (0, lengths.iter().copied().min().unwrap_or(0));
+    let mut rooms = Rooms::new(lengths.len(), room);
+    let mut rows: Vec<Vec<usize>> = Vec::new();
     for i in order {
-        let fits = |(used, _): &(usize, Vec<usize>)| used + lengths[i] <= room;
-        match rows[first..].iter().position(fits) {
-            Some(at) => {
-                let (used, row) = &mut rows[first + at];
-                *used += lengths[i];
-                row.push(i);
-            }
-            None => rows.push((lengths[i], vec![i])),
+        // Rows behind the last are empty, so the first of them is found before the others.
+        let row = rooms.first_for(lengths[i]).unwrap_or(rows.len());
+        if row == rows.len() {
+            rows.push(Vec::new());
         }
-        while rows
-            .get(first)
-            .is_some_and(|(used, _)| used + shortest > room)
-        {
-            first += 1;
+        rows[row].push(i);
+        rooms.take(row, lengths[i]);
+    }
+    rows
+}
+
+/// What is left of rows, as a tree in an array: children of node `i` are `2 i` and `2 i + 1`, the
+/// leaf of row `r` is `first + r`. A node has the most of its leaves.
+struct Rooms {
+    /// Room that is left, and 1; 0 where the row takes nothing more, not even an empty example.
+    most: Vec<usize>,
+    first: usize,
+}
+
+impl Rooms {
+    /// For up to `rows` rows of `room`.
+    fn new(rows: usize, room: usize) -> Self {
+        let first = rows.next_power_of_two();
+        Self {
+            most: vec![room.saturating_add(1); 2 * first],
+            first,
         }
     }
-    rows.into_iter().map(|(_, row)| row).collect()
+
+    /// The first row with room for `len`.
+    fn first_for(&self, len: usize) -> Option<usize> {
+        if self.most[1] <= len {
+            return None;
+        }
+        let mut at = 1;
+        while at < self.first {
+            at *= 2;
+            at += usize::from(self.most[at] <= len);
+        }
+        Some(at - self.first)
+    }
+
+    /// `len` more are in a row.
+    fn take(&mut self, row: usize, len: usize) {
+        let mut at = self.first + row;
+        self.most[at] = self.most[at].saturating_sub(len);
+        while at > 1 {
+            at /= 2;
+            self.most[at] = self.most[2 * at].max(self.most[2 * at + 1]);
+        }
+    }
 }
 
 /// Tokens that both begin with.
@@ -436,5 +469,41 @@ mod tests {
         all.sort_unstable();
         assert_eq!(all, (0..lengths.len()).collect::<Vec<_>>());
         assert_eq!(packed(&[5, 5, 5], 9), [vec![0], vec![1], vec![2]]);
+    }
+
+    /// The definition of [`packed`]: every row is looked at, from the first.
+    fn packed_naively(lengths: &[usize], room: usize) -> Vec<Vec<usize>> {
+        let mut order: Vec<usize> = (0..lengths.len()).collect();
+        order.sort_by_key(|i| (std::cmp::Reverse(lengths[*i]), *i));
+        let mut rows: Vec<(usize, Vec<usize>)> = Vec::new();
+        for i in order {
+            match rows.iter_mut().find(|(used, _)| used + lengths[i] <= room) {
+                Some((used, row)) => {
+                    *used += lengths[i];
+                    row.push(i);
+                }
+                None => rows.push((lengths[i], vec![i])),
+            }
+        }
+        rows.into_iter().map(|(_, row)| row).collect()
+    }
+
+    #[test]
+    fn the_tree_of_rooms_finds_the_rows_of_a_search_from_the_first() {
+        let mut state = 1u64;
+        let mut next = |below: usize| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 33) as usize % below
+        };
+        for n in [0, 1, 2, 3, 7, 8, 9, 100, 1000] {
+            for room in [1, 10, 64] {
+                // Empty examples and those that are longer than a row among them.
+                let lengths: Vec<usize> = (0..n).map(|_| next(room + 3)).collect();
+                let (fast, naive) = (packed(&lengths, room), packed_naively(&lengths, room));
+                assert_eq!(fast, naive, "{n} of at most {room}: {lengths:?}");
+            }
+        }
     }
 }

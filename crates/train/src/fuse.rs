@@ -113,7 +113,7 @@ fn add(pair: &PairOf<'_>, scale: f32, heads: Option<usize>, kernels: &Kernels, v
 }
 
 /// The layer and the part of a matrix with a name of Hugging Face's.
-fn role_of(matrix: &str) -> Option<(usize, Part)> {
+pub(crate) fn role_of(matrix: &str) -> Option<(usize, Part)> {
     let (layer, rest) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
     let (block, name) = rest.split_once('.')?;
     let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);

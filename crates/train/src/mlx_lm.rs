@@ -159,12 +159,15 @@ fn schedule(get: Get<'_>, out: &mut Vec<(&'static str, String)>) -> Result<(), S
                 return Err(format!("lr_schedule.name is {got}, {expected}"));
             }
         };
-        rate = schedule["arguments"][0].clone();
-        let end = if name == "cosine" { 2 } else { 1 };
-        let end = schedule["arguments"][end].as_f64().unwrap_or(0.0);
+        let arguments = &schedule["arguments"];
+        rate = arguments[0].clone();
+        // cosine_decay(init, decay_steps, end = 0), linear_schedule(init, end, steps).
+        let (steps, end) = if name == "cosine" { (1, 2) } else { (2, 1) };
+        let end = arguments[end].as_f64().unwrap_or(0.0);
         if end != 0.0 {
             return Err(format!("lr_schedule ends at {end}, expected 0"));
         }
+        out.push(("--decay-steps", decay_steps(&arguments[steps])?));
         warmup = schedule["warmup"].as_u64().unwrap_or(0);
     }
     let number = rate.as_f64();
@@ -173,6 +176,16 @@ fn schedule(get: Get<'_>, out: &mut Vec<(&'static str, String)>) -> Result<(), S
     out.push(("--schedule", name.to_owned()));
     out.push(("--warmup", warmup.to_string()));
     Ok(())
+}
+
+/// The number of updates over which a rate falls, which mlx-lm has no default for.
+fn decay_steps(value: &Value) -> Result<String, String> {
+    // YAML's 1e3 is a number with a fraction.
+    let whole = value.as_f64().filter(|n| n.fract() == 0.0 && *n >= 1.0);
+    let whole = whole.filter(|n| *n <= (1u64 << 32) as f64);
+    let steps = whole.map(|n| (n as u64).to_string());
+    steps
+        .ok_or_else(|| format!("lr_schedule.arguments has {value} decay steps, expected 1 to 2^32"))
 }
 
 /// The size and the place of adapters.
@@ -359,6 +372,7 @@ lr_schedule:
             ("--lr", "0.00002"),
             ("--schedule", "cosine"),
             ("--warmup", "100"),
+            ("--decay-steps", "1000"),
             ("--train-on", "last"),
             ("--max-tokens-per-row", "512"),
             ("--rank", "8"),
@@ -388,6 +402,10 @@ lr_schedule:
             ("keys: [1, 2", "line 1"),
             ("nothing", "line 1"),
             ("lr_schedule:\n  name: step_decay", "lr_schedule.name"),
+            (
+                "lr_schedule:\n  name: linear_schedule\n  arguments: [1e-4, 0.0]",
+                "lr_schedule.arguments has null decay steps",
+            ),
             ("num_layers: 0", "num_layers is 0"),
             (
                 "optimizer_config:\n  adam:\n    eps: 1",

@@ -46,6 +46,9 @@ pub struct OptimiserOptions {
     pub schedule: Schedule,
     /// Steps of the run.
     pub steps: u64,
+    /// Steps behind the warm-up over which it falls; without, those that the run has left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
     /// Decay of weights.
     pub decay: f64,
     /// Largest norm of a gradient; 0 for any.
@@ -86,7 +89,8 @@ impl Optimiser {
         if step < o.warmup {
             return o.lr * (step + 1) as f64 / o.warmup as f64;
         }
-        let left = o.steps.saturating_sub(o.warmup).max(1);
+        let left = o.steps.saturating_sub(o.warmup);
+        let left = o.decay_steps.unwrap_or(left).max(1);
         let gone = (step - o.warmup) as f64 / left as f64;
         match o.schedule {
             Schedule::Constant => o.lr,
@@ -158,6 +162,7 @@ mod tests {
         warmup: 2,
         schedule: Schedule::Linear,
         steps: 10,
+        decay_steps: None,
         decay: 0.01,
         clip: 0.0,
     };
@@ -188,6 +193,15 @@ mod tests {
             0,
         );
         assert!((cosine.rate(6) - 0.05).abs() < 1e-12);
+        let sooner = Optimiser::new(
+            OptimiserOptions {
+                decay_steps: Some(4),
+                ..OPTIONS
+            },
+            0,
+        );
+        let rates: Vec<f64> = [1, 2, 4, 6, 9].map(|step| sooner.rate(step)).to_vec();
+        assert_eq!(rates, [0.1, 0.1, 0.05, 0.0, 0.0]);
     }
 
     #[test]

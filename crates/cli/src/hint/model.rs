@@ -89,6 +89,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
         Error::Absent(_) => Some("`paceline models --nodes` shows which machine has what"),
+        Error::Adapter { .. } => Some("`paceline adapter show` tells which model it is for"),
         Error::Thread(_) | Error::Gone | Error::HalfLate { .. } => None,
         // The rest are contradictions in the file.
         _ => Some(STRANGE),

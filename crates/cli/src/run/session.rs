@@ -18,6 +18,7 @@ use paceline_store::Cancel;
 
 use super::Args;
 use super::figures::{End, Figures};
+use crate::adapter;
 use crate::error::Error;
 use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::{printable, show, tell};
@@ -36,19 +37,26 @@ pub(super) struct Session {
     sampling: SamplingParams,
     max_tokens: usize,
     stop: Vec<String>,
+    /// Name of the adapter that answers, if one does.
+    adapter: Option<String>,
 }
 
 impl Session {
-    /// Loads the model at `path`, for which the one at `draft` guesses, and tells how it is split.
+    /// Loads the model at `path`, for which the one at `draft` guesses and beside which `adapter`
+    /// is, and tells how it is split.
     /// `stays` keeps the split that was chosen first, whatever comes of it.
     pub(super) fn open(
         args: &Args,
-        (path, draft): (&Path, Option<&Path>),
+        (path, draft, adapter): (&Path, Option<&Path>, Option<&Path>),
         sampling: SamplingParams,
         stays: bool,
     ) -> anyhow::Result<Self> {
         let mut opened = open(args, path, &args.split)?;
         draft.map_or(Ok(()), |draft| opened.guess_with(draft))?;
+        let name = adapter.map(adapter::name_of);
+        if let (Some(name), Some(adapter)) = (&name, adapter) {
+            opened.adapt(name, adapter)?;
+        }
         opened.forecast();
         if stays {
             opened.stay();
@@ -57,7 +65,9 @@ impl Session {
         if loaded.nodes() > 1 && !args.json {
             loaded.tell_split();
         }
-        Self::of(args, path, loaded, sampling)
+        let adapter = name;
+        let session = Self::of(args, path, loaded, sampling)?;
+        Ok(Self { adapter, ..session })
     }
 
     /// Answers by an instance of this machine's node.
@@ -91,6 +101,7 @@ impl Session {
             sampling,
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
+            adapter: None,
         })
     }
 
@@ -173,6 +184,7 @@ impl Session {
             sampling: self.sampling.clone(),
             stop: self.stop.clone(),
             logprobs: None,
+            adapter: self.adapter.clone(),
             ..Request::default()
         };
         let before = self.loaded.moved();

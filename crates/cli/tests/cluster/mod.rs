@@ -3,6 +3,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+mod adapted;
 mod alone;
 mod anywhere;
 mod arrays;

@@ -8,6 +8,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+pub(crate) mod adapted;
 mod crowded;
 mod drafted;
 pub(crate) mod embeddings;

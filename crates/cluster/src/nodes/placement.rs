@@ -75,6 +75,10 @@ pub struct Wanted {
     /// know drafts: those versions drop it when they write the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftOf>,
+    /// Adapters beside its weights, which answer too. None in records of versions that do not know
+    /// them: those versions drop them when they write the next record.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub adapters: Vec<AdapterFile>,
     /// Tokens that are guessed and checked in a step at most, `None` for the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drafts: Option<u8>,
@@ -158,7 +162,46 @@ pub struct DraftOf {
     pub bytes: u64,
 }
 
+/// Most adapters of an instance: each takes some 150 bytes of a record, which may have 16 KiB.
+pub const ADAPTERS_MAX: usize = 32;
+
+/// An adapter beside the model of an instance: one file, in GGUF's form.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdapterFile {
+    /// The name that requests choose it by, behind the model's.
+    pub name: String,
+    /// SHA-256 of its file, in hexadecimal digits.
+    pub sha256: String,
+    /// Bytes of its file.
+    pub bytes: u64,
+}
+
 impl Wanted {
+    /// What an adapter of this model is called.
+    pub fn adapted(&self, adapter: &str) -> String {
+        format!("{}:{adapter}", self.model)
+    }
+
+    /// The record with each adapter in place of the model: for finding and copying its file.
+    pub fn of_adapters(&self) -> impl Iterator<Item = Self> {
+        self.adapters.iter().map(|adapter| Self {
+            model: self.adapted(&adapter.name),
+            sha256: adapter.sha256.clone(),
+            bytes: adapter.bytes,
+            draft: None,
+            adapters: Vec::new(),
+            weights: Weights::Whole,
+            ..self.clone()
+        })
+    }
+
+    /// The record with each file that its nodes need in place of the model: the model's own, its
+    /// draft's, its adapters'.
+    pub fn files(self) -> impl Iterator<Item = Self> {
+        let (draft, adapters) = (self.of_draft(), self.of_adapters().collect::<Vec<_>>());
+        std::iter::once(self).chain(draft).chain(adapters)
+    }
+
     /// The record with the draft model in place of the model: for finding and copying its file.
     /// `None` without a draft.
     pub fn of_draft(&self) -> Option<Self> {
@@ -172,6 +215,7 @@ impl Wanted {
             sha256,
             bytes,
             draft: None,
+            adapters: Vec::new(),
             weights: Weights::Whole,
             ..self.clone()
         })
@@ -352,6 +396,7 @@ mod tests {
             source: None,
             lender: lender.map(node),
             draft: None,
+            adapters: Vec::new(),
             drafts: None,
             follow: false,
             grows: false,
@@ -460,6 +505,11 @@ mod tests {
         };
         let guessed = Wanted {
             draft: Some(draft),
+            adapters: vec![AdapterFile {
+                name: "poet".into(),
+                sha256: "11".into(),
+                bytes: 5,
+            }],
             drafts: Some(4),
             follow: true,
             grows: true,
@@ -472,6 +522,12 @@ mod tests {
         let of_draft = guessed.of_draft().unwrap();
         assert_eq!((of_draft.model.as_str(), of_draft.bytes), ("small", 7));
         assert_eq!(of_draft.nodes, plain.nodes);
+        let told = |file: Wanted| (file.sha256.clone(), file.adapters.len(), file.bytes);
+        let files: Vec<_> = guessed.clone().files().map(told).collect();
+        let own = (guessed.sha256.clone(), 1, guessed.bytes);
+        assert_eq!(files, [own, ("00".into(), 0, 7), ("11".into(), 0, 5)]);
+        let poet = guessed.of_adapters().next().unwrap();
+        assert_eq!(poet.model, guessed.adapted("poet"));
     }
 
     #[test]

@@ -58,6 +58,8 @@ pub(super) struct Rows {
     pages: Vec<u32>,
     /// Of each window: pages let go, and those behind.
     windows: Vec<(usize, Vec<u32>)>,
+    /// Number of the adapter, 0 for none.
+    adapter: u32,
     logits: Logits,
 }
 
@@ -78,6 +80,7 @@ impl Rows {
             position: self.position,
             pages: &self.pages,
             windows,
+            adapter: self.adapter,
             logits: self.logits,
         }
     }
@@ -204,6 +207,7 @@ impl Engine {
             position,
             pages: s.pages.pages().to_vec(),
             windows: windows.map(|w| (w.first_page, w.pages.to_vec())).collect(),
+            adapter: s.adapter.map_or(0, |adapter| adapter.place),
             logits,
         }
     }

@@ -1,5 +1,6 @@
 //! The engine on tiny random models, and on SmolLM2 where it is there.
 
+mod adapters;
 mod batching;
 mod constrained;
 mod draft_model;

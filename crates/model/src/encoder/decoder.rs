@@ -121,6 +121,7 @@ fn part_of<'a>(text: &'a [u32], pages: &'a [u32], first: usize) -> BatchSequence
         position: first,
         pages,
         windows: &[],
+        adapter: 0,
         logits: match end == text.len() {
             true => Logits::Last,
             false => Logits::None,

@@ -398,7 +398,7 @@ impl Device {
         let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
         let (weights, constants) = self.loaded.as_ref().ok_or(Error::Gone)?;
         let pages = (reserved.pages, &*reserved.windows);
-        let limits = Limits::new(reserved.size, pages, model.config.vocab);
+        let limits = Limits::new(reserved.size, pages, (model.config.vocab, 0));
         let Some(plan) = Plan::read(words, &limits)? else {
             return Ok(None);
         };
@@ -435,6 +435,7 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
         position: sequence.position + i,
         pages: sequence.pages,
         windows: sequence.windows,
+        adapter: sequence.adapter,
         logits: match i < last {
             true => sequence.logits.before_the_last(),
             false => sequence.logits,

@@ -15,6 +15,7 @@ const LIMITS: Limits<'_> = Limits {
         pages: 20,
     }],
     vocab: 1000,
+    adapters: 2,
 };
 
 fn sequence<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32]) -> BatchSequence<'a> {
@@ -23,6 +24,7 @@ fn sequence<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32]) -> BatchSe
         position,
         pages,
         windows: &[],
+        adapter: 0,
         logits: Logits::Last,
     }
 }
@@ -45,6 +47,7 @@ fn a_plan_says_what_was_written() {
     let long: Vec<u32> = (0..280).collect();
     let mut second = sequence(&[7], 130, &[4, 5, 6]);
     second.logits = Logits::All;
+    second.adapter = 2;
     let mut best = sequence(&[5], 63, &[18]);
     best.logits = Logits::Best;
     let mut guessed = [best; 2];
@@ -101,10 +104,11 @@ fn plans_that_do_not_fit_name_what_does_not() {
         (6, 6, "logits"),
         (6, 0x0001_0007, "logits"),
         (6, 0x0001_0001, "logits"),
-        (7, 21, "pages"),
-        (7, 0, "pages needed"),
-        (8, 1000, "token"),
-        (10, 20, "page"),
+        (7, 3, "adapter"),
+        (8, 21, "pages"),
+        (8, 0, "pages needed"),
+        (9, 1000, "token"),
+        (11, 20, "page"),
     ] {
         let mut words = good();
         words[at] = value;

@@ -131,6 +131,9 @@ pub struct BatchSequence<'a> {
     /// Its pages in each kind of layers that lets pages go ([`Kinds`](crate::Kinds)); empty where
     /// every kind has `pages`.
     pub windows: &'a [WindowPages<'a>],
+    /// The adapter of its rows, counted from 1 in the order of
+    /// [`Weights::adapters`](crate::Weights::adapters); 0 for none.
+    pub adapter: u32,
     /// What is wanted.
     pub logits: Logits,
 }
@@ -180,6 +183,12 @@ impl Batch<'_> {
     /// Rows of the batch.
     pub fn rows(&self) -> usize {
         self.sequences.iter().map(|s| s.tokens.len()).sum()
+    }
+
+    /// The largest number of an adapter.
+    pub(crate) fn adapters(&self) -> usize {
+        let adapters = self.sequences.iter().map(|s| s.adapter);
+        adapters.max().unwrap_or(0) as usize
     }
 
     /// Rows whose logits are wanted, in order.
@@ -246,13 +255,14 @@ pub(crate) struct Limits<'a> {
     /// Those of the others.
     pub(crate) windows: &'a [WindowPool],
     pub(crate) vocab: usize,
+    pub(crate) adapters: usize,
 }
 
 impl<'a> Limits<'a> {
     pub(crate) const fn new(
         size: BatchSize,
         (pages, windows): (usize, &'a [WindowPool]),
-        vocab: usize,
+        (vocab, adapters): (usize, usize),
     ) -> Self {
         Self {
             rows: size.rows,
@@ -262,6 +272,7 @@ impl<'a> Limits<'a> {
             pages,
             windows,
             vocab,
+            adapters,
         }
     }
 }

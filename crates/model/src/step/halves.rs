@@ -186,6 +186,7 @@ mod tests {
             position,
             pages: &[],
             windows: &[],
+            adapter: 0,
             logits,
         };
         let sequences = [

@@ -4,17 +4,19 @@
 use paceline_comm::Memory;
 use paceline_tensor::{Activations, Product};
 
+use super::adapted::{self, Beside, Run};
 use super::halves::Turn;
 use super::{add_bias, exchanged};
-use crate::Error;
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::Summed;
+use crate::{Error, Part};
 
 /// Buffers for sums.
 #[derive(Debug)]
 pub(super) struct Sums {
-    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
+    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start. With adapters each
+    /// root has more behind it ([`adapted`]).
     pub(super) delta: Memory<f32>,
     /// Values that each rank sends.
     counts: Vec<usize>,
@@ -22,7 +24,9 @@ pub(super) struct Sums {
 
 impl Sums {
     pub(super) fn new(model: &Model, rows: usize) -> Self {
-        let (shard, n) = (model.shard(), rows * model.config().width);
+        let shard = model.shard();
+        let wide = model.adapters().summed_rank_max();
+        let n = rows * model.config().width + adapted::room(rows, wide);
         let nodes = |cut: &LeafCut| cut.nodes.len();
         let cuts = shard
             .each_layer()
@@ -36,17 +40,19 @@ impl Sums {
     }
 
     /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
-    /// roots of all ranks, marked as layer `index`. Where the step has another half, that is
-    /// computed meanwhile.
+    /// roots of all ranks, marked as layer `index`; what adapters of `runs` add is in it. Where the
+    /// step has another half, that is computed meanwhile.
     pub(super) fn compute(
         &mut self,
-        (model, index): (&Model, usize),
-        weights: &Summed,
+        (model, index, runs): (&Model, usize, &[Run]),
+        (weights, part): (&Summed, Part),
         cut: &LeafCut,
         x: &Activations,
         turn: Option<&mut Turn<'_>>,
     ) -> Result<(), Error> {
-        let n = x.rows() * model.config().width;
+        let beside = Beside::of(model, (index, part), runs);
+        let own = x.rows() * model.config().width;
+        let n = own + beside.as_ref().map_or(0, |beside| beside.room(x.rows()));
         let links = model.links().filter(|_| cut.roots.len() > 1);
         let delta = &mut self.delta;
         // Its roots lie where the others expect them.
@@ -56,11 +62,17 @@ impl Sums {
         let products = outs.map(|(out, (first_col, weights))| Product {
             weights,
             first_col: *first_col,
-            out,
+            out: &mut out[..own],
         });
         model.kernels().products(x, products);
+        if let Some(beside) = &beside {
+            beside.read_roots(x, cut, (&mut *mine, own));
+        }
         self.exchange((model, index), cut, n, turn)?;
         add_bias(&mut self.delta, weights.bias.as_deref(), x.rows());
+        if let Some(beside) = &beside {
+            beside.add_sum(&mut self.delta[..n], own);
+        }
         Ok(())
     }
 

@@ -72,6 +72,7 @@ fn check_folder(folder: &str) {
         position: 0,
         pages: &[0, 1, 2][..tokens.len().div_ceil(PAGE)],
         windows: &[],
+        adapter: 0,
         logits: Logits::None,
     };
     let batch = Batch {

@@ -80,6 +80,7 @@ impl Runner {
             position,
             pages: &self.pages,
             windows: &[],
+            adapter: 0,
             logits,
         };
         let batch = Batch {

@@ -186,6 +186,7 @@ impl<'a> Schedule<'a> {
                     position: part.position,
                     pages: &s.pages,
                     windows: &[],
+                    adapter: 0,
                     logits: part.logits,
                 }
             })

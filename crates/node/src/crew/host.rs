@@ -62,6 +62,9 @@ pub(super) enum ToHost<M = ToWorker> {
         /// The model that guesses for it. Earlier versions name none.
         #[serde(default)]
         draft: Option<ModelName>,
+        /// Adapters beside it. Earlier versions name none.
+        #[serde(default)]
+        adapters: Vec<ModelName>,
     },
     /// For the worker.
     Worker(M),
@@ -84,6 +87,9 @@ pub(super) enum FromHost {
         /// The draft model's file here; a machine without it computes without guesses.
         #[serde(default)]
         draft: Option<PathBuf>,
+        /// The files of adapters here, in the order of `Start`.
+        #[serde(default)]
+        adapters: Vec<PathBuf>,
         /// The first core of its threads.
         first_core: Option<usize>,
         /// The process.
@@ -173,8 +179,14 @@ impl fmt::Debug for HostSpec {
 /// [`Broken`]: how the line ended.
 pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
     let (crew, model) = match hear(line, START_LIMIT)? {
-        Some(ToHost::<ToWorker>::Start { model, pin, draft }) => {
-            (start(line, spec, (&model, draft.as_ref()), pin)?, model)
+        Some(ToHost::<ToWorker>::Start {
+            model,
+            pin,
+            draft,
+            adapters,
+        }) => {
+            let files = (&model, draft.as_ref(), &*adapters);
+            (start(line, spec, files, pin)?, model)
         }
         _ => return Err(Broken::new("the owner did not say what to start")),
     };
@@ -194,15 +206,18 @@ pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
     ended
 }
 
+/// A worker's model, its draft, and its adapters.
+type Files<'a> = (&'a ModelName, Option<&'a ModelName>, &'a [ModelName]);
+
 /// Starts the worker and tells where it is.
 fn start(
     line: &dyn Line,
     spec: &HostSpec,
-    models: (&ModelName, Option<&ModelName>),
+    files: Files<'_>,
     pin: Option<usize>,
 ) -> Result<LocalCrew, Broken> {
     let bind = listen_address(spec.interface.as_deref()).map_err(|error| error.to_string());
-    let started = bind.and_then(|bind| Ok((bind, spawn(spec, models, pin)?)));
+    let started = bind.and_then(|bind| Ok((bind, spawn(spec, files, pin)?)));
     let (bind, crew) = match started {
         Ok(started) => started,
         Err(reason) => {
@@ -223,6 +238,7 @@ fn start(
         bind,
         model: post.model,
         draft: post.draft,
+        adapters: post.adapters,
         first_core: post.first_core,
         pid: post.pid,
     };
@@ -231,7 +247,7 @@ fn start(
 
 fn spawn(
     spec: &HostSpec,
-    (model, draft): (&ModelName, Option<&ModelName>),
+    (model, draft, adapters): Files<'_>,
     pin: Option<usize>,
 ) -> Result<LocalCrew, String> {
     let path = (spec.find)(model)?;
@@ -248,6 +264,10 @@ fn spawn(
         writable: spec.writable.clone(),
         model: path,
         draft: draft.and_then(whole),
+        adapters: adapters
+            .iter()
+            .map(|it| (spec.find)(it))
+            .collect::<Result<_, _>>()?,
         ranks: 1,
         pin,
         on_line: Some(Box::new(move |_, line| on_line(line))),

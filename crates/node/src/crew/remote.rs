@@ -88,6 +88,7 @@ pub struct RemoteCrew {
     places: Box<dyn Places>,
     model: ModelName,
     draft: Option<ModelName>,
+    adapters: Vec<ModelName>,
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
     spares: Vec<Mutex<Slot>>,
@@ -166,6 +167,7 @@ impl RemoteCrew {
             places,
             model,
             draft: None,
+            adapters: Vec::new(),
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
             spares: (0..ranks).map(|_| Mutex::default()).collect(),
@@ -180,6 +182,14 @@ impl RemoteCrew {
     #[must_use]
     pub fn with_draft(mut self, draft: Option<ModelName>) -> Self {
         self.draft = draft;
+        self
+    }
+
+    /// Has the files of adapters told with each [`Post`]; a machine that lacks one starts no
+    /// worker.
+    #[must_use]
+    pub fn with_adapters(mut self, adapters: Vec<ModelName>) -> Self {
+        self.adapters = adapters;
         self
     }
 
@@ -214,6 +224,7 @@ impl RemoteCrew {
             model: self.model.clone(),
             pin: self.pin,
             draft: self.draft.clone(),
+            adapters: self.adapters.clone(),
         };
         say(&*line, &start).map_err(|error| of(&error))?;
         let answer = hear(&*line, START_LIMIT).map_err(|error| of(&error))?;
@@ -223,6 +234,7 @@ impl RemoteCrew {
                 bind,
                 model,
                 draft,
+                adapters,
                 first_core,
                 pid,
             }) => Ok(Seat {
@@ -233,6 +245,7 @@ impl RemoteCrew {
                     listen: bind,
                     model,
                     draft,
+                    adapters,
                     first_core,
                     pid,
                 },
@@ -528,6 +541,7 @@ impl Crew for RemoteCrew {
                 listen: own,
                 model: self.model.name.clone().into(),
                 draft: None,
+                adapters: Vec::new(),
                 first_core: None,
                 pid: None,
             },
@@ -775,6 +789,7 @@ mod tests {
             bind: SocketAddr::from(([0, 0, 0, 0], 0)),
             model: "/there/model.gguf".into(),
             draft: Some("/there/draft.gguf".into()),
+            adapters: vec!["/there/poet.gguf".into()],
             first_core: None,
             pid: Some(7),
         }
@@ -804,6 +819,7 @@ mod tests {
         assert_eq!(crew.seen_by(Rank(0), &heard), heard, "its own");
         assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
         assert_eq!(post.draft.as_deref(), Some("/there/draft.gguf".as_ref()));
+        assert_eq!(post.adapters, [PathBuf::from("/there/poet.gguf")]);
 
         let listening = FromWorker::Listening { addr: post.listen };
         say(&first, &FromHost::Message(listening.clone())).unwrap();

@@ -211,6 +211,21 @@ impl Copies {
         Ok(sum)
     }
 
+    /// Makes a file, which is in the folder of copies, a copy that its user calls `name`. Its
+    /// SHA-256, in hexadecimal digits.
+    ///
+    /// # Errors
+    /// Why no more models may be here, and what the system says.
+    pub(super) fn keep(&self, file: &Path, name: &str) -> Result<String, String> {
+        let failed = |error: io::Error| format!("{}: {error}", file.display());
+        (self.may_have)(fs::metadata(file).map_err(failed)?.len())?;
+        let sum = hash(file).map_err(failed)?;
+        let place = place_in(&self.folder, &sum, "gguf")?;
+        let named = write_whole(&place.with_extension(NAME), name.as_bytes());
+        let kept = named.and_then(|()| fs::rename(file, &place));
+        kept.map(|()| sum).map_err(failed)
+    }
+
     /// The whole file of a model on this machine: a copy of just this content, or the store's model
     /// of this name where it has the content.
     pub(super) fn find(&self, model: &ModelName) -> Result<PathBuf, String> {

@@ -388,6 +388,7 @@ mod tests {
             source: None,
             lender: None,
             draft: None,
+            adapters: Vec::new(),
             drafts: None,
             follow: false,
             grows: false,

@@ -1,18 +1,19 @@
 //! Loads and unloads that users ask for, as records of the shared map.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 
 use paceline_cluster::nodes::placement::{
-    self, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPARE_AUTO, SPLIT_ANY, Wanted, Weights,
+    self, AdapterFile, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPARE_AUTO, SPLIT_ANY, Wanted, Weights,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
-use paceline_model::{Source, SplitKind};
+use paceline_model::{Config, Source, SplitKind};
 
 use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
-use crate::texts;
+use crate::{adapters, texts};
 
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
@@ -163,6 +164,7 @@ impl Inner {
                 .as_deref()
                 .map(|name| self.draft(name))
                 .transpose()?,
+            adapters: self.adapters(ask, path)?,
             drafts: ask.drafts,
             follow: ask.follow,
             grows: ask.grows,
@@ -185,6 +187,7 @@ impl Inner {
             spare: Some(0),
             replicas: 1,
             draft: None,
+            adapters: Vec::new(),
             drafts: None,
             follow: false,
             grows: false,
@@ -215,6 +218,40 @@ impl Inner {
             sha256,
             bytes: std::fs::metadata(&path).map_err(failed)?.len(),
         })
+    }
+
+    /// The adapters that are asked for, as copies that other nodes can have: in GGUF's form, one
+    /// file each. Reads them and the model's shape.
+    fn adapters(&self, ask: &Ask, path: &Path) -> Result<Vec<AdapterFile>, String> {
+        let (got, most) = (ask.adapters.len(), placement::ADAPTERS_MAX);
+        if got > most {
+            return Err(format!("{got} adapters, expected at most {most}"));
+        }
+        if got == 0 {
+            return Ok(Vec::new());
+        }
+        let failed = |error: &dyn Display| format!("{}: {error}", path.display());
+        let source = Source::open(path).map_err(|error| failed(&error))?;
+        let config = Config::read(&source).map_err(|error| failed(&error))?;
+        let mut all: Vec<AdapterFile> = Vec::new();
+        for (name, from) in &ask.adapters {
+            if name.is_empty() || all.iter().any(|known| known.name == *name) {
+                return Err(format!("{name:?} is no name for one more adapter"));
+            }
+            let folder = &self.copies.folder;
+            std::fs::create_dir_all(folder).map_err(|error| failed(&error))?;
+            let made = tempfile::tempdir_in(folder).map_err(|error| failed(&error))?;
+            let file = adapters::as_gguf((name.as_str(), from.as_path()), &config, made.path());
+            let file = file.map_err(|error| format!("adapter {name}: {error}"))?;
+            let bytes = std::fs::metadata(&file).map_err(|error| failed(&error))?;
+            let sha256 = self.copies.keep(&file, &format!("{}:{name}", ask.model))?;
+            all.push(AdapterFile {
+                name: name.clone(),
+                sha256,
+                bytes: bytes.len(),
+            });
+        }
+        Ok(all)
     }
 
     /// Writes the first records of new instances, all or none of them.

@@ -19,6 +19,8 @@ pub(super) struct Name {
     model: String,
     sha256: String,
     context: Option<u32>,
+    /// Name and SHA-256 of each adapter.
+    adapters: Vec<(String, String)>,
 }
 
 impl Name {
@@ -28,13 +30,27 @@ impl Name {
             model: wanted.model.clone(),
             sha256: wanted.sha256.clone(),
             context: wanted.context,
+            adapters: wanted
+                .adapters
+                .iter()
+                .map(|it| (it.name.clone(), it.sha256.clone()))
+                .collect(),
         }
     }
 
     /// The key of its door; other names have others.
     pub(super) fn key(&self) -> String {
         let context = self.context.unwrap_or(0);
-        format!("{}/{context}/{}", self.sha256, self.model)
+        let adapters = self.adapters.iter();
+        let adapters: String = adapters.map(|(_, sha256)| format!("/{sha256}")).collect();
+        format!("{}/{context}/{}{adapters}", self.sha256, self.model)
+    }
+
+    /// The keys of the doors of its adapters, in the order of the record.
+    pub(super) fn adapter_keys(&self) -> impl Iterator<Item = String> {
+        let key = self.key();
+        let names = self.adapters.iter().map(|(name, _)| name);
+        names.map(move |name| format!("{key}#{name}"))
     }
 }
 
@@ -135,6 +151,7 @@ mod tests {
             source: None,
             lender: None,
             draft: None,
+            adapters: Vec::new(),
             drafts: None,
             follow: false,
             grows: false,

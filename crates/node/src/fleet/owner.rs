@@ -64,11 +64,16 @@ impl Owned {
         let path = self.own_file(inner)?;
         self.share(inner)?;
         let draft = self.draft(inner)?;
+        let adapters = self.adapter_files(inner)?;
         self.report(inner, State::Loading, None, None);
         if encoders::is_encoder(&path) {
             return encoders::load(&path, &self.wanted).map(Answers::Encoder);
         }
         let mut prepared = self.prepare(inner, &path, draft.as_deref())?;
+        for (name, path) in &adapters {
+            let adapted = prepared.adapt(name, path);
+            adapted.map_err(|error| error.to_string())?;
+        }
         match self.wanted.spare {
             0 => {}
             SPARE_AUTO if self.wanted.nodes.len() < 2 => {}
@@ -94,6 +99,8 @@ impl Owned {
         let ranks = self.wanted.nodes.len() as u32;
         let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);
         let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
+        let of_adapters = self.wanted.of_adapters();
+        let crew = crew.with_adapters(of_adapters.map(|it| name_of(&it)).collect());
         let instance = prepared.over(Box::new(crew), true, self.observer(inner));
         let instance = instance.map_err(|error| error.to_string())?;
         let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
@@ -155,6 +162,21 @@ impl Owned {
         let path = of_draft.own_file(inner)?;
         of_draft.share(inner)?;
         Ok(Some(path))
+    }
+
+    /// Names of the adapters and their files on this node, once every node has them.
+    fn adapter_files(&self, inner: &Inner) -> Result<Vec<(String, PathBuf)>, String> {
+        let names = self.wanted.adapters.iter().map(|it| it.name.clone());
+        let file = |(name, wanted): (String, Wanted)| -> Result<_, String> {
+            let of_adapter = Self {
+                wanted,
+                ..self.clone()
+            };
+            let path = of_adapter.own_file(inner)?;
+            of_adapter.share(inner)?;
+            Ok((name, path))
+        };
+        names.zip(self.wanted.of_adapters()).map(file).collect()
     }
 
     fn prepare(

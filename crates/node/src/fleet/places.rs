@@ -272,8 +272,7 @@ impl Nodes {
         match self.nodes.contains(&id) {
             true => Ok(()),
             false => {
-                let draft = self.wanted.of_draft();
-                let mut models = std::iter::once(self.wanted.clone()).chain(draft);
+                let mut models = self.wanted.clone().files();
                 models.try_for_each(|model| copies::ensure(&self.agent, id, &model, &|_| ()))
             }
         }

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::placement::Wanted;
 use paceline_cluster::nodes::{InstanceId, Key, Register, Registers, Stamp, placement};
 
 use super::Inner;
@@ -26,14 +27,12 @@ const FILES_MAX: usize = 256;
 /// Identity of a write to a record: its epoch and stamp.
 type Write = (u64, Stamp);
 
-/// SHA-256 of the files that instances want, those of their drafts too.
+/// SHA-256 of the files that instances want, those of their drafts and adapters too.
 pub(super) fn wanted(map: &Registers) -> BTreeSet<String> {
     let all = placement::wanted(map).map(|(.., wanted)| wanted);
-    let files = all.flat_map(|wanted| {
-        let draft = wanted.draft.map(|draft| draft.sha256);
-        std::iter::once(wanted.sha256).chain(draft)
-    });
-    files.collect()
+    all.flat_map(Wanted::files)
+        .map(|file| file.sha256)
+        .collect()
 }
 
 /// The SHA-256 that a record of a file is about.

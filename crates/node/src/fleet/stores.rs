@@ -195,10 +195,7 @@ fn used(agent: &Agent) -> Vec<(String, String)> {
     let (map, own) = (agent.map(), agent.id());
     let is_here = |wanted: &Wanted| wanted.nodes.contains(&own) || wanted.source == Some(own);
     let here = placement::wanted(&map).filter(|(.., wanted)| is_here(wanted));
-    let models = here.flat_map(|(.., wanted)| {
-        let draft = wanted.of_draft();
-        std::iter::once(wanted).chain(draft)
-    });
+    let models = here.flat_map(|(.., wanted)| wanted.files());
     models.map(|it| (it.sha256, it.model)).collect()
 }
 

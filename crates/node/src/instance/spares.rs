@@ -11,6 +11,7 @@ use paceline_base::Rank;
 use tracing::debug;
 
 use super::Shared;
+use crate::adapters;
 use crate::crew::{Crew, Post};
 use crate::messages::{Job, ToWorker};
 
@@ -104,6 +105,7 @@ fn keep(crew: &dyn Crew, (job, tag): (&Job, u64), tries: &mut Tries) {
     let prepare = |post: Post| {
         ToWorker::Prepare(Box::new(Job {
             model: post.model,
+            adapters: adapters::at(&job.adapters, &post.adapters),
             draft: job.draft.clone().and_then(|draft| draft.at(post.draft)),
             first_core: post.first_core,
             ..job.clone()

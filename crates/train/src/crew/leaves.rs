@@ -82,6 +82,7 @@ impl Team {
                     }
                 }
             }
+            open.extend(self.lose_hung(at).into_iter().flat_map(|has| has.leaves));
             self.tell(watch);
         }
         self.forget(at.step);
@@ -118,6 +119,7 @@ impl Team {
             let member = &mut self.members[rank];
             if member.has.leaves.is_empty() {
                 member.since = (at.clock)();
+                self.deadlines.begin(rank, range.len());
             }
             member.has.leaves.push(range);
             if let Err(error) = self.workers.send(Rank(rank as u32), &message) {
@@ -169,6 +171,8 @@ impl Team {
                 member.has.leaves.retain(|range| *range != (start..end));
                 member.speed = (end - start) as f64 / (now - member.since).max(1e-6);
                 member.since = now;
+                let next = member.has.leaves.first().map_or(0, Range::len);
+                self.deadlines.end(rank as usize, next);
                 self.fruitless = 0;
                 let losses = losses.into_iter().map(f64::from_bits).collect();
                 given.done.insert(start, (end, losses));

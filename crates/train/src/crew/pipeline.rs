@@ -117,6 +117,9 @@ impl Team {
                     }
                 }
             }
+            for has in self.lose_hung(at) {
+                give_back(&mut flow, &has);
+            }
             self.tell(watch);
         }
         Ok(given)
@@ -139,6 +142,7 @@ impl Team {
                 back,
             };
             self.members[rank].has.task = Some(task);
+            self.deadlines.begin(rank, 1);
             if let Err(error) = self.workers.send(Rank(rank as u32), &ToWorker::Pass(task)) {
                 give_back(flow, &self.lose(rank as u32, error.to_string()));
             }
@@ -176,6 +180,7 @@ impl Team {
             let _ = std::fs::remove_file(self.exchange.join(name));
         }
         self.members[rank as usize].has.task = None;
+        self.deadlines.end(rank as usize, 0);
         self.fruitless = 0;
         flow.pass(task.leaf);
         None

@@ -11,7 +11,7 @@ use super::super::paths::Path;
 use super::super::{Key, NodeId, Registers};
 
 /// Version of what nodes say to each other. Raised when an older node would misunderstand.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// A node's own account of itself, an entry of the shared map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -164,6 +164,7 @@ pub(super) fn logits_of(model: &Tiny, tokens: &[u32]) -> Vec<Vec<f32>> {
         position: 0,
         pages: &pages,
         windows: &[],
+        adapter: 0,
         logits: Logits::All,
     };
     let batch = Batch {

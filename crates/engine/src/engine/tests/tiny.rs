@@ -5,7 +5,7 @@ use std::sync::Arc;
 use paceline_base::{BlockType, Rank};
 use paceline_formats::gguf::testing::Writer;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
-use paceline_model::{LoadOptions, Model, Source, Split};
+use paceline_model::{Adapter, AdapterId, AdapterPair, LoadOptions, Model, Part, Source, Split};
 use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{InstructionSet, Kernels};
 
@@ -118,6 +118,24 @@ impl Tiny {
         Self::open(&Source::open(&path).unwrap(), kernels)
     }
 
+    /// As [`new`](Self::new), with adapters called `a` and `b` beside it.
+    pub(super) fn adapted(threads: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tiny.gguf");
+        file().write(&path);
+        let (source, kernels) = (
+            Source::open(&path).unwrap(),
+            Arc::new(Kernels::new(threads).unwrap()),
+        );
+        let tiny = Self::open(&source, kernels);
+        let model = Arc::into_inner(tiny.model).unwrap();
+        let model = model.with_adapters(&source, &[adapter("a"), adapter("b")]);
+        Self {
+            model: Arc::new(model.unwrap()),
+            tokenizer: tiny.tokenizer,
+        }
+    }
+
     /// The model and tokenizer of any GGUF file.
     pub(super) fn open(source: &Source, kernels: Arc<Kernels>) -> Self {
         Self::open_as(source, kernels, LoadOptions::default())
@@ -147,6 +165,36 @@ impl Tiny {
         self.tokenizer
             .encode(text, Specials::AsText, false)
             .unwrap()
+    }
+}
+
+/// An adapter whose numbers follow from its name.
+fn adapter(name: &str) -> Adapter {
+    let seed = name.as_bytes()[0];
+    let values = |n: usize, by: f32| {
+        let value = |i: usize| (i as f32 * by + f32::from(seed)).sin() * 0.5;
+        (0..n).map(value).collect()
+    };
+    let pair = |layer, part, out: usize, inputs: usize| AdapterPair {
+        layer,
+        part,
+        rank: 2,
+        a: values(2 * inputs, 1.3),
+        b: values(2 * out, 0.7),
+    };
+    let pairs = (0..LAYERS).flat_map(|layer| {
+        [
+            pair(layer, Part::Query, HEADS * HEAD_DIM, WIDTH),
+            pair(layer, Part::Down, WIDTH, FFN),
+        ]
+    });
+    Adapter {
+        id: AdapterId {
+            name: name.to_owned(),
+            digest: [seed; 32],
+        },
+        scale: 1.0,
+        pairs: pairs.collect(),
     }
 }
 

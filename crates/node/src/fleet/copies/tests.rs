@@ -66,6 +66,7 @@ pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> Wanted {
         source: None,
         lender: None,
         draft: None,
+        adapters: Vec::new(),
         drafts: None,
         follow: false,
         grows: false,

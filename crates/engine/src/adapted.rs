@@ -1,0 +1,48 @@
+//! A service's answers with one of its model's adapters.
+
+use std::sync::Arc;
+
+use crate::{Failure, Request, Service, Sink, Status, Ticket};
+
+/// Another service whose requests all have one adapter: both share one engine, its batches and its
+/// memory.
+#[derive(Clone, Debug)]
+pub struct AdaptedService {
+    base: Arc<dyn Service>,
+    adapter: String,
+}
+
+impl AdaptedService {
+    /// `base` with the adapter of this name.
+    pub fn new(base: Arc<dyn Service>, adapter: impl Into<String>) -> Self {
+        Self {
+            base,
+            adapter: adapter.into(),
+        }
+    }
+}
+
+impl Service for AdaptedService {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        let adapter = Some(self.adapter.clone());
+        let request = Request { adapter, ..request };
+        self.base.submit_after(request, tokens, sink)
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.base.cancel(ticket);
+    }
+
+    fn status(&self) -> Status {
+        self.base.status()
+    }
+
+    fn cut(&self) -> String {
+        self.base.cut()
+    }
+}

@@ -1,0 +1,92 @@
+//! Sequences with adapters: in one batch, in the prefix cache, as snapshots.
+
+use paceline_tensor::PAGE;
+
+use super::requests::{SAMPLED, prompt, request};
+use super::rig::{Rig, alone};
+use super::tiny::{END, Tiny};
+use crate::{EngineConfig, Error, Pace, Request, SamplingParams};
+
+const CONTEXT: usize = 4 * PAGE;
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        model: "tiny".to_owned(),
+        context: CONTEXT,
+        cache_positions: 4 * CONTEXT,
+        max_running: 3,
+        max_waiting: 20,
+        max_rows: 40,
+        pace: Pace::Auto,
+        drafts: 0,
+    }
+}
+
+/// An answer to the same prompt of two pages by an adapter.
+fn asked(adapter: Option<&str>, seed: u64) -> Request {
+    let sampling = SamplingParams {
+        seed,
+        logit_bias: vec![(END, -100.0)],
+        ..SAMPLED
+    };
+    Request {
+        adapter: adapter.map(str::to_owned),
+        logprobs: Some(2),
+        ..request(prompt(2 * PAGE + 7, 1), 30, sampling)
+    }
+}
+
+#[test]
+fn one_batch_has_rows_of_several_adapters() {
+    let tiny = Tiny::adapted(2);
+    let mut rig = Rig::new(&tiny, sizes());
+    let all = [None, Some("a"), Some("b")].map(|adapter| asked(adapter, 3));
+    let ids = all.each_ref().map(|request| rig.submit(request));
+    rig.drain();
+    let outcomes = ids.map(|id| rig.outcomes[&id].clone());
+    for (outcome, request) in outcomes.iter().zip(&all) {
+        assert_eq!(
+            *outcome,
+            alone(&tiny, request, CONTEXT),
+            "{:?}",
+            request.adapter
+        );
+    }
+    let [base, a, b] = outcomes.map(|outcome| outcome.logprobs);
+    assert!(base != a && base != b && a != b);
+    assert_eq!(rig.engine.n_reused(), 0, "no keys are shared between them");
+
+    // The same once more: each begins with its own pages.
+    for request in &all {
+        let before = rig.engine.n_reused();
+        let id = rig.submit(request);
+        rig.drain();
+        assert_eq!(rig.engine.n_reused() - before, 2 * PAGE as u64);
+        assert_eq!(rig.outcomes[&id], alone(&tiny, request, CONTEXT));
+    }
+}
+
+#[test]
+fn a_snapshot_goes_on_with_its_adapter_only() {
+    let (here, there) = (Tiny::adapted(1), Tiny::adapted(2));
+    let request = asked(Some("b"), 5);
+    let expected = alone(&here, &request, CONTEXT);
+    let mut rig = Rig::new(&here, sizes());
+    let id = rig.submit(&request);
+    for _ in 0..12 {
+        rig.step();
+    }
+    let snapshot = rig.engine.snapshot(id).unwrap();
+    let mut other = Rig::new(&there, sizes());
+    let copy = other.restore(&snapshot, rig.outcomes[&id].clone());
+    other.drain();
+    assert_eq!(other.outcomes[&copy], expected);
+    let mut without = Tiny::new(1).engine(sizes());
+    let refused = without.restore(snapshot).unwrap_err();
+    assert!(matches!(refused, Error::OtherAdapter), "{refused}");
+    let refused = without.submit(request).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "the model has no adapter \"b\" beside it"
+    );
+}

@@ -1,0 +1,290 @@
+//! Adapters beside weights that stay as they are: pairs of small matrices whose products are added.
+//!
+//! ```text
+//! y = W x + bias + scale B (A x)     A (r, in), B (out, r)
+//! ```
+//! **Definition.** An element of `A x` is a chain of fused multiply-adds over the inputs from 0, in
+//! f32, whatever the kernel class. Where ranks share the inputs (attention output, down) there is
+//! a chain for each leaf of the sum, and the tree adds them, so ranks send `r` numbers more for
+//! each row and root. The scaled sum goes on from `y` as a chain over `r`. Threads, batch, split
+//! and instruction set change no bit.
+//!
+//! Adapters that belong to one base are numbered from 1; 0 is the base alone. Rows of a batch may
+//! have different ones ([`BatchSequence::adapter`](crate::BatchSequence::adapter)).
+
+use std::ops::Range;
+
+use paceline_base::Bytes;
+use paceline_tensor::RopePairs;
+
+use crate::split::Shard;
+use crate::{Config, Error, LayerCache, LayerShape, Part, Source};
+
+/// The matrices of a layer that may have a pair.
+const PARTS: [Part; 7] = [
+    Part::Query,
+    Part::Key,
+    Part::Value,
+    Part::AttentionOutput,
+    Part::Gate,
+    Part::Up,
+    Part::Down,
+];
+
+/// Most adapters of a model: plans have a word for each sequence's, and each is in memory.
+pub const ADAPTERS_MAX: usize = 256;
+
+/// An adapter of a whole model, as its files have it: rows of queries and keys in Hugging Face's
+/// order.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// Which it is.
+    pub id: AdapterId,
+    /// A factor of each pair's product.
+    pub scale: f32,
+    /// In any order, at most one for each matrix.
+    pub pairs: Vec<AdapterPair>,
+}
+
+/// What tells an adapter apart from others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterId {
+    /// The name that requests choose it by.
+    pub name: String,
+    /// SHA-256 of its numbers: the same for the same adapter in another form, or with another name.
+    pub digest: [u8; 32],
+}
+
+/// The pair of one matrix.
+#[derive(Clone, Debug)]
+pub struct AdapterPair {
+    /// Layer of the matrix.
+    pub layer: usize,
+    /// Which matrix of the layer.
+    pub part: Part,
+    /// Inner dimension.
+    pub rank: usize,
+    /// `(rank, in)`
+    pub a: Vec<f32>,
+    /// `(out, rank)`
+    pub b: Vec<f32>,
+}
+
+/// A rank's part of a pair, transposed, so that kernels read lanes side by side.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) rank: usize,
+    pub(crate) scale: f32,
+    /// `(in, rank)`: this rank's inputs.
+    pub(crate) a: Vec<f32>,
+    /// `(rank, out)`: this rank's outputs.
+    pub(crate) b: Vec<f32>,
+}
+
+impl Held {
+    /// This rank's outputs.
+    pub(crate) const fn outputs(&self) -> usize {
+        self.b.len() / self.rank
+    }
+}
+
+/// A rank's parts of the pairs of a layer, in the order of [`PARTS`].
+type OfLayer = [Option<Held>; PARTS.len()];
+
+/// A rank's parts of all adapters.
+#[derive(Debug, Default)]
+pub(crate) struct Adapters {
+    ids: Vec<AdapterId>,
+    first_layer: usize,
+    /// By adapter and layer held.
+    each: Vec<Vec<OfLayer>>,
+}
+
+impl Adapters {
+    /// What a rank needs of adapters.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] for one that does not fit the model, [`Error::Adapters`] for too many.
+    pub(crate) fn new(
+        source: &Source,
+        config: &Config,
+        shard: &Shard,
+        adapters: &[Adapter],
+    ) -> Result<Self, Error> {
+        let (got, most) = (adapters.len(), ADAPTERS_MAX);
+        if got > most {
+            return Err(Error::Adapters { got, most });
+        }
+        // Files of GGUF have rows of heads in the order of the rotation.
+        let turned = matches!(source, Source::Gguf(_));
+        let of = |adapter: &Adapter| {
+            adapter.check(config)?;
+            let mut layers: Vec<OfLayer> =
+                shard.layers.clone().map(|_| OfLayer::default()).collect();
+            let own = |pair: &&AdapterPair| shard.layers.contains(&pair.layer);
+            for pair in adapter.pairs.iter().filter(own) {
+                let held = pair.held(adapter.scale, (config, shard), turned);
+                layers[pair.layer - shard.layers.start][slot(pair.part)] = Some(held);
+            }
+            Ok::<_, Error>(layers)
+        };
+        Ok(Self {
+            ids: adapters.iter().map(|adapter| adapter.id.clone()).collect(),
+            first_layer: shard.layers.start,
+            each: adapters.iter().map(of).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Which they are, in the order of their numbers.
+    pub(crate) fn ids(&self) -> &[AdapterId] {
+        &self.ids
+    }
+
+    /// This rank's part of the pair of a matrix; `adapter` counts from 0.
+    pub(crate) fn held(&self, adapter: usize, (layer, part): (usize, Part)) -> Option<&Held> {
+        self.each[adapter][layer - self.first_layer][slot(part)].as_ref()
+    }
+
+    /// The largest rank of the pairs whose inputs ranks share; 0 without any.
+    pub(crate) fn summed_rank_max(&self) -> usize {
+        let summed = [Part::AttentionOutput, Part::Down].map(slot);
+        let layers = self.each.iter().flatten();
+        let pairs = layers.flat_map(|layer| summed.map(|slot| layer[slot].as_ref()));
+        pairs.flatten().map(|held| held.rank).max().unwrap_or(0)
+    }
+
+    /// Memory of all of them.
+    pub(crate) fn bytes(&self) -> Bytes {
+        let pairs = self.each.iter().flatten().flatten().flatten();
+        let numbers: usize = pairs.map(|held| held.a.len() + held.b.len()).sum();
+        Bytes((numbers * size_of::<f32>()) as u64)
+    }
+}
+
+impl Adapter {
+    /// Whether it fits a model.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] with the first pair that does not.
+    pub fn check(&self, config: &Config) -> Result<(), Error> {
+        let wrong = |reason: String| Error::Adapter {
+            name: self.id.name.clone(),
+            reason,
+        };
+        if config.family.joins_qkv() {
+            let reason = "the model has queries, keys and values in one matrix";
+            return Err(wrong(reason.to_owned()));
+        }
+        for pair in &self.pairs {
+            let place = format!("layer {}, {:?}", pair.layer, pair.part);
+            let shape = config.layers.get(pair.layer);
+            let sizes = shape.and_then(|shape| sizes(config.width, shape, pair.part));
+            let Some([out, inputs]) = sizes else {
+                return Err(wrong(format!("{place}: the model has no such matrix")));
+            };
+            let r = pair.rank;
+            if r == 0 || pair.a.len() != r * inputs || pair.b.len() != out * r {
+                let (a, b) = (pair.a.len(), pair.b.len());
+                return Err(wrong(format!(
+                    "{place}: {a} and {b} numbers of rank {r}, the model's matrix is [{out}, \
+                     {inputs}]"
+                )));
+            }
+            if !pair.a.iter().chain(&pair.b).all(|x| x.is_finite()) {
+                return Err(wrong(format!("{place}: a number is infinite or NaN")));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl AdapterPair {
+    /// A rank's part of it, for a model that it fits.
+    fn held(&self, scale: f32, (config, shard): (&Config, &Shard), turned: bool) -> Held {
+        let (r, shape) = (self.rank, &config.layers[self.layer]);
+        let cut = shard.layer(self.layer);
+        let inputs = self.a.len() / r;
+        let of_heads = |heads: &Range<usize>, dim: usize| heads.start * dim..heads.end * dim;
+        let (rows, cols) = match self.part {
+            Part::Query => (of_heads(&cut.heads, shape.head_dim), 0..inputs),
+            Part::Key => (of_heads(&cut.kv_heads, shape.head_dim), 0..inputs),
+            Part::Value => (of_heads(&cut.kv_heads, shape.value_dim), 0..inputs),
+            Part::AttentionOutput => (0..config.width, cut.attention.columns()),
+            Part::Down => (0..config.width, cut.dense().columns()),
+            _ => (cut.dense().columns(), 0..inputs),
+        };
+        let is_rotated = matches!(self.part, Part::Query | Part::Key);
+        let adjacent = config.ropes[shape.rope].pairs == RopePairs::Adjacent;
+        let head_dim = (turned && is_rotated && adjacent).then_some(shape.head_dim);
+        let row = |row: usize| adapter_row(row, head_dim) * r;
+        Held {
+            rank: r,
+            scale,
+            a: cols
+                .flat_map(|col| (0..r).map(move |i| self.a[i * inputs + col]))
+                .collect(),
+            b: (0..r)
+                .flat_map(|i| rows.clone().map(move |out| self.b[row(out) + i]))
+                .collect(),
+        }
+    }
+}
+
+/// The row of an adapter for a row of a file whose heads have pairs of neighbours, where `head_dim`
+/// is given: halves there. The inverse of llama.cpp's `permute`.
+const fn adapter_row(row: usize, head_dim: Option<usize>) -> usize {
+    match head_dim {
+        None => row,
+        Some(size) => {
+            let (head, i) = (row / size, row % size);
+            head * size + i / 2 + (i % 2) * (size / 2)
+        }
+    }
+}
+
+/// The place of a part in [`PARTS`].
+///
+/// # Panics
+/// For parts that have no pairs, which [`Adapter::check`] refuses.
+fn slot(part: Part) -> usize {
+    let found = PARTS.iter().position(|known| *known == part);
+    found.expect("a part with a pair")
+}
+
+/// Outputs and inputs of a matrix of a layer; `None` where it has none, or is computed in a way
+/// that nothing can be added to.
+fn sizes(width: usize, shape: &LayerShape, part: Part) -> Option<[usize; 2]> {
+    let is_plain =
+        shape.latent.is_none() && !shape.gated && !matches!(shape.cache, LayerCache::Delta(_));
+    let of = |there: bool, out: usize, inputs: usize| there.then_some([out, inputs]);
+    let (heads, kv) = (shape.heads, shape.kv_heads);
+    match part {
+        Part::Query => of(is_plain, heads * shape.head_dim, width),
+        Part::Key => of(is_plain && shape.has_keys(), kv * shape.head_dim, width),
+        Part::Value => of(is_plain && shape.has_values(), kv * shape.value_dim, width),
+        Part::AttentionOutput => of(is_plain, width, heads * shape.output_dim()),
+        Part::Gate | Part::Up => of(shape.has_dense(), shape.ffn, width),
+        Part::Down => of(shape.has_dense(), width, shape.ffn),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::adapter_row;
+
+    /// As `file_row` of `paceline-train`, which goes the other way.
+    #[test]
+    fn rows_of_heads_are_turned_back() {
+        let file_row = |row: usize, size: usize| {
+            let (head, i) = (row / size, row % size);
+            head * size + 2 * (i % (size / 2)) + i / (size / 2)
+        };
+        for size in [2, 4, 64] {
+            for row in 0..3 * size {
+                assert_eq!(file_row(adapter_row(row, Some(size)), size), row);
+            }
+        }
+        assert_eq!(adapter_row(7, None), 7);
+    }
+}

@@ -1,0 +1,100 @@
+//! Adapters of an instance: each is read once to know it, and again by each rank that computes with
+//! it.
+
+use std::path::{Path, PathBuf};
+
+use paceline_model::{Adapter, Config};
+use paceline_train::adapter::{Adapter as File, Base, Form, weights_file};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// An adapter's file or folder, and what it held when it was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdapterOf {
+    /// The name that requests choose it by.
+    pub name: String,
+    /// Where it lies, on the machine that is told.
+    pub(crate) path: PathBuf,
+    /// SHA-256 of its numbers: what lies there later may be another one.
+    pub(crate) digest: [u8; 32],
+}
+
+impl AdapterOf {
+    /// The adapter at `path`, for a model.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] for files that are none, [`Error::Model`] for one that does not fit.
+    pub(crate) fn look(name: &str, path: &Path, config: &Config) -> Result<Self, Error> {
+        let adapter = read(name, path, config)?;
+        Ok(Self {
+            name: name.to_owned(),
+            path: path.to_owned(),
+            digest: adapter.id.digest,
+        })
+    }
+
+    /// The first digits of its hash: for people.
+    pub fn short(&self) -> String {
+        let digits = self.digest.iter().take(4);
+        digits.map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look); [`Error::OtherAdapter`].
+    pub(crate) fn read(&self, config: &Config) -> Result<Adapter, Error> {
+        let adapter = read(&self.name, &self.path, config)?;
+        match adapter.id.digest == self.digest {
+            true => Ok(adapter),
+            false => Err(Error::OtherAdapter {
+                name: self.name.clone(),
+                path: self.path.clone(),
+            }),
+        }
+    }
+}
+
+/// Reads all of them.
+///
+/// # Errors
+/// As [`AdapterOf::read`].
+pub(crate) fn read_all(all: &[AdapterOf], config: &Config) -> Result<Vec<Adapter>, Error> {
+    all.iter().map(|adapter| adapter.read(config)).collect()
+}
+
+/// The same adapters where another machine has them; as they are where it says nothing.
+pub(crate) fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
+    if paths.is_empty() {
+        return all.to_vec();
+    }
+    let there = all.iter().zip(paths);
+    let there = there.map(|(adapter, path)| AdapterOf {
+        path: path.clone(),
+        ..adapter.clone()
+    });
+    there.collect()
+}
+
+/// Writes the adapter at a path into `folder` as one file, if it fits the model; the file.
+///
+/// # Errors
+/// As [`AdapterOf::look`].
+pub(crate) fn as_gguf(
+    (name, path): (&str, &Path),
+    config: &Config,
+    folder: &Path,
+) -> Result<PathBuf, Error> {
+    let (file, _) = File::read_for(path, Some(Base::of(config)))?;
+    file.beside(name, path)?.check(config)?;
+    file.write_gguf(folder, Base::of(config))?;
+    Ok(weights_file(folder, Form::Gguf))
+}
+
+fn read(name: &str, path: &Path, config: &Config) -> Result<Adapter, Error> {
+    let (file, _) = File::read_for(path, Some(Base::of(config)))?;
+    let adapter = file.beside(name, path)?;
+    adapter.check(config)?;
+    Ok(adapter)
+}
