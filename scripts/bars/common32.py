@@ -1,0 +1,305 @@
+"""Shared by bar22, bar26 to bar29, bar32, bar34, bar38 and bar39: a binary, servers, streams with times, bars.
+
+The binary is that of PACELINE, else target/release/paceline. Each server has a home of its own in a temporary folder;
+models are named by their files (common.MODELS, and those that are made in /tmp/bars). All processes that `start` has
+started end with the script, with all of their session, also at SIGTERM and at an error.
+"""
+import argparse, atexit, contextlib, http.client, json, os, re, shutil, signal, statistics, subprocess, sys, tempfile, threading, time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from common import ALONE, GEMMA, MLX_PYTHON, MODELS, SMOLLM2, Server, load
+
+REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+BINARY = os.path.abspath(os.environ.get("PACELINE", f"{REPO}/target/release/paceline"))
+MADE = "/tmp/bars"  # models and data that are made once
+_children, _folders, _missed = [], [], []
+
+
+def start(command, **more):
+    """A process in a session of its own, which ends with this script."""
+    child = subprocess.Popen([str(word) for word in command], start_new_session=True,
+                             **{"stdin": subprocess.DEVNULL, **more})
+    _children.append(child)
+    return child
+
+
+def kill(child):
+    """SIGKILL to all of its session."""
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(10)
+
+
+def folder(prefix="bars-"):
+    """A folder that goes with this script."""
+    _folders.append(tempfile.mkdtemp(prefix=prefix))
+    return _folders[-1]
+
+
+@atexit.register
+def _end():
+    for child in _children:
+        kill(child)
+    for path in _folders:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+
+def arguments(doc, **numbers):
+    """A parser with the script's docstring; `runs=9` becomes --runs with that default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    return parser
+
+
+def run(*args, env=None, timeout=900, check=True, cores=None, stdin=None, binary=None):
+    """Output of a command of the binary; ends the script where it fails."""
+    pinned = ["taskset", "-c", cores] if cores else []
+    child = start([*pinned, binary or BINARY, *args], env={**os.environ, **(env or {})}, text=True,
+                  stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = child.communicate(stdin, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill(child)
+        sys.exit(f"{args}: not within {timeout} s")
+    finally:
+        _children.remove(child)
+    if check and child.returncode:
+        sys.exit(f"{' '.join(map(str, args))}: exit {child.returncode}: {err[-800:]}")
+    return out if check else (child.returncode, out, err)
+
+
+def bench(*args, **more):
+    """The object of `bench .. --json`."""
+    return json.loads(run("bench", *args, "--json", **more))
+
+
+def shown(value):
+    return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def bar(name, values, unit, limit, at_least=True):
+    """Prints a bar's line: the value, or the median of the pairs' with the least, the most and their number."""
+    values = sorted(values) if isinstance(values, (list, tuple)) else [values]
+    if not values:
+        return skipped(name, "nothing was measured")
+    value = statistics.median(values)
+    met = value >= limit if at_least else value <= limit
+    many = f" ({shown(values[0])} .. {shown(values[-1])}, n={len(values)})" if len(values) > 1 else ""
+    wanted = ">=" if at_least else "<="
+    print(f"bar {name}: {shown(value)}{' ' + unit if unit else ''}{many} (bar {wanted} {shown(limit)}) {'met' if met else 'missed'}", flush=True)
+    if not met:
+        _missed.append(name)
+    return met
+
+
+def told(name, values, unit=""):
+    """Prints a figure that has no bar."""
+    values = sorted(values) if isinstance(values, (list, tuple)) else [values]
+    if values:
+        many = f" ({shown(values[0])} .. {shown(values[-1])}, n={len(values)})" if len(values) > 1 else ""
+        print(f"  {name}: {shown(statistics.median(values))} {unit}{many}", flush=True)
+
+
+def skipped(name, why):
+    print(f"SKIPPED {name}: {why}", flush=True)
+
+
+def end():
+    """The last line of a script; exit code 1 where a bar was missed."""
+    print(load(), "| missed: " + ", ".join(_missed) if _missed else "| all met", flush=True)
+    sys.exit(1 if _missed else 0)
+
+
+def until(what, done, seconds=60, every=0.05):
+    """Waits for a true value of done() and returns it."""
+    stop = time.monotonic() + seconds
+    while not (value := done()):
+        if time.monotonic() > stop:
+            sys.exit(f"{what}: not within {seconds} s")
+        time.sleep(every)
+    return value
+
+
+class Up(Server):
+    """`paceline up ARGS` alone on a free port; `cores` as taskset's list. A home that is given is kept."""
+
+    def __init__(self, *args, cores=None, home=None, env=None, binary=None, seconds=300):
+        self.own = home is None
+        self.home = home or tempfile.mkdtemp(prefix="bars-home-")
+        if self.own:
+            _folders.append(self.home)
+        self.said_at = os.path.join(self.home, f"bars-{time.monotonic_ns()}.log")
+        with open(self.said_at, "w") as log:
+            self.child = start([*(["taskset", "-c", cores] if cores else []), binary or BINARY, "up", "--port", "0", *ALONE, *args],
+                               env={**os.environ, "PACELINE_HOME": self.home, **(env or {})}, stdout=subprocess.DEVNULL, stderr=log)
+
+        def listens():
+            if self.child.poll() is not None:
+                sys.exit("the server ended: " + self.said())
+            return re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.said())
+        self.port = int(until("the server listens", listens, seconds)[1])
+        until("the server is ready", lambda: self.health().get("status") == "ready", seconds)
+        self.model = self.call("GET", "/v1/models")["data"][0]["id"]
+
+    def said(self):
+        with open(self.said_at, errors="replace") as log:
+            return log.read()
+
+    def health(self):
+        c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        c.request("GET", "/health")
+        told = json.loads(c.getresponse().read())
+        c.close()
+        if told.get("status") == "failed":
+            sys.exit(f"the model failed: {told}")
+        return told
+
+    def generated(self):
+        """Tokens that were generated so far, of all answers."""
+        c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        c.request("GET", "/metrics")
+        text = c.getresponse().read().decode()
+        c.close()
+        found = re.findall(r'^paceline_tokens_total\{[^}]*kind="generated"[^}]*\} (\S+)', text, re.M)
+        return sum(map(float, found))
+
+    def ask(self, prompt, tokens=1, path="/v1/completions", on_event=None, **more):
+        """Streams an answer: see `stream`."""
+        body = {"model": self.model, "temperature": 0, "max_tokens": tokens, **more}
+        body |= {"messages": prompt} if "chat" in path else {"prompt": prompt}
+        return stream(self.port, body, path, on_event)
+
+    def ttft(self, prompt, **more):
+        return self.ask(prompt, **more)["ttft"]
+
+    def end(self):
+        self.child.terminate()
+        try:
+            self.child.wait(20)
+        except subprocess.TimeoutExpired:
+            pass
+        kill(self.child)
+        if self.own:
+            shutil.rmtree(self.home, ignore_errors=True)
+
+
+def stream(port, body, path="/v1/completions", on_event=None, timeout=580):
+    """Times of the events with text, ttft, text, usage. `on_event(n)` after each; a true value ends the connection.
+    A first event counts as ttft where the text itself is withheld (half of a character)."""
+    c = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    began = time.perf_counter()
+    told = {"times": [], "text": "", "usage": None, "began": began, "tokens": None}
+    try:
+        c.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
+        r = c.getresponse()
+        if r.status != 200:
+            raise RuntimeError(f"{path}: {r.status} {r.read()[:300]!r}")
+        ended = None
+        for line in r:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            now = time.perf_counter()
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{path}: {event}")
+            told["usage"] = event.get("usage") or told["usage"]
+            for choice in event.get("choices", []):
+                said = choice.get("text") or (choice.get("delta") or {}).get("content")
+                if said:
+                    told["times"].append(now)
+                    told["text"] += said
+                elif choice.get("finish_reason"):
+                    ended = now
+            if on_event and on_event(len(told["times"])):
+                break
+    finally:
+        c.close()
+    told["ended"] = time.perf_counter()
+    first = told["times"][0] if told["times"] else ended or told["ended"]
+    told["ttft"] = first - began
+    if told["usage"]:
+        told["tokens"] = told["usage"]["completion_tokens"]
+        last = max(filter(None, [told["times"][-1] if told["times"] else None, ended]), default=told["ended"])
+        told["rate"] = (told["tokens"] - 1) / max(last - first, 1e-9)
+        told["cached"] = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return told
+
+
+def together(*calls):
+    """Calls each in a thread of its own; their results. The first failure is raised."""
+    results, errors = [None] * len(calls), []
+
+    def one(i):
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:  # SystemExit too
+            errors.append(error)
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(calls))]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    if errors:
+        raise errors[0]
+    return results
+
+
+def ids(count, seed, vocab=49152):
+    """Token ids spread over a vocabulary, others for each seed."""
+    return [(i * 7919 + seed * 104729) % (vocab - 300) + 150 for i in range(count)]
+
+
+def total_rate(servers, streams, tokens=512, prompt=16, vocab=49152, seed=0, settle=1.0, most=12.0):
+    """Tokens a second of all servers while `streams` answers of each are decoded together, by the servers' own counters.
+    The answers are cancelled after that."""
+    asks, rates, over = [], [], threading.Event()
+    for n, server in enumerate(servers):
+        for s in range(streams):
+            asks.append(lambda server=server, key=seed * 10007 + n * 101 + s: server.ask(
+                ids(prompt, key, vocab), tokens, ignore_eos=True, on_event=lambda _: over.is_set()))
+    counts = lambda: (time.perf_counter(), sum(server.generated() for server in servers))
+    begun, all_tokens = counts()[1], streams * len(servers)
+
+    def watch():
+        try:
+            while counts()[1] < begun + 2 * all_tokens and not over.is_set():
+                time.sleep(0.02)  # until all prompts are read
+            over.wait(settle)
+            (t0, n0), stop = counts(), time.monotonic() + most
+            while not over.wait(0.25) and time.monotonic() < stop:
+                t, n = counts()
+                if n - begun > 0.9 * tokens * all_tokens:
+                    break
+                rates.append((n - n0) / (t - t0))
+        finally:
+            over.set()
+    together(watch, *asks)
+    until("cancelled answers end", lambda: all(server.health()["running"] == 0 for server in servers), 60)
+    if not rates:
+        sys.exit("answers ended before their rate was measured: more --tokens")
+    return rates[-1]
+
+
+def cpu_seconds(pids):
+    """Processor seconds of processes so far."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/stat") as f:
+                fields = f.read().rsplit(")", 1)[1].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def rss(pids):
+    """Resident MB of processes."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, StopIteration):
+            with open(f"/proc/{pid}/status") as f:
+                total += next(int(line.split()[1]) for line in f if line.startswith("VmRSS:"))
+    return total / 1024
