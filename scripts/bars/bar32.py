@@ -197,7 +197,7 @@ async def one_request(server, r, outcomes):
         if kind == "slow":
             to.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await asyncio.get_running_loop().sock_connect(to, ("127.0.0.1", server.port))
-        reader, writer = await asyncio.open_connection(sock=to, limit=65536 if kind != "slow" else 1024)
+        reader, writer = await asyncio.open_connection(sock=to, limit=65536 if kind != "slow" else 4096)
         try:
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
                          b"Content-Length: %d\r\n\r\n" % len(body))

@@ -4,7 +4,7 @@ The binary is that of PACELINE, else target/release/paceline. Each server has a 
 models are named by their files (common.MODELS, and those that are made in /tmp/bars). All processes that `start` has
 started end with the script, with all of their session, also at SIGTERM and at an error.
 """
-import argparse, atexit, contextlib, http.client, json, os, re, shutil, signal, statistics, subprocess, sys, tempfile, threading, time
+import argparse, atexit, contextlib, http.client, json, os, re, shutil, signal, socket, statistics, subprocess, sys, tempfile, threading, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from common import ALONE, GEMMA, MLX_PYTHON, MODELS, SMOLLM2, Server, load
@@ -303,3 +303,121 @@ def rss(pids):
             with open(f"/proc/{pid}/status") as f:
                 total += next(int(line.split()[1]) for line in f if line.startswith("VmRSS:"))
     return total / 1024
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Node:
+    """A machine of a `Cluster`: a process of this machine with a home and fixed ports."""
+
+    def __init__(self, name, cores=None, group=None):
+        self.name, self.cores, self.group = name, cores, group
+        self.home, self.control, self.port = folder("bars-node-"), free_port(), free_port()
+        self.env = {**os.environ, "PACELINE_HOME": self.home}
+        self.child = None
+
+    def up(self, peer=None, *more):
+        """Starts its process, in its control group where it has one."""
+        pinned = ["taskset", "-c", self.cores] if self.cores else []
+        into = ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', self.group] if self.group else []
+        command = [*into, *pinned, BINARY, "up", "--name", self.name, "--port", self.port, "--control-port", self.control,
+                   "--discovery", "none", "--events", f"{self.home}/events", *(["--peer", f"127.0.0.1:{peer}"] if peer else []), *more]
+        with open(f"{self.home}/log", "a") as log:
+            self.child = start(command, env=self.env, stdout=subprocess.DEVNULL, stderr=log)
+        until(f"{self.name} is up", self.answers)
+
+    def answers(self):
+        if self.child.poll() is not None:
+            sys.exit(f"{self.name} ended: " + self.said()[-800:])
+        return self.run("nodes", "--json", check=False)[0] == 0
+
+    def said(self):
+        with open(f"{self.home}/log", errors="replace") as log:
+            return log.read()
+
+    def run(self, *args, **more):
+        return run(*args, env=self.env, **more)
+
+    def nodes(self):
+        return json.loads(self.run("nodes", "--json", check=False)[1] or "[]")
+
+    def ps(self):
+        return json.loads(self.run("ps", "--json", check=False)[1] or "[]")
+
+    def events(self, *kinds):
+        """Its events of these kinds so far."""
+        with contextlib.suppress(FileNotFoundError), open(f"{self.home}/events") as f:
+            found = [json.loads(line) for line in f if line.endswith("\n")]
+            return [e for e in found if e.get("kind") in kinds or not kinds]
+        return []
+
+    def model(self):
+        """The name that it serves, once it does."""
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+            c.request("GET", "/v1/models")
+            listed = json.loads(c.getresponse().read())["data"]
+            c.close()
+            return listed[0]["id"] if listed else None
+
+    def tree(self):
+        """Its processes, itself first."""
+        pids, found = [self.child.pid], []
+        while pids:
+            found.append(pids.pop(0))
+            with contextlib.suppress(OSError):
+                for task in os.listdir(f"/proc/{found[-1]}/task"):
+                    with open(f"/proc/{found[-1]}/task/{task}/children") as f:
+                        pids += map(int, f.read().split())
+        return found
+
+    def workers(self):
+        """Processes that it started, but for those of chat templates."""
+        def computes(pid):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as f:
+                return not f.read().endswith(b"\0template\0")
+        return [pid for pid in self.tree()[1:] if computes(pid)]
+
+    def kill(self):
+        kill(self.child)
+
+
+class Cluster:
+    """Nodes of this machine, joined by a token; `cores` gives each its own core, in turn; `groups` their control groups."""
+
+    def __init__(self, count, cores=None, groups=None, more=()):
+        self.more = more
+        self.nodes = [Node(f"n{n}", cores[n % len(cores)] if cores else None, groups[n] if groups else None) for n in range(count)]
+        self.nodes[0].up(None, *more)
+        token = self.nodes[0].run("key", "cluster", "show").strip()
+        for node in self.nodes[1:]:
+            node.run("join", "--token-file", "-", stdin=token + "\n")
+            self.up(node)
+        until("the nodes see each other", lambda: all(
+            sum(n["state"] == "alive" for n in node.nodes()) == count for node in self.nodes))
+
+    def up(self, node):
+        """Starts a node, again or at first, beside one that runs."""
+        other = next(n for n in self.nodes if n is not node and n.child and n.child.poll() is None)
+        node.up(other.control, *self.more)
+
+    def load(self, model, *args):
+        """Loads a model from the first node, and waits until all nodes answer with it; its name."""
+        self.nodes[0].run("load", model, *args)
+        until("all nodes have the model", lambda: all(node.model() for node in self.nodes), 120)
+        return self.nodes[0].model()
+
+    def ready(self, seconds=120):
+        """Waits until one instance is ready at all nodes that run."""
+        running = [n for n in self.nodes if n.child.poll() is None]
+        until("the model is ready", lambda: all(
+            (found := n.ps()) and found[0]["state"] == "ready" and n.model() for n in running), seconds, 0.2)
+
+    def end(self):
+        for node in self.nodes:
+            if node.child:
+                node.kill()
