@@ -311,6 +311,24 @@ def free_port():
         return s.getsockname()[1]
 
 
+def ask_node(home, command, arguments=None, seconds=30):
+    """What the node of a home answers at its socket; None where none runs. Reports of progress are passed over."""
+    with socket.socket(socket.AF_UNIX) as s:
+        s.settimeout(seconds)
+        try:
+            s.connect(f"{home}/node/socket")
+            s.sendall(json.dumps({"command": command, "arguments": arguments or {}}).encode() + b"\n")
+            for line in s.makefile():
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise RuntimeError(f"{command}: {answer['error']}")
+                if "ok" in answer:
+                    return answer["ok"]
+        except (OSError, ValueError):
+            pass
+    return None
+
+
 class Node:
     """A machine of a `Cluster`: a process of this machine with a home and fixed ports."""
 
@@ -333,7 +351,7 @@ class Node:
     def answers(self):
         if self.child.poll() is not None:
             sys.exit(f"{self.name} ended: " + self.said()[-800:])
-        return self.run("nodes", "--json", check=False)[0] == 0
+        return ask_node(self.home, "nodes") is not None
 
     def said(self):
         with open(f"{self.home}/log", errors="replace") as log:
@@ -343,10 +361,10 @@ class Node:
         return run(*args, env=self.env, **more)
 
     def nodes(self):
-        return json.loads(self.run("nodes", "--json", check=False)[1] or "[]")
+        return (ask_node(self.home, "nodes") or {"nodes": []})["nodes"]
 
     def ps(self):
-        return json.loads(self.run("ps", "--json", check=False)[1] or "[]")
+        return ask_node(self.home, "ps") or []
 
     def events(self, *kinds):
         """Its events of these kinds so far."""
