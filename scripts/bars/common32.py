@@ -24,7 +24,9 @@ def start(command, **more):
 
 
 def kill(child):
-    """SIGKILL to all of its session."""
+    """SIGKILL to all of its session, if it runs; workers without their parent end by themselves."""
+    if child.poll() is not None:
+        return
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
