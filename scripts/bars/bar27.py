@@ -137,7 +137,7 @@ def delay():
         here = folder()
         for name in names:
             names[name] = f"{here}/{name}.gguf"  # a name of its own: the same model again would be a replica
-            os.symlink(path, names[name])
+            another_name(path, names[name])
             how = ["--nodes", "n0,n1", "--split", name, "--threads", 1, "--context", 1024]
             options = json.loads(machines[0].told("load", names[name], *how, "--preview", "--json"))["placements"]
             fit = [p for p in options if p["split"] == name and len(p["nodes"]) == 2]

@@ -248,12 +248,12 @@ def mixed():
                 outcomes.append(("?", f"broken: {error!r}"))
 
     async def all_of(count):
-        await asyncio.gather(*[worker(count // 20) for _ in range(20)])
+        await asyncio.gather(*[worker((count + n) // 20) for n in range(20)])
     quiet = lambda: until("requests end", lambda: (h := server.health())["running"] + h["waiting"] == 0, 120)
     try:
         parts = 5
-        for _ in range(parts):
-            asyncio.run(all_of(a.requests // parts))
+        for part in range(parts):
+            asyncio.run(all_of((a.requests + part) // parts))
             quiet()
             sizes.append(server.pss())
         bad = [o for o in outcomes if o[1] not in ("answer", "named error", "gone")]
@@ -261,7 +261,8 @@ def mixed():
         print("  mixed:", ", ".join(f"{kind} {end} {outcomes.count((kind, end))}" for kind, end in kinds), flush=True)
         for what in bad[:5]:
             print("  BAD", what)
-        bar(f"mixed, of {len(outcomes)} requests without an answer or a clear error", len(bad), "", 0, False)
+        missing = a.requests - len(outcomes) + len(bad)
+        bar(f"mixed, of {a.requests} requests without an answer or a clear error", missing, "", 0, False)
         told("mixed, memory after each fifth", sizes, "MiB")
         # The first two fifths fill the cache of prompts, which has a bound.
         bar("mixed, memory at the end over after two fifths", sizes[-1] / sizes[1], "x", 1.05, False)

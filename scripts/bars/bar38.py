@@ -22,9 +22,12 @@ ALL = {**os.environ, "PACELINE_HOME": os.environ.get("PACELINE_HOME", folder())}
 
 
 def has_mlx():
+    """Whether MLX can be opened; its library goes to all servers by PACELINE_MLXC."""
     code, out, _ = run("engines", "--json", check=False, env=ALL)
-    return code == 0 and "mlx" in out and not re.search(r'"mlx[^}]*"(?:missing|error)"', out) and (
-        "PACELINE_MLXC" in os.environ or "installed" in out or "cpu" in out)
+    engine = next((e for e in json.loads(out)["engines"] if e["name"] == "mlx"), {}) if code == 0 else {}
+    if engine.get("ready") and engine.get("library"):
+        ALL["PACELINE_MLXC"] = engine["library"]
+    return bool(engine.get("ready"))
 
 
 def family(path):
@@ -39,8 +42,6 @@ class Small:
         self.home, self.why, self.child = folder(), None, None
         self.at = f"{self.home}/log"
         env = {**ALL, "PACELINE_HOME": self.home}
-        if "PACELINE_MLXC" not in env and os.path.isdir(f"{ALL['PACELINE_HOME']}/engines"):
-            os.symlink(f"{ALL['PACELINE_HOME']}/engines", f"{self.home}/engines")
         with open(self.at, "w") as log:
             self.child = start([BINARY, "up", path, "--port", 0, *ALONE, "--threads", 1, "--context", 128, "--parallel", 1, "--drafts", 0,
                                 "--prefix-cache", "off", *how], env=env, stdout=subprocess.DEVNULL, stderr=log)

@@ -128,7 +128,7 @@ def drafts():
         time.sleep(10)  # ways are measured
         for name, how in ways.items():
             named = f"{here}/{name}.gguf"  # a name of its own: the same model again would be a replica
-            os.symlink(deep, named)
+            another_name(deep, named)
             machines[0].told("load", named, "--nodes", "n0,n1,n2,n3", "--split", "pipeline", "--threads", 1, "--parallel", 1, "--context", 4096,
                              "--spare", 0, *how)
         listed = [m["id"] for m in machines[0].get("/v1/models")["data"]]
