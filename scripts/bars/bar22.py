@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Issue 22, speed of a binary beside another one, such as that of the commit before, in pairs; and of that one beside itself.
 
-    bar22.py OLD [NEW] [--runs 15] [--rounds 3]     30 min; NEW is PACELINE's binary. SmolLM2, an idle machine.
+    bar22.py OLD [NEW] [--runs 15] [--rounds 3]     NEW is PACELINE's binary. SmolLM2, an idle machine.
+    15 min each for --only one and --only two, 30 to 60 min for --only comm; all three without
 
 One node: a thread, decode of 128 tokens behind 64 (bar 0.98). Two nodes: a thread each, tensor (0.95). bench comm: sums of 4 KiB (0.95)
 and 16 MiB (0.90), by TCP and by shared memory. The ratio of a pair is new over old speed; `itself` is the same with OLD twice.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Issue 27, mixtures of experts: shapes of Qwen3-30B-A3B, Q4_K_M, --layers of its 48 (made once: gguf and numpy, 2.2 GB for 6).
+"""Issue 27, mixtures of experts: shapes of Qwen3-30B-A3B, Q4_K_M, --layers of its 48 (made once: gguf and numpy, 2.7 GB for 6).
 
     bar27.py speed  [--runs 9]  5 min   one thread: decode beside plain reads of the bytes that a token touches, and beside llama.cpp
                                         (LLAMA_DIR: a folder with the npm package node-llama-cpp); prompts of 512 on one and two threads

@@ -73,11 +73,11 @@ def make(deep, small):
         m = synth_gguf.Synth(types.SimpleNamespace(seed=39, base=SMOLLM2, out=out + ".new", quant="Q8_0", raw_blocks=False, layers=None))
         w = m.writer("llama", os.path.basename(out))
         fields = m.base.fields
-        for key in [k for k in fields if k.startswith(("llama.", "tokenizer.")) or k in ("general.quantization_version", "general.file_type")]:
-            if key == "llama.block_count":
-                w.add_block_count(fields[key].contents() * times)
-            else:
-                m.copy(w, key)
+        for key, field in fields.items():
+            if not key.startswith(("llama.", "tokenizer.", "general.quantization_version", "general.file_type")):
+                continue
+            kind, value = field.types, field.contents() * times if key == "llama.block_count" else field.contents()
+            w.add_key_value(key, value, kind[0], **({"sub_type": kind[-1]} if kind[0] == gguf.GGUFValueType.ARRAY else {}))
         m.finish(w, tensors(m.base))
         os.rename(out + ".new", out)
 

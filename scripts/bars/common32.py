@@ -17,8 +17,10 @@ _children, _folders, _missed = [], [], []
 
 def start(command, **more):
     """A process in a session of its own, which ends with this script."""
-    child = subprocess.Popen([str(word) for word in command], start_new_session=True,
-                             **{"stdin": subprocess.DEVNULL, **more})
+    try:
+        child = subprocess.Popen([str(word) for word in command], start_new_session=True, **{"stdin": subprocess.DEVNULL, **more})
+    except FileNotFoundError:
+        sys.exit(f"no program {command[0]}; PACELINE names the binary")
     _children.append(child)
     return child
 
