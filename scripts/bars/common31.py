@@ -9,8 +9,8 @@ def ip(*args, check=True):
 class Net:
     """count machines 10.77.0.1 and on; the bridge's namespace is 10.77.0.254."""
 
-    def __init__(self, count):
-        self.base = f"b31x{os.getpid()}"
+    def __init__(self, count, name=""):
+        self.base = f"b31x{os.getpid()}{name}"
         self.bridge = self.base + "b"
         self.hosts = [f"{self.base}{n}" for n in range(count)]
         for ns in [self.bridge, *self.hosts]:

@@ -14,6 +14,7 @@ def path(kind, repo=REPO):
     from common import MLX_PYTHON
     out = f"/tmp/bars/qwen25-{kind}.gguf"
     if not os.path.exists(out):
+        os.makedirs(os.path.dirname(out), exist_ok=True)
         subprocess.run([MLX_PYTHON, __file__, kind, "--repo", repo], check=True)
     return out
 

@@ -1,0 +1,313 @@
+#!/usr/bin/env python3
+"""Issue 29, no lost answer. PACELINE names the binary; SmolLM2 unless --model names a GGUF file.
+
+    bar29.py chaos  [--parts 10 --part -1 --rounds 20 --seed 1 --spare 0]  1 to 2 h: `paceline chaos --long` in parts; a part of it
+             by --part N (5 to 12 min). As root with namespaces: all faults; else those of processes. Lost, altered, detection, next token
+    bar29.py calm   [--minutes 30]   full load on all cores, foreign load beside it, no false detection
+    bar29.py frozen [--seconds 10]   1 min, root: all nodes frozen together (cgroup freezer), then one alone
+    bar29.py kills  [--minutes 10]   a SIGKILL every 15 s, to a worker and to a node in turn; every answer right
+    bar29.py cost   [--runs 15]      2 min, 2 cores: tokens copied to a second node over none, decode
+
+Silence: freeze-node, freeze-worker, cut-node. Death: kill-node, kill-worker, out-of-memory. Medians of death are of rounds with one
+fault. `measured load and prefill` is that of `paceline run` over as many nodes as a loss leaves, prompt of some 300 tokens.
+"""
+import random
+from common32 import *
+
+parser = arguments(__doc__, parts=10, part=-1, rounds=20, seed=1, spare=0, minutes=0.0, seconds=10.0, runs=15, model=SMOLLM2,
+                   nodes=3, burners=2)
+parser.add_argument("what", choices=["chaos", "calm", "frozen", "kills", "cost"])
+a = parser.parse_args()
+SILENT, DEAD = {"freeze-node", "freeze-worker", "cut-node"}, {"kill-node", "kill-worker", "out-of-memory"}
+FALSE = ("node_silent", "node_went", "fault")
+
+
+def load_and_prefill(nodes):
+    """Seconds of both, medians of three."""
+    loads, prefills = [], []
+    for n in range(3):
+        text = f"{n} " + "the stone at the road says how far it is to the next town. " * 20
+        found = json.loads(run("run", a.model, text, "--raw", "--local", "--json", "--nodes", nodes, "--threads", 1, "--temperature", 0,
+                               "--max-tokens", 4, env={"PACELINE_HOME": folder()}))
+        loads.append(found["load_ms"] / 1e3)
+        prefills.append(found["ttft_ms"] / 1e3)
+    return statistics.median(loads), statistics.median(prefills)
+
+
+def chaos():
+    spaces = ["--namespaces"] if os.geteuid() == 0 and shutil.which("ip") else []
+    rounds, answers, failed = [], 0, 0
+    for part in range(a.parts) if a.part < 0 else [a.part]:
+        code, out, err = run("chaos", a.model, "--long", "--from", part * a.rounds, "--rounds", a.rounds, "--seed", a.seed,
+                             "--spare", a.spare, *spaces, "--json", check=False, timeout=3600, env={"PACELINE_HOME": folder()})
+        try:
+            found = json.loads(out)
+        except ValueError:
+            failed += 1
+            print(f"  part {part}: exit {code}: {err[-600:]}", flush=True)
+            continue
+        rounds += found["rounds"]
+        answers += found["answers"]
+        print(f"  part {part}: {len(found['rounds'])} rounds, {found['answers']} answers, {found['lost']} lost, {found['altered']} altered, {load()}", flush=True)
+        for r in found["rounds"]:
+            if r["lost"] or r["altered"]:
+                print(f"    {r}", flush=True)
+    of = lambda kinds, name: [r[name] for r in rounds if r["fault"] in kinds and r["second"] is None and r[name] is not None]
+    for fault in sorted({r["fault"] for r in rounds}):
+        told(f"{fault}, detected after ({len([r for r in rounds if r['fault'] == fault])} rounds)", of({fault}, "detected_s"), "s")
+        told(f"{fault}, next token after that", of({fault}, "resumed_s"), "s")
+    bar(f"chaos, answers lost of {answers} in {len(rounds)} rounds", sum(r["lost"] for r in rounds), "", 0, False)
+    bar("chaos, answers altered", sum(r["altered"] for r in rounds), "", 0, False)
+    bar("chaos, parts that did not end", failed, "", 0, False)
+    silent = [r["detected_s"] for r in rounds if r["fault"] in SILENT and r["detected_s"] is not None]
+    if silent:
+        told("chaos, silence detected after", silent, "s")
+        bar(f"chaos, slowest detection of silence (n={len(silent)})", max(silent), "s", 2, False)
+    bar("chaos, death of a process detected after", of(DEAD, "detected_s"), "s", 0.3, False)
+    loading, prefill = load_and_prefill(3)
+    print(f"  load {loading:.2f} s, prefill {prefill:.2f} s, on three nodes of a thread")
+    limit = prefill + 0.5 + (0 if a.spare else loading)
+    name = "with a spare, prefill" if a.spare else "measured load, prefill"
+    bar(f"chaos, next token after detection ({name} + 0.5 s)", of(SILENT | DEAD, "resumed_s"), "s", round(limit, 2), False)
+
+
+class Client(threading.Thread):
+    """Asks one request after the other, of nodes at random, and goes on at another node with Last-Event-ID; counts lost and altered."""
+
+    def __init__(self, cluster, model, bodies, right, over, seed):
+        super().__init__(daemon=True)
+        self.cluster, self.model, self.bodies, self.right, self.over = cluster, model, bodies, right, over
+        self.random = random.Random(seed)
+        self.done = self.moves = 0
+        self.bad, self.pauses = [], []
+
+    def run(self):
+        while not self.over.is_set():
+            which = self.random.randrange(len(self.bodies))
+            try:
+                text = self.answer(self.bodies[which])
+                if text != self.right[which]:
+                    self.bad.append(f"altered: {text[-60:]!r} for {self.right[which][-60:]!r}")
+            except RuntimeError as error:
+                self.bad.append(f"lost: {error}")
+            self.done += 1
+
+    def answer(self, body, limit=180):
+        text, last, error, stop = "", None, None, time.monotonic() + limit
+        at, pause, before = self.random.randrange(len(self.cluster.nodes)), 0, time.monotonic()
+        while time.monotonic() < stop:
+            node = self.cluster.nodes[at % len(self.cluster.nodes)]
+            c = http.client.HTTPConnection("127.0.0.1", node.port, timeout=6)
+            pending = None
+            try:
+                headers = {"Content-Type": "application/json", **({"Last-Event-ID": last} if last else {})}
+                c.request("POST", "/v1/chat/completions", json.dumps({**body, "model": self.model, "stream": True}), headers)
+                r = c.getresponse()
+                if r.status != 200:
+                    error = f"{r.status} {r.read()[:200]!r}"
+                    if r.status == 404 and last:
+                        raise RuntimeError(error)
+                else:
+                    for line in r:
+                        line = line.strip()
+                        if line.startswith(b"id: "):
+                            pending = line[4:].decode()
+                        elif line == b"data: [DONE]":
+                            self.pauses.append(pause)
+                            return text
+                        elif line.startswith(b"data: "):
+                            event = json.loads(line[6:])
+                            if "error" in event:
+                                if event["error"].get("code") == "shutting_down":
+                                    break
+                                raise RuntimeError(event["error"])
+                            last, pending = pending or last, None
+                            for choice in event.get("choices", []):
+                                text += choice["delta"].get("content") or ""
+                                text += choice.get("finish_reason") or ""
+                            pause, before = max(pause, time.monotonic() - before), time.monotonic()
+                    error = "the stream ended before the answer"
+            except (OSError, http.client.HTTPException, ValueError) as why:
+                error = repr(why)
+            finally:
+                c.close()
+            at += 1
+            self.moves += 1
+            time.sleep(0.1)
+        raise RuntimeError(f"not within {limit} s: {error}")
+
+
+def bodies(tokens):
+    return [{"messages": [{"role": "user", "content": f"Count from {n}."}], "temperature": 0 if n % 2 else 0.8, "seed": n,
+             "max_tokens": tokens, "ignore_eos": True} for n in range(8)]
+
+
+class Loaded:
+    """A cluster with the model over all nodes and clients that ask all the time."""
+
+    def __init__(self, tokens=200, groups=None, spare=None):
+        self.cluster = Cluster(a.nodes, groups=groups)
+        more = [] if spare is None else ["--spare", spare]
+        model = self.cluster.load(a.model, "--nodes", a.nodes, "--threads", 1, "--parallel", 4, "--context", 1024, *more)
+        self.over = threading.Event()
+        wanted = bodies(tokens)
+        asker = Client(self.cluster, model, [], [], self.over, 0)
+        self.right = [asker.answer(body) for body in wanted]  # undisturbed
+        self.clients = [Client(self.cluster, model, wanted, self.right, self.over, n) for n in range(4)]
+        [c.start() for c in self.clients]
+
+    def detections(self):
+        """Events of nodes that went or were silent, of faults and of instances that recover, of all nodes."""
+        found = [e for node in self.cluster.nodes for e in node.events(*FALSE)]
+        return found + [e for node in self.cluster.nodes for e in node.events("instance") if e["state"] in ("recovering", "failed")]
+
+    def stop(self):
+        self.over.set()
+        [c.join(200) for c in self.clients]
+
+    def tell(self, name):
+        bad = [b for c in self.clients for b in c.bad]
+        for what in bad[:5]:
+            print("  BAD", what)
+        told(f"{name}, answers", sum(c.done for c in self.clients))
+        told(f"{name}, times a client went on at another node", sum(c.moves for c in self.clients))
+        told(f"{name}, longest pause of an answer", [p for c in self.clients for p in c.pauses], "s")
+        bar(f"{name}, answers lost or altered", len(bad), "", 0, False)
+
+
+def calm():
+    minutes = a.minutes or 30
+    loaded = Loaded()
+    burners = [start([sys.executable, "-c", "while True: pass"]) for _ in range(a.burners)]
+    before, stop = len(loaded.detections()), time.monotonic() + 60 * minutes
+    while time.monotonic() < stop:
+        time.sleep(min(60, max(0.1, stop - time.monotonic())))
+        print(f"  {(time.monotonic() - stop) / 60 + minutes:.0f} min: {len(loaded.detections()) - before} detections, "
+              f"{sum(c.done for c in loaded.clients)} answers, {load()}", flush=True)
+    found = loaded.detections()[before:]
+    loaded.stop()
+    [kill(b) for b in burners]
+    for what in found[:5]:
+        print("  FALSE", what)
+    loaded.tell("calm")
+    bar(f"calm, false detections in {minutes:g} minutes", len(found), "", 0, False)
+    loaded.cluster.end()
+
+
+class Freezer:
+    """A control group below which each node has one; version 1's freezer, else version 2's file."""
+
+    def __init__(self, count):
+        root = next((r for r in ["/sys/fs/cgroup/freezer", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"] if os.path.exists(f"{r}/cgroup.procs")), None)
+        if root is None:
+            sys.exit("no control groups")
+        self.folder = f"{root}/bar29-{os.getpid()}"
+        self.old = root.endswith("freezer")
+        self.groups = [f"{self.folder}/n{n}" for n in range(count)]
+        os.mkdir(self.folder)
+        [os.mkdir(g) for g in self.groups]
+
+    def freeze(self, frozen, group=None):
+        at = group or self.folder
+        with open(f"{at}/freezer.state" if self.old else f"{at}/cgroup.freeze", "w") as f:
+            f.write(("FROZEN" if frozen else "THAWED") if self.old else str(int(frozen)))
+
+    def end(self):
+        for group in [self.folder, *self.groups]:
+            with contextlib.suppress(OSError):
+                self.freeze(False, group)
+        for group in [*self.groups, self.folder]:
+            for _ in range(50):
+                try:
+                    os.rmdir(group)
+                    break
+                except OSError:
+                    time.sleep(0.1)
+
+
+def frozen():
+    freezer = Freezer(a.nodes)
+    try:
+        loaded = Loaded(groups=freezer.groups)
+        time.sleep(5)
+        before = len(loaded.detections())
+        # Clients wait too: theirs is a limit of 6 s for an event.
+        freezer.freeze(True)
+        time.sleep(a.seconds)
+        freezer.freeze(False)
+        time.sleep(10)
+        found = loaded.detections()[before:]
+        for what in found[:5]:
+            print("  FALSE", what)
+        bar(f"frozen, all nodes for {a.seconds:g} s: detections", len(found), "", 0, False)
+        entry, victim = loaded.cluster.nodes[0], loaded.cluster.nodes[-1]
+        state = lambda: [(i["state"], i["epoch"], i["nodes"]) for i in entry.ps()]
+        was, began = state(), time.monotonic()
+        freezer.freeze(True, victim.group)
+        after = None
+        while time.monotonic() < began + 10 and after is None:
+            if state() != was:
+                after = time.monotonic() - began
+            time.sleep(0.02)
+        bar("frozen, one node alone is silent after", after if after is not None else 99.0, "s", 2, False)
+        freezer.freeze(False, victim.group)
+        time.sleep(5)
+        loaded.stop()
+        loaded.tell("frozen")
+        loaded.cluster.end()
+    finally:
+        freezer.end()
+
+
+def kills():
+    """One after the other: a worker, a node. A node that was killed comes back 4 s later, at its ports, with its home."""
+    minutes, r = a.minutes or 10, random.Random(a.seed)
+    loaded = Loaded(spare=a.spare)
+    stop, count, told_of = time.monotonic() + 60 * minutes, 0, []
+    while time.monotonic() < stop:
+        began = time.monotonic()
+        victim = r.choice(loaded.cluster.nodes)
+        if count % 2 == 0 and victim.workers():
+            for pid in victim.workers():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            told_of.append("worker of " + victim.name)
+        else:
+            victim.child.kill()
+            victim.child.wait()
+            told_of.append(victim.name)
+            time.sleep(4)
+            loaded.cluster.up(victim)
+        count += 1
+        time.sleep(max(0, 15 - (time.monotonic() - began)))
+    loaded.stop()
+    told("kills", count)
+    loaded.tell("kills")
+    loaded.cluster.end()
+
+
+def cost():
+    """A node of a cluster of two, whose answers are copied to the other one, beside a node without a cluster, on the same core."""
+    pair = Cluster(2, cores=["0", "1"])
+    alone = Cluster(1, cores=["0"])
+    options = ["--threads", 1, "--parallel", 1, "--context", 1024, "--spare", 0]
+    name = pair.load(a.model, "--nodes", "n0", *options)
+    alone.load(a.model, "--nodes", 1, *options)
+    body = lambda n: {"model": name, "prompt": f"Story {n}. Once upon a time", "max_tokens": 256, "temperature": 0, "ignore_eos": True}
+    rate = lambda cluster, n: stream(cluster.nodes[0].port, body(n))["rate"]
+    ratios = []
+    for n in range(a.runs + 1):
+        turn = [pair, alone] if n % 2 else [alone, pair]
+        rates = {id(c): rate(c, n) for c in turn}
+        if n:
+            ratios.append(100 * (rates[id(alone)] / rates[id(pair)] - 1))
+    unprotected = pair.nodes[0].events("unprotected")
+    print(f"  answers of the cluster of two that went unprotected: {len(unprotected)}")
+    bar("cost, tokens copied to a second node, time of decode more than without", ratios, "%", 3, False)
+    pair.end()
+    alone.end()
+
+
+print(load(), BINARY, flush=True)
+globals()[a.what]()
+end()
