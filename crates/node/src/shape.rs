@@ -353,7 +353,7 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
 }
 
 /// Bits per weight of routed experts and of the rest, from the tensor table.
-fn stored_bits(file: &Gguf) -> Bits {
+pub(crate) fn stored_bits(file: &Gguf) -> Bits {
     let mut experts = (0.0, 0.0);
     let mut rest = (0.0, 0.0);
     for info in file.tensors() {

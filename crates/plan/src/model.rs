@@ -318,6 +318,13 @@ impl ModelShape {
             / 8.0
     }
 
+    /// Bytes of layer `index` that one row reads: of routed experts those that it uses.
+    pub fn read_bytes(&self, index: u32) -> f64 {
+        let moe = self.moe.filter(|_| self.is_moe(index));
+        let used = moe.map_or(0.0, |moe| f64::from(moe.active) * self.expert_params());
+        (self.common_params(index) * self.bits.rest + used * self.bits.experts) / 8.0
+    }
+
     /// Bytes of the output head as stored.
     pub fn head_bytes(&self) -> f64 {
         self.head_params() * self.bits.rest / 8.0
