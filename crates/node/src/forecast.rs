@@ -422,7 +422,7 @@ impl Forecast {
         measured.unwrap_or(crowd).max(1.0)
     }
 
-    /// Seconds of an operation: what was measured is a layer's, which the planner takes for so many.
+    /// Seconds of an operation: the planner takes what was measured of a layer for so many.
     fn op(&self) -> f64 {
         let each = (0..self.shape.layers).map(|layer| operations(&self.shape, layer));
         self.measured.other * f64::from(self.shape.layers) / each.sum::<f64>()

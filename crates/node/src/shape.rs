@@ -244,7 +244,7 @@ impl Fields<'_> {
         Some([key, heads, key_heads, value])
     }
 
-    /// Weights of a gated delta net: queries and keys; values, gates and output; two numbers a head.
+    /// Weights of a gated delta net: queries, keys, values, gates, output, two numbers a head.
     fn state_params(&self) -> Option<f64> {
         let [key, heads, key_heads, value] = self.delta_sizes()?;
         let width = f64::from(self.get("embedding_length", "hidden_size")?);

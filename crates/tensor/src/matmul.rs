@@ -343,9 +343,8 @@ unsafe fn span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
     }
 }
 
-/// As [`span`], of formats whose products take pairs of columns times their scales: no lane is added
-/// up before that, and no offset is taken off, but its part of each sum at the end of a chunk where
-/// no min has it.
+/// As [`span`], of formats whose products take pairs of columns times their scales. No lane is
+/// added up before that. Where no min has the offset, its part is taken off behind each chunk.
 #[inline(always)]
 unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
     args: &GroupArgs<'_>,

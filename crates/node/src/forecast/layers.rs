@@ -143,8 +143,8 @@ fn kind(layer: &LayerShape) -> LayerShape {
 }
 
 /// Layers of a shard that are probed, each with how many it stands for: as many of the first as
-/// [`PROBED_BYTES`] allows for all stages, at least one, and the first of each other kind. All ranks
-/// of a stage choose the same.
+/// [`PROBED_BYTES`] allows for all stages, at least one, and the first of each other kind. Ranks of
+/// a stage choose the same.
 fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64)> {
     let most = (PROBED_BYTES / shard.stages as u64) as f64;
     let of = |index: usize| kind(&config.layers[index]);

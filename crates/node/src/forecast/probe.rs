@@ -429,9 +429,9 @@ impl<'k> Step<'k> {
         }
     }
 
-    /// The products of `layers` for `rows` rows, and nothing else but what experts do with theirs,
-    /// and `between`, which comes after each half of a layer with the room of its sum, in which this
-    /// rank's roots are. Every expert has all rows. Seconds of a mean layer.
+    /// The products of `layers` for `rows` rows, what experts do with theirs, and `between`, which
+    /// comes after each half of a layer with the room of its sum, in which this rank's roots are.
+    /// Every expert has all rows. Seconds of a mean layer.
     pub(super) fn products(
         &mut self,
         layers: &[Layer],
