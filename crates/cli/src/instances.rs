@@ -41,7 +41,8 @@ pub(crate) struct LoadArgs {
     /// share of those that are named; `auto`: one, and more on idle machines while requests wait
     #[arg(long, value_name = "R", default_value = "1", value_parser = replicas)]
     replicas: Replicas,
-    /// How the model is cut: auto, tensor, pipeline, experts, or TENSORxPIPELINE such as 2x2
+    /// How the model is cut: auto, tensor, pipeline, experts, TENSORxPIPELINE such as 2x2, or
+    /// 2x2-experts
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
     /// Threads of each machine [default: as many as this one has cores]

@@ -40,7 +40,8 @@ pub(crate) struct SplitArgs {
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) nodes: u32,
     /// How the model is cut: auto, tensor (all nodes share every layer), pipeline (each has layers
-    /// of its own), experts (all share the experts alone), or TENSORxPIPELINE such as 2x2
+    /// of its own), experts (all share the experts alone), TENSORxPIPELINE such as 2x2, or
+    /// 2x2-experts
     #[arg(long, value_name = "SPLIT", default_value_t)]
     pub(crate) split: SplitKind,
     /// How much each node gets, relative to the others, such as 3,1 [default: the same]
@@ -99,7 +100,10 @@ impl SplitArgs {
         crate::wires::asked_for(self.transport.backend(), self.plaintext)?;
         let (nodes, got) = (self.nodes, self.shares.len());
         match self.split {
-            SplitKind::Grid { tensor, pipeline } if tensor * pipeline != nodes => {
+            SplitKind::Grid { tensor, pipeline }
+            | SplitKind::GridOfExperts { tensor, pipeline }
+                if tensor * pipeline != nodes =>
+            {
                 Err(Error::Grid {
                     tensor,
                     pipeline,

@@ -72,6 +72,13 @@ pub enum SplitKind {
     },
     /// All ranks share the experts, and the feed-forward of layers without; each has all heads.
     Experts,
+    /// A grid whose stages share experts; stages without any share heads too.
+    GridOfExperts {
+        /// Ranks of a stage.
+        tensor: u32,
+        /// Stages.
+        pipeline: u32,
+    },
 }
 
 /// The parts of a layer that the ranks of a stage share.
@@ -94,6 +101,7 @@ impl fmt::Display for SplitKind {
             Self::Pipeline => write!(f, "pipeline"),
             Self::Grid { tensor, pipeline } => write!(f, "{tensor}x{pipeline}"),
             Self::Experts => write!(f, "experts"),
+            Self::GridOfExperts { tensor, pipeline } => write!(f, "{tensor}x{pipeline}-experts"),
         }
     }
 }
@@ -110,10 +118,15 @@ impl FromStr for SplitKind {
             "experts" => return Ok(Self::Experts),
             _ => {}
         }
-        let grid = text.split_once('x').and_then(|(tensor, pipeline)| {
-            Some(Self::Grid {
-                tensor: count(tensor)?,
-                pipeline: count(pipeline)?,
+        let (sizes, of_experts) = match text.strip_suffix("-experts") {
+            Some(sizes) => (sizes, true),
+            None => (text, false),
+        };
+        let grid = sizes.split_once('x').and_then(|(tensor, pipeline)| {
+            let (tensor, pipeline) = (count(tensor)?, count(pipeline)?);
+            Some(match of_experts {
+                true => Self::GridOfExperts { tensor, pipeline },
+                false => Self::Grid { tensor, pipeline },
             })
         });
         grid.ok_or_else(|| Error::Kind {
@@ -127,8 +140,8 @@ impl FromStr for SplitKind {
 pub enum Error {
     /// The name of a split is not one.
     #[error(
-        "split is {got:?}, expected auto, tensor, pipeline, experts or TENSORxPIPELINE (as 2x3), \
-         up to {MAX_RANKS} each"
+        "split is {got:?}, expected auto, tensor, pipeline, experts, TENSORxPIPELINE (as 2x3) or \
+         2x3-experts, up to {MAX_RANKS} each"
     )]
     Kind {
         /// What was given.
@@ -285,10 +298,13 @@ impl Split {
         let tensor = tensor_ranks(config, kind, ranks)?;
         let by_stage: Vec<&[u32]> = shares.chunks_exact(tensor as usize).collect();
         let mut stages = stages(config, &by_stage)?;
-        if kind == SplitKind::Experts {
-            for stage in &mut stages {
-                stage.kind = StageKind::Experts;
-            }
+        for stage in &mut stages {
+            let shares = stage.shares.len() > 1 && stage.has_experts(config);
+            stage.kind = match kind {
+                SplitKind::Experts => StageKind::Experts,
+                SplitKind::GridOfExperts { .. } if shares => StageKind::Experts,
+                _ => StageKind::Tensor,
+            };
         }
         let split = Self { stages };
         split.check(config)?;
@@ -329,18 +345,21 @@ impl Split {
     }
 
     /// The kind that [`plan`](Self::plan) takes for splits like it, of other shares; `None` where
-    /// stages share experts behind one another.
+    /// some stages share experts and others do not.
     pub fn kind(&self) -> Option<SplitKind> {
-        let shares_experts = self.kinds().any(|kind| kind == StageKind::Experts);
-        let grid = SplitKind::Grid {
-            tensor: self.tensor_ranks() as u32,
-            pipeline: self.stages.len() as u32,
-        };
-        match (shares_experts, self.stages.len()) {
-            (false, _) => Some(grid),
-            (true, 1) => Some(SplitKind::Experts),
-            (true, _) => None,
+        let (tensor, pipeline) = (self.tensor_ranks() as u32, self.stages.len() as u32);
+        let of_experts = self.kinds().filter(|kind| *kind == StageKind::Experts);
+        match (of_experts.count(), self.stages.len()) {
+            (0, _) => Some(SplitKind::Grid { tensor, pipeline }),
+            (1, 1) => Some(SplitKind::Experts),
+            (some, all) if some == all => Some(SplitKind::GridOfExperts { tensor, pipeline }),
+            _ => None,
         }
+    }
+
+    /// Whether ranks of a stage share experts alone.
+    fn shares_experts(&self) -> bool {
+        self.kinds().any(|kind| kind == StageKind::Experts)
     }
 
     /// Whether it is a split of `config`: every layer once, in order, ranks in order, and something
@@ -472,11 +491,11 @@ impl fmt::Display for Split {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.tensor_ranks(), self.stages.len()) {
             (1, 1) => write!(f, "none"),
-            (_, 1) if self.kind() == Some(SplitKind::Experts) => write!(f, "experts"),
+            (_, 1) if self.shares_experts() => write!(f, "experts"),
             (_, 1) => write!(f, "tensor"),
             (1, _) => write!(f, "pipeline"),
-            (tensor, pipeline) if self.kind().is_none() => {
-                write!(f, "{tensor}x{pipeline} experts")
+            (tensor, pipeline) if self.shares_experts() => {
+                write!(f, "{tensor}x{pipeline}-experts")
             }
             (tensor, pipeline) => write!(f, "{tensor}x{pipeline}"),
         }
@@ -506,9 +525,7 @@ impl Stage {
     /// Whether all leaves of its layers are dealt to its ranks, each once and in order, and a layer
     /// has experts where these are shared.
     fn check(&self, config: &Config) -> Result<(), Error> {
-        let own = config.layers.get(self.layers.clone()).unwrap_or_default();
-        let has_experts = own.iter().any(|layer| layer.experts.is_some());
-        if self.kind == StageKind::Experts && !has_experts {
+        if self.kind == StageKind::Experts && !self.has_experts(config) {
             let layers = self.layers.clone();
             return Err(Error::NoExperts { layers });
         }
@@ -522,6 +539,11 @@ impl Stage {
             Some(leaves) => Err(Error::Leaves { leaves, ranks }),
             None => Ok(()),
         }
+    }
+
+    fn has_experts(&self, config: &Config) -> bool {
+        let own = config.layers.get(self.layers.clone()).unwrap_or_default();
+        own.iter().any(|layer| layer.experts.is_some())
     }
 
     /// Behind the last of so many leaves of each rank; nothing where they are not dealt.
@@ -605,12 +627,18 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
     match kind {
         SplitKind::Tensor | SplitKind::Experts => Ok(ranks),
         SplitKind::Pipeline => Ok(1),
-        SplitKind::Grid { tensor, pipeline } if tensor * pipeline == ranks => Ok(tensor),
-        SplitKind::Grid { tensor, pipeline } => Err(Error::Grid {
-            tensor,
-            pipeline,
-            ranks,
-        }),
+        SplitKind::Grid { tensor, pipeline } | SplitKind::GridOfExperts { tensor, pipeline }
+            if tensor * pipeline == ranks =>
+        {
+            Ok(tensor)
+        }
+        SplitKind::Grid { tensor, pipeline } | SplitKind::GridOfExperts { tensor, pipeline } => {
+            Err(Error::Grid {
+                tensor,
+                pipeline,
+                ranks,
+            })
+        }
         SplitKind::Auto => {
             let usual = config.usual_layer();
             let leaves = (usual.heads * usual.output_dim()).div_ceil(usual.attention_leaf());

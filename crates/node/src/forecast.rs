@@ -12,6 +12,7 @@
 
 pub mod across;
 mod facts;
+mod layers;
 mod probe;
 mod ranks;
 
@@ -22,12 +23,15 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
-use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitKind, StageKind};
+use paceline_model::{
+    Config, Experts, LayerCache, LayerShape, Role, Shard, Source, Split, SplitKind, StageKind,
+};
 use paceline_plan::cost::kernels::operations;
+use paceline_plan::cost::moe::touched;
 use paceline_plan::{
     Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
-    ModelShape, Node, Pipeline, Placement, Rates, STEPS_MAX, Sliding, Stage, Transport, Workload,
-    predict,
+    ModelShape, Moe, Node, Pipeline, Placement, Rates, STEPS_MAX, Sliding, Stage, Transport,
+    Workload, predict,
 };
 use paceline_tensor::Kernels;
 
@@ -57,6 +61,15 @@ pub struct Setting<'a> {
 
 /// Keys that a prediction assumes in the cache: a short question and answer.
 const KEYS: u32 = 128;
+
+/// Seconds of a mean layer's products for a row among others.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    /// But for experts.
+    common: f64,
+    /// Of its experts.
+    experts: f64,
+}
 
 /// Most answers together that [`Forecast::predict_many`] predicts: as many as `--parallel` may be.
 const TOGETHER_MAX: u32 = 1024;
@@ -255,13 +268,13 @@ impl Forecast {
     /// The ways to cut a model over `nodes`, and decode tokens a second as corrected by earlier
     /// runs; tensor first.
     pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<Cut> {
-        let grids = (2..nodes)
-            .filter(|tensor| nodes.is_multiple_of(*tensor))
-            .map(|tensor| SplitKind::Grid {
-                tensor,
-                pipeline: nodes / tensor,
-            });
-        let kinds = [SplitKind::Tensor, SplitKind::Pipeline].into_iter();
+        let grids = (2..nodes).filter(|tensor| nodes.is_multiple_of(*tensor));
+        let grids = grids.flat_map(|tensor| {
+            let pipeline = nodes / tensor;
+            let of_experts = SplitKind::GridOfExperts { tensor, pipeline };
+            [SplitKind::Grid { tensor, pipeline }, of_experts]
+        });
+        let kinds = [SplitKind::Tensor, SplitKind::Pipeline, SplitKind::Experts].into_iter();
         let way = |kind| {
             let placement = asked(config, kind, nodes, shares).ok()?;
             let way = Cut::new(config, placement, None).ok()?;
@@ -320,10 +333,10 @@ impl Forecast {
         };
         // A stage's part of them; the rows of a prompt where there is one.
         let row = match answers {
-            1 => self.measured.prompt_row,
+            1 => self.prompt_row(),
             _ => {
                 let parts = split.stages().min(STEPS_MAX) as u32;
-                self.measured.row_of(f64::from(answers.div_ceil(parts)))
+                self.row_of(f64::from(answers.div_ceil(parts)))
             }
         };
         let (cluster, calibration) = self.cluster(split, at_once, row)?;
@@ -344,14 +357,34 @@ impl Forecast {
         Ok(answers / (round + answers * self.measured.step + told))
     }
 
+    /// Seconds of products for a row of a prompt.
+    fn prompt_row(&self) -> Row {
+        Row {
+            common: self.measured.prompt_row,
+            experts: self.measured.prompt_expert,
+        }
+    }
+
+    /// Seconds of products for each of `rows` rows together, of which an expert has as many as fall
+    /// to each that they touch.
+    fn row_of(&self, rows: f64) -> Row {
+        let of_expert = self.shape.moe.map_or(rows, |moe| {
+            let (all, active) = (f64::from(moe.experts), f64::from(moe.active));
+            rows * active / touched(all, active, rows)
+        });
+        Row {
+            common: self.measured.row_of(rows),
+            experts: self.measured.experts_of(of_expert.max(1.0)),
+        }
+    }
+
     /// This machine as nodes, of which `at_once` compute at the same time, with what a row of a
     /// layer's products takes, and what they cost each other.
-    fn cluster(&self, split: &Split, at_once: usize, row: f64) -> Result<(Cluster, Calibration)> {
+    fn cluster(&self, split: &Split, at_once: usize, row: Row) -> Result<(Cluster, Calibration)> {
         // Ranks that have more threads than there are cores take turns.
         let crowd = ((at_once * self.threads) as f64 / cores() as f64).max(1.0);
         let mut calibration = Calibration::builtin()?;
-        // What was measured is a layer's, which the planner takes for so many operations.
-        let op = self.measured.other / operations(&self.shape, 0) * crowd;
+        let op = self.op() * crowd;
         calibration.set("op.paceline-cpu", op.max(1e-9));
         let known = known_for(&self.together, split.tensor_ranks() as u32);
         calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
@@ -389,13 +422,31 @@ impl Forecast {
         measured.unwrap_or(crowd).max(1.0)
     }
 
+    /// Seconds of an operation: the planner takes what was measured of a layer for so many.
+    fn op(&self) -> f64 {
+        let each = (0..self.shape.layers).map(|layer| operations(&self.shape, layer));
+        self.measured.other * f64::from(self.shape.layers) / each.sum::<f64>()
+    }
+
     /// A rank, of which `crowd` times as many compute as there are cores, and whose products take
     /// `sharing` times as long as alone; `row` is what a row of a layer's products takes where
     /// memory does not limit it.
-    fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: f64) -> Node {
-        let bytes =
-            f64::from(self.shape.layers) * self.shape.layer_bytes(0) + self.shape.head_bytes();
-        let matmul = 2.0 * self.shape.common_params(0) / row.max(1e-12);
+    fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: Row) -> Node {
+        let layers = || 0..self.shape.layers;
+        let read: f64 = layers().map(|layer| self.shape.read_bytes(layer)).sum();
+        let bytes = read + self.shape.head_bytes();
+        let common: f64 = layers().map(|layer| self.shape.common_params(layer)).sum();
+        let seconds = |one: f64| (f64::from(self.shape.layers) * one).max(1e-12);
+        let matmul = 2.0 * common / seconds(row.common);
+        let experts = self.shape.moe.map_or(0.0, |moe| {
+            let mixtures = f64::from(self.shape.mixtures(&layers()));
+            mixtures * f64::from(moe.active) * self.shape.expert_params()
+        });
+        let expert = if experts > 0.0 {
+            2.0 * experts / seconds(row.experts)
+        } else {
+            matmul
+        };
         let attention = self.shape.attention.decode_pair_flops() / self.measured.key.max(1e-12);
         Node {
             name: format!("rank {rank}"),
@@ -406,7 +457,7 @@ impl Forecast {
             measured: true,
             rates: Some(Rates {
                 matmul: matmul / crowd,
-                expert: matmul / crowd,
+                expert: expert / crowd,
                 attention: attention / crowd,
             }),
             disk: None,
@@ -509,7 +560,7 @@ fn pipeline(config: &Config, split: &Split) -> Pipeline {
     let mut stages: Vec<Stage> = Vec::new();
     for rank in 0..split.ranks() {
         let shard = split.shard(config, Rank(rank));
-        let share = shard.ffn().len() as f64 / config.ffn as f64;
+        let share = share_of(config, &shard);
         let member = Member {
             node: rank as usize,
             share,
@@ -536,8 +587,21 @@ fn pipeline(config: &Config, split: &Split) -> Pipeline {
     Pipeline { stages }
 }
 
+/// The mean part that a rank has of its layers' feed-forward: a rank without any has a little of
+/// the planner's.
+fn share_of(config: &Config, shard: &Shard) -> f64 {
+    let part = |index: usize| {
+        let layer = &config.layers[index];
+        let experts = |of: Experts| of.count + usize::from(of.shared > 0);
+        let all = layer.experts.map_or(layer.ffn, experts);
+        shard.layer(index).ffn().len() as f64 / all.max(1) as f64
+    };
+    let sum: f64 = shard.layers.clone().map(part).sum();
+    (sum / shard.layers.len() as f64).max(1e-9)
+}
+
+/// What the planner needs to know of a model.
 fn shape(source: &Source, config: &Config) -> ModelShape {
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let mut shape = ModelShape {
         name: "local".to_owned(),
         layers: number(config.layers.len()),
@@ -546,25 +610,72 @@ fn shape(source: &Source, config: &Config) -> ModelShape {
         tied: config
             .tied
             .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
-        attention: Attention::Gqa {
+        attention: attention(config),
+        sliding: sliding(config),
+        caches: caches(config),
+        ffn: number(config.ffn),
+        moe: moe(config),
+        bits: Bits::uniform(8.0),
+    };
+    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
+    shape.bits = match source {
+        Source::Gguf(file) if shape.moe.is_some() => crate::shape::stored_bits(file),
+        _ => Bits::uniform(bits),
+    };
+    for bits in [&mut shape.bits.rest, &mut shape.bits.experts] {
+        *bits = bits.clamp(1.0, 32.0);
+    }
+    shape
+}
+
+fn number(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn attention(config: &Config) -> Attention {
+    match config.latent {
+        None => Attention::Gqa {
             heads: number(config.heads),
             kv_heads: number(config.kv_heads),
             head_dim: number(config.head_dim),
         },
-        sliding: sliding(config),
-        caches: caches(config),
-        ffn: number(config.ffn),
-        moe: None,
-        bits: Bits::uniform(8.0),
+        Some(latent) => Attention::Mla {
+            heads: number(config.heads),
+            q_rank: number(latent.query_rank.unwrap_or(0)),
+            kv_rank: number(latent.rank),
+            nope_dim: number(latent.plain),
+            rope_dim: number(latent.turned),
+            value_dim: number(latent.value_dim),
+        },
+    }
+}
+
+/// The experts of a model's layers: after some without, all or every so many-th have them.
+fn moe(config: &Config) -> Option<Moe> {
+    let has_experts = |index: &usize| config.layers[*index].experts.is_some();
+    let mut mixtures = (0..config.layers.len()).filter(has_experts);
+    let first = mixtures.next()?;
+    let of = config.layers[first].experts?;
+    let every = mixtures.next().map_or(1, |second| second - first);
+    // Of every second layer, say, the first has one before it; where more are, those are dense.
+    let dense = if every > 1 && first + 1 == every {
+        0
+    } else {
+        first
     };
-    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
-    shape.bits.rest = bits.clamp(1.0, 32.0);
-    shape
+    Some(Moe {
+        experts: number(of.count),
+        active: number(of.used),
+        shared: number(of.shared.div_ceil(of.width.max(1))),
+        ffn: number(of.width),
+        dense_layers: number(dense),
+        every: number(every),
+        groups: number(of.groups.map_or(1, |groups| groups.count)),
+    })
 }
 
 /// Layers that keep no keys and values of their own.
 fn caches(config: &Config) -> Caches {
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let layers = &config.layers;
     let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
     let states = layers.iter().filter_map(LayerShape::state_bytes);
@@ -573,14 +684,27 @@ fn caches(config: &Config) -> Caches {
         borrowed: number(layers.iter().filter(is_borrower).count()),
         states: number(states.clone().count()),
         state_bytes: states.max().unwrap_or(0) as f64,
+        state_params: layers
+            .iter()
+            .find_map(|layer| delta_params(config, layer))
+            .unwrap_or(0.0),
         together: number(layers.len() - last_cut.unwrap_or(0)),
     }
+}
+
+/// Weights of a gated delta net: queries, keys, values, gates and output, and two numbers a head.
+fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
+    let LayerCache::Delta(_) = layer.cache else {
+        return None;
+    };
+    let heads = layer.heads * (3 * layer.value_dim + 2);
+    let keys = 2 * layer.kv_heads * layer.head_dim;
+    Some(config.width as f64 * (keys + heads) as f64)
 }
 
 /// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
 fn sliding(config: &Config) -> Option<Sliding> {
     let windows = config.layers.iter().filter_map(|layer| layer.window);
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     Some(Sliding {
         layers: number(windows.clone().count()),
         window: number(windows.max()?),
@@ -601,9 +725,23 @@ mod tests {
             step: 0.0,
             few_row: 2.0,
             prompt_row: 1.0,
+            experts: 0.0,
+            few_expert: 0.0,
+            prompt_expert: 0.0,
         };
         let rows = [1.0, 4.5, 8.0, 64.0, 640.0].map(|n| measured.row_of(n));
         assert_eq!(rows, [8.0, 12.0 / 4.5, 2.0, 1.0, 1.0]);
+        // Three of its eight seconds are experts'.
+        let mixed = Measured {
+            experts: 3.0,
+            few_row: 1.0,
+            few_expert: 1.0,
+            prompt_expert: 0.5,
+            ..measured
+        };
+        let rows = [1.0, 8.0].map(|n| (mixed.row_of(n), mixed.experts_of(n)));
+        assert_eq!(rows, [(5.0, 3.0), (1.0, 1.0)]);
+        assert_eq!(mixed.experts_of(100.0), 0.5);
     }
 
     #[test]

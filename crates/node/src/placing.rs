@@ -79,16 +79,18 @@ pub fn asked(
     Ok(Placement::single(Pipeline { stages }))
 }
 
-/// The ways to cut a model over 1 to `most` nodes with equal shares, each once.
+/// The ways to cut a model over 1 to `most` nodes with equal shares, each once; those that share
+/// experts where it has some.
 pub fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
-    let kinds = [SplitKind::Tensor, SplitKind::Pipeline];
-    let grid = SplitKind::Grid {
-        tensor: 2,
-        pipeline: 2,
-    };
+    let kinds = [SplitKind::Tensor, SplitKind::Pipeline, SplitKind::Experts];
+    let (tensor, pipeline) = (2, 2);
+    let grids = [
+        SplitKind::Grid { tensor, pipeline },
+        SplitKind::GridOfExperts { tensor, pipeline },
+    ];
     let all = (1..=most).flat_map(|n| {
-        let grid = (n == 4).then_some(grid);
-        kinds.into_iter().chain(grid).map(move |kind| (n, kind))
+        let grids = grids.into_iter().filter(move |_| n == 4);
+        kinds.into_iter().chain(grids).map(move |kind| (n, kind))
     });
     let mut ways: Vec<(SplitKind, Split)> = Vec::new();
     for (nodes, kind) in all {

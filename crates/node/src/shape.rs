@@ -200,6 +200,7 @@ impl Fields<'_> {
             borrowed,
             states: states.min(layers - borrowed),
             state_bytes,
+            state_params: self.state_params().unwrap_or(0.0),
             together: if borrowed == 0 {
                 0
             } else {
@@ -226,14 +227,28 @@ impl Fields<'_> {
     /// state at its start, the inputs of its convolution, keys and what changed.
     fn state_bytes(&self) -> Option<f64> {
         const PAGE: f64 = 64.0;
+        let [key, heads, key_heads, value] = self.delta_sizes()?;
+        let channels = 2.0 * key_heads * key + heads * value;
+        let rows = PAGE * (channels + key_heads * key + 2.0 * heads);
+        Some(2.0 * 4.0 * (rows + heads * (key + PAGE) * value))
+    }
+
+    /// Size of a key, number of values' heads and of keys' heads, and size of a value in a gated
+    /// delta net.
+    fn delta_sizes(&self) -> Option<[f64; 4]> {
         let size = |gguf, hf| self.get(gguf, hf).map(f64::from);
         let key = size("ssm.state_size", "linear_key_head_dim")?;
         let heads = size("ssm.time_step_rank", "linear_num_value_heads")?;
         let key_heads = size("ssm.group_count", "linear_num_key_heads")?;
         let value = size("", "linear_value_head_dim").unwrap_or(key);
-        let channels = 2.0 * key_heads * key + heads * value;
-        let rows = PAGE * (channels + key_heads * key + 2.0 * heads);
-        Some(2.0 * 4.0 * (rows + heads * (key + PAGE) * value))
+        Some([key, heads, key_heads, value])
+    }
+
+    /// Weights of a gated delta net: queries, keys, values, gates, output, two numbers a head.
+    fn state_params(&self) -> Option<f64> {
+        let [key, heads, key_heads, value] = self.delta_sizes()?;
+        let width = f64::from(self.get("embedding_length", "hidden_size")?);
+        Some(width * (2.0 * key_heads * key + heads * (3.0 * value + 2.0)))
     }
 
     fn attention(&self, heads: u32, width: u32) -> Attention {
@@ -272,6 +287,18 @@ impl Fields<'_> {
         }
     }
 
+    /// Experts that every row has: their number, or as many as their width makes of `width` each.
+    fn shared_experts(&self, width: u32) -> u32 {
+        let names = (
+            "expert_shared_feed_forward_length",
+            "shared_expert_intermediate_size",
+        );
+        let count = self.get("expert_shared_count", "n_shared_experts");
+        let wide = self.get(names.0, names.1);
+        let wide = wide.map(|wide| wide.div_ceil(width.max(1)));
+        count.or(wide).unwrap_or(0)
+    }
+
     /// Names of experts differ among families; the first that is there counts.
     fn moe(&self) -> Result<Option<Moe>, Error> {
         let first = |names: [(&str, &str); 3]| names.iter().find_map(|(g, h)| self.get(g, h));
@@ -297,16 +324,19 @@ impl Fields<'_> {
             gguf: name.to_owned(),
             hf: name.to_owned(),
         };
+        let width = width.ok_or_else(|| missing("expert_feed_forward_length"))?;
         Ok(Some(Moe {
             experts,
             active: active.ok_or_else(|| missing("expert_used_count"))?,
-            shared: self
-                .get("expert_shared_count", "n_shared_experts")
-                .unwrap_or(0),
-            ffn: width.ok_or_else(|| missing("expert_feed_forward_length"))?,
+            shared: self.shared_experts(width),
+            ffn: width,
             dense_layers: self
                 .get("leading_dense_block_count", "first_k_dense_replace")
                 .unwrap_or(0),
+            every: self
+                .get("interleave_moe_layer_step", "decoder_sparse_step")
+                .unwrap_or(1)
+                .max(1),
             groups: self
                 .get("expert_group_count", "n_group")
                 .unwrap_or(1)
@@ -353,7 +383,7 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
 }
 
 /// Bits per weight of routed experts and of the rest, from the tensor table.
-fn stored_bits(file: &Gguf) -> Bits {
+pub(crate) fn stored_bits(file: &Gguf) -> Bits {
     let mut experts = (0.0, 0.0);
     let mut rest = (0.0, 0.0);
     for info in file.tensors() {
@@ -546,6 +576,24 @@ mod tests {
         assert_eq!((shape.caches.states, shape.row_layers(0..40)), (30, 10.0));
         let bytes = shape.state_bytes(0..40);
         assert!((345e6..349e6).contains(&bytes), "{bytes}");
+    }
+
+    /// Qwen1.5-MoE with every second layer dense, its shared expert four times as wide as another.
+    #[test]
+    fn interleaved_mixtures_and_wide_shared_experts_read() {
+        let config = serde_json::json!({
+            "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "intermediate_size": 5632, "vocab_size": 151_936,
+            "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 2
+        });
+        let shape = from_config("x", &config).unwrap();
+        let moe = shape.moe.unwrap();
+        assert_eq!(
+            (moe.shared, moe.every, shape.mixtures(&(0..24))),
+            (4, 2, 12)
+        );
+        shape.check().unwrap();
     }
 
     #[test]

@@ -55,6 +55,10 @@ pub struct Engine {
     pub activation_bytes: f64,
     /// Whether a tensor split covers the output head too.
     pub head_split: bool,
+    /// Whether a tensor split deals whole experts too, the shared one to its last rank, and an
+    /// expert split also shares the head and the feed-forward of layers without experts.
+    #[serde(default)]
+    pub deals_experts: bool,
     /// Which `handover.*` constants exchanges pay, a prefix such as `gpu`.
     pub handover: String,
     /// Where this was read.

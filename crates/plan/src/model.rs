@@ -57,6 +57,8 @@ pub struct Moe {
     pub ffn: u32,
     /// Layers at the start that are dense.
     pub dense_layers: u32,
+    /// Of the others every so many-th is a mixture, counted from the first layer; 1 for all.
+    pub every: u32,
     /// Groups of experts that are chosen first, as in DeepSeek V3; 1 for none.
     pub groups: u32,
 }
@@ -79,6 +81,8 @@ pub struct Caches {
     pub states: u32,
     /// Bytes of one such state, in one layer.
     pub state_bytes: f64,
+    /// Weights of such a layer in place of attention; 0 for as many as attention has.
+    pub state_params: f64,
     /// The last layers that one stage has to hold together; 0 or 1 when a pipeline may be cut
     /// anywhere. Cuts among them would part layers from the caches that they use.
     pub together: u32,
@@ -226,7 +230,18 @@ impl Attention {
 impl ModelShape {
     /// Whether layer `index` is a mixture.
     pub fn is_moe(&self, index: u32) -> bool {
-        self.moe.is_some_and(|moe| index >= moe.dense_layers)
+        self.moe.is_some_and(|moe| {
+            index >= moe.dense_layers && (index + 1).is_multiple_of(moe.every.max(1))
+        })
+    }
+
+    /// Mixtures among `layers`.
+    pub fn mixtures(&self, layers: &Range<u32>) -> u32 {
+        self.moe.map_or(0, |moe| {
+            let before = |end: u32| end / moe.every.max(1);
+            let first = layers.start.max(moe.dense_layers);
+            before(layers.end).saturating_sub(before(first))
+        })
     }
 
     /// Keys that a row looks at in the mean layer, of `keys` that there are. Layers with a window
@@ -248,14 +263,40 @@ impl ModelShape {
     /// Weights that every token passes in layer `index`: attention, and the dense feed-forward or
     /// the router and shared experts.
     pub fn common_params(&self, index: u32) -> f64 {
-        let c = f64::from(self.width);
-        let ffn = match self.moe {
-            Some(moe) if self.is_moe(index) => {
-                f64::from(moe.shared) * self.expert_params() + c * f64::from(moe.experts)
-            }
-            _ => 3.0 * c * f64::from(self.ffn),
-        };
-        self.attention.params(c) + ffn
+        let beside = self.shared_params(index) + self.router_params(index);
+        self.mixer_params() + self.dense_params(index) + beside
+    }
+
+    /// Weights of attention, or of what layers with states have instead, in the mean layer.
+    fn mixer_params(&self) -> f64 {
+        let own = self.attention.params(f64::from(self.width));
+        if self.caches.state_params > 0.0 {
+            let share = self.states_among_all();
+            (1.0 - share) * own + share * self.caches.state_params
+        } else {
+            own
+        }
+    }
+
+    /// Weights of the feed-forward of layer `index`, 0 for a mixture.
+    pub fn dense_params(&self, index: u32) -> f64 {
+        if self.is_moe(index) {
+            0.0
+        } else {
+            3.0 * f64::from(self.width) * f64::from(self.ffn)
+        }
+    }
+
+    /// Weights of the router of layer `index`.
+    pub fn router_params(&self, index: u32) -> f64 {
+        let moe = self.moe.filter(|_| self.is_moe(index));
+        moe.map_or(0.0, |moe| f64::from(self.width) * f64::from(moe.experts))
+    }
+
+    /// Weights of the experts that every row has in layer `index`.
+    pub fn shared_params(&self, index: u32) -> f64 {
+        let moe = self.moe.filter(|_| self.is_moe(index));
+        moe.map_or(0.0, |moe| f64::from(moe.shared) * self.expert_params())
     }
 
     /// Weights of all routed experts in layer `index`.
@@ -275,6 +316,13 @@ impl ModelShape {
     pub fn layer_bytes(&self, index: u32) -> f64 {
         (self.common_params(index) * self.bits.rest + self.routed_params(index) * self.bits.experts)
             / 8.0
+    }
+
+    /// Bytes of layer `index` that one row reads: of routed experts those that it uses.
+    pub fn read_bytes(&self, index: u32) -> f64 {
+        let moe = self.moe.filter(|_| self.is_moe(index));
+        let used = moe.map_or(0.0, |moe| f64::from(moe.active) * self.expert_params());
+        (self.common_params(index) * self.bits.rest + used * self.bits.experts) / 8.0
     }
 
     /// Bytes of the output head as stored.
@@ -308,6 +356,17 @@ impl ModelShape {
     fn own_layers(&self, layers: Range<u32>) -> f64 {
         let end = layers.end.min(self.layers - self.caches.borrowed);
         f64::from(end.saturating_sub(layers.start))
+    }
+
+    /// Layers with states among all layers.
+    pub fn states_among_all(&self) -> f64 {
+        f64::from(self.caches.states) / f64::from(self.layers)
+    }
+
+    /// Bytes that a step of one sequence reads of the state in one layer: it has two pages, and
+    /// looks at one.
+    pub fn state_read(&self) -> f64 {
+        self.caches.state_bytes / 2.0
     }
 
     fn state_share(&self) -> f64 {
@@ -407,14 +466,13 @@ impl ModelShape {
             0,
             self.layers,
         )?;
-        finite_in(
-            name,
-            "bytes of a state",
-            caches.state_bytes,
-            0.0,
-            1e12,
-            "0 to 1e12",
-        )
+        for (field, value) in [
+            ("bytes of a state", caches.state_bytes),
+            ("weights of a layer with a state", caches.state_params),
+        ] {
+            finite_in(name, field, value, 0.0, 1e12, "0 to 1e12")?;
+        }
+        Ok(())
     }
 
     fn check_attention(&self) -> Result<(), Error> {
@@ -457,8 +515,9 @@ impl ModelShape {
         whole_in(name, "shared experts", moe.shared, 0, MAX_EXPERTS)?;
         whole_in(name, "expert width", moe.ffn, 1, MAX_WIDTH)?;
         whole_in(name, "dense layers", moe.dense_layers, 0, self.layers)?;
+        whole_in(name, "layers to a mixture", moe.every, 1, self.layers)?;
         whole_in(name, "groups of experts", moe.groups, 1, moe.experts)?;
-        if moe.dense_layers > 0 {
+        if moe.dense_layers > 0 || moe.every > 1 {
             whole_in(name, "feed-forward width", self.ffn, 1, MAX_WIDTH * 8)?;
         }
         Ok(())

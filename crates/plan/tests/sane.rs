@@ -37,6 +37,7 @@ fn shape() -> impl Strategy<Value = ModelShape> {
             shared,
             ffn: 1024,
             dense_layers: dense,
+            every: 1,
             groups: 1,
         });
     let sliding = (1u32..4, 64u32..2048).prop_map(|(layers, window)| Sliding { layers, window });

@@ -321,10 +321,21 @@ impl Planes for SixBits {
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: the crumb plane follows the nibble plane.
         unsafe {
-            let (mut low, high) = (nibbles::<S>(chunk), crumbs::<S>(chunk.add(NIBBLE_PLANE)));
+            let (mut low, plane) = (nibbles::<S>(chunk), chunk.add(NIBBLE_PLANE));
+            let (a, b) = (S::load_w(plane), S::load_w(plane.add(64)));
+            let high = [
+                S::high_crumb::<0>(a),
+                S::high_crumb::<0>(b),
+                S::high_crumb::<1>(a),
+                S::high_crumb::<1>(b),
+                S::high_crumb::<2>(a),
+                S::high_crumb::<2>(b),
+                S::high_crumb::<3>(a),
+                S::high_crumb::<3>(b),
+            ];
             let mut g = 0;
             while g < 8 {
-                low[g] = S::or(low[g], S::shl4(high[g]));
+                low[g] = S::or(low[g], high[g]);
                 g += 1;
             }
             low
@@ -400,6 +411,28 @@ pub(crate) trait Scales {
     unsafe fn scales<S: Isa>(multipliers: Self::Multipliers<S>, scales: *const u8) -> [S::I; 2];
     /// The mins of the 16 rows, so too; called where `HAS_MIN`.
     unsafe fn mins<S: Isa>(multipliers: Self::Multipliers<S>, scales: *const u8) -> [S::I; 2];
+    /// Whether there are [`factors`](Self::factors), which products whose planes are never negative
+    /// can use.
+    const PAIRED: bool = false;
+    /// The multipliers as [`factors`](Self::factors) takes them.
+    #[inline(always)]
+    unsafe fn paired<S: Isa>(multipliers: Self::Multipliers<S>) -> Self::Multipliers<S> {
+        multipliers
+    }
+    /// The scales for each half and the mins as [`Isa::dot_scaled`] takes them; mins for weights
+    /// from which nothing is taken off.
+    #[inline(always)]
+    unsafe fn factors<S: Isa>(
+        multipliers: Self::Multipliers<S>,
+        scales: *const u8,
+    ) -> ([S::I; 2], S::I) {
+        // SAFETY: passed on.
+        unsafe {
+            let [first, second] = Self::scales::<S>(multipliers, scales);
+            let [min, _] = Self::mins::<S>(multipliers, scales);
+            ([S::factor(first), S::factor(second)], S::factor(min))
+        }
+    }
 }
 
 /// A scale of 16 bits per row.
@@ -484,11 +517,20 @@ impl Scales for SignedScale {
 }
 
 impl Scales for SignedHalves {
+    const PAIRED: bool = true;
     const BYTES: usize = 2 * BYTES;
     const HEADER: usize = WORDS;
     const HALVES: bool = true;
     no_multipliers!();
     no_mins!();
+    #[inline(always)]
+    unsafe fn factors<S: Isa>((): (), scales: *const u8) -> ([S::I; 2], S::I) {
+        // SAFETY: 32 bytes.
+        unsafe {
+            let halves = [S::load_factor(scales), S::load_factor(scales.add(BYTES))];
+            (halves, S::splat_i(0))
+        }
+    }
     #[inline(always)]
     unsafe fn step<S: Isa>(header: *const u8) -> S::F {
         // SAFETY: 16 halves.
@@ -519,12 +561,27 @@ unsafe fn multiplied<S: Isa>(byte: S::I, multiplier: S::I) -> S::I {
 }
 
 impl<const CENTER: i32> Scales for ScaleMin<CENTER> {
+    const PAIRED: bool = true;
     const NEVER_NEGATIVE: bool = true;
     const BYTES: usize = 2 * BYTES;
     const HEADER: usize = 4 * WORDS;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
     type Multipliers<S: Isa> = [S::I; 2];
+    #[inline(always)]
+    unsafe fn paired<S: Isa>([scale, min]: [S::I; 2]) -> [S::I; 2] {
+        // SAFETY: register arithmetic.
+        unsafe { [S::factor(scale), S::factor(min)] }
+    }
+    #[inline(always)]
+    unsafe fn factors<S: Isa>([scale, min]: [S::I; 2], scales: *const u8) -> ([S::I; 2], S::I) {
+        // SAFETY: 16 bytes of scales, of 6 bits, and 16 of mins.
+        unsafe {
+            let scale = S::multiplied_factor(scales, scale);
+            let min = S::multiplied_factor(scales.add(BYTES), min);
+            ([scale; 2], min)
+        }
+    }
     #[inline(always)]
     unsafe fn multipliers<S: Isa>(header: *const u8) -> [S::I; 2] {
         // SAFETY: passed on.
@@ -633,6 +690,9 @@ pub(crate) trait Format {
         let columns = if Self::S::HALVES { 16 } else { 32 };
         !Self::S::WIDE && Self::P::LARGEST * 127 * columns <= i16::MAX as i32
     };
+    /// Whether products can take pairs of columns times their scales ([`Isa::dot_scaled`]): of
+    /// weights that are never negative as they are stored.
+    const PAIRED: bool = Self::S::PAIRED && !Self::P::SIGNED;
     const LAYOUT: Layout = Layout::new(Self::P::BYTES, Self::S::BYTES, Self::S::HEADER);
 }
 

@@ -313,6 +313,10 @@ unsafe fn span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
     t: usize,
     chunks: Range<usize>,
 ) -> [[S::I; 2]; N] {
+    if S::PAIRED && F::PAIRED {
+        // SAFETY: passed on.
+        return unsafe { paired_span::<S, F, TERMS, N>(args, t, chunks) };
+    }
     let layout: Layout = F::LAYOUT;
     // SAFETY: by the caller's promise.
     unsafe {
@@ -336,6 +340,66 @@ unsafe fn span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
             }
         }
         totals
+    }
+}
+
+/// As [`span`], of formats whose products take pairs of columns times their scales. No lane is
+/// added up before that. Where no min has the offset, its part is taken off behind each chunk.
+#[inline(always)]
+unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
+    args: &GroupArgs<'_>,
+    t: usize,
+    chunks: Range<usize>,
+) -> [[S::I; 2]; N] {
+    let layout: Layout = F::LAYOUT;
+    // SAFETY: by the caller's promise.
+    unsafe {
+        let multipliers = F::S::multipliers::<S>(header::<F>(args, chunks.start));
+        let multipliers = F::S::paired::<S>(multipliers);
+        let mut totals = [[S::splat_i(0); 2]; N];
+        for c in chunks {
+            let place = layout.place(args.first_chunk + c);
+            let bytes = layout.chunk_bytes();
+            let at = args.weights.wrapping_add((args.first_chunk + c) * bytes);
+            let ahead = Ahead { at, bytes };
+            let quads = F::P::quads::<S>(args.weights.add(place.planes));
+            let factors = F::S::factors::<S>(multipliers, args.weights.add(place.scales));
+            let mut i = 0;
+            while i < N {
+                let activations = args.x.chunk::<TERMS>(t + i, c);
+                add_paired::<S, F, TERMS>((&quads, factors), activations, &mut totals[i], ahead);
+                i += 1;
+            }
+        }
+        totals
+    }
+}
+
+/// Adds the products of a chunk with 32 activations to `totals`, and asks for what is `ahead`.
+#[inline(always)]
+unsafe fn add_paired<S: Isa, F: Format, const TERMS: usize>(
+    (quads, (scales, min)): (&[S::W; 8], ([S::I; 2], S::I)),
+    (q, meta): ([*const i8; TERMS], Meta),
+    totals: &mut [S::I; 2],
+    ahead: Ahead,
+) {
+    let most = (F::P::OFFSET + F::P::LARGEST, F::S::HALVES);
+    let mut term = 0;
+    while term < TERMS {
+        // SAFETY: register arithmetic and 32 bytes of each term.
+        unsafe {
+            ahead.ask::<S>(2 * term, 2 * TERMS);
+            let mut total = S::dot_scaled(totals[term], quads, q[term], most, scales);
+            ahead.ask::<S>(2 * term + 1, 2 * TERMS);
+            if F::S::HAS_MIN {
+                total = S::mul_add_small(total, min, S::splat_i(meta.small[term]));
+            } else {
+                let sums = [meta.sums[0][term], meta.sums[1][term]];
+                total = S::less_offset(total, scales, F::P::OFFSET, sums);
+            }
+            totals[term] = total;
+        }
+        term += 1;
     }
 }
 

@@ -81,7 +81,7 @@ fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
     };
     let _ = writeln!(
         text,
-        "nodes  split    predicted  corrected  measured   error{together}"
+        "nodes  split       predicted  corrected  measured   error{together}"
     );
     for row in rows {
         let measured = row
@@ -92,7 +92,7 @@ fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
             .map(|m| format!("{:+.0} %", (row.facts / m - 1.0) * 100.0));
         let _ = writeln!(
             text,
-            "{:>5}  {:<8} {:>8.1} {:>10.1} {:>9} {:>7}{}",
+            "{:>5}  {:<11} {:>8.1} {:>10.1} {:>9} {:>7}{}",
             row.nodes,
             row.split,
             row.facts,

@@ -230,10 +230,27 @@ fn ranks_that_share_experts_have_all_heads() {
     // Stages behind one another, as a planner may have them.
     let stages = [0..15, 15..30].map(|layers| (StageKind::Experts, layers, vec![1, 1]));
     let split = Split::of_stages(&config, stages).unwrap();
+    let grid = SplitKind::GridOfExperts {
+        tensor: 2,
+        pipeline: 2,
+    };
     assert_eq!(
         (split.to_string().as_str(), split.kind()),
-        ("2x2 experts", None)
+        ("2x2-experts", Some(grid))
     );
+    assert_eq!("2x2-experts".parse::<SplitKind>(), Ok(grid));
+    assert_eq!(grid.to_string(), "2x2-experts");
+    let planned = Split::plan(&config, grid, 4, &[]).unwrap();
+    assert!(planned.kinds().all(|kind| kind == StageKind::Experts));
+    // The first layer has no experts, so that a stage of it alone shares heads too.
+    let grid = SplitKind::GridOfExperts {
+        tensor: 2,
+        pipeline: 30,
+    };
+    let planned = Split::plan(&config, grid, 60, &[]).unwrap();
+    let kinds: Vec<StageKind> = planned.kinds().collect();
+    assert_eq!(kinds[..2], [StageKind::Tensor, StageKind::Experts]);
+    assert_eq!(planned.kind(), None);
 }
 
 /// Message of a split: whole numbers, which the other side checks.
@@ -277,6 +294,9 @@ fn splits_that_cannot_be_say_why() {
         ("tensr", 2, &[][..], "\"tensr\", expected auto"),
         ("2x", 2, &[], "\"2x\""),
         ("0x2", 2, &[], "\"0x2\""),
+        ("2-experts", 2, &[], "\"2-experts\""),
+        ("2x0-experts", 2, &[], "\"2x0-experts\""),
+        ("2x2-experts", 3, &[], "for 4 ranks, there are 3"),
         ("experts", 2, &[], "layers 0..30 have no experts"),
         ("2x2", 3, &[], "for 4 ranks, there are 3"),
         ("tensor", 0, &[], "0 ranks"),

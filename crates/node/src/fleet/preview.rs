@@ -342,7 +342,7 @@ fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
 pub(super) fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     let kinds = match kind {
         SplitKind::Auto if n == 1 => vec![SplitKind::Auto],
-        SplitKind::Auto => vec![SplitKind::Tensor, SplitKind::Pipeline],
+        SplitKind::Auto => vec![SplitKind::Tensor, SplitKind::Pipeline, SplitKind::Experts],
         kind => vec![kind],
     };
     let n = u32::try_from(n).unwrap_or(u32::MAX);

@@ -2,7 +2,6 @@
 //! the others read memory and compute, and the measured ways between them.
 
 use paceline_model::{Config, Split};
-use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
     Calibration, Cluster, Costs, Link, Node, Placement, Prediction, Transport, Workload, predict,
 };
@@ -56,8 +55,7 @@ impl Forecast {
             links: ways.iter().map(link).collect(),
         };
         let mut calibration = Calibration::builtin()?;
-        let op = self.measured.other / operations(&self.shape, 0);
-        calibration.set("op.paceline-cpu", op.max(1e-9));
+        calibration.set("op.paceline-cpu", self.op().max(1e-9));
         let workload = Workload {
             prompt: KEYS,
             output: ANSWER,
@@ -72,7 +70,7 @@ impl Forecast {
     }
 
     fn machine(&self, machine: &Machine) -> Node {
-        let own = self.node(0, (1.0, 1.0), self.measured.prompt_row);
+        let own = self.node(0, (1.0, 1.0), self.prompt_row());
         let rates = own.rates.map(|mut rates| {
             rates.matmul *= machine.computes;
             rates.expert *= machine.computes;

@@ -11,8 +11,9 @@ use super::probe::Measured;
 use super::ranks::{Together, Wire};
 
 /// Raised when what is measured changes, or what kernels do in a second, so that older figures are
-/// measured anew. (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows.)
-const VERSION: u32 = 6;
+/// measured anew. (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows;
+/// 7: experts.)
+const VERSION: u32 = 7;
 
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
@@ -202,8 +203,9 @@ impl File {
         let good = |x: f64| x.is_finite() && x >= 0.0;
         let layers = self.measured.values();
         let mut layers = layers.map(|m| {
-            let rest = [m.few_row, m.prompt_row, m.other, m.key, m.head, m.step];
-            (m.products, rest)
+            let rows = [m.few_row, m.prompt_row, m.few_expert, m.prompt_expert];
+            let rest = [m.other, m.key, m.head, m.step, m.experts];
+            (m.products, [&rows[..], &rest[..]].concat())
         });
         layers
             .all(|(products, rest)| good(products) && products > 0.0 && rest.into_iter().all(good))
@@ -270,6 +272,9 @@ mod tests {
             step: 1.0,
             few_row: 1.0,
             prompt_row: 1.0,
+            experts: 0.0,
+            few_expert: 0.0,
+            prompt_expert: 0.0,
         };
         let mut facts = Facts::nowhere();
         facts.set_measured("a", known);

@@ -4,27 +4,22 @@
 //! A probe takes a few tenths of a second. It runs the kernels that a step runs, in its order,
 //! on weights of the file; it does not run the model.
 
-use std::cell::Cell;
-use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::SamplingParams;
-use paceline_model::{Activation, Config, LeafCut, Part, Role, Shard, Split};
+use paceline_model::{Activation, Config, LayerCache, LayerShape, LeafCut, Shard, Split};
 use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, Kernels, KvCache, KvShape, KvType,
-    PAGE, PackOptions, Packed, Precision, Product, StoredMatrix, vector,
+    LayerStore, MAX_PRODUCTS, PAGE, Packed, Precision, Product, vector,
 };
 use serde::{Deserialize, Serialize};
 
+use super::layers::{Expert, Half, Job, Layer, Weights};
 use super::{Result, Setting};
 use crate::Error;
-
-/// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
-/// cache of the machines at hand (32 MiB), so that they come from where the model's would.
-const PROBED_BYTES: u64 = 160 << 20;
 
 /// Rows of the step that stands for prefill.
 const PROMPT_ROWS: usize = 64;
@@ -53,34 +48,34 @@ pub(super) struct Measured {
     pub(super) products: f64,
     /// What else a layer costs for one row, without its keys.
     pub(super) other: f64,
-    /// One key in one layer.
+    /// One key in one layer that attends.
     pub(super) key: f64,
     /// The output head's product for one row.
     pub(super) head: f64,
     /// What a step costs besides: the last norm, the token chosen from the logits.
     pub(super) step: f64,
-    /// A layer's products for each of [`FEW_ROWS`] rows together.
+    /// A layer's products but for experts', for each of [`FEW_ROWS`] rows together.
     pub(super) few_row: f64,
-    /// A layer's products for a row of a prompt.
+    /// The same for a row of a prompt.
     pub(super) prompt_row: f64,
+    /// What experts take of a layer's products for one row; 0 without experts.
+    pub(super) experts: f64,
+    /// The experts of a row in a layer, where each has [`FEW_ROWS`] rows.
+    pub(super) few_expert: f64,
+    /// The same with as many rows as stand for a prompt.
+    pub(super) prompt_expert: f64,
 }
 
 impl Measured {
-    /// A layer's products for each of `rows` together, 1 or more: in proportion between what was
-    /// measured, and as in a prompt beyond.
+    /// A layer's products but for experts', for each of `rows` together, 1 or more.
     pub(super) fn row_of(self, rows: f64) -> f64 {
-        let (few, many) = (FEW_ROWS as f64, PROMPT_ROWS as f64);
-        let few = (few, few * self.few_row);
-        let many = (many, many * self.prompt_row);
-        let between = |from: (f64, f64), to: (f64, f64)| {
-            from.1 + (to.1 - from.1) * (rows - from.0) / (to.0 - from.0)
-        };
-        let all = match rows {
-            _ if rows <= few.0 => between((1.0, self.products), few),
-            _ if rows <= many.0 => between(few, many),
-            _ => rows * self.prompt_row,
-        };
-        all / rows
+        let one = (self.products - self.experts).max(0.0);
+        between([one, self.few_row, self.prompt_row], rows)
+    }
+
+    /// The experts of a row in a layer, where each has `rows` rows, 1 or more.
+    pub(super) fn experts_of(self, rows: f64) -> f64 {
+        between([self.experts, self.few_expert, self.prompt_expert], rows)
     }
 
     /// Of two measurements.
@@ -93,21 +88,28 @@ impl Measured {
             step: f64::midpoint(self.step, other.step),
             few_row: f64::midpoint(self.few_row, other.few_row),
             prompt_row: f64::midpoint(self.prompt_row, other.prompt_row),
+            experts: f64::midpoint(self.experts, other.experts),
+            few_expert: f64::midpoint(self.few_expert, other.few_expert),
+            prompt_expert: f64::midpoint(self.prompt_expert, other.prompt_expert),
         }
     }
 }
 
-/// A rank's part of the matrices of a layer.
-pub(super) struct Layer {
-    qkv: [Packed; 3],
-    output: Roots,
-    gate_up: [Packed; 2],
-    down: Roots,
+/// Seconds for each of `rows` rows, from those of one, of each of [`FEW_ROWS`] and of a prompt: all
+/// rows in proportion between what was measured, and as in a prompt beyond.
+fn between([one, few, many]: [f64; 3], rows: f64) -> f64 {
+    let (few_rows, many_rows) = (FEW_ROWS as f64, PROMPT_ROWS as f64);
+    let (few, prompt) = ((few_rows, few_rows * few), (many_rows, many_rows * many));
+    let line = |from: (f64, f64), to: (f64, f64)| {
+        from.1 + (to.1 - from.1) * (rows - from.0) / (to.0 - from.0)
+    };
+    let all = match rows {
+        _ if rows <= few_rows => line((1.0, one), few),
+        _ if rows <= many_rows => line(few, prompt),
+        _ => rows * many,
+    };
+    all / rows
 }
-
-/// Columns of a matrix whose products are summed over ranks, each root of its leaves apart with the
-/// first of its columns among the rank's.
-type Roots = Vec<(usize, Packed)>;
 
 /// A model's weights, as many as are probed, ready to be measured again and again.
 pub(super) struct Probe<'a> {
@@ -141,21 +143,22 @@ impl<'a> Probe<'a> {
     pub(super) fn measure(&self) -> Result<Measured> {
         let decode = self.decode()?;
         let layers = &self.weights.layers;
-        let mut step = Step::new(
-            self.config,
-            self.class,
-            &self.kernels,
-            &whole(self.config),
-            1,
-        )?;
+        let mut step = Step::new(self.config, self.class, &self.kernels, &self.weights, 1)?;
         let rows = prompt_rows(decode.products * layers.len() as f64);
         let both = [rows.min(FEW_ROWS), rows];
-        let seconds = typical(|| both.map(|rows| timed(|| step.products(layers, rows, |_, _| {}))));
-        let row = |i: usize| seconds[i] / (both[i] * layers.len()) as f64;
+        let [few, few_experts, many, many_experts] = typical(|| {
+            let [few, many] = both.map(|rows| {
+                let took = step.products(layers, rows, |_, _| {});
+                [took.common, took.experts].map(|seconds| seconds / rows as f64)
+            });
+            [few[0], few[1], many[0], many[1]]
+        });
         Ok(Measured {
             // Rows together cost no more than one after the other, but in a disturbed pass.
-            few_row: row(0).min(decode.products),
-            prompt_row: row(1),
+            few_row: few.min(decode.few_row),
+            prompt_row: many,
+            few_expert: few_experts.min(decode.experts),
+            prompt_expert: many_experts,
             ..decode
         })
     }
@@ -177,34 +180,33 @@ impl<'a> Probe<'a> {
 
     fn decode_here(&self) -> Result<Measured> {
         let weights = &self.weights;
-        let layers = weights.layers.len();
-        let mut step = Step::new(
-            self.config,
-            self.class,
-            &self.kernels,
-            &whole(self.config),
-            layers,
-        )?;
+        let kept = weights.layers.iter().filter(|layer| layer.attends).count();
+        let mut step = Step::new(self.config, self.class, &self.kernels, weights, kept)?;
         // In turns, so that differences are not those of the machine's own pace.
-        let [all, head, near, far, last] = typical(|| {
-            let all = timed(|| step.products(&weights.layers, 1, |_, _| {}));
+        let [common, experts, head, near, far, last] = typical(|| {
+            let took = step.products(&weights.layers, 1, |_, _| {});
             let head = timed(|| step.head(weights));
-            let near = timed(|| step.layers(weights, POSITIONS[0]));
+            let near = step.layers(weights, POSITIONS[0]);
             step.head(weights);
-            let far = timed(|| step.layers(weights, POSITIONS[1]));
+            let far = step.layers(weights, POSITIONS[1]);
             step.head(weights);
-            [all, head, near, far, timed(|| step.last())]
+            let last = timed(|| step.last());
+            [took.common, took.experts, head, near, far, last]
         });
-        let [products, near, far] = [all, near, far].map(|all| all / weights.layers.len() as f64);
+        let products = common + experts;
         let key = (far - near).max(0.0) / (POSITIONS[1] - POSITIONS[0]) as f64;
+        let attending = mean_of(&weights.layers, |layer| f64::from(u8::from(layer.attends)));
         Ok(Measured {
             products,
             other: (near - products - key * POSITIONS[0] as f64).max(0.0),
-            key,
+            key: key / attending,
             head: head * weights.head_share,
             step: last,
-            few_row: products,
-            prompt_row: products,
+            few_row: common,
+            prompt_row: common,
+            experts,
+            few_expert: experts,
+            prompt_expert: experts,
         })
     }
 }
@@ -213,6 +215,16 @@ impl<'a> Probe<'a> {
 fn prompt_rows(seconds: f64) -> usize {
     let rows = ENOUGH.as_secs_f64() / seconds.max(1e-9);
     (rows as usize).clamp(1, PROMPT_ROWS)
+}
+
+/// The mean over the layers that `layers` stand for.
+pub(super) fn mean_of(layers: &[Layer], mut of: impl FnMut(&Layer) -> f64) -> f64 {
+    let (mut sum, mut all) = (0.0, 0.0);
+    for layer in layers {
+        sum += layer.weight * of(layer);
+        all += layer.weight;
+    }
+    sum / f64::max(all, 1.0)
 }
 
 /// Of what is not empty.
@@ -241,157 +253,42 @@ fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     std::array::from_fn(|i| mean(passes.iter().map(|pass| pass[i])))
 }
 
-/// What packs a rank's part of a model as the model does.
-struct Packing<'a> {
-    setting: Setting<'a>,
-    kernels: &'a Kernels,
-    shard: &'a Shard,
-    /// Of the tensors that were read, whole, so that ranks stop together.
-    bytes: Cell<u64>,
+/// Seconds of a layer's products, by one row or several together.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Took {
+    /// Without experts, with what came between.
+    pub(super) common: f64,
+    /// Of as many experts as a rank has of a row's on average.
+    pub(super) experts: f64,
 }
 
-impl Packing<'_> {
-    /// What `cut` makes of a tensor. Gives the file's pages back, as the model's loader does: a
-    /// probe is to need no more memory than the model.
-    fn packed<T>(
-        &self,
-        role: Role,
-        leaf_cols: usize,
-        cut: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
-    ) -> Result<T> {
-        let Setting { source, config, .. } = self.setting;
-        let tensor = source.weight(config.family, role)?;
-        self.bytes.set(self.bytes.get() + tensor.bytes.len() as u64);
-        let whole = StoredMatrix {
-            block_type: tensor.block_type,
-            rows: tensor.rows(),
-            cols: tensor.cols(),
-            bytes: &tensor.bytes,
-        };
-        let options = PackOptions {
-            as_f32: self.setting.class == KernelClass::CpuF32,
-            leaf_cols,
-        };
-        let packed = cut(whole, options)?;
-        tensor.bytes.discard();
-        Ok(packed)
-    }
-
-    fn rows(&self, role: Role, rows: Range<usize>) -> Result<Packed> {
-        self.packed(role, 0, |whole, options| {
-            Packed::new(whole.row_range(rows), options, self.kernels.pool())
-        })
-    }
-
-    fn roots(&self, role: Role, cut: &LeafCut) -> Result<Roots> {
-        let first = cut.columns().start;
-        self.packed(role, cut.leaf_cols, |whole, options| {
-            let root = |columns: Range<usize>| {
-                let first_col = columns.start - first;
-                let packed = Packed::of_columns(whole, columns, options, self.kernels.pool())?;
-                Ok((first_col, packed))
-            };
-            cut.root_columns().into_iter().map(root).collect()
-        })
-    }
-
-    fn layer(&self, index: usize) -> Result<Layer> {
-        if self.setting.config.latent.is_some() {
-            let what = "latent attention is not measured";
-            return Err(paceline_model::Error::Layer { layer: index, what }.into());
-        }
-        let (shard, head_dim) = (self.shard, self.setting.config.head_dim);
-        let of = |heads: &Range<usize>| heads.start * head_dim..heads.end * head_dim;
-        let role = |part| Role::Layer(index, part);
-        let rows = |part, rows| self.rows(role(part), rows);
-        Ok(Layer {
-            qkv: [
-                rows(Part::Query, of(&shard.usual.heads))?,
-                rows(Part::Key, of(&shard.usual.kv_heads))?,
-                rows(Part::Value, of(&shard.usual.kv_heads))?,
-            ],
-            output: self.roots(role(Part::AttentionOutput), &shard.usual.attention)?,
-            gate_up: [rows(Part::Gate, shard.ffn())?, rows(Part::Up, shard.ffn())?],
-            down: self.roots(role(Part::Down), &shard.usual.feed_forward)?,
-        })
-    }
-
-    /// As many of the shard's layers as [`PROBED_BYTES`] allows for all ranks, at least one.
-    fn layers(&self) -> Result<Vec<Layer>> {
-        let (mut layers, bytes) = (Vec::new(), PROBED_BYTES / self.shard.stages as u64);
-        // Layers of other sizes are taken to cost as much.
-        let config = self.setting.config;
-        if config.layers.iter().any(|layer| layer.experts.is_some()) {
-            let what = "layers with experts are not probed";
-            return Err(Error::NotMeasured { what });
-        }
-        let usual = self.shard.layers.clone();
-        for index in usual.filter(|index| config.is_usual(*index)) {
-            layers.push(self.layer(index)?);
-            if self.bytes.get() >= bytes {
-                break;
-            }
-        }
-        if layers.is_empty() {
-            let what = "a rank has no layer of the model's usual sizes";
-            return Err(Error::NotMeasured { what });
-        }
-        Ok(layers)
+impl Took {
+    pub(super) fn all(self) -> f64 {
+        self.common + self.experts
     }
 }
 
-/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
-/// last cache would be faster than it ever is between layers.
-pub(super) struct Weights {
-    pub(super) layers: Vec<Layer>,
-    /// As many of its rows as [`PROBED_BYTES`] allows for all ranks.
-    head: Packed,
-    /// All rows of the rank over those.
-    pub(super) head_share: f64,
+/// What products of a width read.
+struct Input {
+    /// Columns, and those of a leaf.
+    of: (usize, usize),
+    x: Activations,
 }
 
-impl Weights {
-    /// Rows of the head that are here.
-    pub(super) fn head_rows(&self) -> usize {
-        self.head.rows()
-    }
-
-    /// The part of a rank.
-    pub(super) fn pack(setting: Setting<'_>, kernels: &Kernels, shard: &Shard) -> Result<Self> {
-        let Setting { source, config, .. } = setting;
-        let (role, tensor) = match source.opt_weight(config.family, Role::Output)? {
-            Some(tensor) => (Role::Output, tensor),
-            None => {
-                let role = Role::TokenEmbedding;
-                (role, source.weight(config.family, role)?)
-            }
-        };
-        let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
-        let (own, ranks) = (shard.vocab(), shard.stage_ranks().len());
-        let rows = own.len().min((PROBED_BYTES as usize / ranks / row).max(16));
-        let packing = Packing {
-            setting,
-            kernels,
-            shard,
-            bytes: Cell::new(0),
-        };
-        Ok(Self {
-            layers: packing.layers()?,
-            head: packing.rows(role, own.start..own.start + rows)?,
-            head_share: own.len() as f64 / rows.max(1) as f64,
-        })
-    }
-}
-
-/// Buffers of a rank's step, with keys and values of so many layers.
+/// Buffers of a rank's step.
 pub(super) struct Step<'k> {
     kernels: &'k Kernels,
     config: Config,
-    normed: Activations,
-    attended: Activations,
-    hidden: Activations,
+    /// The layer whose attention is measured.
+    attention: LayerShape,
+    /// The residual's first.
+    inputs: Vec<Input>,
+    /// What products give.
+    room: Vec<f32>,
+    /// A row each, of the widest input.
     wide: [Vec<f32>; 3],
-    sums: [Sum; 2],
+    /// Room for a sum over ranks.
+    sum: Vec<f32>,
     logits: Vec<f32>,
     angles: Vec<(f32, f32)>,
     cache: KvCache,
@@ -399,48 +296,55 @@ pub(super) struct Step<'k> {
 }
 
 impl<'k> Step<'k> {
+    /// For the layers of `weights`, with keys and values of `kept` layers.
     pub(super) fn new(
         config: &Config,
         class: KernelClass,
         kernels: &'k Kernels,
-        shard: &Shard,
-        layers: usize,
+        weights: &Weights,
+        kept: usize,
     ) -> Result<Self> {
-        let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
-        let rows = PROMPT_ROWS;
-        let widest = config.ffn.max(config.heads * config.head_dim);
-        let widest = widest.max(config.width);
-        let shape = KvShape {
-            heads: config.kv_heads,
-            head_dim: config.head_dim,
-            value_dim: config.head_dim,
+        let attention = attending(config)?;
+        let store = KvShape {
+            heads: attention.kv_heads,
+            head_dim: attention.head_dim,
+            value_dim: attention.value_dim,
             kv_type: KvType::of(class),
         };
-        // Widths that are no whole runs of 32 have float weights, which read no integers.
-        let activations = |cols: usize, leaf_cols: usize| {
-            let precision = precision.filter(|_| cols.is_multiple_of(32));
-            Activations::new(rows, cols, leaf_cols, precision)
+        let store = match attention.latent {
+            Some(_) => LayerStore::Latent(store),
+            None => LayerStore::Rows(store),
         };
+        let inputs = inputs(config, class, &weights.layers);
+        let widest = inputs.iter().map(|input| input.of.0).max().unwrap_or(0);
+        let queries = attention.heads * attention.head_dim.max(attention.value_dim);
+        let widest = widest.max(queries).max(config.ffn);
+        let halves = || {
+            let layers = weights.layers.iter();
+            layers.flat_map(|layer| [&layer.attention, &layer.feed_forward])
+        };
+        let roots = halves().map(|half| half.cut.all_roots()).max();
+        let rows = PROMPT_ROWS;
+        let pages = POSITIONS[1].div_ceil(PAGE);
         let mut step = Self {
             kernels,
             config: config.clone(),
-            normed: activations(config.width, 0),
-            attended: activations(
-                shard.usual.attention.columns().len(),
-                shard.usual.attention.leaf_cols,
-            ),
-            hidden: activations(shard.ffn().len(), shard.usual.feed_forward.leaf_cols),
-            wide: std::array::from_fn(|_| vec![0.5; rows * widest]),
-            sums: [&shard.usual.attention, &shard.usual.feed_forward].map(|cut| Sum {
-                first: cut.roots_before(),
-                values: vec![0.5; cut.all_roots() * rows * config.width],
-            }),
+            inputs,
+            room: vec![0.5; rows * outputs(&weights.layers)],
+            wide: std::array::from_fn(|_| vec![0.5; widest]),
+            sum: vec![0.5; roots.unwrap_or(0) * rows * config.width],
             logits: vec![0.5; config.vocab],
             angles: Vec::new(),
-            cache: KvCache::uniform(shape, layers, POSITIONS[1].div_ceil(PAGE))?,
-            scratch: kernels.attention_scratch(1, config.heads, config.head_dim, POSITIONS[1]),
+            cache: KvCache::new(&vec![(0, store); kept], &[pages])?,
+            scratch: kernels.attention_scratch(
+                1,
+                attention.heads,
+                attention.value_dim,
+                POSITIONS[1],
+            ),
+            attention,
         };
-        for layer in 0..layers {
+        for layer in 0..kept {
             (0..POSITIONS[1]).for_each(|position| step.keep(layer, position));
         }
         Ok(step)
@@ -448,15 +352,19 @@ impl<'k> Step<'k> {
 
     /// Writes a key and a value: memory that nobody wrote to is all one page of zeros.
     fn keep(&mut self, layer: usize, position: usize) {
-        let (page, kv) = (position / PAGE, self.config.kv_heads * self.config.head_dim);
+        let (page, of) = (position / PAGE, &self.attention);
+        // Values of latent attention are part of its keys.
+        let value_dim = if of.latent.is_some() { 0 } else { of.value_dim };
+        let (k, v) = (of.kv_heads * of.head_dim, of.kv_heads * value_dim);
         let [a, b, _] = &self.wide;
         self.cache
-            .write(layer, page as u32, position % PAGE, &a[..kv], &b[..kv]);
+            .write(layer, page as u32, position % PAGE, &a[..k], &b[..v]);
     }
 
     pub(super) fn head(&mut self, weights: &Weights) {
         let out = &mut self.logits[..weights.head.rows()];
-        product(self.kernels, &self.normed, [(&weights.head, out)]);
+        let product = alone(&weights.head, out);
+        self.kernels.products(&self.inputs[0].x, [product]);
     }
 
     /// So many of the logits that [`head`](Self::head) left, at most as many as there are rows.
@@ -477,29 +385,29 @@ impl<'k> Step<'k> {
         let width = self.config.width;
         let [residual, weight, _] = &self.wide;
         let (kernels, eps) = (self.kernels, self.config.norm_eps);
-        kernels.fill_rows(&mut self.normed, |_, row| {
+        kernels.fill_rows(&mut self.inputs[0].x, |_, row| {
             kernels.rms_norm(&residual[..width], &weight[..width], eps, row);
         });
     }
 
     /// Norms over heads and after halves, where the family has them, and rotations.
     fn turn(&mut self) {
-        let c = &self.config;
+        let (c, of) = (&self.config, &self.attention);
         let [q, k, out] = &mut self.wide;
         let (q, k) = (
-            &mut q[..c.heads * c.head_dim],
-            &mut k[..c.kv_heads * c.head_dim],
+            &mut q[..of.heads * of.head_dim],
+            &mut k[..of.kv_heads * of.head_dim],
         );
         let heads = q
-            .chunks_exact_mut(c.head_dim)
-            .chain(k.chunks_exact_mut(c.head_dim));
+            .chunks_exact_mut(of.head_dim)
+            .chain(k.chunks_exact_mut(of.head_dim));
         if c.family.norms_heads() {
-            let weight = &out[..c.head_dim];
+            let weight = &out[..of.head_dim];
             heads.for_each(|head| self.kernels.rms_norm_in_place(head, weight, c.norm_eps));
         }
-        let pairs = c.ropes[c.layers[0].rope].pairs;
-        self.kernels.rope(q, c.head_dim, &self.angles, pairs);
-        self.kernels.rope(k, c.head_dim, &self.angles, pairs);
+        let pairs = c.ropes[of.rope].pairs;
+        self.kernels.rope(q, of.head_dim, &self.angles, pairs);
+        self.kernels.rope(k, of.head_dim, &self.angles, pairs);
     }
 
     /// Adds what half a layer gives to the residual stream.
@@ -513,83 +421,147 @@ impl<'k> Step<'k> {
         vector::add_assign(&mut residual[..width], &delta[..width]);
     }
 
-    /// The products of `layers` for `rows` rows, and nothing else but `between`, which comes after
-    /// each half of a layer with the number of that half and the room of its sum, in which this
-    /// rank's roots are.
+    /// Prepares for `rows` rows.
+    fn resize(&mut self, rows: usize) {
+        for Input { x, .. } in &mut self.inputs {
+            x.resize(rows);
+            self.kernels.fill_rows(x, |_, row| row.fill(0.5));
+        }
+    }
+
+    /// The products of `layers` for `rows` rows, what experts do with theirs, and `between`, which
+    /// comes after each half of a layer with the room of its sum, in which this rank's roots are.
+    /// Every expert has all rows. Seconds of a mean layer.
     pub(super) fn products(
         &mut self,
         layers: &[Layer],
         rows: usize,
-        mut between: impl FnMut(usize, &mut [f32]),
-    ) {
-        for x in [&mut self.normed, &mut self.attended, &mut self.hidden] {
-            x.resize(rows);
-            self.kernels.fill_rows(x, |_, row| row.fill(0.5));
-        }
-        for layer in layers {
-            self.four_jobs(layer, rows, &mut between);
+        mut between: impl FnMut(&LeafCut, &mut [f32]),
+    ) -> Took {
+        self.resize(rows);
+        let mut experts = 0.0;
+        let mut all = 0.0;
+        let common = mean_of(layers, |layer| {
+            let took = self.layer(layer, rows, &mut between);
+            experts += layer.weight * took.experts;
+            all += layer.weight;
+            took.common
+        });
+        Took {
+            common,
+            experts: experts / f64::max(all, 1.0),
         }
     }
 
-    fn four_jobs(
+    fn layer(
         &mut self,
         layer: &Layer,
         rows: usize,
-        between: &mut impl FnMut(usize, &mut [f32]),
-    ) {
-        let (kernels, [a, b, c]) = (self.kernels, &mut self.wide);
-        let (n, [attention, feed_forward]) = (rows * self.config.width, &mut self.sums);
-        let [q, k, v] = &layer.qkv;
-        let three = [(q, &mut a[..]), (k, &mut b[..]), (v, &mut c[..])];
-        product_rows(kernels, &self.normed, three, rows);
-        between(0, attention.of(kernels, &self.attended, &layer.output, n));
-        let [gate, up] = &layer.gate_up;
-        let two = [(gate, &mut a[..]), (up, &mut b[..])];
-        product_rows(kernels, &self.normed, two, rows);
-        between(1, feed_forward.of(kernels, &self.hidden, &layer.down, n));
+        between: &mut impl FnMut(&LeafCut, &mut [f32]),
+    ) -> Took {
+        let began = Instant::now();
+        self.half(&layer.attention, rows, between);
+        let halfway = began.elapsed().as_secs_f64();
+        let experts = timed(|| {
+            for expert in &layer.experts {
+                self.expert(expert, rows);
+            }
+        });
+        let rest = timed(|| self.half(&layer.feed_forward, rows, between));
+        Took {
+            common: halfway + rest,
+            experts: experts * layer.even,
+        }
     }
 
-    /// One row through all layers, with `positions` keys to attend to.
-    fn layers(&mut self, weights: &Weights, positions: usize) {
-        for x in [&mut self.normed, &mut self.attended, &mut self.hidden] {
-            x.resize(1);
+    fn half(&mut self, half: &Half, rows: usize, between: &mut impl FnMut(&LeafCut, &mut [f32])) {
+        for job in &half.jobs {
+            let x = &self.inputs[place(&self.inputs, job.input)].x;
+            multiply(self.kernels, x, &job.matrices, &mut self.room);
         }
+        let n = rows * self.config.width;
+        let sum = &mut self.sum[..half.cut.all_roots() * n];
+        let first = half.cut.roots_before() * n;
+        let own = &mut sum[first..first + half.roots * n];
+        if half.sum.matrices.is_empty() {
+            own.fill(0.5); // sums of sums would grow
+        } else {
+            let x = &self.inputs[place(&self.inputs, half.sum.input)].x;
+            multiply(self.kernels, x, &half.sum.matrices, own);
+        }
+        between(&half.cut, sum);
+    }
+
+    /// An expert on `rows` rows, as the model computes it.
+    fn expert(&mut self, [gate, up, down]: &Expert, rows: usize) {
+        let (kernels, activation) = (self.kernels, self.config.activation);
+        let n = rows * gate.rows();
+        let (wide, out) = self.room.split_at_mut(n + rows * up.rows());
+        let (gates, ups) = wide.split_at_mut(n);
+        let x = place(&self.inputs, (gate.cols(), 0));
+        let both = [alone(gate, &mut *gates), alone(up, &mut *ups)];
+        kernels.products(&self.inputs[x].x, both);
+        let at = place(&self.inputs, (down.cols(), 0));
+        let ffn = down.cols();
+        kernels.fill_rows(&mut self.inputs[at].x, |i, row| {
+            let own = i * ffn..(i + 1) * ffn;
+            match activation {
+                Activation::Silu => kernels.silu_mul(&gates[own.clone()], &ups[own], row),
+                Activation::GeluTanh => kernels.gelu_mul(&gates[own.clone()], &ups[own], row),
+            }
+        });
+        let out = alone(down, &mut out[..rows * down.rows()]);
+        kernels.products(&self.inputs[at].x, [out]);
+    }
+
+    /// Seconds of a mean layer for one row, with `positions` keys to attend to.
+    fn layers(&mut self, weights: &Weights, positions: usize) -> f64 {
+        self.resize(1);
         for wide in &mut self.wide {
-            let row = wide.len() / PROMPT_ROWS;
-            wide[..row].fill(0.5); // sums of sums would grow
+            wide.fill(0.5); // sums of sums would grow
         }
         self.angles.clear();
-        let rope = &self.config.ropes[self.config.layers[0].rope];
+        let rope = &self.config.ropes[self.attention.rope];
         rope.angles(positions - 1..positions, &mut self.angles);
-        for (index, layer) in weights.layers.iter().enumerate() {
-            self.norm();
-            self.turn();
-            self.attend(index, positions);
-            self.add();
-            self.norm();
-            self.activate();
-            self.add();
-            self.four_jobs(layer, 1, &mut |_, _| {});
-        }
+        let mut kept = 0;
+        mean_of(&weights.layers, |layer| {
+            timed(|| {
+                self.norm();
+                if layer.attends {
+                    self.turn();
+                    self.attend((kept, layer), positions);
+                    kept += 1;
+                }
+                self.add();
+                self.norm();
+                if layer.experts.is_empty() {
+                    self.activate(layer);
+                }
+                self.add();
+                self.layer(layer, 1, &mut |_, _| {});
+            })
+        })
     }
 
-    fn activate(&mut self) {
-        let (kernels, n) = (self.kernels, self.config.ffn);
+    fn activate(&mut self, layer: &Layer) {
+        let at = place(&self.inputs, layer.feed_forward.sum.input);
+        let (kernels, input) = (self.kernels, &mut self.inputs[at]);
+        let n = input.of.0;
         let [gate, up, _] = &self.wide;
         let (gate, up) = (&gate[..n], &up[..n]);
         let activation = self.config.activation;
-        kernels.fill_rows(&mut self.hidden, |_, row| match activation {
+        kernels.fill_rows(&mut input.x, |_, row| match activation {
             Activation::Silu => kernels.silu_mul(gate, up, row),
             Activation::GeluTanh => kernels.gelu_mul(gate, up, row),
         });
     }
 
     /// Writes a key and attends to `positions` of them.
-    fn attend(&mut self, layer: usize, positions: usize) {
+    fn attend(&mut self, (kept, layer): (usize, &Layer), positions: usize) {
         let last = positions - 1;
-        self.keep(layer, last);
-        let c = &self.config;
-        let q = c.heads * c.head_dim;
+        self.keep(kept, last);
+        let of = &self.attention;
+        let (q, read) = (of.heads * of.head_dim, of.heads * of.value_dim);
         let pages: Vec<u32> = (0..positions.div_ceil(PAGE) as u32).collect();
         let [a, _, out] = &mut self.wide;
         let sequence = AttentionRows {
@@ -600,9 +572,9 @@ impl<'k> Step<'k> {
         };
         let step = Attention {
             cache: &self.cache,
-            layer,
-            heads: c.heads,
-            group: c.heads / c.kv_heads,
+            layer: kept,
+            heads: of.heads,
+            group: of.heads / of.kv_heads,
             skipped: 0,
             window: None,
             sinks: None,
@@ -610,57 +582,85 @@ impl<'k> Step<'k> {
             sequences: &[sequence],
         };
         self.kernels
-            .attention(&step, &mut self.scratch, &mut out[..q]);
-        self.kernels
-            .fill_rows(&mut self.attended, |_, row| row.copy_from_slice(&out[..q]));
-    }
-}
-
-/// Room for a sum over ranks.
-struct Sum {
-    /// Roots of the ranks before.
-    first: usize,
-    values: Vec<f32>,
-}
-
-impl Sum {
-    /// x (T, in) -> the room for n = T x width values of each root of any rank, with this rank's
-    /// `roots` in their place.
-    fn of(&mut self, kernels: &Kernels, x: &Activations, roots: &Roots, n: usize) -> &mut [f32] {
-        let mine = self.values[self.first * n..].chunks_exact_mut(n);
-        let products = mine.zip(roots).map(|(out, (first_col, weights))| Product {
-            weights,
-            first_col: *first_col,
-            out,
+            .attention(&step, &mut self.scratch, &mut out[..read]);
+        let at = place(&self.inputs, layer.attention.sum.input);
+        self.kernels.fill_rows(&mut self.inputs[at].x, |_, row| {
+            row.copy_from_slice(&out[..row.len()]);
         });
-        kernels.products(x, products);
-        let all = self.values.len() / PROMPT_ROWS;
-        let rows = x.rows();
-        &mut self.values[..all * rows]
     }
 }
 
-fn product<'a, const N: usize>(
-    kernels: &Kernels,
-    x: &'a Activations,
-    list: [(&'a Packed, &'a mut [f32]); N],
-) {
-    kernels.products(
-        x,
-        list.map(|(weights, out)| Product {
-            weights,
-            first_col: 0,
-            out,
-        }),
-    );
+/// The first layer that keeps keys and values: others are taken to attend as it does.
+fn attending(config: &Config) -> Result<LayerShape> {
+    let keeps = |layer: &&LayerShape| matches!(layer.cache, LayerCache::Rows);
+    let found = config.layers.iter().find(keeps).copied();
+    found.ok_or(Error::NotMeasured {
+        what: "no layer keeps keys and values",
+    })
 }
 
-fn product_rows<'a, const N: usize>(
+/// One for each width that products of `layers` read, and for the residual.
+fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
+    let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
+    let jobs = layers.iter().flat_map(Layer::jobs).map(|job| job.input);
+    let experts = layers.iter().flat_map(|layer| &layer.experts);
+    let experts = experts.flat_map(|[gate, _, down]| [(gate.cols(), 0), (down.cols(), 0)]);
+    let mut inputs: Vec<Input> = Vec::new();
+    for of in std::iter::once((config.width, 0))
+        .chain(jobs)
+        .chain(experts)
+    {
+        if inputs.iter().all(|input| input.of != of) {
+            // Widths that are no whole runs of 32 have float weights, which read no integers.
+            let precision = precision.filter(|_| of.0.is_multiple_of(32));
+            let x = Activations::new(PROMPT_ROWS, of.0, of.1, precision);
+            inputs.push(Input { of, x });
+        }
+    }
+    inputs
+}
+
+/// The place of the input of so many columns and columns of a leaf.
+fn place(inputs: &[Input], of: (usize, usize)) -> usize {
+    let found = inputs.iter().position(|input| input.of == of);
+    found.expect("an input for each job was made")
+}
+
+/// The most numbers that a row of an input gives in any job or expert.
+fn outputs(layers: &[Layer]) -> usize {
+    let jobs = layers.iter().flat_map(Layer::jobs).map(Job::outputs);
+    let experts = layers.iter().flat_map(|layer| &layer.experts);
+    let experts = experts.map(|expert| expert.iter().map(Packed::rows).sum());
+    jobs.chain(experts).max().unwrap_or(0)
+}
+
+/// A product with all columns of an input.
+fn alone<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
+    Product {
+        weights,
+        first_col: 0,
+        out,
+    }
+}
+
+/// x by all of `matrices`, one behind the other in `room`.
+fn multiply(
     kernels: &Kernels,
-    x: &'a Activations,
-    list: [(&'a Packed, &'a mut [f32]); N],
-    rows: usize,
+    x: &Activations,
+    matrices: &[(usize, Packed)],
+    mut room: &mut [f32],
 ) {
-    let cut = list.map(|(weights, out)| (weights, &mut out[..rows * weights.rows()]));
-    product(kernels, x, cut);
+    for some in matrices.chunks(MAX_PRODUCTS) {
+        let mut products = Vec::with_capacity(some.len());
+        for (first_col, weights) in some {
+            let (out, rest) = room.split_at_mut(x.rows() * weights.rows());
+            room = rest;
+            products.push(Product {
+                weights,
+                first_col: *first_col,
+                out,
+            });
+        }
+        kernels.products(x, products);
+    }
 }

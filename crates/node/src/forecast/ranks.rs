@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Group, Seat, Strict, init};
-use paceline_model::{Config, Shard, Split, SplitKind};
+use paceline_model::{Config, Split, SplitKind};
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
-use super::probe::{ENOUGH, PASSES, Step, Weights, mean, timed};
+use super::layers::Weights;
+use super::probe::{ENOUGH, PASSES, Step, Took, mean, timed};
 use super::{Result, Setting};
 use crate::Error;
 
@@ -67,14 +68,8 @@ pub(super) struct Team<'a> {
 /// A rank with what it has of every layer, and with layers that it has alone.
 struct Member {
     kernels: Arc<Kernels>,
-    tensor: Held,
-    stage: Held,
-}
-
-/// A part of a model.
-struct Held {
-    shard: Shard,
-    weights: Weights,
+    tensor: Weights,
+    stage: Weights,
 }
 
 /// The ways to cut a model that a team of so many ranks measures.
@@ -115,8 +110,7 @@ impl<'a> Team<'a> {
             let kernels = kernels()?;
             let held = |split: &Split| {
                 let shard = split.shard(setting.config, Rank(rank));
-                let weights = Weights::pack(setting, &kernels, &shard)?;
-                Ok::<_, Error>(Held { shard, weights })
+                Weights::pack(setting, &kernels, &shard)
             };
             let (tensor, stage) = (held(&splits.tensor)?, held(&splits.pipeline)?);
             Ok::<_, Error>(Member {
@@ -138,41 +132,36 @@ impl<'a> Team<'a> {
     /// # Errors
     /// What the system refuses.
     pub(super) fn measure(&self) -> Result<Together> {
-        let logits = self.members.iter().map(|m| m.tensor.weights.head_rows());
+        let logits = self.members.iter().map(|m| m.tensor.head_rows());
         let logits = logits.min().unwrap_or(0);
         let each = joined(self.members.len(), self.backend, |group| {
             let member = &self.members[group.rank().0 as usize];
-            let step = |shard| Step::new(self.config, self.class, &member.kernels, shard, 1);
-            let steps = [step(&member.tensor.shard)?, step(&member.stage.shard)?];
+            let step = |weights| Step::new(self.config, self.class, &member.kernels, weights, 1);
+            let steps = [step(&member.tensor)?, step(&member.stage)?];
             passes(group, member, steps, logits)
         })?;
-        let weights = &self.members[0].tensor.weights;
-        let layers = weights.layers.len() as f64;
-        let [free, synced, turn] = [0, 1, 3].map(|i| mean(each.iter().map(|r| r[i])));
-        let stages = self.members.iter().map(|m| m.stage.weights.layers.len());
-        let stages = stages.sum::<usize>() as f64 / each.len() as f64;
+        let [free, synced, turns, turn] = [0, 1, 3, 4].map(|i| mean(each.iter().map(|r| r[i])));
         Ok(Together {
-            free: free / layers,
-            synced: synced / layers,
+            free,
+            synced,
             // The first rank leads: a token is chosen when it has the logits.
-            head: each[0][2] * weights.head_share,
-            turns: turn / stages,
-            hop: (each[0][4] / each.len() as f64 - turn).max(1e-7),
+            head: each[0][2] * self.members[0].tensor.head_share,
+            turns,
+            hop: (each[0][5] / each.len() as f64 - turn).max(1e-7),
         })
     }
 }
 
-/// Seconds of layers without exchanges, of layers with them, of the head and bringing its logits
-/// together, of this rank's own layers when it is its turn, and until all had theirs; until the
-/// first rank says that it is enough.
+/// Seconds of a layer without exchanges, of one with them, of the head and bringing its logits
+/// together, of one of this rank's own when it is its turn, of that turn, and until all had theirs;
+/// until the first rank says that it is enough.
 fn passes(
     group: &dyn Group,
     member: &Member,
     [mut step, mut alone]: [Step<'_>; 2],
     logits: usize,
-) -> Result<[f64; 5]> {
-    let Held { shard, weights } = &member.tensor;
-    let stage = &member.stage.weights.layers;
+) -> Result<[f64; 6]> {
+    let (weights, stage) = (&member.tensor, &member.stage.layers);
     let mut passes = Vec::new();
     let mut began = Instant::now();
     let mut counts = Vec::new();
@@ -182,17 +171,14 @@ fn passes(
         if meet(group, enough)? {
             break;
         }
-        let free = timed(|| step.products(&weights.layers, 1, |_, _| {}));
+        let free = step.products(&weights.layers, 1, |_, _| {}).all();
         step.head(weights);
         meet(group, false)?;
         let mut result = Ok(());
-        let cuts = [&shard.usual.attention, &shard.usual.feed_forward];
-        let synced = timed(|| {
-            step.products(&weights.layers, 1, |half, sum| {
-                if result.is_ok() {
-                    result = cuts[half].complete(group, sum, &mut counts, soon());
-                }
-            });
+        let synced = step.products(&weights.layers, 1, |cut, sum| {
+            if result.is_ok() {
+                result = cut.complete(group, sum, &mut counts, soon());
+            }
         });
         result?;
         let head = timed(|| {
@@ -201,15 +187,18 @@ fn passes(
         });
         result?;
         meet(group, false)?;
-        let [turn, all] = in_turn(group, || alone.products(stage, 1, |_, _| {}))?;
+        let mut turns = Took::default();
+        let [turn, all] = in_turn(group, || {
+            turns = alone.products(stage, 1, |_, _| {});
+        })?;
         step.head(weights);
         if pass == 0 {
             began = Instant::now(); // it warmed up
         } else {
-            passes.push([free, synced, head, turn, all]);
+            passes.push([free, synced.all(), head, turns.all(), turn, all]);
         }
     }
-    Ok([0, 1, 2, 3, 4].map(|i| mean(passes.iter().map(|pass| pass[i]))))
+    Ok([0, 1, 2, 3, 4, 5].map(|i| mean(passes.iter().map(|pass| pass[i]))))
 }
 
 /// Every rank's logits to the first one, as the model's leader gets them.

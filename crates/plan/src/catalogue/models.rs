@@ -106,6 +106,7 @@ impl ModelEntry {
             shared: self.shared_experts,
             ffn: self.moe_ffn,
             dense_layers: self.first_dense_layers,
+            every: 1,
             groups: self.expert_groups.unwrap_or(1),
         });
         let shape = ModelShape {

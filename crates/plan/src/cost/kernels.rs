@@ -29,6 +29,9 @@ pub struct Part {
     pub share: f64,
     /// Ranks in the stage.
     pub ranks: u32,
+    /// Whether the engine deals whole experts in any split:
+    /// [`Engine::deals_experts`](crate::calibration::Engine::deals_experts).
+    pub deals: bool,
 }
 
 /// Seconds for one layer by one rank.
@@ -80,12 +83,27 @@ fn roof(bytes: f64, flops: f64, speed: &Speed, rate: Option<f64>) -> f64 {
 }
 
 /// Weights that every row passes at this rank. In a tensor split low-rank projections down are
-/// computed by every rank; with more ranks than KV heads, keys and values are too.
+/// computed by every rank; with more ranks than KV heads, keys and values are too. A shared expert
+/// that is dealt counts among the [experts](experts).
 fn common_params(model: &ModelShape, index: u32, part: Part) -> f64 {
-    let all = model.common_params(index);
-    if part.split != Split::Tensor {
-        return all;
+    let dealt = if part.deals {
+        model.shared_params(index)
+    } else {
+        0.0
+    };
+    match part.split {
+        Split::Whole => model.common_params(index),
+        Split::Expert => {
+            let others = if part.deals { 1.0 - part.share } else { 0.0 };
+            model.common_params(index) - dealt - model.dense_params(index) * others
+        }
+        Split::Tensor => tensor_params(model, index, part, dealt),
     }
+}
+
+/// As [`common_params`] in a tensor split, without the weights `dealt`.
+fn tensor_params(model: &ModelShape, index: u32, part: Part, dealt: f64) -> f64 {
+    let all = model.common_params(index) - dealt;
     let c = f64::from(model.width);
     let kept = match model.attention {
         Attention::Mla {
@@ -96,10 +114,7 @@ fn common_params(model: &ModelShape, index: u32, part: Part) -> f64 {
         } => c * f64::from(q_rank + kv_rank + rope_dim),
         Attention::Gqa { .. } => 0.0,
     };
-    let router = match model.moe {
-        Some(moe) if model.is_moe(index) => c * f64::from(moe.experts),
-        _ => 0.0,
-    };
+    let router = model.router_params(index);
     let copied = match model.attention {
         Attention::Gqa {
             kv_heads, head_dim, ..
@@ -137,10 +152,13 @@ fn attention(model: &ModelShape, part: Part, rows: Rows, speed: &Speed) -> f64 {
     };
     // A sequence's cache is read once per step, whatever its rows: twice the mean of a chunk's
     // keys is an upper bound that decode (one row) meets exactly with its own.
-    let keys = model.keys_seen(rows.keys);
+    // Layers with states read these instead, whatever the number of keys.
+    let states = model.states_among_all();
+    let keys = (1.0 - states) * model.keys_seen(rows.keys);
     let bytes = rows.sequences * keys * cached;
     let flops = rows.rows * keys * pair * heads;
-    roof(bytes, flops, speed, speed.rates.map(|r| r.attention))
+    let state = rows.sequences * states * model.state_read() * cache_share(model, part);
+    roof(bytes, flops, speed, speed.rates.map(|r| r.attention)) + state / speed.memory
 }
 
 fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed) -> f64 {
@@ -148,24 +166,35 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
         return 0.0;
     };
     let (e, a) = (f64::from(moe.experts), f64::from(moe.active));
-    let load = match part.split {
-        Split::Whole => 1.0,
-        Split::Tensor => part.share,
-        Split::Expert => {
-            let uneven = moe::imbalance(moe.experts, moe.active, part.ranks, rows.rows);
-            (part.share * uneven).min(1.0)
-        }
+    let is_dealt = part.split == Split::Expert || part.split == Split::Tensor && part.deals;
+    let shared = if is_dealt && part.deals {
+        moe.shared
+    } else {
+        0
     };
-    let one = model.expert_params() * load;
+    let load = if is_dealt {
+        let uneven = moe::imbalance((moe.experts, moe.active, shared), part.ranks, rows.rows);
+        (part.share * uneven).min(1.0)
+    } else if part.split == Split::Tensor {
+        part.share
+    } else {
+        1.0
+    };
+    let (one, shared) = (model.expert_params() * load, f64::from(shared));
     let (bits, rate) = (model.bits.experts, speed.rates.map(|r| r.expert));
     let kernel =
         |read: f64, computed: f64| roof(read * one * bits / 8.0, 2.0 * computed * one, speed, rate);
     // A few rows each read the experts they need; of many, those of an expert go together, in
-    // tiles. Engines take what is sooner.
-    let pairs = rows.rows * a;
+    // tiles where the engine has such. Engines take what is sooner.
+    let all = rows.rows * (a + shared);
     let whole_rows = rows.rows.ceil().min(f64::from(u32::MAX)) as u32;
-    let padded = moe::padded_rows(moe.experts, moe.active, whole_rows);
-    kernel(pairs, pairs).min(kernel(moe::touched(e, a, rows.rows), padded))
+    let padded = if part.deals {
+        rows.rows * a
+    } else {
+        moe::padded_rows(moe.experts, moe.active, whole_rows)
+    };
+    let touched = moe::touched(e, a, rows.rows) + shared;
+    kernel(all, all).min(kernel(touched, padded + rows.rows * shared))
 }
 
 /// Launched operations of a layer, counted in mlx-lm's `llama.py`, `qwen3_moe.py` and

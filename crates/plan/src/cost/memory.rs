@@ -66,22 +66,20 @@ pub fn part_of(stage: &Stage, member: &Member) -> Part {
         split: stage.split,
         share: member.share,
         ranks: u32::try_from(stage.members.len()).unwrap_or(u32::MAX),
+        deals: false,
     }
 }
 
 /// Bytes of a range of layers that a rank stores: layers of a kind are alike.
 fn range_weights(model: &ModelShape, layers: std::ops::Range<u32>, part: Part) -> f64 {
-    let border = model.moe.map_or(model.layers, |moe| moe.dense_layers);
-    let dense = layers.end.min(border).saturating_sub(layers.start);
-    let mixtures = layers.end.saturating_sub(layers.start.max(border));
-    let of = |count: u32, index: u32| {
-        if count == 0 {
-            0.0
-        } else {
-            f64::from(count) * weights(model, index, part)
-        }
+    let mixtures = model.mixtures(&layers);
+    let dense = layers.end.saturating_sub(layers.start) - mixtures;
+    let of = |count: u32, is_moe: bool| {
+        let one = (0..model.layers).find(|index| model.is_moe(*index) == is_moe);
+        let one = one.filter(|_| count > 0);
+        one.map_or(0.0, |index| f64::from(count) * weights(model, index, part))
     };
-    of(dense, 0) + of(mixtures, border)
+    of(dense, false) + of(mixtures, true)
 }
 
 /// Bytes of layer `index` that a rank stores.

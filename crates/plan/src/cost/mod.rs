@@ -11,7 +11,7 @@ pub mod kernels;
 pub mod memory;
 pub mod moe;
 
-use kernels::Rows;
+use kernels::{Part, Rows};
 use memory::Ends;
 
 use crate::calibration::{Calibration, Engine, Speed};
@@ -77,6 +77,15 @@ impl PipelineTime {
     pub fn slowest(&self) -> f64 {
         let stages = self.stages.iter().map(StageTime::total);
         stages.fold(self.disk, f64::max)
+    }
+}
+
+/// Whether the members of a stage have parts of the output head.
+fn shares_head(stage: &Stage, engine: &Engine) -> bool {
+    match stage.split {
+        Split::Whole => false,
+        Split::Tensor => engine.head_split,
+        Split::Expert => engine.head_split && engine.deals_experts,
     }
 }
 
@@ -184,7 +193,11 @@ impl<'a> Costs<'a> {
     /// Kernels of one member.
     fn member(&self, stage: &Stage, member: &Member, rows: Rows) -> Result<f64, Error> {
         let node = member.node;
-        let (part, speed) = (memory::part_of(stage, member), self.speed(node));
+        let part = Part {
+            deals: self.engine(node).deals_experts,
+            ..memory::part_of(stage, member)
+        };
+        let speed = self.speed(node);
         let mut seconds = 0.0;
         let mut last: Option<(bool, f64)> = None; // Layers of a kind take equally long.
         for index in stage.layers.clone() {
@@ -199,7 +212,7 @@ impl<'a> Costs<'a> {
         }
         if self.ends(stage).last {
             // Of a prompt, only the last row of each sequence has its logits computed.
-            let split = stage.split == Split::Tensor && self.engine(node).head_split;
+            let split = shares_head(stage, self.engine(node));
             let share = if split { member.share } else { 1.0 };
             seconds += kernels::head(self.model, share, rows.sequences, speed);
         }
@@ -218,16 +231,15 @@ impl<'a> Costs<'a> {
 
     /// Seconds of the exchanges inside a stage.
     fn exchanges(&self, stage: &Stage, rows: Rows) -> Result<f64, Error> {
+        let engine = self.engine(stage.members[0].node);
         let count: u32 = match stage.split {
             Split::Whole => return Ok(0.0),
             Split::Tensor => 2 * stage.n_layers(),
-            Split::Expert => {
-                let mixtures = stage.layers.clone().filter(|&i| self.model.is_moe(i));
-                u32::try_from(mixtures.count()).unwrap_or(u32::MAX)
-            }
+            // Layers without experts share their feed-forward where experts are dealt.
+            Split::Expert if engine.deals_experts => stage.n_layers(),
+            Split::Expert => self.model.mixtures(&stage.layers),
         };
         let nodes = stage.nodes();
-        let engine = self.engine(nodes[0]);
         let bytes = rows.rows * f64::from(self.model.width) * engine.activation_bytes;
         let link = self.network.slowest(&nodes, bytes);
         let link = link.ok_or_else(|| self.no_link(&nodes, &nodes))?;
@@ -241,7 +253,7 @@ impl<'a> Costs<'a> {
     fn logits(&self, stage: &Stage, rows: Rows, link: &Link, handover: f64) -> f64 {
         const LOGIT: f64 = 4.0; // bytes
         let engine = self.engine(stage.members[0].node);
-        if stage.split != Split::Tensor || !engine.head_split || !self.ends(stage).last {
+        if !shares_head(stage, engine) || !self.ends(stage).last {
             return 0.0;
         }
         let others = 1.0 - stage.members[0].share;

@@ -13,27 +13,60 @@ pub fn touched(experts: f64, active: f64, rows: f64) -> f64 {
 /// coefficient of x^A in (sum_{j<=k} C(E/P, j) x^j)^P, over C(E, A). Where P does not divide E the
 /// larger ranks are taken for all.
 pub fn expected_max(experts: u32, active: u32, ranks: u32) -> f64 {
-    if ranks <= 1 {
-        return f64::from(active);
-    }
-    let per_rank = experts.div_ceil(ranks);
-    let ways = |k: u32| -> f64 { at_most(per_rank, active, ranks, k) };
-    let all = ways(active);
-    (0..active).map(|k| 1.0 - ways(k) / all).sum()
+    busiest((experts, active, 0), ranks)
 }
 
-/// The coefficient of x^active in (sum_{j <= k} C(n, j) x^j)^ranks, scaled to stay finite.
-fn at_most(n: u32, active: u32, ranks: u32, k: u32) -> f64 {
+/// As [`expected_max`] where the last rank also has the `shared` experts of every token.
+pub fn busiest((experts, active, shared): (u32, u32, u32), ranks: u32) -> f64 {
+    if ranks <= 1 {
+        return f64::from(active) + f64::from(shared);
+    }
+    if active > EXACT_MAX {
+        return roughly_busiest((experts, active, shared), ranks);
+    }
+    let per_rank = experts.div_ceil(ranks);
+    let ways = |k: u32| -> f64 {
+        let last = k.checked_sub(shared);
+        last.map_or(0.0, |last| at_most(per_rank, active, (ranks, k), last))
+    };
+    let most = active.saturating_add(shared);
+    let all = ways(most);
+    // Fewer than `shared` the last rank never has.
+    let more = (shared..most).map(|k| 1.0 - ways(k) / all);
+    f64::from(shared) + more.sum::<f64>()
+}
+
+/// Most active experts that are counted exactly, which takes their cube for each rank: ten times
+/// those of published models.
+const EXACT_MAX: u32 = 128;
+
+/// The mean and `sqrt(2 ln P)` deviations, which the largest of P normal numbers is about, or what
+/// the last rank has on average where that is more.
+fn roughly_busiest((experts, active, shared): (u32, u32, u32), ranks: u32) -> f64 {
+    let (e, a, p) = (f64::from(experts), f64::from(active), f64::from(ranks));
+    let left = (e - a) / (e - 1.0).max(1.0);
+    let variance = a / p * (1.0 - 1.0 / p) * left;
+    let most = a / p + (2.0 * p.ln() * variance.max(0.0)).sqrt();
+    most.max(a / p + f64::from(shared))
+        .min(a + f64::from(shared))
+}
+
+/// The coefficient of x^active in (sum_{j <= k} C(n, j) x^j)^(ranks - 1) times the same sum to
+/// `last`, scaled to stay finite.
+fn at_most(n: u32, active: u32, (ranks, k): (u32, u32), last: u32) -> f64 {
     let a = active as usize;
     // C(n, j) / n^j keeps the numbers near 1 / j!; the scale n^active is the same for every k.
     let mut choose = vec![1.0];
     for j in 1..=active.min(k).min(n) {
-        let last = choose[j as usize - 1];
-        choose.push(last * f64::from(n - j + 1) / (f64::from(j) * f64::from(n)));
+        let before = choose[j as usize - 1];
+        choose.push(before * f64::from(n - j + 1) / (f64::from(j) * f64::from(n)));
     }
     let mut poly = vec![0.0; a + 1];
     poly[0] = 1.0;
-    for _ in 0..ranks {
+    for rank in 1..=ranks {
+        if rank == ranks {
+            choose.truncate(last as usize + 1);
+        }
         let mut next = vec![0.0; a + 1];
         for (i, &p) in poly.iter().enumerate() {
             for (j, &c) in choose.iter().enumerate().take(a + 1 - i) {
@@ -46,12 +79,22 @@ fn at_most(n: u32, active: u32, ranks: u32, k: u32) -> f64 {
 }
 
 /// How much more the busiest of `ranks` has to do than the average one, for `rows` tokens at a
-/// time. For one row it is exact; the excess of a sum of `rows` independent draws over its mean
-/// grows with the square root, so relative to the mean it falls with it.
-pub fn imbalance(experts: u32, active: u32, ranks: u32, rows: f64) -> f64 {
-    let mean = f64::from(active) / f64::from(ranks.max(1));
-    let one = expected_max(experts, active, ranks) / mean;
-    1.0 + (one - 1.0) / rows.max(1.0).sqrt()
+/// time, of so many experts, active ones and shared ones, which the last rank has.
+///
+/// For one row it is exact; the excess of a sum of `rows` independent draws over its mean grows
+/// with the square root, so relative to the mean it falls with it.
+pub fn imbalance((experts, active, shared): (u32, u32, u32), ranks: u32, rows: f64) -> f64 {
+    let each = f64::from(ranks.max(1));
+    let (active_each, shared_each) = (f64::from(active) / each, f64::from(shared));
+    let mean = active_each + shared_each / each;
+    let one = busiest((experts, active, shared), ranks) / mean;
+    // What the last rank has besides does not fade with rows.
+    let last = if ranks > 1 {
+        (active_each + shared_each) / mean
+    } else {
+        1.0
+    };
+    (1.0 + (one - 1.0) / rows.max(1.0).sqrt()).max(last)
 }
 
 /// Rows that experts compute for `rows` tokens when each expert's rows are padded to whole tiles:
@@ -97,12 +140,46 @@ mod tests {
         }
     }
 
+    /// Of 16 experts 4 are picked, 8 on each of two ranks, and the second has a shared one too: of
+    /// 1820 choices 70 have none on the first rank, 448 one, 784 two, 448 three and 70 four.
+    #[test]
+    fn a_shared_expert_is_one_more_of_the_last_rank() {
+        let expected = (70.0 * 5.0 + 448.0 * 4.0 + 784.0 * 3.0 + 448.0 * 3.0 + 70.0 * 4.0) / 1820.0;
+        let got = busiest((16, 4, 1), 2);
+        assert!((got - expected).abs() < 1e-9, "{got}, not {expected}");
+        assert_eq!(busiest((16, 4, 1), 1), 5.0);
+        assert!(
+            (busiest((16, 4, 9), 2) - 11.0).abs() < 1e-9,
+            "2 of 4 and the shared ones"
+        );
+        // Of many rows the last rank still has 2 + 1 experts of each, where the mean is 2.5.
+        assert!((imbalance((16, 4, 1), 2, 1e9) - 1.2).abs() < 1e-9);
+    }
+
+    /// Qwen3-30B-A3B over two ranks: sum of max(i, 8 - i) C(64, i) C(64, 8 - i) over C(128, 8).
+    #[test]
+    fn the_busier_of_two_ranks_has_five_of_eight() {
+        let got = expected_max(128, 8, 2);
+        assert!((got - 5.058_881).abs() < 1e-6, "{got}");
+    }
+
+    #[test]
+    fn absurdly_many_experts_are_answered_at_once_and_within_bounds() {
+        let just = busiest((1 << 14, EXACT_MAX, 0), 8);
+        let above = busiest((1 << 14, EXACT_MAX + 1, 0), 8);
+        assert!((above / just - 1.0).abs() < 0.12, "{just} and {above}");
+        let all = busiest((1 << 14, 1 << 14, 1 << 14), 64);
+        assert!(all <= f64::from(1 << 15) && all >= 16_640.0, "{all}");
+        assert_eq!(busiest((1, 1, 0), 1000), 1.0);
+    }
+
     #[test]
     fn imbalance_fades_with_rows() {
-        let one = imbalance(256, 8, 4, 1.0);
+        let deepseek = (256, 8, 0);
+        let one = imbalance(deepseek, 4, 1.0);
         assert!(one > 1.5 && one < 2.1, "{one}");
-        assert!(imbalance(256, 8, 4, 64.0) < 1.15);
-        assert_eq!(imbalance(256, 8, 1, 1.0), 1.0);
+        assert!(imbalance(deepseek, 4, 64.0) < 1.15);
+        assert_eq!(imbalance(deepseek, 1, 1.0), 1.0);
     }
 
     #[test]

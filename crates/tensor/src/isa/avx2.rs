@@ -74,6 +74,43 @@ unsafe fn spread32(bits: u32) -> __m256i {
     }
 }
 
+/// Sixteen bytes, each in the upper halves of both words of its lane; the lower ones are 0.
+#[inline(always)]
+unsafe fn raised_bytes(p: *const u8) -> I {
+    unsafe {
+        let bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+        // Of each four bytes the first and third are cleared.
+        let first = _mm256_setr_epi32(
+            0x0080_0080,
+            0x0180_0180,
+            0x0280_0280,
+            0x0380_0380,
+            0x0480_0480,
+            0x0580_0580,
+            0x0680_0680,
+            0x0780_0780,
+        );
+        let second = _mm256_add_epi32(first, _mm256_set1_epi32(0x0800_0800));
+        [
+            _mm256_shuffle_epi8(bytes, first),
+            _mm256_shuffle_epi8(bytes, second),
+        ]
+    }
+}
+
+/// The products of pairs of columns of quads `2 * N` and `2 * N + 1`, added up.
+#[inline(always)]
+unsafe fn pair<const N: usize>(w: &[I; 8], x: *const i8) -> I {
+    let (a, b) = unsafe {
+        let x = x.cast::<u8>().add(8 * N);
+        (splat_four(x), splat_four(x.add(4)))
+    };
+    let (first, second) = (w[2 * N], w[2 * N + 1]);
+    let first = both!(_mm256_maddubs_epi16, first, a);
+    let second = both!(_mm256_maddubs_epi16, second, b);
+    both!(_mm256_add_epi16, first, second)
+}
+
 /// Four bytes in every lane.
 #[inline(always)]
 unsafe fn splat_four(x: *const u8) -> I {
@@ -87,6 +124,7 @@ impl<D: Dots> Isa for Ymm<D> {
     const REGISTERS: usize = 8;
     const SIGNED_BIAS: i32 = D::SIGNED_BIAS;
     const FOURS: bool = D::FOURS;
+    const PAIRED: bool = D::FOURS;
     const SMALL: i32 = 0xffff;
 
     #[inline(always)]
@@ -182,6 +220,77 @@ impl<D: Dots> Isa for Ymm<D> {
                 D::fours(acc[1], [a[1], b[1], c[1], d[1]], x, most),
             ]
         }
+    }
+    #[inline(always)]
+    unsafe fn factor(x: I) -> I {
+        unsafe { <Self as Words>::twice(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_factor(p: *const u8) -> I {
+        let raised = unsafe { raised_bytes(p) };
+        both!(_mm256_srai_epi16::<8>, raised)
+    }
+    #[inline(always)]
+    unsafe fn multiplied_factor(p: *const u8, multiplier: I) -> I {
+        // (256 byte * multiplier + 2^14) >> 15
+        let raised = unsafe { raised_bytes(p) };
+        both!(_mm256_mulhrs_epi16, raised, multiplier)
+    }
+    #[inline(always)]
+    unsafe fn dot_scaled(
+        acc: I,
+        w: &[I; 8],
+        x: *const i8,
+        (most, halves): (i32, bool),
+        factors: [I; 2],
+    ) -> I {
+        // Of a pair of quads the products of two columns each; as many pairs of at most
+        // 4 * 127 * most as 16 bits hold are added there.
+        let holds = |pairs: i32| pairs * 4 * 127 * most <= i32::from(i16::MAX);
+        assert!(holds(1), "at most {most}");
+        let [a, b, c, d] = unsafe {
+            [
+                pair::<0>(w, x),
+                pair::<1>(w, x),
+                pair::<2>(w, x),
+                pair::<3>(w, x),
+            ]
+        };
+        if !holds(2) {
+            let acc = both!(D::words, acc, a, factors[0]);
+            let acc = both!(D::words, acc, b, factors[0]);
+            let acc = both!(D::words, acc, c, factors[1]);
+            return both!(D::words, acc, d, factors[1]);
+        }
+        let first = both!(_mm256_add_epi16, a, b);
+        let second = both!(_mm256_add_epi16, c, d);
+        if !halves && holds(4) {
+            let all = both!(_mm256_add_epi16, first, second);
+            return both!(D::words, acc, all, factors[0]);
+        }
+        let acc = both!(D::words, acc, first, factors[0]);
+        both!(D::words, acc, second, factors[1])
+    }
+    #[inline(always)]
+    unsafe fn less_offset(acc: I, factors: [I; 2], offset: i32, sums: [i32; 2]) -> I {
+        // A factor of each half, times the offset, in the words of a lane: 128 * 32 at most.
+        let [first, second] = factors;
+        let factors = both!(_mm256_blend_epi16::<0b1010_1010>, first, second);
+        let less = unsafe { [_mm256_set1_epi16(-offset as i16); 2] };
+        let factors = both!(_mm256_mullo_epi16, factors, less);
+        let sums = unsafe { [_mm256_set1_epi32((sums[0] & 0xffff) | (sums[1] << 16)); 2] };
+        both!(D::words, acc, factors, sums)
+    }
+    #[inline(always)]
+    unsafe fn high_crumb<const INDEX: u32>(w: I) -> I {
+        let mask = unsafe { splat_bytes(0x30) };
+        let shifted = match INDEX {
+            0 => both!(_mm256_slli_epi16::<4>, w),
+            1 => both!(_mm256_slli_epi16::<2>, w),
+            2 => w,
+            _ => both!(_mm256_srli_epi16::<2>, w),
+        };
+        both!(_mm256_and_si256, shifted, mask)
     }
     #[inline(always)]
     unsafe fn dot_signed(acc: I, w: I, x: *const i8) -> I {

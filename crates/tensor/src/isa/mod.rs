@@ -92,6 +92,82 @@ pub(crate) trait Isa: Copy {
         }
         acc
     }
+    /// Whether [`dot_scaled`](Self::dot_scaled) takes fewer instructions than its parts.
+    const PAIRED: bool = false;
+    /// Integers of 16 bits as [`dot_scaled`](Self::dot_scaled) takes them: *factors*.
+    #[inline(always)]
+    unsafe fn factor(x: Self::I) -> Self::I {
+        x
+    }
+    /// Sixteen signed bytes as factors.
+    #[inline(always)]
+    unsafe fn load_factor(p: *const u8) -> Self::I {
+        // SAFETY: passed on.
+        unsafe { Self::factor(Self::load_i8(p)) }
+    }
+    /// `(byte * multiplier + 64) >> 7` of sixteen bytes of at most 127, as factors, which
+    /// `multiplier` is too.
+    #[inline(always)]
+    unsafe fn multiplied_factor(p: *const u8, multiplier: Self::I) -> Self::I {
+        // SAFETY: passed on; here factors are integers as they are.
+        unsafe {
+            let products = Self::mul_i(Self::load_u8(p), multiplier);
+            Self::sar7_i(Self::add_i(products, Self::splat_i(64)))
+        }
+    }
+    /// Adds to each lane the [dot products](Self::dot_unsigned) of the first four and of the last
+    /// four registers with the 32 signed bytes at `x`, each times its factor. Weights are at most
+    /// `most`, which is at most 64; without `halves` both factors are the same.
+    #[inline(always)]
+    unsafe fn dot_scaled(
+        mut acc: Self::I,
+        w: &[Self::W; 8],
+        x: *const i8,
+        (_most, _halves): (i32, bool),
+        factors: [Self::I; 2],
+    ) -> Self::I {
+        let mut half = 0;
+        while half < 2 {
+            // SAFETY: passed on; here factors are integers as they are.
+            unsafe {
+                let mut dots = Self::splat_i(0);
+                let mut g = 4 * half;
+                while g < 4 * half + 4 {
+                    dots = Self::dot_unsigned(dots, w[g], x.add(4 * g));
+                    g += 1;
+                }
+                acc = Self::add_i(acc, Self::mul_i(dots, factors[half]));
+            }
+            half += 1;
+        }
+        acc
+    }
+    /// Takes `offset` times each factor times its sum off each lane. Factors are signed bytes, sums
+    /// have 12 bits, and `offset` is at most 32.
+    #[inline(always)]
+    unsafe fn less_offset(
+        mut acc: Self::I,
+        factors: [Self::I; 2],
+        offset: i32,
+        sums: [i32; 2],
+    ) -> Self::I {
+        let mut half = 0;
+        while half < 2 {
+            // SAFETY: register arithmetic; here factors are integers as they are.
+            unsafe {
+                let less = Self::splat_i(-offset * sums[half]);
+                acc = Self::add_i(acc, Self::mul_i(factors[half], less));
+            }
+            half += 1;
+        }
+        acc
+    }
+    /// Crumb `INDEX` of each byte, at its bits 4 and 5.
+    #[inline(always)]
+    unsafe fn high_crumb<const INDEX: u32>(w: Self::W) -> Self::W {
+        // SAFETY: register arithmetic.
+        unsafe { Self::shl4(Self::crumb::<INDEX>(w)) }
+    }
     /// As [`dot_unsigned`](Self::dot_unsigned) for signed bytes, **plus** `SIGNED_BIAS` times the
     /// sum of the four bytes at `x`, which must lie in -127..=127. The caller takes the bias off
     /// once per chunk.

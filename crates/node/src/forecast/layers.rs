@@ -1,0 +1,475 @@
+//! Packs what a probe measures: a rank's part of the matrices of some layers, as the model packs
+//! and multiplies them.
+//!
+//! Of each kind of layer that the model has at least one is packed. A layer with experts has as
+//! many of them as a row uses, from all over the layer, which is what a decoding step reads.
+
+use std::ops::Range;
+
+use paceline_base::KernelClass;
+use paceline_model::{
+    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Shard,
+};
+use paceline_plan::ModelShape;
+use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
+
+use super::{Result, Setting, shape};
+use crate::Error;
+
+/// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
+/// cache of the machines at hand (32 MiB), so that they come from where the model's would.
+const PROBED_BYTES: u64 = 160 << 20;
+
+/// Products with one input.
+pub(super) struct Job {
+    /// Columns of the input, and of a leaf of it; 0 for one leaf.
+    pub(super) input: (usize, usize),
+    /// Each with its first column in the input.
+    pub(super) matrices: Vec<(usize, Packed)>,
+}
+
+impl Job {
+    /// Rows of all matrices: numbers that a row of the input gives.
+    pub(super) fn outputs(&self) -> usize {
+        self.matrices.iter().map(|(_, matrix)| matrix.rows()).sum()
+    }
+
+    /// One job for each width of `matrices`.
+    fn by_width(matrices: Vec<Packed>) -> Vec<Self> {
+        let mut jobs: Vec<Self> = Vec::new();
+        for matrix in matrices {
+            let input = (matrix.cols(), 0);
+            match jobs.iter_mut().find(|job| job.input == input) {
+                Some(job) => job.matrices.push((0, matrix)),
+                None => jobs.push(Self {
+                    input,
+                    matrices: vec![(0, matrix)],
+                }),
+            }
+        }
+        jobs
+    }
+}
+
+/// Half of a layer: what comes before its sum over ranks, and that.
+pub(super) struct Half {
+    pub(super) jobs: Vec<Job>,
+    /// Each root of this rank's leaves; no matrices where experts are summed.
+    pub(super) sum: Job,
+    pub(super) cut: LeafCut,
+    /// This rank's roots.
+    pub(super) roots: usize,
+}
+
+/// Gate, up and down of one expert.
+pub(super) type Expert = [Packed; 3];
+
+/// A rank's part of the matrices of a layer.
+pub(super) struct Layer {
+    pub(super) attention: Half,
+    pub(super) feed_forward: Half,
+    /// As many as this rank has of a row's.
+    pub(super) experts: Vec<Expert>,
+    /// How many a rank has of a row's on average, over those that are here.
+    pub(super) even: f64,
+    /// Whether it keeps keys and values, or looks at those of others.
+    pub(super) attends: bool,
+    /// Layers of the shard that it stands for.
+    pub(super) weight: f64,
+}
+
+impl Layer {
+    /// All jobs but those of experts.
+    pub(super) fn jobs(&self) -> impl Iterator<Item = &Job> {
+        let halves = [&self.attention, &self.feed_forward].into_iter();
+        halves.flat_map(|half| half.jobs.iter().chain([&half.sum]))
+    }
+}
+
+/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
+/// last cache would be faster than it ever is between layers.
+pub(super) struct Weights {
+    pub(super) layers: Vec<Layer>,
+    /// As many of its rows as [`PROBED_BYTES`] allows for all ranks.
+    pub(super) head: Packed,
+    /// All rows of the rank over those.
+    pub(super) head_share: f64,
+}
+
+impl Weights {
+    /// Rows of the head that are here.
+    pub(super) fn head_rows(&self) -> usize {
+        self.head.rows()
+    }
+
+    /// The part of a rank.
+    pub(super) fn pack(setting: Setting<'_>, kernels: &Kernels, shard: &Shard) -> Result<Self> {
+        let Setting { source, config, .. } = setting;
+        let (role, tensor) = match source.opt_weight(config.family, Role::Output)? {
+            Some(tensor) => (Role::Output, tensor),
+            None => {
+                let role = Role::TokenEmbedding;
+                (role, source.weight(config.family, role)?)
+            }
+        };
+        let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
+        let (own, ranks) = (shard.vocab(), shard.stage_ranks().len());
+        let rows = own.len().min((PROBED_BYTES as usize / ranks / row).max(16));
+        let packing = Packing {
+            setting,
+            kernels,
+            shard,
+        };
+        let layers = probed(&shape(source, config), config, shard).into_iter();
+        Ok(Self {
+            layers: layers
+                .map(|(index, weight)| packing.layer(index, weight))
+                .collect::<Result<_>>()?,
+            head: packing.rows(role, own.start..own.start + rows)?,
+            head_share: own.len() as f64 / rows.max(1) as f64,
+        })
+    }
+}
+
+/// What makes a layer's matrices: layers that differ in nothing else take equally long.
+fn kind(layer: &LayerShape) -> LayerShape {
+    LayerShape {
+        window: None,
+        rope: 0,
+        query_scale: 1.0,
+        value_norm: false,
+        ..*layer
+    }
+}
+
+/// Layers of a shard that are probed, each with how many it stands for: as many of the first as
+/// [`PROBED_BYTES`] allows for all stages, at least one, and the first of each other kind. Ranks of
+/// a stage choose the same.
+fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64)> {
+    let most = (PROBED_BYTES / shard.stages as u64) as f64;
+    let of = |index: usize| kind(&config.layers[index]);
+    let mut chosen: Vec<usize> = Vec::new();
+    let mut bytes = 0.0;
+    for index in shard.layers.clone() {
+        let is_new = chosen.iter().all(|other| of(*other) != of(index));
+        if bytes < most || is_new {
+            chosen.push(index);
+            bytes += shape.read_bytes(u32::try_from(index).unwrap_or(u32::MAX));
+        }
+    }
+    let weight = |index: usize| {
+        let all = shard.layers.clone().filter(|other| of(*other) == of(index));
+        let probed = chosen.iter().filter(|other| of(**other) == of(index));
+        all.count() as f64 / probed.count() as f64
+    };
+    chosen
+        .iter()
+        .map(|index| (*index, weight(*index)))
+        .collect()
+}
+
+/// What packs a rank's part of a model as the model does.
+struct Packing<'a> {
+    setting: Setting<'a>,
+    kernels: &'a Kernels,
+    shard: &'a Shard,
+}
+
+impl Packing<'_> {
+    /// What `cut` makes of a tensor that has the rows and columns up to `least`. Gives the file's
+    /// pages back, as the model's loader does: a probe is to need no more memory than the model.
+    fn packed<T>(
+        &self,
+        role: Role,
+        least: [usize; 2],
+        cut: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
+    ) -> Result<T> {
+        let Setting { source, config, .. } = self.setting;
+        let tensor = source.weight(config.family, role)?;
+        if tensor.rows() < least[0] || tensor.cols() < least[1] {
+            let what = "a matrix is smaller than the configuration says";
+            return Err(Error::NotMeasured { what });
+        }
+        let whole = StoredMatrix {
+            block_type: tensor.block_type,
+            rows: tensor.rows(),
+            cols: tensor.cols(),
+            bytes: &tensor.bytes,
+        };
+        let options = PackOptions {
+            as_f32: self.setting.class == KernelClass::CpuF32,
+            leaf_cols: 0,
+        };
+        let packed = cut(whole, options)?;
+        tensor.bytes.discard();
+        Ok(packed)
+    }
+
+    fn rows(&self, role: Role, rows: Range<usize>) -> Result<Packed> {
+        self.packed(role, [rows.end, 0], |whole, options| {
+            Packed::new(whole.row_range(rows), options, self.kernels.pool())
+        })
+    }
+
+    /// All of a matrix, in f32.
+    fn in_f32(&self, role: Role) -> Result<Packed> {
+        self.packed(role, [0, 0], |whole, mut options| {
+            options.as_f32 = true;
+            Packed::new(whole, options, self.kernels.pool())
+        })
+    }
+
+    /// This rank's columns of a matrix, each root of its leaves apart.
+    fn summed(&self, role: Role, cut: &LeafCut) -> Result<Job> {
+        let (first, width) = (cut.columns().start, self.setting.config.width);
+        let least = [width, cut.columns().end];
+        let matrices = self.packed(role, least, |whole, mut options| {
+            options.leaf_cols = cut.leaf_cols;
+            let whole = whole.row_range(0..width);
+            let root = |columns: Range<usize>| {
+                let first_col = columns.start - first;
+                let packed = Packed::of_columns(whole, columns, options, self.kernels.pool())?;
+                Ok((first_col, packed))
+            };
+            cut.root_columns().into_iter().map(root).collect()
+        })?;
+        Ok(Job {
+            input: (cut.columns().len(), cut.leaf_cols),
+            matrices,
+        })
+    }
+
+    fn layer(&self, index: usize, weight: f64) -> Result<Layer> {
+        let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
+        let half = |jobs, sum, cut: &LeafCut| Half {
+            jobs,
+            sum,
+            roots: cut.root_columns().len(),
+            cut: cut.clone(),
+        };
+        let (inputs, output) = match (layer.cache, layer.latent) {
+            (LayerCache::Delta(_), _) => (self.delta(index)?, Part::DeltaOutput),
+            (_, Some(latent)) => (self.latent(index, latent)?, Part::AttentionOutput),
+            _ => (self.heads(index)?, Part::AttentionOutput),
+        };
+        let output = self.summed(Role::Layer(index, output), &cut.attention)?;
+        let (wide, down) = self.feed_forward(index)?;
+        let (experts, even) = match layer.experts {
+            Some(of) => self.experts(index, of, cut.ffn())?,
+            None => (Vec::new(), 1.0),
+        };
+        Ok(Layer {
+            attention: half(Job::by_width(inputs), output, &cut.attention),
+            feed_forward: half(wide, down, &cut.feed_forward),
+            experts,
+            even,
+            attends: matches!(layer.cache, LayerCache::Rows | LayerCache::Of(_)),
+            weight,
+        })
+    }
+
+    /// Queries, keys and values.
+    fn heads(&self, index: usize) -> Result<Vec<Packed>> {
+        let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
+        let of = |heads: &Range<usize>, dim: usize| heads.start * dim..heads.end * dim;
+        let rows = |part, rows| self.rows(Role::Layer(index, part), rows);
+        let queries = (1 + usize::from(layer.gated)) * layer.head_dim;
+        let mut all = vec![rows(Part::Query, of(&cut.heads, queries))?];
+        if !matches!(layer.cache, LayerCache::Of(_)) {
+            all.push(rows(Part::Key, of(&cut.kv_heads, layer.head_dim))?);
+            if !layer.keys_as_values {
+                all.push(rows(Part::Value, of(&cut.kv_heads, layer.value_dim))?);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The projections of latent attention, and the expansions of this rank's heads.
+    fn latent(&self, index: usize, latent: Latent) -> Result<Vec<Packed>> {
+        let (layer, heads) = (
+            &self.setting.config.layers[index],
+            self.shard.layer(index).heads.clone(),
+        );
+        let role = |part| Role::Layer(index, part);
+        let dim = latent.plain + latent.turned;
+        let queries = heads.start * dim..heads.end * dim;
+        let shared = self.rows(role(Part::LatentDown), 0..latent.rank + latent.turned)?;
+        let mut all = match latent.query_rank {
+            Some(rank) => vec![
+                self.rows(role(Part::QueryDown), 0..rank)?,
+                shared,
+                self.rows(role(Part::QueryUp), queries)?,
+            ],
+            None => vec![self.rows(role(Part::Query), queries)?, shared],
+        };
+        let Setting { source, config, .. } = self.setting;
+        if source
+            .opt_weight(config.family, role(Part::LatentUp))?
+            .is_some()
+        {
+            // Each head's keys and values behind each other: as many bytes as apart.
+            let dim = latent.plain + latent.value_dim;
+            let own = heads.start * dim..heads.end * dim;
+            all.push(self.rows(role(Part::LatentUp), own)?);
+            return Ok(all);
+        }
+        for head in heads {
+            let nth = Nth {
+                index: head,
+                of: layer.heads,
+            };
+            all.push(self.rows(role(Part::KeyUp(nth)), 0..latent.rank)?);
+            all.push(self.rows(role(Part::ValueUp(nth)), 0..latent.value_dim)?);
+        }
+        Ok(all)
+    }
+
+    /// Queries, keys, values and gates of a gated delta net, whichever way the file has them: this
+    /// rank's share of the rows.
+    fn delta(&self, index: usize) -> Result<Vec<Packed>> {
+        let (layer, heads) = (
+            &self.setting.config.layers[index],
+            self.shard.layer(index).heads.clone(),
+        );
+        let (keys, values) = (
+            layer.kv_heads * layer.head_dim,
+            layer.heads * layer.value_dim,
+        );
+        let own = |all: usize| {
+            let row = |head: usize| all * head / layer.heads.max(1);
+            row(heads.start)..row(heads.end)
+        };
+        let mut all = Vec::new();
+        for (part, rows, is_gate) in [
+            (Part::DeltaQkvGate, 2 * (keys + values), false),
+            (Part::DeltaQkv, 2 * keys + values, false),
+            (Part::DeltaGate, values, false),
+            (Part::DeltaStepDecay, 2 * layer.heads, true),
+            (Part::DeltaStep, layer.heads, true),
+            (Part::DeltaDecay, layer.heads, true),
+        ] {
+            let Setting { source, config, .. } = self.setting;
+            let role = Role::Layer(index, part);
+            if source.opt_weight(config.family, role)?.is_none() {
+                continue;
+            }
+            let (rows, pool) = (own(rows), self.kernels.pool());
+            all.push(self.packed(role, [rows.end, 0], |whole, mut options| {
+                options.as_f32 |= is_gate;
+                Packed::new(whole.row_range(rows), options, pool)
+            })?);
+        }
+        Ok(all)
+    }
+
+    /// The jobs of a feed-forward and of a router; then what is summed over ranks, nothing of it
+    /// where experts are.
+    fn feed_forward(&self, index: usize) -> Result<(Vec<Job>, Job)> {
+        let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
+        let role = |part| Role::Layer(index, part);
+        let nothing = Job {
+            input: (self.setting.config.width, 0),
+            matrices: Vec::new(),
+        };
+        let (mut wide, mut down) = (Vec::new(), None);
+        if layer.has_dense() {
+            let columns = cut.dense().columns();
+            wide.push(self.rows(role(Part::Gate), columns.clone())?);
+            wide.push(self.rows(role(Part::Up), columns)?);
+            down = Some(self.summed(role(Part::Down), cut.dense())?);
+        }
+        if layer.experts.is_some() {
+            wide.push(self.in_f32(role(Part::Router))?);
+        }
+        let mut jobs = Job::by_width(wide);
+        if layer.dense_beside {
+            // Its sum is another one than that of the experts, which is exchanged.
+            jobs.extend(down.take());
+        }
+        Ok((jobs, down.unwrap_or(nothing)))
+    }
+
+    /// As many experts among this rank's `leaves` as it has of a row's on average, and what that
+    /// average is over their number. The only rank of a stage also has the shared one.
+    fn experts(
+        &self,
+        index: usize,
+        of: Experts,
+        leaves: Range<usize>,
+    ) -> Result<(Vec<Expert>, f64)> {
+        let ranks = self.shard.stage_ranks().len();
+        let routed = leaves.start.min(of.count)..leaves.end.min(of.count);
+        let expert = |parts: [Part; 3], ffn: usize| {
+            let [gate, up, down] = parts.map(|part| Role::Layer(index, part));
+            let width = self.setting.config.width;
+            Ok::<_, Error>([
+                self.rows(gate, 0..ffn)?,
+                self.rows(up, 0..ffn)?,
+                self.rows(down, 0..width)?,
+            ])
+        };
+        let (n, even) = some_of(of, ranks, routed.len());
+        let mut all = Vec::new();
+        for i in 0..n {
+            let nth = Nth {
+                index: routed.start + i * routed.len() / n,
+                of: of.count,
+            };
+            let parts = [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth));
+            all.push(expert(parts, of.width)?);
+        }
+        if ranks == 1 && of.shared > 0 {
+            let parts = [Part::SharedGate, Part::SharedUp, Part::SharedDown];
+            all.push(expert(parts, of.shared)?);
+        }
+        Ok((all, even))
+    }
+}
+
+/// How many of a rank's `own` routed experts are packed, and how many a rank has of a row's on
+/// average over these: all of a row's by one rank, and by several their part in whole experts, of
+/// which the shared one counts as many as it is wide.
+fn some_of(of: Experts, ranks: usize, own: usize) -> (usize, f64) {
+    if ranks == 1 {
+        return (of.used.min(own), 1.0);
+    }
+    let shared = of.shared as f64 / of.width.max(1) as f64;
+    let mean = (of.used as f64 + shared) / ranks as f64;
+    match (mean.round() as usize).max(1).min(own) {
+        0 => (0, 1.0),
+        n => (n, mean / n as f64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paceline_model::Gating;
+
+    #[test]
+    fn ranks_are_measured_with_their_part_of_a_rows_experts() {
+        let of = Experts {
+            count: 128,
+            used: 8,
+            width: 768,
+            gating: Gating::Softmax,
+            normalised: true,
+            scale: 1.0,
+            corrected: false,
+            shared: 0,
+            shared_gate: false,
+            clamp: None,
+            groups: None,
+            scaled: false,
+        };
+        assert_eq!(some_of(of, 1, 128), (8, 1.0));
+        assert_eq!(some_of(of, 2, 64), (4, 1.0));
+        let (n, even) = some_of(of, 3, 43);
+        assert_eq!(n, 3);
+        assert!((even - 8.0 / 9.0).abs() < 1e-12, "{even}");
+        assert_eq!(some_of(of, 16, 8), (1, 0.5));
+        assert_eq!(some_of(of, 200, 0), (0, 1.0), "ranks without experts");
+        let shared = Experts { shared: 1536, ..of };
+        assert_eq!(some_of(shared, 2, 64), (5, 1.0), "twice as wide as one");
+    }
+}
