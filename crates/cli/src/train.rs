@@ -59,8 +59,8 @@ pub(crate) struct Args {
     /// stored), full (every weight; folders only)
     #[arg(long, value_name = "HOW", default_value = "lora", value_parser = of_name::<Method>)]
     method: Method,
-    /// Arithmetic of the run: cpu (the same bits on every machine), mlx (Apple's MLX, for a GPU: bf16
-    /// where the model is, else f32), mlx-f32
+    /// Arithmetic of the run: cpu (the same bits on every machine), mlx (Apple's MLX, for GPUs:
+    /// bf16 where the model is, else f32), mlx-f32
     #[arg(long, value_name = "CLASS", default_value = "cpu", value_parser = of_name::<Class>)]
     class: Class,
     /// Inner dimension of adapters

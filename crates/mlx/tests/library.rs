@@ -408,7 +408,7 @@ fn gradients_and_failures_of_functions_arrive() {
     let fall = |_: &[Array]| -> Result<Vec<Array>, Error> { panic!("on purpose") };
     let fallen = std::panic::AssertUnwindSafe(|| stream.vjp(&fall, &[&a], &[&a]));
     let panic = std::panic::catch_unwind(fallen).unwrap_err();
-    assert_eq!(panic.downcast_ref(), Some(&"on purpose"));
+    assert_eq!(panic.downcast_ref::<&str>(), Some(&"on purpose"));
 }
 
 /// Functions whose kernels are one: of several sizes, noted once.
@@ -437,10 +437,8 @@ fn a_compiled_function_computes_what_it_notes() {
         }
         for (x, got) in gates.iter().zip(values(&stream, &got[0])) {
             let expected = x / (1.0 + (-x).exp()) * 3.0 * x;
-            assert!(
-                (got - expected).abs() < 1e-4,
-                "{x}: {got}, expected {expected}"
-            );
+            let off = (got - expected).abs() / expected.abs().max(1.0);
+            assert!(off < 1e-5, "{x}: {got}, expected {expected}");
         }
     }
     assert_eq!(calls.get(), 1);

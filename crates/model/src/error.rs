@@ -160,9 +160,7 @@ pub enum Error {
         group: usize,
     },
     /// A matrix of a type that the engine would hold with other values.
-    #[error(
-        "{engine} has no form for {block_type} ({role:?}): unpacked it computes with the same values"
-    )]
+    #[error("{engine} has no form for {block_type}, which {role:?} is of")]
     NoForm {
         /// Which matrix.
         role: Role,

@@ -188,7 +188,7 @@ impl Net {
     /// The engine on MLX of a net that has one.
     #[cfg(test)]
     pub(crate) fn on_mlx(&self) -> Option<&Mlx> {
-        self.mlx().unwrap()
+        self.mlx().expect("the library of the test")
     }
 
     /// The rows of a leaf's tokens.
