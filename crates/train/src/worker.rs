@@ -31,10 +31,15 @@ pub fn run<M: Into<Means>>(
     means: impl FnOnce(usize) -> std::io::Result<M>,
 ) -> Result<Infallible, Error> {
     let channel = Channel::from_stdin()?;
-    let error = match work(&channel, means) {
+    let mut is_ready = false;
+    let error = match work(&channel, means, &mut is_ready) {
         Ok(never) => match never {},
         Err(error) => error,
     };
+    if is_ready && matches!(error, Error::Model(_)) {
+        // A device failed or hangs: this worker ends, and others get its leaves.
+        return Err(error);
+    }
     let reason = said(&error);
     if channel.send(&FromWorker::Failed { reason }).is_ok() {
         std::thread::sleep(LAST_WORDS);
@@ -45,6 +50,7 @@ pub fn run<M: Into<Means>>(
 fn work<M: Into<Means>>(
     channel: &Channel,
     means: impl FnOnce(usize) -> std::io::Result<M>,
+    is_ready: &mut bool,
 ) -> Result<Infallible, Error> {
     let (job, threads, exchange, stage) = match channel.recv(START_LIMIT)? {
         Some(ToWorker::Start {
@@ -66,6 +72,7 @@ fn work<M: Into<Means>>(
         engine,
         notes: run.net.notes().to_vec(),
     })?;
+    *is_ready = true;
     let mut worker = Worker {
         channel,
         run,
