@@ -602,6 +602,56 @@ fn a_whole_model_learns_and_is_read_back() {
     );
 }
 
+/// A run without a clock, looked at by nobody.
+fn plain(output: &Path) -> RunOptions<'_> {
+    fn zero() -> f64 {
+        0.0
+    }
+    fn unknown() -> Option<u64> {
+        None
+    }
+    fn never() -> bool {
+        false
+    }
+    RunOptions {
+        output,
+        resume: false,
+        save_every: 20,
+        eval_every: 100,
+        clock: &zero,
+        epoch_s: 1.75e9,
+        flops: 0.0,
+        memory: &unknown,
+        stop: &never,
+    }
+}
+
+/// The same inputs are left out by chance: the third loss is the CPU engine's, far nearer than one
+/// without chance.
+#[test]
+fn chance_is_the_same_on_mlx() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let loss = |class: Class, dropout: f32| {
+        let mut job = job(&data, 3);
+        (job.batch, job.leaf, job.valid) = (4, 2, None);
+        (job.trained.class, job.trained.dropout) = (class, dropout);
+        let run = Run::open(&job, with_mlx("chance on mlx")?, true).unwrap();
+        let output = folder.path().join(format!("{class}-{dropout}"));
+        let report = run.train(&mut Crew::here(), plain(&output), &mut |_| ());
+        Some(report.unwrap().loss[1])
+    };
+    let Some(mlx) = loss(Class::MlxF32, 0.5) else {
+        return;
+    };
+    let [cpu, without] = [0.5, 0.0].map(|dropout| loss(Class::Cpu, dropout).unwrap());
+    let (off, chance) = ((mlx - cpu).abs(), (without - cpu).abs());
+    assert!(
+        10.0 * off < chance && off < 1e-3 * cpu,
+        "{mlx} {cpu} {without}"
+    );
+}
+
 /// A 4-bit base on MLX: adapters learn, a run goes on in its own class alone, and a device that is
 /// a test bed says so.
 #[test]
@@ -616,17 +666,7 @@ fn a_stored_base_learns_on_mlx() {
     (job.trained.method, job.trained.class) = (Method::Qlora, Class::MlxF32);
     (job.batch, job.leaf, job.valid) = (4, 4, None);
     let output = folder.path().join("out");
-    let options = RunOptions {
-        output: &output,
-        resume: false,
-        save_every: 20,
-        eval_every: 100,
-        clock: &|| 0.0,
-        epoch_s: 1.75e9,
-        flops: 0.0,
-        memory: &|| None,
-        stop: &|| false,
-    };
+    let options = plain(&output);
     let is_bed = !Library::open(&means.mlx).unwrap().has(Device::Gpu).unwrap();
     let run = Run::open(&job, means, true).unwrap();
     let mut notes = Vec::new();
