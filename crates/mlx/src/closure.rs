@@ -74,7 +74,7 @@ impl Drop for Closure<'_> {
     }
 }
 
-/// What became of a function that failed inside of MLX.
+/// Failure of a function inside of MLX.
 enum Failure {
     Error(Error),
     Panic(Box<dyn Any + Send>),
@@ -112,7 +112,7 @@ impl<F> Payload<F> {
         1
     }
 
-    /// What MLX's call returned, as a result: the function's own failure before MLX's words for it.
+    /// The result of MLX's call: the function's own failure goes before MLX's words for it.
     fn outcome(&self, call: &'static str, code: c_int) -> Result<(), Error> {
         let told = done(call, code);
         match self.failure.take() {
@@ -139,7 +139,7 @@ impl Stream {
     /// constants.
     ///
     /// # Errors
-    /// What `function` says; [`Error::Call`], also for an operation without a gradient.
+    /// Errors of `function`; [`Error::Call`], also for an operation without a gradient.
     pub fn vjp(
         &self,
         function: &dyn Fn(&[Array]) -> Result<Vec<Array>, Error>,
@@ -251,7 +251,7 @@ impl Compiled {
     /// Its results of `inputs`. All calls are with the same stream.
     ///
     /// # Errors
-    /// What the function says; [`Error::Call`].
+    /// Errors of the function; [`Error::Call`].
     pub fn apply(&self, stream: &Stream, inputs: &[&Array]) -> Result<Vec<Array>, Error> {
         let (library, table) = (&self.library, self.library.table());
         let (inputs, mut results) = (Vector::new(library, inputs), Vector::empty(library));

@@ -36,7 +36,7 @@ impl fmt::Display for Class {
     }
 }
 
-/// What a machine computes with.
+/// Means of a machine to compute: threads, and MLX where it is installed.
 #[derive(Debug)]
 pub struct Means {
     /// Threads. Where MLX computes, they read embeddings.

@@ -32,7 +32,7 @@ use crate::weights::{Matrix, Method, Vector, Weights};
 use device::{Device, HeadJob, LayerJob};
 use graph::slots;
 
-/// What of a model is computed, and how.
+/// A stage of a model, and how it is computed.
 #[derive(Clone, Debug)]
 pub(crate) struct Spec {
     pub(crate) places: MlxPlaces,
@@ -41,7 +41,7 @@ pub(crate) struct Spec {
     pub(crate) config: Config,
     pub(crate) weights: Arc<Weights>,
     pub(crate) method: Method,
-    /// What pairs are multiplied by.
+    /// Factor of pairs.
     pub(crate) scale: f32,
     /// Whether the table of tokens is the head too.
     pub(crate) is_tied: bool,

@@ -179,7 +179,7 @@ impl Net {
             return Ok(None);
         };
         if opened.get().is_none() {
-            // One thread computes with a net: no other opens another meanwhile.
+            // A net is computed with by one thread: no other opens another engine meanwhile.
             let _ = opened.set(Mlx::open(spec.clone())?);
         }
         Ok(opened.get())
@@ -325,7 +325,7 @@ impl Net {
     /// The sum of the negative log likelihoods of a leaf's targets.
     ///
     /// # Errors
-    /// What the engine's device says; none on the CPU.
+    /// [`Error::Model`] of the engine's device; none on the CPU.
     pub fn loss(&self, params: &[f32], leaf: &Leaf) -> Result<f64, Error> {
         self.loss_after(params, leaf, None)
     }

@@ -223,7 +223,7 @@ impl Gates {
         })
     }
 
-    /// What goes into the down projection of a feed-forward.
+    /// Input of a feed-forward's down projection.
     pub(super) fn hidden(&self, stream: &Stream, gate: &Array, up: &Array) -> Result<Array, Error> {
         Ok(self.gate.apply(stream, gate, up)?)
     }

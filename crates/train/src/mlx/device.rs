@@ -46,11 +46,11 @@ pub(super) struct HeadJob {
     pub(super) x: Vec<f32>,
     pub(super) targets: Vec<u32>,
     pub(super) values: Vec<Vec<f32>>,
-    /// What the loss is multiplied by for its gradient; none where only the loss is wanted.
+    /// Factor of the loss in its gradient; none where only the loss is wanted.
     pub(super) weight: Option<f32>,
 }
 
-/// What came of it.
+/// Result of the head's work.
 #[derive(Debug)]
 pub(super) struct HeadDone {
     /// Of each row.
@@ -60,14 +60,14 @@ pub(super) struct HeadDone {
     pub(super) gradients: Vec<Vec<f32>>,
 }
 
-/// What is known of a stage once it is loaded.
+/// Facts about a loaded stage.
 #[derive(Debug)]
 pub(super) struct Facts {
     pub(super) device: String,
     pub(super) notes: Vec<String>,
 }
 
-/// What the thread has.
+/// State of the thread `mlx`.
 pub(super) struct Device {
     pub(super) stream: Stream,
     watch: MlxWatch,

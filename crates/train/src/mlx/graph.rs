@@ -19,13 +19,13 @@ pub(super) type Made = Result<Array, paceline_mlx::Error>;
 /// sqrt(2 / pi) and the cubic factor of GELU's tanh form.
 const GELU: (f32, f32) = (0.797_884_6, 0.044_715);
 
-/// What graphs are made of.
+/// Ingredients of a graph.
 pub(super) struct Graph<'a> {
     pub(super) stream: &'a Stream,
     pub(super) config: &'a Config,
     /// Of activations.
     pub(super) dtype: Dtype,
-    /// What pairs are multiplied by.
+    /// Factor of pairs.
     pub(super) scale: f32,
     /// Positions per radian, for each of the model's rotations.
     pub(super) periods: &'a [Array],
