@@ -376,7 +376,7 @@ fn gradients_and_failures_of_functions_arrive() {
     };
     let row = |values: &[f32]| stream.array_f32(values, &[1, values.len() as i32]).unwrap();
     let (a, b, c) = (row(&[1.0, 2.0]), row(&[3.0, -4.0]), row(&[0.5, 0.25]));
-    let function = |inputs: &[Array]| {
+    let function = |inputs: &[Array]| -> Result<Vec<Array>, Error> {
         let product = stream.multiply(&inputs[0], &inputs[1])?;
         Ok(vec![
             stream.log_sum_exp(&stream.multiply(&product, &c)?, 1)?,
@@ -402,7 +402,9 @@ fn gradients_and_failures_of_functions_arrive() {
         &[2.0 * share * 0.5, 2.0 * (1.0 - share) * 0.25 * 2.0],
     );
 
-    let wrong = |inputs: &[Array]| Ok(vec![stream.matmul(&inputs[0], &inputs[0])?]);
+    let wrong = |inputs: &[Array]| -> Result<Vec<Array>, Error> {
+        Ok(vec![stream.matmul(&inputs[0], &inputs[0])?])
+    };
     let error = stream.vjp(&wrong, &[&a], &[&a]).unwrap_err().to_string();
     assert!(error.contains("mlx_matmul"), "{error}");
     let fall = |_: &[Array]| -> Result<Vec<Array>, Error> { panic!("on purpose") };
