@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! paceline engines          a GPU that MLX computes on? else SKIPPED, by name
-//! cargo test                crates/mlx and crates/model, on that device
+//! cargo test                crates/mlx, crates/model and crates/train, on that device
 //! scripts/models/synth_mlx  4.5 GB of random weights, 4 bits in groups of 64, kept
 //! paceline bench model      --engine mlx --against mlx-lm
 //! ```
@@ -73,7 +73,8 @@ fn checks(see: &mut impl FnMut(&str)) -> Result<Tally> {
         Ok(library) => library,
         Err(why) => return Ok(skipped(&ALL, &format!("{why:#}"))),
     };
-    let mut tally = tests(&library, see)?;
+    let mut tally = tests(&ENGINE, &library, see)?;
+    tally.add(tests(&TRAINING, &library, see)?);
     tally.add(match bench(&binary, &library, see) {
         Ok(tally) => tally,
         Err(why) => skipped(&ALL[1..], &format!("{why:#}")),
@@ -145,28 +146,42 @@ fn object(command: Command, log: &str) -> Result<Value> {
     }
 }
 
-/// The tests of the engine, which compute on the best device there is.
-fn tests(library: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
-    let mut command = repo::cargo();
-    command.args([
-        "test",
-        "--release",
+/// Arguments of cargo for the tests of inference, and the name of their log.
+const ENGINE: (&str, &[&str]) = (
+    "mlx-gpu",
+    &[
         "-p",
         "paceline-mlx",
         "-p",
         "paceline-model",
-    ]);
-    command.args(["--test", "library", "--test", "mlx"]);
+        "--test",
+        "library",
+        "--test",
+        "mlx",
+    ],
+);
+
+/// The same of training: those with `mlx` in their names.
+const TRAINING: (&str, &[&str]) = ("mlx-gpu-train", &["-p", "paceline-train", "mlx"]);
+
+/// The tests of the engine, which compute on the best device there is.
+fn tests(
+    (name, args): &(&str, &[&str]),
+    library: &Path,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    let mut command = repo::cargo();
+    command.args(["test", "--release"]).args(*args);
     command.args(["--", "--show-output"]);
     command.env(LIBRARY, library).envs(mlx_engine::tokens());
     command.env("PACELINE_TEST_MODELS", models::folder()?);
     let mut log = TestLog::new();
-    let success = process::stream(command, &process::log_path("mlx-gpu"), |line| {
+    let success = process::stream(command, &process::log_path(name), |line| {
         if log.read(line) {
             see(line);
         }
     })?;
-    Ok(log.finish("mlx-gpu", success))
+    Ok(log.finish(name, success))
 }
 
 /// Decoding of an 8B-shaped model beside both bars.

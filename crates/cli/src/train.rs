@@ -9,14 +9,14 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Crew, Job, Lora, Method, OptimiserOptions, Processes, Report, Rule, Run, RunOptions, Schedule,
-    TARGETS, TrainOn, Trained, measured_flops, read_metrics, svg,
+    Class, Crew, Job, Lora, Means, Method, OptimiserOptions, Processes, Report, Rule, Run,
+    RunOptions, Schedule, TARGETS, TrainOn, Trained, measured_flops, read_metrics, svg,
 };
 use serde_json::json;
 
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
-use crate::{load, process, pull};
+use crate::{home, load, process, pull};
 use watch::Watch;
 
 pub(crate) use places::{FarArgs, WorkerArgs, far, start_far, work};
@@ -28,6 +28,7 @@ Examples:
   paceline train smollm2 --data chats.jsonl --output my-adapter --resume    after a kill
   paceline train smollm2 --data chats.jsonl --output my-adapter --hosts 127.0.0.1,studio
   paceline train big.gguf --data chats.jsonl --output my-adapter --nodes 2 --stages 2
+  paceline train smollm2 --data chats.jsonl --output my-adapter --class mlx  on a GPU
   paceline train --from-mlx-lm lora.yaml --output my-adapter --steps 50     as mlx_lm.lora would
   paceline run smollm2 --adapter my-adapter \"Hi\"
 
@@ -58,6 +59,10 @@ pub(crate) struct Args {
     /// stored), full (every weight; folders only)
     #[arg(long, value_name = "HOW", default_value = "lora", value_parser = of_name::<Method>)]
     method: Method,
+    /// Arithmetic of the run: cpu (the same bits on every machine), mlx (Apple's MLX, for GPUs:
+    /// bf16 where the model is, else f32), mlx-f32
+    #[arg(long, value_name = "CLASS", default_value = "cpu", value_parser = of_name::<Class>)]
+    class: Class,
     /// Inner dimension of adapters
     #[arg(
         long,
@@ -226,6 +231,7 @@ impl Args {
                 targets: self.targets(),
                 layers: self.layers,
                 dropout: self.dropout,
+                class: self.class,
             },
             data: absolute(foreign::needed(self.data.as_ref(), "--data")?)?,
             valid: self.valid.as_ref().map(absolute).transpose()?,
@@ -325,14 +331,18 @@ fn train(
     let kernels = load::free_kernels(threads)?;
     let start = Instant::now();
     let clock = || start.elapsed().as_secs_f64();
-    // Speeds of other machines are not known, so their share is not told.
+    // Speeds of other machines and of GPUs are not known, so their share is not told.
     let all_here = here == posts.len();
-    let flops = if all_here {
+    let flops = if all_here && args.class == Class::Cpu {
         measured_flops(&kernels, &clock) * posts.len().max(1) as f64
     } else {
         0.0
     };
-    let run = Run::open(job, kernels, posts.is_empty())?;
+    let means = Means {
+        kernels,
+        mlx: home::mlx_places()?,
+    };
+    let run = Run::open(job, means, posts.is_empty())?;
     let nodes = posts.len().max(1);
     let mut crew = match posts.is_empty() {
         true => Crew::here(),
@@ -384,6 +394,7 @@ fn as_json(
 ) -> serde_json::Value {
     json!({
         "output": output,
+        "class": args.class.name(),
         "steps": report.steps,
         "first_loss": report.loss[0],
         "loss": report.loss[1],

@@ -9,6 +9,8 @@
 //!   MLX, and one binary serves machines with and without it.
 //! - [`Stream`]: a queue of work on a device; operations are its methods.
 //! - [`Array`]: an owner of one of MLX's arrays. Nothing is computed before [`Stream::eval`].
+//! - [`Stream::vjp`]: gradients of a function of arrays. [`Compiled`]: such a function with its
+//!   elementwise operations in one kernel.
 //!
 //! **Threads.** MLX's streams belong to the thread that made them, and nothing here is `Send` but
 //! [`Library`]: whoever computes with MLX does so on one thread.
@@ -31,6 +33,7 @@
 //! ```
 
 mod array;
+mod closure;
 mod end;
 mod error;
 mod gathered;
@@ -45,6 +48,7 @@ pub mod table;
 mod whole;
 
 pub use array::{Array, Dtype};
+pub use closure::Compiled;
 pub use end::end_process;
 pub use error::Error;
 pub use library::Library;

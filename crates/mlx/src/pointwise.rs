@@ -102,6 +102,18 @@ impl Stream {
         })
     }
 
+    /// `ln` of the sum of `exp` along `axis`, which stays with size 1; without overflow.
+    ///
+    /// # Errors
+    /// As [`subtract`](Self::subtract).
+    pub fn log_sum_exp(&self, a: &Array, axis: i32) -> Result<Array, Error> {
+        let f = self.library.table().logsumexp_axis;
+        // SAFETY: see above.
+        self.op("mlx_logsumexp_axis", |out| unsafe {
+            f(out, a.handle, axis, true, self.handle)
+        })
+    }
+
     /// The sum along `axis`, which stays with size 1.
     ///
     /// # Errors

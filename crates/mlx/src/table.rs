@@ -1,6 +1,6 @@
 //! The C functions that are used, with their types.
 //!
-//! Version 3 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
+//! Version 4 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
 //! version of its own to ask for, so what is checked at load is MLX's. All of mlx-c's handles are
 //! structures of one pointer, passed by value; functions return 0, or another number after the
 //! error handler was called.
@@ -16,7 +16,7 @@ use crate::Error;
 pub const VERSION: &str = "0.32";
 
 /// A handle: `mlx_array`, `mlx_stream`, `mlx_device`, `mlx_string`, `mlx_vector_array`,
-/// `mlx_device_info` alike. Null is a handle of nothing.
+/// `mlx_closure`, `mlx_device_info` alike. Null is a handle of nothing.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Handle(pub(crate) *mut c_void);
@@ -54,6 +54,9 @@ pub(crate) type ErrorHandler = extern "C" fn(*const c_char, *mut c_void);
 
 /// What gives memory back that an array was made of.
 pub(crate) type Destructor = extern "C" fn(*mut c_void);
+
+/// A function of arrays, for MLX to call: its results, its inputs, its payload.
+pub(crate) type Function = extern "C" fn(*mut Handle, Handle, *mut c_void) -> c_int;
 
 type Out = *mut Handle;
 type Ints = *const c_int;
@@ -138,7 +141,17 @@ table! {
     array_data_uint8: fn(Handle) -> *const u8;
     vector_array_new_data: fn(*const Handle, usize) -> Handle;
     vector_array_free: fn(Handle) -> c_int;
+    vector_array_get: fn(Out, Handle, usize) -> c_int;
+    vector_array_set_data: fn(Out, *const Handle, usize) -> c_int;
+    vector_array_size: fn(Handle) -> usize;
     eval: fn(Handle) -> c_int;
+    vjp: fn(Out, Out, Handle, Handle, Handle) -> c_int;
+
+    // closure.h, compile.h
+    closure_apply: fn(Out, Handle, Handle) -> c_int;
+    closure_free: fn(Handle) -> c_int;
+    closure_new_func_payload: fn(Function, *mut c_void, Option<Destructor>) -> Handle;
+    compile: fn(Out, Handle, bool) -> c_int;
 
     // ops.h
     add: fn(Out, Handle, Handle, Handle) -> c_int;
@@ -160,6 +173,7 @@ table! {
     ) -> c_int;
     less: fn(Out, Handle, Handle, Handle) -> c_int;
     logaddexp: fn(Out, Handle, Handle, Handle) -> c_int;
+    logsumexp_axis: fn(Out, Handle, c_int, bool, Handle) -> c_int;
     matmul: fn(Out, Handle, Handle, Handle) -> c_int;
     maximum: fn(Out, Handle, Handle, Handle) -> c_int;
     minimum: fn(Out, Handle, Handle, Handle) -> c_int;

@@ -366,3 +366,82 @@ fn memory_of_any_type_is_the_arrays_own() {
     let rate = paceline_mlx::read_rate(stream.library(), Device::Cpu, 1 << 20).unwrap();
     assert!(rate.is_finite() && rate > 0.0, "{rate}");
 }
+
+/// Gradients of a function of two arrays, with a constant that it brings along; its own error, and
+/// a panic, which does not cross MLX.
+#[test]
+fn gradients_and_failures_of_functions_arrive() {
+    let Some(stream) = stream("mlx gradients") else {
+        return;
+    };
+    let row = |values: &[f32]| stream.array_f32(values, &[1, values.len() as i32]).unwrap();
+    let (a, b, c) = (row(&[1.0, 2.0]), row(&[3.0, -4.0]), row(&[0.5, 0.25]));
+    let function = |inputs: &[Array]| -> Result<Vec<Array>, Error> {
+        let product = stream.multiply(&inputs[0], &inputs[1])?;
+        Ok(vec![
+            stream.log_sum_exp(&stream.multiply(&product, &c)?, 1)?,
+        ])
+    };
+    let two = stream.scalar(2.0, Dtype::F32).unwrap();
+    let two = stream.reshape(&two, &[1, 1]).unwrap();
+    let (value, grads) = stream.vjp(&function, &[&a, &b], &[&two]).unwrap();
+    // ln(e^1.5 + e^-2), whose slopes are the shares of the softmax.
+    let share = 1.0 / (1.0 + (-3.5f32).exp());
+    let near = |got: &Array, expected: &[f32]| {
+        let got = values(&stream, got);
+        let near = got.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5);
+        assert!(
+            near && got.len() == expected.len(),
+            "{got:?}, expected {expected:?}"
+        );
+    };
+    near(&value[0], &[1.5 - share.ln()]);
+    near(&grads[0], &[2.0 * share * 0.5 * 3.0, -2.0 * (1.0 - share)]);
+    near(
+        &grads[1],
+        &[2.0 * share * 0.5, 2.0 * (1.0 - share) * 0.25 * 2.0],
+    );
+
+    let wrong = |inputs: &[Array]| -> Result<Vec<Array>, Error> {
+        Ok(vec![stream.matmul(&inputs[0], &inputs[0])?])
+    };
+    let error = stream.vjp(&wrong, &[&a], &[&a]).unwrap_err().to_string();
+    assert!(error.contains("mlx_matmul"), "{error}");
+    let fall = |_: &[Array]| -> Result<Vec<Array>, Error> { panic!("on purpose") };
+    let fallen = std::panic::AssertUnwindSafe(|| stream.vjp(&fall, &[&a], &[&a]));
+    let panic = std::panic::catch_unwind(fallen).unwrap_err();
+    assert_eq!(panic.downcast_ref::<&str>(), Some(&"on purpose"));
+}
+
+/// Functions whose kernels are one: of several sizes, noted once.
+#[test]
+fn a_compiled_function_computes_what_it_notes() {
+    let Some(stream) = stream("mlx compiles") else {
+        return;
+    };
+    let calls = std::rc::Rc::new(std::cell::Cell::new(0));
+    let counted = std::rc::Rc::clone(&calls);
+    let compiled = stream.compile(move |stream, inputs| {
+        counted.set(counted.get() + 1);
+        let gate = stream.multiply(&inputs[0], &stream.sigmoid(&inputs[0])?)?;
+        Ok(vec![stream.multiply(&gate, &inputs[1])?])
+    });
+    let compiled = compiled.unwrap();
+    for n in [1, 5, 300] {
+        let gates: Vec<f32> = (0..n).map(|i| i as f32 / 16.0 - 4.0).collect();
+        let [gate, up] = [1.0, 3.0].map(|factor| {
+            let values: Vec<f32> = gates.iter().map(|x| x * factor).collect();
+            stream.array_f32(&values, &[1, n]).unwrap()
+        });
+        let got = compiled.apply(&stream, &[&gate, &up]).unwrap();
+        if let Err(error) = stream.eval(&got) {
+            return eprintln!("SKIPPED mlx compiles: no C++ compiler for MLX's CPU build: {error}");
+        }
+        for (x, got) in gates.iter().zip(values(&stream, &got[0])) {
+            let expected = x / (1.0 + (-x).exp()) * 3.0 * x;
+            let off = (got - expected).abs() / expected.abs().max(1.0);
+            assert!(off < 1e-5, "{x}: {got}, expected {expected}");
+        }
+    }
+    assert_eq!(calls.get(), 1);
+}

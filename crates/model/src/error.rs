@@ -181,6 +181,16 @@ pub enum Error {
         /// Columns of a group.
         group: usize,
     },
+    /// A matrix of a type that the engine would hold with other values.
+    #[error("{engine} has no form for {block_type}, which {role:?} is of")]
+    NoForm {
+        /// Which matrix.
+        role: Role,
+        /// How the file has it.
+        block_type: &'static str,
+        /// Name of the engine.
+        engine: &'static str,
+    },
     /// The system refuses a thread: that which MLX computes on, or that which exchanges sums.
     #[error("start a thread: {0}")]
     Thread(std::io::Error),

@@ -52,7 +52,10 @@ pub use families::Family;
 pub use kept::{KEPT_MAX, KeptPage, PageName, PageStore};
 pub use kinds::{Kinds, WindowPool};
 pub use links::Links;
-pub use mlx::{MlxModel, MlxOptions};
+pub use mlx::{
+    Host as MlxHost, MlxForm, MlxMatrix, MlxModel, MlxOptions, Patience as MlxPatience,
+    Watch as MlxWatch, mlx_dtype,
+};
 pub use model::{Followed, LoadOptions, Model};
 pub use paceline_mlx::Places as MlxPlaces;
 pub use progress::{Busy, Doing, Place, Progress};

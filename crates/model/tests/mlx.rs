@@ -7,6 +7,7 @@
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
 mod common;
+mod mlx_alone;
 mod mlx_hang;
 
 use std::path::{Path, PathBuf};

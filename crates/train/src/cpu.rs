@@ -10,6 +10,7 @@ use paceline_tensor::Kernels;
 
 use crate::dropout::Dropout;
 use crate::engine::{Engine, Rows};
+use crate::error::Error;
 use crate::ops::{self, Gate, Norm};
 use crate::pool;
 use crate::weights::{Layer, Vector, Weights};
@@ -67,7 +68,7 @@ impl Engine for Cpu<'_> {
         layer: usize,
         rows: &Rows,
         x: &[f32],
-    ) -> (Vec<f32>, Activations) {
+    ) -> Result<(Vec<f32>, Activations), Error> {
         let w = self.weights.layer(layer);
         let normed = self.norm(&w.attention_norm, params, x);
         let mut query = self.linear(&w.matrices[QUERY], params, &normed);
@@ -114,7 +115,7 @@ impl Engine for Cpu<'_> {
             hidden,
             ffn_delta,
         };
-        (y, kept)
+        Ok((y, kept))
     }
 
     fn backward(
@@ -124,8 +125,11 @@ impl Engine for Cpu<'_> {
         kept: Option<Activations>,
         dy: &[f32],
         grads: &mut [f32],
-    ) -> Vec<f32> {
-        let kept = kept.unwrap_or_else(|| self.forward(params, layer, rows, x).1);
+    ) -> Result<Vec<f32>, Error> {
+        let kept = match kept {
+            Some(kept) => kept,
+            None => self.forward(params, layer, rows, x)?.1,
+        };
         let w = self.weights.layer(layer);
         let (kept, d_middle) = self.backward_ffn(params, w, kept, dy, grads);
         let attention = self.attention(layer, rows);
@@ -157,7 +161,7 @@ impl Engine for Cpu<'_> {
         }
         let mut dx = d_middle;
         self.norm_back(&w.attention_norm, params, (x, &d_normed), &mut dx, grads);
-        dx
+        Ok(dx)
     }
 }
 
@@ -375,4 +379,4 @@ impl Cpu<'_> {
 }
 
 /// Rows whose logits are there at once: 48 MiB for a vocabulary of 49,152.
-const HEAD_ROWS: usize = 256;
+pub(crate) const HEAD_ROWS: usize = 256;

@@ -121,6 +121,8 @@ impl Crew {
             fruitless: 0,
             last: String::new(),
             untold: Vec::new(),
+            engine: None,
+            notes: Vec::new(),
             job: run.job.clone(),
             posts: processes.posts,
             expected: (
@@ -183,7 +185,7 @@ impl Crew {
         let at = At { step, clock };
         match &mut self.team {
             Some(team) if team.stages > 1 => team.judged(run, params, &at, watch),
-            _ => Ok(run.losses(params)),
+            _ => run.losses(params),
         }
     }
 }
@@ -231,16 +233,16 @@ pub(crate) fn compute(
         let last = run.net.parts().len() - 1;
         for number in group {
             let (leaf, chance) = run.leaf(step, *number);
-            let mut pass = run.net.begin(params, &leaf, (None, chance), keep);
+            let mut pass = run.net.begin(params, &leaf, (None, chance), keep)?;
             let at = (&mut pass, &leaf);
-            losses.push(run.net.top(params, at, judged, &mut sums.grads));
+            losses.push(run.net.top(params, at, judged, &mut sums.grads)?);
             sums.push(last);
             passes.push(pass);
         }
         sums.tell(last, is_last, done)?;
         for part in (1..last).rev() {
             for pass in &mut passes {
-                run.net.down(params, pass, &mut sums.grads);
+                run.net.down(params, pass, &mut sums.grads)?;
                 sums.push(part);
             }
             sums.tell(part, is_last, done)?;
@@ -339,8 +341,12 @@ struct Team {
     fruitless: u32,
     /// What became of the last worker that was lost.
     last: String,
-    /// The same of those that the caller was not told of.
-    untold: Vec<String>,
+    /// News that the caller was not told of.
+    untold: Vec<Progress>,
+    /// Class and device of all workers, once one is ready.
+    engine: Option<String>,
+    /// Lines about the engine that came so far.
+    notes: Vec<String>,
     job: Job,
     posts: Vec<Post>,
     /// What tells the model and the data apart from others.
@@ -376,13 +382,30 @@ impl Team {
         };
         match message {
             FromWorker::Failed { reason } => Err(failed(reason)),
-            FromWorker::Ready { model, data } => {
+            FromWorker::Ready {
+                model,
+                data,
+                engine,
+                notes,
+            } => {
                 let (expected_model, expected_data) = &self.expected;
                 if model != *expected_model {
                     return Err(failed("its model is another one".to_owned()));
                 }
                 if data != *expected_data {
                     return Err(failed("it reads other tokens from the data".to_owned()));
+                }
+                let of_others = self.engine.get_or_insert_with(|| engine.clone());
+                if *of_others != engine {
+                    let others = of_others.clone();
+                    let reason = format!("it computes with {engine}, the others with {others}");
+                    return Err(failed(reason));
+                }
+                for note in notes {
+                    if !self.notes.contains(&note) {
+                        self.untold.push(Progress::Note { line: note.clone() });
+                        self.notes.push(note);
+                    }
                 }
                 self.members[rank as usize].is_ready = true;
                 Ok(News::Nothing)
@@ -416,7 +439,7 @@ impl Team {
             "" => why,
             place => format!("{place}: {why}"),
         };
-        self.untold.push(why.clone());
+        self.untold.push(Progress::Lost { why: why.clone() });
         self.last = why;
         if self.fruitless > FRUITLESS_MAX {
             self.workers.kill(Rank(rank));
@@ -453,11 +476,9 @@ impl Team {
         self.members[rank as usize].is_there = true;
     }
 
-    /// Tells of lost workers.
+    /// Tells of lost workers, and of what new ones say of their engine.
     fn tell(&mut self, watch: &mut dyn FnMut(Progress)) {
-        for why in self.untold.drain(..) {
-            watch(Progress::Lost { why });
-        }
+        self.untold.drain(..).for_each(watch);
     }
 
     /// Removes the files of a step.

@@ -1,10 +1,12 @@
-//! What computes layers and their gradients.
+//! The engines' trait: layers and their gradients.
 //!
 //! Training goes layer by layer: [`Engine::forward`] from the first to the last, then
 //! [`Engine::backward`] from the last to the first. An engine keeps nothing between the two but
 //! what it hands out, so a caller may drop that and have it computed again, with the same bits.
 
 use paceline_model::Rope;
+
+use crate::error::Error;
 
 /// The tokens of a leaf by their sequences: what attention may see, and their angles.
 #[derive(Clone, Debug)]
@@ -51,16 +53,22 @@ pub trait Engine {
     type Kept;
 
     /// x (T, C) -> y (T, C)
+    ///
+    /// # Errors
+    /// [`Error::Model`] of a device that fails or hangs; none on the CPU.
     fn forward(
         &self,
         params: &[f32],
         layer: usize,
         rows: &Rows,
         x: &[f32],
-    ) -> (Vec<f32>, Self::Kept);
+    ) -> Result<(Vec<f32>, Self::Kept), Error>;
 
     /// dy (T, C) -> dx (T, C), at the layer's input `x`. Adds to `grads`, as long as `params`, what
     /// the layer's trained tensors get. Without `kept` the forward pass is computed again.
+    ///
+    /// # Errors
+    /// As of [`forward`](Self::forward).
     fn backward(
         &self,
         params: &[f32],
@@ -68,5 +76,5 @@ pub trait Engine {
         kept: Option<Self::Kept>,
         dy: &[f32],
         grads: &mut [f32],
-    ) -> Vec<f32>;
+    ) -> Result<Vec<f32>, Error>;
 }

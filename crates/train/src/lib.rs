@@ -11,7 +11,8 @@
 //! ```
 //!
 //! In reading order:
-//! - [`Engine`]: layers and their gradients, layer by layer. [`Net`]: a model of such layers.
+//! - [`Engine`]: layers and their gradients, layer by layer, on the CPU or on MLX ([`Class`]).
+//!   [`Net`]: a model of such layers.
 //! - [`Examples`]: what is trained on. [`Order`]: which of it a step sees.
 //! - [`Optimiser`]: AdamW, schedules, clipping.
 //! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: what
@@ -20,12 +21,16 @@
 //! - [`adapter`]: files of adapters, in PEFT's, MLX's and GGUF's form. [`fuse`]: a model with one
 //!   in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
-//! **Numerics.** Products are chains of fused multiply-adds ([`paceline_tensor::chain`]), the rest
-//! is plain f32 in a written order: threads, blocking and instruction set cannot show in a bit.
+//! **Numerics.** In class `cpu` products are chains of fused multiply-adds
+//! ([`paceline_tensor::chain`]), the rest is plain f32 in a written order: threads, blocking and
+//! instruction set cannot show in a bit. On MLX workers of one version and device give the same
+//! bits where the device repeats its own, which is tried at the start. What lies between layers,
+//! sums over leaves and updates are f32 of the CPU in every class.
 
 pub mod adapter;
 pub mod bridge;
 mod checkpoint;
+mod class;
 mod cpu;
 mod crew;
 mod curve;
@@ -39,6 +44,7 @@ mod forecast;
 pub mod fuse;
 mod messages;
 mod metrics;
+mod mlx;
 pub mod mlx_lm;
 mod net;
 mod ops;
@@ -54,6 +60,7 @@ pub mod testing;
 mod weights;
 pub mod worker;
 
+pub use class::{Class, Means};
 pub use crew::{Crew, Post, Processes};
 pub use curve::svg;
 pub use data::{Examples, Reader, TrainOn};

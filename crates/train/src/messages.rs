@@ -50,7 +50,14 @@ pub(crate) enum Set {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
     /// The model is loaded: what tells it and the data apart from others.
-    Ready { model: String, data: String },
+    Ready {
+        model: String,
+        data: String,
+        /// Class and device, the same for all workers of a run.
+        engine: String,
+        /// Lines for the run's owner.
+        notes: Vec<String>,
+    },
     /// The roots of a part of what is trained, of these leaves, are in a file.
     Part {
         step: u64,

@@ -2,16 +2,19 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 
 use paceline_model::{Config, Family, LayerCache, LayerShape, Role, Source};
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
 
+use crate::class::{Class, Means};
 use crate::cpu::{Activations, Cpu};
 use crate::dropout::Dropout;
 use crate::engine::{Engine, Rows};
 use crate::error::Error;
 use crate::fingerprint::fingerprint;
+use crate::mlx::{Mlx, OnMlx, Spec};
 use crate::params::{Layout, Lora, first_values};
 use crate::stage::Stage;
 use crate::weights::{Loader, Method, TARGETS, Weights, numbers};
@@ -31,6 +34,9 @@ pub struct Trained {
     pub layers: Option<usize>,
     /// Share of an adapter's inputs that are left out by chance while it is trained.
     pub dropout: f32,
+    /// The engine's arithmetic.
+    #[serde(default)]
+    pub class: Class,
 }
 
 /// Tokens and targets of a logical micro-batch: one forward and one backward pass.
@@ -60,12 +66,14 @@ pub(crate) const KEPT_BYTES: usize = 512 << 20;
 pub struct Net {
     config: Config,
     stage: Stage,
-    weights: Weights,
+    weights: Arc<Weights>,
     kernels: Kernels,
     lora: Lora,
     method: Method,
     is_tied: bool,
     fingerprint: String,
+    /// Of classes on MLX; opened for the first layer, since a run's process may compute none.
+    mlx: Option<(Spec, OnceLock<Mlx>)>,
 }
 
 /// A leaf whose forward pass is done, and whose backward pass is under way.
@@ -86,15 +94,20 @@ impl Net {
     /// # Errors
     /// What is wrong with the model; [`Error::Family`]; [`Error::Option`] for an unknown target
     /// or an impossible rank.
-    pub fn load(trained: &Trained, kernels: Kernels) -> Result<Self, Error> {
-        Self::load_stage(trained, kernels, Stage::WHOLE)
+    pub fn load(trained: &Trained, means: impl Into<Means>) -> Result<Self, Error> {
+        Self::load_stage(trained, means, Stage::WHOLE)
     }
 
     /// Loads a stage of what `trained` names.
     ///
     /// # Errors
     /// As of [`load`](Self::load), and [`Error::Option`] for more stages than layers.
-    pub fn load_stage(trained: &Trained, kernels: Kernels, stage: Stage) -> Result<Self, Error> {
+    pub fn load_stage(
+        trained: &Trained,
+        means: impl Into<Means>,
+        stage: Stage,
+    ) -> Result<Self, Error> {
+        let Means { kernels, mlx } = means.into();
         trained.check()?;
         let source = Source::open(&trained.model)?;
         let mut config = Config::read(&source)?;
@@ -126,17 +139,29 @@ impl Net {
             targets: &trained.targets,
             adapted_from: layers - adapted,
             stage,
+            elsewhere: trained.class != Class::Cpu,
             layout: Layout::default(),
             first: Vec::new(),
         };
-        let weights = loader.load()?;
+        let weights = Arc::new(loader.load()?);
         // The loader has turned rows, so everything lies by halves.
-        config
-            .ropes
-            .iter_mut()
-            .for_each(|rope| rope.pairs = RopePairs::Halves);
+        for rope in &mut config.ropes {
+            rope.pairs = RopePairs::Halves;
+        }
+        let fingerprint = fingerprint(&source)?;
+        let spec = (trained.class != Class::Cpu).then(|| Spec {
+            places: mlx,
+            class: trained.class,
+            source: Arc::new(source),
+            config: config.clone(),
+            weights: Arc::clone(&weights),
+            method: trained.method,
+            scale: trained.lora.scale(),
+            is_tied,
+            has_head: stage.is_last(),
+        });
         Ok(Self {
-            fingerprint: fingerprint(&source)?,
+            fingerprint,
             config,
             stage,
             weights,
@@ -144,7 +169,50 @@ impl Net {
             lora: trained.lora,
             method: trained.method,
             is_tied,
+            mlx: spec.map(|spec| (spec, OnceLock::new())),
         })
+    }
+
+    /// The engine on MLX, where the class is one of it: opened now if it was not yet.
+    fn mlx(&self) -> Result<Option<&Mlx>, Error> {
+        let Some((spec, opened)) = &self.mlx else {
+            return Ok(None);
+        };
+        if opened.get().is_none() {
+            // A net is computed with by one thread: no other opens another engine meanwhile.
+            let _ = opened.set(Mlx::open(spec.clone())?);
+        }
+        Ok(opened.get())
+    }
+
+    /// The engine on MLX of a net that has one.
+    #[cfg(test)]
+    pub(crate) fn on_mlx(&self) -> Option<&Mlx> {
+        self.mlx().expect("the library of the test")
+    }
+
+    /// The rows of a leaf's tokens.
+    #[cfg(test)]
+    pub(crate) fn embedded(&self, params: &[f32], leaf: &Leaf) -> Vec<f32> {
+        self.enter(params, leaf, None)
+    }
+
+    /// Has the engine ready, so that what is wrong with it is known before the first step. Gives
+    /// the class, and what computes it: all workers of a run are alike in both.
+    pub(crate) fn ready(&self) -> Result<String, Error> {
+        Ok(match (self.mlx()?, &self.mlx) {
+            (Some(mlx), Some((spec, _))) => format!("{} on {}", spec.class, mlx.device),
+            _ => Class::Cpu.name().to_owned(),
+        })
+    }
+
+    /// Lines about the engine for the run's owner; none before it is ready.
+    pub(crate) fn notes(&self) -> &[String] {
+        let opened = self.mlx.as_ref().and_then(|(_, opened)| opened.get());
+        match opened {
+            Some(mlx) => &mlx.notes,
+            None => &[],
+        }
     }
 
     /// Tells models apart: samples of all tensors, hashed.
@@ -202,8 +270,40 @@ impl Net {
     }
 
     /// What the first layer begins with: `x`, which another stage gave, or the tokens' rows.
-    fn enter(&self, cpu: &Cpu<'_>, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> Vec<f32> {
-        x.unwrap_or_else(|| cpu.embed(params, &leaf.tokens))
+    fn enter(&self, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> Vec<f32> {
+        x.unwrap_or_else(|| self.cpu(None).embed(params, &leaf.tokens))
+    }
+
+    /// A layer forward; activations where the engine keeps some.
+    fn layer(
+        &self,
+        params: &[f32],
+        (layer, rows, x): (usize, &Rows, &[f32]),
+        chance: Option<Dropout>,
+    ) -> Result<(Vec<f32>, Option<Activations>), Error> {
+        if let Some(mlx) = self.mlx()? {
+            let engine = OnMlx {
+                mlx,
+                dropout: chance,
+            };
+            return Ok((engine.forward(params, layer, rows, x)?.0, None));
+        }
+        let (y, kept) = self.cpu(chance).forward(params, layer, rows, x)?;
+        Ok((y, Some(kept)))
+    }
+
+    /// The head and its loss: see [`Cpu::head`].
+    fn head(
+        &self,
+        params: &[f32],
+        (x, targets): (&[f32], &[Option<u32>]),
+        weight: f32,
+        grads: Option<&mut [f32]>,
+    ) -> Result<(f64, Vec<f32>), Error> {
+        match self.mlx()? {
+            Some(mlx) => mlx.head(params, x, targets, weight, grads),
+            None => Ok(self.cpu(None).head(params, x, targets, weight, grads)),
+        }
     }
 
     /// The stage's layers, without anything for a backward pass: (T, C) behind the last one.
@@ -213,26 +313,33 @@ impl Net {
         leaf: &Leaf,
         x: Option<Vec<f32>>,
         chance: Option<Dropout>,
-    ) -> Vec<f32> {
-        let cpu = self.cpu(chance);
+    ) -> Result<Vec<f32>, Error> {
         let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
-        let mut x = self.enter(&cpu, params, leaf, x);
+        let mut x = self.enter(params, leaf, x);
         for layer in self.weights.numbers() {
-            x = cpu.forward(params, layer, &rows, &x).0;
+            x = self.layer(params, (layer, &rows, &x), chance)?.0;
         }
-        x
+        Ok(x)
     }
 
     /// The sum of the negative log likelihoods of a leaf's targets.
-    pub fn loss(&self, params: &[f32], leaf: &Leaf) -> f64 {
+    ///
+    /// # Errors
+    /// [`Error::Model`] of the engine's device; none on the CPU.
+    pub fn loss(&self, params: &[f32], leaf: &Leaf) -> Result<f64, Error> {
         self.loss_after(params, leaf, None)
     }
 
     /// The same in the last stage, behind what the one before gave.
-    pub(crate) fn loss_after(&self, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> f64 {
-        let x = self.forward(params, leaf, x, None);
-        let head = self.cpu(None).head(params, &x, &leaf.targets, 1.0, None);
-        head.0
+    pub(crate) fn loss_after(
+        &self,
+        params: &[f32],
+        leaf: &Leaf,
+        x: Option<Vec<f32>>,
+    ) -> Result<f64, Error> {
+        let x = self.forward(params, leaf, x, None)?;
+        let head = self.head(params, (&x, &leaf.targets), 1.0, None)?;
+        Ok(head.0)
     }
 
     /// Begins a leaf: forward through all layers. Of the last ones, which are needed first, as
@@ -243,27 +350,26 @@ impl Net {
         leaf: &Leaf,
         (x, chance): (Option<Vec<f32>>, Option<Dropout>),
         keep_bytes: usize,
-    ) -> Pass {
-        let cpu = self.cpu(chance);
+    ) -> Result<Pass, Error> {
         let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
         let numbers = self.weights.numbers();
         let keep = keep_bytes / layer_bytes(&self.config, rows.tokens()).max(1);
         let mut inputs = Vec::with_capacity(numbers.len());
         let mut kept = Vec::with_capacity(numbers.len());
-        let mut x = self.enter(&cpu, params, leaf, x);
+        let mut x = self.enter(params, leaf, x);
         for layer in numbers.clone() {
-            let (y, activations) = cpu.forward(params, layer, &rows, &x);
-            kept.push((layer + keep >= numbers.end).then_some(activations));
+            let (y, activations) = self.layer(params, (layer, &rows, &x), chance)?;
+            kept.push(activations.filter(|_| layer + keep >= numbers.end));
             inputs.push(std::mem::replace(&mut x, y));
         }
-        Pass {
+        Ok(Pass {
             rows,
             tokens: leaf.tokens.clone(),
             chance,
             inputs,
             kept,
             x,
-        }
+        })
     }
 
     /// The loss of a leaf behind the last layer; the pass goes on with its gradient, divided by
@@ -274,21 +380,32 @@ impl Net {
         (pass, leaf): (&mut Pass, &Leaf),
         judged: u64,
         grads: &mut [f32],
-    ) -> f64 {
-        let (cpu, weight) = (self.cpu(None), 1.0 / judged as f32);
-        let (loss, d) = cpu.head(params, &pass.x, &leaf.targets, weight, Some(grads));
+    ) -> Result<f64, Error> {
+        let weight = 1.0 / judged as f32;
+        let (loss, d) = self.head(params, (&pass.x, &leaf.targets), weight, Some(grads))?;
         pass.x = d;
-        loss
+        Ok(loss)
     }
 
     /// Goes one layer back; the last one first.
-    pub(crate) fn down(&self, params: &[f32], pass: &mut Pass, grads: &mut [f32]) {
+    pub(crate) fn down(
+        &self,
+        params: &[f32],
+        pass: &mut Pass,
+        grads: &mut [f32],
+    ) -> Result<(), Error> {
         if let (Some(x), Some(kept)) = (pass.inputs.pop(), pass.kept.pop()) {
             let layer = self.weights.first_layer + pass.inputs.len();
             let at = (layer, &pass.rows, x.as_slice());
-            let cpu = self.cpu(pass.chance);
-            pass.x = cpu.backward(params, at, kept, &pass.x, grads);
+            let dropout = pass.chance;
+            pass.x = match self.mlx()? {
+                Some(mlx) => OnMlx { mlx, dropout }.backward(params, at, None, &pass.x, grads)?,
+                None => self
+                    .cpu(dropout)
+                    .backward(params, at, kept, &pass.x, grads)?,
+            };
         }
+        Ok(())
     }
 
     /// What the tokens' rows get, in the first stage.
@@ -307,28 +424,36 @@ impl Net {
         (x, chance): (Option<Vec<f32>>, Option<Dropout>),
         (dy, judged): (Option<Vec<f32>>, u64),
         grads: &mut [f32],
-    ) -> (f64, Vec<f32>) {
-        let mut pass = self.begin(params, leaf, (x, chance), KEPT_BYTES);
+    ) -> Result<(f64, Vec<f32>), Error> {
+        let mut pass = self.begin(params, leaf, (x, chance), KEPT_BYTES)?;
         let loss = match dy {
-            None => self.top(params, (&mut pass, leaf), judged, grads),
+            None => self.top(params, (&mut pass, leaf), judged, grads)?,
             Some(dy) => {
                 pass.x = dy;
                 0.0
             }
         };
         while !pass.inputs.is_empty() {
-            self.down(params, &mut pass, grads);
+            self.down(params, &mut pass, grads)?;
         }
         self.bottom(&pass, grads);
-        (loss, pass.x)
+        Ok((loss, pass.x))
     }
 
     /// The same sum as of [`loss`](Self::loss), and the gradient of it divided by `judged`, the
     /// targets of the whole step.
-    pub fn gradient(&self, params: &[f32], leaf: &Leaf, judged: u64) -> (f64, Vec<f32>) {
+    ///
+    /// # Errors
+    /// As of [`loss`](Self::loss).
+    pub fn gradient(
+        &self,
+        params: &[f32],
+        leaf: &Leaf,
+        judged: u64,
+    ) -> Result<(f64, Vec<f32>), Error> {
         let mut grads = vec![0.0; self.weights.layout.len()];
-        let loss = self.through(params, leaf, (None, None), (None, judged), &mut grads);
-        (loss.0, grads)
+        let loss = self.through(params, leaf, (None, None), (None, judged), &mut grads)?;
+        Ok((loss.0, grads))
     }
 }
 

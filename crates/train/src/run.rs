@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::adapter::{Adapter, Form};
 use crate::checkpoint::{State, named};
+use crate::class::{Class, Means};
 use crate::crew::Crew;
 use crate::data::{Examples, Reader, TrainOn};
 use crate::dropout::Dropout;
@@ -102,6 +102,11 @@ pub enum Progress {
     },
     /// A step is done.
     Step(Measured),
+    /// A line about the engine, told once.
+    Note {
+        /// The line.
+        line: String,
+    },
     /// A worker was lost, and its leaves are computed by others.
     Lost {
         /// What became of it.
@@ -191,7 +196,8 @@ impl Job {
     /// The same for a process that computes no leaves: its matrices stay in the file.
     pub(crate) fn without_copies(&self) -> Trained {
         let mut trained = self.trained.clone();
-        if trained.method == Method::Lora {
+        // On MLX nothing is copied before it computes, and judging needs the workers' arithmetic.
+        if trained.method == Method::Lora && trained.class == Class::Cpu {
             trained.method = Method::Qlora;
         }
         trained
@@ -203,21 +209,29 @@ impl Run {
     ///
     /// # Errors
     /// What is wrong with its model, its data or its options.
-    pub fn open(job: &Job, kernels: Kernels, computes: bool) -> Result<Self, Error> {
+    pub fn open(job: &Job, means: impl Into<Means>, computes: bool) -> Result<Self, Error> {
         let trained = if computes {
             job.trained.clone()
         } else {
             job.without_copies()
         };
-        Self::read(job, || Net::load(&trained, kernels))
+        let run = Self::read(job, || Net::load(&trained, means))?;
+        if computes {
+            run.net.ready()?;
+        }
+        Ok(run)
     }
 
     /// Reads a job for a worker that has a stage of the model.
     ///
     /// # Errors
     /// As of [`open`](Self::open).
-    pub(crate) fn open_stage(job: &Job, kernels: Kernels, stage: Stage) -> Result<Self, Error> {
-        Self::read(job, || Net::load_stage(&job.trained, kernels, stage))
+    pub(crate) fn open_stage(
+        job: &Job,
+        means: impl Into<Means>,
+        stage: Stage,
+    ) -> Result<Self, Error> {
+        Self::read(job, || Net::load_stage(&job.trained, means, stage))
     }
 
     fn read(job: &Job, net: impl FnOnce() -> Result<Net, Error>) -> Result<Self, Error> {
@@ -294,7 +308,7 @@ impl Run {
     }
 
     /// The loss of each row that is held out, computed here.
-    pub(crate) fn losses(&self, params: &[f32]) -> Vec<f64> {
+    pub(crate) fn losses(&self, params: &[f32]) -> Result<Vec<f64>, Error> {
         let rows = self.valid.iter().flat_map(|valid| {
             let leaf = move |row| valid.leaf(&[row]);
             (0..valid.count()).map(leaf)
@@ -346,6 +360,9 @@ impl Run {
         let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step)?;
         let now = || options.epoch_s + (options.clock)();
         let events = Events::start(&output.join("tensorboard"), state.step, now())?;
+        for line in self.net.notes() {
+            watch(Progress::Note { line: line.clone() });
+        }
         watch(Progress::Begun {
             step: state.step,
             steps: self.job.optimiser.steps,
@@ -473,7 +490,10 @@ impl Run {
                     serde_json::from_slice(&there).map_err(|e| Error::malformed(&path, e))?;
                 // Through text, as what is there: reading a number may round it.
                 let here = serde_json::from_str(&here.to_string()).unwrap_or_default();
-                let (there, here) = (flat(&there), flat(&here));
+                let (mut there, here) = (flat(&there), flat(&here));
+                // Runs of versions before there were classes.
+                let class = there.entry("trained.class".to_owned());
+                class.or_insert_with(|| json!(Class::Cpu));
                 let differs = here
                     .iter()
                     .find(|(field, value)| there.get(*field) != Some(value));

@@ -19,6 +19,9 @@ const TILE_FLOATS: usize = 1 << 20;
 /// product took four times as long.
 const TILE_ROWS: usize = 2048;
 
+/// The CPU's kernels are not asked for what a device has.
+const ELSEWHERE: &str = "values that are on a device";
+
 /// What is called for each tile.
 type Tile<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
 
@@ -91,6 +94,8 @@ pub(crate) enum Kept {
     /// Rows are unpacked when they are used; with a size of heads, rows of a head are turned from
     /// neighbours to halves.
     Stored(Tensor, Option<usize>),
+    /// On the engine's device alone; heads as of `Stored`.
+    Elsewhere(Option<usize>),
     Trained(Range<usize>),
 }
 
@@ -131,6 +136,7 @@ impl Matrix {
             Kept::Fixed(values) => return plain(values, &mut with),
             Kept::Trained(range) => return plain(&params[range.clone()], &mut with),
             Kept::Stored(tensor, heads) => (tensor, *heads),
+            Kept::Elsewhere(_) => unreachable!("{ELSEWHERE}"),
         };
         let tile = (TILE_FLOATS / self.cols).clamp(1, self.rows);
         let mut values = vec![0.0; tile * self.cols];
@@ -151,6 +157,7 @@ impl Matrix {
             Kept::Fixed(values) => out.copy_from_slice(&values[at]),
             Kept::Trained(range) => out.copy_from_slice(&params[range.clone()][at]),
             Kept::Stored(tensor, heads) => unpack(tensor, file_row(row, *heads), out),
+            Kept::Elsewhere(_) => unreachable!("{ELSEWHERE}"),
         }
     }
 }
@@ -239,6 +246,8 @@ pub(crate) struct Loader<'a> {
     /// The first layer with adapters.
     pub(crate) adapted_from: usize,
     pub(crate) stage: Stage,
+    /// Whether fixed matrices are read by the engine's device, and not here.
+    pub(crate) elsewhere: bool,
     pub(crate) layout: Layout,
     pub(crate) first: Vec<f32>,
 }
@@ -347,10 +356,17 @@ impl Loader<'_> {
         name: &str,
         heads: Option<usize>,
     ) -> Result<Matrix, Error> {
-        let tensor = self.source.weight(self.config.family, role)?;
-        check(&tensor, &[rows, cols])?;
+        // Tokens' rows are read here by every engine.
+        let is_read = role == Role::TokenEmbedding || self.method == Method::Full;
+        let kept = if self.elsewhere && !is_read {
+            Kept::Elsewhere(heads)
+        } else {
+            let tensor = self.source.weight(self.config.family, role)?;
+            check(&tensor, &[rows, cols])?;
+            Kept::Stored(tensor, heads)
+        };
         let mut matrix = Matrix {
-            kept: Kept::Stored(tensor, heads),
+            kept,
             rows,
             cols,
             bias: self.bias(role, rows, name, heads)?,
@@ -358,6 +374,7 @@ impl Loader<'_> {
         };
         match self.method {
             Method::Qlora => {}
+            Method::Lora if self.elsewhere => {}
             // Few rows of a table that is no head are used, and those by their number.
             Method::Lora if role == Role::TokenEmbedding && !self.is_head()? => {}
             Method::Lora => matrix.kept = Kept::Fixed(self.unpacked(&matrix)),

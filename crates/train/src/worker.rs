@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use paceline_cluster::Control;
-use paceline_tensor::Kernels;
 
+use crate::class::Means;
 use crate::crew::{compute, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, Task, ToWorker, params_file, roots_file};
@@ -27,12 +27,19 @@ type Channel = Control<ToWorker, FromWorker>;
 ///
 /// # Errors
 /// What failed; [`Error::Cluster`] when there is no parent.
-pub fn run(kernels: impl FnOnce(usize) -> std::io::Result<Kernels>) -> Result<Infallible, Error> {
+pub fn run<M: Into<Means>>(
+    means: impl FnOnce(usize) -> std::io::Result<M>,
+) -> Result<Infallible, Error> {
     let channel = Channel::from_stdin()?;
-    let error = match work(&channel, kernels) {
+    let mut is_ready = false;
+    let error = match work(&channel, means, &mut is_ready) {
         Ok(never) => match never {},
         Err(error) => error,
     };
+    if is_ready && matches!(error, Error::Model(_)) {
+        // A device failed or hangs: this worker ends, and others get its leaves.
+        return Err(error);
+    }
     let reason = said(&error);
     if channel.send(&FromWorker::Failed { reason }).is_ok() {
         std::thread::sleep(LAST_WORDS);
@@ -40,9 +47,10 @@ pub fn run(kernels: impl FnOnce(usize) -> std::io::Result<Kernels>) -> Result<In
     Err(error)
 }
 
-fn work(
+fn work<M: Into<Means>>(
     channel: &Channel,
-    kernels: impl FnOnce(usize) -> std::io::Result<Kernels>,
+    means: impl FnOnce(usize) -> std::io::Result<M>,
+    is_ready: &mut bool,
 ) -> Result<Infallible, Error> {
     let (job, threads, exchange, stage) = match channel.recv(START_LIMIT)? {
         Some(ToWorker::Start {
@@ -55,12 +63,16 @@ fn work(
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if threads == 0 { cores } else { threads };
-    let kernels = kernels(threads).map_err(|source| Error::Threads { threads, source })?;
-    let run = Run::open_stage(&job, kernels, stage)?;
+    let means = means(threads).map_err(|source| Error::Threads { threads, source })?;
+    let run = Run::open_stage(&job, means, stage)?;
+    let engine = run.net.ready()?;
     channel.send(&FromWorker::Ready {
         model: run.net.fingerprint().to_owned(),
         data: run.examples.digest.clone(),
+        engine,
+        notes: run.net.notes().to_vec(),
     })?;
+    *is_ready = true;
     let mut worker = Worker {
         channel,
         run,
@@ -154,7 +166,7 @@ impl Worker<'_> {
             };
             let mut grads = vec![0.0; params.len()];
             let judged = self.run.judged(task.step);
-            let (own, dx) = net.through(params, &leaf, (x, chance), (dy, judged), &mut grads);
+            let (own, dx) = net.through(params, &leaf, (x, chance), (dy, judged), &mut grads)?;
             if !stage.is_first() {
                 publish(&self.exchange, &task.gradient_file(stage.index), &dx)?;
             }
@@ -165,9 +177,9 @@ impl Worker<'_> {
             )?);
             loss = stage.is_last().then_some(own.to_bits());
         } else if stage.is_last() {
-            loss = Some(net.loss_after(params, &leaf, x).to_bits());
+            loss = Some(net.loss_after(params, &leaf, x)?.to_bits());
         } else {
-            let y = net.forward(params, &leaf, x, chance);
+            let y = net.forward(params, &leaf, x, chance)?;
             publish(&self.exchange, &task.inputs_file(stage.index + 1), &y)?;
         }
         let passed = FromWorker::Passed {

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use paceline_formats::safetensors::Safetensors;
-use paceline_model::{Config, Source};
+use paceline_model::{Config, MlxPlaces, Source};
 use paceline_tensor::{InstructionSet, Kernels, stored};
 use paceline_train::adapter::{Adapter, Base, Form};
-use paceline_train::{Leaf, Lora, Method, Net, TARGETS, Trained};
+use paceline_train::{Class, Leaf, Lora, Means, Method, Net, TARGETS, Trained};
 use serde_json::Value;
 
 /// Sizes of `scripts/golden/train_gradients.py`.
@@ -67,7 +67,23 @@ pub(crate) fn trained(model: &str, method: Method) -> Trained {
         targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
         layers: None,
         dropout: 0.0,
+        class: Class::Cpu,
     }
+}
+
+/// Threads, and MLX where `PACELINE_MLXC` names it; or a line that says why a test is skipped.
+pub(crate) fn with_mlx(test: &str) -> Option<Means> {
+    let found = std::env::var_os("PACELINE_MLXC").map(PathBuf::from);
+    if found.is_none() {
+        eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
+    }
+    Some(Means {
+        kernels: Kernels::new(1).unwrap(),
+        mlx: MlxPlaces {
+            explicit: Some(found?),
+            ..MlxPlaces::default()
+        },
+    })
 }
 
 fn net(model: &str, method: Method, kernels: Kernels) -> Net {
@@ -129,7 +145,8 @@ fn gradients_are_as_near_to_float64_as_pytorchs() {
         for method in [Method::Lora, Method::Full] {
             let net = net(model, method, Kernels::new(2).unwrap());
             let leaf = both();
-            let (loss, grads) = net.gradient(&values(&net, method), &leaf, leaf.judged());
+            let at = values(&net, method);
+            let (loss, grads) = net.gradient(&at, &leaf, leaf.judged()).unwrap();
             let key = if method == Method::Full {
                 "full_loss"
             } else {
@@ -176,7 +193,7 @@ fn gradients_are_slopes_of_the_loss() {
         for method in [Method::Lora, Method::Full] {
             let net = net(model, method, Kernels::new(1).unwrap());
             let (leaf, at) = (both(), values(&net, method));
-            let grads = net.gradient(&at, &leaf, leaf.judged()).1;
+            let grads = net.gradient(&at, &leaf, leaf.judged()).unwrap().1;
             let length = grads
                 .iter()
                 .map(|g| f64::from(*g).powi(2))
@@ -186,7 +203,7 @@ fn gradients_are_slopes_of_the_loss() {
             let loss = |sign: f64| {
                 let moved = at.iter().zip(&grads);
                 let moved = moved.map(|(x, g)| x + (sign * h / length) as f32 * g);
-                net.loss(&moved.collect::<Vec<_>>(), &leaf) / leaf.judged() as f64
+                net.loss(&moved.collect::<Vec<_>>(), &leaf).unwrap() / leaf.judged() as f64
             };
             let slope = (loss(1.0) - loss(-1.0)) / (2.0 * h);
             let off = (slope - length).abs() / length;
@@ -210,7 +227,8 @@ fn bits_depend_on_no_instruction_set_and_no_threads() {
                     Kernels::with_set(set, threads).unwrap(),
                 );
                 let leaf = both();
-                let (loss, grads) = net.gradient(&values(&net, Method::Lora), &leaf, leaf.judged());
+                let at = values(&net, Method::Lora);
+                let (loss, grads) = net.gradient(&at, &leaf, leaf.judged()).unwrap();
                 let bits = (loss.to_bits(), grads.iter().map(|g| g.to_bits()).collect());
                 let first = first.get_or_insert_with(|| bits.clone());
                 assert!(*first == bits, "{model} {set:?} {threads}");
@@ -227,16 +245,88 @@ fn neighbours_and_storage_do_not_show() {
     let stored = net("qwen2-f16", Method::Qlora, Kernels::new(2).unwrap());
     let at = values(&lora, Method::Lora);
     let judged = both().judged();
-    let (loss, grads) = lora.gradient(&at, &both(), judged);
-    let (stored_loss, stored_grads) = stored.gradient(&at, &both(), judged);
+    let (loss, grads) = lora.gradient(&at, &both(), judged).unwrap();
+    let (stored_loss, stored_grads) = stored.gradient(&at, &both(), judged).unwrap();
     assert!(
         loss == stored_loss && grads == stored_grads,
         "a stored base"
     );
-    let alone: Vec<f64> = (0..2).map(|s| lora.loss(&at, &sequence(s))).collect();
+    let alone: Vec<f64> = (0..2)
+        .map(|s| lora.loss(&at, &sequence(s)).unwrap())
+        .collect();
     assert!(
         (alone[0] + alone[1] - loss).abs() < 1e-12 * loss.abs(),
         "{alone:?} {loss}"
+    );
+}
+
+/// Farthest that a tensor's gradient on MLX may be from the CPU engine's, of its length: both
+/// round in f32, by sums of up to 128 products through three layers. PyTorch's distances from
+/// float64 are up to 1e-5 on these models.
+const MLX_TOLERANCE: f64 = 1e-4;
+
+/// Share of the whole gradient below which a tensor's length does not count: what cancels, such as
+/// the bias of keys, is all rounding.
+const CANCELLED: f64 = 1e-3;
+
+/// Every family, adapters beside floats and beside groups of integers, and whole models: layers on
+/// MLX give the CPU engine's loss and gradients.
+#[test]
+fn gradients_on_mlx_are_the_cpu_engines() {
+    let test = "gradients on mlx";
+    let folders = MODELS.map(|model| (golden().join("hf").join(model), Method::Lora));
+    let stored = ["llama-4bit", "gemma3-5bit"];
+    let stored = stored.map(|model| (golden().join("mlx").join(model), Method::Qlora));
+    let whole = ["llama-tied", "gemma3-linear-bf16"];
+    let whole = whole.map(|model| (golden().join("hf").join(model), Method::Full));
+    for (model, method) in folders.into_iter().chain(stored).chain(whole) {
+        let Some(means) = with_mlx(test) else { return };
+        let mut of = trained("llama-tied", method);
+        of.model = model;
+        let cpu = Net::load(&of, Kernels::new(1).unwrap()).unwrap();
+        of.class = Class::MlxF32;
+        let mlx = Net::load(&of, means).unwrap();
+        assert_eq!(mlx.layout(), cpu.layout());
+        let (leaf, at) = (both(), values(&cpu, method));
+        let (loss, exact) = cpu.gradient(&at, &leaf, leaf.judged()).unwrap();
+        let (own, got) = mlx.gradient(&at, &leaf, leaf.judged()).unwrap();
+        let name = of.model.display();
+        assert!((own - loss).abs() < 1e-5 * loss, "{name}: {own} {loss}");
+        let length = |values: &[f32]| {
+            let squares = values.iter().map(|x| f64::from(*x).powi(2));
+            squares.sum::<f64>().sqrt()
+        };
+        let floor = CANCELLED * length(&exact);
+        for slot in cpu.layout().slots() {
+            let (got, exact) = (&got[slot.range.clone()], &exact[slot.range.clone()]);
+            let off: Vec<f32> = got.iter().zip(exact).map(|(g, e)| g - e).collect();
+            let off = length(&off) / length(exact).max(floor);
+            assert!(
+                off < MLX_TOLERANCE,
+                "{name} {:?} {}: {off:.2e}",
+                method,
+                slot.name
+            );
+        }
+    }
+}
+
+/// In class `mlx` a bf16 model computes in bf16: near, and not the same.
+#[test]
+fn class_mlx_computes_in_the_models_type() {
+    let mut of = trained("qwen3-bf16", Method::Lora);
+    let loss = |of: &Trained| {
+        let net = Net::load(of, with_mlx("class mlx in bf16")?).unwrap();
+        let at = values(&net, Method::Lora);
+        Some(net.loss(&at, &both()).unwrap())
+    };
+    of.class = Class::MlxF32;
+    let Some(exact) = loss(&of) else { return };
+    of.class = Class::Mlx;
+    let near = loss(&of).unwrap();
+    assert!(
+        near != exact && (near - exact).abs() < 0.05 * exact,
+        "{near} {exact}"
     );
 }
 

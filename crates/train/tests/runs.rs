@@ -7,20 +7,21 @@ use std::sync::Arc;
 
 use paceline_base::{KernelClass, testing};
 use paceline_formats::safetensors::Safetensors;
+use paceline_mlx::{Device, Library};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, LoadOptions, Logits, Model, Source, Workspace,
+    Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, Source, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE, stored};
 use paceline_train::adapter::{Adapter, Form};
 use paceline_train::bridge::{Ends, FarSpec, far, near};
 use paceline_train::{
-    Crew, Error, Job, Leaf, Method, Net, OptimiserOptions, Post, Processes, Progress, Report, Rule,
-    Run, RunOptions, Schedule, TrainOn, fuse, read_metrics, svg, worker,
+    Class, Crew, Error, Job, Leaf, Means, Method, Net, OptimiserOptions, Post, Processes, Progress,
+    Report, Rule, Run, RunOptions, Schedule, TrainOn, fuse, read_metrics, svg, worker,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
-use crate::gradients::{golden, trained};
+use crate::gradients::{golden, trained, with_mlx};
 
 const STEPS: u64 = 16;
 
@@ -569,7 +570,7 @@ fn a_fused_adapter_gives_the_logits_of_peft() {
         let row = &values[row * vocab..(row + 1) * vocab];
         let total: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
         let expected = total.ln() - f64::from(row[wanted]);
-        let got = net.loss(&zeros, &leaf);
+        let got = net.loss(&zeros, &leaf).unwrap();
         assert!((got - expected).abs() < 1e-4, "{got} {expected}");
     }
     let other = fuse::fuse(
@@ -654,4 +655,109 @@ fn a_whole_model_learns_and_is_read_back() {
         next.loss,
         report.loss
     );
+}
+
+/// A run without a clock, looked at by nobody.
+fn plain(output: &Path) -> RunOptions<'_> {
+    fn zero() -> f64 {
+        0.0
+    }
+    fn unknown() -> Option<u64> {
+        None
+    }
+    fn never() -> bool {
+        false
+    }
+    RunOptions {
+        output,
+        resume: false,
+        save_every: 20,
+        eval_every: 100,
+        clock: &zero,
+        epoch_s: 1.75e9,
+        flops: 0.0,
+        memory: &unknown,
+        stop: &never,
+    }
+}
+
+/// The same inputs are left out by chance: the third loss is the CPU engine's, far nearer than one
+/// without chance.
+#[test]
+fn chance_is_the_same_on_mlx() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let loss = |class: Class, dropout: f32| {
+        let mut job = job(&data, 3);
+        (job.batch, job.leaf, job.valid) = (4, 2, None);
+        (job.trained.class, job.trained.dropout) = (class, dropout);
+        let run = Run::open(&job, with_mlx("chance on mlx")?, true).unwrap();
+        let output = folder.path().join(format!("{class}-{dropout}"));
+        let report = run.train(&mut Crew::here(), plain(&output), &mut |_| ());
+        Some(report.unwrap().loss[1])
+    };
+    let Some(mlx) = loss(Class::MlxF32, 0.5) else {
+        return;
+    };
+    let [cpu, without] = [0.5, 0.0].map(|dropout| loss(Class::Cpu, dropout).unwrap());
+    let (off, chance) = ((mlx - cpu).abs(), (without - cpu).abs());
+    assert!(
+        10.0 * off < chance && off < 1e-3 * cpu,
+        "{mlx} {cpu} {without}"
+    );
+}
+
+/// A 4-bit base on MLX: adapters learn, a run goes on in its own class alone, and a device that is
+/// a test bed says so.
+#[test]
+fn a_stored_base_learns_on_mlx() {
+    let Some(means) = with_mlx("a 4-bit base learns on mlx") else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let mut job = job(&data, 40);
+    job.trained.model = golden().join("mlx/llama-4bit");
+    (job.trained.method, job.trained.class) = (Method::Qlora, Class::MlxF32);
+    (job.batch, job.leaf, job.valid) = (4, 4, None);
+    let output = folder.path().join("out");
+    let options = plain(&output);
+    let is_bed = !Library::open(&means.mlx).unwrap().has(Device::Gpu).unwrap();
+    let run = Run::open(&job, means, true).unwrap();
+    let mut notes = Vec::new();
+    let mut hear = |progress: Progress| {
+        if let Progress::Note { line } = progress {
+            notes.push(line);
+        }
+    };
+    let report = run.train(&mut Crew::here(), options, &mut hear).unwrap();
+    assert!(report.loss[1] < 2.6, "{:?}", report.loss);
+    let told = notes.iter().any(|note| note.contains("test bed"));
+    assert_eq!(told, is_bed, "{notes:?}");
+    job.trained.class = Class::Cpu;
+    let other = Run::open(&job, Kernels::new(1).unwrap(), true).unwrap();
+    let again = RunOptions {
+        resume: true,
+        ..options
+    };
+    let error = other.train(&mut Crew::here(), again, &mut |_| ());
+    let error = error.unwrap_err().to_string();
+    let told = "trained.class \"mlx-f32\", this one has \"cpu\"";
+    assert!(error.contains(told), "{error}");
+}
+
+#[test]
+fn a_class_without_its_library_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = job(&data(folder.path()), 1);
+    job.trained.class = Class::Mlx;
+    let nowhere = Means {
+        kernels: Kernels::new(1).unwrap(),
+        mlx: MlxPlaces {
+            explicit: Some(folder.path().join("none.so")),
+            ..MlxPlaces::default()
+        },
+    };
+    let error = Run::open(&job, nowhere, true).unwrap_err().to_string();
+    assert!(error.contains("none.so"), "{error}");
 }

@@ -87,6 +87,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         }
         Error::ExpertSplit { .. } => Some("--split tensor shares experts and heads"),
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
+        Error::NoForm { .. } => Some("--method lora unpacks the base"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
         Error::Absent(_) => Some("`paceline models --nodes` shows which machine has what"),
         Error::Adapter { .. } => Some("`paceline adapter show` tells which model it is for"),

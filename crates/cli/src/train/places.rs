@@ -12,7 +12,7 @@ use paceline_cluster::bridge::skip_to;
 use paceline_cluster::remote::{Reach, Sharing};
 use paceline_node::tunnel;
 use paceline_train::bridge::{self, Ends, FarSpec};
-use paceline_train::{Post, worker};
+use paceline_train::{Means, Post, worker};
 
 use super::Args;
 use crate::error::Error;
@@ -95,11 +95,17 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
 /// # Errors
 /// What failed.
 pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
-    let kernels = |threads| load::free_kernels(threads).map_err(std::io::Error::other);
+    let means = |threads| {
+        Ok::<_, io::Error>(Means {
+            kernels: load::free_kernels(threads).map_err(io::Error::other)?,
+            // Without a home there is none that was installed.
+            mlx: home::mlx_places().unwrap_or_default(),
+        })
+    };
     let ended = match (&args.host, &args.node) {
         (Some(host), _) => bridge::near(|| by_ssh(host), &args.named),
         (None, Some(id)) => bridge::near(|| by_node(id), &args.named),
-        (None, None) => worker::run(kernels),
+        (None, None) => worker::run(means),
     };
     let error = match ended {
         Ok(never) => match never {},

@@ -64,6 +64,7 @@ impl Watch {
                     ));
                 }
             }
+            Progress::Note { line } => tell(line),
             Progress::Lost { why } => {
                 tell(format_args!(
                     "a worker was lost ({why}): others compute its leaves"

@@ -24,11 +24,11 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// When waiting for an evaluation is over.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
+pub struct Patience {
     /// Of evaluations before any was measured: one that takes longer is slow or hangs.
-    pub(super) limit: Duration,
+    pub limit: Duration,
     /// How long the process may go on after that, to say so; forever if that is not given.
-    pub(super) last_words: Option<Duration>,
+    pub last_words: Option<Duration>,
 }
 
 /// Shortest limit, where evaluations were measured: other programs may hold a device so long.
@@ -43,7 +43,7 @@ const KNOWN: usize = 8;
 
 /// Tells how long an evaluation has been under way, and how long it may be.
 #[derive(Clone, Debug)]
-pub(super) struct Watch {
+pub struct Watch {
     state: Arc<Mutex<State>>,
     /// Of evaluations before any was measured.
     limit: Duration,
@@ -91,8 +91,9 @@ impl Watch {
         }
     }
 
-    /// Runs `evaluate` on so many rows, watched.
-    pub(super) fn during<T>(&self, rows: usize, evaluate: impl FnOnce() -> T) -> T {
+    /// Runs `evaluate` on so many rows, watched: the limit of an evaluation follows from the rows
+    /// and the times of the last ones.
+    pub fn during<T>(&self, rows: usize, evaluate: impl FnOnce() -> T) -> T {
         lock(&self.state).since = Some((Instant::now(), rows));
         let value = evaluate();
         lock(&self.state).end();
@@ -120,7 +121,7 @@ impl Watch {
 type Work<S> = Box<dyn FnOnce(&mut S) + Send>;
 
 /// A thread with a state of its own. Dropping it ends the thread once it has done its work.
-pub(super) struct Host<S> {
+pub struct Host<S> {
     /// `None` while it is dropped.
     work: Option<Sender<Work<S>>>,
     /// Hears when the thread has ended.
@@ -141,7 +142,7 @@ impl<S: 'static> Host<S> {
     ///
     /// # Errors
     /// What `make` says; [`Error::Thread`].
-    pub(super) fn start<M>(patience: Patience, make: M) -> Result<Self, Error>
+    pub fn start<M>(patience: Patience, make: M) -> Result<Self, Error>
     where
         M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,
     {
@@ -177,7 +178,7 @@ impl<S: 'static> Host<S> {
     ///
     /// # Errors
     /// [`Error::Hung`]; [`Error::Gone`] when the thread panicked.
-    pub(super) fn call<T: Send + 'static>(
+    pub fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut S) -> T + Send + 'static,
         meanwhile: impl FnMut(),

@@ -1,8 +1,11 @@
 //! Matrices as MLX multiplies by them: floats or groups of integers, alone or in stacks.
 
+use std::ops::Range;
+
 use paceline_mlx::{Array, Dtype, Quantised, Stream};
 
-use crate::Error;
+use super::stored::{Plane, Stored};
+use crate::{Error, Role};
 
 /// A matrix `(out, in)`, or a stack `(n, out, in)` of them.
 #[derive(Clone, Debug)]
@@ -13,12 +16,73 @@ pub(super) enum Matrix {
 }
 
 impl Matrix {
+    /// The rows and columns of a stored matrix; floats and scales as `converted` makes them.
+    ///
+    /// # Errors
+    /// [`Error::CutGroup`] for columns that cut a group; what `converted` says.
+    pub(super) fn of(
+        stream: &Stream,
+        (stored, role): (&Stored, Role),
+        (rows, cols): (Range<usize>, Range<usize>),
+        converted: &dyn Fn(Array) -> Result<Array, Error>,
+    ) -> Result<Self, Error> {
+        match stored {
+            Stored::Floats(plane) => {
+                let whole = converted(plane.array(stream, rows, cols)?)?;
+                Ok(Self::Float(stream.transpose(&whole, &[1, 0])?))
+            }
+            Stored::Groups {
+                packed,
+                scales,
+                biases,
+                group,
+                bits,
+                mode,
+            } => {
+                let in_groups = |n: usize| match n.is_multiple_of(*group) {
+                    true => Ok(n / group),
+                    false => Err(Error::CutGroup {
+                        role,
+                        column: n,
+                        group: *group,
+                    }),
+                };
+                let groups = in_groups(cols.start)?..in_groups(cols.end)?;
+                let words = cols.start * bits / 32..cols.end * bits / 32;
+                let factors = |plane: &Plane| {
+                    let array = plane.array(stream, rows.clone(), groups.clone())?;
+                    // Powers of two in bytes stay as they are.
+                    if array.dtype() == Dtype::U8 {
+                        return Ok(array);
+                    }
+                    converted(array)
+                };
+                Ok(Self::Quantised(Quantised {
+                    packed: packed.array(stream, rows.clone(), words)?,
+                    scales: factors(scales)?,
+                    biases: biases.as_ref().map(factors).transpose()?,
+                    group: *group as i32,
+                    bits: *bits as i32,
+                    mode: *mode,
+                }))
+            }
+        }
+    }
+
+    /// Its rows `order`, in that order.
+    pub(super) fn in_order(&self, stream: &Stream, order: &Array) -> Result<Self, Error> {
+        match self {
+            Self::Float(across) => Ok(Self::Float(stream.take(across, order, 1)?)),
+            Self::Quantised(_) => self.each(|array| Ok(stream.take(array, order, 0)?)),
+        }
+    }
+
     /// x (.., T, in) -> (.., T, out); of a stack x (n, T, in) -> (n, T, out), each by its own.
-    pub(super) fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
-        Ok(match self {
-            Self::Float(across) => stream.matmul(x, across)?,
-            Self::Quantised(weights) => stream.quantised_matmul(x, weights)?,
-        })
+    pub(super) fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, paceline_mlx::Error> {
+        match self {
+            Self::Float(across) => stream.matmul(x, across),
+            Self::Quantised(weights) => stream.quantised_matmul(x, weights),
+        }
     }
 
     /// Of a stack: x (.., 1, in) times the matrices that `indices (..)` name -> (.., 1, out), in

@@ -21,8 +21,10 @@
 //! the device before anything is loaded. Floats and MLX's own groups stay in the mapped file where
 //! the device shares the machine's memory; else MLX's copy is the only one.
 
+mod alone;
 mod cache;
 mod exchange;
+mod gates;
 mod host;
 mod matrix;
 mod step;
@@ -51,9 +53,12 @@ use crate::{
 };
 use cache::{Cache, DeltaSizes, LayerSizes};
 use exchange::{Receive, Tally};
-use host::{Host, Patience, Watch};
-use step::{Gelu, Parts, Step, Triangles};
+use gates::Gates;
+use step::{Parts, Step, Triangles};
 use weights::{Loader, Weights};
+
+pub use alone::{MlxForm, MlxMatrix, mlx_dtype};
+pub use host::{Host, Patience, Watch};
 
 /// Memory that MLX keeps for reuse: as much as a step takes, and not less than this, below which
 /// every step would ask the system again (64 MiB, a few layers' rows).
@@ -127,7 +132,7 @@ struct Reserved {
 /// Arrays and tables that follow from the configuration.
 #[derive(Debug)]
 struct Constants {
-    gelu: Gelu,
+    gates: Gates,
     embedding_scale: Array,
     /// Different windows of the layers.
     windows: Vec<Option<usize>>,
@@ -143,7 +148,14 @@ struct Constants {
 }
 
 impl Constants {
-    fn new(stream: &Stream, config: &Config, shard: &Shard, dtype: Dtype) -> Result<Self, Error> {
+    /// With lines for the model's owner.
+    fn new(
+        stream: &Stream,
+        config: &Config,
+        shard: &Shard,
+        dtype: Dtype,
+    ) -> Result<(Self, Vec<String>), Error> {
+        let (gates, notes) = Gates::new(stream, config, dtype)?;
         let mut windows = Vec::new();
         let window_of = config.layers.iter().map(|layer| {
             let known = windows.iter().position(|window| *window == layer.window);
@@ -152,15 +164,16 @@ impl Constants {
                 windows.len() - 1
             })
         });
-        Ok(Self {
-            gelu: Gelu::new(stream, dtype)?,
+        let constants = Self {
+            gates,
             embedding_scale: stream.scalar(config.embedding_scale, dtype)?,
             window_of: window_of.collect(),
             windows,
             groups: groups(config, shard),
             kinds: Kinds::new(config),
             triangles: Triangles::new(stream)?,
-        })
+        };
+        Ok((constants, notes))
     }
 }
 
@@ -256,7 +269,7 @@ impl MlxModel {
     }
 
     /// What its owner should know of it, a line each: weights that MLX holds in another form than
-    /// the file, and a device that is a test bed.
+    /// the file, a device that is a test bed, and whether gates are compiled.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -335,8 +348,8 @@ impl Device {
             nearest: RefCell::default(),
         };
         let (weights, weight_bytes) = loader.load(tied, progress)?;
-        let notes = loader.notes();
-        let constants = Constants::new(&self.stream, config, shard, dtype)?;
+        let (constants, measured) = Constants::new(&self.stream, config, shard, dtype)?;
+        let notes = loader.notes().into_iter().chain(measured).collect();
         self.loaded = Some((weights, constants));
         let (library, device) = (self.stream.library(), self.stream.device());
         let name = self.stream.device_name().unwrap_or_default();

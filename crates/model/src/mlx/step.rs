@@ -10,11 +10,11 @@ use paceline_tensor::RopePairs;
 
 use super::cache::{Cache, Span};
 use super::exchange::{Receive, Way};
+use super::gates;
 use super::host::Watch;
 use super::matrix::Linear;
 use super::weights::{self, Layer, Mixer, Summed, Weights};
 use super::{Constants, MlxModel};
-use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::split::LeafCut;
 use crate::step::Batch;
@@ -456,16 +456,13 @@ impl<'a> Step<'a> {
 
     /// `gate / (1 + exp(-gate))`
     fn silu(&self, gate: &Array) -> Result<Array, Error> {
-        let stream = self.parts.stream;
-        Ok(stream.multiply(gate, &stream.sigmoid(gate)?)?)
+        Ok(gates::silu(self.parts.stream, gate)?)
     }
 
     /// The model's function on a gate.
     fn activated(&self, gate: &Array) -> Result<Array, Error> {
-        match self.parts.model.config.activation {
-            Activation::Silu => self.silu(gate),
-            Activation::GeluTanh => self.parts.constants.gelu.apply(self.parts.stream, gate),
-        }
+        let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
+        gates.activated(stream, gate)
     }
 }
 
@@ -724,8 +721,8 @@ impl LayerStep for Step<'_> {
         let Some([gate, up]) = self.gate_up.take() else {
             return Ok(());
         };
-        let gate = self.activated(&gate)?;
-        self.hidden = Some(self.parts.stream.multiply(&gate, &up)?);
+        let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
+        self.hidden = Some(gates.hidden(stream, &gate, &up)?);
         Ok(())
     }
 
@@ -763,35 +760,4 @@ const fn dense(w: &Layer) -> &weights::Dense {
 /// If no experts are beside the layer's feed-forward.
 const fn beside(w: &Layer) -> &weights::Beside {
     w.beside.as_ref().expect("loaded for this family")
-}
-
-/// The tanh form of GELU, in the order of operations of MLX's `nn.gelu_approx`.
-#[derive(Debug)]
-pub(super) struct Gelu {
-    cubed: Array,
-    half: Array,
-    one: Array,
-    three: Array,
-    root: Array,
-}
-
-impl Gelu {
-    pub(super) fn new(stream: &Stream, dtype: Dtype) -> Result<Self, Error> {
-        let scalar = |value: f64| stream.scalar(value as f32, dtype);
-        Ok(Self {
-            cubed: scalar(0.044_715)?,
-            half: scalar(0.5)?,
-            one: scalar(1.0)?,
-            three: scalar(3.0)?,
-            root: scalar(std::f64::consts::FRAC_2_PI.sqrt())?,
-        })
-    }
-
-    fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
-        let cubed = stream.multiply(&self.cubed, &stream.power(x, &self.three)?)?;
-        let inner = stream.multiply(&self.root, &stream.add(x, &cubed)?)?;
-        let outer = stream.add(&self.one, &stream.tanh(&inner)?)?;
-        let half = stream.multiply(&self.half, x)?;
-        Ok(stream.multiply(&half, &outer)?)
-    }
 }

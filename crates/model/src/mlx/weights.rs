@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_mlx::{Array, Device, Dtype, Quantised, Stream};
+use paceline_mlx::{Array, Device, Dtype, Stream};
 
 use super::matrix::{Linear, Matrix};
 use super::stored::{Stored, float, floats, nearest};
@@ -512,49 +512,8 @@ impl Loader<'_> {
         let matrix = self.names.as_stored(role, shape)?;
         self.note(&matrix);
         let (stored, rows) = Stored::new(&matrix, rows);
-        let stream = self.stream;
-        match &stored {
-            Stored::Floats(plane) => {
-                let whole = plane.array(stream, rows, cols)?;
-                let whole = self.converted(whole)?;
-                Ok(Matrix::Float(stream.transpose(&whole, &[1, 0])?))
-            }
-            Stored::Groups {
-                packed,
-                scales,
-                biases,
-                group,
-                bits,
-                mode,
-            } => {
-                let in_groups = |n: usize| match n.is_multiple_of(*group) {
-                    true => Ok(n / group),
-                    false => Err(Error::CutGroup {
-                        role,
-                        column: n,
-                        group: *group,
-                    }),
-                };
-                let groups = in_groups(cols.start)?..in_groups(cols.end)?;
-                let words = cols.start * bits / 32..cols.end * bits / 32;
-                let factors = |plane: &super::stored::Plane| {
-                    let array = plane.array(stream, rows.clone(), groups.clone())?;
-                    // Powers of two in bytes stay as they are.
-                    if array.dtype() == Dtype::U8 {
-                        return Ok(array);
-                    }
-                    self.converted(array)
-                };
-                Ok(Matrix::Quantised(Quantised {
-                    packed: packed.array(stream, rows.clone(), words)?,
-                    scales: factors(scales)?,
-                    biases: biases.as_ref().map(factors).transpose()?,
-                    group: *group as i32,
-                    bits: *bits as i32,
-                    mode: *mode,
-                }))
-            }
-        }
+        let converted = |array| self.converted(array);
+        Matrix::of(self.stream, (&stored, role), (rows, cols), &converted)
     }
 
     /// Rows of a matrix of `shape`, in f32 whatever the activations are, across: `(in, rows)`.

@@ -13,7 +13,7 @@ use paceline_mlx::{Array, Dtype};
 use super::Step;
 use super::weights::{Experts, Routed, Shared, Stack};
 use crate::Error;
-use crate::config::{self, CLAMP_SLOPE, Gating, Groups, LEAST_SUM};
+use crate::config::{self, Gating, Groups, LEAST_SUM};
 
 /// Choices of a step from which rows are ordered by expert first, so that a matrix is read for all
 /// of its rows at once: mlx-lm's figure (`switch_layers.py`).
@@ -210,17 +210,8 @@ impl Step<'_> {
 
     /// What goes into the down projection of an expert.
     fn hidden_of(&self, gate: &Array, up: &Array) -> Result<Array, Error> {
-        let stream = self.parts.stream;
-        let Some(limit) = self.mixture().clamp else {
-            return Ok(stream.multiply(&self.activated(gate)?, up)?);
-        };
-        let number = |value: f32| stream.scalar(value, gate.dtype());
-        let (most, least) = (number(limit)?, number(-limit)?);
-        let gate = stream.minimum(gate, &most)?;
-        let up = stream.maximum(&stream.minimum(up, &most)?, &least)?;
-        let slope = stream.sigmoid(&stream.multiply(&gate, &number(CLAMP_SLOPE)?)?)?;
-        let gate = stream.multiply(&gate, &slope)?;
-        Ok(stream.multiply(&gate, &stream.add(&up, &number(1.0)?)?)?)
+        let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
+        gates.of_expert(stream, gate, up)
     }
 
     /// x (T, C) -> what the expert of every row gives, (T, C) in f32.

@@ -1,0 +1,55 @@
+//! The engines that a run can compute with, and what they need of a machine.
+
+use std::fmt;
+
+use paceline_model::MlxPlaces;
+use paceline_tensor::Kernels;
+use serde::{Deserialize, Serialize};
+
+/// The arithmetic of a run. Classes give different bits, so a run keeps the one it began with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Class {
+    /// This crate's own kernels: the same bits on every machine.
+    #[default]
+    Cpu,
+    /// MLX, in bf16 where the model is, else in f32: halves are too narrow for gradients.
+    Mlx,
+    /// MLX in f32.
+    MlxF32,
+}
+
+impl Class {
+    /// The name in options and files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Mlx => "mlx",
+            Self::MlxF32 => "mlx-f32",
+        }
+    }
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Means of a machine to compute: threads, and MLX where it is installed.
+#[derive(Debug)]
+pub struct Means {
+    /// Threads. Where MLX computes, they read embeddings.
+    pub kernels: Kernels,
+    /// Where MLX is looked for, for classes of it.
+    pub mlx: MlxPlaces,
+}
+
+impl From<Kernels> for Means {
+    fn from(kernels: Kernels) -> Self {
+        Self {
+            kernels,
+            mlx: MlxPlaces::default(),
+        }
+    }
+}

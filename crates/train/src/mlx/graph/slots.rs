@@ -1,0 +1,65 @@
+//! The trained tensors of a layer or the head, in the order that graphs take them.
+
+use std::ops::Range;
+
+use crate::weights::{Kept, Layer, Matrix, Vector};
+
+/// A trained tensor.
+#[derive(Clone, Debug)]
+pub(crate) struct Slot {
+    /// Its place in all that is trained.
+    pub(crate) range: Range<usize>,
+    /// Sizes, outermost first.
+    pub(crate) shape: Vec<i32>,
+}
+
+fn of_vector(vector: &Vector) -> Option<Slot> {
+    match vector {
+        Vector::Fixed(_) => None,
+        Vector::Trained(range) => Some(Slot {
+            range: range.clone(),
+            shape: vec![range.len() as i32],
+        }),
+    }
+}
+
+fn of_matrix(matrix: &Matrix, slots: &mut Vec<Slot>) {
+    let mut add = |range: &Range<usize>, cols: usize| {
+        slots.push(Slot {
+            range: range.clone(),
+            shape: vec![(range.len() / cols) as i32, cols as i32],
+        });
+    };
+    if let Kept::Trained(range) = &matrix.kept {
+        add(range, matrix.cols);
+    }
+    if let Some(pair) = &matrix.pair {
+        add(&pair.a, matrix.cols);
+        add(&pair.b, pair.b.len() / matrix.rows);
+    }
+    slots.extend(matrix.bias.as_ref().and_then(of_vector));
+}
+
+/// Of a layer.
+pub(crate) fn of_layer(layer: &Layer) -> Vec<Slot> {
+    let norms = [
+        Some(&layer.attention_norm),
+        layer.query_norm.as_ref(),
+        layer.key_norm.as_ref(),
+        layer.post_attention_norm.as_ref(),
+        Some(&layer.ffn_norm),
+        layer.post_ffn_norm.as_ref(),
+    ];
+    let mut slots: Vec<Slot> = norms.into_iter().flatten().filter_map(of_vector).collect();
+    for matrix in &layer.matrices {
+        of_matrix(matrix, &mut slots);
+    }
+    slots
+}
+
+/// Of the head and the norm before it.
+pub(crate) fn of_head(norm: &Vector, matrix: &Matrix) -> Vec<Slot> {
+    let mut slots: Vec<Slot> = of_vector(norm).into_iter().collect();
+    of_matrix(matrix, &mut slots);
+    slots
+}
