@@ -355,6 +355,7 @@ impl Engine {
         let began = self.tracer.begin();
         let mut events = self.end_late();
         self.admit();
+        self.write_kept()?;
         self.take_off()?;
         let flight = self.flights.pop_front().unwrap_or_default();
         let plan = self.land(flight.parts);

@@ -98,6 +98,12 @@ pub trait Crew: Send + Sync + fmt::Debug {
     /// What a rank's machine says of its place.
     fn post(&self, rank: Rank) -> Post;
 
+    /// Where others reach what a rank says that it listens at.
+    fn seen(&self, rank: Rank, addr: SocketAddr) -> SocketAddr {
+        let _ = rank;
+        addr
+    }
+
     /// Whether all ranks are on this machine, where nobody else hears what they send.
     fn is_one_machine(&self) -> bool;
 

@@ -41,7 +41,7 @@ mod owner;
 pub(crate) mod partial;
 mod pieces;
 mod places;
-mod prefixes;
+pub(crate) mod prefixes;
 mod preview;
 mod replicas;
 mod rooted;

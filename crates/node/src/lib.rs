@@ -21,6 +21,7 @@
 //!
 //! - [`Prepared`], [`Loaded`]: from files to something that answers.
 //! - [`Instance`], [`supervisor`]: a model over workers.
+//! - [`apart`]: prompts that nodes of their own read for an instance.
 //! - [`placing`]: from a placement to what each worker holds.
 //! - [`crew`]: where workers run; [`worker`]: what a worker process runs; [`messages`] between
 //!   them.
@@ -38,6 +39,7 @@
 //! - [`DiskCache`]: prompts that were read, on disk.
 //! - [`Error`].
 
+pub mod apart;
 mod arriving;
 mod cause;
 pub mod classes;

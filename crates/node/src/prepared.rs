@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, KernelClass, lock};
+use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
     Draft, Engine, EngineConfig, Failure, GuessCounts, Guesses, Reply, Request, Runner, Service,
@@ -19,11 +19,14 @@ use paceline_engine::{
 };
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
-use paceline_model::{Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
+use paceline_model::{Config, ExpertUses, MlxPlaces, Source, Split, SplitKind, handed};
+use paceline_plan::apart::Readers;
 use paceline_tensor::{Kernels, KvType};
 
+use crate::apart::UNDER_WAY_MAX;
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
+use crate::instance::apart::{Hears, hears};
 use crate::instance::follow::lighter;
 use crate::placing::asked;
 use crate::supervisor::Change;
@@ -33,6 +36,9 @@ use crate::{identity, load_whole, texts};
 /// Guesses of a draft model that a step checks at most, where nobody says: beyond eight few are
 /// right together (0.8 of each gives 0.17 of all eight).
 pub const DRAFTS: usize = 8;
+
+/// Tokens of the prompt by which the speed of reading is predicted.
+const PREDICTED_PROMPT: u32 = 2048;
 
 /// How a model is to be computed.
 #[derive(Clone, Debug)]
@@ -67,7 +73,7 @@ impl Options {
     /// [`Error::MixedStage`].
     fn check(&self, config: &Config, split: &Split) -> Result<(), Error> {
         for (node, class) in (0..).zip(&self.classes) {
-            let ranks = split.shard(config, paceline_base::Rank(node)).stage_ranks();
+            let ranks = split.shard(config, Rank(node)).stage_ranks();
             let (a, b) = (self.classes[ranks.start as usize], *class);
             if a != b {
                 return Err(Error::MixedStage { a, b });
@@ -98,6 +104,8 @@ pub struct Prepared {
     follows: bool,
     goes_on: bool,
     draft: Option<DraftModel>,
+    /// The same model over nodes that read prompts for it.
+    prompts: Option<Box<Self>>,
 }
 
 /// A model that guesses for another one.
@@ -135,7 +143,76 @@ impl Prepared {
             follows: false,
             goes_on: false,
             draft: None,
+            prompts: None,
         })
+    }
+
+    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode. Their
+    /// model is cut by the planner's default.
+    ///
+    /// # Errors
+    /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
+    /// handed over; why the model cannot be cut over so many.
+    pub fn read_prompts_on(&mut self, nodes: u32) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::PromptsOnMlx);
+        }
+        let a = self.options.classes[0];
+        if let Some(b) = self.options.classes.iter().copied().find(|b| *b != a) {
+            return Err(Error::MixedPrompts { a, b });
+        }
+        let options = Options {
+            classes: vec![a; nodes as usize],
+            nodes,
+            kind: SplitKind::Auto,
+            shares: Vec::new(),
+            ..self.options.clone()
+        };
+        let placement = asked(&self.config, options.kind, nodes, &options.shares)?;
+        let cut = Cut::new(&self.config, placement, None)?;
+        self.check_handed(&cut.split)?;
+        self.identity()?;
+        self.prompts = Some(Box::new(Self {
+            source: Arc::clone(&self.source),
+            identity: self.identity.clone(),
+            config: self.config.clone(),
+            options,
+            engine: EngineConfig {
+                cache_positions: self.engine.context,
+                max_running: 1, // so it gives pages away that it has read before
+                max_waiting: UNDER_WAY_MAX + 1, // one that was cancelled may be there still
+                drafts: 0,
+                ..self.engine.clone()
+            },
+            cut,
+            successors: Vec::new(),
+            forecast: None,
+            steers: false,
+            spares: None,
+            follows: false,
+            goes_on: self.goes_on,
+            draft: None,
+            prompts: None,
+        }));
+        Ok(())
+    }
+
+    /// Whether every rank that decodes can have its part of pages from ranks by `givers`.
+    fn check_handed(&self, givers: &Split) -> Result<(), Error> {
+        let kv = self.options.kv;
+        let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes[0]));
+        for cut in self.cuts() {
+            let takers = &cut.split;
+            for to in (0..takers.ranks()).map(Rank) {
+                handed(&self.config, kv, (givers, Rank(0)), (takers, to))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same model over the nodes that read prompts, if there are such.
+    pub fn prompts(&self) -> Option<&Self> {
+        self.prompts.as_deref()
     }
 
     /// Has a small model guess tokens, which the leader loads whole; up to
@@ -252,8 +329,11 @@ impl Prepared {
     }
 
     /// Has its instance started again after any failure: it was begun before, by another owner.
-    pub const fn go_on(&mut self) {
+    pub fn go_on(&mut self) {
         self.goes_on = true;
+        if let Some(prompts) = &mut self.prompts {
+            prompts.goes_on = true;
+        }
     }
 
     /// Has ranks that compute slower than before, because somebody uses their machines, give work
@@ -302,6 +382,51 @@ impl Prepared {
         restart: bool,
         observer: Observer,
     ) -> Result<Instance, Error> {
+        self.begin(crew, restart, observer, None)
+    }
+
+    /// As [`over`](Self::over), with the workers of `prompts` as the nodes that read prompts. These
+    /// are started again after a failure of any kind, and the others answer without them meanwhile.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn over_apart(
+        &self,
+        crew: Box<dyn Crew>,
+        prompts: Box<dyn Crew>,
+        restart: bool,
+        observer: Observer,
+    ) -> Result<Instance, Error> {
+        let Some(of_prompts) = &self.prompts else {
+            return self.over(crew, restart, observer);
+        };
+        let (here, there, heard) = hears();
+        // What becomes of them is told by the instance that they read for.
+        let quiet: Observer = Box::new(|_, _| {});
+        let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
+        let instance = self.begin(crew, restart, observer, Some(here))?;
+        instance.with_prompts(prompts, heard, self.readers(of_prompts))
+    }
+
+    /// What is predicted of the ranks that decode and of those that read prompts, before prompts
+    /// show it: of nodes of one machine, which are measured.
+    fn readers(&self, of_prompts: &Self) -> Readers {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let tok_s = |split: &Split| {
+            let seconds = forecast.as_ref()?;
+            let seconds = seconds.predict_prompt(&self.config, split, PREDICTED_PROMPT);
+            Some(f64::from(PREDICTED_PROMPT) / seconds.ok()?)
+        };
+        Readers::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split))
+    }
+
+    fn begin(
+        &self,
+        crew: Box<dyn Crew>,
+        restart: bool,
+        observer: Observer,
+        hears: Option<Hears>,
+    ) -> Result<Instance, Error> {
         let cuts = self.cuts();
         let first = best(&cuts);
         self.options.check(&self.config, &cuts[first].split)?;
@@ -321,6 +446,7 @@ impl Prepared {
             draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
             follows: self.follows,
             goes_on: self.goes_on,
+            hears,
         };
         Instance::begin(spec, crew, observer)
     }

@@ -45,6 +45,7 @@ impl Engine {
             self.reused += reused as u64;
             next.passed = 0;
             self.running.extend(queue.remove(at));
+            self.note_known();
             let queued = self.resuming.iter_mut().chain(&mut self.waiting);
             let passed = queued.take(place);
             passed.for_each(|older| older.passed = older.passed.saturating_add(1));

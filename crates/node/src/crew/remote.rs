@@ -487,6 +487,18 @@ impl Crew for RemoteCrew {
         sent.map_err(|source| Error::Place { rank, source })
     }
 
+    fn seen(&self, rank: Rank, addr: SocketAddr) -> SocketAddr {
+        if !addr.ip().is_unspecified() {
+            return addr;
+        }
+        let seat = lock(self.seat(rank));
+        let told = seat.as_ref().and_then(|seat| seat.listen);
+        drop(seat);
+        let mut place = told.unwrap_or_else(|| self.own_listen());
+        place.set_port(addr.port());
+        place
+    }
+
     fn receive(&self, wait: Duration) -> Option<Event<FromWorker>> {
         self.inbox.take(wait)
     }

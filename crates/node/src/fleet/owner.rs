@@ -302,6 +302,7 @@ impl Owned {
                     own.report(&inner, State::Recovering, None, Some(reason.clone()));
                 }
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
+                Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
                 Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
         })
