@@ -60,6 +60,11 @@ pub(crate) struct SplitArgs {
     #[arg(long, value_name = "M", default_value_t = 0, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(0..=64))]
     pub(crate) prefill_nodes: u32,
+    /// Have them read every prompt of which so many tokens are new, and no other [default: those
+    /// that they read sooner]
+    #[arg(long, value_name = "TOKENS", requires = "prefill_nodes", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(64..))]
+    pub(crate) prefill_from: Option<u32>,
 }
 
 /// How the nodes of a model reach each other.
@@ -125,6 +130,7 @@ impl SplitArgs {
             transport: Transport::Any,
             plaintext: false,
             prefill_nodes: 0,
+            prefill_from: None,
         }
     }
 }
@@ -172,7 +178,7 @@ impl Opened {
         let prepared = Prepared::new(Arc::clone(&source), options, sizes);
         let mut prepared = prepared.map_err(|error| in_model(path, error))?;
         if cut.prefill_nodes > 0 {
-            let reads = prepared.read_prompts_on(cut.prefill_nodes);
+            let reads = prepared.read_prompts_on(cut.prefill_nodes, cut.prefill_from);
             reads.map_err(|error| in_model(path, error))?;
         }
         let bad = |what| format!("{}: cannot use its {what}", path.display());

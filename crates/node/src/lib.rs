@@ -78,5 +78,5 @@ pub use instance::{Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::{Exchanged, Moved, RankMoved};
 pub use placing::Cut;
-pub use portrait::{Portrait, Shard};
+pub use portrait::{Portrait, Prompts, Shard};
 pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};

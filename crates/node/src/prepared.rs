@@ -106,6 +106,8 @@ pub struct Prepared {
     draft: Option<DraftModel>,
     /// The same model over nodes that read prompts for it.
     prompts: Option<Box<Self>>,
+    /// Tokens of a prompt from which on they read it, whatever is faster.
+    prompts_from: Option<u32>,
 }
 
 /// A model that guesses for another one.
@@ -144,16 +146,18 @@ impl Prepared {
             goes_on: false,
             draft: None,
             prompts: None,
+            prompts_from: None,
         })
     }
 
-    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode. Their
-    /// model is cut by the planner's default.
+    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode: prompts
+    /// of which `from` tokens are to be read, or those that are read sooner there. Their model is
+    /// cut by the planner's default.
     ///
     /// # Errors
     /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
     /// handed over; why the model cannot be cut over so many.
-    pub fn read_prompts_on(&mut self, nodes: u32) -> Result<(), Error> {
+    pub fn read_prompts_on(&mut self, nodes: u32, from: Option<u32>) -> Result<(), Error> {
         if !self.options.on_cpu() {
             return Err(Error::PromptsOnMlx);
         }
@@ -172,6 +176,7 @@ impl Prepared {
         let cut = Cut::new(&self.config, placement, None)?;
         self.check_handed(&cut.split)?;
         self.identity()?;
+        self.prompts_from = from;
         self.prompts = Some(Box::new(Self {
             source: Arc::clone(&self.source),
             identity: self.identity.clone(),
@@ -193,6 +198,7 @@ impl Prepared {
             goes_on: self.goes_on,
             draft: None,
             prompts: None,
+            prompts_from: None,
         }));
         Ok(())
     }
@@ -417,7 +423,8 @@ impl Prepared {
             let seconds = seconds.predict_prompt(&self.config, split, PREDICTED_PROMPT);
             Some(f64::from(PREDICTED_PROMPT) / seconds.ok()?)
         };
-        Readers::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split))
+        let predicted = Readers::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split));
+        predicted.with_least(self.prompts_from)
     }
 
     fn begin(

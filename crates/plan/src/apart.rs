@@ -59,6 +59,8 @@ pub struct Readers {
     there: Speed,
     /// Prompts that were kept here since the last that was not.
     kept: u32,
+    /// Tokens from which on all prompts go there.
+    from: Option<u32>,
 }
 
 impl Readers {
@@ -68,7 +70,15 @@ impl Readers {
             here: Speed::predicted(here),
             there: Speed::predicted(there),
             kept: 0,
+            from: None,
         }
+    }
+
+    /// Sends prompts there of which so many tokens are to be read, and no others, whichever way
+    /// is faster. `None` leaves that to what is known of both.
+    #[must_use]
+    pub const fn with_least(self, from: Option<u32>) -> Self {
+        Self { from, ..self }
     }
 
     /// Tokens a second of prompts here, as far as known.
@@ -101,6 +111,9 @@ impl Readers {
     /// Whether a prompt of which `tokens` are to be read goes there, behind `ahead` tokens of
     /// others.
     pub fn goes_there(&mut self, tokens: u32, ahead: u32) -> bool {
+        if let Some(from) = self.from {
+            return tokens >= from;
+        }
         if tokens < LEAST {
             return false;
         }
@@ -132,6 +145,8 @@ mod tests {
             Readers::default().goes_there(1000, 0),
             "the user named them"
         );
+        let mut all = slow.with_least(Some(64));
+        assert!(all.goes_there(64, 9000) && !all.goes_there(63, 0));
     }
 
     #[test]

@@ -8,6 +8,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+mod apart;
 mod crowded;
 mod drafted;
 pub(crate) mod embeddings;

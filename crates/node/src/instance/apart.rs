@@ -21,10 +21,10 @@ use paceline_model::{PageName, Split};
 use paceline_plan::Pipeline;
 use paceline_plan::apart::{LEAST, Readers};
 use paceline_tensor::PAGE;
-use tracing::{info, warn};
+use tracing::{debug, warn};
 
 use super::{Command, Instance, Meeting, Shared};
-use crate::apart::{Action, Apart, Counts, Event, News};
+use crate::apart::{Action, Apart, Counts, Event};
 use crate::fleet::prefixes::{Prefixes, blocks};
 use crate::messages::{FromWorker, HandTo, Receive, Round, ToWorker};
 use crate::supervisor::Notice;
@@ -398,10 +398,7 @@ impl Shell {
             Action::Listen(round) => self.listen(round),
             Action::Connect { round, addrs } => self.connect(round, addrs),
             Action::Tell(news) => {
-                match &news {
-                    News::Up => info!("{}", news.line()),
-                    News::Down { .. } | News::Late { .. } => warn!("{}", news.line()),
-                }
+                debug!(news = news.line(), "prompts");
                 self.here.command(Command::Tell(Notice::Prompts(news)));
             }
         }
