@@ -393,6 +393,7 @@ mod tests {
             grows: false,
             added: false,
             weights: Weights::Auto,
+            prompts: Vec::new(),
         }
     }
 

@@ -39,6 +39,7 @@ impl Inner {
         if let Some(draft) = &ask.draft {
             self.check_draft(draft, (&ask.model, &path), all.len())?;
         }
+        self.check_apart(ask, &all)?;
         for nodes in &groups {
             self.measure_unknown(nodes);
             for way in self.ways_told(nodes) {
@@ -46,6 +47,17 @@ impl Inner {
             }
         }
         self.records(ask, &path, groups)
+    }
+
+    /// Whether the nodes that are to read prompts are others than those that decode.
+    fn check_apart(&self, ask: &Ask, decoding: &BTreeSet<NodeId>) -> Result<(), String> {
+        match self.readers(ask)?.iter().find(|id| decoding.contains(id)) {
+            Some(both) => Err(format!(
+                "{} is to decode and to read prompts: name other --nodes",
+                self.name(*both)
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Whether a draft model can guess for a model, and be shared with so many nodes.
@@ -168,6 +180,7 @@ impl Inner {
             grows: ask.grows,
             added: false,
             weights: ask.weights,
+            prompts: self.readers(ask)?,
         })
     }
 
@@ -189,6 +202,7 @@ impl Inner {
             follow: false,
             grows: false,
             weights: Weights::Whole,
+            prompts: Vec::new(),
         };
         let record = self.record(&ask, &path)?;
         self.sign(&record, &path);
@@ -279,6 +293,45 @@ impl Inner {
             }
         };
         ask.nodes.iter().map(find).collect()
+    }
+
+    /// The nodes that are to read prompts: they compute as this one does, so that the answer does
+    /// not depend on who reads a prompt.
+    fn readers(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+        if ask.prompts.is_empty() {
+            return Ok(Vec::new());
+        }
+        if ask.prompts.len() > NODES_MAX {
+            let got = ask.prompts.len();
+            return Err(format!(
+                "{got} nodes for prompts, expected {NODES_MAX} at most"
+            ));
+        }
+        if ask.replicas > 1 || ask.grows {
+            return Err("nodes for prompts read for one instance: ask for one replica".to_owned());
+        }
+        let views = self.agent.nodes();
+        let own = views.iter().find(|view| view.id == self.agent.id());
+        let own = own.map(|view| (view.facts.numerics, &view.facts.kernel_class));
+        let mut all = BTreeSet::new();
+        let find = |name: &String| {
+            let node = self.agent.find(name).map_err(|error| error.to_string())?;
+            let (name, facts) = (&node.facts.name, &node.facts);
+            if facts.leaving {
+                return Err(preview::takes_none(name));
+            }
+            if own.is_some_and(|own| own != (facts.numerics, &facts.kernel_class)) {
+                return Err(format!(
+                    "{name} computes as {} of revision {}, which hands no pages to this one",
+                    facts.kernel_class, facts.numerics
+                ));
+            }
+            match all.insert(node.id) {
+                true => Ok(node.id),
+                false => Err(format!("{name} is named twice for prompts")),
+            }
+        };
+        ask.prompts.iter().map(find).collect()
     }
 
     /// As [`Fleet::unload`](super::Fleet::unload).
