@@ -143,10 +143,8 @@ pub(crate) struct Round {
     pub(crate) number: u64,
     /// Names the pairs of ranks.
     pub(crate) group: [u8; 16],
-    /// Authenticates and encrypts, as in a [`Job`].
+    /// Authenticates and encrypts; `None` where all are on one machine.
     pub(crate) key: Option<EpochKey>,
-    /// As in a [`Job`].
-    pub(crate) plain: bool,
 }
 
 /// What a rank that decodes needs to take pages.
@@ -155,6 +153,8 @@ pub struct Receive {
     pub(crate) round: Round,
     /// Who holds what among the ranks that read prompts.
     pub(crate) from: Split,
+    /// Where to listen for them.
+    pub(crate) listen: SocketAddr,
 }
 
 /// What a rank that reads prompts needs to give pages away.

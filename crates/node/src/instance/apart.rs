@@ -9,6 +9,7 @@
 //! there is started again, and costs the decoding ranks nothing.
 
 use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -345,16 +346,23 @@ impl Shell {
             FromWorker::Receives { round, addrs } => Event::Receives {
                 rank,
                 round,
-                addrs: addrs
-                    .into_iter()
-                    .map(|addr| self.here.crew.seen(rank, addr))
-                    .collect(),
+                addrs: self.seen(rank, addrs),
             },
             FromWorker::HandsOver { round } => Event::HandsOver { rank, round },
             FromWorker::Unlinked { round, reason } => Event::Unlinked { round, reason },
             FromWorker::Arrived { number } => Event::Arrived(Ticket(number), rank),
             _ => return None,
         })
+    }
+
+    /// Where the ranks for prompts reach what a decoding rank listens at. What is on this machine
+    /// is at the address by which another machine of either group reaches this one.
+    fn seen(&self, rank: Rank, addrs: Vec<SocketAddr>) -> Vec<SocketAddr> {
+        let (here, there) = (&*self.here.crew, &*self.there.shared.crew);
+        let own = there.own_addr().or_else(|| here.own_addr());
+        let own = own.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let seen = |addr| here.seen(rank, addr, own);
+        addrs.into_iter().map(seen).collect()
     }
 
     fn submit(
@@ -490,12 +498,10 @@ impl Shell {
     fn round(&self, number: u64) -> Round {
         let (here, there) = (&*self.here.crew, &*self.there.shared.crew);
         let is_here = here.is_one_machine() && there.is_one_machine();
-        let plain = here.is_trusted() && there.is_trusted();
         Round {
             number,
             group: self.meeting.group,
-            key: (!is_here && !plain).then(|| self.meeting.key.clone()),
-            plain,
+            key: (!is_here).then(|| self.meeting.key.clone()),
         }
     }
 
@@ -510,13 +516,17 @@ impl Shell {
         }
         let round = self.round(round);
         for rank in (0..ranks).map(Rank) {
-            let (round, from) = (round.clone(), from.clone());
-            let receive = ToWorker::Receive(Box::new(Receive { round, from }));
+            let receive = Receive {
+                round: round.clone(),
+                from: from.clone(),
+                listen: self.here.crew.door(rank),
+            };
+            let receive = ToWorker::Receive(Box::new(receive));
             let _ = self.here.crew.send(rank, &receive); // as in `read`
         }
     }
 
-    fn connect(&self, round: u64, addrs: Vec<Vec<std::net::SocketAddr>>) {
+    fn connect(&self, round: u64, addrs: Vec<Vec<SocketAddr>>) {
         let [Some(here), Some(_)] = &self.splits else {
             return;
         };

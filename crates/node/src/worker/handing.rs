@@ -233,7 +233,7 @@ impl Taker {
             .begin(number, ranks.len(), &page_bytes.unwrap_or_default());
         let mut addrs = Vec::new();
         for (giver, part) in ranks.into_iter().zip(parts) {
-            let listener = listen(own.listen, ports.clone())?;
+            let listener = listen(wanted.listen, ports.clone())?;
             let addr = listener.addr();
             addrs.push(addr);
             let lane = incoming::Lane {
@@ -298,7 +298,6 @@ fn pair(round: &Round, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
     }
     let protection = match &round.key {
         Some(key) => Protection::Key(GroupKey::new(key.0)),
-        None if round.plain => Protection::Plaintext,
         None => Protection::Loopback,
     };
     (GroupId(id), protection)
