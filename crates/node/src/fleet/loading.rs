@@ -90,7 +90,8 @@ impl Inner {
         let numbers = naming::next(&ask.model, others, groups.len());
         let one = self.record(ask, path)?;
         let own = self.agent.id();
-        if groups.iter().flatten().any(|id| *id != own) {
+        let all = groups.iter().flatten().chain(&one.prompts);
+        if all.into_iter().any(|id| *id != own) {
             self.sign(&one, path);
         } else if self.agent.nodes().len() > 1 {
             self.sign_meanwhile(&one, path);
@@ -256,7 +257,7 @@ impl Inner {
     /// The nodes that are to compute one instance, this one first if it is among them.
     pub(super) fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
-            true => self.best(ask.count)?,
+            true => self.best(ask.count, &self.readers(ask)?)?,
             false => self.named(ask)?,
         };
         if nodes.is_empty() || nodes.len() > NODES_MAX {
@@ -271,9 +272,10 @@ impl Inner {
         }
     }
 
-    /// So many living nodes, the best reached first.
-    fn best(&self, count: usize) -> Result<Vec<NodeId>, String> {
+    /// So many living nodes, the best reached first, that do not read prompts.
+    fn best(&self, count: usize, readers: &[NodeId]) -> Result<Vec<NodeId>, String> {
         let (mut order, notes) = self.ranked();
+        order.retain(|id| !readers.contains(id));
         if order.len() < count {
             let live = order.len();
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
