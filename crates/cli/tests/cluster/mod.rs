@@ -5,6 +5,7 @@
 
 mod alone;
 mod anywhere;
+mod apart;
 mod arrays;
 mod asleep;
 mod battery;
