@@ -318,7 +318,8 @@ impl Instance {
     }
 
     /// Has another instance of the same model read prompts for this one. Both have told `heard`
-    /// what became of them from their beginning. `readers` is what is predicted of both.
+    /// what became of them from their beginning. `readers` is what is predicted of both; the first
+    /// start waits for the other one where it is `awaited`.
     ///
     /// # Errors
     /// What the system refuses.
@@ -326,10 +327,11 @@ impl Instance {
         mut self,
         prompts: Self,
         heard: Heard,
-        readers: Readers,
+        (readers, awaited): (Readers, bool),
     ) -> Result<Self, Error> {
         let here = Arc::clone(&self.shared);
-        self.prompts = Some(Prompts::begin(prompts, here, heard, readers)?);
+        let prompts = Prompts::begin(prompts, here, heard, (readers, awaited))?;
+        self.prompts = Some(prompts);
         Ok(self)
     }
 

@@ -411,7 +411,9 @@ impl Prepared {
         let quiet: Observer = Box::new(|_, _| {});
         let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
         let instance = self.begin(crew, restart, observer, Some(here))?;
-        instance.with_prompts(prompts, heard, self.readers(of_prompts))
+        // An instance that was begun before answers without them, should they be gone.
+        let readers = (self.readers(of_prompts), !self.goes_on);
+        instance.with_prompts(prompts, heard, readers)
     }
 
     /// What is predicted of the ranks that decode and of those that read prompts, before prompts

@@ -138,6 +138,8 @@ pub(super) struct Prompts {
     pub(super) instance: Arc<Instance>,
     signals: Sender<Signal>,
     view: Arc<Mutex<View>>,
+    /// Whether the first start waits for them.
+    awaited: bool,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -147,7 +149,7 @@ impl Prompts {
         instance: Instance,
         here: Arc<Shared>,
         heard: Heard,
-        readers: Readers,
+        (readers, awaited): (Readers, bool),
     ) -> Result<Self, Error> {
         let instance = Arc::new(instance);
         let view = Arc::new(Mutex::new(View::default()));
@@ -173,6 +175,7 @@ impl Prompts {
             instance,
             signals: heard.signals,
             view,
+            awaited,
             thread: Some(thread),
         })
     }
@@ -200,15 +203,19 @@ impl Prompts {
     /// # Errors
     /// As [`Instance::ready`].
     pub(super) fn ready(&self) -> Result<(), Error> {
-        self.instance.ready()?;
-        self.linked();
+        if self.awaited {
+            self.instance.ready()?;
+            self.linked();
+        }
         Ok(())
     }
 
     /// As [`Instance::ready_while`].
     pub(super) fn ready_while(&self, goes_on: impl Fn() -> bool) -> Result<(), Error> {
-        self.instance.ready_while(goes_on)?;
-        self.linked();
+        if self.awaited {
+            self.instance.ready_while(goes_on)?;
+            self.linked();
+        }
         Ok(())
     }
 
