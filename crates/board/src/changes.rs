@@ -376,6 +376,7 @@ mod tests {
             n_changes,
             changes: (0..n_changes.min(8)).map(|n| n.to_string()).collect(),
             shards: Vec::new(),
+            prompts: None,
         };
         let mut changes = Changes::default();
         let mut see = |n, restarts| {

@@ -333,6 +333,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
         follow: body.follow.unwrap_or(false),
         grows: body.grows.unwrap_or(false),
         weights: body.weights.unwrap_or_default(),
+        prompts: body.prefill_nodes.unwrap_or_default(),
     })
 }
 
@@ -355,6 +356,7 @@ struct Body {
     follow: Option<bool>,
     grows: Option<bool>,
     weights: Option<Weights>,
+    prefill_nodes: Option<Vec<String>>,
 }
 
 /// Arguments of `unload`.

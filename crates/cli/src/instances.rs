@@ -25,6 +25,7 @@ Examples:
   paceline load qwen3:8b --preview                  placements with predictions; loads nothing
   paceline load smollm2 --nodes 2 --adapter poet=my-adapter      answers as smollm2:poet too
   paceline load smollm2 --replicas 2                two whole copies, on machines of their own
+  paceline load qwen3:8b --nodes mini --prefill-nodes tower
   paceline ps";
 
 /// Arguments of `paceline load`.
@@ -83,6 +84,15 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "WHICH", default_value = "auto",
           value_parser = str::parse::<Weights>)]
     weights: Weights,
+    /// Names of machines that only read prompts, and hand them to the others while they go on: for
+    /// long prompts beside answers
+    #[arg(
+        long,
+        value_name = "A,B,..",
+        value_delimiter = ',',
+        conflicts_with = "preview"
+    )]
+    prefill_nodes: Vec<String>,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
@@ -297,6 +307,7 @@ impl LoadArgs {
             "drafts": self.drafts,
             "follow": self.follow,
             "weights": self.weights,
+            "prefill_nodes": self.prefill_nodes,
         })
     }
 }

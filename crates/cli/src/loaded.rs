@@ -56,6 +56,16 @@ pub(crate) struct SplitArgs {
     /// Allow a transport that cannot encrypt
     #[arg(long)]
     pub(crate) plaintext: bool,
+    /// Local nodes more that only read prompts, and hand them to the others while they go on: for
+    /// long prompts beside answers. Short ones the others read themselves
+    #[arg(long, value_name = "M", default_value_t = 0, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(0..=64))]
+    pub(crate) prefill_nodes: u32,
+    /// Have them read every prompt of which so many tokens are new, and no other [default: those
+    /// that they read sooner]
+    #[arg(long, value_name = "TOKENS", requires = "prefill_nodes", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(64..))]
+    pub(crate) prefill_from: Option<u32>,
 }
 
 /// How the nodes of a model reach each other.
@@ -123,6 +133,8 @@ impl SplitArgs {
             shares: Vec::new(),
             transport: Transport::Any,
             plaintext: false,
+            prefill_nodes: 0,
+            prefill_from: None,
         }
     }
 }
@@ -159,7 +171,7 @@ impl Opened {
         compute.check(&classes)?;
         let options = Options {
             classes: classes.each().to_vec(),
-            threads: load::threads(compute, cut.nodes),
+            threads: load::threads(compute, cut.nodes + cut.prefill_nodes),
             kv: compute.kv,
             nodes: cut.nodes,
             kind: cut.split,
@@ -168,7 +180,11 @@ impl Opened {
             probed: cut.transport.probed(),
         };
         let prepared = Prepared::new(Arc::clone(&source), options, sizes);
-        let prepared = prepared.map_err(|error| in_model(path, error))?;
+        let mut prepared = prepared.map_err(|error| in_model(path, error))?;
+        if cut.prefill_nodes > 0 {
+            let reads = prepared.read_prompts_on(cut.prefill_nodes, cut.prefill_from);
+            reads.map_err(|error| in_model(path, error))?;
+        }
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         Ok(Self {
             tokenizer: Arc::new(texts::tokenizer(&source).with_context(|| bad("tokenizer"))?),
@@ -265,7 +281,7 @@ impl Opened {
     pub(crate) fn load(self) -> anyhow::Result<Loaded> {
         let (threads, engine) = (self.threads(), self.engine().clone());
         let kv = self.compute.kv_type(&self.classes);
-        let model = if self.nodes() == 1 {
+        let model = if self.nodes() == 1 && self.prepared.prompts().is_none() {
             let kernels = self.own_kernels()?;
             here(self.prepared, &self.path, &self.tokenizer, kernels)?
         } else {
@@ -325,20 +341,35 @@ impl Opened {
         let options = self.prepared.options();
         // Before there are workers, which would wait for it.
         self.prepared.identity()?;
-        let crew = LocalCrew::spawn(LocalSpec {
-            program: own_program().context("cannot find this program's own file")?,
-            args: worker_args,
-            env: worker_env(),
-            writable,
-            model: self.path.clone(),
-            draft: self.draft.clone(),
-            adapters: Vec::new(),
-            ranks: options.nodes,
-            pin: self.compute.pin.then_some(options.threads),
-            on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
-        });
-        let crew = Box::new(crew.map_err(|error| in_model(&self.path, error))?);
-        let instance = self.prepared.over(crew, restart, observer);
+        let program = own_program().context("cannot find this program's own file")?;
+        let pin = self.compute.pin.then_some(options.threads);
+        let crew = |ranks: u32, pin: Option<usize>, of: &'static str| {
+            let crew = LocalCrew::spawn(LocalSpec {
+                program: program.clone(),
+                args: worker_args.clone(),
+                env: worker_env(),
+                writable: writable.clone(),
+                model: self.path.clone(),
+                draft: self.draft.clone(),
+                adapters: Vec::new(),
+                ranks,
+                pin,
+                on_line: Some(Box::new(move |rank, line| {
+                    tell(format_args!("[{of}{rank}] {line}"));
+                })),
+            });
+            crew.map(Box::new)
+                .map_err(|error| in_model(&self.path, error))
+        };
+        let own = crew(options.nodes, pin, "")?;
+        let instance = match self.prepared.prompts() {
+            None => self.prepared.over(own, restart, observer),
+            Some(prompts) => {
+                // The others have the first cores, which these would share.
+                let prompts = crew(prompts.options().nodes, None, "prompts ")?;
+                self.prepared.over_apart(own, prompts, restart, observer)
+            }
+        };
         instance.map_err(|error| in_model(&self.path, error))
     }
 

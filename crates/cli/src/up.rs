@@ -493,6 +493,7 @@ fn observer(opened: &Opened) -> Observer {
                 }
             }
             Notice::Changed(change) => tell(change.line()),
+            Notice::Prompts(news) => tell(news.line()),
             Notice::Failed {
                 reason,
                 again_in: Some(wait),
@@ -656,6 +657,7 @@ impl Args {
         let given = [
             ("--nodes", self.split.nodes != 1),
             ("--shares", !self.split.shares.is_empty()),
+            ("--prefill-nodes", self.split.prefill_nodes != 0),
             ("--context", self.context.is_some()),
             ("--engine", self.engine.engine.is_some()),
             (

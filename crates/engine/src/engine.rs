@@ -391,6 +391,7 @@ impl Engine {
         let began = self.tracer.begin();
         let mut events = self.end_late();
         self.admit();
+        self.write_kept()?;
         self.take_off()?;
         let flight = self.flights.pop_front().unwrap_or_default();
         let plan = self.land(flight.parts);
@@ -458,9 +459,11 @@ impl Engine {
 
     /// Gives a sequence the pages that another one has computed since it was admitted.
     fn catch_up(&mut self, index: usize) {
+        let reads_all = self.reads_all();
         let sequence = &mut self.running[index];
         let at = sequence.computed;
         if at != sequence.pages.len() * PAGE
+            || reads_all
             || sequence.is_scoring()
             || !sequence.pages.is_known()
             || !self.pages.is_next_known(&sequence.tokens, &sequence.pages)

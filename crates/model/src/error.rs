@@ -235,6 +235,15 @@ pub enum Error {
         /// What would fit.
         limit: usize,
     },
+    /// A layer whose pages the ranks of one split cannot give those of another.
+    #[error(
+        "layer {layer} is a gated delta net whose heads the prompts' nodes share otherwise than \
+         the others: its states cannot be handed over"
+    )]
+    NotHanded {
+        /// The layer, counted from 0.
+        layer: usize,
+    },
 }
 
 /// Whether a device is slow can be told only where it was measured before.

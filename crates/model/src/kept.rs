@@ -72,6 +72,12 @@ pub trait PageStore: fmt::Debug + Send {
     /// It is not to be had, here or at another rank, or not without pages that are lost: it is put
     /// again when it was computed.
     fn forget(&mut self, page: &KeptPage);
+
+    /// Whether it is put pages too that a prompt found in the cache: what it keeps is for others,
+    /// who lack them. Only for engines of one sequence at a time.
+    fn wants_known(&self) -> bool {
+        false
+    }
 }
 
 /// The store of a rank, if it has one.

@@ -25,6 +25,7 @@ mod config;
 pub mod encoder;
 mod error;
 pub mod families;
+mod handed;
 mod kept;
 mod kinds;
 mod links;
@@ -49,6 +50,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use families::Family;
+pub use handed::{Handed, Run, handed};
 pub use kept::{KEPT_MAX, KeptPage, PageName, PageStore};
 pub use kinds::{Kinds, WindowPool};
 pub use links::Links;

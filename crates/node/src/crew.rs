@@ -101,6 +101,23 @@ pub trait Crew: Send + Sync + fmt::Debug {
     /// What a rank's machine says of its place.
     fn post(&self, rank: Rank) -> Post;
 
+    /// Where a rank is to listen for ranks of another crew; port 0 takes a free one.
+    fn door(&self, rank: Rank) -> SocketAddr {
+        self.post(rank).listen
+    }
+
+    /// Where ranks of another crew reach what a rank says that it listens at; `own` is this
+    /// machine, as other machines reach it.
+    fn seen(&self, rank: Rank, addr: SocketAddr, own: SocketAddr) -> SocketAddr {
+        let (_, _) = (rank, own);
+        addr
+    }
+
+    /// This machine, as another one of the crew reaches it; `None` where all are here.
+    fn own_addr(&self) -> Option<SocketAddr> {
+        None
+    }
+
     /// Whether all ranks are on this machine, where nobody else hears what they send.
     fn is_one_machine(&self) -> bool;
 

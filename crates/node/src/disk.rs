@@ -35,10 +35,15 @@ const VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"plpage\r\n";
 
 /// Bytes of a header: magic, version, space, name, pool and length.
-const HEAD: usize = 8 + 4 + 16 + 32 + 4 + 8;
+pub(crate) const HEAD: usize = 8 + 4 + 16 + 32 + 4 + 8;
 
 /// Bytes of the sum at the end of a file.
-const SUM: usize = 32;
+pub(crate) const SUM: usize = 32;
+
+/// Where the space lies in a header, and the name and the pool behind it.
+const SPACE_AT: usize = 8 + 4;
+const NAME_AT: usize = SPACE_AT + 16;
+const POOL_AT: usize = NAME_AT + 32;
 
 /// Most bytes of pages that wait to be written. A prompt of 2,000 tokens of a 0.5B model is 25 MB,
 /// which take a second to compute; what comes faster than the disk writes is not kept.
@@ -114,8 +119,7 @@ impl Disk {
     }
 
     fn in_space(cache: &DiskCache, of: &str) -> io::Result<Self> {
-        let hash = Sha256::digest(format!("{VERSION}/{}/{of}", crate::NUMERICS));
-        let space: [u8; 16] = *hash.first_chunk().expect("a hash has 32 bytes");
+        let space = space(of);
         let folder = cache.folder.join(hex(&space));
         make_private(&cache.folder)?;
         make_private(&folder)?;
@@ -148,30 +152,58 @@ impl Disk {
     }
 
     fn head(&self, page: &KeptPage, len: usize) -> [u8; HEAD] {
-        let mut head = Vec::with_capacity(HEAD);
-        head.extend(MAGIC);
-        head.extend(VERSION.to_le_bytes());
-        head.extend(self.space);
-        head.extend(bytes_of(&page.name));
-        head.extend(page.pool.to_le_bytes());
-        head.extend((len as u64).to_le_bytes());
-        head.try_into().expect("the parts of a header")
+        head(&self.space, (&page.name, page.pool), len)
     }
+}
+
+/// The header of `len` bytes of a page, by its name and pool.
+pub(crate) fn head(space: &[u8; 16], (name, pool): (&PageName, u32), len: usize) -> [u8; HEAD] {
+    let mut head = Vec::with_capacity(HEAD);
+    head.extend(MAGIC);
+    head.extend(VERSION.to_le_bytes());
+    head.extend(space);
+    head.extend(bytes_of(name));
+    head.extend(pool.to_le_bytes());
+    head.extend((len as u64).to_le_bytes());
+    head.try_into().expect("the parts of a header")
+}
+
+/// Name and pool of the page that a header of `space` is about; `None` for one of something else.
+/// The length behind them is to be compared with what is expected.
+pub(crate) fn page_of(space: &[u8; 16], bytes: &[u8; HEAD]) -> Option<(PageName, u32)> {
+    let mut name = PageName::default();
+    for (word, bytes) in name.0.iter_mut().zip(bytes[NAME_AT..].as_chunks().0) {
+        *word = u32::from_le_bytes(*bytes);
+    }
+    let pool = u32::from_le_bytes(*bytes[POOL_AT..].first_chunk()?);
+    let len = u64::from_le_bytes(*bytes[POOL_AT + 4..].first_chunk()?);
+    (head(space, (&name, pool), len as usize) == *bytes).then_some((name, pool))
+}
+
+/// The space of everything that decides which bytes a page has, besides its tokens.
+pub(crate) fn space(of: &str) -> [u8; 16] {
+    let hash = Sha256::digest(format!("{VERSION}/{}/{of}", crate::NUMERICS));
+    *hash.first_chunk().expect("a hash has 32 bytes")
+}
+
+/// The name of a page of `tokens` behind the page called `before`.
+pub(crate) fn name(before: &PageName, tokens: &[u32]) -> PageName {
+    let mut hash = Sha256::new();
+    hash.update(bytes_of(before).collect::<Vec<u8>>());
+    for token in tokens {
+        hash.update(token.to_le_bytes());
+    }
+    let hash = hash.finalize();
+    let mut name = PageName::default();
+    for (to, word) in name.0.iter_mut().zip(hash.as_chunks().0) {
+        *to = u32::from_le_bytes(*word);
+    }
+    name
 }
 
 impl PageStore for Disk {
     fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
-        let mut hash = Sha256::new();
-        hash.update(bytes_of(before).collect::<Vec<u8>>());
-        for token in tokens {
-            hash.update(token.to_le_bytes());
-        }
-        let hash = hash.finalize();
-        let mut name = PageName::default();
-        for (to, word) in name.0.iter_mut().zip(hash.as_chunks().0) {
-            *to = u32::from_le_bytes(*word);
-        }
-        name
+        name(before, tokens)
     }
 
     fn has(&self, page: &KeptPage) -> bool {
@@ -239,7 +271,8 @@ fn read(path: &Path, head: &[u8; HEAD], into: &mut [u8], age: Duration) -> io::R
     Ok(())
 }
 
-fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
+/// The checksum of a page and its header.
+pub(crate) fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
     let hash = Sha256::new().chain_update(head).chain_update(bytes);
     hash.finalize().into()
 }

@@ -48,6 +48,25 @@ pub enum Error {
     /// MLX adds no adapters to its weights.
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
+    /// MLX keeps keys and values in arrays of its own, which no rank gives away.
+    #[error(
+        "nodes for prompts need nodes that compute on the CPU, and class mlx hands no pages over"
+    )]
+    PromptsOnMlx,
+    /// Pages that are handed over have one class: the answer would depend on who read a prompt.
+    #[error("nodes for prompts need one class on all nodes, and they compute as {a} and as {b}")]
+    MixedPrompts {
+        /// Class of the first node.
+        a: KernelClass,
+        /// Class of another.
+        b: KernelClass,
+    },
+    /// What came from a rank that reads prompts is no page for this one.
+    #[error("a page of a prompt was refused: {what}")]
+    BadPage {
+        /// What is wrong.
+        what: &'static str,
+    },
     /// Packed weights cannot be taken into another epoch.
     #[error("something still holds the weights of the epoch before")]
     Held,

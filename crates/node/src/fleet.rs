@@ -41,7 +41,7 @@ mod owner;
 pub(crate) mod partial;
 mod pieces;
 mod places;
-mod prefixes;
+pub(crate) mod prefixes;
 mod preview;
 mod replicas;
 mod rooted;
@@ -225,6 +225,8 @@ pub struct Ask {
     pub grows: bool,
     /// How much of the model's file each node gets.
     pub weights: Weights,
+    /// Names or ids of nodes that only read prompts.
+    pub prompts: Vec<String>,
 }
 
 /// An instance, as any node sees it.
@@ -242,6 +244,9 @@ pub struct View {
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
     pub nodes: Vec<String>,
+    /// Names of the nodes that only read prompts for it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub prompts: Vec<String>,
     /// Number of the record: one more with each owner.
     pub epoch: u64,
     /// How the model is cut, as it was asked for.
@@ -1007,6 +1012,7 @@ impl Inner {
                 progress,
                 reason,
                 nodes: wanted.nodes.iter().map(name).collect(),
+                prompts: wanted.prompts.iter().map(name).collect(),
                 epoch,
                 split: wanted.split,
                 replica: numbers.get(&id).copied(),

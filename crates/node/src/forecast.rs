@@ -237,6 +237,29 @@ impl Forecast {
         Ok(self.facts_for(config, split, (KEYS, answers))? * self.ratio(split))
     }
 
+    /// Seconds until a prompt of so many `tokens` is read by the ranks of `split`, while those of
+    /// no other split compute.
+    ///
+    /// # Errors
+    /// As [`predict`](Self::predict).
+    pub fn predict_prompt(&self, config: &Config, split: &Split, tokens: u32) -> Result<f64> {
+        let at_once = split.ranks() as usize; // stages have chunks of their own
+        let (cluster, calibration) = self.cluster(split, at_once, self.measured.prompt_row)?;
+        let workload = Workload {
+            prompt: tokens,
+            output: 1,
+            concurrency: 1,
+            context: tokens.saturating_add(1),
+        };
+        let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
+        let placement = Placement::single(pipeline(config, split));
+        predict(&costs, &placement)?
+            .ttft_s
+            .ok_or(Error::NotMeasured {
+                what: "nothing is known of prompts",
+            })
+    }
+
     /// [`predict_together`](Self::predict_together) for 2, 4, 8 and so on answers, and `most`, of
     /// 1,024 at most; empty for one and where the planner refuses the split.
     pub fn predict_many(&self, config: &Config, split: &Split, most: u32) -> Vec<(u32, f64)> {

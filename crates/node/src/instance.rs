@@ -8,6 +8,7 @@
 //! The thread owns the supervisor, the sinks and the clock. Callers never wait for it but in
 //! [`Instance::moved`].
 
+pub(crate) mod apart;
 pub(crate) mod follow;
 mod measures;
 mod spares;
@@ -29,17 +30,20 @@ use paceline_engine::{
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use paceline_plan::Placement;
+use paceline_plan::apart::Readers;
 use paceline_plan::follow::Move;
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
+use crate::apart::Counts;
 use crate::crew::Crew;
 use crate::forecast::Forecast;
-use crate::messages::{DraftJob, EpochKey, FromWorker, Job, RankFacts, ToWorker};
+use crate::messages::{DraftJob, EpochKey, FromWorker, Hands, Job, RankFacts, ToWorker};
 use crate::supervisor::{
     Action, Change, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
 };
 use crate::{AdapterOf, Cut, Error, Moved, adapters};
+use apart::{Heard, Hears, Prompts, Side};
 use follow::Follower;
 use measures::Measured;
 use spares::Keeper;
@@ -98,6 +102,8 @@ pub struct InstanceSpec {
     pub follows: bool,
     /// Whether the instance was begun before, by another owner: see [`Policy::goes_on`].
     pub goes_on: bool,
+    /// Hears what becomes of it, where prompts are read by ranks of their own.
+    pub(crate) hears: Option<Hears>,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -189,6 +195,10 @@ impl InstanceSpec {
             plain,
             listen: post.listen,
             patience_s: PATIENCE_S,
+            hands: self.hears.as_ref().map(|hears| match hears.side() {
+                Side::Here => Hands::Take,
+                Side::There => Hands::Give,
+            }),
         }
     }
 }
@@ -201,6 +211,8 @@ pub struct Instance {
     together: Vec<Vec<(u32, f64)>>,
     /// Tells once how the first start went.
     started: Mutex<Option<Receiver<Result<(), Error>>>>,
+    /// Ranks of their own for prompts. They end before the others.
+    prompts: Option<Prompts>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -221,6 +233,7 @@ enum Command {
     Measure(Sender<(Rank, Measured)>),
     Trace,
     Traced(Sender<(Rank, RankTrace)>),
+    Tell(Notice),
     End,
 }
 
@@ -302,8 +315,27 @@ impl Instance {
             cuts,
             together,
             started: Mutex::new(Some(started)),
+            prompts: None,
             thread: Some(thread),
         })
+    }
+
+    /// Has another instance of the same model read prompts for this one. Both have told `heard`
+    /// what became of them from their beginning. `readers` is what is predicted of both; the first
+    /// start waits for the other one where it is `awaited`.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub(crate) fn with_prompts(
+        mut self,
+        prompts: Self,
+        heard: Heard,
+        (readers, awaited): (Readers, bool),
+    ) -> Result<Self, Error> {
+        let here = Arc::clone(&self.shared);
+        let prompts = Prompts::begin(prompts, here, heard, (readers, awaited))?;
+        self.prompts = Some(prompts);
+        Ok(self)
     }
 
     /// Waits until all workers are ready for the first time; later calls return at once. Takes as
@@ -317,7 +349,8 @@ impl Instance {
         };
         started.recv().map_err(|_| Error::Ended {
             what: "the thread of an instance",
-        })?
+        })??;
+        self.prompts.as_ref().map_or(Ok(()), Prompts::ready)
     }
 
     /// As [`ready`](Self::ready), but only while `goes_on` says so, five times a second: an
@@ -331,7 +364,11 @@ impl Instance {
         };
         loop {
             match started.recv_timeout(READY_LOOK) {
-                Ok(outcome) => return outcome,
+                Ok(outcome) => {
+                    outcome?;
+                    let prompts = self.prompts.as_ref();
+                    return prompts.map_or(Ok(()), |it| it.ready_while(goes_on));
+                }
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(_) => {
                     return Err(Error::Ended {
@@ -350,10 +387,20 @@ impl Instance {
     /// What is executed now: one pipeline, with the epoch's number.
     pub fn placement(&self) -> Placement {
         let view = lock(&self.shared.view);
+        let own = self.cuts[view.way].placement.clone();
+        let behind = self.cuts[view.way].split.ranks() as usize;
         Placement {
             epoch: view.epoch,
-            ..self.cuts[view.way].placement.clone()
+            prefill: self.prompts.as_ref().map(|it| it.pipeline(behind)),
+            ..own
         }
+    }
+
+    /// The instance that reads prompts for this one: whether both are connected, what became of
+    /// prompts, and how fast both read.
+    pub(crate) fn prompts(&self) -> Option<(&Self, (bool, Counts, Readers))> {
+        let prompts = self.prompts.as_ref()?;
+        Some((&*prompts.instance, prompts.figures()))
     }
 
     /// How the model is cut now.
@@ -412,13 +459,24 @@ impl Service for Instance {
     ) -> Result<Ticket, Failure> {
         lock(&self.shared.view).door.clone()?;
         let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let submit = Command::Submit(ticket, Box::new(request), tokens, sink);
-        self.shared.command(submit);
+        let request = Box::new(request);
+        // The ranks for prompts have the model alone: pages of an adapter's prompts are others.
+        let prompts = self.prompts.as_ref().filter(|_| request.adapter.is_none());
+        match prompts {
+            Some(prompts) => prompts.submit(ticket, request, tokens, sink),
+            None => {
+                let submit = Command::Submit(ticket, request, tokens, sink);
+                self.shared.command(submit);
+            }
+        }
         Ok(ticket)
     }
 
     fn cancel(&self, ticket: Ticket) {
-        self.shared.command(Command::Cancel(ticket));
+        match &self.prompts {
+            Some(prompts) => prompts.cancel(ticket),
+            None => self.shared.command(Command::Cancel(ticket)),
+        }
     }
 
     fn cut(&self) -> String {
@@ -436,16 +494,18 @@ impl Service for Instance {
             Stand::Failed { reason, .. } if is_open => State::Recovering(reason.clone()),
             Stand::Failed { reason, .. } => State::Failed(reason.clone()),
         };
+        let held = self.prompts.as_ref().map_or(0, Prompts::held);
         Status {
             state,
             running,
-            waiting,
+            waiting: waiting + held,
         }
     }
 }
 
 impl Drop for Instance {
     fn drop(&mut self) {
+        drop(self.prompts.take());
         self.shared.command(Command::End);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join(); // it has no result, and a panic there was reported
@@ -582,6 +642,20 @@ impl Shell {
                 _ => {}
             }
         }
+        self.hear_of_pages(event);
+    }
+
+    /// What a worker says about pages of prompts is for those who hear; all else is an event.
+    fn hear_of_pages(&mut self, event: CrewEvent<FromWorker>) {
+        let event = match (event, &self.spec.hears) {
+            (CrewEvent::Message { rank, message }, Some(hears)) => {
+                let Some(message) = hears.worker(rank, message) else {
+                    return;
+                };
+                CrewEvent::Message { rank, message }
+            }
+            (event, _) => event,
+        };
         self.step(Event::Crew(event));
     }
 
@@ -609,6 +683,7 @@ impl Shell {
                     self.tracing.push(asker);
                     self.tell_all(&ToWorker::Trace { on: false });
                 }
+                Some(Command::Tell(notice)) => self.tell(&notice),
                 Some(Command::End) => self.step(Event::End),
             }
         }
@@ -804,7 +879,10 @@ impl Shell {
                     }));
                 }
             }
-            Notice::Loading { .. } => {}
+            Notice::Loading { .. } | Notice::Prompts(_) => {}
+        }
+        if let Some(hears) = &self.spec.hears {
+            hears.notice(notice, |way| self.spec.cuts[way].split.clone());
         }
         (self.observer)(notice, &self.spec.cuts);
     }

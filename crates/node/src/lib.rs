@@ -21,6 +21,7 @@
 //!
 //! - [`Prepared`], [`Loaded`]: from files to something that answers.
 //! - [`Instance`], [`supervisor`]: a model over workers.
+//! - [`apart`]: prompts that nodes of their own read for an instance.
 //! - [`placing`]: from a placement to what each worker holds.
 //! - [`crew`]: where workers run; [`worker`]: what a worker process runs; [`messages`] between
 //!   them.
@@ -40,6 +41,7 @@
 //! - [`Error`].
 
 mod adapters;
+pub mod apart;
 mod arriving;
 mod cause;
 pub mod classes;
@@ -79,5 +81,5 @@ pub use instance::{Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::{Exchanged, Moved, RankMoved};
 pub use placing::Cut;
-pub use portrait::{Portrait, Shard};
+pub use portrait::{Portrait, Prompts, Shard};
 pub use prepared::{Answer, DRAFTS, Loaded, Options, Prepared};

@@ -58,6 +58,17 @@ pub enum ToWorker {
     },
     /// Leave the epoch after the step that is under way, and wait for another part.
     Leave,
+    /// Listen for the ranks that read prompts, which are to give their pages to this one.
+    Receive(Box<Receive>),
+    /// Give the pages of prompts to the ranks that decode, from now on to these.
+    HandTo(Box<HandTo>),
+    /// Tell when a page and all before it have come from the ranks that read prompts.
+    Expect {
+        /// The prompt's number.
+        number: u64,
+        /// Name of its last full page.
+        page: [u32; 8],
+    },
 }
 
 impl ToWorker {
@@ -72,6 +83,9 @@ impl ToWorker {
             Self::Look => "Look",
             Self::Trace { .. } => "Trace",
             Self::Leave => "Leave",
+            Self::Receive(_) => "Receive",
+            Self::HandTo(_) => "HandTo",
+            Self::Expect { .. } => "Expect",
         }
     }
 }
@@ -112,6 +126,49 @@ pub struct Job {
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step.
     pub(crate) patience_s: u64,
+    /// The part in handing pages of prompts over, where prompts are read by ranks of their own.
+    #[serde(default)]
+    pub(crate) hands: Option<Hands>,
+}
+
+/// A rank's part where prompts are read by ranks of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Hands {
+    /// It decodes, and takes the pages of prompts.
+    Take,
+    /// It reads prompts, and gives their pages away.
+    Give,
+}
+
+/// How ranks of two groups recognise each other, another way for each round of connections.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Round {
+    /// Its number: what is said of an earlier one is late.
+    pub(crate) number: u64,
+    /// Names the pairs of ranks.
+    pub(crate) group: [u8; 16],
+    /// Authenticates and encrypts; `None` where all are on one machine.
+    pub(crate) key: Option<EpochKey>,
+}
+
+/// What a rank that decodes needs to take pages.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Receive {
+    pub(crate) round: Round,
+    /// Who holds what among the ranks that read prompts.
+    pub(crate) from: Split,
+    /// Where to listen for them.
+    pub(crate) listen: SocketAddr,
+}
+
+/// What a rank that reads prompts needs to give pages away.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct HandTo {
+    pub(crate) round: Round,
+    /// Who holds what among the ranks that decode.
+    pub(crate) to: Split,
+    /// Where each of them listens for this rank.
+    pub(crate) addrs: Vec<SocketAddr>,
 }
 
 /// A draft model, as a leader loads it.
@@ -208,6 +265,31 @@ pub enum FromWorker {
         epoch: u64,
         /// What it had sent in it.
         moved: RankMoved,
+    },
+    /// The answer to `Receive`.
+    Receives {
+        /// Number of the round.
+        round: u64,
+        /// Where it listens for each rank that reads prompts.
+        addrs: Vec<SocketAddr>,
+    },
+    /// The answer to `HandTo`: all ranks that decode are connected.
+    HandsOver {
+        /// Number of the round.
+        round: u64,
+    },
+    /// A connection between the ranks that read prompts and those that decode is lost, or could not
+    /// be made.
+    Unlinked {
+        /// Number of the round.
+        round: u64,
+        /// Why.
+        reason: String,
+    },
+    /// The answer to `Expect`.
+    Arrived {
+        /// The prompt's number.
+        number: u64,
     },
     /// The epoch cannot go on: it has left it, and waits.
     Failed {

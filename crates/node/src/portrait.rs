@@ -26,6 +26,32 @@ pub struct Portrait {
     pub changes: Vec<String>,
     /// Parts of the model in rank order; empty before the workers are ready.
     pub shards: Vec<Shard>,
+    /// The nodes that only read prompts, where there are such.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompts: Option<Prompts>,
+}
+
+/// Nodes that read prompts for the others.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Prompts {
+    /// How many there are.
+    pub nodes: u32,
+    /// How the model is cut over them.
+    pub split: String,
+    /// Whether they are connected with the others at the moment.
+    pub up: bool,
+    /// Prompts that they have read and handed over.
+    pub handed: u64,
+    /// Prompts that they were to read, and that the others have read.
+    pub fell_back: u64,
+    /// Prompt tokens a second of these nodes, as predicted until one was read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tok_s: Option<f64>,
+    /// The same of the others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub others_tok_s: Option<f64>,
+    /// Parts of the model in rank order, as in the instance.
+    pub shards: Vec<Shard>,
 }
 
 /// What a rank holds.
@@ -60,7 +86,22 @@ impl Instance {
             n_changes: changes.len(),
             changes: changes[last..].iter().map(|change| change.line()).collect(),
             shards: self.shards(),
+            prompts: self.prompts_portrait(),
         }
+    }
+
+    fn prompts_portrait(&self) -> Option<Prompts> {
+        let (instance, (up, counts, readers)) = self.prompts()?;
+        Some(Prompts {
+            nodes: instance.split().ranks(),
+            split: instance.split().to_string(),
+            up,
+            handed: counts.handed,
+            fell_back: counts.fell_back,
+            tok_s: readers.there_tok_s(),
+            others_tok_s: readers.here_tok_s(),
+            shards: instance.shards(),
+        })
     }
 
     fn shards(&self) -> Vec<Shard> {

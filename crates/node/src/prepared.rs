@@ -19,12 +19,17 @@ use paceline_engine::{
 };
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
-use paceline_model::{ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
+use paceline_model::{
+    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, Source, Split, SplitKind, handed,
+};
+use paceline_plan::apart::Readers;
 use paceline_tensor::{Kernels, KvType};
 
 use crate::adapters::{AdapterOf, read_all};
+use crate::apart::UNDER_WAY_MAX;
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
+use crate::instance::apart::{Hears, hears};
 use crate::instance::follow::lighter;
 use crate::load::Wanted;
 use crate::placing::asked;
@@ -35,6 +40,9 @@ use crate::{identity, load_whole, texts};
 /// Guesses of a draft model that a step checks at most, where nobody says: beyond eight few are
 /// right together (0.8 of each gives 0.17 of all eight).
 pub const DRAFTS: usize = 8;
+
+/// Tokens of the prompt by which the speed of reading is predicted.
+const PREDICTED_PROMPT: u32 = 2048;
 
 /// How a model is to be computed.
 #[derive(Clone, Debug)]
@@ -69,7 +77,7 @@ impl Options {
     /// [`Error::MixedStage`].
     fn check(&self, config: &Config, split: &Split) -> Result<(), Error> {
         for (node, class) in (0..).zip(&self.classes) {
-            let ranks = split.shard(config, paceline_base::Rank(node)).stage_ranks();
+            let ranks = split.shard(config, Rank(node)).stage_ranks();
             let (a, b) = (self.classes[ranks.start as usize], *class);
             if a != b {
                 return Err(Error::MixedStage { a, b });
@@ -101,6 +109,10 @@ pub struct Prepared {
     goes_on: bool,
     draft: Option<DraftModel>,
     adapters: Vec<AdapterOf>,
+    /// The same model over nodes that read prompts for it.
+    prompts: Option<Box<Self>>,
+    /// Tokens of a prompt from which on they read it, whatever is faster.
+    prompts_from: Option<u32>,
 }
 
 /// A model that guesses for another one.
@@ -139,6 +151,8 @@ impl Prepared {
             goes_on: false,
             draft: None,
             adapters: Vec::new(),
+            prompts: None,
+            prompts_from: None,
         })
     }
 
@@ -168,6 +182,78 @@ impl Prepared {
     /// Adapters beside the model's weights.
     pub fn adapters(&self) -> &[AdapterOf] {
         &self.adapters
+    }
+
+    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode: prompts
+    /// of which `from` tokens are to be read, or those that are read sooner there. Their model is
+    /// cut by the planner's default.
+    ///
+    /// # Errors
+    /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
+    /// handed over; why the model cannot be cut over so many.
+    pub fn read_prompts_on(&mut self, nodes: u32, from: Option<u32>) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::PromptsOnMlx);
+        }
+        let a = self.options.classes[0];
+        if let Some(b) = self.options.classes.iter().copied().find(|b| *b != a) {
+            return Err(Error::MixedPrompts { a, b });
+        }
+        let options = Options {
+            classes: vec![a; nodes as usize],
+            nodes,
+            kind: SplitKind::Auto,
+            shares: Vec::new(),
+            ..self.options.clone()
+        };
+        let placement = asked(&self.config, options.kind, nodes, &options.shares)?;
+        let cut = Cut::new(&self.config, placement, None)?;
+        self.check_handed(&cut.split)?;
+        self.identity()?;
+        self.prompts_from = from;
+        self.prompts = Some(Box::new(Self {
+            source: Arc::clone(&self.source),
+            identity: self.identity.clone(),
+            config: self.config.clone(),
+            options,
+            engine: EngineConfig {
+                cache_positions: self.engine.context,
+                max_running: 1, // so it gives pages away that it has read before
+                max_waiting: UNDER_WAY_MAX + 1, // one that was cancelled may be there still
+                drafts: 0,
+                ..self.engine.clone()
+            },
+            cut,
+            successors: Vec::new(),
+            forecast: None,
+            steers: false,
+            spares: None,
+            follows: false,
+            goes_on: self.goes_on,
+            draft: None,
+            adapters: Vec::new(),
+            prompts: None,
+            prompts_from: None,
+        }));
+        Ok(())
+    }
+
+    /// Whether every rank that decodes can have its part of pages from ranks by `givers`.
+    fn check_handed(&self, givers: &Split) -> Result<(), Error> {
+        let kv = self.options.kv;
+        let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes[0]));
+        for cut in self.cuts() {
+            let takers = &cut.split;
+            for to in (0..takers.ranks()).map(Rank) {
+                handed(&self.config, kv, (givers, Rank(0)), (takers, to))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same model over the nodes that read prompts, if there are such.
+    pub fn prompts(&self) -> Option<&Self> {
+        self.prompts.as_deref()
     }
 
     /// Has a small model guess tokens, which the leader loads whole; up to
@@ -284,8 +370,11 @@ impl Prepared {
     }
 
     /// Has its instance started again after any failure: it was begun before, by another owner.
-    pub const fn go_on(&mut self) {
+    pub fn go_on(&mut self) {
         self.goes_on = true;
+        if let Some(prompts) = &mut self.prompts {
+            prompts.goes_on = true;
+        }
     }
 
     /// Has ranks that compute slower than before, because somebody uses their machines, give work
@@ -334,6 +423,54 @@ impl Prepared {
         restart: bool,
         observer: Observer,
     ) -> Result<Instance, Error> {
+        self.begin(crew, restart, observer, None)
+    }
+
+    /// As [`over`](Self::over), with the workers of `prompts` as the nodes that read prompts. These
+    /// are started again after a failure of any kind, and the others answer without them meanwhile.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn over_apart(
+        &self,
+        crew: Box<dyn Crew>,
+        prompts: Box<dyn Crew>,
+        restart: bool,
+        observer: Observer,
+    ) -> Result<Instance, Error> {
+        let Some(of_prompts) = &self.prompts else {
+            return self.over(crew, restart, observer);
+        };
+        let (here, there, heard) = hears();
+        // What becomes of them is told by the instance that they read for.
+        let quiet: Observer = Box::new(|_, _| {});
+        let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
+        let instance = self.begin(crew, restart, observer, Some(here))?;
+        // An instance that was begun before answers without them, should they be gone.
+        let readers = (self.readers(of_prompts), !self.goes_on);
+        instance.with_prompts(prompts, heard, readers)
+    }
+
+    /// What is predicted of the ranks that decode and of those that read prompts, before prompts
+    /// show it: of nodes of one machine, which are measured.
+    fn readers(&self, of_prompts: &Self) -> Readers {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let tok_s = |split: &Split| {
+            let seconds = forecast.as_ref()?;
+            let seconds = seconds.predict_prompt(&self.config, split, PREDICTED_PROMPT);
+            Some(f64::from(PREDICTED_PROMPT) / seconds.ok()?)
+        };
+        let predicted = Readers::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split));
+        predicted.with_least(self.prompts_from)
+    }
+
+    fn begin(
+        &self,
+        crew: Box<dyn Crew>,
+        restart: bool,
+        observer: Observer,
+        hears: Option<Hears>,
+    ) -> Result<Instance, Error> {
         let cuts = self.cuts();
         let first = best(&cuts);
         self.options.check(&self.config, &cuts[first].split)?;
@@ -354,6 +491,7 @@ impl Prepared {
             adapters: self.adapters.clone(),
             follows: self.follows,
             goes_on: self.goes_on,
+            hears,
         };
         Instance::begin(spec, crew, observer)
     }

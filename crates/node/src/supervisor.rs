@@ -35,6 +35,7 @@ use paceline_plan::steer::{self, Order, Steering};
 pub use change::Change;
 use requests::Requests;
 
+use crate::apart::News;
 use crate::cause::{Sign, cause};
 use crate::messages::{FromWorker, RankFacts};
 
@@ -269,6 +270,9 @@ pub enum Notice {
         /// Until the next epoch starts; `None` when none will.
         again_in: Option<Duration>,
     },
+    /// Nodes of their own read prompts from now on, or do not. Of an instance, not of its
+    /// supervisor.
+    Prompts(News),
 }
 
 /// Whether an instance takes requests.

@@ -6,6 +6,7 @@
 
 mod drafting;
 mod epoch;
+mod handing;
 mod tickets;
 mod watchdog;
 
@@ -30,11 +31,12 @@ use tracing::{debug, info, warn};
 use crate::adapters::read_all;
 use crate::disk::Disk;
 use crate::load::Wanted;
-use crate::messages::{FromWorker, Job, RankFacts, ToWorker};
+use crate::messages::{FromWorker, Hands, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
 use crate::{AdapterOf, DiskCache, Error, arriving};
 use drafting::Drafting;
 use epoch::{Epoch, Part};
+use handing::Handing;
 use watchdog::Watchdog;
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
@@ -310,8 +312,19 @@ impl Worker<'_> {
             true => self.draft(job, &kernels)?,
             false => None,
         };
-        let store = self.store(job, &*weights);
-        Epoch::start(&self.channel, job, (&source, draft), (weights, store), of).map(Some)
+        let disk = match job.hands {
+            Some(Hands::Give) => None, // all its pages go away
+            Some(Hands::Take) | None => self.store(job, &*weights),
+        };
+        let (handing, store) = Handing::new(job, &*weights, disk)?;
+        let epoch = Epoch::start(
+            &self.channel,
+            job,
+            (&source, draft),
+            (weights, store, handing),
+            of,
+        );
+        epoch.map(Some)
     }
 
     /// The draft of a job. One that cannot be loaded any more is no reason to lose answers: the
@@ -433,7 +446,14 @@ impl Worker<'_> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.channel.recv(left)? {
-                Some(ToWorker::Measure | ToWorker::Look | ToWorker::Trace { .. }) => {}
+                Some(
+                    ToWorker::Measure
+                    | ToWorker::Look
+                    | ToWorker::Trace { .. }
+                    | ToWorker::Receive(_)
+                    | ToWorker::HandTo(_)
+                    | ToWorker::Expect { .. },
+                ) => {}
                 other => return Ok(other),
             }
         }
@@ -448,6 +468,14 @@ impl Worker<'_> {
             (ToWorker::Measure, _) => self.channel.send(&epoch.measured())?,
             (ToWorker::Look, _) => self.channel.send(&epoch.busy(self.number))?,
             (ToWorker::Trace { on }, _) => epoch.trace(&self.channel, on)?,
+            (ToWorker::Receive(wanted), _) => {
+                let ports = self.ports.clone();
+                epoch.handing.receive(&self.channel, ports, &wanted)?;
+            }
+            (ToWorker::HandTo(wanted), _) => epoch.handing.hand_to(&self.channel, *wanted)?,
+            (ToWorker::Expect { number, page }, _) => {
+                epoch.handing.expect(&self.channel, number, page)?;
+            }
             (
                 ToWorker::Submit {
                     ticket,

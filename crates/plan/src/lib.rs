@@ -30,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 pub mod advice;
+pub mod apart;
 pub mod calibration;
 pub mod catalogue;
 mod check;

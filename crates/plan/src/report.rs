@@ -34,6 +34,7 @@ use crate::advice::{Sensitivity, sensitivity as changes_of};
 use crate::catalogue::LinkKind;
 use crate::solver::{Candidate, Family, Options, Outcome, solve, stream_from_disk};
 use crate::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Objective, Workload};
+use crate::{Placement, Prediction, predict};
 
 pub use compare::Comparison;
 pub use layout::label;
@@ -137,6 +138,7 @@ fn plan(
     text.push_str(&layout::drawing(costs, &best.placement, &best.prediction));
     text.push('\n');
     text.push_str(&figures(best));
+    text.push_str(&apart(costs, best));
     text.push_str(&alternatives(outcome, question.options.objective));
     text.push_str(&sensitivity(changes));
     let how = if outcome.exact {
@@ -202,6 +204,32 @@ fn objective(objective: Objective) -> &'static str {
 /// A number, or a dash where something it needs is not known.
 fn or_dash(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
+}
+
+/// What nodes of their own for prompts give, beside the same nodes for answers without them.
+fn apart(costs: &Costs<'_>, best: &Candidate) -> String {
+    let Some(alone) = without_prefill(costs, &best.placement) else {
+        return String::new();
+    };
+    let said = &best.prediction;
+    format!(
+        "\nwithout nodes for prompts: first token {} s in place of {} s, decode {:.1} tok/s in \
+         place of {:.1}\n",
+        or_dash(alone.ttft_s, 2),
+        or_dash(said.ttft_s, 2),
+        alone.decode_tok_s,
+        said.decode_tok_s,
+    )
+}
+
+/// What to expect of a placement whose answers' nodes read the prompts too; `None` where they do.
+fn without_prefill(costs: &Costs<'_>, placement: &Placement) -> Option<Prediction> {
+    placement.prefill.as_ref()?;
+    let alone = Placement {
+        prefill: None,
+        ..placement.clone()
+    };
+    predict(costs, &alone).ok()
 }
 
 fn figures(best: &Candidate) -> String {

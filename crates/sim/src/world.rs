@@ -421,6 +421,7 @@ impl World {
             grows: false,
             added: false,
             weights: placement::Weights::Auto,
+            prompts: Vec::new(),
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

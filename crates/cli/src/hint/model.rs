@@ -86,6 +86,9 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
             Some("--engine and --class have to fit each other")
         }
         Error::ExpertSplit { .. } => Some("--split tensor shares experts and heads"),
+        Error::NotHanded { .. } => {
+            Some("take one node for prompts and --split pipeline, or as many of both")
+        }
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::NoForm { .. } => Some("--method lora unpacks the base"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),

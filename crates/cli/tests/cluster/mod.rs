@@ -6,6 +6,7 @@
 mod adapted;
 mod alone;
 mod anywhere;
+mod apart;
 mod arrays;
 mod asleep;
 mod battery;

@@ -9,6 +9,7 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 pub(crate) mod adapted;
+mod apart;
 mod crowded;
 mod drafted;
 pub(crate) mod embeddings;

@@ -94,6 +94,11 @@ pub struct Wanted {
     /// How much of the model's file each node gets before it computes.
     #[serde(default, skip_serializing_if = "Weights::is_auto")]
     pub weights: Weights,
+    /// Nodes that only read prompts, and hand them to the others; none of `nodes` or of the
+    /// successors. Empty without such, and in records of versions that do not know them: those
+    /// versions drop them when they write the next record.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub prompts: Vec<NodeId>,
 }
 
 /// How much of a model's file the nodes of an instance get.
@@ -279,8 +284,9 @@ pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)
     map.iter().filter_map(|(key, register)| {
         let Key::Instance(id) = key else { return None };
         let wanted: Wanted = serde_json::from_str(register.value.as_deref()?).ok()?;
-        let is_sane =
-            (1..=NODES_MAX).contains(&wanted.nodes.len()) && wanted.successors.len() <= NODES_MAX;
+        let is_sane = (1..=NODES_MAX).contains(&wanted.nodes.len())
+            && wanted.successors.len() <= NODES_MAX
+            && wanted.prompts.len() <= NODES_MAX;
         is_sane.then_some((*id, register.epoch, wanted))
     })
 }
@@ -336,6 +342,7 @@ fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) ->
     // Whoever comes back may own it again one day, after all others.
     wanted.successors.retain(|id| *id != former);
     wanted.successors.push(former);
+    wanted.prompts.retain(|id| *id != own);
     wanted
 }
 
@@ -361,6 +368,7 @@ pub fn without(
     wanted.successors.retain(|id| *id != owner && *id != leaver);
     // It may come back, and comes after all others then.
     wanted.successors.push(leaver);
+    wanted.prompts.retain(|id| *id != owner && *id != leaver);
     Some(wanted)
 }
 
@@ -402,6 +410,7 @@ mod tests {
             grows: false,
             added: false,
             weights: Weights::Auto,
+            prompts: Vec::new(),
         };
         let mut map = Registers::default();
         let stamp = Stamp {

@@ -44,6 +44,29 @@ impl Engine {
         }
     }
 
+    /// Whether prompts are computed from their beginning, whatever the cache has: the store's pages
+    /// are for others, who need those of windows and states on the way too, and of a prefix the
+    /// cache has the last ones only.
+    pub(super) fn reads_all(&self) -> bool {
+        let wants = self
+            .compute
+            .store()
+            .is_some_and(|store| store.wants_known());
+        wants && !self.compute.windows().is_empty()
+    }
+
+    /// Notes the pages that the sequence admitted last found in the cache, where the store wants
+    /// them. To be written before a batch is planned, which may give a page another owner.
+    pub(super) fn note_known(&mut self) {
+        let wants = self
+            .compute
+            .store()
+            .is_some_and(|store| store.wants_known());
+        if wants && let Some(last) = self.running.len().checked_sub(1) {
+            self.note_kept(last, 0);
+        }
+    }
+
     /// Puts what was noted into the stores of all ranks, before a page can have another owner.
     pub(super) fn write_kept(&mut self) -> Result<(), Error> {
         let pages = std::mem::take(&mut self.to_keep);

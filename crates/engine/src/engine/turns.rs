@@ -24,6 +24,7 @@ impl Engine {
     /// Pages that another sequence filled with the same beginning are shared.
     pub(crate) fn admit(&mut self) {
         self.make_way();
+        let reads_all = self.reads_all();
         while self.running.len() < self.config.max_running {
             let Some(place) = self.next_in_line() else {
                 return;
@@ -36,7 +37,10 @@ impl Engine {
                 return;
             };
             let (tokens, pages) = next.reusable();
-            let reused = self.pages.reuse(tokens, pages);
+            let reused = match reads_all {
+                true => 0,
+                false => self.pages.reuse(tokens, pages),
+            };
             let promised: usize = self.running.iter().map(Sequence::pages_missing).sum();
             if promised + next.pages_missing() > self.pages.available() {
                 return self.pages.release(&mut next.pages);
@@ -45,6 +49,7 @@ impl Engine {
             self.reused += reused as u64;
             next.passed = 0;
             self.running.extend(queue.remove(at));
+            self.note_known();
             let queued = self.resuming.iter_mut().chain(&mut self.waiting);
             let passed = queued.take(place);
             passed.for_each(|older| older.passed = older.passed.saturating_add(1));

@@ -5,7 +5,7 @@ use crate::config::{Activation, Experts, Gating, LayerCache};
 use crate::families::Family;
 
 /// SmolLM2-135M.
-fn smollm2() -> Config {
+pub(crate) fn smollm2() -> Config {
     let layer = LayerShape {
         cache: LayerCache::Rows,
         gated: false,

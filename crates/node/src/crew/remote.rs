@@ -342,11 +342,7 @@ impl RemoteCrew {
     /// Address for the worker on the owner's own machine: the one by which another machine of the
     /// crew reaches it, or loopback where all ranks are here.
     fn own_listen(&self) -> SocketAddr {
-        let known = self.seats.iter().find_map(|seat| {
-            let mut addr = lock(seat).as_ref()?.line.own_addr()?;
-            addr.set_port(0);
-            Some(addr)
-        });
+        let known = self.own_addr();
         known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
     }
 
@@ -498,6 +494,31 @@ impl Crew for RemoteCrew {
             None => Err(Broken::new("no worker runs")),
         };
         sent.map_err(|source| Error::Place { rank, source })
+    }
+
+    fn door(&self, rank: Rank) -> SocketAddr {
+        let seat = lock(self.seat(rank));
+        let bind = seat.as_ref().map(|seat| seat.post.listen);
+        drop(seat);
+        bind.unwrap_or_else(|| self.own_listen())
+    }
+
+    fn seen(&self, rank: Rank, addr: SocketAddr, own: SocketAddr) -> SocketAddr {
+        if !addr.ip().is_unspecified() {
+            return addr;
+        }
+        let told = lock(self.seat(rank)).as_ref().and_then(|seat| seat.listen);
+        let mut place = told.unwrap_or(own);
+        place.set_port(addr.port());
+        place
+    }
+
+    fn own_addr(&self) -> Option<SocketAddr> {
+        self.seats.iter().find_map(|seat| {
+            let mut addr = lock(seat).as_ref()?.line.own_addr()?;
+            addr.set_port(0);
+            Some(addr)
+        })
     }
 
     fn receive(&self, wait: Duration) -> Option<Event<FromWorker>> {

@@ -132,6 +132,7 @@ impl Inner {
             source: Some(self.agent.id()),
             lender: None,
             added: true,
+            prompts: Vec::new(), // they read for one instance
             ..wanted.clone()
         };
         let outcome = match self.want_new(&added) {

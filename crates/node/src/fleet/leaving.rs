@@ -394,6 +394,7 @@ mod tests {
             grows: false,
             added: false,
             weights: Weights::Auto,
+            prompts: Vec::new(),
         }
     }
 

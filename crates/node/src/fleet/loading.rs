@@ -40,6 +40,7 @@ impl Inner {
         if let Some(draft) = &ask.draft {
             self.check_draft(draft, (&ask.model, &path), all.len())?;
         }
+        self.check_apart(ask, &all)?;
         for nodes in &groups {
             self.measure_unknown(nodes);
             for way in self.ways_told(nodes) {
@@ -47,6 +48,17 @@ impl Inner {
             }
         }
         self.records(ask, &path, groups)
+    }
+
+    /// Whether the nodes that are to read prompts are others than those that decode.
+    fn check_apart(&self, ask: &Ask, decoding: &BTreeSet<NodeId>) -> Result<(), String> {
+        match self.readers(ask)?.iter().find(|id| decoding.contains(id)) {
+            Some(both) => Err(format!(
+                "{} is to decode and to read prompts: name other --nodes",
+                self.name(*both)
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Whether a draft model can guess for a model, and be shared with so many nodes.
@@ -79,7 +91,8 @@ impl Inner {
         let numbers = naming::next(&ask.model, others, groups.len());
         let one = self.record(ask, path)?;
         let own = self.agent.id();
-        if groups.iter().flatten().any(|id| *id != own) {
+        let all = groups.iter().flatten().chain(&one.prompts);
+        if all.into_iter().any(|id| *id != own) {
             self.sign(&one, path);
         } else if self.agent.nodes().len() > 1 {
             self.sign_meanwhile(&one, path);
@@ -170,6 +183,7 @@ impl Inner {
             grows: ask.grows,
             added: false,
             weights: ask.weights,
+            prompts: self.readers(ask)?,
         })
     }
 
@@ -192,6 +206,7 @@ impl Inner {
             follow: false,
             grows: false,
             weights: Weights::Whole,
+            prompts: Vec::new(),
         };
         let record = self.record(&ask, &path)?;
         self.sign(&record, &path);
@@ -279,7 +294,7 @@ impl Inner {
     /// The nodes that are to compute one instance, this one first if it is among them.
     pub(super) fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
-            true => self.best(ask.count)?,
+            true => self.best(ask.count, &self.readers(ask)?)?,
             false => self.named(ask)?,
         };
         if nodes.is_empty() || nodes.len() > NODES_MAX {
@@ -294,9 +309,10 @@ impl Inner {
         }
     }
 
-    /// So many living nodes, the best reached first.
-    fn best(&self, count: usize) -> Result<Vec<NodeId>, String> {
+    /// So many living nodes, the best reached first, that do not read prompts.
+    fn best(&self, count: usize, readers: &[NodeId]) -> Result<Vec<NodeId>, String> {
         let (mut order, notes) = self.ranked();
+        order.retain(|id| !readers.contains(id));
         if order.len() < count {
             let live = order.len();
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
@@ -316,6 +332,45 @@ impl Inner {
             }
         };
         ask.nodes.iter().map(find).collect()
+    }
+
+    /// The nodes that are to read prompts: they compute as this one does, so that the answer does
+    /// not depend on who reads a prompt.
+    fn readers(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+        if ask.prompts.is_empty() {
+            return Ok(Vec::new());
+        }
+        if ask.prompts.len() > NODES_MAX {
+            let got = ask.prompts.len();
+            return Err(format!(
+                "{got} nodes for prompts, expected {NODES_MAX} at most"
+            ));
+        }
+        if ask.replicas > 1 || ask.grows {
+            return Err("nodes for prompts read for one instance: ask for one replica".to_owned());
+        }
+        let views = self.agent.nodes();
+        let own = views.iter().find(|view| view.id == self.agent.id());
+        let own = own.map(|view| (view.facts.numerics, &view.facts.kernel_class));
+        let mut all = BTreeSet::new();
+        let find = |name: &String| {
+            let node = self.agent.find(name).map_err(|error| error.to_string())?;
+            let (name, facts) = (&node.facts.name, &node.facts);
+            if facts.leaving {
+                return Err(preview::takes_none(name));
+            }
+            if own.is_some_and(|own| own != (facts.numerics, &facts.kernel_class)) {
+                return Err(format!(
+                    "{name} computes as {} of revision {}, which hands no pages to this one",
+                    facts.kernel_class, facts.numerics
+                ));
+            }
+            match all.insert(node.id) {
+                true => Ok(node.id),
+                false => Err(format!("{name} is named twice for prompts")),
+            }
+        };
+        ask.prompts.iter().map(find).collect()
     }
 
     /// As [`Fleet::unload`](super::Fleet::unload).

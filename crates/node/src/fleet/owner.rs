@@ -87,25 +87,41 @@ impl Owned {
             prepared.go_on();
         }
         prepared.succeed(self.successors());
-        let places = Nodes {
-            agent: inner.agent.clone(),
-            wanted: self.wanted.clone(),
-            nodes: self.wanted.nodes.clone(),
-            host: Arc::clone(&inner.host),
-            flaps: Arc::clone(&self.flaps),
-            spares: Mutex::default(),
-            known: Mutex::default(),
-        };
-        let ranks = self.wanted.nodes.len() as u32;
-        let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);
+        let crew = self.crew(inner, self.wanted.clone(), Arc::clone(&self.flaps));
         let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
         let of_adapters = self.wanted.of_adapters();
         let crew = crew.with_adapters(of_adapters.map(|it| name_of(&it)).collect());
-        let instance = prepared.over(Box::new(crew), true, self.observer(inner));
+        let (crew, observer) = (Box::new(crew), self.observer(inner));
+        let instance = match prepared.prompts() {
+            None => prepared.over(crew, true, observer),
+            Some(_) => {
+                let of_prompts = Wanted {
+                    nodes: self.wanted.prompts.clone(),
+                    ..self.wanted.clone()
+                };
+                let prompts = self.crew(inner, of_prompts, Arc::default());
+                prepared.over_apart(crew, Box::new(prompts), true, observer)
+            }
+        };
         let instance = instance.map_err(|error| error.to_string())?;
         let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
         ready.map_err(|error| error.to_string())?;
         Ok(Answers::Instance(Arc::new(instance)))
+    }
+
+    /// Workers on the nodes of a record.
+    fn crew(&self, inner: &Inner, wanted: Wanted, flaps: Arc<Flaps>) -> RemoteCrew {
+        let (model, ranks) = (name_of(&wanted), wanted.nodes.len() as u32);
+        let places = Nodes {
+            agent: inner.agent.clone(),
+            nodes: wanted.nodes.clone(),
+            wanted,
+            host: Arc::clone(&inner.host),
+            flaps,
+            spares: Mutex::default(),
+            known: Mutex::default(),
+        };
+        RemoteCrew::new(Box::new(places), model, ranks, None)
     }
 
     /// Those of the record's successors that compute the instance, by their places.
@@ -210,13 +226,18 @@ impl Owned {
             let guessed = prepared.guess_with(Arc::new(source));
             guessed.map_err(|error| of_draft(&error))?;
         }
+        let readers = self.wanted.prompts.len() as u32;
+        if readers > 0 {
+            let reads = prepared.read_prompts_on(readers, None);
+            reads.map_err(|error| error.to_string())?;
+        }
         Ok(prepared)
     }
 
     /// Has all nodes have the model, or what it takes to open it, side by side.
     fn share(&self, inner: &Inner) -> Result<(), String> {
-        let others = self.wanted.nodes.iter().copied();
-        let others = others.filter(|id| *id != inner.agent.id());
+        let others = self.wanted.nodes.iter().chain(&self.wanted.prompts);
+        let others = others.copied().filter(|id| *id != inner.agent.id());
         let done = AtomicU64::new(0);
         let told = std::sync::Mutex::new(Instant::now());
         std::thread::scope(|scope| {
@@ -324,6 +345,7 @@ impl Owned {
                     own.report(&inner, State::Recovering, None, Some(reason.clone()));
                 }
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
+                Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
                 Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
         })

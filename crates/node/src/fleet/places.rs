@@ -312,7 +312,8 @@ fn leavers(views: &[NodeView]) -> BTreeSet<NodeId> {
 
 /// Nodes that compute for an instance.
 fn busy(map: &Registers) -> BTreeSet<NodeId> {
-    let nodes = placement::wanted(map).flat_map(|(.., wanted)| wanted.nodes);
+    let records = placement::wanted(map);
+    let nodes = records.flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts));
     nodes.collect()
 }
 

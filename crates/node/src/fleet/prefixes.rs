@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use paceline_cluster::nodes::InstanceId;
 
 /// Tokens of a block: the page, which is what an engine's prefix cache shares.
-pub(super) const BLOCK: usize = paceline_tensor::PAGE;
+pub(crate) const BLOCK: usize = paceline_tensor::PAGE;
 
 /// Most blocks of a prompt that are looked at: 65,536 tokens. Prompts that are equal up to there
 /// count as equal.
@@ -25,7 +25,7 @@ const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 /// A hash for each whole block of a prompt, of all tokens up to the block's end.
-pub(super) fn blocks(prompt: &[u32]) -> Vec<u64> {
+pub(crate) fn blocks(prompt: &[u32]) -> Vec<u64> {
     let mix = |hash: u64, token: &u32| (hash ^ u64::from(*token)).wrapping_mul(FNV_PRIME);
     let whole = prompt.chunks_exact(BLOCK).take(BLOCKS_OF_ONE);
     let mut hash = FNV_OFFSET;
@@ -39,7 +39,7 @@ pub(super) fn blocks(prompt: &[u32]) -> Vec<u64> {
 
 /// Blocks and the instances that have read them; the oldest are forgotten.
 #[derive(Debug, Default)]
-pub(super) struct Prefixes {
+pub(crate) struct Prefixes {
     /// The number of the last mention of a block at an instance.
     known: BTreeMap<(u64, InstanceId), u64>,
     /// All mentions, oldest first.
@@ -49,7 +49,7 @@ pub(super) struct Prefixes {
 
 impl Prefixes {
     /// An instance reads a prompt.
-    pub(super) fn remember(&mut self, blocks: &[u64], id: InstanceId) {
+    pub(crate) fn remember(&mut self, blocks: &[u64], id: InstanceId) {
         // The first block is the newest: without it the others are of no use.
         for block in blocks.iter().rev() {
             self.last += 1;
@@ -66,13 +66,13 @@ impl Prefixes {
     }
 
     /// Leading blocks of a prompt that an instance has read.
-    pub(super) fn read_by(&self, blocks: &[u64], id: InstanceId) -> usize {
+    pub(crate) fn read_by(&self, blocks: &[u64], id: InstanceId) -> usize {
         let is_known = |block: &&u64| self.known.contains_key(&(**block, id));
         blocks.iter().take_while(is_known).count()
     }
 
     /// The cache of an instance is gone.
-    pub(super) fn forget(&mut self, id: InstanceId) {
+    pub(crate) fn forget(&mut self, id: InstanceId) {
         self.known.retain(|(_, other), _| *other != id);
     }
 }

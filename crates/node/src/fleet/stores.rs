@@ -193,7 +193,8 @@ fn may_have(more: u64, budget: u64, models: &[Holding], node: &str) -> Result<()
 /// SHA-256 and names of the models that instances use on a node.
 fn used(agent: &Agent) -> Vec<(String, String)> {
     let (map, own) = (agent.map(), agent.id());
-    let is_here = |wanted: &Wanted| wanted.nodes.contains(&own) || wanted.source == Some(own);
+    let computes = |wanted: &Wanted| wanted.nodes.contains(&own) || wanted.prompts.contains(&own);
+    let is_here = |wanted: &Wanted| computes(wanted) || wanted.source == Some(own);
     let here = placement::wanted(&map).filter(|(.., wanted)| is_here(wanted));
     let models = here.flat_map(|(.., wanted)| wanted.files());
     models.map(|it| (it.sha256, it.model)).collect()

@@ -169,7 +169,7 @@ impl Inner {
         let lacks = usize::from(wanted.width.unwrap_or(0)).saturating_sub(nodes.len());
         let map = self.agent.map();
         let used: BTreeSet<NodeId> = placement::wanted(&map)
-            .flat_map(|(.., wanted)| wanted.nodes)
+            .flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts))
             .collect();
         let (order, _) = self.ranked();
         // Where its user named nodes it moves to no others.

@@ -13,6 +13,7 @@ use paceline_engine::{
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{PageStore, Source, Weights};
 
+use super::handing::Handing;
 use super::tickets::Tickets;
 use super::{Channel, Identity, Kept, Watchdog, failed};
 use crate::Error;
@@ -26,6 +27,7 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 pub(super) struct Epoch {
     pub(super) part: Part,
     pub(super) weights: Arc<dyn Weights>,
+    pub(super) handing: Handing,
     of: Identity,
     watchdog: Watchdog,
 }
@@ -53,7 +55,7 @@ impl Epoch {
         channel: &Channel,
         job: &Job,
         (source, draft): (&Source, Option<Draft>),
-        (weights, store): (Arc<dyn Weights>, Option<Box<dyn PageStore>>),
+        (weights, store, handing): (Arc<dyn Weights>, Option<Box<dyn PageStore>>, Handing),
         of: Identity,
     ) -> Result<Self, Error> {
         let part = if of.shard.leads() {
@@ -77,6 +79,7 @@ impl Epoch {
         Ok(Self {
             part,
             weights,
+            handing,
             of,
             watchdog: Watchdog::new(Instant::now()),
         })

@@ -42,6 +42,8 @@ pub(super) fn candidate(costs: &Costs<'_>, candidate: &Candidate) -> Value {
         "label": layout::label(&candidate.placement),
         "placement": placement(costs, &candidate.placement),
         "prediction": prediction(costs, &candidate.prediction),
+        "without_prefill": super::without_prefill(costs, &candidate.placement)
+            .map(|alone| prediction(costs, &alone)),
     })
 }
 

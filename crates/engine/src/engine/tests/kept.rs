@@ -124,6 +124,62 @@ fn a_prompt_is_not_computed_again_after_a_restart() {
     }
 }
 
+/// A store whose pages are for others.
+#[derive(Debug)]
+struct Giving(Shelf);
+
+impl PageStore for Giving {
+    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
+        self.0.name(before, tokens)
+    }
+
+    fn has(&self, _page: &KeptPage) -> bool {
+        false
+    }
+
+    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+        self.0.put(page, bytes);
+    }
+
+    fn get(&mut self, _page: &KeptPage, _into: &mut [u8]) -> bool {
+        false
+    }
+
+    fn forget(&mut self, _page: &KeptPage) {}
+
+    fn wants_known(&self) -> bool {
+        true
+    }
+}
+
+/// An engine that reads prompts for another one gives what it has in its cache too.
+#[test]
+fn pages_for_others_are_given_each_time() {
+    for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(2)] {
+        let shelf = Shelf::default();
+        let config = EngineConfig {
+            max_running: 1,
+            ..sizes()
+        };
+        let mut rig = Rig::new(&tiny, config.clone());
+        let store = Box::new(Giving(shelf.clone()));
+        rig.engine = tiny.engine(config).with_store(store);
+        let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
+        let read = Request {
+            max_tokens: 1,
+            ..wanted.clone()
+        };
+        rig.submit(&read);
+        rig.drain();
+        lock(&shelf.0).pages.clear();
+        rig.submit(&read);
+        rig.drain();
+        let expected = alone(&tiny, &wanted, CONTEXT);
+        let decoded = after_a_restart(&tiny, &wanted, &shelf);
+        assert_eq!(decoded, (expected, 3 * PAGE as u64));
+    }
+}
+
 /// Sequences that come at once wait for the one that recalls their prompt.
 #[test]
 fn a_prompt_of_many_is_recalled_once() {

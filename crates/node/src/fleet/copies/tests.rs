@@ -72,6 +72,7 @@ pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> Wanted {
         grows: false,
         added: false,
         weights: Weights::Auto,
+        prompts: Vec::new(),
     }
 }
 

@@ -1,0 +1,158 @@
+//! Prompts that nodes of their own read: the same answers, of which the other nodes compute only
+//! the rest of the prompt, and also when those nodes are lost.
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::processes::signal;
+use super::server::Server;
+use super::tiny::{FAMILIES, Random};
+use super::{World, alone, finish, http, until};
+
+/// Tokens of an answer.
+const TOKENS: u32 = 24;
+
+/// A prompt of so many tokens: each letter is one.
+fn letters(n: usize, seed: u64) -> String {
+    let mut random = Random(seed);
+    (0..n)
+        .map(|_| char::from(b'a' + random.below(26) as u8))
+        .collect()
+}
+
+/// A request: greedy, or sampled with this seed.
+fn request(model: &str, prompt: &str, seed: Option<u64>) -> Value {
+    let temperature = if seed.is_some() { 1.0 } else { 0.0 };
+    json!({"model": model, "prompt": prompt, "temperature": temperature, "max_tokens": TOKENS,
+           "seed": seed.unwrap_or_default(), "logprobs": 2})
+}
+
+/// The text with its log-probabilities, and the tokens of the prompt that were not computed by the
+/// nodes that decode.
+fn answer(port: u16, request: &Value) -> (Value, u64) {
+    let answer = http::ask(port, "/v1/completions", Some(request));
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let cached = &answer.body["usage"]["prompt_tokens_details"]["cached_tokens"];
+    (
+        answer.body["choices"][0].clone(),
+        cached.as_u64().unwrap_or_default(),
+    )
+}
+
+/// How often the server has said that nodes of their own read prompts.
+fn times_up(server: &Server) -> usize {
+    let said = server.running.said();
+    said.matches("prompts are read by nodes of their own")
+        .count()
+}
+
+const OWN: [&str; 4] = ["--context", "1024", "--prefix-cache", "off"];
+
+#[test]
+fn prompts_read_apart_give_the_same_answers() {
+    let _alone = alone();
+    let world = World::new();
+    // Grouped heads, and layers with windows.
+    for tiny in [FAMILIES[0], FAMILIES[3]] {
+        let model = world.write_model(tiny);
+        let requests = [
+            request(&model, &letters(700, 1), None),
+            request(&model, &letters(450, 2), Some(7)),
+            request(&model, &letters(40, 3), None),
+        ];
+        let served = |nodes: usize, args: &[&str]| {
+            let args = [&OWN[..], &["--threads", "1"], args].concat();
+            let server = Server::start(&world, &model, &args);
+            let answers = requests.each_ref().map(|it| answer(server.port, it));
+            server.stop(nodes);
+            answers
+        };
+        let plain = served(1, &[]);
+        assert_eq!(plain.each_ref().map(|it| it.1), [0, 0, 0]);
+        for (nodes, args) in [
+            (2, &["--prefill-nodes", "1"][..]),
+            (
+                3,
+                &["--nodes", "2", "--split", "tensor", "--prefill-nodes", "1"][..],
+            ),
+            (
+                4,
+                &[
+                    "--nodes",
+                    "2",
+                    "--split",
+                    "pipeline",
+                    "--prefill-nodes",
+                    "2",
+                ][..],
+            ),
+        ] {
+            let args = [args, &["--prefill-from", "256"]].concat();
+            let apart = served(nodes, &args);
+            let texts = |all: &[(Value, u64); 3]| all.each_ref().map(|it| it.0.clone());
+            assert_eq!(texts(&apart), texts(&plain), "{tiny:?} {args:?}");
+            // All full pages before the last token; a short prompt is not worth the way.
+            let read = apart.each_ref().map(|it| it.1);
+            assert_eq!(read, [10 * 64, 7 * 64, 0], "{tiny:?} {args:?}");
+        }
+    }
+}
+
+#[test]
+fn a_lost_reader_of_prompts_costs_no_answer() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let args = [&OWN[..], &["--threads", "1"]].concat();
+    let asked = [1, 2].map(|seed| request(&model, &letters(900, seed), None));
+    let server = Server::start(&world, &model, &args);
+    let expected = asked.each_ref().map(|it| answer(server.port, it).0);
+    server.stop(1);
+    let args = [
+        &args[..],
+        &["--prefill-nodes", "1", "--prefill-from", "256"],
+    ]
+    .concat();
+    let server = Server::start(&world, &model, &args);
+    until("both groups are connected", || times_up(&server) == 1);
+    let reader = server.running.workers(2)[1];
+    // It has the prompt and does not get on.
+    signal(reader, Signal::STOP);
+    let port = server.port;
+    let first = std::thread::scope(|scope| {
+        let first = scope.spawn(|| answer(port, &asked[0]));
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        signal(reader, Signal::KILL);
+        first.join().unwrap()
+    });
+    assert_eq!(
+        first,
+        (expected[0].clone(), 0),
+        "computed by the other node"
+    );
+    let lost = "the nodes for prompts are lost";
+    until("people are told", || server.running.said().contains(lost));
+    until("it is back", || times_up(&server) == 2);
+    let second = answer(port, &asked[1]);
+    assert_eq!(second, (expected[1].clone(), 14 * 64));
+    server.stop(2);
+}
+
+#[test]
+fn what_hands_no_pages_over_is_refused_by_name() {
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let args = [
+        "run",
+        &model,
+        "hi",
+        "--prefill-nodes",
+        "1",
+        "--engine",
+        "mlx",
+    ];
+    let output = finish(&mut world.paceline(args));
+    assert!(!output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("class mlx hands no pages over"), "{said}");
+}

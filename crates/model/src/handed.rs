@@ -1,0 +1,229 @@
+//! Which bytes of a page of the cache one rank has to give a rank of another split.
+//!
+//! ```text
+//! giver, stage of layers 0..2    layer 0: heads 0 1 2 3 | layer 1: heads 0 1 2 3
+//! taker, half of each layer              heads     2 3 |          heads     2 3 | layer 2 ...
+//! runs (from, to, bytes)                 (2, 0, 2)       (6, 2, 2)
+//! ```
+//!
+//! By the numerics rule a head of a layer has the same bytes on any rank that holds it, so pages
+//! that one group of ranks has computed serve another. A head that several givers hold comes from
+//! the first of them. A gated delta net lies in one piece in a page: giver and taker must hold the
+//! same heads of it.
+
+use std::ops::Range;
+
+use paceline_base::Rank;
+use paceline_tensor::{KvType, LayerStore};
+
+use crate::{Config, Error, Kinds, Split, kinds};
+
+/// Bytes that lie together in a page of the giver and in that of the taker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Where they begin in the giver's page.
+    pub from: usize,
+    /// Where they begin in the taker's page.
+    pub to: usize,
+    /// How many.
+    pub len: usize,
+}
+
+/// What one rank gives another of each page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Handed {
+    /// For each pool of pages, in order of the taker's bytes.
+    pub runs: Vec<Vec<Run>>,
+    /// Bytes of a page of the taker, for each pool.
+    pub page_bytes: Vec<usize>,
+}
+
+impl Handed {
+    /// Bytes that are given of a page of `pool`.
+    ///
+    /// # Panics
+    /// If there is no such pool.
+    pub fn bytes(&self, pool: usize) -> usize {
+        self.runs[pool].iter().map(|run| run.len).sum()
+    }
+
+    /// The bytes of a giver's `page` of `pool`, in order.
+    ///
+    /// # Panics
+    /// If there is no such pool, or the page is shorter than the giver's.
+    pub fn gather(&self, pool: usize, page: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.bytes(pool));
+        for run in &self.runs[pool] {
+            bytes.extend_from_slice(&page[run.from..run.from + run.len]);
+        }
+        bytes
+    }
+
+    /// Puts `bytes`, as [`gather`](Self::gather) gave them, into the taker's `page`.
+    ///
+    /// # Panics
+    /// If a length differs from the pool's.
+    pub fn scatter(&self, pool: usize, bytes: &[u8], page: &mut [u8]) {
+        let mut rest = bytes;
+        for run in &self.runs[pool] {
+            let (own, behind) = rest.split_at(run.len);
+            page[run.to..run.to + run.len].copy_from_slice(own);
+            rest = behind;
+        }
+        assert!(rest.is_empty(), "{} bytes too many", rest.len());
+    }
+}
+
+/// What a rank keeps of a layer in the pages of a pool.
+struct Piece {
+    layer: usize,
+    pool: usize,
+    start: usize,
+    head_bytes: usize,
+    /// Heads that lie behind each other; of a piece that is not cut, one.
+    heads: Range<usize>,
+    /// Query and KV heads of a piece that is not cut.
+    whole: Option<(Range<usize>, Range<usize>)>,
+}
+
+/// The pieces of a rank's pages, and the bytes of a page of each pool.
+fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Piece>, Vec<usize>) {
+    let (shard, kinds) = (split.shard(config, rank), Kinds::new(config));
+    let mut page_bytes = vec![0; kinds.len()];
+    let mut pieces = Vec::new();
+    for layer in shard.layers.clone() {
+        let cut = shard.layer(layer);
+        let held = (cut.heads.len(), cut.kv_heads.len());
+        let store = kinds::store(&config.layers[layer], held, kv);
+        let pool = kinds.of(layer);
+        let (start, bytes) = (page_bytes[pool], store.page_bytes());
+        page_bytes[pool] += bytes;
+        let (heads, whole) = match store {
+            LayerStore::Nothing => continue,
+            LayerStore::Delta(_) => (0..1, Some((cut.heads.clone(), cut.kv_heads.clone()))),
+            _ => (cut.kv_heads.clone(), None),
+        };
+        pieces.push(Piece {
+            layer,
+            pool,
+            start,
+            head_bytes: bytes / heads.len().max(1),
+            heads,
+            whole,
+        });
+    }
+    (pieces, page_bytes)
+}
+
+/// What rank `from` gives rank `to`, each of a split of its own; `kv` is how both keep keys and
+/// values.
+///
+/// # Errors
+/// [`Error::NotHanded`] for a layer of the taker that no giver holds as the taker does.
+pub fn handed(
+    config: &Config,
+    kv: KvType,
+    (givers, from): (&Split, Rank),
+    to: (&Split, Rank),
+) -> Result<Handed, Error> {
+    let all: Vec<Vec<Piece>> = (0..givers.ranks())
+        .map(|rank| pieces(config, kv, (givers, Rank(rank))).0)
+        .collect();
+    let (own, page_bytes) = pieces(config, kv, to);
+    let mut runs = vec![Vec::new(); page_bytes.len()];
+    for piece in &own {
+        for head in piece.heads.clone() {
+            let holds = |other: &&Piece| {
+                let is_it = other.layer == piece.layer && other.whole == piece.whole;
+                is_it && other.heads.contains(&head)
+            };
+            let giver = all.iter().enumerate();
+            let mut giver =
+                giver.filter_map(|(rank, pieces)| Some((rank, pieces.iter().find(holds)?)));
+            let (rank, theirs) = giver
+                .next()
+                .ok_or(Error::NotHanded { layer: piece.layer })?;
+            if rank == from.0 as usize {
+                let place = |of: &Piece| of.start + (head - of.heads.start) * of.head_bytes;
+                push(
+                    &mut runs[piece.pool],
+                    Run {
+                        from: place(theirs),
+                        to: place(piece),
+                        len: piece.head_bytes,
+                    },
+                );
+            }
+        }
+    }
+    Ok(Handed { runs, page_bytes })
+}
+
+/// Adds a run, to the one before where both follow it.
+fn push(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if (last.from + last.len, last.to + last.len) == (run.from, run.to) => {
+            last.len += run.len;
+        }
+        _ => runs.push(run),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SplitKind;
+    use crate::split::tests::smollm2;
+
+    /// The page of a rank in which each byte tells its layer, its head and its place.
+    fn page(config: &Config, of: (&Split, Rank)) -> Vec<u8> {
+        let (pieces, bytes) = pieces(config, KvType::F16, of);
+        let mut page = vec![0; bytes[0]];
+        for piece in pieces {
+            for (at, head) in piece.heads.clone().enumerate() {
+                let start = piece.start + at * piece.head_bytes;
+                let of = (piece.layer * 3 + head) as u8;
+                for (i, byte) in page[start..start + piece.head_bytes].iter_mut().enumerate() {
+                    *byte = of.wrapping_mul(7).wrapping_add(i as u8);
+                }
+            }
+        }
+        page
+    }
+
+    #[test]
+    fn every_rank_gets_the_bytes_that_it_would_have_computed() {
+        let config = smollm2();
+        let plan = |kind, ranks| Split::plan(&config, kind, ranks, &[]).unwrap();
+        let splits = [
+            plan(SplitKind::Tensor, 1),
+            plan(SplitKind::Tensor, 2),
+            plan(SplitKind::Tensor, 3),
+            plan(SplitKind::Pipeline, 4),
+            plan(
+                SplitKind::Grid {
+                    tensor: 2,
+                    pipeline: 2,
+                },
+                4,
+            ),
+        ];
+        for (givers, takers) in splits
+            .iter()
+            .flat_map(|a| splits.iter().map(move |b| (a, b)))
+        {
+            for to in (0..takers.ranks()).map(Rank) {
+                let expected = page(&config, (takers, to));
+                let (mut got, mut bytes) = (vec![0; expected.len()], 0);
+                for from in (0..givers.ranks()).map(Rank) {
+                    let given = handed(&config, KvType::F16, (givers, from), (takers, to)).unwrap();
+                    let parcel = given.gather(0, &page(&config, (givers, from)));
+                    given.scatter(0, &parcel, &mut got);
+                    bytes += parcel.len();
+                }
+                assert_eq!(got, expected, "{givers} to {to} of {takers}");
+                assert_eq!(bytes, expected.len(), "each byte travels once");
+            }
+        }
+    }
+}

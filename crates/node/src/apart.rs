@@ -1,0 +1,550 @@
+//! Prompts that ranks of their own read for the ranks that decode: what is done with each, as a
+//! pure state machine.
+//!
+//! ```text
+//! submitted --short, or slower there-----------------------------------> Go: to the decoding ranks
+//!     |                                                                  ^
+//!     '--> waiting --Read--> under way --all decoding ranks have it------+
+//!                                      --lost, late, refused: an event---+
+//!
+//! link:  Down --both groups are ready: Listen--> Listening --Connect--> Joining --> Up
+//!         ^----------------- a rank or a connection is lost, a deadline passes ----'
+//! ```
+//!
+//! The decoding ranks compute whatever does not come: by the numerics rule the answer is the same.
+//! So nothing here can lose a request, and every wait ends. [`Apart`] has no clock, thread or
+//! process; `instance/apart.rs` is the shell that has.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use paceline_base::Rank;
+use paceline_engine::Ticket;
+use paceline_plan::apart::Readers;
+
+/// Prompts that are read or handed over at once: one is computed, and the next one is there when
+/// it is done.
+pub const UNDER_WAY_MAX: usize = 2;
+
+/// Prompts that wait for their turn. A prompt that comes when so many wait is read by the ranks
+/// that decode, which would have time for it sooner.
+pub const WAITING_MAX: usize = 16;
+
+/// Longest wait for the pages of a prompt that was read: the queues of a link hold 64 MB.
+pub const HAND_LIMIT: Duration = Duration::from_secs(10);
+
+/// Longest time to read a prompt whose time nobody knows: a request has as long.
+const READ_LIMIT: Duration = Duration::from_secs(600);
+
+/// A prompt that takes so many times what it was expected to take, and as much longer as this, is
+/// read by the ranks that decode after all.
+const READ_TIMES: f64 = 4.0;
+const READ_SPARE: Duration = Duration::from_secs(10);
+
+/// Longest wait for all ranks to listen, and for all to connect; each rank waits 5 s itself.
+const LINK_LIMIT: Duration = Duration::from_secs(10);
+
+/// Wait before connections are tried again: doubled each time, back to the first by a prompt that
+/// was handed over.
+const FIRST_WAIT: Duration = Duration::from_millis(250);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A request came; so many tokens of its prompt are unknown to the decoding ranks, and may be
+    /// read elsewhere.
+    Submit {
+        /// The request.
+        ticket: Ticket,
+        /// Tokens.
+        tokens: u32,
+    },
+    /// Its caller does not want it any more.
+    Cancel(Ticket),
+    /// The ranks for prompts have read it, or will not.
+    Read(Ticket, Result<(), String>),
+    /// A decoding rank has all pages of it.
+    Arrived(Ticket, Rank),
+    /// The decoding ranks read so many tokens of a prompt by themselves.
+    ReadHere {
+        /// Tokens.
+        tokens: u32,
+        /// How long that took.
+        took: Duration,
+    },
+    /// The decoding ranks are ready in a new epoch: how many there are.
+    HereReady(u32),
+    /// They are not any more.
+    HereLost,
+    /// The same of the ranks for prompts.
+    ThereReady(u32),
+    /// Why they are not.
+    ThereLost(String),
+    /// A decoding rank listens.
+    Receives {
+        /// The rank.
+        rank: Rank,
+        /// Number of the round.
+        round: u64,
+        /// For each rank for prompts.
+        addrs: Vec<SocketAddr>,
+    },
+    /// A rank for prompts is connected with all decoding ranks.
+    HandsOver {
+        /// The rank.
+        rank: Rank,
+        /// Number of the round.
+        round: u64,
+    },
+    /// A connection is lost, or could not be made.
+    Unlinked {
+        /// Number of the round.
+        round: u64,
+        /// Why.
+        reason: String,
+    },
+    /// Time went by.
+    Tick,
+}
+
+/// Something to do, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Give a request to the decoding ranks.
+    Go(Ticket),
+    /// Have the ranks for prompts read one, and the decoding ranks tell when they have it.
+    Read(Ticket),
+    /// Stop reading one.
+    Stop(Ticket),
+    /// Forget a request that was cancelled.
+    Forget(Ticket),
+    /// Have all decoding ranks listen, in a new round.
+    Listen(u64),
+    /// Have each rank for prompts connect, where the decoding ranks listen for it.
+    Connect {
+        /// Number of the round.
+        round: u64,
+        /// By rank for prompts, of each decoding rank.
+        addrs: Vec<Vec<SocketAddr>>,
+    },
+    /// Tell whoever watches.
+    Tell(News),
+}
+
+/// News for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum News {
+    /// Prompts are read apart from now on.
+    Up,
+    /// They are not; so many that were under way are read by the decoding ranks.
+    Down {
+        /// Why.
+        reason: String,
+        /// Prompts.
+        under_way: usize,
+    },
+    /// One prompt is read by the decoding ranks.
+    Late {
+        /// Why.
+        reason: String,
+    },
+}
+
+impl News {
+    /// A line for people.
+    pub fn line(&self) -> String {
+        match self {
+            Self::Up => "prompts are read by nodes of their own".to_owned(),
+            Self::Down { reason, under_way } => format!(
+                "warning: the nodes for prompts are lost: {reason}; the other nodes read prompts, \
+                 {under_way} of them anew"
+            ),
+            Self::Late { reason } => {
+                format!("warning: a prompt is read by the nodes that decode: {reason}")
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Link {
+    Down {
+        again: Duration,
+    },
+    Listening {
+        until: Duration,
+        /// By decoding rank.
+        addrs: Vec<Option<Vec<SocketAddr>>>,
+    },
+    Joining {
+        until: Duration,
+        /// By rank for prompts.
+        joined: Vec<bool>,
+    },
+    Up,
+}
+
+#[derive(Clone, Debug)]
+struct Prompt {
+    ticket: Ticket,
+    tokens: u32,
+    way: Way,
+}
+
+#[derive(Clone, Debug)]
+enum Way {
+    Waiting,
+    Under {
+        since: Duration,
+        until: Duration,
+        /// By decoding rank.
+        arrived: Vec<bool>,
+    },
+}
+
+/// Counts for those who watch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Prompts that were read apart and handed over.
+    pub handed: u64,
+    /// Prompts that were to be, and were read by the decoding ranks.
+    pub fell_back: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Apart {
+    readers: Readers,
+    /// Ranks that are ready.
+    here: Option<u32>,
+    there: Option<u32>,
+    link: Link,
+    round: u64,
+    wait: Duration,
+    /// Whether people were told that prompts are read apart.
+    told_up: bool,
+    prompts: VecDeque<Prompt>,
+    counts: Counts,
+    out: Vec<Action>,
+}
+
+impl Apart {
+    /// With what is known of both groups.
+    pub const fn new(readers: Readers) -> Self {
+        Self {
+            readers,
+            here: None,
+            there: None,
+            link: Link::Down {
+                again: Duration::ZERO,
+            },
+            round: 0,
+            wait: FIRST_WAIT,
+            told_up: false,
+            prompts: VecDeque::new(),
+            counts: Counts {
+                handed: 0,
+                fell_back: 0,
+            },
+            out: Vec::new(),
+        }
+    }
+
+    /// Whether prompts are read apart at the moment.
+    pub const fn is_up(&self) -> bool {
+        matches!(self.link, Link::Up)
+    }
+
+    /// Prompts that wait or are under way.
+    pub fn held(&self) -> usize {
+        self.prompts.len()
+    }
+
+    /// What became of prompts so far.
+    pub const fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// How fast both groups read.
+    pub const fn readers(&self) -> &Readers {
+        &self.readers
+    }
+
+    /// Whether nothing is under way, so that a time of the decoding ranks is one of theirs alone.
+    pub fn is_idle(&self) -> bool {
+        self.prompts.is_empty()
+    }
+
+    /// When [`Event::Tick`] is due, if nothing else happens before.
+    pub fn due(&self) -> Option<Duration> {
+        let link = match &self.link {
+            Link::Down { again } if self.here.is_some() && self.there.is_some() => Some(*again),
+            Link::Listening { until, .. } | Link::Joining { until, .. } => Some(*until),
+            Link::Down { .. } | Link::Up => None,
+        };
+        let prompts = self.prompts.iter().filter_map(|prompt| match prompt.way {
+            Way::Under { until, .. } => Some(until),
+            Way::Waiting => None,
+        });
+        prompts.chain(link).min()
+    }
+
+    /// Takes in an event; what to do about it.
+    pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match event {
+            Event::Submit { ticket, tokens } => self.submit(ticket, tokens),
+            Event::Cancel(ticket) => self.cancel(ticket),
+            Event::Read(ticket, outcome) => self.read(now, ticket, outcome),
+            Event::Arrived(ticket, rank) => self.arrived(now, ticket, rank),
+            Event::ReadHere { tokens, took } => {
+                self.readers.read_here(tokens, took.as_secs_f64());
+            }
+            Event::HereReady(ranks) => {
+                self.here = Some(ranks);
+                self.renew(now);
+            }
+            Event::ThereReady(ranks) => {
+                self.there = Some(ranks);
+                self.renew(now);
+            }
+            Event::HereLost => {
+                self.here = None;
+                self.down(now, "the nodes that decode start again");
+            }
+            Event::ThereLost(reason) => {
+                self.there = None;
+                self.down(now, &reason);
+            }
+            Event::Receives { rank, round, addrs } if round == self.round => {
+                self.receives(now, rank, addrs);
+            }
+            Event::HandsOver { rank, round } if round == self.round => self.joined(rank),
+            Event::Unlinked { round, reason } if round == self.round => self.down(now, &reason),
+            Event::Receives { .. }
+            | Event::HandsOver { .. }
+            | Event::Unlinked { .. }
+            | Event::Tick => {}
+        }
+        self.tick(now);
+        std::mem::take(&mut self.out)
+    }
+
+    fn submit(&mut self, ticket: Ticket, tokens: u32) {
+        let waiting = self.prompts.len().saturating_sub(UNDER_WAY_MAX);
+        let ahead = self.prompts.iter().map(|prompt| prompt.tokens);
+        let ahead = ahead.fold(0, u32::saturating_add);
+        let goes = self.is_up() && waiting < WAITING_MAX && self.readers.goes_there(tokens, ahead);
+        if !goes {
+            self.out.push(Action::Go(ticket));
+            return;
+        }
+        self.prompts.push_back(Prompt {
+            ticket,
+            tokens,
+            way: Way::Waiting,
+        });
+    }
+
+    fn take(&mut self, ticket: Ticket) -> Option<Prompt> {
+        let at = self.prompts.iter().position(|p| p.ticket == ticket)?;
+        self.prompts.remove(at)
+    }
+
+    fn cancel(&mut self, ticket: Ticket) {
+        if let Some(prompt) = self.take(ticket) {
+            if matches!(prompt.way, Way::Under { .. }) {
+                self.out.push(Action::Stop(ticket));
+            }
+            self.out.push(Action::Forget(ticket));
+        }
+    }
+
+    /// Gives a prompt to the decoding ranks.
+    fn fall_back(&mut self, prompt: &Prompt) {
+        if matches!(prompt.way, Way::Under { .. }) {
+            self.out.push(Action::Stop(prompt.ticket));
+        }
+        self.counts.fell_back += 1;
+        self.out.push(Action::Go(prompt.ticket));
+    }
+
+    fn late(&mut self, prompt: &Prompt, reason: String) {
+        self.fall_back(prompt);
+        self.out.push(Action::Tell(News::Late { reason }));
+    }
+
+    fn read(&mut self, now: Duration, ticket: Ticket, outcome: Result<(), String>) {
+        if let Err(reason) = outcome {
+            if let Some(prompt) = self.take(ticket) {
+                self.late(&prompt, reason);
+            }
+            return;
+        }
+        let mut all = self.prompts.iter_mut();
+        if let Some(prompt) = all.find(|prompt| prompt.ticket == ticket)
+            && let Way::Under { until, .. } = &mut prompt.way
+        {
+            *until = now + HAND_LIMIT;
+        }
+    }
+
+    fn arrived(&mut self, now: Duration, ticket: Ticket, rank: Rank) {
+        let mut all = self.prompts.iter_mut();
+        let Some(prompt) = all.find(|prompt| prompt.ticket == ticket) else {
+            return;
+        };
+        let Way::Under { since, arrived, .. } = &mut prompt.way else {
+            return;
+        };
+        if let Some(has) = arrived.get_mut(rank.0 as usize) {
+            *has = true;
+        }
+        if arrived.contains(&false) {
+            return;
+        }
+        let (tokens, took) = (prompt.tokens, now.saturating_sub(*since));
+        self.take(ticket);
+        if let Some(Prompt {
+            way: Way::Under { since, .. },
+            ..
+        }) = self.prompts.front_mut()
+        {
+            *since = now; // until now it waited for the one before
+        }
+        self.readers.read_there(tokens, took.as_secs_f64());
+        self.counts.handed += 1;
+        self.wait = FIRST_WAIT;
+        self.out.push(Action::Go(ticket));
+    }
+
+    /// A group has begun a new epoch: what was connected is not any more.
+    fn renew(&mut self, now: Duration) {
+        if !matches!(self.link, Link::Down { .. }) {
+            self.down(now, "a group of nodes started again");
+        }
+        self.link = Link::Down { again: now };
+    }
+
+    /// Prompts are read by the decoding ranks until the link is up again.
+    fn down(&mut self, now: Duration, reason: &str) {
+        self.round += 1; // what is still said of the one before is late
+        let again = now + self.wait;
+        if !matches!(self.link, Link::Down { .. }) {
+            self.wait = LONGEST_WAIT.min(self.wait * 2);
+        }
+        self.link = Link::Down { again };
+        let prompts = std::mem::take(&mut self.prompts);
+        prompts.iter().for_each(|prompt| self.fall_back(prompt));
+        if std::mem::take(&mut self.told_up) {
+            self.out.push(Action::Tell(News::Down {
+                reason: reason.to_owned(),
+                under_way: prompts.len(),
+            }));
+        }
+    }
+
+    fn receives(&mut self, now: Duration, rank: Rank, of_rank: Vec<SocketAddr>) {
+        let (Link::Listening { addrs, .. }, Some(there)) = (&mut self.link, self.there) else {
+            return;
+        };
+        let Some(place) = addrs.get_mut(rank.0 as usize) else {
+            return;
+        };
+        if of_rank.len() != there as usize {
+            let reason = format!("{rank} listens for {} nodes of {there}", of_rank.len());
+            return self.down(now, &reason);
+        }
+        *place = Some(of_rank);
+        let Some(all) = addrs.iter().cloned().collect::<Option<Vec<_>>>() else {
+            return;
+        };
+        let for_giver = |giver: usize| all.iter().map(|of_rank| of_rank[giver]).collect();
+        self.out.push(Action::Connect {
+            round: self.round,
+            addrs: (0..there as usize).map(for_giver).collect(),
+        });
+        self.link = Link::Joining {
+            until: now + LINK_LIMIT,
+            joined: vec![false; there as usize],
+        };
+    }
+
+    fn joined(&mut self, rank: Rank) {
+        let Link::Joining { joined, .. } = &mut self.link else {
+            return;
+        };
+        if let Some(has) = joined.get_mut(rank.0 as usize) {
+            *has = true;
+        }
+        if joined.contains(&false) {
+            return;
+        }
+        self.link = Link::Up;
+        self.told_up = true;
+        self.out.push(Action::Tell(News::Up));
+    }
+
+    /// What is due by now, and what has room.
+    fn tick(&mut self, now: Duration) {
+        match &self.link {
+            Link::Down { again } if *again <= now => self.listen(now),
+            Link::Listening { until, .. } | Link::Joining { until, .. } if *until <= now => {
+                self.down(now, "not all nodes connect");
+            }
+            _ => {}
+        }
+        let is_late = |prompt: &Prompt| match prompt.way {
+            Way::Under { until, .. } => until <= now,
+            Way::Waiting => false,
+        };
+        while let Some(at) = self.prompts.iter().position(is_late) {
+            if let Some(prompt) = self.prompts.remove(at) {
+                self.late(&prompt, "its pages did not come in time".to_owned());
+            }
+        }
+        self.begin(now);
+    }
+
+    fn listen(&mut self, now: Duration) {
+        let (Some(here), Some(_)) = (self.here, self.there) else {
+            return;
+        };
+        self.round += 1;
+        self.out.push(Action::Listen(self.round));
+        self.link = Link::Listening {
+            until: now + LINK_LIMIT,
+            addrs: vec![None; here as usize],
+        };
+    }
+
+    /// Has prompts read while fewer than the most are under way.
+    fn begin(&mut self, now: Duration) {
+        let (true, Some(here)) = (self.is_up(), self.here) else {
+            return;
+        };
+        let mut ahead: u32 = 0;
+        for prompt in self.prompts.iter_mut().take(UNDER_WAY_MAX) {
+            ahead = ahead.saturating_add(prompt.tokens);
+            if matches!(prompt.way, Way::Under { .. }) {
+                continue;
+            }
+            let seconds = self.readers.there_tok_s().map(|s| f64::from(ahead) / s);
+            let limit = seconds.map(|s| Duration::try_from_secs_f64(s * READ_TIMES));
+            let limit = match limit {
+                Some(Ok(limit)) => READ_LIMIT.min(limit + READ_SPARE),
+                _ => READ_LIMIT,
+            };
+            prompt.way = Way::Under {
+                since: now,
+                until: now + limit,
+                arrived: vec![false; here as usize],
+            };
+            self.out.push(Action::Read(prompt.ticket));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

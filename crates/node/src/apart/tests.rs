@@ -1,0 +1,217 @@
+//! Lives of prompts: each request goes to the decoding ranks once, whatever is lost.
+
+use std::collections::BTreeSet;
+
+use super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+const NOTHING: [Action; 0] = [];
+
+fn addr(port: u16) -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], port))
+}
+
+/// Two decoding ranks and one for prompts, connected at time 0.
+fn up() -> Apart {
+    let mut apart = Apart::new(Readers::predicted(Some(100.0), Some(200.0)));
+    let zero = Duration::ZERO;
+    assert_eq!(apart.step(zero, Event::HereReady(2)), NOTHING);
+    assert_eq!(apart.step(zero, Event::ThereReady(1)), [Action::Listen(1)]);
+    for (rank, port) in [(0, 5), (1, 6)] {
+        let actions = apart.step(
+            zero,
+            Event::Receives {
+                rank: Rank(rank),
+                round: 1,
+                addrs: vec![addr(port)],
+            },
+        );
+        let addrs = vec![vec![addr(5), addr(6)]];
+        let connect = Action::Connect { round: 1, addrs };
+        assert_eq!(actions.contains(&connect), rank == 1);
+    }
+    let joined = Event::HandsOver {
+        rank: Rank(0),
+        round: 1,
+    };
+    assert_eq!(apart.step(zero, joined), [Action::Tell(News::Up)]);
+    assert!(apart.is_up());
+    apart
+}
+
+const fn submit(ticket: u64, tokens: u32) -> Event {
+    Event::Submit {
+        ticket: Ticket(ticket),
+        tokens,
+    }
+}
+
+const fn arrived(ticket: u64, rank: u32) -> Event {
+    Event::Arrived(Ticket(ticket), Rank(rank))
+}
+
+#[test]
+fn a_long_prompt_is_read_apart_and_then_decoded() {
+    let mut apart = up();
+    assert_eq!(apart.step(SECOND, submit(1, 100)), [Action::Go(Ticket(1))]);
+    assert_eq!(
+        apart.step(SECOND, submit(2, 1000)),
+        [Action::Read(Ticket(2))]
+    );
+    let read = Event::Read(Ticket(2), Ok(()));
+    assert_eq!(apart.step(5 * SECOND, read), NOTHING);
+    assert_eq!(apart.step(5 * SECOND, arrived(2, 1)), NOTHING);
+    assert_eq!(
+        apart.step(6 * SECOND, arrived(2, 0)),
+        [Action::Go(Ticket(2))]
+    );
+    assert_eq!(apart.readers().there_tok_s(), Some(200.0));
+    assert_eq!((apart.counts().handed, apart.held()), (1, 0));
+}
+
+#[test]
+fn what_is_read_sooner_here_is_read_here() {
+    let mut apart = up();
+    let went: Vec<bool> = (1..6)
+        .map(|i| {
+            !apart
+                .step(SECOND, submit(i, 1000))
+                .contains(&Action::Go(Ticket(i)))
+        })
+        .collect();
+    // The second waits for the first, and is as soon there as here; the third is not.
+    assert_eq!(went, [true, true, false, false, false]);
+}
+
+#[test]
+fn a_lost_group_costs_no_request() {
+    let mut apart = up();
+    apart.step(SECOND, submit(1, 1000));
+    apart.step(SECOND, submit(2, 1000));
+    let lost = Event::ThereLost("rank 0 was killed".to_owned());
+    let expected = [
+        Action::Stop(Ticket(1)),
+        Action::Go(Ticket(1)),
+        Action::Stop(Ticket(2)),
+        Action::Go(Ticket(2)),
+        Action::Tell(News::Down {
+            reason: "rank 0 was killed".to_owned(),
+            under_way: 2,
+        }),
+    ];
+    assert_eq!(apart.step(2 * SECOND, lost), expected);
+    assert_eq!(apart.step(2 * SECOND, arrived(1, 0)), NOTHING, "too late");
+    assert_eq!(
+        apart.step(2 * SECOND, submit(3, 1000)),
+        [Action::Go(Ticket(3))]
+    );
+    // It is back, and connected anew.
+    let again = apart.step(3 * SECOND, Event::ThereReady(1));
+    assert!(matches!(again[..], [Action::Listen(_)]), "{again:?}");
+}
+
+#[test]
+fn pages_that_do_not_come_are_not_waited_for() {
+    let mut apart = up();
+    apart.step(SECOND, submit(1, 1000));
+    assert_eq!(apart.due(), Some(SECOND + 30 * SECOND), "4 x 5 s and 10 s");
+    apart.step(2 * SECOND, Event::Read(Ticket(1), Ok(())));
+    apart.step(2 * SECOND, arrived(1, 1));
+    let due = apart.due().unwrap();
+    assert_eq!(due, 2 * SECOND + HAND_LIMIT);
+    let late = apart.step(due, Event::Tick);
+    assert!(late.contains(&Action::Go(Ticket(1))), "{late:?}");
+    let refused = Event::Read(Ticket(2), Err("busy".to_owned()));
+    apart.step(due, submit(2, 1000));
+    let late = apart.step(due, refused);
+    assert_eq!(
+        late,
+        [
+            Action::Stop(Ticket(2)),
+            Action::Go(Ticket(2)),
+            Action::Tell(News::Late {
+                reason: "busy".to_owned()
+            })
+        ]
+    );
+    assert_eq!(apart.counts().fell_back, 2);
+}
+
+/// Random events in any order: each request goes on once or is forgotten, and no wait is without
+/// an end.
+#[test]
+fn every_request_goes_on_once() {
+    for seed in 1..2000_u64 {
+        let mut random = seed;
+        let mut below = |n: u64| {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(seed);
+            (random >> 33) % n
+        };
+        let mut apart = up();
+        let (mut now, mut last, mut open) = (SECOND, 0, BTreeSet::new());
+        let mut rounds = 1;
+        for _ in 0..200 {
+            now += Duration::from_millis(below(2000));
+            let any = Ticket(1 + below(last + 1));
+            let event = match below(12) {
+                0..=3 => {
+                    last += 1;
+                    open.insert(Ticket(last));
+                    submit(last, 200 + below(2000) as u32)
+                }
+                4 => Event::Cancel(any),
+                5 => Event::Read(
+                    any,
+                    if below(3) == 0 {
+                        Err(String::new())
+                    } else {
+                        Ok(())
+                    },
+                ),
+                6 | 7 => Event::Arrived(any, Rank(below(3) as u32)),
+                8 => match below(4) {
+                    0 => Event::HereLost,
+                    1 => Event::ThereLost(String::new()),
+                    2 => Event::HereReady(2),
+                    _ => Event::ThereReady(1),
+                },
+                9 => Event::Receives {
+                    rank: Rank(below(3) as u32),
+                    round: rounds,
+                    addrs: vec![addr(1); 1 + below(8) as usize / 7],
+                },
+                10 => Event::HandsOver {
+                    rank: Rank(0),
+                    round: rounds,
+                },
+                _ => Event::Tick,
+            };
+            for action in apart.step(now, event) {
+                match action {
+                    Action::Go(ticket) | Action::Forget(ticket) => {
+                        assert!(open.remove(&ticket), "seed {seed}: {ticket:?} twice");
+                    }
+                    Action::Listen(round) => rounds = round,
+                    _ => {}
+                }
+            }
+            assert_eq!(apart.held(), open.len(), "seed {seed}");
+            assert!(apart.held() <= UNDER_WAY_MAX + WAITING_MAX);
+        }
+        while let Some(due) = apart.due() {
+            if open.is_empty() {
+                break;
+            }
+            now = now.max(due);
+            for action in apart.step(now, Event::Tick) {
+                if let Action::Go(ticket) = action {
+                    assert!(open.remove(&ticket), "seed {seed}");
+                }
+            }
+        }
+        assert!(open.is_empty(), "seed {seed}: {open:?}");
+    }
+}

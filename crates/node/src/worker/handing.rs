@@ -1,0 +1,345 @@
+//! Pages of prompts on their way from the ranks that read them to the ranks that decode.
+//!
+//! ```text
+//! engine that reads prompts --put--> Outgoing: a queue and a thread for each taker
+//!                                        | a group of two ranks, encrypted between machines
+//! engine that decodes <--get-- Incoming <+ a thread for each giver
+//! ```
+//!
+//! A page travels as it is kept on disk: header, bytes, SHA-256 of both. Each giver sends each
+//! taker the layers and heads that the taker holds, as [`handed`] says; a page is there when all
+//! givers have sent their part. What does not come in time is computed by the ranks that decode.
+
+mod incoming;
+mod outgoing;
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::tcp::{self, GroupId, GroupKey, Listener, Protection};
+use paceline_comm::{Deadline, Group};
+use paceline_model::{Config, PageName, PageStore, Split, Weights, handed};
+use paceline_tensor::KvType;
+use tracing::warn;
+
+use super::{Channel, by_own_interface, listen, parse};
+use crate::messages::{FromWorker, HandTo, Hands, Job, Receive, Round};
+use crate::{Error, disk};
+use incoming::{Incoming, Taken};
+use outgoing::{Outgoing, Sent};
+
+/// Longest wait for the other rank of a pair to connect.
+const MEET_LIMIT: Duration = Duration::from_secs(5);
+
+/// How often a giver that has nothing to send says so.
+const BEAT: Duration = Duration::from_secs(1);
+
+/// Longest wait for a giver's next message: ten beats. One that is gone is found within 2 s.
+const RECEIVE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Longest time for a page of some 10 MB over a link of 10 Mbit/s.
+const PAGE_LIMIT: Duration = Duration::from_secs(10);
+
+/// The stream of messages.
+const TAG: u32 = 1;
+
+/// Ranks of a pair. The giver connects to the taker.
+const TAKER: Rank = Rank(0);
+const GIVER: Rank = Rank(1);
+
+/// Pool of a header that says that the giver lives.
+const NO_POOL: u32 = u32::MAX;
+
+/// Facts of this rank by which pages are cut and named.
+#[derive(Clone, Debug)]
+struct Own {
+    config: Config,
+    kv: KvType,
+    split: Split,
+    rank: Rank,
+    /// Model and numbers, in words.
+    numbers: String,
+    listen: SocketAddr,
+}
+
+impl Own {
+    fn new(job: &Job, weights: &dyn Weights) -> Result<Self, Error> {
+        let kv = job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?;
+        Ok(Self {
+            config: weights.config().clone(),
+            kv: kv.unwrap_or_else(|| KvType::of(weights.class())),
+            split: job.split.clone(),
+            rank: Rank(job.rank),
+            numbers: format!("{}/{}", job.identity, weights.numbers()),
+            listen: job.listen,
+        })
+    }
+
+    /// The space of what a giver gives a taker: the same at both ends.
+    fn space(&self, (givers, giver): (&Split, Rank), (takers, taker): (&Split, Rank)) -> [u8; 16] {
+        let numbers = &self.numbers;
+        disk::space(&format!("{numbers}/{givers:?}/{giver}/{takers:?}/{taker}"))
+    }
+}
+
+/// A rank's part in handing pages over, if it has one.
+#[derive(Debug)]
+pub(super) enum Handing {
+    None,
+    Takes(Box<Taker>),
+    Gives(Box<Giver>),
+}
+
+/// A rank that decodes.
+#[derive(Debug)]
+pub(super) struct Taker {
+    own: Own,
+    incoming: Incoming,
+}
+
+/// A rank that reads prompts.
+#[derive(Debug)]
+pub(super) struct Giver {
+    own: Own,
+    outgoing: Outgoing,
+}
+
+/// A store, where there is one.
+type Store = Option<Box<dyn PageStore>>;
+
+impl Handing {
+    /// The part that `job` gives a rank with these weights, and the store of its engine: with
+    /// pages that come before those of `disk`, or one that gives all away.
+    ///
+    /// # Errors
+    /// [`Error::PromptsOnMlx`], whose pages lie in arrays of its own.
+    pub(super) fn new(
+        job: &Job,
+        weights: &dyn Weights,
+        disk: Store,
+    ) -> Result<(Self, Store), Error> {
+        let Some(hands) = job.hands else {
+            return Ok((Self::None, disk));
+        };
+        if weights.class().is_mlx() {
+            return Err(Error::PromptsOnMlx);
+        }
+        let own = Own::new(job, weights)?;
+        Ok(match hands {
+            Hands::Take => {
+                let incoming = Incoming::new(job.engine.context);
+                let store = Taken::new(incoming.clone(), disk);
+                let taker = Box::new(Taker { own, incoming });
+                (Self::Takes(taker), Some(Box::new(store)))
+            }
+            Hands::Give => {
+                let outgoing = Outgoing::default();
+                let store = Sent::new(outgoing.clone());
+                let giver = Box::new(Giver { own, outgoing });
+                (Self::Gives(giver), Some(Box::new(store)))
+            }
+        })
+    }
+
+    /// Listens for the ranks that read prompts, in place of those of an earlier round.
+    pub(super) fn receive(
+        &self,
+        channel: &Channel,
+        ports: Option<std::ops::RangeInclusive<u16>>,
+        wanted: &Receive,
+    ) -> Result<(), Error> {
+        let Self::Takes(taker) = self else {
+            return Ok(()); // of an epoch before
+        };
+        let number = wanted.round.number;
+        let answer = match taker.listen(channel, ports, wanted) {
+            Ok(addrs) => FromWorker::Receives {
+                round: number,
+                addrs,
+            },
+            Err(error) => unlinked(number, &error),
+        };
+        Ok(channel.send(&answer)?)
+    }
+
+    /// Connects to the ranks that decode, in place of those of an earlier round.
+    pub(super) fn hand_to(&self, channel: &Channel, wanted: HandTo) -> Result<(), Error> {
+        let Self::Gives(giver) = self else {
+            return Ok(());
+        };
+        let number = wanted.round.number;
+        let own = Arc::clone(channel);
+        let (of, outgoing) = (giver.own.clone(), giver.outgoing.clone());
+        let run = move || {
+            let answer = match connect(&own, &of, &outgoing, &wanted) {
+                Ok(()) => FromWorker::HandsOver { round: number },
+                Err(error) => unlinked(number, &error),
+            };
+            // Should the instance be gone, the reader of the channel ends this process.
+            let _ = own.send(&answer);
+        };
+        start("hand over", run)
+    }
+
+    /// Tells when a page and all before it have come.
+    pub(super) fn expect(
+        &self,
+        channel: &Channel,
+        number: u64,
+        page: [u32; 8],
+    ) -> Result<(), Error> {
+        let Self::Takes(taker) = self else {
+            return Ok(());
+        };
+        match taker.incoming.expect(number, PageName(page)) {
+            true => Ok(channel.send(&FromWorker::Arrived { number })?),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Drop for Handing {
+    /// Ends the threads of the connections, within a beat.
+    fn drop(&mut self) {
+        match self {
+            Self::None => {}
+            Self::Takes(taker) => taker.incoming.begin(u64::MAX, 0, &[]),
+            Self::Gives(giver) => giver.outgoing.set(Vec::new()),
+        }
+    }
+}
+
+impl Taker {
+    /// Where it listens for each rank that gives; a thread waits for each.
+    fn listen(
+        &self,
+        channel: &Channel,
+        ports: Option<std::ops::RangeInclusive<u16>>,
+        wanted: &Receive,
+    ) -> Result<Vec<SocketAddr>, Error> {
+        let (own, givers) = (&self.own, &wanted.from);
+        let taker = (&own.split, own.rank);
+        let ranks: Vec<Rank> = (0..givers.ranks()).map(Rank).collect();
+        let parts = ranks
+            .iter()
+            .map(|giver| handed(&own.config, own.kv, (givers, *giver), taker));
+        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        let page_bytes = parts.first().map(|part| part.page_bytes.clone());
+        let number = wanted.round.number;
+        self.incoming
+            .begin(number, ranks.len(), &page_bytes.unwrap_or_default());
+        let mut addrs = Vec::new();
+        for (giver, part) in ranks.into_iter().zip(parts) {
+            let listener = listen(wanted.listen, ports.clone())?;
+            let addr = listener.addr();
+            addrs.push(addr);
+            let lane = incoming::Lane {
+                channel: Arc::clone(channel),
+                incoming: self.incoming.clone(),
+                round: number,
+                giver: giver.0 as usize,
+                part,
+                space: own.space((givers, giver), taker),
+            };
+            let pair = pair(&wanted.round, (giver, own.rank));
+            start("take pages", move || {
+                // Its own address stands for that of the giver, which nobody calls.
+                let group = meet(listener, TAKER, [addr, addr], pair);
+                lane.run(group);
+            })?;
+        }
+        Ok(addrs)
+    }
+}
+
+/// Connects a giver with all takers, and has their threads run.
+fn connect(
+    channel: &Channel,
+    own: &Own,
+    outgoing: &Outgoing,
+    wanted: &HandTo,
+) -> Result<(), Error> {
+    outgoing.set(Vec::new()); // those of an earlier round
+    let giver = (&own.split, own.rank);
+    let mut lanes = Vec::new();
+    for (taker, addr) in (0..).map(Rank).zip(&wanted.addrs) {
+        let mut addr = *addr;
+        by_own_interface(&mut addr, own.listen);
+        let to = (&wanted.to, taker);
+        let part = handed(&own.config, own.kv, giver, to)?;
+        let listener = Listener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let listener = listener.map_err(cannot_listen)?;
+        let mine = listener.addr();
+        let pair = pair(&wanted.round, (own.rank, taker));
+        let group = meet(listener, GIVER, [addr, mine], pair)?;
+        let space = own.space(giver, to);
+        let (channel, number) = (Arc::clone(channel), wanted.round.number);
+        let (lane, sender) = outgoing::lane(part, space);
+        start("give pages", move || {
+            if let Err(error) = sender.run(&*group) {
+                warn!(round = number, %error, "pages cannot be handed over");
+                let _ = channel.send(&unlinked(number, &error)); // as above
+            }
+        })?;
+        lanes.push(lane);
+    }
+    outgoing.set(lanes);
+    Ok(())
+}
+
+/// What two ranks know of each other: the name of their group, and how it is protected.
+fn pair(round: &Round, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
+    let mut id = round.group;
+    for (byte, of) in id.iter_mut().zip([giver, taker]) {
+        *byte ^= of.0 as u8;
+    }
+    let protection = match &round.key {
+        Some(key) => Protection::Key(GroupKey::new(key.0)),
+        None => Protection::Loopback,
+    };
+    (GroupId(id), protection)
+}
+
+/// Meets the other rank of a pair.
+fn meet(
+    listener: Listener,
+    rank: Rank,
+    addrs: [SocketAddr; 2],
+    (id, protection): (GroupId, Protection),
+) -> Result<Box<dyn Group>, Error> {
+    let config = tcp::Config {
+        protection,
+        ..tcp::Config::default()
+    };
+    let group = tcp::join_with(listener, rank, &addrs, id, config, within(MEET_LIMIT));
+    let group = group.map_err(paceline_comm::InitError::from)?;
+    Ok(Box::new(group))
+}
+
+fn within(limit: Duration) -> Deadline {
+    Deadline::at(Instant::now() + limit)
+}
+
+fn unlinked(round: u64, error: &Error) -> FromWorker {
+    let reason = error.to_string();
+    FromWorker::Unlinked { round, reason }
+}
+
+fn cannot_listen(source: io::Error) -> Error {
+    Error::System {
+        what: "listen for a rank that takes pages",
+        source,
+    }
+}
+
+fn start(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    let thread = std::thread::Builder::new().name(name.to_owned());
+    let started = thread.spawn(run);
+    started.map(drop).map_err(|source| Error::System {
+        what: "start a thread",
+        source,
+    })
+}
