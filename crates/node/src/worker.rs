@@ -74,6 +74,7 @@ pub fn run(
         ports,
         disk,
         number: 0,
+        packings: 0,
         kernels: None,
         kept: None,
         drafting: Drafting::default(),
@@ -134,6 +135,8 @@ struct Worker<'a> {
     disk: Option<DiskCache>,
     /// Of the last epoch.
     number: u64,
+    /// Times that it packed weights.
+    packings: u64,
     kernels: Option<Made>,
     kept: Option<Kept>,
     drafting: Drafting,
@@ -179,7 +182,7 @@ impl Worker<'_> {
         );
         match self.enter(job) {
             Ok(Some(epoch)) => {
-                let ready = ready(&*epoch.weights);
+                let ready = ready(&*epoch.weights, self.packings);
                 info!(
                     rank = job.rank,
                     epoch = job.epoch,
@@ -341,7 +344,7 @@ impl Worker<'_> {
     }
 
     fn load(
-        &self,
+        &mut self,
         job: &Job,
         (class, source): (KernelClass, &Arc<Source>),
         kernels: Arc<Kernels>,
@@ -361,7 +364,9 @@ impl Worker<'_> {
             engine: &job.engine,
             mlx: &self.mlx,
         };
-        Ok(wanted.load(links, kernels, progress)?)
+        let weights = wanted.load(links, kernels, progress)?;
+        self.packings += 1;
+        Ok(weights)
     }
 
     /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
@@ -562,10 +567,11 @@ fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     }
 }
 
-fn ready(weights: &dyn Weights) -> RankFacts {
+fn ready(weights: &dyn Weights, packings: u64) -> RankFacts {
     RankFacts {
         pid: std::process::id(),
         weight_bytes: weights.weight_bytes().0,
+        packings,
         threads: weights.kernels().pool().threads(),
         instruction_set: weights.device(),
     }
