@@ -10,6 +10,8 @@
 //! - [`Board`]: the cluster, telemetry, instances and requests; [`Local`]: instances of a process
 //!   without a fleet.
 //! - [`commands`]: what a node does for its dashboard and for programs of its machine.
+//! - [`doctor`]: what this machine can do, what is missing, and what mends it.
+//! - [`engines`]: what computes here.
 //! - [`figures`]: metrics of an instance.
 //! - [`fits`]: which models of the catalogue fit, and how fast.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
@@ -23,7 +25,9 @@
 mod board;
 mod changes;
 pub mod commands;
+pub mod doctor;
 mod downloads;
+pub mod engines;
 mod error;
 pub mod figures;
 pub mod fits;
