@@ -6,9 +6,11 @@
 //! - [`limits`]: what reads of memory and integer products reach at best.
 //! - [`model`]: prefill and decode speed of a model that answers.
 //! - [`plan`]: predictions beside measurements.
+//! - [`ranks`]: the collectives of ranks in processes, here and on machines of a cluster.
 //!
 //! Each module has what is measured (`Spec`), `measure`, and a `Report` with a table for people and
-//! a picture. The crate starts no process and prints nothing.
+//! a picture. The crate prints nothing, and only [`ranks`] starts
+//! processes.
 
 pub mod comm;
 mod error;
@@ -16,6 +18,7 @@ pub mod kernels;
 pub mod limits;
 pub mod model;
 pub mod plan;
+pub mod ranks;
 
 pub use error::Error;
 

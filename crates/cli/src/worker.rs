@@ -2,10 +2,12 @@
 
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
+use paceline_comm_interop::launched;
 
 use crate::error::Error;
 use crate::member::{self, Ports};
-use crate::{home, load, wires};
+use crate::wires::variable;
+use crate::{home, load};
 use std::io::Error as IoError;
 
 /// Arguments of the hidden command.
@@ -26,7 +28,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
     // Whoever started this has asked for plaintext, or not been given such a wire.
-    let wire = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
+    let wire =
+        |backend| launched::of(backend, Plaintext::Allowed, &variable).map_err(IoError::other);
     let ports = args.data_ports.clone().map(|Ports(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;

@@ -70,10 +70,10 @@ const BANS: [Ban; 6] = [
     Ban {
         rule: "command",
         tokens: &[Is("Command"), Is("::"), Is("new")],
-        owners: &["cli", "xtask", "store", "cluster", "chaos"],
+        owners: &["cli", "xtask", "store", "cluster", "chaos", "bench"],
         tests: true,
-        message: "only `cli`, `xtask`, `cluster` (workers), `chaos` (nodes) and `store` (pip) start \
-                  processes",
+        message: "only `cli`, `xtask`, `cluster` (workers), `chaos` (nodes), `bench` (ranks) and `store` \
+                  (pip) start processes",
     },
 ];
 
