@@ -15,6 +15,8 @@
 //! - [`figures`]: metrics of an instance.
 //! - [`fits`]: which models of the catalogue fit, and how fast.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
+//! - [`shown`]: facts about one model.
+//! - [`tables`]: what a node tells, as lines.
 //! - [`member`]: what a node is to its cluster.
 //! - [`screen`]: what a board tells, as a frame of text.
 //! - [`Error`].
@@ -39,7 +41,9 @@ mod peers;
 mod removal;
 pub mod screen;
 pub mod served;
+pub mod shown;
 mod stores;
+pub mod tables;
 mod traffic;
 
 use std::sync::Arc;

@@ -9,13 +9,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
+use paceline_board::tables::names;
 use paceline_cluster::nodes::agent::local;
 use paceline_engine::Service;
 use paceline_model::SplitKind;
 use paceline_node::fleet::lent::AtNode;
 use serde_json::{Value, json};
 
-use crate::instances::{LoadProgress, names};
+use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
 use crate::output::{printable, tell};
 use crate::{home, member, pull};
