@@ -8,7 +8,7 @@ mod validate;
 
 use std::path::{Path, PathBuf};
 
-use paceline_node::shape;
+use paceline_model::shape;
 use paceline_plan::report::{Comparison, Question};
 use paceline_plan::solver::Options;
 use paceline_plan::{Calibration, Catalogue, ModelShape, Objective, Workload};

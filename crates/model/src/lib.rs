@@ -4,6 +4,7 @@
 //! - [`Config`] is what a model file says about its shape, checked.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
+//! - [`shape`]: a model's sizes for the planner, also of models that nothing here computes.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
@@ -31,6 +32,7 @@ mod model;
 mod plan;
 mod progress;
 mod rope;
+pub mod shape;
 mod source;
 pub mod split;
 mod step;

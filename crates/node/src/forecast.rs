@@ -22,12 +22,11 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
-use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitKind, StageKind};
+use paceline_model::{Config, Source, Split, SplitKind, StageKind, shape};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
-    Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
-    ModelShape, Node, Pipeline, Placement, Rates, STEPS_MAX, Sliding, Stage, Transport, Workload,
-    predict,
+    Backend as Engine, Calibration, Cluster, Costs, Link, Member, ModelShape, Node, Pipeline,
+    Placement, Rates, STEPS_MAX, Stage, Transport, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
@@ -194,7 +193,7 @@ impl Forecast {
             measured,
             wire,
             together,
-            shape: shape(setting.source, setting.config),
+            shape: shape::of(setting.source, setting.config),
             threads: setting.threads,
         }
     }
@@ -534,57 +533,6 @@ fn pipeline(config: &Config, split: &Split) -> Pipeline {
         }
     }
     Pipeline { stages }
-}
-
-fn shape(source: &Source, config: &Config) -> ModelShape {
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    let mut shape = ModelShape {
-        name: "local".to_owned(),
-        layers: number(config.layers.len()),
-        width: number(config.width),
-        vocab: number(config.vocab),
-        tied: config
-            .tied
-            .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
-        attention: Attention::Gqa {
-            heads: number(config.heads),
-            kv_heads: number(config.kv_heads),
-            head_dim: number(config.head_dim),
-        },
-        sliding: sliding(config),
-        caches: caches(config),
-        ffn: number(config.ffn),
-        moe: None,
-        bits: Bits::uniform(8.0),
-    };
-    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
-    shape.bits.rest = bits.clamp(1.0, 32.0);
-    shape
-}
-
-/// Layers that keep no keys and values of their own.
-fn caches(config: &Config) -> Caches {
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    let layers = &config.layers;
-    let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
-    let states = layers.iter().filter_map(LayerShape::state_bytes);
-    let last_cut = (0..layers.len()).rev().find(|at| config.can_cut(*at));
-    Caches {
-        borrowed: number(layers.iter().filter(is_borrower).count()),
-        states: number(states.clone().count()),
-        state_bytes: states.max().unwrap_or(0) as f64,
-        together: number(layers.len() - last_cut.unwrap_or(0)),
-    }
-}
-
-/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
-fn sliding(config: &Config) -> Option<Sliding> {
-    let windows = config.layers.iter().filter_map(|layer| layer.window);
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    Some(Sliding {
-        layers: number(windows.clone().count()),
-        window: number(windows.max()?),
-    })
 }
 
 #[cfg(test)]

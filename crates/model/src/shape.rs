@@ -1,5 +1,6 @@
-//! The shape of a model from a GGUF header or a `config.json`, experts and low ranks included:
-//! more than the engine can compute, since a plan only needs sizes.
+//! The shape of a model for planning: [`of`] a configuration that the engine computes, and
+//! [`from_files`], from a GGUF header or a `config.json`, experts and low ranks included: more than
+//! the engine can compute, since a plan only needs sizes.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,6 +10,8 @@ use paceline_formats::gguf::{self, Gguf};
 use paceline_formats::hf::{self, HfFolder};
 use paceline_plan::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
 use serde_json::Value;
+
+use crate::{Config, LayerCache, LayerShape, Role, Source};
 
 /// Longest `config.json` that is read: those of the largest families have some 100 KB.
 const CONFIG_BYTES_MAX: u64 = 8 << 20;
@@ -313,6 +316,58 @@ impl Fields<'_> {
                 .max(1),
         }))
     }
+}
+
+/// The shape of a model that the engine computes, from its configuration; `source` has the bytes.
+pub fn of(source: &Source, config: &Config) -> ModelShape {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let mut shape = ModelShape {
+        name: "local".to_owned(),
+        layers: number(config.layers.len()),
+        width: number(config.width),
+        vocab: number(config.vocab),
+        tied: config
+            .tied
+            .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
+        attention: Attention::Gqa {
+            heads: number(config.heads),
+            kv_heads: number(config.kv_heads),
+            head_dim: number(config.head_dim),
+        },
+        sliding: windows_of(config),
+        caches: caches_of(config),
+        ffn: number(config.ffn),
+        moe: None,
+        bits: Bits::uniform(8.0),
+    };
+    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
+    shape.bits.rest = bits.clamp(1.0, 32.0);
+    shape
+}
+
+/// Layers that keep no keys and values of their own.
+fn caches_of(config: &Config) -> Caches {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let layers = &config.layers;
+    let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
+    let states = layers.iter().filter_map(LayerShape::state_bytes);
+    let last_cut = (0..layers.len()).rev().find(|at| config.can_cut(*at));
+    Caches {
+        borrowed: number(layers.iter().filter(is_borrower).count()),
+        states: number(states.clone().count()),
+        state_bytes: states.max().unwrap_or(0) as f64,
+        together: number(layers.len() - last_cut.unwrap_or(0)),
+    }
+}
+
+/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
+fn windows_of(config: &Config) -> Option<Sliding> {
+    let windows = config.layers.iter().filter_map(|layer| layer.window);
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    Some(Sliding {
+        layers: number(windows.clone().count()),
+        window: number(windows.max()?),
+    })
 }
 
 fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
