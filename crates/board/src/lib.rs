@@ -12,6 +12,8 @@
 //! - [`commands`]: what a node does for its dashboard and for programs of its machine.
 //! - [`doctor`]: what this machine can do, what is missing, and what mends it.
 //! - [`engines`]: what computes here.
+//! - [`cables`]: cables between machines, for people.
+//! - [`findings`]: the user's own findings, beside those of the knowledge base.
 //! - [`figures`]: metrics of an instance.
 //! - [`fits`]: which models of the catalogue fit, and how fast.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
@@ -25,6 +27,7 @@
 //! [`Tell`].
 
 mod board;
+pub mod cables;
 mod changes;
 pub mod commands;
 pub mod doctor;
@@ -32,6 +35,7 @@ mod downloads;
 pub mod engines;
 mod error;
 pub mod figures;
+pub mod findings;
 pub mod fits;
 mod hub;
 mod links;
