@@ -16,6 +16,8 @@
 //! - [`findings`]: the user's own findings, beside those of the knowledge base.
 //! - [`figures`]: metrics of an instance.
 //! - [`fits`]: which models of the catalogue fit, and how fast.
+//! - [`foreseen`]: what this machine will do with a model.
+//! - [`named`]: models, clusters and engines by their names.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
 //! - [`shown`]: facts about one model.
 //! - [`tables`]: what a node tells, as lines.
@@ -37,10 +39,12 @@ mod error;
 pub mod figures;
 pub mod findings;
 pub mod fits;
+pub mod foreseen;
 mod hub;
 mod links;
 mod local;
 pub mod member;
+pub mod named;
 mod peers;
 mod removal;
 pub mod screen;

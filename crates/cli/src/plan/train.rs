@@ -14,7 +14,7 @@ use paceline_train::{
 };
 use serde_json::json;
 
-use super::{Error, facts};
+use super::{Error, local_path};
 use crate::load;
 use crate::output::print;
 use crate::train::of_name;
@@ -81,7 +81,7 @@ pub(super) fn run(
     (args, cluster): (&TrainPlan, &[String]),
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let path = facts::local_path(model).ok_or_else(|| Error::NoFiles(model.to_owned()))?;
+    let path = local_path(model).ok_or_else(|| Error::NoFiles(model.to_owned()))?;
     let (machines, link) = match cluster {
         [] => (vec![this_machine(args)?], None),
         [one] => of_cluster(one)?,
