@@ -12,6 +12,8 @@
 //! - [`commands`]: what a node does for its dashboard and for programs of its machine.
 //! - [`doctor`]: what this machine can do, what is missing, and what mends it.
 //! - [`engines`]: what computes here.
+//! - [`answer`]: an answer as it is collected, and what it cost.
+//! - [`machines`]: those that compute for a program of this machine.
 //! - [`cables`]: cables between machines, for people.
 //! - [`findings`]: the user's own findings, beside those of the knowledge base.
 //! - [`figures`]: metrics of an instance.
@@ -28,6 +30,7 @@
 //! It reads no environment and prints nothing: settings are arguments, and lines for people go to a
 //! [`Tell`].
 
+pub mod answer;
 mod board;
 pub mod cables;
 mod changes;
@@ -43,6 +46,7 @@ pub mod foreseen;
 mod hub;
 mod links;
 mod local;
+pub mod machines;
 pub mod member;
 pub mod named;
 mod peers;
