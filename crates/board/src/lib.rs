@@ -13,6 +13,7 @@
 //! - [`doctor`]: what this machine can do, what is missing, and what mends it.
 //! - [`engines`]: what computes here.
 //! - [`answer`]: an answer as it is collected, and what it cost.
+//! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
 //! - [`machines`]: those that compute for a program of this machine.
 //! - [`cables`]: cables between machines, for people.
 //! - [`findings`]: the user's own findings, beside those of the knowledge base.
@@ -42,7 +43,9 @@ mod error;
 pub mod figures;
 pub mod findings;
 pub mod fits;
+mod fleet;
 pub mod foreseen;
+pub mod holds;
 mod hub;
 mod links;
 mod local;
@@ -57,6 +60,7 @@ pub mod shown;
 mod stores;
 pub mod tables;
 mod traffic;
+pub mod trainings;
 
 use std::sync::Arc;
 

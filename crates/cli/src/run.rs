@@ -10,9 +10,9 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
+use paceline_board::answer::Figures;
 use paceline_engine::SamplingParams;
 use paceline_formats::chat::Message;
-use paceline_board::answer::Figures;
 use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
 use serde_json::Value;
