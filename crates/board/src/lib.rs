@@ -15,6 +15,7 @@
 //! - [`answer`]: an answer as it is collected, and what it cost.
 //! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
 //! - [`machines`]: those that compute for a program of this machine.
+//! - [`borrowed`]: an instance that a program has for as long as it runs.
 //! - [`cables`]: cables between machines, for people.
 //! - [`findings`]: the user's own findings, beside those of the knowledge base.
 //! - [`figures`]: metrics of an instance.
@@ -33,6 +34,7 @@
 
 pub mod answer;
 mod board;
+pub mod borrowed;
 pub mod cables;
 mod changes;
 pub mod commands;
