@@ -34,6 +34,6 @@ pub use block_type::{BlockType, UnknownBlockType};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;
 pub use pages::whole_pages;
-pub use printable::printable;
+pub use printable::{counted, printable};
 pub use random::SplitMix64;
 pub use units::{Bytes, LayerIdx, Micros, Rank};

@@ -13,6 +13,11 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     }
 }
 
+/// `1 node`, `2 nodes`.
+pub fn counted(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -27,5 +32,12 @@ mod tests {
         ] {
             assert_eq!(printable(text), shown, "{text:?}");
         }
+    }
+
+    #[test]
+    fn only_one_is_singular() {
+        assert_eq!(counted(0, "core"), "0 cores");
+        assert_eq!(counted(1, "core"), "1 core");
+        assert_eq!(counted(2, "core"), "2 cores");
     }
 }

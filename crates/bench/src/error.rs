@@ -1,5 +1,8 @@
 //! Why a model cannot be measured.
 
+use std::io;
+use std::process::ExitStatus;
+
 use paceline_engine::Failure;
 
 /// Why a model cannot be measured.
@@ -14,4 +17,39 @@ pub enum Error {
     /// There is no answer to take the time of.
     #[error("the model ended its answer at once: nothing to measure")]
     NoAnswer,
+    /// The other program cannot be compared there.
+    #[error("mlx-lm decodes behind the prompt, so --depth cannot be compared with it")]
+    PeerDepth,
+    /// The other program cannot be started.
+    #[error("cannot run Python, which drives {name}")]
+    PeerStart {
+        /// The other program.
+        name: &'static str,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The other program cannot be heard any more.
+    #[error("cannot hear {name}")]
+    PeerLost {
+        /// The other program.
+        name: &'static str,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The other program has ended.
+    #[error("{name} did not run ({status}), its message is above")]
+    PeerEnded {
+        /// The other program.
+        name: &'static str,
+        /// How.
+        status: ExitStatus,
+    },
+    /// The other program says something else.
+    #[error("the answer of {name}'s script is not two numbers")]
+    PeerAnswer {
+        /// The other program.
+        name: &'static str,
+        /// What is wrong.
+        source: serde_json::Error,
+    },
 }

@@ -5,17 +5,22 @@
 //! - [`kernels`]: matrix products of every weight type.
 //! - [`limits`]: what reads of memory and integer products reach at best.
 //! - [`model`]: prefill and decode speed of a model that answers.
+//! - [`peer`]: llama.cpp and mlx-lm, driven in turns with a model.
 //! - [`plan`]: predictions beside measurements.
+//! - [`ranks`]: the collectives of ranks in processes, here and on machines of a cluster.
 //!
 //! Each module has what is measured (`Spec`), `measure`, and a `Report` with a table for people and
-//! a picture. The crate starts no process and prints nothing.
+//! a picture. The crate prints nothing, and only [`ranks`] and [`peer`]
+//! start processes.
 
 pub mod comm;
 mod error;
 pub mod kernels;
 pub mod limits;
 pub mod model;
+pub mod peer;
 pub mod plan;
+pub mod ranks;
 
 pub use error::Error;
 

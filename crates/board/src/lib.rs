@@ -10,9 +10,21 @@
 //! - [`Board`]: the cluster, telemetry, instances and requests; [`Local`]: instances of a process
 //!   without a fleet.
 //! - [`commands`]: what a node does for its dashboard and for programs of its machine.
+//! - [`doctor`]: what this machine can do, what is missing, and what mends it.
+//! - [`engines`]: what computes here.
+//! - [`answer`]: an answer as it is collected, and what it cost.
+//! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
+//! - [`machines`]: those that compute for a program of this machine.
+//! - [`borrowed`]: an instance that a program has for as long as it runs.
+//! - [`cables`]: cables between machines, for people.
+//! - [`findings`]: the user's own findings, beside those of the knowledge base.
 //! - [`figures`]: metrics of an instance.
 //! - [`fits`]: which models of the catalogue fit, and how fast.
+//! - [`foreseen`]: what this machine will do with a model.
+//! - [`named`]: models, clusters and engines by their names.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
+//! - [`shown`]: facts about one model.
+//! - [`tables`]: what a node tells, as lines.
 //! - [`member`]: what a node is to its cluster.
 //! - [`screen`]: what a board tells, as a frame of text.
 //! - [`Error`].
@@ -20,23 +32,37 @@
 //! It reads no environment and prints nothing: settings are arguments, and lines for people go to a
 //! [`Tell`].
 
+pub mod answer;
 mod board;
+pub mod borrowed;
+pub mod cables;
 mod changes;
 pub mod commands;
+pub mod doctor;
 mod downloads;
+pub mod engines;
 mod error;
 pub mod figures;
+pub mod findings;
 pub mod fits;
+mod fleet;
+pub mod foreseen;
+pub mod holds;
 mod hub;
 mod links;
 mod local;
+pub mod machines;
 pub mod member;
+pub mod named;
 mod peers;
 mod removal;
 pub mod screen;
 pub mod served;
+pub mod shown;
 mod stores;
+pub mod tables;
 mod traffic;
+pub mod trainings;
 
 use std::sync::Arc;
 

@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 use paceline_base::printable;
 use ratatui::Frame;
 use ratatui::buffer::Buffer;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Span};
@@ -83,6 +84,39 @@ impl View {
             }
             Err(problem) => self.problem = Some(problem),
         }
+    }
+
+    /// Does what a key says; whether it ends the program.
+    pub fn is_end(&mut self, key: KeyEvent) -> bool {
+        let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
+        if let KeyCode::Char('c' | 'd') = key.code
+            && is_control
+        {
+            return true;
+        }
+        if let Some(filter) = self.filter.as_mut().filter(|_| self.is_typing) {
+            match key.code {
+                KeyCode::Char(c) if filter.chars().count() < 64 => filter.push(c),
+                KeyCode::Backspace => drop(filter.pop()),
+                KeyCode::Enter => self.is_typing = false,
+                KeyCode::Esc => self.clear_filter(),
+                _ => {}
+            }
+            return false;
+        }
+        match key.code {
+            KeyCode::Char('q') => return true,
+            KeyCode::Char('s') => self.sort = self.sort.next(),
+            KeyCode::Char('/') => self.type_filter(),
+            KeyCode::Esc => self.clear_filter(),
+            KeyCode::Down | KeyCode::Char('j') => self.scroll = self.scroll.saturating_add(1),
+            KeyCode::Up | KeyCode::Char('k') => self.scroll = self.scroll.saturating_sub(1),
+            KeyCode::PageDown => self.scroll = self.scroll.saturating_add(10),
+            KeyCode::PageUp => self.scroll = self.scroll.saturating_sub(10),
+            KeyCode::Home => self.scroll = 0,
+            _ => {}
+        }
+        false
     }
 
     /// Has keys go into the filter.

@@ -4,7 +4,6 @@ mod api;
 mod comm;
 mod kernels;
 mod model;
-mod peer;
 mod plan;
 
 use crate::interrupt::Signals;

@@ -1,31 +1,15 @@
 //! `paceline chaos`: a cluster of nodes on this machine, broken on purpose while it answers.
-//!
-//! Each round sends the same requests, spread over all nodes. At a moment that the seed chooses a
-//! fault hits one of these, and sometimes a second fault another. A client whose node is gone goes
-//! on at the next. Every answer is compared with the answer of an undisturbed round.
 
-mod cluster;
-mod faults;
-mod memory;
-mod report;
-mod spaces;
-mod streams;
+use std::sync::Arc;
 
-use std::path::Path;
-use std::sync::mpsc;
-use std::thread;
-use std::time::{Duration, Instant};
-
-use anyhow::{Context, bail};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use paceline_chaos::{Chaos, Fault, Plan, Program, Tell};
 use paceline_model::SplitKind;
 
 use crate::interrupt::Signals;
 use crate::output::{print, printable, tell};
+use crate::process::own_program;
 use crate::pull;
-use cluster::Cluster;
-use faults::{Fault, Round};
-use report::{Report, Seen};
-use streams::{Answer, Door, KINDS, Request};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -34,9 +18,6 @@ Examples:
   paceline chaos ./model.gguf --faults kill-node,freeze-node --json
   paceline chaos smollm2 --long --from 40 --rounds 20   a part of the long run
   sudo paceline chaos smollm2 --namespaces --faults cut-node,fill-disk,out-of-memory";
-
-/// Wait for an instance to answer again after a round: a model's load and a node's return.
-const HEAL_LIMIT: Duration = Duration::from_secs(120);
 
 /// Rounds where nobody says.
 const ROUNDS: u32 = 8;
@@ -77,7 +58,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
     /// Faults to choose from [default: all that this system allows]
-    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',',
+          value_parser = fault())]
     faults: Vec<Fault>,
     /// 200 rounds on 4 nodes, or --rounds of them
     #[arg(long, conflicts_with = "nodes")]
@@ -98,10 +80,32 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Threads of each node, requests at a time, and spares.
-    const fn sizes(&self) -> (u16, u16, u16) {
-        (self.threads, self.streams, self.spare)
+    fn plan(&self, faults: Vec<Fault>) -> Plan {
+        let (nodes, rounds) = match self.long {
+            true => (4, self.rounds.unwrap_or(LONG_ROUNDS)),
+            false => (self.nodes, self.rounds.unwrap_or(ROUNDS)),
+        };
+        Plan {
+            nodes: usize::from(nodes),
+            split: self.split,
+            threads: self.threads,
+            streams: self.streams,
+            tokens: self.tokens,
+            rounds,
+            from: self.from,
+            seed: self.seed,
+            faults,
+            spare: self.spare,
+            namespaces: self.namespaces,
+        }
     }
+}
+
+/// Parses the name of a fault.
+fn fault() -> impl TypedValueParser<Value = Fault> {
+    let all = Fault::ALL.map(|fault| PossibleValue::new(fault.name()).help(fault.meaning()));
+    let named = |name: String| Fault::ALL.into_iter().find(|fault| fault.name() == name);
+    PossibleValuesParser::new(all).try_map(move |name| named(name).ok_or("no fault"))
 }
 
 /// Breaks a cluster round by round and prints what came of it.
@@ -109,167 +113,28 @@ impl Args {
 /// # Errors
 /// A cluster that cannot be made or does not heal; answers that were lost or altered.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    let faults = faults::of(&args.faults, args.namespaces)?;
+    let plan = args.plan(paceline_chaos::faults(&args.faults, args.namespaces)?);
     let model = pull::ensure(&args.model, signals)?;
-    signals.orderly(|cancel| {
-        let (nodes, rounds) = match args.long {
-            true => (4, args.rounds.unwrap_or(LONG_ROUNDS)),
-            false => (args.nodes, args.rounds.unwrap_or(ROUNDS)),
-        };
-        let space = args
-            .namespaces
-            .then(|| disk_bytes(&model.path))
-            .transpose()?;
-        let mut cluster = Cluster::start(usize::from(nodes), space)?;
-        cluster.load(&model.path, args.split, args.sizes())?;
-        let streams = usize::from(args.streams);
-        let requests = Request::several(streams.max(KINDS), args.tokens);
-        let known = undisturbed(&cluster, &requests, streams)?;
-        let all = args.from.saturating_add(rounds);
-        let rounds = faults::schedule(args.seed, all, &faults, args.tokens);
-        let mut report = Report::new(args.seed, usize::from(nodes));
-        for (number, round) in rounds.into_iter().enumerate().skip(args.from as usize) {
-            if cancel.is_cancelled() {
-                break;
-            }
-            // Other kinds of requests each round.
-            let turn = known.iter().cycle().skip(number * streams % known.len());
-            let (requests, right): (Vec<_>, Vec<_>) = turn.take(streams).cloned().unzip();
-            let seen = play(&mut cluster, round, &requests, &right)?;
-            if !args.json {
-                report.show(&seen)?;
-            }
-            report.add(seen);
-            cluster.heal(HEAL_LIMIT)?;
-        }
-        if args.json {
-            print(&report.json().to_string())?;
-        } else {
-            report.close()?;
-        }
-        report.verdict()
-    })
-}
-
-/// Bytes of a node's disk: its model twice over, and what else a node writes.
-fn disk_bytes(model: &Path) -> anyhow::Result<u64> {
-    let model = std::fs::metadata(model).context("cannot look at the model")?;
-    Ok(2 * model.len() + (192 << 20))
-}
-
-/// The requests with the answers that come without faults, `streams` at a time. Those that this
-/// model does not answer are left out.
-fn undisturbed(
-    cluster: &Cluster,
-    requests: &[Request],
-    streams: usize,
-) -> anyhow::Result<Vec<(Request, Answer)>> {
-    let mut known = Vec::new();
-    for part in requests.chunks(streams) {
-        let (_, answers) = answers_at(&cluster.clients(part), u32::MAX, || Ok(()))?;
-        for (request, answer) in part.iter().zip(answers) {
-            match &answer.error {
-                None => known.push((request.clone(), answer)),
-                Some(error) if request.is_optional() && answer.is_refused => {
-                    stage(&format!("no request with tools: {}", printable(error)));
-                }
-                Some(error) => bail!("an undisturbed answer failed: {error}"),
-            }
-        }
-    }
-    Ok(known)
-}
-
-/// One round: requests, the fault, and what became of the answers.
-fn play(
-    cluster: &mut Cluster,
-    round: Round,
-    requests: &[Request],
-    undisturbed: &[Answer],
-) -> anyhow::Result<Seen> {
-    let victims = cluster.victims(round.victim)?;
-    let clients = cluster.clients(requests);
-    let mut watch = None;
-    let (hit, found) = answers_at(&clients, round.at_token, || {
-        watch = Some(cluster.watch(&victims)?);
-        let begun = Instant::now();
-        match round.second {
-            Some((second, after)) if after.is_zero() => {
-                cluster.hit(second, victims[1])?;
-                cluster.hit(round.fault, victims[0])
-            }
-            Some((second, after)) => {
-                cluster.hit(round.fault, victims[0])?;
-                thread::sleep(after.saturating_sub(begun.elapsed()));
-                // It may have no worker at this moment.
-                let _ = cluster.hit(second, victims[1]);
-                Ok(())
-            }
-            None => cluster.hit(round.fault, victims[0]),
-        }
-    })?;
-    let detected = watch.context("no answer got as far as the fault's token")?;
-    let at = hit.context("no answer got as far as the fault's token")?;
-    let detected = detected.since(at);
-    let told = detected.map(|after| at + after);
-    let resumed = |told| {
-        found
-            .iter()
-            .filter_map(|answer| answer.next_after(told))
-            .max()
+    let program = Program {
+        own: own_program()?,
+        file: std::env::current_exe()?,
     };
-    Ok(Seen {
-        round,
-        victim: cluster.name(victims[0]),
-        detected,
-        resumed: told.and_then(resumed),
-        pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
-        answers: found.len(),
-        moved: found.iter().map(|answer| answer.moves).sum(),
-        lost: found.iter().filter(|answer| answer.is_lost()).count(),
-        altered: found
-            .iter()
-            .zip(undisturbed)
-            .filter(|(answer, right)| answer.is_altered(right))
-            .count(),
-        reason: found.into_iter().find_map(|answer| answer.error),
+    let tell: Tell = Arc::new(|line| tell(printable(line)));
+    signals.orderly(|cancel| {
+        let mut chaos = Chaos::start(&plan, &model.path, program, tell)?;
+        while !cancel.is_cancelled()
+            && let Some(line) = chaos.round()?
+        {
+            if !args.json {
+                print(&line)?;
+            }
+            chaos.heal()?;
+        }
+        let report = chaos.report();
+        print(&match args.json {
+            true => report.json().to_string(),
+            false => report.total(),
+        })?;
+        Ok(report.verdict()?)
     })
-}
-
-/// All answers. When the first of them has `at_token` pieces, `then` is called; the moment of the
-/// call comes back, or `None` where none got so far.
-fn answers_at(
-    clients: &[(Vec<Door>, Request)],
-    at_token: u32,
-    then: impl FnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<(Option<Instant>, Vec<Answer>)> {
-    let (sender, reached) = mpsc::channel();
-    thread::scope(|scope| {
-        let asked: Vec<_> = clients
-            .iter()
-            .map(|(doors, request)| {
-                let sender = sender.clone();
-                scope.spawn(move || request.answer(doors, at_token, &sender))
-            })
-            .collect();
-        drop(sender);
-        // An error means that all answers ended before the token came.
-        let hit = reached.recv().ok().map(|()| Instant::now());
-        let outcome = hit.map_or(Ok(()), |_| then());
-        let answers = asked
-            .into_iter()
-            .map(|thread| {
-                thread
-                    .join()
-                    .map_err(|_| anyhow::anyhow!("a client panicked"))
-            })
-            .collect::<anyhow::Result<Vec<_>>>();
-        outcome?;
-        Ok((hit, answers?))
-    })
-}
-
-/// Says on stderr what is going on, since rounds take seconds.
-fn stage(what: &str) {
-    tell(format_args!("chaos: {what}"));
 }

@@ -71,8 +71,8 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if !of_machines.is_empty() {
             return of_machines;
         }
-        if let Some(error) = cause.downcast_ref::<crate::kb::Error>() {
-            return vec![error.hint()];
+        if let Some(error) = cause.downcast_ref() {
+            return crate::kb::hint(error).into_iter().collect();
         }
         model::hint(cause).map(str::to_owned).into_iter().collect()
     };

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use paceline_board::tables::{instances as instances_told, label, names, proposals};
 use paceline_cluster::nodes::placement::Weights;
 use paceline_model::SplitKind;
 use serde_json::{Value, json};
 
 use crate::adapter;
 use crate::interrupt::Signals;
-use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::{member, pull};
 
@@ -209,16 +209,6 @@ fn all_done(own: &[&Value], bar: &mut LoadProgress) -> anyhow::Result<bool> {
     }
 }
 
-/// A model's name, with the replica's number where it has several.
-fn label(it: &Value) -> String {
-    let model = printable(it["model"].as_str().unwrap_or_default());
-    let replica = &it["replica"];
-    match (replica["number"].as_u64(), replica["of"].as_u64()) {
-        (Some(number), Some(of)) => format!("{model} replica {number}/{of}"),
-        _ => model.into_owned(),
-    }
-}
-
 /// Shows placements of a model, and loads nothing.
 fn preview(args: &LoadArgs) -> anyhow::Result<()> {
     let mut ask = args.ask();
@@ -239,36 +229,6 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
         ));
     }
     Ok(())
-}
-
-/// A heading, and a line for each placement.
-fn proposals(preview: &Value) -> Vec<String> {
-    let heading = ["NODES", "SPLIT", "TOKENS/S", "FIRST TOKEN", "FITS"].map(str::to_owned);
-    let row = |it: &Value| {
-        let number = |name: &str, unit: &str| match it[name].as_f64() {
-            Some(value) => format!("{value:.1}{unit}"),
-            None => "-".to_owned(),
-        };
-        let fits = if it["fits"] == true { "yes" } else { "no" };
-        let replicas = it["replicas"].as_array().into_iter().flatten();
-        let replicas: Vec<String> = replicas.map(names).collect();
-        let nodes = match replicas.is_empty() {
-            true => names(&it["nodes"]),
-            false => replicas.join(" + "),
-        };
-        [
-            nodes,
-            it["split"].as_str().unwrap_or_default().to_owned(),
-            number("decode_tok_s", ""),
-            number("ttft_ms", " ms"),
-            fits.to_owned(),
-        ]
-    };
-    let placements = preview["placements"].as_array().into_iter().flatten();
-    let rows: Vec<_> = std::iter::once(heading)
-        .chain(placements.map(row))
-        .collect();
-    aligned(&rows)
 }
 
 impl LoadArgs {
@@ -364,16 +324,6 @@ impl LoadProgress {
     }
 }
 
-/// Names of nodes for people.
-pub(crate) fn names(nodes: &Value) -> String {
-    let names = nodes.as_array().into_iter().flatten();
-    let names: Vec<_> = names
-        .filter_map(Value::as_str)
-        .map(|name| printable(name).into_owned())
-        .collect();
-    names.join(", ")
-}
-
 /// Unloads a model.
 ///
 /// # Errors
@@ -399,26 +349,5 @@ pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
     if args.json {
         return print(&all.to_string());
     }
-    let heading = ["MODEL", "STATE", "NODES", "EPOCH", "ID"].map(str::to_owned);
-    let row = |it: &Value| {
-        let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
-        let epoch = it["epoch"].to_string();
-        [label(it), state(it), names(&it["nodes"]), epoch, text("id")]
-    };
-    let rows: Vec<[String; 5]> = std::iter::once(heading)
-        .chain(all.as_array().into_iter().flatten().map(row))
-        .collect();
-    aligned(&rows).iter().try_for_each(|line| print(line))
-}
-
-/// How an instance is, with how far or why.
-fn state(it: &Value) -> String {
-    let state = it["state"].as_str().unwrap_or_default();
-    if let Some(reason) = it["reason"].as_str() {
-        return format!("{state}: {}", printable(reason));
-    }
-    match (it["progress"][0].as_u64(), it["progress"][1].as_u64()) {
-        (Some(done), Some(of)) if of > 0 => format!("{state} {} %", done * 100 / of),
-        _ => state.to_owned(),
-    }
+    instances_told(&all).iter().try_for_each(|line| print(line))
 }

@@ -1,9 +1,9 @@
 //! `paceline launch`: a program on many machines, as `mlx.launch` starts it.
 
 mod error;
-mod mpirun;
 
 use std::env;
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use anyhow::Context;
 use paceline_cluster::hostfile::Hostfile;
 use paceline_cluster::launch::{
     self, Backend, Error as LaunchError, Launch, Limits, Notice, Options, Patient, Place, StdinTo,
-    Streams, Tags,
+    Streams, Tags, openmpi,
 };
 use paceline_cluster::remote::Reach;
 use rustix::process::getpgrp;
@@ -173,11 +173,19 @@ fn with_value(text: &str) -> Result<String, Error> {
     Ok(format!("{text}={value}"))
 }
 
+/// Folders of programs.
+fn path() -> Option<OsString> {
+    env::var_os("PATH")
+}
+
 /// The error as the user gets it.
 fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
     match error {
         LaunchError::OutputGone => CliError::ReaderGone.into(),
-        error if backend == Backend::Mpi => mpirun::error(error),
+        // `mpirun` is not a rank: it passes on how one ended.
+        LaunchError::Failed { ending, .. } if backend == Backend::Mpi => {
+            Error::Mpirun { ending }.into()
+        }
         error => error.into(),
     }
 }
@@ -224,7 +232,7 @@ impl Args {
         let limits = self.limits();
         let stdin = self.stdin();
         if backend == Backend::Mpi {
-            let mpirun = mpirun::find(&self.mpi_arg, &ranks, scratch.path())?;
+            let mpirun = openmpi::find(path().as_deref(), &self.mpi_arg, &ranks, scratch.path())?;
             return Ok(launch::mpi::launch(
                 &mpirun, &ranks, command, place, stdin, limits,
             ));
@@ -295,7 +303,7 @@ impl Args {
     fn python(&self) -> Result<String, Error> {
         match &self.python {
             Some(python) => Ok(python.clone()),
-            None => mpirun::in_path("python3").ok_or(Error::NoPython),
+            None => openmpi::in_path(path().as_deref(), "python3").ok_or(Error::NoPython),
         }
     }
 }

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use paceline_base::{Bytes, Rank};
 use paceline_bench::model::Subject;
+use paceline_board::holds::split_lines;
 use paceline_board::served::fingerprint;
 use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, Service};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Shard, Split, SplitKind};
+use paceline_model::{Config, SplitKind};
 use paceline_node::classes::Classes;
 use paceline_node::crew::{LocalCrew, LocalSpec};
 use paceline_node::forecast::Setting;
@@ -495,37 +495,8 @@ impl Loaded {
 
     /// Tells what each node holds, a line each.
     pub(crate) fn tell_split(&self) {
-        tell_split(self.config(), self.split(), self.threads, &self.weights());
+        let weights = self.weights();
+        let lines = split_lines(self.config(), self.split(), self.threads, &weights);
+        lines.iter().for_each(tell);
     }
-}
-
-/// Tells what each node holds, a line each.
-pub(crate) fn tell_split(config: &Config, split: &Split, threads: usize, weights: &[Bytes]) {
-    let (nodes, plural) = (split.ranks(), if threads == 1 { "" } else { "s" });
-    tell(match nodes {
-        1 => format!("1 node, {threads} thread{plural}:"),
-        _ => format!("{nodes} nodes, split {split}, {threads} thread{plural} each:"),
-    });
-    for (rank, weights) in (0..nodes).map(Rank).zip(weights) {
-        tell(shard_line(config, &split.shard(config, rank), *weights));
-    }
-}
-
-fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
-    let percent = |part: usize, all: usize| (100.0 * part as f64 / all as f64).round();
-    let mut line = format!(
-        "  {}: layers {}-{}, heads {} of {}, feed-forward {} %",
-        shard.rank,
-        shard.layers.start,
-        shard.layers.end - 1,
-        shard.usual.heads.len(),
-        config.heads,
-        percent(shard.ffn().len(), config.ffn),
-    );
-    if shard.has_head() {
-        let vocab = percent(shard.vocab().len(), config.vocab);
-        line += &format!(", vocabulary {vocab} %");
-    }
-    line += &format!(", {weights}");
-    line + if shard.leads() { ", leads" } else { "" }
 }

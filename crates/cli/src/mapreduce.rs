@@ -1,6 +1,5 @@
 //! `paceline mapreduce`: array jobs over files, by threads, by worker processes, or by machines.
 
-mod clusters;
 mod hosts;
 mod job;
 mod jobs;
@@ -229,7 +228,7 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Topk(args) => jobs::topk(args),
         Command::Sort(args) => sort::sort(args),
         Command::Groupby(args) => jobs::groupby(args),
-        Command::Kmeans(args) => clusters::kmeans(args),
+        Command::Kmeans(args) => jobs::kmeans(args),
         Command::Montecarlo(args) => jobs::montecarlo(args),
         Command::Map(args) => jobs::map(args),
         Command::Worker(args) => compute(args),

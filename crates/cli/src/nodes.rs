@@ -1,13 +1,10 @@
 //! `paceline nodes`: the machines of the cluster.
 
-use paceline_base::Bytes;
-use serde_json::{Value, json};
+use paceline_board::tables;
+use serde_json::json;
 
 use crate::member;
 use crate::output::{print, printable, tell};
-
-/// Ways between nodes that are listed at most: those of four nodes with two interfaces.
-const WAYS_MAX: usize = 24;
 
 /// Arguments of `paceline nodes`.
 #[derive(Debug, clap::Args)]
@@ -76,10 +73,7 @@ fn list(as_json: bool) -> anyhow::Result<()> {
     if as_json {
         return print(&answer["nodes"].to_string());
     }
-    for line in aligned(&rows(&answer["nodes"])) {
-        print(&line)?;
-    }
-    for line in ways(&answer["nodes"]) {
+    for line in tables::nodes(&answer["nodes"]) {
         print(&line)?;
     }
     for problem in answer["problems"].as_array().into_iter().flatten() {
@@ -89,85 +83,4 @@ fn list(as_json: bool) -> anyhow::Result<()> {
         ));
     }
     Ok(())
-}
-
-/// Rows as lines with columns of one width.
-pub(crate) fn aligned<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: Vec<usize> = (0..N).map(|column| width(column).unwrap_or(0)).collect();
-    let line = |row: &[String; N]| {
-        let cells = row.iter().zip(&widths);
-        let cells: Vec<String> = cells.map(|(cell, n)| format!("{cell:n$}")).collect();
-        cells.join("  ").trim_end().to_owned()
-    };
-    rows.iter().map(line).collect()
-}
-
-/// The measured ways of every pair below a heading; only those of this machine, which is the first,
-/// where there are many. None without another machine.
-fn ways(nodes: &Value) -> Vec<String> {
-    let of = |node: &Value| -> Vec<[String; 6]> {
-        let from = printable(node["name"].as_str().unwrap_or_default()).into_owned();
-        let paths = node["paths"].as_array().into_iter().flatten();
-        paths.map(|path| way(&from, path)).collect()
-    };
-    let nodes = nodes.as_array().map_or(&[][..], Vec::as_slice);
-    let mut rows: Vec<_> = nodes.iter().flat_map(of).collect();
-    if rows.len() > WAYS_MAX {
-        rows = nodes.first().map(of).unwrap_or_default();
-    }
-    if rows.is_empty() {
-        return Vec::new();
-    }
-    let heading = ["FROM", "TO", "INTERFACE", "ADDRESS", "LATENCY", "BANDWIDTH"];
-    rows.insert(0, heading.map(str::to_owned));
-    let mut lines = vec![String::new()];
-    lines.extend(aligned(&rows));
-    lines
-}
-
-fn way(from: &str, path: &Value) -> [String; 6] {
-    let text = |name: &str| printable(path[name].as_str().unwrap_or_default()).into_owned();
-    let latency = path["latency_us"].as_u64().unwrap_or(0) as f64 / 1000.0;
-    let rate = path["bytes_per_s"].as_u64();
-    let rate = rate.map_or("-".to_owned(), |rate| {
-        format!("{:.0} MB/s", rate as f64 / 1e6)
-    });
-    let (latency, rate) = match (path["up"] == true, path["preferred"] == true) {
-        (true, true) => (format!("{latency:.2} ms"), format!("{rate}  used")),
-        (true, false) => (format!("{latency:.2} ms"), rate),
-        (false, _) => ("down".to_owned(), rate),
-    };
-    [
-        from.to_owned(),
-        text("to_name"),
-        text("interface"),
-        text("remote"),
-        latency,
-        rate,
-    ]
-}
-
-/// A heading, and a line for each node.
-fn rows(nodes: &Value) -> Vec<[String; 7]> {
-    let heading = [
-        "NAME", "ID", "STATE", "FOUND BY", "MEMORY", "CORES", "CLASS",
-    ];
-    let row = |node: &Value| {
-        let text = |name: &str| printable(node[name].as_str().unwrap_or_default()).into_owned();
-        let memory = node["memory_bytes"].as_u64().unwrap_or(0);
-        [
-            text("name"),
-            text("id").chars().take(8).collect(),
-            text("state"),
-            text("found_by"),
-            Bytes(memory).to_string(),
-            node["cores"].to_string(),
-            text("kernel_class"),
-        ]
-    };
-    let nodes = nodes.as_array().into_iter().flatten();
-    std::iter::once(heading.map(str::to_owned))
-        .chain(nodes.map(row))
-        .collect()
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::lock;
-pub(crate) use paceline_base::printable;
+pub(crate) use paceline_base::{counted, printable};
 
 use crate::error::Error;
 use crate::log;
@@ -60,11 +60,6 @@ pub(crate) fn show(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// `1 node`, `2 nodes`.
-pub(crate) fn counted(n: usize, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
-}
-
 /// Writes a picture where `--plot` asks for one.
 ///
 /// # Errors
@@ -83,16 +78,4 @@ pub(crate) fn tell(line: impl Display) {
         return;
     }
     let _ = writeln!(std::io::stderr().lock(), "{line}");
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_one_is_singular() {
-        assert_eq!(counted(0, "core"), "0 cores");
-        assert_eq!(counted(1, "core"), "1 core");
-        assert_eq!(counted(2, "core"), "2 cores");
-    }
 }

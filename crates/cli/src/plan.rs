@@ -1,42 +1,61 @@
 //! `paceline plan`: which machines, which split, how fast.
 
 mod error;
-mod facts;
 mod here;
 mod train;
 mod validate;
 
 use std::path::{Path, PathBuf};
 
-use paceline_node::shape;
+use paceline_board::named;
+use paceline_model::shape;
 use paceline_plan::report::{Comparison, Question};
 use paceline_plan::solver::Options;
-use paceline_plan::{Calibration, Catalogue, ModelShape, Objective, Workload};
+use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape, Objective, Workload};
 
 pub(crate) use error::{Error, hints};
-pub(crate) use facts::cluster;
 
+use crate::home;
 use crate::output::{draw, print};
 
 /// The shape of the model whose files lie at `path`, as they are stored.
 ///
 /// # Errors
-/// What is wrong with the files.
+/// What is wrong with the files; the error of the part that reads them, which advice is known for.
 pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
-    read_shape(path, None)
+    shape::from_files(path, None).map_err(in_files)
 }
 
-/// The same with `bits` a weight in place of what is stored.
-///
-/// # Errors
-/// What is wrong with the files; the error of the part that reads them, which advice is known for.
-fn read_shape(path: &Path, bits: Option<f64>) -> anyhow::Result<ModelShape> {
-    shape::from_files(path, bits).map_err(|error| match error {
+/// The error of the part that reads a model's files.
+fn in_files(error: shape::Error) -> anyhow::Error {
+    match error {
         shape::Error::Gguf(error) => error.into(),
         shape::Error::Hf(error) => error.into(),
         shape::Error::Plan(error) => error.into(),
         other => other.into(),
-    })
+    }
+}
+
+/// The error of the part that knows a name.
+fn of_name(error: named::Error) -> anyhow::Error {
+    match error {
+        named::Error::Shape(error) => in_files(error),
+        named::Error::Plan(error) => error.into(),
+        other => other.into(),
+    }
+}
+
+/// The files that `run` would take for `name`: a path, or what the store has under this name.
+fn local_path(name: &str) -> Option<PathBuf> {
+    named::local_path(&home::home().ok()?, name)
+}
+
+/// A cluster from a file, or from the short form where there is no such file.
+///
+/// # Errors
+/// A file that cannot be read, or what is wrong with the cluster.
+pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
+    named::cluster(text, catalogue).map_err(of_name)
 }
 
 /// Arguments of `paceline plan`.
@@ -133,7 +152,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return validate::fit();
     }
     if args.list {
-        return facts::list(&Catalogue::builtin()?, &Calibration::builtin()?);
+        return print(&named::list(
+            &Catalogue::builtin()?,
+            &Calibration::builtin()?,
+        ));
     }
     if args.train.is_asked() {
         let model = args.model.as_deref().unwrap_or_default();
@@ -177,13 +199,14 @@ fn question(args: &Args) -> anyhow::Result<Question> {
     let calibration = Calibration::builtin()?;
     let mut clusters = Vec::new();
     for text in &args.cluster {
-        clusters.push(facts::cluster(text, &mut catalogue)?);
+        clusters.push(cluster(text, &mut catalogue)?);
     }
     if let Some(engine) = &args.engine {
-        facts::set_engine(&mut clusters, engine, &calibration)?;
+        named::set_engine(&mut clusters, engine, &calibration)?;
     }
     let name = args.model.as_deref().unwrap_or_default();
-    let model = facts::model(name, args.bits, &catalogue)?;
+    let home = home::home().ok();
+    let model = named::model(home.as_ref(), name, args.bits, &catalogue).map_err(of_name)?;
     let needed = args.prompt.saturating_add(args.output);
     Ok(Question {
         catalogue,

@@ -1,7 +1,6 @@
 //! `paceline run`: an answer, or a chat.
 
 mod chat;
-mod figures;
 mod lines;
 mod sampling;
 mod session;
@@ -11,6 +10,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
+use paceline_board::answer::Figures;
 use paceline_engine::SamplingParams;
 use paceline_formats::chat::Message;
 use paceline_node::trace::Timeline;
@@ -25,7 +25,6 @@ use crate::loaded::{SplitArgs, Transport};
 use crate::output::{print, tell};
 use crate::pull;
 use crate::shared::{self, Wish};
-use figures::Figures;
 use sampling::SamplingArgs;
 use session::{Session, show_answer};
 
@@ -175,7 +174,7 @@ pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyho
     let (figures, timeline) = session.trace(tokens)?;
     Ok(Traced {
         timeline,
-        figures: figures.json(args, &session),
+        figures: session.json(&figures, &args.model),
         line: figures.line(),
     })
 }
@@ -245,7 +244,7 @@ fn answer(args: &Args, session: &mut Session, prompt: String) -> anyhow::Result<
     let tokens = encode(args, session, prompt)?;
     if args.json {
         let figures = session.generate(tokens, None, |_| Ok(()))?;
-        return print(&figures.json(args, session).to_string());
+        return print(&session.json(&figures, &args.model).to_string());
     }
     let figures = shown(session, tokens, None)?;
     end_answer(&figures)

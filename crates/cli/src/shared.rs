@@ -3,25 +3,20 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::sync::mpsc::Receiver;
 
 use anyhow::{Context, anyhow, bail};
-use paceline_cluster::nodes::agent::local;
+use paceline_board::borrowed::{Borrowed, Told};
+use paceline_board::tables::names;
 use paceline_engine::Service;
 use paceline_model::SplitKind;
 use paceline_node::fleet::lent::AtNode;
 use serde_json::{Value, json};
 
-use crate::instances::{LoadProgress, names};
+use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
 use crate::output::{printable, tell};
 use crate::{home, member, pull};
-
-/// Longest silence of a node that loads: it says how far it is five times a second.
-const SILENCE: Duration = Duration::from_secs(60);
 
 /// The model and the options of a command that decide whether this machine's node is asked.
 #[derive(Clone, Copy, Debug)]
@@ -137,7 +132,8 @@ fn borrowed(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instanc
         "context": wish.context,
         "parallel": 1,
     });
-    let (id, borrowed) = Borrowed::new(ask)?;
+    let (told, borrowed) = Borrowed::new(home::folder()?, ask).context("cannot start a thread")?;
+    let id = ready(&told)?;
     let using = member::ask("using", json!({ "model": id }))?;
     let instance = of(&using, Some(borrowed))?;
     tell(format_args!(
@@ -145,41 +141,6 @@ fn borrowed(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instanc
         instance.on
     ));
     Ok(Some(instance))
-}
-
-/// An instance that is unloaded when this is dropped, or when this process ends in any other way.
-struct Borrowed {
-    over: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Borrowed {
-    /// Loads what `ask` says and waits until it answers; its id.
-    fn new(ask: Value) -> anyhow::Result<(String, Self)> {
-        let home = home::folder()?;
-        let over = Arc::new(AtomicBool::new(false));
-        let (sender, told) = channel();
-        let own = Arc::clone(&over);
-        let run = move || hold(&home, ask, &own, &sender);
-        let thread = std::thread::Builder::new().name("borrow".to_owned());
-        let thread = thread.spawn(run).context("cannot start a thread")?;
-        let borrowed = Self {
-            over,
-            thread: Some(thread),
-        };
-        Ok((ready(&told)?, borrowed))
-    }
-}
-
-type Told = Result<Value, local::Error>;
-
-/// Keeps the connection that the loan lasts as long as; reports until the instance answers.
-fn hold(home: &std::path::Path, ask: Value, over: &AtomicBool, sender: &Sender<Told>) {
-    let outcome = local::ask_while(home, "borrow", ask, SILENCE, |view| {
-        let _ = sender.send(Ok(view)); // nobody waits for it any more
-        !over.load(Ordering::SeqCst)
-    });
-    let _ = sender.send(outcome);
 }
 
 fn ready(told: &Receiver<Told>) -> anyhow::Result<String> {
@@ -191,13 +152,4 @@ fn ready(told: &Receiver<Told>) -> anyhow::Result<String> {
         }
     }
     Err(anyhow!("the node says no more of the model"))
-}
-
-impl Drop for Borrowed {
-    fn drop(&mut self) {
-        self.over.store(true, Ordering::SeqCst);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // it has no result; it sees the end at the next report
-        }
-    }
 }

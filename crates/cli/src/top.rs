@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use paceline_board::screen::{self, View};
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use serde_json::{Value, json};
 
 use crate::output::print;
@@ -88,7 +88,7 @@ fn show(
         drawn.context("cannot draw on the terminal")?;
         if event::poll(KEY_WAIT).context("cannot read keys")? {
             match event::read().context("cannot read keys")? {
-                Event::Key(key) if key.kind == KeyEventKind::Press && is_end(view, key) => {
+                Event::Key(key) if key.kind == KeyEventKind::Press && view.is_end(key) => {
                     return Ok(());
                 }
                 // The next frame has the new size.
@@ -101,39 +101,6 @@ fn show(
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }
-}
-
-/// Does what a key says; whether it ends the program.
-fn is_end(view: &mut View, key: KeyEvent) -> bool {
-    let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
-    if let KeyCode::Char('c' | 'd') = key.code
-        && is_control
-    {
-        return true;
-    }
-    if let Some(filter) = view.filter.as_mut().filter(|_| view.is_typing) {
-        match key.code {
-            KeyCode::Char(c) if filter.chars().count() < 64 => filter.push(c),
-            KeyCode::Backspace => drop(filter.pop()),
-            KeyCode::Enter => view.is_typing = false,
-            KeyCode::Esc => view.clear_filter(),
-            _ => {}
-        }
-        return false;
-    }
-    match key.code {
-        KeyCode::Char('q') => return true,
-        KeyCode::Char('s') => view.sort = view.sort.next(),
-        KeyCode::Char('/') => view.type_filter(),
-        KeyCode::Esc => view.clear_filter(),
-        KeyCode::Down | KeyCode::Char('j') => view.scroll = view.scroll.saturating_add(1),
-        KeyCode::Up | KeyCode::Char('k') => view.scroll = view.scroll.saturating_sub(1),
-        KeyCode::PageDown => view.scroll = view.scroll.saturating_add(10),
-        KeyCode::PageUp => view.scroll = view.scroll.saturating_sub(10),
-        KeyCode::Home => view.scroll = 0,
-        _ => {}
-    }
-    false
 }
 
 /// Asks the node once a second until nobody listens.

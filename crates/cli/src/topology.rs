@@ -2,11 +2,11 @@
 
 mod error;
 mod setup;
-mod show;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use paceline_board::cables::{self, Setup};
 use paceline_cluster::hostfile::{Host, Hostfile};
 use paceline_cluster::launch::Backend;
 use paceline_cluster::remote::Reach;
@@ -167,7 +167,7 @@ impl Args {
         }
         if self.json {
             self.write(&file)?;
-            return print(&show::ethernet(&file).to_string());
+            return print(&cables::ethernet(&file).to_string());
         }
         self.save(&file)
     }
@@ -184,20 +184,20 @@ impl Args {
             let host = &graph.hosts[cable.from.host];
             tell(format_args!("warning: a cable leads from {host} to itself"));
         }
-        draw(self.plot.as_deref(), || show::picture(&graph))?;
+        draw(self.plot.as_deref(), || cables::picture(&graph))?;
         if self.dot {
             return show(&graph.dot());
         }
         let addresses = Addresses::assign(&graph, &found.machines)?;
-        let setup = setup::Setup {
-            reach,
+        let setup = Setup {
             graph: &graph,
             addresses: &addresses,
             machines: &found.machines,
             undo: self.undo,
         };
+        let asked = (self.auto_setup, self.yes);
         if self.undo {
-            return setup.carry_out(self.auto_setup, self.yes);
+            return setup::carry_out(&setup, reach, asked);
         }
         let wish: Option<Backend> = self.backend.as_deref().map(str::parse).transpose()?;
         let machines = &found.machines;
@@ -205,10 +205,10 @@ impl Args {
         if self.verbose {
             tell(format_args!("backend {}", choice.backend));
         }
-        setup.carry_out(self.auto_setup, self.yes)?;
+        setup::carry_out(&setup, reach, asked)?;
         if self.json {
             self.write(&choice.hostfile)?;
-            return print(&show::thunderbolt(&setup, &choice)?.to_string());
+            return print(&cables::thunderbolt(&setup, &choice)?.to_string());
         }
         self.save(&choice.hostfile)
     }

@@ -2,7 +2,6 @@
 
 mod foreign;
 mod places;
-mod watch;
 
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -10,14 +9,13 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::Context;
 use paceline_train::{
     Class, Crew, Job, Lora, Means, Method, OptimiserOptions, Processes, Report, Rule, Run,
-    RunOptions, Schedule, TARGETS, TrainOn, Trained, measured_flops, read_metrics, svg,
+    RunOptions, Schedule, TARGETS, TrainOn, Trained, Watch, measured_flops, read_metrics, svg,
 };
 use serde_json::json;
 
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
 use crate::{home, load, process, pull};
-use watch::Watch;
 
 pub(crate) use places::{FarArgs, WorkerArgs, far, start_far, work};
 
@@ -375,8 +373,10 @@ fn train(
     let told = args.threads.map(usize::from);
     let told = told.or_else(|| all_here.then_some(threads));
     let mut watch = Watch::new(nodes, told);
-    let report = run.train(&mut crew, options, &mut |progress| watch.hear(progress));
-    watch.end();
+    let report = run.train(&mut crew, options, &mut |progress| {
+        watch.hear(progress, clock()).iter().for_each(tell);
+    });
+    watch.end().iter().for_each(tell);
     let report = report?;
     if report.lost > 0 {
         tell(format_args!("{} workers were lost on the way", report.lost));

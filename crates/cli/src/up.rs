@@ -12,29 +12,27 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::KernelClass;
 use paceline_board::commands::{self, WAITING_MAX};
+use paceline_board::holds::lines;
 use paceline_board::{Board, Local, Watch, figures, remover, served};
 use paceline_cluster::machine;
-use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Pace, Service};
 use paceline_model::Config;
-use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{DRAFTS, Instance, Observer};
 use paceline_serve::tls::Wire;
 use paceline_serve::{About, Access, Clock, DEFAULT_PORT, Facts, Handle, Model, Server, Status};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
-use serde_json::json;
 
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::interrupt::Signals;
-use crate::loaded::{self, Loading, Opened, SplitArgs, tell_split};
+use crate::loaded::{self, Loading, Opened, SplitArgs};
 use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::{self, own_program, template_program, worker_env};
@@ -64,10 +62,6 @@ struct Named {
 
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-
-/// Longest wait for what an instance's ranks have sent: they answer between two messages, and the
-/// dashboard that asks is to stay quick when one is gone.
-const COUNT_LIMIT: Duration = Duration::from_millis(250);
 
 /// Arguments of `paceline up`.
 #[derive(Clone, Debug, clap::Args)]
@@ -272,7 +266,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     tell_urls(&server.urls());
     tell_node(&node);
     let fleet = commands::start(&node.0, args.node_spec()?, &doors)?;
-    show_fleet(&board, &node.0, &fleet)?;
+    board.show_fleet(&node.0, &fleet, (home::home()?, home::api_keys()?));
     let _watching = board.watch(args.watch()?)?;
     let handle = server.handle();
     std::thread::scope(|scope| {
@@ -285,35 +279,6 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
         });
         server.run();
     });
-    Ok(())
-}
-
-/// Has the dashboard show and manage what is loaded over the cluster.
-fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) -> anyhow::Result<()> {
-    board.set_agent(agent);
-    let own = Arc::downgrade(fleet);
-    board.set_instances(Box::new(move || {
-        own.upgrade().map_or_else(Default::default, |fleet| {
-            let views = fleet.list().into_iter().map(|view| json!(view));
-            (views.collect(), fleet.portraits())
-        })
-    }));
-    let own = Arc::downgrade(fleet);
-    board.set_stages(Box::new(move |id| {
-        let fleet = own.upgrade().ok_or("the node is stopping")?;
-        fleet.stages(id).map(|stages| json!(stages))
-    }));
-    let own = Arc::downgrade(fleet);
-    board.set_counts(Box::new(move || {
-        let fleet = own.upgrade();
-        fleet.map_or_else(Vec::new, |fleet| fleet.exchanged(COUNT_LIMIT))
-    }));
-    let (own, agent) = (Arc::downgrade(fleet), agent.clone());
-    let (home, keys) = (home::home()?, home::api_keys()?);
-    board.set_manage(Box::new(move |command, arguments| {
-        let fleet = own.upgrade().ok_or("the node is stopping")?;
-        commands::manage((&agent, &fleet), (&home, &keys), command, arguments)
-    }));
     Ok(())
 }
 
@@ -476,40 +441,9 @@ fn observer(opened: &Opened) -> Observer {
             Notice::Loading { .. } => {}
             // A change of the split has a line of its own.
             Notice::Ready { again: false, .. } if std::mem::replace(&mut told, true) => {}
-            Notice::Ready {
-                way, facts, again, ..
-            } => {
-                let cut = &cuts[*way];
-                let weights = facts.iter().map(|rank| Bytes(rank.weight_bytes));
-                let weights: Vec<Bytes> = weights.collect();
-                tell_split(&config, &cut.split, threads, &weights);
-                if let Some(tok_s) = cut.tok_s {
-                    tell(format_args!(
-                        "an answer alone is predicted to get {tok_s:.1} tokens/s"
-                    ));
-                }
-                if *again {
-                    tell("the workers are ready again");
-                }
-            }
-            Notice::Changed(change) => tell(change.line()),
-            Notice::Prompts(news) => tell(news.line()),
-            Notice::Failed {
-                reason,
-                again_in: Some(wait),
-                ..
-            } if wait.is_zero() => tell(format_args!(
-                "error: {reason}; starting the workers again, answers wait"
-            )),
-            Notice::Failed {
-                reason,
-                again_in: Some(wait),
-                ..
-            } => tell(format_args!(
-                "error: {reason}; starting the workers again in {:.1} s",
-                wait.as_secs_f64()
-            )),
-            Notice::Failed { again_in: None, .. } => {} // whoever waits for it says so
+            notice => lines(notice, cuts, (&config, threads))
+                .iter()
+                .for_each(tell),
         }
     })
 }

@@ -1,29 +1,12 @@
-//! What the environment says of wires between ranks: the variables that MLX's launcher, `mpirun`
-//! and `paceline launch` set.
-//!
-//! | variable | meaning |
-//! |---|---|
-//! | `MLX_RANK` or `JACCL_RANK` | the own rank |
-//! | `MLX_HOSTFILE` | file with the addresses of a ring |
-//! | `MLX_IBV_DEVICES` or `JACCL_IBV_DEVICES` | file with the RDMA devices from rank to rank |
-//! | `MLX_JACCL_COORDINATOR` or `JACCL_COORDINATOR` | where RDMA's ranks meet |
-//! | `MLX_JACCL_RING` or `JACCL_RING` | set: go round a ring even where there is a mesh |
-//! | `MLX_WORLD_SIZE`, `NCCL_HOST_IP`, `NCCL_PORT` | ranks, and where NCCL's meet |
+//! Wires between ranks: whether one that cannot encrypt was asked for, and advice about them.
 
 use std::env;
-use std::net::{SocketAddr, ToSocketAddrs};
 
-use anyhow::Context;
-use paceline_base::Rank;
-use paceline_comm::provider::Provider;
-use paceline_comm::rdma::{
-    self, Cabling, Matrix, RdmaError, Settings, SettingsError, Verbs, settings,
-};
+use paceline_comm::rdma::{RdmaError, SettingsError};
 use paceline_comm::tcp::JoinError;
-use paceline_comm::{Backend, Deadline, Group, InitError, Plaintext, Strict};
-use paceline_comm_interop::mpi::{self, StartError};
-use paceline_comm_interop::nccl::{self, Libraries};
-use paceline_comm_interop::{MlxBackend, MlxError, MlxPlace, init_mlx, mlx_ring};
+use paceline_comm::{Backend, InitError, Plaintext};
+use paceline_comm_interop::mpi::StartError;
+use paceline_comm_interop::{MlxError, mlx_ring};
 
 use crate::error::Error;
 
@@ -39,130 +22,8 @@ pub(crate) fn asked_for(backend: Backend, plaintext: bool) -> Result<Plaintext, 
     }
 }
 
-/// The wire of `backend`, for ranks that meet at addresses of their own; none where memory and
-/// sockets are all it takes.
-///
-/// # Errors
-/// When the device file or the library cannot be read.
-pub(crate) fn of(
-    backend: Backend,
-    plaintext: Plaintext,
-) -> anyhow::Result<Option<Box<dyn Provider>>> {
-    let wire: Box<dyn Provider> = match backend {
-        Backend::Any | Backend::Local | Backend::Shm | Backend::Tcp => return Ok(None),
-        Backend::Rdma => {
-            let cabling = Cabling::new(Verbs::load()?, Matrix::parse(&devices()?)?);
-            Box::new(rdma::Wire { cabling, plaintext })
-        }
-        Backend::MlxRing => Box::new(mlx_ring::Wire { plaintext }),
-        Backend::Mpi => Box::new(mpi::Wire { plaintext }),
-        Backend::Nccl => {
-            let libraries = Libraries::default();
-            Box::new(nccl::Wire {
-                libraries,
-                plaintext,
-            })
-        }
-    };
-    Ok(Some(wire))
-}
-
-/// Whether a launcher has started this process as a rank of `backend`.
-pub(crate) fn is_launched(backend: Backend) -> bool {
-    let names: &[&str] = match backend {
-        Backend::Mpi => return true, // whoever started it, the library knows
-        Backend::Rdma => &settings::RANK,
-        Backend::MlxRing | Backend::Nccl => &["MLX_RANK"],
-        _ => &[],
-    };
-    names.iter().any(|name| variable(name).is_some())
-}
-
-/// Joins the ranks that the launcher started with this one.
-///
-/// # Errors
-/// What is missing or wrong, and why the ranks did not meet.
-pub(crate) fn join(
-    backend: Backend,
-    plaintext: Plaintext,
-    deadline: Deadline,
-) -> anyhow::Result<Box<dyn Group>> {
-    let (mut hosts, mut jaccl) = (None, None);
-    let named = match backend {
-        Backend::Rdma => {
-            jaccl = Some(Settings::parse(&variable, &devices()?)?);
-            MlxBackend::Jaccl
-        }
-        Backend::Nccl => MlxBackend::Nccl,
-        Backend::Mpi => MlxBackend::Mpi,
-        _ => {
-            hosts = hostfile()?;
-            MlxBackend::Ring
-        }
-    };
-    let place = MlxPlace {
-        rank: number("MLX_RANK")?.map(Rank),
-        hosts: hosts.as_deref(),
-        nccl: nccl_place()?,
-        jaccl: jaccl.as_ref(),
-        libraries: &Libraries::default(),
-        plaintext,
-    };
-    Ok(init_mlx(named, Strict::Yes, &place, deadline)?)
-}
-
-/// The text of the device file.
-fn devices() -> anyhow::Result<String> {
-    let path = settings::device_file(&variable)?;
-    std::fs::read_to_string(&path).with_context(|| format!("cannot read the device file {path}"))
-}
-
-fn hostfile() -> anyhow::Result<Option<Vec<Vec<SocketAddr>>>> {
-    let Some(path) = variable("MLX_HOSTFILE") else {
-        return Ok(None);
-    };
-    let wrong = || format!("cannot use the hostfile {path}");
-    let text = std::fs::read_to_string(&path).with_context(wrong)?;
-    // MLX takes an empty file for a group of one.
-    let text = if text.trim().is_empty() {
-        "[[]]"
-    } else {
-        &text
-    };
-    let hosts: Vec<Vec<String>> = serde_json::from_str(text).with_context(wrong)?;
-    let hosts = hosts
-        .iter()
-        .map(|own| own.iter().map(|a| resolve(a)).collect());
-    hosts.collect::<anyhow::Result<_>>().map(Some)
-}
-
-fn nccl_place() -> anyhow::Result<Option<(u32, SocketAddr)>> {
-    let size = number("MLX_WORLD_SIZE")?;
-    Ok(
-        match (size, variable("NCCL_HOST_IP"), variable("NCCL_PORT")) {
-            (Some(size), Some(ip), Some(port)) => Some((size, resolve(&format!("{ip}:{port}"))?)),
-            _ => None,
-        },
-    )
-}
-
-fn resolve(text: &str) -> anyhow::Result<SocketAddr> {
-    let found = text
-        .to_socket_addrs()
-        .with_context(|| format!("cannot use address {text}"))?;
-    let found = found.into_iter().next();
-    found.with_context(|| format!("{text} has no address"))
-}
-
-fn number(name: &'static str) -> anyhow::Result<Option<u32>> {
-    let parse = |value: String| {
-        let parsed = value.trim().parse();
-        parsed.with_context(|| format!("{name} is {value:?}, expected a number"))
-    };
-    variable(name).map(parse).transpose()
-}
-
-fn variable(name: &str) -> Option<String> {
+/// The value of a variable of the environment.
+pub(crate) fn variable(name: &str) -> Option<String> {
     env::var(name).ok()
 }
 
@@ -228,6 +89,8 @@ fn join_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a Jo
 
 #[cfg(test)]
 mod tests {
+    use paceline_base::Rank;
+
     use super::*;
 
     #[test]

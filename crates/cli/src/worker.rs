@@ -5,13 +5,15 @@ use std::sync::Arc;
 
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
+use paceline_comm_interop::launched;
 use paceline_node::worker::Settings;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::flag;
 
 use crate::error::Error;
 use crate::member::{self, Ports};
-use crate::{home, load, wires};
+use crate::wires::variable;
+use crate::{home, load};
 
 /// Arguments of the hidden command.
 #[derive(Debug, clap::Args)]
@@ -31,7 +33,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
     // Whoever started this has asked for plaintext, or not been given such a wire.
-    let wire = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
+    let wire =
+        |backend| launched::of(backend, Plaintext::Allowed, &variable).map_err(IoError::other);
     let ports = args.data_ports.clone().map(|Ports(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;

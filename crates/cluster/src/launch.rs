@@ -26,6 +26,7 @@
 mod course;
 mod error;
 pub mod mpi;
+pub mod openmpi;
 mod output;
 mod patient;
 mod plan;

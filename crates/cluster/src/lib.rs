@@ -77,6 +77,7 @@ pub mod machine;
 mod marks;
 pub mod network;
 pub mod nodes;
+pub mod own;
 pub mod processes;
 mod queue;
 pub mod remote;

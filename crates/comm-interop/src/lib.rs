@@ -3,9 +3,10 @@
 //! - [`mlx_ring`]: rings that real MLX ranks are members of;
 //! - [`mpi`], [`nccl`]: the libraries of these names, which implement
 //!   [`Group`](paceline_comm::Group) themselves;
-//! - [`init_mlx`]: the backend that MLX's `init` would take.
+//! - [`init_mlx`]: the backend that MLX's `init` would take;
+//! - [`launched`]: what a launcher's environment says of all of these.
 //!
-//! Each module has a `Wire` for the list of providers of [`paceline_comm::init`].
+//! Each module of a library has a `Wire` for the list of providers of [`paceline_comm::init`].
 //!
 //! **None of them encrypts**, so each wants [`Plaintext::Allowed`](paceline_comm::Plaintext) off
 //! loopback, and none keeps the rule that results do not depend on the number of ranks.
@@ -15,6 +16,7 @@
 #[cfg(test)]
 #[path = "../../comm/src/free.rs"]
 mod free;
+pub mod launched;
 mod mlx_init;
 pub mod mlx_ring;
 pub mod mpi;

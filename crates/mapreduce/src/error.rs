@@ -71,6 +71,42 @@ pub enum Error {
         /// Type of the values.
         values: crate::Dtype,
     },
+    /// Clusters whose centroids have no numbers, or too many.
+    #[error(
+        "{k} centroids of {columns} columns: expected 1 to {} numbers in all",
+        crate::kmeans::CELLS_MAX
+    )]
+    Cells {
+        /// Clusters.
+        k: u32,
+        /// Columns of a row.
+        columns: u64,
+    },
+    /// First centroids that are not those of so many clusters of such rows.
+    #[error(
+        "{} has {rows} rows of {columns} columns, expected {k} of {expected}",
+        path.display()
+    )]
+    Init {
+        /// Their file.
+        path: PathBuf,
+        /// Its rows.
+        rows: u64,
+        /// Its columns.
+        columns: u64,
+        /// Clusters.
+        k: u32,
+        /// Columns of the rows that are to be clustered.
+        expected: u64,
+    },
+    /// More clusters than rows to draw them from.
+    #[error("{k} clusters of {rows} rows")]
+    Drawn {
+        /// Clusters.
+        k: u32,
+        /// Rows.
+        rows: u64,
+    },
     /// A sort has too little memory for its values.
     #[error("{memory} bytes of memory are too few, expected at least {needed}")]
     Memory {

@@ -30,6 +30,7 @@
 
 #[cfg(test)]
 mod bars;
+pub mod clusters;
 mod crew;
 pub mod device;
 mod dtype;

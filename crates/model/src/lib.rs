@@ -5,6 +5,7 @@
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
 //! - [`Adapter`]: small matrices beside weights that stay as they are, chosen row by row.
+//! - [`shape`]: a model's sizes for the planner, also of models that nothing here computes.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
@@ -34,6 +35,7 @@ mod model;
 mod plan;
 mod progress;
 mod rope;
+pub mod shape;
 mod source;
 pub mod split;
 mod step;

@@ -23,15 +23,12 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
-use paceline_model::{
-    Config, Experts, LayerCache, LayerShape, Role, Shard, Source, Split, SplitKind, StageKind,
-};
+use paceline_model::{Config, Experts, Shard, Source, Split, SplitKind, StageKind, shape};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::cost::moe::touched;
 use paceline_plan::{
-    Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
-    ModelShape, Moe, Node, Pipeline, Placement, Rates, STEPS_MAX, Sliding, Stage, Transport,
-    Workload, predict,
+    Backend as Engine, Calibration, Cluster, Costs, Link, Member, ModelShape, Node, Pipeline,
+    Placement, Rates, STEPS_MAX, Stage, Transport, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
@@ -207,7 +204,7 @@ impl Forecast {
             measured,
             wire,
             together,
-            shape: shape(setting.source, setting.config),
+            shape: shape::of(setting.source, setting.config),
             threads: setting.threads,
         }
     }
@@ -621,117 +618,6 @@ fn share_of(config: &Config, shard: &Shard) -> f64 {
     };
     let sum: f64 = shard.layers.clone().map(part).sum();
     (sum / shard.layers.len() as f64).max(1e-9)
-}
-
-/// What the planner needs to know of a model.
-fn shape(source: &Source, config: &Config) -> ModelShape {
-    let mut shape = ModelShape {
-        name: "local".to_owned(),
-        layers: number(config.layers.len()),
-        width: number(config.width),
-        vocab: number(config.vocab),
-        tied: config
-            .tied
-            .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
-        attention: attention(config),
-        sliding: sliding(config),
-        caches: caches(config),
-        ffn: number(config.ffn),
-        moe: moe(config),
-        bits: Bits::uniform(8.0),
-    };
-    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
-    shape.bits = match source {
-        Source::Gguf(file) if shape.moe.is_some() => crate::shape::stored_bits(file),
-        _ => Bits::uniform(bits),
-    };
-    for bits in [&mut shape.bits.rest, &mut shape.bits.experts] {
-        *bits = bits.clamp(1.0, 32.0);
-    }
-    shape
-}
-
-fn number(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
-}
-
-fn attention(config: &Config) -> Attention {
-    match config.latent {
-        None => Attention::Gqa {
-            heads: number(config.heads),
-            kv_heads: number(config.kv_heads),
-            head_dim: number(config.head_dim),
-        },
-        Some(latent) => Attention::Mla {
-            heads: number(config.heads),
-            q_rank: number(latent.query_rank.unwrap_or(0)),
-            kv_rank: number(latent.rank),
-            nope_dim: number(latent.plain),
-            rope_dim: number(latent.turned),
-            value_dim: number(latent.value_dim),
-        },
-    }
-}
-
-/// The experts of a model's layers: after some without, all or every so many-th have them.
-fn moe(config: &Config) -> Option<Moe> {
-    let has_experts = |index: &usize| config.layers[*index].experts.is_some();
-    let mut mixtures = (0..config.layers.len()).filter(has_experts);
-    let first = mixtures.next()?;
-    let of = config.layers[first].experts?;
-    let every = mixtures.next().map_or(1, |second| second - first);
-    // Of every second layer, say, the first has one before it; where more are, those are dense.
-    let dense = if every > 1 && first + 1 == every {
-        0
-    } else {
-        first
-    };
-    Some(Moe {
-        experts: number(of.count),
-        active: number(of.used),
-        shared: number(of.shared.div_ceil(of.width.max(1))),
-        ffn: number(of.width),
-        dense_layers: number(dense),
-        every: number(every),
-        groups: number(of.groups.map_or(1, |groups| groups.count)),
-    })
-}
-
-/// Layers that keep no keys and values of their own.
-fn caches(config: &Config) -> Caches {
-    let layers = &config.layers;
-    let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
-    let states = layers.iter().filter_map(LayerShape::state_bytes);
-    let last_cut = (0..layers.len()).rev().find(|at| config.can_cut(*at));
-    Caches {
-        borrowed: number(layers.iter().filter(is_borrower).count()),
-        states: number(states.clone().count()),
-        state_bytes: states.max().unwrap_or(0) as f64,
-        state_params: layers
-            .iter()
-            .find_map(|layer| delta_params(config, layer))
-            .unwrap_or(0.0),
-        together: number(layers.len() - last_cut.unwrap_or(0)),
-    }
-}
-
-/// Weights of a gated delta net: queries, keys, values, gates and output, and two numbers a head.
-fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
-    let LayerCache::Delta(_) = layer.cache else {
-        return None;
-    };
-    let heads = layer.heads * (3 * layer.value_dim + 2);
-    let keys = 2 * layer.kv_heads * layer.head_dim;
-    Some(config.width as f64 * (keys + heads) as f64)
-}
-
-/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
-fn sliding(config: &Config) -> Option<Sliding> {
-    let windows = config.layers.iter().filter_map(|layer| layer.window);
-    Some(Sliding {
-        layers: number(windows.clone().count()),
-        window: number(windows.max()?),
-    })
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@
 //!   them.
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: how fast each split will be on this machine.
-//! - [`shape`]: a model's sizes for the planner; [`room`]: how long its conversations may be here.
+//! - [`room`]: how long a model's conversations may be here.
 //! - [`service`]: a node that the operating system starts.
 //! - [`trace`]: where the time of an answer went, over all ranks.
 //! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
@@ -61,7 +61,6 @@ mod portrait;
 mod prepared;
 pub mod room;
 pub mod service;
-pub mod shape;
 pub mod supervisor;
 pub mod testing;
 pub mod texts;

@@ -309,6 +309,10 @@ pub struct RankFacts {
     pub pid: u32,
     /// Bytes of packed weights that it holds.
     pub weight_bytes: u64,
+    /// Times that its process has packed weights: 1 as long as it keeps those of its first epoch; 0
+    /// from earlier versions.
+    #[serde(default)]
+    pub packings: u64,
     /// Threads it computes with.
     pub threads: usize,
     /// Instruction set of its kernels, or its device.

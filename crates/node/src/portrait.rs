@@ -67,6 +67,8 @@ pub struct Shard {
     pub share: f64,
     /// Bytes of packed weights.
     pub weight_bytes: u64,
+    /// Times that its process has packed weights.
+    pub packings: u64,
     /// Threads that it computes with.
     pub threads: usize,
     /// Instruction set of its kernels, or its device.
@@ -119,6 +121,7 @@ impl Instance {
             end_layer: layers.end,
             share,
             weight_bytes: facts.weight_bytes,
+            packings: facts.packings,
             threads: facts.threads,
             device: facts.instruction_set,
         })

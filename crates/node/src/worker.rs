@@ -94,6 +94,7 @@ pub fn run(
         disk,
         halted,
         number: 0,
+        packings: 0,
         kernels: None,
         kept: None,
         drafting: Drafting::default(),
@@ -157,6 +158,8 @@ struct Worker<'a> {
     halted: Arc<AtomicBool>,
     /// Of the last epoch.
     number: u64,
+    /// Times that it packed weights.
+    packings: u64,
     kernels: Option<Made>,
     kept: Option<Kept>,
     drafting: Drafting,
@@ -202,7 +205,7 @@ impl Worker<'_> {
         );
         match self.enter(job) {
             Ok(Some(epoch)) => {
-                let ready = ready(&*epoch.weights);
+                let ready = ready(&*epoch.weights, self.packings);
                 info!(
                     rank = job.rank,
                     epoch = job.epoch,
@@ -376,7 +379,7 @@ impl Worker<'_> {
     }
 
     fn load(
-        &self,
+        &mut self,
         job: &Job,
         (class, source): (KernelClass, &Arc<Source>),
         kernels: Arc<Kernels>,
@@ -397,7 +400,9 @@ impl Worker<'_> {
             mlx: &self.mlx,
             adapters: &read_all(&job.adapters, &Config::read(source)?)?,
         };
-        Ok(wanted.load(links, kernels, progress)?)
+        let weights = wanted.load(links, kernels, progress)?;
+        self.packings += 1;
+        Ok(weights)
     }
 
     /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
@@ -616,10 +621,11 @@ fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     }
 }
 
-fn ready(weights: &dyn Weights) -> RankFacts {
+fn ready(weights: &dyn Weights, packings: u64) -> RankFacts {
     RankFacts {
         pid: std::process::id(),
         weight_bytes: weights.weight_bytes().0,
+        packings,
         threads: weights.kernels().pool().threads(),
         instruction_set: weights.device(),
     }

@@ -609,6 +609,7 @@ impl Serving {
         let facts = RankFacts {
             pid: 1,
             weight_bytes: 1,
+            packings: 1,
             threads: 1,
             instruction_set: "simulated".to_owned(),
         };

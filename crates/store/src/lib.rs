@@ -35,7 +35,7 @@
 //! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
 //! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
 //! `pinned`, single files for nodes of a cluster, `engine`, which does the same for MLX's
-//! libraries, `child`, other programs, and `audit`, the log.
+//! libraries, `child`, other programs, `listing`, all for people, and `audit`, the log.
 
 mod audit;
 mod catalogue;
@@ -49,6 +49,7 @@ mod home;
 mod http;
 mod hub;
 mod index;
+mod listing;
 mod lock;
 mod name;
 mod options;
@@ -72,6 +73,7 @@ pub use index::{
     Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, find_for_removal, list,
     remove, verify,
 };
+pub use listing::Listing;
 pub use name::{EntryName, HubId};
 pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};
 pub use pinned::{Pinned, fetch_pinned, origin, read_pinned};

@@ -11,9 +11,11 @@
 mod far;
 mod line;
 mod near;
+mod ssh;
 
 pub use far::{FarSpec, far};
 pub use line::Ends;
 pub use near::near;
+pub use ssh::{GREETING, by_ssh};
 
 pub(crate) use line::parse;

@@ -57,6 +57,7 @@ mod run;
 mod stage;
 mod tensors;
 pub mod testing;
+mod watch;
 mod weights;
 pub mod worker;
 
@@ -74,4 +75,5 @@ pub use order::Order;
 pub use params::{Layout, Lora, Slot};
 pub use run::{Job, Progress, Report, Run, RunOptions};
 pub use stage::Stage;
+pub use watch::Watch;
 pub use weights::{Method, TARGETS};

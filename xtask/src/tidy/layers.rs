@@ -23,7 +23,7 @@ enum Layer {
 use Layer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, Layer); 24] = [
+const LAYERS: [(&str, Layer); 25] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("formats", Level(1)),
@@ -43,6 +43,7 @@ const LAYERS: [(&str, Layer); 24] = [
     ("node", Level(4)),
     ("board", Level(5)),
     ("bench", Level(5)),
+    ("chaos", Level(5)),
     ("cli", Level(6)),
     ("python", Level(6)),
     ("capi", Level(6)),

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use paceline_bench::Error;
 use paceline_bench::limits::Limit;
 use paceline_bench::model::{Report, Run, Spec, measure};
+use paceline_bench::peer::{Served, Task};
 use paceline_engine::EngineConfig;
 use paceline_model::Config;
 use paceline_tensor::PAGE;
 
-use super::peer::{Served, Task};
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::loaded::{Loaded, Opened, SplitArgs};
@@ -136,7 +136,8 @@ fn peer(
                 depth: args.depth(),
             };
             Some(Peer::Other(if given == Path::new("mlx-lm") {
-                Served::mlx_lm(path, task)?
+                let python = std::env::var_os("PACELINE_MLX_PYTHON");
+                Served::mlx_lm(python.filter(|value| !value.is_empty()), path, task)?
             } else {
                 Served::llama_cpp(given, path, task)?
             }))

@@ -1,24 +1,25 @@
 //! `paceline kb`: findings on distributed computing, searched and answered from.
 //!
-//! [`paceline_kb`] knows, finds and says it, this module reads the user's files ([`own`]) and
+//! [`paceline_kb`] knows, finds and says it, [`findings`] has the user's files, this module
 //! prints.
 //!
 //! A search without hits and a question without an answer are results, not failures: exit code 0.
 
 mod command;
 mod error;
-mod own;
 
 use std::env;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
+use paceline_board::findings::{self, Error, Taken};
 use paceline_kb::report::{Page, json, show};
 use paceline_kb::{Area, Finding, Found, KnowledgeBase};
 use serde_json::Value;
 
-pub(crate) use error::Error;
+pub(crate) use error::hint;
 
+use crate::home;
 use crate::output::{print, printable, tell};
 use command::exists;
 
@@ -85,28 +86,33 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut page = page_for_stdout();
     let object = match &args.command {
         Command::Skill { topic } if topic.is_empty() => {
-            let kb = own::load();
+            let kb = load();
             show::areas(&kb, &mut page);
             json::areas(&kb)
         }
-        Command::Skill { topic } => area(&own::load(), &topic.join(" "), &mut page)?,
+        Command::Skill { topic } => area(&load(), &topic.join(" "), &mut page)?,
         Command::Search { query, limit } => {
-            search(&own::load(), &query.join(" "), *limit, args.json, &mut page)?
+            search(&load(), &query.join(" "), *limit, args.json, &mut page)?
         }
         Command::Detail { id } => {
-            let kb = own::load();
+            let kb = load();
             let finding = finding(&kb, *id)?;
             show::detail(&kb, finding, exists, &mut page);
             json::detail(&kb, finding, exists)
         }
         Command::Stats => {
-            let kb = own::load();
+            let kb = load();
             show::stats(&kb, &mut page);
             json::stats(&kb)
         }
-        Command::Ask { question } => ask(&own::load(), &question.join(" "), &mut page)?,
+        Command::Ask { question } => ask(&load(), &question.join(" "), &mut page)?,
         Command::Add { file, replace } => {
-            let added = own::add(file, *replace)?;
+            let taken = match replace {
+                true => Taken::Replace,
+                false => Taken::Refuse,
+            };
+            let home = home::home()?;
+            let added = findings::add(home.root(), file, taken, &|line| tell(line))?;
             show::added(&added, &mut page);
             json::added(&added)
         }
@@ -118,6 +124,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         text if text.is_empty() => Ok(()),
         text => print(&text),
     }
+}
+
+/// The built-in findings and the user's.
+fn load() -> KnowledgeBase {
+    let home = home::home().ok();
+    findings::load(home.as_ref().map(|home| home.root()), &|line| tell(line))
 }
 
 fn area(kb: &KnowledgeBase, name: &str, page: &mut Page) -> Result<Value, Error> {

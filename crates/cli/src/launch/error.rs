@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::ffi::OsString;
 
 use paceline_cluster::hostfile::Error as HostfileError;
+use paceline_cluster::launch::openmpi::FindError;
 use paceline_cluster::launch::{Error as LaunchError, PlanError};
 use paceline_cluster::processes::Ending;
 use paceline_cluster::remote::Error as RemoteError;
@@ -11,15 +12,6 @@ use paceline_cluster::remote::Error as RemoteError;
 /// Why nothing is launched, as far as this machine is concerned.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// No `mpirun`.
-    #[error("there is no mpirun in PATH")]
-    NoMpirun,
-    /// Another MPI, whose options are others.
-    #[error("mpirun is not Open MPI's: it says {said:?}")]
-    NotOpenMpi {
-        /// The first line of `mpirun --version`.
-        said: String,
-    },
     /// `mpirun` ended with a code of its own or of a rank.
     #[error("mpirun {ending}")]
     Mpirun {
@@ -69,6 +61,12 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
         of_hostfile(error)
     } else if let Some(error) = cause.downcast_ref() {
         own(error)
+    } else if let Some(FindError::NoMpirun | FindError::NotOpenMpi { .. }) = cause.downcast_ref() {
+        Some(
+            "install Open MPI (Debian: openmpi-bin; macOS: brew install open-mpi), or take \
+             --backend ring"
+                .to_owned(),
+        )
     } else {
         None
     };
@@ -78,11 +76,6 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
 fn own(error: &Error) -> Option<String> {
     Some(match error {
         Error::NotSet(name) => format!("write --env {name}=VALUE, or export it first"),
-        Error::NoMpirun | Error::NotOpenMpi { .. } => {
-            "install Open MPI (Debian: openmpi-bin; macOS: brew install open-mpi), or take \
-             --backend ring"
-                .to_owned()
-        }
         Error::Mpirun { .. } => return None,
         Error::NoPython => "name one with --python".to_owned(),
         Error::FolderNotUtf8(_) => "name a folder with --cwd".to_owned(),

@@ -4,6 +4,7 @@ use std::io::Read as _;
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
+use paceline_mapreduce::clusters::{self, Clusters};
 use paceline_mapreduce::expr::COLUMNS;
 use paceline_mapreduce::groupby::Grouping;
 use paceline_mapreduce::hist::Bins;
@@ -14,7 +15,8 @@ use serde::Serialize;
 
 use super::job::Running;
 use super::{
-    Columns, GroupbyArgs, HistArgs, JobArgs, MapArgs, MontecarloArgs, ReduceArgs, TopkArgs,
+    Columns, GroupbyArgs, HistArgs, JobArgs, KmeansArgs, MapArgs, MontecarloArgs, ReduceArgs,
+    TopkArgs,
 };
 
 /// Most bytes of a file with a WGSL function that are read: more are refused by their number.
@@ -184,6 +186,22 @@ pub(super) fn groupby(args: &GroupbyArgs) -> anyhow::Result<()> {
         let lines: Vec<String> = rows.map(|(key, value)| format!("{key}\t{value}")).collect();
         lines.join("\n")
     })
+}
+
+/// `paceline mapreduce kmeans`.
+pub(super) fn kmeans(args: &KmeansArgs) -> anyhow::Result<()> {
+    ensure!(!args.job.resumes(), "--resume is for jobs of one pass");
+    let input = args.job.input(&args.input)?;
+    let first = clusters::first(&input, args.k, args.seed, args.init.as_deref())?;
+    let mut running = args.job.start()?;
+    let iterations = args.iterations;
+    let (clusters, centroids) =
+        clusters::iterate(&input, first, iterations, |task| running.run(task))?;
+    if let Some(out) = &args.out {
+        clusters::write(out, &centroids)?;
+    }
+    let figures = running.end(input.rows)?;
+    figures.print(args.job.json, clusters, Clusters::text)
 }
 
 /// `paceline mapreduce montecarlo`.

@@ -1,7 +1,7 @@
 //! What can go wrong in `paceline plan` itself, and advice for what the planner says.
 
 use paceline_base::Bytes;
-use paceline_node::shape::Error as ShapeError;
+use paceline_model::shape::Error as ShapeError;
 use paceline_plan::{Change, Infeasible};
 
 /// Why there is no plan, as far as the command knows.

@@ -1,33 +1,16 @@
 //! `paceline plan MODEL` without a cluster: what this machine will do, beside what it did.
 
-use std::fmt::Write;
 use std::path::Path;
 
 use paceline_base::KernelClass;
+use paceline_board::foreseen::{MOST, json, rows, table};
 use paceline_comm::Backend;
-use paceline_model::{Config, Source, Split, SplitKind};
+use paceline_model::{Config, Source};
 use paceline_node::forecast::{Forecast, Setting};
-use paceline_node::placing::ways;
-use serde_json::{Value, json};
 
-use super::{Error, facts};
+use super::{Error, local_path};
 use crate::loaded::kernels;
-use crate::output::{counted, print};
-
-/// Nodes of the longest row: more are rarely started on one machine.
-const MOST: u32 = 4;
-
-/// One way to run the model here.
-struct Row {
-    nodes: u32,
-    split: String,
-    /// From measured facts, then with what earlier runs taught, then as last measured.
-    facts: f64,
-    corrected: f64,
-    measured: Option<f64>,
-    /// Of all answers together, corrected; where several are asked for.
-    together: Option<f64>,
-}
+use crate::output::print;
 
 /// Predicts 1 to 4 nodes of `threads` threads each, in every split, for one answer and for several.
 pub(super) fn run(
@@ -35,7 +18,7 @@ pub(super) fn run(
     (threads, answers): (usize, u32),
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let path = facts::local_path(model);
+    let path = local_path(model);
     let path = path.ok_or_else(|| Error::NotHere(model.to_owned()))?;
     let source = Source::open(Path::new(&path))?;
     let config = Config::read(&source)?;
@@ -50,85 +33,7 @@ pub(super) fn run(
     let local = Forecast::new(home.root(), setting, MOST, kernels)?;
     let rows = rows(&local, &config, answers);
     if as_json {
-        let rows: Vec<Value> = rows.iter().map(row_json).collect();
-        let all = json!({ "threads": threads, "concurrency": answers, "runs": rows });
-        return print(&all.to_string());
+        return print(&json((threads, answers), &rows).to_string());
     }
     print(table((threads, answers), &rows).trim_end())
-}
-
-fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<Row> {
-    let together = |split: &Split| local.predict_together(config, split, answers).ok();
-    let row = |(_, split): (SplitKind, Split)| {
-        Some(Row {
-            nodes: split.ranks(),
-            split: split.to_string(),
-            facts: local.facts(config, &split).ok()?,
-            corrected: local.predict(config, &split).ok()?,
-            measured: local.last(&split),
-            together: (answers > 1).then(|| together(&split)).flatten(),
-        })
-    };
-    ways(config, MOST).into_iter().filter_map(row).collect()
-}
-
-fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
-    let threads = counted(threads, "thread");
-    let mut text = format!("decode tok/s here, {threads} per node\n");
-    let together = match answers {
-        0 | 1 => String::new(),
-        _ => format!("  {answers} at once"),
-    };
-    let _ = writeln!(
-        text,
-        "nodes  split       predicted  corrected  measured   error{together}"
-    );
-    for row in rows {
-        let measured = row
-            .measured
-            .map_or_else(|| "-".to_owned(), |m| format!("{m:.1}"));
-        let error = row
-            .measured
-            .map(|m| format!("{:+.0} %", (row.facts / m - 1.0) * 100.0));
-        let _ = writeln!(
-            text,
-            "{:>5}  {:<11} {:>8.1} {:>10.1} {:>9} {:>7}{}",
-            row.nodes,
-            row.split,
-            row.facts,
-            row.corrected,
-            measured,
-            error.unwrap_or_default(),
-            row.together.map_or_else(String::new, |tok_s| format!(
-                "{tok_s:>width$.1}",
-                width = together.len()
-            )),
-        );
-    }
-    text
-}
-
-fn row_json(row: &Row) -> Value {
-    json!({
-        "nodes": row.nodes,
-        "split": row.split,
-        "predicted_decode_tok_s": row.facts,
-        "corrected_decode_tok_s": row.corrected,
-        "measured_decode_tok_s": row.measured,
-        "corrected_throughput_tok_s": row.together,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_table_says_how_many_threads() {
-        let head = |threads, answers| table((threads, answers), &[]);
-        assert!(head(1, 1).starts_with("decode tok/s here, 1 thread per node\n"));
-        assert!(head(2, 1).starts_with("decode tok/s here, 2 threads per node\n"));
-        assert!(head(1, 1).ends_with("   error\n"));
-        assert!(head(1, 8).ends_with("   error  8 at once\n"));
-    }
 }

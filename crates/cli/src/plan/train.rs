@@ -1,27 +1,17 @@
 //! `paceline plan MODEL --train`: what a training would take on this machine, or on a cluster.
 
 use std::path::Path;
-use std::time::Instant;
 
 use paceline_base::Bytes;
-use paceline_cluster::machine;
-use paceline_cluster::telemetry::Sampler;
+use paceline_board::trainings::{json, of_cluster, report, this_machine, told};
 use paceline_model::{Config, Role, Source};
 use paceline_plan::Catalogue;
-use paceline_train::{
-    Change, Forecast, Lora, Machine, Method, Plan, TARGETS, changes, forecast, measured_flops,
-    too_small,
-};
-use serde_json::json;
+use paceline_train::{Lora, Method, Plan, TARGETS, changes, forecast, too_small};
 
-use super::{Error, facts};
+use super::{Error, local_path};
 use crate::load;
 use crate::output::print;
 use crate::train::of_name;
-
-/// Share of quoted rates that training reaches: training.md's assumption for Apple's GPUs, 11 of 28
-/// Tflop/s. Measured rates count in full.
-const REACHED: f64 = 0.4;
 
 /// What is asked about a training.
 #[derive(Clone, Debug, clap::Args)]
@@ -81,10 +71,15 @@ pub(super) fn run(
     (args, cluster): (&TrainPlan, &[String]),
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let path = facts::local_path(model).ok_or_else(|| Error::NoFiles(model.to_owned()))?;
+    let path = local_path(model).ok_or_else(|| Error::NoFiles(model.to_owned()))?;
     let (machines, link) = match cluster {
-        [] => (vec![this_machine(args)?], None),
-        [one] => of_cluster(one)?,
+        [] => {
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            let kernels = load::free_kernels(threads)?;
+            let machine = this_machine(&kernels, args.watts, args.nodes.max(1));
+            (vec![machine], None)
+        }
+        [one] => of_cluster(&super::cluster(one, &mut Catalogue::builtin()?)?),
         several => return Err(Error::Clusters(several.len()).into()),
     };
     let nodes: usize = machines.iter().map(|machine| machine.processes).sum();
@@ -109,22 +104,8 @@ pub(super) fn run(
     let said = forecast(&config, &plan, &machines, (link, args.kwh_usd));
     let lacking = too_small(&config, &plan, &machines);
     if as_json {
-        let whole = args.steps.map(|steps| steps as f64 * said.step_s);
-        let facts = json!({
-            "numbers": said.numbers,
-            "memory_bytes": said.memory_bytes,
-            "step_flop": said.step_flop,
-            "exchange_bytes": said.exchange_bytes,
-            "machine_flops": machines.iter().map(|machine| machine.flops).sum::<f64>(),
-            "step_s": said.step_s,
-            "exchange_s": said.exchange_s,
-            "tokens_s": said.tokens_s,
-            "joules": said.joules,
-            "usd_per_million_tokens": said.usd_per_million,
-            "training_s": whole,
-            "fits": lacking.is_none(),
-            "would_fit": lacking.map(|_| told(&changes(&config, &plan, &machines))),
-        });
+        let would_fit = lacking.map(|_| told(&changes(&config, &plan, &machines)));
+        let facts = json(&said, &machines, args.steps, would_fit);
         return print(&facts.to_string());
     }
     if let Some((machine, needs, has)) = lacking {
@@ -136,47 +117,7 @@ pub(super) fn run(
         }
         .into());
     }
-    print(&report(&said, args, nodes))
-}
-
-fn report(said: &Forecast, args: &TrainPlan, nodes: usize) -> String {
-    let tokens = args.batch * args.row;
-    let mut text = format!(
-        "trained    {} numbers\nmemory     {} a process, {nodes} processes\nstep       {:.2} s for \
-         {tokens} tokens: {:.0} tokens/s ({:.0} Gflop)\nexchanged  {} a step, {:.2} s",
-        said.numbers,
-        Bytes(said.memory_bytes),
-        said.step_s,
-        said.tokens_s,
-        said.step_flop / 1e9,
-        Bytes(said.exchange_bytes),
-        said.exchange_s,
-    );
-    if let Some(joules) = said.joules {
-        let each = joules / tokens.max(1) as f64;
-        text += &format!("\nenergy     {joules:.0} J a step, {each:.2} J a token");
-    }
-    if let Some(usd) = said.usd_per_million {
-        text += &format!("\ncost       {usd:.2} USD a million tokens");
-    }
-    if let Some(steps) = args.steps {
-        let hours = steps as f64 * said.step_s / 3600.0;
-        text += &format!("\ntraining   {hours:.2} hours for {steps} steps");
-    }
-    text
-}
-
-fn told(changes: &[Change]) -> Vec<String> {
-    let of = |change: &Change| match change {
-        Change::Qlora => "it fits with --method qlora".to_owned(),
-        Change::Row(tokens) => format!("it fits with --row {tokens}"),
-        Change::Rank(rank) => format!("it fits with --rank {rank}"),
-        Change::OneProcess => "it fits with one process on each machine".to_owned(),
-        Change::Stages(stages) => {
-            format!("it fits with --stages {stages} on {stages} machines like the largest")
-        }
-    };
-    changes.iter().map(of).collect()
+    print(&report(&said, args.batch * args.row, args.steps, nodes))
 }
 
 fn is_tied(source: &Source, config: &Config) -> anyhow::Result<bool> {
@@ -184,42 +125,4 @@ fn is_tied(source: &Source, config: &Config) -> anyhow::Result<bool> {
         Some(tied) => tied,
         None => source.opt_weight(config.family, Role::Output)?.is_none(),
     })
-}
-
-/// This machine, measured.
-fn this_machine(args: &TrainPlan) -> anyhow::Result<Machine> {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let start = Instant::now();
-    let kernels = load::free_kernels(threads)?;
-    let mut sampler = Sampler::new("/");
-    let _ = sampler.sample(start.elapsed()); // power is told from the second sample on
-    let flops = measured_flops(&kernels, &|| start.elapsed().as_secs_f64());
-    let watts = sampler.sample(start.elapsed()).watts();
-    let room = machine::memory().map_or(u64::MAX, |memory| memory.total.0);
-    Ok(Machine {
-        name: "this machine".to_owned(),
-        memory_bytes: room,
-        flops,
-        watts: args.watts.or(watts),
-        processes: args.nodes.max(1),
-    })
-}
-
-/// The machines of a cluster, a process each, and bytes a second of its slowest link.
-fn of_cluster(text: &str) -> anyhow::Result<(Vec<Machine>, Option<f64>)> {
-    let cluster = super::cluster(text, &mut Catalogue::builtin()?)?;
-    let machine = |node: &paceline_plan::Node| {
-        let rate = node.rates.map_or(0.0, |rates| rates.matmul);
-        Machine {
-            name: node.name.clone(),
-            memory_bytes: node.budget() as u64,
-            flops: if node.measured { rate } else { REACHED * rate },
-            watts: node.load_w,
-            processes: 1,
-        }
-    };
-    let links = cluster.links.iter().map(|link| link.beta);
-    let slowest = links.fold(f64::INFINITY, f64::min);
-    let machines = cluster.nodes.iter().map(machine).collect();
-    Ok((machines, slowest.is_finite().then_some(slowest)))
 }

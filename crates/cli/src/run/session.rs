@@ -3,32 +3,29 @@
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
+use paceline_board::answer::{About, Asked, Figures, collect};
 use paceline_cluster::machine;
-use paceline_engine::{Failure, Reply, Request, SamplingParams};
+use paceline_engine::{Failure, Request, SamplingParams};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
 use paceline_formats::tokenizer::Specials;
 use paceline_model::Config;
-use paceline_node::Answer;
 use paceline_node::room::Room;
 use paceline_node::trace::{Clock, Recording, Timeline, Times};
 use paceline_store::Cancel;
 
 use super::Args;
-use super::figures::{End, Figures};
 use crate::adapter;
 use crate::error::Error;
 use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::{printable, show, tell};
+use crate::process::peak_memory_bytes;
 use crate::shared::Instance;
 
 /// Tokens of an answer that can teach how fast this machine is: the first few are slower.
 const LESSON: usize = 16;
-
-/// How often a chat's answer looks for Ctrl-C where no token comes.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// One model, ready to answer.
 pub(super) struct Session {
@@ -136,14 +133,25 @@ impl Session {
         self.template.is_some()
     }
 
-    /// The model, for figures.
-    pub(super) const fn loaded(&self) -> &Loaded {
-        &self.loaded
-    }
-
-    /// The seed of every answer.
-    pub(super) const fn seed(&self) -> u64 {
-        self.sampling.seed
+    /// The object of `--json` of an answer; `name` is that of the command line.
+    pub(super) fn json(&self, figures: &Figures, name: &str) -> serde_json::Value {
+        let loaded = &self.loaded;
+        figures.json(&About {
+            load_time: loaded.load_time,
+            peak_memory: peak_memory_bytes(),
+            nodes: loaded.nodes(),
+            split: loaded.split().to_string(),
+            threads: loaded.threads,
+            weights: loaded.weights(),
+            model: name,
+            context: loaded.engine.context,
+            class: loaded.classes.to_string(),
+            kv: loaded.kv,
+            device: loaded.device(),
+            seed: self.sampling.seed,
+            expert_uses: loaded.expert_uses(),
+            guesses: loaded.guesses(),
+        })
     }
 
     /// Tokens of a plain text.
@@ -191,9 +199,16 @@ impl Session {
         let (predicted, changes) = (self.loaded.predicted(), self.loaded.changes().len());
         let start = Instant::now();
         let answer = self.loaded.submit(request);
-        let figures = answer
-            .map_err(anyhow::Error::new)
-            .and_then(|answer| self.collect(&answer, (start, n_prompt), chat, show));
+        let figures = answer.map_err(anyhow::Error::new).and_then(|answer| {
+            let asked = Asked {
+                at: start,
+                n_prompt,
+                max_tokens: self.max_tokens,
+            };
+            let is_stopped = chat.map(|chat| move || chat.is_cancelled());
+            let is_stopped = is_stopped.as_ref().map(|it| it as &dyn Fn() -> bool);
+            collect(&answer, asked, is_stopped, show)
+        });
         let mut figures = figures.map_err(|error| self.explain(error, chat.is_some()))?;
         let moved = self.loaded.moved().zip(before);
         figures.moved = moved.map(|(after, before)| after.since(before));
@@ -219,58 +234,6 @@ impl Session {
             _ => error,
         }
     }
-
-    fn collect(
-        &self,
-        answer: &Answer<'_>,
-        (start, n_prompt): (Instant, usize),
-        chat: Option<&Cancel>,
-        mut show: impl FnMut(&str) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Figures> {
-        let (mut prefill, mut first) = (Duration::ZERO, start);
-        let (mut text, mut tokens, mut n_reused) = (String::new(), Vec::new(), 0);
-        let (end, last) = loop {
-            let Some((at, reply)) = next(answer, chat)? else {
-                break (End::Stopped, Instant::now());
-            };
-            let (piece, end) = match reply {
-                Reply::PromptRead { reused, .. } => {
-                    (prefill, first) = (at - start, at);
-                    n_reused = reused;
-                    continue;
-                }
-                Reply::Token { token, text, .. } => {
-                    tokens.push(token);
-                    (text, None)
-                }
-                Reply::Finished { text, reason } => {
-                    let end = End::new(reason, tokens.len(), self.max_tokens);
-                    (text, Some(end))
-                }
-                Reply::Failed(failure) => return Err(failure.into()),
-            };
-            if !piece.is_empty() {
-                show(&piece)?;
-                text.push_str(&piece);
-            }
-            if let Some(end) = end {
-                break (end, at);
-            }
-        };
-        Ok(Figures {
-            asked: start,
-            text,
-            tokens,
-            n_prompt,
-            n_reused,
-            end,
-            prefill,
-            decode: last - first,
-            moved: None,
-            predicted: None,
-            changes: Vec::new(),
-        })
-    }
 }
 
 /// Opens the model at `path`, cut as `split` says.
@@ -282,19 +245,6 @@ fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
         Room::of((path, config), memory, args.context, 1).engine(&args.model)
     };
     Opened::new(path, (args.compute, args.engine), split, sizes)
-}
-
-/// The next reply; `None` once `chat` is cancelled.
-fn next(answer: &Answer<'_>, chat: Option<&Cancel>) -> Result<Option<(Instant, Reply)>, Failure> {
-    let Some(cancel) = chat else {
-        return answer.next().map(Some);
-    };
-    while !cancel.is_cancelled() {
-        if let Some(reply) = answer.next_within(LOOK_EVERY)? {
-            return Ok(Some(reply));
-        }
-    }
-    Ok(None)
 }
 
 /// Shows a piece of the answer at once.

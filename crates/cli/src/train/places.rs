@@ -2,16 +2,13 @@
 //! cluster.
 
 use std::ffi::OsString;
-use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
-use paceline_cluster::bridge::skip_to;
-use paceline_cluster::remote::{Reach, Sharing};
 use paceline_node::tunnel;
-use paceline_train::bridge::{self, Ends, FarSpec};
+use paceline_train::bridge::{self, Ends, FarSpec, GREETING};
 use paceline_train::{Means, Post, worker};
 
 use super::Args;
@@ -22,9 +19,6 @@ use crate::{home, load, process};
 
 /// Before a worker that could not be reached is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
-
-/// The line that `paceline train-far` prints first where `ssh` starts it.
-const GREETING: &str = "paceline-train-far";
 
 /// One process of a training.
 #[derive(Debug, clap::Args)]
@@ -169,49 +163,11 @@ pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
     command.stderr(Stdio::null()).spawn()
 }
 
-/// A line to this program on a host: where it lies there as here, else as the host's shell finds
-/// it.
+/// A line to this program on a host.
 fn by_ssh(host: &str) -> Result<Ends, paceline_train::Error> {
     let failed = |reason: String| paceline_train::Error::Line { reason };
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
-    let program = format!("'{}'", program.display().to_string().replace('\'', "'\\''"));
-    let script = format!(
-        "if [ -x {program} ]; then exec {program} train-far; fi; exec paceline train-far\n"
-    );
-    let mut shell = Reach::new("ssh", None).shell(host, Sharing::Alone);
-    shell.stdin(Stdio::piped()).stdout(Stdio::piped());
-    let child = shell.spawn();
-    let mut child = child.map_err(|error| failed(format!("cannot start ssh: {error}")))?;
-    let (to, from) = (child.stdin.take(), child.stdout.take());
-    std::thread::spawn(move || child.wait()); // so that it leaves no entry when it ends
-    let (Some(mut to), Some(from)) = (to, from) else {
-        return Err(failed("ssh has no streams".to_owned()));
-    };
-    let sent = to.write_all(script.as_bytes()).and_then(|()| to.flush());
-    sent.map_err(|error| failed(format!("{host}: {error}")))?;
-    Ok(Ends {
-        from: Box::new(Greeted {
-            from,
-            is_there: false,
-        }),
-        to: Box::new(to),
-    })
-}
-
-/// What a host says after [`GREETING`]: what its login shell prints before is skipped.
-struct Greeted<R> {
-    from: R,
-    is_there: bool,
-}
-
-impl<R: Read> Read for Greeted<R> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        if !self.is_there && !skip_to(&mut self.from, GREETING) {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        self.is_there = true;
-        self.from.read(bytes)
-    }
+    bridge::by_ssh(host, &program)
 }
 
 /// A line to a node of the cluster, which the own node leads to.

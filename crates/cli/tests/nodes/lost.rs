@@ -266,7 +266,8 @@ fn any_moment_will_do() {
 const LONG_ANSWER: u32 = 2000;
 
 /// A worker of four that fails while two answers are computed: they go on and are the ones of an
-/// undisturbed run, a request that comes meanwhile is answered, the others keep their processes.
+/// undisturbed run, a request that comes meanwhile is answered, the others keep their processes
+/// and the weights that they have packed.
 /// Each signal is sent to one victim, in a long run to two.
 #[test]
 fn answers_of_a_server_go_on() {
@@ -313,6 +314,7 @@ fn answers_of_a_server_go_on() {
 fn lose(server: &Server, model: &str, victim: usize, kind: Signal) -> Duration {
     let (port, path) = (server.port, "/v1/chat/completions");
     let before = server.running.workers(4);
+    assert_eq!(packings(server), [1; 4], "{kind:?}: before it");
     let whole = chat(
         model,
         "go",
@@ -362,7 +364,17 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal) -> Duration {
     let after = server.running.workers(4);
     let kept = before.iter().filter(|id| after.contains(id)).count();
     assert_eq!(kept, 3, "{kind:?}: {before:?} became {after:?}");
+    assert_eq!(packings(server), [1; 4], "{kind:?}: none packed twice");
     watch.without_withheld(longest)
+}
+
+/// How often each rank's process has packed weights.
+fn packings(server: &Server) -> Vec<u64> {
+    let told = http::ask(server.port, "/v1/paceline/status", None).body;
+    let shards = &told["instances"][0]["portrait"]["shards"];
+    let shards = shards.as_array().unwrap_or_else(|| panic!("{told}"));
+    let packings = shards.iter().map(|it| it["packings"].as_u64().unwrap());
+    packings.collect()
 }
 
 /// The texts of a stream, each shown to `look`; fails for one that does not end well.

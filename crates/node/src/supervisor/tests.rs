@@ -150,6 +150,7 @@ fn facts() -> RankFacts {
     RankFacts {
         pid: 1,
         weight_bytes: 1,
+        packings: 1,
         threads: 1,
         instruction_set: "simulated".to_owned(),
     }

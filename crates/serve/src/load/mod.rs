@@ -17,6 +17,7 @@
 mod client;
 mod jobs;
 mod report;
+mod shown;
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,6 +31,7 @@ pub(crate) use client::parse;
 pub use client::{Predicted, Server, trust};
 pub use jobs::{Lengths, Span};
 pub use report::{Goals, Report, Times};
+pub use shown::{object, table};
 
 /// Requests that are under way at most: each is a thread and a connection. More is an error of the
 /// request in the report.

@@ -5,27 +5,30 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use anyhow::{Context, bail};
+use crate::Error;
 
 /// Drives the prebuilt library of the npm package `node-llama-cpp` through Python's ctypes.
-const LLAMA_CPP: &str = include_str!("../../../../scripts/peers/llama_bench.py");
+const LLAMA_CPP: &str = include_str!("../../../scripts/peers/llama_bench.py");
 
 /// Drives the Python package `mlx-lm`.
-const MLX_LM: &str = include_str!("../../../../scripts/peers/mlx_lm_bench.py");
+const MLX_LM: &str = include_str!("../../../scripts/peers/mlx_lm_bench.py");
 
 /// What a peer runs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Task {
-    pub(crate) threads: usize,
-    pub(crate) prompt: usize,
-    pub(crate) generate: usize,
+pub struct Task {
+    /// Threads that it computes with.
+    pub threads: usize,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Tokens to decode.
+    pub generate: usize,
     /// Position that decoding starts from.
-    pub(crate) depth: usize,
+    pub depth: usize,
 }
 
 /// Another program in a process of its own, with a model loaded; idle between runs.
 #[derive(Debug)]
-pub(crate) struct Served {
+pub struct Served {
     name: &'static str,
     child: Child,
     requests: ChildStdin,
@@ -36,7 +39,10 @@ impl Served {
     /// Starts llama.cpp; `folder` is the one that `npm install --prefix` filled. The model is
     /// loaded and warmed up while the caller goes on, until the first [`run`](Self::run) waits
     /// for that.
-    pub(crate) fn llama_cpp(folder: &Path, model: &Path, task: Task) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// [`Error::PeerStart`].
+    pub fn llama_cpp(folder: &Path, model: &Path, task: Task) -> Result<Self, Error> {
         let mut python = Command::new("python3");
         python.args(["-c", LLAMA_CPP]).arg(folder).arg(model);
         python.args(["--threads", &task.threads.to_string()]);
@@ -44,22 +50,21 @@ impl Served {
         Self::start("llama.cpp", python, task)
     }
 
-    /// Starts mlx-lm, of the Python that `PACELINE_MLX_PYTHON` names, else of the system's.
+    /// Starts mlx-lm, of this Python, else of the system's.
     ///
     /// # Errors
     /// When there is no such Python, or decoding is to start elsewhere than behind the prompt.
-    pub(crate) fn mlx_lm(model: &Path, task: Task) -> anyhow::Result<Self> {
+    pub fn mlx_lm(python: Option<OsString>, model: &Path, task: Task) -> Result<Self, Error> {
         if task.depth != task.prompt {
-            bail!("mlx-lm decodes behind the prompt, so --depth cannot be compared with it");
+            return Err(Error::PeerDepth);
         }
-        let given = std::env::var_os("PACELINE_MLX_PYTHON").filter(|value| !value.is_empty());
-        let python: OsString = given.unwrap_or_else(|| OsStr::new("python3").to_owned());
+        let python: OsString = python.unwrap_or_else(|| OsStr::new("python3").to_owned());
         let mut python = Command::new(python);
         python.args(["-c", MLX_LM]).arg(model);
         Self::start("mlx-lm", python, task)
     }
 
-    fn start(name: &'static str, mut python: Command, task: Task) -> anyhow::Result<Self> {
+    fn start(name: &'static str, mut python: Command, task: Task) -> Result<Self, Error> {
         let mut child = python
             .env("PYTHONSAFEPATH", "1") // no module of the current folder
             .args(["--prompt", &task.prompt.to_string()])
@@ -67,7 +72,7 @@ impl Served {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .with_context(|| format!("cannot run Python, which drives {name}"))?;
+            .map_err(|source| Error::PeerStart { name, source })?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         Ok(Self {
             name,
@@ -78,20 +83,30 @@ impl Served {
     }
 
     /// Whom it runs.
-    pub(crate) const fn name(&self) -> &'static str {
+    pub const fn name(&self) -> &'static str {
         self.name
     }
 
     /// One run: prefill and decode in tokens per second.
-    pub(crate) fn run(&mut self) -> anyhow::Result<(f64, f64)> {
+    ///
+    /// # Errors
+    /// A program that ended, or says something else.
+    pub fn run(&mut self) -> Result<(f64, f64), Error> {
         let (mut line, name) = (String::new(), self.name);
         let sent = writeln!(self.requests).and_then(|()| self.requests.flush());
-        if sent.is_err() || self.answers.read_line(&mut line)? == 0 {
-            let status = self.child.wait()?;
-            bail!("{name} did not run ({status}), its message is above");
+        if sent.is_err() || self.heard(&mut line)? == 0 {
+            let ended = self.child.wait();
+            let status = ended.map_err(|source| Error::PeerLost { name, source })?;
+            return Err(Error::PeerEnded { name, status });
         }
-        serde_json::from_str(&line)
-            .with_context(|| format!("the answer of {name}'s script is not two numbers"))
+        serde_json::from_str(&line).map_err(|source| Error::PeerAnswer { name, source })
+    }
+
+    /// Reads a line of its output; the number of its bytes.
+    fn heard(&mut self, line: &mut String) -> Result<usize, Error> {
+        let name = self.name;
+        let read = self.answers.read_line(line);
+        read.map_err(|source| Error::PeerLost { name, source })
     }
 }
 

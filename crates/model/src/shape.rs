@@ -1,5 +1,6 @@
-//! The shape of a model from a GGUF header or a `config.json`, experts and low ranks included:
-//! more than the engine can compute, since a plan only needs sizes.
+//! The shape of a model for planning: [`of`] a configuration that the engine computes, and
+//! [`from_files`], from a GGUF header or a `config.json`, experts and low ranks included: more than
+//! the engine can compute, since a plan only needs sizes.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,6 +10,8 @@ use paceline_formats::gguf::{self, Gguf};
 use paceline_formats::hf::{self, HfFolder};
 use paceline_plan::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
 use serde_json::Value;
+
+use crate::{Config, LayerCache, LayerShape, Role, Source};
 
 /// Longest `config.json` that is read: those of the largest families have some 100 KB.
 const CONFIG_BYTES_MAX: u64 = 8 << 20;
@@ -345,6 +348,117 @@ impl Fields<'_> {
     }
 }
 
+/// The shape of a model that the engine computes, from its configuration; `source` has the bytes.
+pub fn of(source: &Source, config: &Config) -> ModelShape {
+    let mut shape = ModelShape {
+        name: "local".to_owned(),
+        layers: number(config.layers.len()),
+        width: number(config.width),
+        vocab: number(config.vocab),
+        tied: config
+            .tied
+            .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
+        attention: attention_of(config),
+        sliding: windows_of(config),
+        caches: caches_of(config),
+        ffn: number(config.ffn),
+        moe: moe_of(config),
+        bits: Bits::uniform(8.0),
+    };
+    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
+    shape.bits = match source {
+        Source::Gguf(file) if shape.moe.is_some() => stored_bits(file),
+        _ => Bits::uniform(bits),
+    };
+    for bits in [&mut shape.bits.rest, &mut shape.bits.experts] {
+        *bits = bits.clamp(1.0, 32.0);
+    }
+    shape
+}
+
+fn number(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn attention_of(config: &Config) -> Attention {
+    match config.latent {
+        None => Attention::Gqa {
+            heads: number(config.heads),
+            kv_heads: number(config.kv_heads),
+            head_dim: number(config.head_dim),
+        },
+        Some(latent) => Attention::Mla {
+            heads: number(config.heads),
+            q_rank: number(latent.query_rank.unwrap_or(0)),
+            kv_rank: number(latent.rank),
+            nope_dim: number(latent.plain),
+            rope_dim: number(latent.turned),
+            value_dim: number(latent.value_dim),
+        },
+    }
+}
+
+/// The experts of a model's layers: after some without, all or every so many-th have them.
+fn moe_of(config: &Config) -> Option<Moe> {
+    let has_experts = |index: &usize| config.layers[*index].experts.is_some();
+    let mut mixtures = (0..config.layers.len()).filter(has_experts);
+    let first = mixtures.next()?;
+    let of = config.layers[first].experts?;
+    let every = mixtures.next().map_or(1, |second| second - first);
+    // Of every second layer, say, the first has one before it; where more are, those are dense.
+    let dense = if every > 1 && first + 1 == every {
+        0
+    } else {
+        first
+    };
+    Some(Moe {
+        experts: number(of.count),
+        active: number(of.used),
+        shared: number(of.shared.div_ceil(of.width.max(1))),
+        ffn: number(of.width),
+        dense_layers: number(dense),
+        every: number(every),
+        groups: number(of.groups.map_or(1, |groups| groups.count)),
+    })
+}
+
+/// Layers that keep no keys and values of their own.
+fn caches_of(config: &Config) -> Caches {
+    let layers = &config.layers;
+    let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
+    let states = layers.iter().filter_map(LayerShape::state_bytes);
+    let last_cut = (0..layers.len()).rev().find(|at| config.can_cut(*at));
+    Caches {
+        borrowed: number(layers.iter().filter(is_borrower).count()),
+        states: number(states.clone().count()),
+        state_bytes: states.max().unwrap_or(0) as f64,
+        state_params: layers
+            .iter()
+            .find_map(|layer| delta_params(config, layer))
+            .unwrap_or(0.0),
+        together: number(layers.len() - last_cut.unwrap_or(0)),
+    }
+}
+
+/// Weights of a gated delta net: queries, keys, values, gates and output, and two numbers a head.
+fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
+    let LayerCache::Delta(_) = layer.cache else {
+        return None;
+    };
+    let heads = layer.heads * (3 * layer.value_dim + 2);
+    let keys = 2 * layer.kv_heads * layer.head_dim;
+    Some(config.width as f64 * (keys + heads) as f64)
+}
+
+/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
+fn windows_of(config: &Config) -> Option<Sliding> {
+    let windows = config.layers.iter().filter_map(|layer| layer.window);
+    Some(Sliding {
+        layers: number(windows.clone().count()),
+        window: number(windows.max()?),
+    })
+}
+
 fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
     let meta = file.metadata();
     let arch = meta.str("general.architecture")?.to_owned();
@@ -383,7 +497,7 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
 }
 
 /// Bits per weight of routed experts and of the rest, from the tensor table.
-pub(crate) fn stored_bits(file: &Gguf) -> Bits {
+fn stored_bits(file: &Gguf) -> Bits {
     let mut experts = (0.0, 0.0);
     let mut rest = (0.0, 0.0);
     for info in file.tensors() {

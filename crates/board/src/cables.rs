@@ -1,16 +1,45 @@
-//! What was found, as JSON.
+//! Cables between machines: a picture, JSON, and the commands that they need.
 
 use paceline_cluster::hostfile::Hostfile;
 use paceline_cluster::topology::{
-    Cable, Choice, End, Error, Graph, Machine, best_ring, missing_for_ring,
+    Addresses, Cable, Choice, End, Error, Graph, Machine, best_ring, missing_for_ring, setup,
 };
 use paceline_plan::draw::{Edge, Net};
 use serde_json::{Value, json};
 
-use super::setup::Setup;
+/// What is to be set up, where.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup<'a> {
+    /// Hosts and cables.
+    pub graph: &'a Graph,
+    /// Addresses of the cables' ends.
+    pub addresses: &'a Addresses,
+    /// The hosts as they are.
+    pub machines: &'a [Machine],
+    /// Whether it is to be undone instead.
+    pub undo: bool,
+}
+
+impl Setup<'_> {
+    /// The commands of each host.
+    pub fn commands(&self) -> Vec<Vec<String>> {
+        let of = |host| match self.undo {
+            false => setup::commands(self.graph, self.addresses, host),
+            true => setup::undo(self.graph, self.addresses, host),
+        };
+        (0..self.graph.hosts.len()).map(of).collect()
+    }
+
+    /// Hosts whose administrator's commands want a password.
+    pub fn without_sudo(&self) -> Vec<String> {
+        let all = self.graph.hosts.iter().zip(self.machines);
+        let without = all.filter(|(_, machine)| !machine.can_sudo);
+        without.map(|(host, _)| host.clone()).collect()
+    }
+}
 
 /// Hosts on a circle, each cable with the interfaces at its ends.
-pub(super) fn picture(graph: &Graph) -> String {
+pub fn picture(graph: &Graph) -> String {
     let edge = |Cable { from, to }: &Cable| Edge {
         from: from.host,
         to: to.host,
@@ -30,12 +59,15 @@ fn hostfile(file: &Hostfile) -> Value {
 }
 
 /// An ordinary network.
-pub(super) fn ethernet(file: &Hostfile) -> Value {
+pub fn ethernet(file: &Hostfile) -> Value {
     json!({"over": "ethernet", "hostfile": hostfile(file)})
 }
 
 /// Cables, what they allow, and what was made of it.
-pub(super) fn thunderbolt(setup: &Setup<'_>, choice: &Choice) -> Result<Value, Error> {
+///
+/// # Errors
+/// [`Error`] of a graph that is too large.
+pub fn thunderbolt(setup: &Setup<'_>, choice: &Choice) -> Result<Value, Error> {
     let graph = setup.graph;
     let names = |pairs: Vec<(usize, usize)>| -> Vec<Value> {
         let each = pairs.into_iter().map(|pair| json!(graph.pair(pair)));

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
 
 use super::spaces;
+use crate::error::{Context as _, Error, ensure};
 
 /// Longest wait for a whole answer, faults included.
 const ANSWER_LIMIT: Duration = Duration::from_secs(180);
@@ -35,19 +35,19 @@ const CANCEL_AFTER: usize = 10;
 
 /// Kinds of requests: greedy, seeded, with log-probabilities, of two choices, one whose client
 /// cancels, one held to a schema, one that must call a tool, a response.
-pub(super) const KINDS: usize = 8;
+pub(crate) const KINDS: usize = 8;
 
 /// Where a node's API is.
 #[derive(Clone, Debug)]
-pub(super) struct Door {
-    pub(super) port: u16,
+pub(crate) struct Door {
+    pub(crate) port: u16,
     /// The network that its loopback is in; this process's own without.
-    pub(super) space: Option<Arc<File>>,
+    pub(crate) space: Option<Arc<File>>,
 }
 
 /// A question, and how its answer's tokens are chosen.
 #[derive(Clone, Debug)]
-pub(super) struct Request {
+pub(crate) struct Request {
     body: Value,
     /// Its client goes in the middle.
     cancels: bool,
@@ -57,15 +57,15 @@ pub(super) struct Request {
 
 /// An answer, or as much of it as came.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Answer {
+pub(crate) struct Answer {
     /// All that was told of each choice: text, calls and log-probabilities.
-    pub(super) said: BTreeMap<u64, String>,
+    pub(crate) said: BTreeMap<u64, String>,
     /// Why it is not whole.
-    pub(super) error: Option<String>,
+    pub(crate) error: Option<String>,
     /// Times that its client went on at another node.
-    pub(super) moves: u32,
+    pub(crate) moves: u32,
     /// The server will not answer it, whichever node is asked.
-    pub(super) is_refused: bool,
+    pub(crate) is_refused: bool,
     ended: bool,
     cancelled: bool,
     /// Id of the last event, and of one whose data did not come yet.
@@ -78,7 +78,7 @@ pub(super) struct Answer {
 
 impl Request {
     /// Different requests, of all [`KINDS`] in turn.
-    pub(super) fn several(count: usize, tokens: u32) -> Vec<Self> {
+    pub(crate) fn several(count: usize, tokens: u32) -> Vec<Self> {
         let one = |number: usize| {
             let mut body = json!({
                 "messages": [{"role": "user", "content": format!("Count from {number}.")}],
@@ -115,12 +115,12 @@ impl Request {
     }
 
     /// Whether not all models can answer it.
-    pub(super) fn is_optional(&self) -> bool {
+    pub(crate) fn is_optional(&self) -> bool {
         !self.body["tools"].is_null()
     }
 
     /// Asks the first node of `doors`, and tells when `at_token` pieces came.
-    pub(super) fn answer(&self, doors: &[Door], at_token: u32, reached: &Sender<()>) -> Answer {
+    pub(crate) fn answer(&self, doors: &[Door], at_token: u32, reached: &Sender<()>) -> Answer {
         let (mut answer, begun) = (Answer::default(), Instant::now());
         let mut error = None;
         for door in doors.iter().cycle() {
@@ -136,7 +136,7 @@ impl Request {
             }
             error = self.stream(door, &mut answer, at_token, reached).err();
         }
-        answer.error = error.map(|error| format!("{error:#}"));
+        answer.error = error.map(|error| error.chain());
         answer
     }
 
@@ -146,7 +146,7 @@ impl Request {
         answer: &mut Answer,
         at_token: u32,
         reached: &Sender<()>,
-    ) -> anyhow::Result<()> {
+    ) -> Result<(), Error> {
         let (status, mut lines) = self.ask_next(door, answer)?;
         if status != 200 {
             let mut said = String::new();
@@ -158,12 +158,14 @@ impl Request {
             if status == 400 {
                 (answer.error, answer.is_refused) = (Some(said.clone()), true);
             }
-            bail!("{status}: {said}");
+            return Err(Error::Unmet(format!("{status}: {said}")));
         }
         while !answer.ended {
             let mut line = String::new();
             let read = Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
-            ensure!(read > 0, "the stream ended before the answer did");
+            ensure(read > 0, || {
+                "the stream ended before the answer did".to_owned()
+            })?;
             answer.take(line.trim())?;
             if answer.pieces.len() == at_token as usize && answer.error.is_none() {
                 let _ = reached.send(()); // the first of all answers counts
@@ -177,11 +179,7 @@ impl Request {
     }
 
     /// Asks for what follows the last event that came, or for all of the answer.
-    fn ask_next(
-        &self,
-        door: &Door,
-        answer: &Answer,
-    ) -> anyhow::Result<(u16, BufReader<TcpStream>)> {
+    fn ask_next(&self, door: &Door, answer: &Answer) -> Result<(u16, BufReader<TcpStream>), Error> {
         let model = model_at(door)?.context("the node has no model")?;
         if let Some((id, number)) = &answer.response {
             let path = format!("/v1/responses/{id}?stream=true&starting_after={number}");
@@ -230,7 +228,7 @@ fn ask(
     what: &str,
     headers: &str,
     body: &str,
-) -> anyhow::Result<(u16, BufReader<TcpStream>)> {
+) -> Result<(u16, BufReader<TcpStream>), Error> {
     if let Some(space) = &door.space {
         spaces::enter(space).context("cannot enter the node's network")?;
     }
@@ -250,7 +248,7 @@ fn ask(
     loop {
         line.clear();
         let read = Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
-        ensure!(read > 0, "no answer came");
+        ensure(read > 0, || "no answer came".to_owned())?;
         if line.trim().is_empty() {
             break;
         }
@@ -261,14 +259,14 @@ fn ask(
 
 /// The name of the model that the node behind `door` answers with; `None` where it has none yet.
 /// Asks on a thread of its own: the calling one stays in its network.
-pub(super) fn model(door: &Door) -> anyhow::Result<Option<Value>> {
+pub(crate) fn model(door: &Door) -> Result<Option<Value>, Error> {
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| model_at(door)).join();
-        asked.map_err(|_| anyhow::anyhow!("a client panicked"))?
+        asked.map_err(|_| Error::Unmet("a client panicked".to_owned()))?
     })
 }
 
-fn model_at(door: &Door) -> anyhow::Result<Option<Value>> {
+fn model_at(door: &Door) -> Result<Option<Value>, Error> {
     let (_, lines) = ask(door, "GET /v1/models", "", "")?;
     let mut said = String::new();
     lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
@@ -279,7 +277,7 @@ fn model_at(door: &Door) -> anyhow::Result<Option<Value>> {
 
 impl Answer {
     /// Takes a line of the event stream.
-    fn take(&mut self, line: &str) -> anyhow::Result<()> {
+    fn take(&mut self, line: &str) -> Result<(), Error> {
         if let Some(id) = line.strip_prefix("id: ") {
             self.next = Some(id.to_owned());
         }
@@ -296,7 +294,7 @@ impl Answer {
             return self.take_response(kind, &event);
         }
         if event["error"]["code"] == "shutting_down" {
-            bail!("the node goes");
+            return Err(Error::Unmet("the node goes".to_owned()));
         }
         if !event["error"].is_null() {
             self.error = Some(event["error"].to_string());
@@ -308,13 +306,12 @@ impl Answer {
     }
 
     /// Takes an event of a response.
-    fn take_response(&mut self, kind: &str, event: &Value) -> anyhow::Result<()> {
+    fn take_response(&mut self, kind: &str, event: &Value) -> Result<(), Error> {
         let response = &event["response"];
         if kind == "response.failed" {
-            ensure!(
-                response["error"]["code"] != "shutting_down",
-                "the node goes"
-            );
+            ensure(response["error"]["code"] != "shutting_down", || {
+                "the node goes".to_owned()
+            })?;
             self.error = Some(response["error"].to_string());
             return Ok(());
         }
@@ -362,23 +359,23 @@ impl Answer {
     }
 
     /// Whether its client has to ask again.
-    pub(super) fn is_lost(&self) -> bool {
+    pub(crate) fn is_lost(&self) -> bool {
         self.error.is_some() || !(self.ended || self.cancelled)
     }
 
     /// Whether it says something else than the undisturbed one.
-    pub(super) fn is_altered(&self, right: &Self) -> bool {
+    pub(crate) fn is_altered(&self, right: &Self) -> bool {
         !self.cancelled && !self.is_lost() && self.said != right.said
     }
 
     /// From `moment` to the first piece after it; `None` where none came.
-    pub(super) fn next_after(&self, moment: Instant) -> Option<Duration> {
+    pub(crate) fn next_after(&self, moment: Instant) -> Option<Duration> {
         let next = self.pieces.iter().find(|piece| **piece > moment)?;
         Some(*next - moment)
     }
 
     /// The longest wait for a piece that came after `moment`; `None` where none came.
-    pub(super) fn pause(&self, moment: Instant) -> Option<Duration> {
+    pub(crate) fn pause(&self, moment: Instant) -> Option<Duration> {
         let pairs = self.pieces.iter().zip(self.pieces.iter().skip(1));
         pairs
             .filter(|(_, next)| **next > moment)

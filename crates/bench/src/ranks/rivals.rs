@@ -6,14 +6,13 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use paceline_bench::comm::{Rival, SIZES, calls};
-use paceline_bench::quantile;
-
-use super::{Args, Children, Peer, Ranks, value_name};
+use super::error::{Context as _, Error};
+use super::{Children, Peer, Ranks, Settings};
+use crate::comm::{Rival, SIZES, calls};
+use crate::quantile;
 
 /// One rank of MLX or Open MPI.
-const SCRIPT: &str = include_str!("../../../../../scripts/peers/collectives.py");
+const SCRIPT: &str = include_str!("../../../../scripts/peers/collectives.py");
 
 /// Turns of each side at each size; the middle one of their ratios counts.
 const TURNS: usize = 5;
@@ -24,16 +23,16 @@ const START: Duration = Duration::from_secs(60);
 /// Something that sums when it is told to.
 pub(super) trait Turns {
     /// Median time of `calls` sums of `bytes`, in microseconds.
-    fn turn(&mut self, bytes: usize, calls: usize) -> anyhow::Result<f64>;
+    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error>;
 }
 
 /// Measures `ours` and `theirs` in turns, at every size up to the largest asked for.
 pub(super) fn compare(
-    args: &Args,
+    args: &Settings,
     name: &str,
     ours: &mut Ranks,
     theirs: &mut dyn Turns,
-) -> anyhow::Result<Vec<Rival>> {
+) -> Result<Vec<Rival>, Error> {
     let sizes = SIZES.into_iter().filter(|bytes| *bytes <= args.max_bytes);
     let row = |bytes: usize| {
         let calls = (calls(bytes) / TURNS).max(3);
@@ -41,7 +40,7 @@ pub(super) fn compare(
             let theirs = theirs.turn(bytes, calls)?;
             Ok((ours.turn(bytes, calls)?, theirs))
         });
-        let pairs: Vec<(f64, f64)> = pairs.collect::<anyhow::Result<_>>()?;
+        let pairs: Vec<(f64, f64)> = pairs.collect::<Result<_, Error>>()?;
         let median = |of: fn(&(f64, f64)) -> f64| {
             let values: Vec<f64> = pairs.iter().map(of).collect();
             quantile(&values, 0.5)
@@ -66,7 +65,7 @@ pub(super) struct Others {
 
 impl Others {
     /// Starts them and waits until all are there.
-    pub(super) fn start(args: &Args, peer: Peer) -> anyhow::Result<Self> {
+    pub(super) fn start(args: &Settings, peer: Peer) -> Result<Self, Error> {
         let listener = TcpListener::bind(("127.0.0.1", 0))?;
         let port = listener.local_addr()?.port().to_string();
         let mut children = match peer {
@@ -84,10 +83,10 @@ impl Others {
             }
             for child in &mut children.0 {
                 if let Some(status) = child.try_wait()? {
-                    bail!(
+                    return Err(Error::Unmet(format!(
                         "{} did not run ({status}), its message is above",
-                        value_name(peer)
-                    );
+                        peer.name()
+                    )));
                 }
             }
         }
@@ -100,7 +99,7 @@ impl Others {
 }
 
 /// A rank that has connected, and which it is.
-fn greeted(stream: TcpStream) -> anyhow::Result<(u32, BufReader<TcpStream>)> {
+fn greeted(stream: TcpStream) -> Result<(u32, BufReader<TcpStream>), Error> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(START))?;
@@ -115,7 +114,7 @@ fn greeted(stream: TcpStream) -> anyhow::Result<(u32, BufReader<TcpStream>)> {
 }
 
 impl Turns for Others {
-    fn turn(&mut self, bytes: usize, calls: usize) -> anyhow::Result<f64> {
+    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error> {
         for stream in &mut self.streams {
             writeln!(stream.get_mut(), "[{bytes}, {calls}]")?;
         }
@@ -127,7 +126,7 @@ impl Turns for Others {
     }
 }
 
-fn mlx(args: &Args, port: &str) -> anyhow::Result<Children> {
+fn mlx(args: &Settings, port: &str) -> Result<Children, Error> {
     let addrs = (0..args.ranks).map(|_| {
         let free = TcpListener::bind(("127.0.0.1", 0))?;
         Ok(vec![free.local_addr()?.to_string()])
@@ -151,7 +150,7 @@ fn mlx(args: &Args, port: &str) -> anyhow::Result<Children> {
     Ok(children)
 }
 
-fn mpi(args: &Args, port: &str) -> anyhow::Result<Child> {
+fn mpi(args: &Settings, port: &str) -> Result<Child, Error> {
     let options = [
         "--allow-run-as-root",
         "--oversubscribe",

@@ -5,8 +5,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use rustix::process::Pid;
+
+use crate::error::{Context as _, Error};
 
 /// Where groups that bound memory are: version 2 has one tree for all, version 1 one for memory.
 const ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
@@ -17,7 +18,7 @@ const BOUNDS: [&str; 2] = ["memory.max", "memory.limit_in_bytes"];
 /// A group whose processes get no further page. It is removed when this is dropped, if no process
 /// is left in it.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(crate) struct Group {
     folder: PathBuf,
 }
 
@@ -26,7 +27,7 @@ impl Group {
     ///
     /// # Errors
     /// A system without control groups of memory, or that lets this user make none.
-    pub(super) fn new() -> anyhow::Result<Self> {
+    pub(crate) fn new() -> Result<Self, Error> {
         let own = fs::read_to_string("/proc/self/cgroup").context("no control groups")?;
         let group = places(&own).iter().find_map(|place| Self::below(place));
         group.context("no control group bounds memory here")
@@ -47,7 +48,7 @@ impl Group {
     ///
     /// # Errors
     /// A refusal of the system, also for a process that is gone.
-    pub(super) fn take(&self, pids: &[Pid]) -> io::Result<()> {
+    pub(crate) fn take(&self, pids: &[Pid]) -> io::Result<()> {
         for pid in pids {
             fs::write(self.members(), pid.as_raw_nonzero().to_string())?;
         }
@@ -58,7 +59,7 @@ impl Group {
     ///
     /// # Errors
     /// The system's error.
-    pub(super) fn is_empty(&self) -> io::Result<bool> {
+    pub(crate) fn is_empty(&self) -> io::Result<bool> {
         Ok(fs::read_to_string(self.members())?.trim().is_empty())
     }
 

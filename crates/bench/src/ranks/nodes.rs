@@ -15,21 +15,25 @@ use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::num::NonZeroU8;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
 use paceline_base::Rank;
+use paceline_cluster::nodes::agent::local;
 use paceline_cluster::nodes::discovery::listen_address;
-use paceline_comm::tcp;
+use paceline_comm::rdma::settings::Lookup;
+use paceline_comm::{Backend, tcp};
 use paceline_node::tunnel;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Args, Force, PATIENCE, Report, Transport, hex, take_part};
-use crate::member::{self, Ports};
-use crate::{home, process};
+use super::error::{Context as _, Error, ensure};
+use super::{Cores, Force, Lines, PATIENCE, Report, Settings, hex, take_part};
+
+/// For the node to answer a question.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// For nodes to measure the ways between machines that have just met.
 const WAYS_LIMIT: Duration = Duration::from_secs(30);
@@ -70,45 +74,84 @@ struct Seat {
     child: Option<Child>,
 }
 
+/// What starts ranks: of this machine, and by its node of others.
+#[derive(Clone, Copy, Debug)]
+pub struct Here<'a> {
+    /// The folder of this machine's node.
+    pub home: &'a Path,
+    /// Arguments of a rank on this machine: where it listens.
+    pub listen: &'a [OsString],
+    /// Its environment.
+    pub env: &'a [(OsString, OsString)],
+}
+
+impl Here<'_> {
+    fn ask(&self, command: &str) -> Result<Value, Error> {
+        Ok(local::ask(
+            self.home,
+            command,
+            json!({}),
+            ANSWER_LIMIT,
+            |_| {},
+        )?)
+    }
+}
+
 /// Starts a rank for another machine's measurement; `more` says where it listens.
 ///
 /// # Errors
 /// The system's error.
-pub(crate) fn start_rank(program: &Path, more: &[OsString]) -> std::io::Result<Child> {
+pub fn start_rank(
+    program: &Path,
+    more: &[OsString],
+    env: &[(OsString, OsString)],
+) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["bench", "comm", "--elsewhere"]).args(more);
-    command.env_clear().envs(process::worker_env());
+    command.env_clear().envs(env.iter().cloned());
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     command.stderr(Stdio::null()).spawn()
 }
 
-/// A rank that [`start_rank`] started.
+/// Where a rank of this machine listens.
+#[derive(Clone, Copy, Debug)]
+pub struct Listen<'a> {
+    /// Only interface.
+    pub interface: Option<&'a str>,
+    /// Ports; any without.
+    pub ports: Option<&'a RangeInclusive<u16>>,
+}
+
+/// A rank that [`start_rank`] started; its setup changes `args`, of which all else counts.
 ///
 /// # Errors
 /// The step that failed.
-pub(super) fn rank(args: &Args) -> anyhow::Result<()> {
+pub fn rank(
+    args: &Settings,
+    at: Listen<'_>,
+    lookup: Lookup<'_>,
+    lines: &mut Lines<'_>,
+) -> Result<(), Error> {
     let mut line = String::new();
-    let mut input = std::io::stdin().lock();
-    Read::take(&mut input, LINE_BYTES_MAX).read_line(&mut line)?;
-    drop(input);
+    Read::take(&mut *lines.input, LINE_BYTES_MAX).read_line(&mut line)?;
     let setup: Setup = serde_json::from_str(&line).context("no setup of a rank")?;
-    let ports = args.data_ports.as_ref();
-    let listener = listen(args.data_interface.as_deref(), ports)?;
-    let own = Args {
-        transport: Transport::Tcp,
+    let listener = listen(at)?;
+    let own = Settings {
+        backend: Backend::Tcp,
         algorithm: setup.algorithm,
         max_bytes: setup.max_bytes,
         streams: setup.streams,
         explain: setup.explain,
         ..args.quick()
     };
-    take_part(&own, Rank(setup.rank), listener)
+    let seat = (Rank(setup.rank), Cores::All);
+    take_part(&own, seat, listener, (lookup, lines))
 }
 
 /// Listens at a free port, or at the first free one of `ports`.
-fn listen(interface: Option<&str>, ports: Option<&Ports>) -> anyhow::Result<tcp::Listener> {
-    let place = listen_address(interface)?;
-    let Some(Ports(ports)) = ports else {
+fn listen(at: Listen<'_>) -> Result<tcp::Listener, Error> {
+    let place = listen_address(at.interface)?;
+    let Some(ports) = at.ports else {
         return Ok(tcp::Listener::bind(place)?);
     };
     let mut free = ports.clone().map(|port| {
@@ -125,17 +168,15 @@ fn listen(interface: Option<&str>, ports: Option<&Ports>) -> anyhow::Result<tcp:
     })
 }
 
-/// Measures over the machines that `args` names.
+/// Measures over `names` of the cluster.
 ///
 /// # Errors
 /// A machine that is not there, is no way from another one, or fails.
-pub(super) fn measure(args: &Args) -> anyhow::Result<Report> {
-    let names = names(args)?;
-    let machines = machines(&names)?;
-    let own = member::listen_args(args.data_ports.as_ref(), args.data_interface.as_deref());
+pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report, Error> {
+    let machines = machines(names, here)?;
     let mut seats = Vec::new();
     for (rank, machine) in (0..).zip(&machines) {
-        let mut seat = Seat::of(machine, &own)?;
+        let mut seat = Seat::of(machine, &args.program, here)?;
         let setup = Setup {
             rank,
             max_bytes: args.max_bytes,
@@ -166,16 +207,31 @@ pub(super) fn measure(args: &Args) -> anyhow::Result<Report> {
 }
 
 /// Which machines are asked for: their names, or how many.
-enum Names {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Names {
+    /// So many.
     Count(usize),
+    /// The ones of these names.
     These(Vec<String>),
 }
 
-fn names(args: &Args) -> anyhow::Result<Names> {
-    if let Some(model) = &args.instance {
-        let all = member::ask("ps", json!({}))?;
+impl Names {
+    /// A number, or names with commas between.
+    pub fn parse(text: &str) -> Self {
+        match text.parse() {
+            Ok(count) => Self::Count(count),
+            Err(_) => Self::These(text.split(',').map(str::to_owned).collect()),
+        }
+    }
+
+    /// The machines that compute a loaded model.
+    ///
+    /// # Errors
+    /// A node that does not run, or knows no such instance.
+    pub fn of_instance(model: &str, here: Here<'_>) -> Result<Self, Error> {
+        let all = here.ask("ps")?;
         let all = all.as_array().map_or(&[][..], Vec::as_slice);
-        let found = all.iter().find(|it| it["model"] == model.as_str());
+        let found = all.iter().find(|it| it["model"] == model);
         let found = found.with_context(|| format!("{model} is not loaded over the cluster"))?;
         let nodes = found["nodes"].as_array().into_iter().flatten();
         let mut names: Vec<String> = Vec::new();
@@ -185,34 +241,30 @@ fn names(args: &Args) -> anyhow::Result<Names> {
                 names.push(name.to_owned());
             }
         }
-        return Ok(Names::These(names));
+        Ok(Self::These(names))
     }
-    let text = args.nodes.as_deref().unwrap_or_default();
-    Ok(match text.parse() {
-        Ok(count) => Names::Count(count),
-        Err(_) => Names::These(text.split(',').map(str::to_owned).collect()),
-    })
 }
 
 /// The machines, once the ways between all of them are known.
-fn machines(names: &Names) -> anyhow::Result<Vec<Machine>> {
+fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>, Error> {
     let begun = Instant::now();
     loop {
-        let machines = choose(&member::ask("nodes", json!({}))?["nodes"], names)?;
+        let machines = choose(&here.ask("nodes")?["nodes"], names)?;
         let lacking = lacking(&machines);
         match lacking {
             None => return Ok(machines),
-            Some((from, to)) => ensure!(
-                begun.elapsed() < WAYS_LIMIT,
-                "no way from {from} to {to} is known: `paceline doctor --peer {to}` says why"
-            ),
+            Some((from, to)) => ensure(begun.elapsed() < WAYS_LIMIT, || {
+                format!(
+                    "no way from {from} to {to} is known: `paceline doctor --peer {to}` says why"
+                )
+            })?,
         }
         std::thread::sleep(LOOK_EVERY);
     }
 }
 
 /// Living machines of this version: the own one and the next by name, or those that are named.
-fn choose(nodes: &Value, names: &Names) -> anyhow::Result<Vec<Machine>> {
+fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>, Error> {
     let nodes = nodes.as_array().map_or(&[][..], Vec::as_slice);
     let own = nodes.iter().find(|node| node["found_by"] == "self");
     let build = own.map_or(&Value::Null, |own| &own["build"]);
@@ -223,10 +275,9 @@ fn choose(nodes: &Value, names: &Names) -> anyhow::Result<Vec<Machine>> {
     let chosen = match names {
         Names::Count(count) => {
             let there = able.len();
-            ensure!(
-                *count <= there,
-                "{count} machines asked for, {there} of this version are alive"
-            );
+            ensure(*count <= there, || {
+                format!("{count} machines asked for, {there} of this version are alive")
+            })?;
             able.truncate(*count);
             able
         }
@@ -244,11 +295,9 @@ fn choose(nodes: &Value, names: &Names) -> anyhow::Result<Vec<Machine>> {
             chosen
         }
     };
-    ensure!(
-        (1..=RANKS_MAX).contains(&chosen.len()),
-        "{} machines, expected 1 to {RANKS_MAX}",
-        chosen.len()
-    );
+    ensure((1..=RANKS_MAX).contains(&chosen.len()), || {
+        format!("{} machines, expected 1 to {RANKS_MAX}", chosen.len())
+    })?;
     Ok(chosen)
 }
 
@@ -289,7 +338,7 @@ fn seen_by(
     from: usize,
     machines: &[Machine],
     places: &[SocketAddr],
-) -> anyhow::Result<Vec<SocketAddr>> {
+) -> Result<Vec<SocketAddr>, Error> {
     let seen = |(to, place): (usize, &SocketAddr)| {
         if to == from || !place.ip().is_unspecified() {
             return Ok(*place);
@@ -303,11 +352,11 @@ fn seen_by(
 }
 
 impl Seat {
-    /// Starts it; on this machine it listens as `own` says.
-    fn of(machine: &Machine, own: &[OsString]) -> anyhow::Result<Self> {
+    /// Starts it.
+    fn of(machine: &Machine, program: &Path, here: Here<'_>) -> Result<Self, Error> {
         if machine.is_own {
-            let mut child =
-                start_rank(&process::own_program()?, own).context("cannot start a rank")?;
+            let child = start_rank(program, here.listen, here.env);
+            let mut child = child.context("cannot start a rank")?;
             let (to, from) = (child.stdin.take(), child.stdout.take());
             return Ok(Self {
                 to: Some(Box::new(to.context("a rank without input")?)),
@@ -315,7 +364,7 @@ impl Seat {
                 child: Some(child),
             });
         }
-        let stream = tunnel::line(&home::folder()?, &machine.id, tunnel::BENCH);
+        let stream = tunnel::line(here.home, &machine.id, tunnel::BENCH);
         let stream = stream.with_context(|| format!("cannot reach {}", machine.name))?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
@@ -326,16 +375,16 @@ impl Seat {
         })
     }
 
-    fn tell(&mut self, text: &str) -> anyhow::Result<()> {
+    fn tell(&mut self, text: &str) -> Result<(), Error> {
         let to = self.to.as_mut().context("the rank was ended")?;
         writeln!(to, "{text}")?;
         Ok(to.flush()?)
     }
 
-    fn hear(&mut self) -> anyhow::Result<String> {
+    fn hear(&mut self) -> Result<String, Error> {
         let mut line = String::new();
         Read::take(&mut self.from, LINE_BYTES_MAX).read_line(&mut line)?;
-        ensure!(!line.is_empty(), "a rank ended too early");
+        ensure(!line.is_empty(), || "a rank ended too early".to_owned())?;
         Ok(line)
     }
 

@@ -7,7 +7,7 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, ensure};
+use crate::error::{Context as _, Error, ensure};
 
 /// What a node runs in besides its network: processes and mounts of its own, so that it shares no
 /// memory with other nodes, as on another machine.
@@ -21,11 +21,11 @@ const UNSHARE: [&str; 6] = [
 ];
 
 /// Where the programs are that make namespaces: not all users have them in their PATH.
-pub(super) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+pub(crate) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The namespaces of a cluster; they and their disks are gone when this is dropped.
 #[derive(Debug)]
-pub(super) struct Spaces {
+pub(crate) struct Spaces {
     /// Of the nodes; the last one has the bridge.
     names: Vec<String>,
     disks: Vec<PathBuf>,
@@ -36,7 +36,7 @@ impl Spaces {
     ///
     /// # Errors
     /// What the system refuses.
-    pub(super) fn new(count: usize) -> anyhow::Result<Self> {
+    pub(crate) fn new(count: usize) -> Result<Self, Error> {
         let own = std::process::id();
         let names = (0..=count).map(|number| format!("plc{own}n{number}"));
         let spaces = Self {
@@ -47,7 +47,7 @@ impl Spaces {
         Ok(spaces)
     }
 
-    fn make(&self, count: usize) -> anyhow::Result<()> {
+    fn make(&self, count: usize) -> Result<(), Error> {
         let bridge = &self.names[count];
         ip(&["netns", "add", bridge])?;
         ip(&["-n", bridge, "link", "add", "br0", "type", "bridge"])?;
@@ -66,7 +66,7 @@ impl Spaces {
     }
 
     /// The words before a command that run it as a node's.
-    pub(super) fn around(&self, number: usize) -> Vec<String> {
+    pub(crate) fn around(&self, number: usize) -> Vec<String> {
         let enter = ["ip", "netns", "exec", &self.names[number]];
         let all = enter.into_iter().chain(UNSHARE);
         all.map(str::to_owned).collect()
@@ -76,7 +76,7 @@ impl Spaces {
     ///
     /// # Errors
     /// What the system says.
-    pub(super) fn open(&self, number: usize) -> anyhow::Result<File> {
+    pub(crate) fn open(&self, number: usize) -> Result<File, Error> {
         let path = Path::new("/run/netns").join(&self.names[number]);
         File::open(&path).with_context(|| format!("cannot open {}", path.display()))
     }
@@ -85,7 +85,7 @@ impl Spaces {
     ///
     /// # Errors
     /// What the system refuses.
-    pub(super) fn connect(&self, number: usize, connected: bool) -> anyhow::Result<()> {
+    pub(crate) fn connect(&self, number: usize, connected: bool) -> Result<(), Error> {
         let bridge = &self.names[self.names.len() - 1];
         let state = if connected { "up" } else { "down" };
         ip(&["-n", bridge, "link", "set", &port(number), state])
@@ -95,7 +95,7 @@ impl Spaces {
     ///
     /// # Errors
     /// What the system refuses.
-    pub(super) fn mount(&mut self, folder: &Path, bytes: u64) -> anyhow::Result<()> {
+    pub(crate) fn mount(&mut self, folder: &Path, bytes: u64) -> Result<(), Error> {
         let size = format!("size={bytes}");
         let mut command = Command::new("mount");
         command
@@ -119,7 +119,7 @@ impl Drop for Spaces {
 }
 
 /// The address of a node.
-pub(super) fn address(number: usize) -> Ipv4Addr {
+pub(crate) fn address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 79, 0, number as u8 + 1) // 16 nodes at most
 }
 
@@ -128,16 +128,17 @@ fn port(number: usize) -> String {
     format!("p{number}")
 }
 
-fn ip(args: &[&str]) -> anyhow::Result<()> {
+fn ip(args: &[&str]) -> Result<(), Error> {
     run(Command::new("ip").args(args))
 }
 
-fn run(command: &mut Command) -> anyhow::Result<()> {
+fn run(command: &mut Command) -> Result<(), Error> {
     let output = command.env("PATH", PATH).output();
     let output = output.with_context(|| format!("cannot run {command:?}"))?;
     let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{command:?}: {}", said.trim());
-    Ok(())
+    ensure(output.status.success(), || {
+        format!("{command:?}: {}", said.trim())
+    })
 }
 
 /// Has the calling thread open connections in a node's network from now on.
@@ -145,7 +146,7 @@ fn run(command: &mut Command) -> anyhow::Result<()> {
 /// # Errors
 /// What the system refuses.
 #[cfg(target_os = "linux")]
-pub(super) fn enter(space: &File) -> io::Result<()> {
+pub(crate) fn enter(space: &File) -> io::Result<()> {
     use std::os::fd::AsFd as _;
 
     use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
@@ -157,6 +158,6 @@ pub(super) fn enter(space: &File) -> io::Result<()> {
 
 /// Other systems have none.
 #[cfg(not(target_os = "linux"))]
-pub(super) fn enter(_space: &File) -> io::Result<()> {
+pub(crate) fn enter(_space: &File) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }

@@ -1,60 +1,12 @@
-//! `paceline doctor --peer HOST`: what keeps this machine and another one apart, in both
-//! directions.
+//! What keeps this machine and another one apart, in both directions, and what mends it.
 
-use std::time::Duration;
+use paceline_base::printable;
+use paceline_cluster::nodes::agent::{Finding, Test};
 
-use paceline_cluster::nodes::agent::{Agent, Finding, Test, local};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use super::{Check, State};
 
-use super::{Check, State, line};
-use crate::output::{print, printable};
-use crate::{home, member};
-
-/// Longest silence of a node that tests: each test has a few seconds.
-const SILENCE: Duration = Duration::from_secs(30);
-
-/// Tests and prints each finding as it is made. What is found is no failure.
-///
-/// # Errors
-/// A node that can be neither asked nor started.
-pub(super) fn run(host: &str, as_json: bool) -> anyhow::Result<()> {
-    let mut checks = Vec::new();
-    let mut told = |finding: &Finding| {
-        let check = check(finding, host);
-        if !as_json {
-            // A reader that is gone is told at the end.
-            let _ = print(&line(&check));
-        }
-        checks.push(check);
-    };
-    let home = home::folder()?;
-    let asked = local::ask(
-        &home,
-        "examine",
-        json!({ "peer": host }),
-        SILENCE,
-        |value| {
-            if let Ok(finding) = Finding::deserialize(&value) {
-                told(&finding);
-            }
-        },
-    );
-    match asked {
-        Err(local::Error::NotUp) => {
-            let agent = Agent::start(member::at_rest()?)?;
-            agent.examine(host, |finding| told(&finding));
-            agent.stop();
-        }
-        asked => drop::<Value>(asked?),
-    }
-    match as_json {
-        true => print(&json!({ "peer": host, "checks": checks }).to_string()),
-        false => Ok(()),
-    }
-}
-
-fn check(finding: &Finding, host: &str) -> Check {
+/// The check that a finding about `host` makes.
+pub fn check(finding: &Finding, host: &str) -> Check {
     Check {
         name: name(finding.test),
         state: match finding.ok {

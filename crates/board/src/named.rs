@@ -1,14 +1,31 @@
-//! Models, clusters and engines from what the command line says.
+//! Models, clusters and engines by the names and files that a person gives.
 
-use std::path::Path;
+use std::io;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use paceline_model::shape;
 use paceline_plan::catalogue::{parse_cluster, short_cluster};
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape};
+use paceline_store::Home;
 
-use super::read_shape;
-use crate::home;
-use crate::output::print;
+/// Why a name means nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A model's files cannot be read.
+    #[error("{0}")]
+    Shape(#[from] shape::Error),
+    /// The planner knows no such thing.
+    #[error("{0}")]
+    Plan(#[from] paceline_plan::Error),
+    /// A file cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// Its path.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+}
 
 /// Bits per weight where neither file nor catalogue nor command line says: 4-bit blocks with
 /// scales.
@@ -19,17 +36,22 @@ const BITS: f64 = 4.5;
 const TOML_BYTES_MAX: u64 = 8 << 20;
 
 /// A model by what `run` takes it for: files of this machine first, then a name whose model is not
-/// here yet, by the shape that the catalogue has of it; then other names of the catalogue.
-pub(super) fn model(
+/// here yet, by the shape that the catalogue has of it; then other names of the catalogue. `bits`
+/// replaces the stored bits of a weight.
+///
+/// # Errors
+/// Files that cannot be read, a name that nobody knows.
+pub fn model(
+    home: Option<&Home>,
     name: &str,
     bits: Option<f64>,
     catalogue: &Catalogue,
-) -> anyhow::Result<ModelShape> {
-    if let Some(path) = local_path(name) {
-        return read_shape(&path, bits);
+) -> Result<ModelShape, Error> {
+    if let Some(path) = home.and_then(|home| local_path(home, name)) {
+        return Ok(shape::from_files(&path, bits)?);
     }
     if Path::new(name).exists() {
-        return read_shape(Path::new(name), bits); // a config.json alone
+        return Ok(shape::from_files(Path::new(name), bits)?); // a config.json alone
     }
     let is_own = catalogue.models.iter().any(|model| model.name == name);
     let (known, usual_bits) = if is_own {
@@ -58,16 +80,18 @@ fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
 }
 
 /// The files that `run` would take for `name`: a path, or what the store has under this name.
-pub(super) fn local_path(name: &str) -> Option<std::path::PathBuf> {
-    let home = home::home().ok()?;
-    match paceline_store::resolve(&home, name) {
+pub fn local_path(home: &Home, name: &str) -> Option<PathBuf> {
+    match paceline_store::resolve(home, name) {
         Ok(paceline_store::Resolved::Path(found)) => Some(found.path),
         _ => None,
     }
 }
 
 /// A cluster from a file, or from the short form where there is no such file.
-pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
+///
+/// # Errors
+/// A file that cannot be read, or what is wrong with the cluster.
+pub fn cluster(text: &str, catalogue: &mut Catalogue) -> Result<Cluster, Error> {
     let path = Path::new(text);
     if !path.is_file() {
         return Ok(short_cluster(text, catalogue)?);
@@ -84,19 +108,28 @@ pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<C
 }
 
 /// The text of a TOML file of bounded size.
-pub(super) fn read(path: &Path) -> anyhow::Result<String> {
+///
+/// # Errors
+/// [`Error::Read`].
+pub fn read(path: &Path) -> Result<String, Error> {
     use std::io::Read;
-    let at = || format!("cannot read {}", path.display());
-    let file = std::fs::File::open(path).with_context(at)?;
+    let at = |source| Error::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let file = std::fs::File::open(path).map_err(at)?;
     let mut text = String::new();
     file.take(TOML_BYTES_MAX)
         .read_to_string(&mut text)
-        .with_context(at)?;
+        .map_err(at)?;
     Ok(text)
 }
 
 /// Gives every node of every cluster the constants of one engine.
-pub(super) fn set_engine(
+///
+/// # Errors
+/// An engine that nobody knows.
+pub fn set_engine(
     clusters: &mut [Cluster],
     name: &str,
     calibration: &Calibration,
@@ -118,8 +151,8 @@ pub(super) fn set_engine(
     Ok(())
 }
 
-/// Prints names that `--cluster`, MODEL and `--engine` take.
-pub(super) fn list(catalogue: &Catalogue, calibration: &Calibration) -> anyhow::Result<()> {
+/// Names of machines, links, models and engines.
+pub fn list(catalogue: &Catalogue, calibration: &Calibration) -> String {
     let known = |kind: &&str| !matches!(*kind, "unknown" | "unknown-cuda-gpu" | "none");
     let machines = catalogue
         .hardware
@@ -134,10 +167,13 @@ pub(super) fn list(catalogue: &Catalogue, calibration: &Calibration) -> anyhow::
     let models = catalogue.models.iter().map(|m| m.name.as_str());
     let engines = calibration.engines().iter().map(|e| e.name.as_str());
     let lines = |title: &str, names: Vec<&str>| format!("{title}\n  {}", names.join("\n  "));
-    print(&lines("machines", machines.collect()))?;
-    print(&lines("links", links.collect()))?;
-    print(&lines("models", models.collect()))?;
-    print(&lines("engines", engines.collect()))
+    let all = [
+        lines("machines", machines.collect()),
+        lines("links", links.collect()),
+        lines("models", models.collect()),
+        lines("engines", engines.collect()),
+    ];
+    all.join("\n")
 }
 
 #[cfg(test)]

@@ -3,38 +3,39 @@
 use std::fmt;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
 use paceline_base::SplitMix64;
 
 use super::memory::Group;
+use crate::error::{Context as _, Error};
 
 /// Something that happens to a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Fault {
-    /// SIGKILL to the node's process: a crash or a power cut
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// A crash or a power cut.
     KillNode,
-    /// SIGKILL to the node's worker alone: a crash
+    /// A crash of the worker alone.
     KillWorker,
-    /// SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping machine
+    /// A sleeping machine.
     FreezeNode,
-    /// SIGSTOP to the worker alone: a process that the system does not run
+    /// A process that the system does not run.
     FreezeWorker,
-    /// SIGUSR2 to the worker: its next layer never ends, as in a kernel or a driver that hangs
+    /// A hang in the worker's kernel or driver.
     HangWorker,
-    /// SIGTERM to the node's process: its work moves before it goes
+    /// A node that is told to go.
     LeaveNode,
-    /// SIGKILL to the node's worker three times, each time once the model answers again
+    /// A worker that crashes again and again.
     Flap,
-    /// The node's cable is pulled, and plugged in again when the answers ended; with --namespaces
+    /// A pulled cable.
     CutNode,
-    /// The disk of the node's home is full until the answers ended; with --namespaces
+    /// A full disk.
     FillDisk,
-    /// The node's worker gets no further page of memory, and the kernel kills it; with --namespaces
+    /// A worker without memory.
     OutOfMemory,
 }
 
 impl Fault {
-    const ALL: [Self; 10] = [
+    /// All of them.
+    pub const ALL: [Self; 10] = [
         Self::KillNode,
         Self::KillWorker,
         Self::FreezeNode,
@@ -46,6 +47,56 @@ impl Fault {
         Self::FillDisk,
         Self::OutOfMemory,
     ];
+
+    /// Its name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::KillNode => "kill-node",
+            Self::KillWorker => "kill-worker",
+            Self::FreezeNode => "freeze-node",
+            Self::FreezeWorker => "freeze-worker",
+            Self::HangWorker => "hang-worker",
+            Self::LeaveNode => "leave-node",
+            Self::Flap => "flap",
+            Self::CutNode => "cut-node",
+            Self::FillDisk => "fill-disk",
+            Self::OutOfMemory => "out-of-memory",
+        }
+    }
+
+    /// Its meaning, for help texts.
+    pub const fn meaning(self) -> &'static str {
+        match self {
+            Self::KillNode => "SIGKILL to the node's process: a crash or a power cut",
+            Self::KillWorker => "SIGKILL to the node's worker alone: a crash",
+            Self::FreezeNode => {
+                "SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping \
+                 machine"
+            }
+            Self::FreezeWorker => {
+                "SIGSTOP to the worker alone: a process that the system does not run"
+            }
+            Self::HangWorker => {
+                "SIGUSR2 to the worker: its next layer never ends, as in a kernel or a driver that \
+                 hangs"
+            }
+            Self::LeaveNode => "SIGTERM to the node's process: its work moves before it goes",
+            Self::Flap => {
+                "SIGKILL to the node's worker three times, each time once the model answers again"
+            }
+            Self::CutNode => {
+                "The node's cable is pulled, and plugged in again when the answers ended; with \
+                 --namespaces"
+            }
+            Self::FillDisk => {
+                "The disk of the node's home is full until the answers ended; with --namespaces"
+            }
+            Self::OutOfMemory => {
+                "The node's worker gets no further page of memory, and the kernel kills it; with \
+                 --namespaces"
+            }
+        }
+    }
 
     /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
     /// `HangWorker` is not among them: a hang in a worker's first step is found after 30 s only.
@@ -61,11 +112,11 @@ impl Fault {
     ///
     /// # Errors
     /// Why not.
-    fn check(self, namespaces: bool) -> anyhow::Result<()> {
+    fn check(self, namespaces: bool) -> Result<(), Error> {
         match self {
             Self::KillNode | Self::LeaveNode => Ok(()),
             Self::CutNode | Self::FillDisk | Self::OutOfMemory if !namespaces => {
-                bail!("{self} needs --namespaces")
+                Err(Error::Unmet(format!("{self} needs --namespaces")))
             }
             Self::CutNode | Self::FillDisk => Ok(()),
             Self::OutOfMemory => {
@@ -73,38 +124,29 @@ impl Fault {
                 made.with_context(|| format!("{self} needs a control group"))
             }
             _ if cfg!(target_os = "linux") => Ok(()),
-            _ => bail!("{self} needs Linux, which tells the processes of a node"),
+            _ => Err(Error::Unmet(format!(
+                "{self} needs Linux, which tells the processes of a node"
+            ))),
         }
     }
 }
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::KillNode => "kill-node",
-            Self::KillWorker => "kill-worker",
-            Self::FreezeNode => "freeze-node",
-            Self::FreezeWorker => "freeze-worker",
-            Self::HangWorker => "hang-worker",
-            Self::LeaveNode => "leave-node",
-            Self::Flap => "flap",
-            Self::CutNode => "cut-node",
-            Self::FillDisk => "fill-disk",
-            Self::OutOfMemory => "out-of-memory",
-        })
+        f.pad(self.name())
     }
 }
 
 /// A fault of the schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Round {
-    pub(super) fault: Fault,
+pub(crate) struct Round {
+    pub(crate) fault: Fault,
     /// Chooses among the nodes that the instance has at that moment.
-    pub(super) victim: usize,
+    pub(crate) victim: usize,
     /// Pieces of the answer that comes first, after which it happens.
-    pub(super) at_token: u32,
+    pub(crate) at_token: u32,
     /// A fault of another node's worker, and how long after the first.
-    pub(super) second: Option<(Fault, Duration)>,
+    pub(crate) second: Option<(Fault, Duration)>,
 }
 
 /// Of so many rounds one has a second fault at once, and one during the recovery from the first.
@@ -113,11 +155,11 @@ const SECOND_EVERY: usize = 5;
 /// A moment at which workers start again after a fault that was found.
 const DURING_RECOVERY: Duration = Duration::from_millis(700);
 
-/// The faults to choose from: `asked`, or all that this system allows.
+/// Faults to choose from: `asked`, or all that this system allows.
 ///
 /// # Errors
 /// A fault that was asked for and cannot be had here.
-pub(super) fn of(asked: &[Fault], namespaces: bool) -> anyhow::Result<Vec<Fault>> {
+pub fn of(asked: &[Fault], namespaces: bool) -> Result<Vec<Fault>, Error> {
     if asked.is_empty() {
         let all = Fault::ALL.into_iter();
         return Ok(all
@@ -131,7 +173,7 @@ pub(super) fn of(asked: &[Fault], namespaces: bool) -> anyhow::Result<Vec<Fault>
 }
 
 /// `rounds` faults. Each kind comes as often as every other, in random order.
-pub(super) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) -> Vec<Round> {
+pub(crate) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) -> Vec<Round> {
     let mut random = SplitMix64::new(seed);
     let mut bag: Vec<Fault> = Vec::new();
     let mut next = |_| {

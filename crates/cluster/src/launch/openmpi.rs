@@ -1,31 +1,57 @@
-//! Open MPI on this machine.
+//! Open MPI on this machine: its `mpirun`, and whether it is the right one.
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
-use std::{env, fs};
+use std::{env, fs, io};
 
-use anyhow::Context;
-use paceline_cluster::launch::mpi::{Mpirun, hostfile};
-use paceline_cluster::launch::{Error as LaunchError, RankPlan};
-use paceline_cluster::remote::{Answer, Reach};
+use super::mpi::{Mpirun, hostfile};
+use super::plan::RankPlan;
+use crate::remote::{Answer, Error as RemoteError, Reach};
 
-use super::Error;
+/// Why there is no `mpirun` to start ranks with.
+#[derive(Debug, thiserror::Error)]
+pub enum FindError {
+    /// No `mpirun`.
+    #[error("there is no mpirun in PATH")]
+    NoMpirun,
+    /// Another MPI, whose options are others.
+    #[error("mpirun is not Open MPI's: it says {said:?}")]
+    NotOpenMpi {
+        /// The first line of `mpirun --version`.
+        said: String,
+    },
+    /// It cannot be asked.
+    #[error("{0}")]
+    Asked(#[from] RemoteError),
+    /// Its hostfile cannot be written.
+    #[error("cannot write mpirun's hostfile")]
+    Hostfile(#[source] io::Error),
+}
 
 /// For programs that print a version or a list of libraries.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The `mpirun` of PATH, with its hostfile written into `scratch`.
-pub(super) fn find(args: &[String], ranks: &[RankPlan], scratch: &Path) -> anyhow::Result<Mpirun> {
-    let program = in_path("mpirun").ok_or(Error::NoMpirun)?;
+/// The `mpirun` of `folders`, as PATH lists them, with its hostfile written into `scratch`.
+///
+/// # Errors
+/// Any [`FindError`].
+pub fn find(
+    folders: Option<&OsStr>,
+    args: &[String],
+    ranks: &[RankPlan],
+    scratch: &Path,
+) -> Result<Mpirun, FindError> {
+    let program = in_path(folders, "mpirun").ok_or(FindError::NoMpirun)?;
     let said = said(&program, "--version")?;
-    let major = major(&said).ok_or_else(|| Error::NotOpenMpi {
+    let major = major(&said).ok_or_else(|| FindError::NotOpenMpi {
         said: said.lines().next().unwrap_or("").to_owned(),
     })?;
     let path = scratch.join("mpi-hosts");
-    fs::write(&path, hostfile(ranks)).context("cannot write mpirun's hostfile")?;
+    fs::write(&path, hostfile(ranks)).map_err(FindError::Hostfile)?;
     Ok(Mpirun {
-        library: library(),
+        library: library(folders),
         program,
         major,
         args: args
@@ -36,18 +62,9 @@ pub(super) fn find(args: &[String], ranks: &[RankPlan], scratch: &Path) -> anyho
     })
 }
 
-/// `mpirun` is not a rank: it passes on how one ended.
-pub(super) fn error(error: LaunchError) -> anyhow::Error {
-    match error {
-        LaunchError::Failed { ending, .. } => Error::Mpirun { ending }.into(),
-        other => other.into(),
-    }
-}
-
-/// The file of an executable that PATH has.
-pub(super) fn in_path(name: &str) -> Option<String> {
-    let folders = env::var_os("PATH")?;
-    let mut files = env::split_paths(&folders).map(|folder| folder.join(name));
+/// The file of an executable in one of `folders`, as PATH lists them.
+pub fn in_path(folders: Option<&OsStr>, name: &str) -> Option<String> {
+    let mut files = env::split_paths(folders?).map(|folder| folder.join(name));
     let found = files.find(|file| is_executable(file))?;
     found.into_os_string().into_string().ok()
 }
@@ -58,7 +75,7 @@ fn is_executable(file: &Path) -> bool {
 }
 
 /// What a program prints, waited for with a limit.
-fn said(program: &str, arg: &str) -> anyhow::Result<String> {
+fn said(program: &str, arg: &str) -> Result<String, RemoteError> {
     let words = format!("'{}' '{arg}' </dev/null", program.replace('\'', "'\\''"));
     let Answer { stdout, .. } = Reach::new("ssh", None).ask("127.0.0.1", &words, LIMIT)?;
     Ok(String::from_utf8_lossy(&stdout).into_owned())
@@ -72,8 +89,8 @@ fn major(version: &str) -> Option<u32> {
 
 /// The file name of the library that `ompi_info` uses, so the one that belongs to `mpirun`. MLX
 /// looks for `libmpi.so`, which only development packages have.
-fn library() -> Option<String> {
-    let info = in_path("ompi_info")?;
+fn library(folders: Option<&OsStr>) -> Option<String> {
+    let info = in_path(folders, "ompi_info")?;
     let words = if cfg!(target_os = "macos") {
         ["otool", "-L"].as_slice()
     } else {

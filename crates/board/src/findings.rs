@@ -5,21 +5,114 @@
 //! memory first and puts it in place by renaming: a bad or interrupted `add` changes nothing.
 
 use std::fs::{self, File};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use paceline_base::printable;
 use paceline_kb::report::Added;
 use paceline_kb::{Contents, FILE_BYTES_MAX, KnowledgeBase, UserFile};
 
-use super::Error;
-use crate::home;
-use crate::output::{printable, tell};
+/// Why a command of the knowledge base ends early.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No finding has this id.
+    #[error("no finding has the id {id}")]
+    NoSuchFinding {
+        /// The id asked for.
+        id: u32,
+        /// Ids that look like it.
+        near: Vec<u32>,
+    },
+    /// No skill and no topic has this name.
+    #[error("no topic is called {name:?}")]
+    NoSuchTopic {
+        /// As typed.
+        name: String,
+        /// Names that look like it.
+        near: Vec<String>,
+    },
+    /// Several topics have this in their name.
+    #[error("{name:?} is part of the names of {} topics, need one", choices.len())]
+    AmbiguousTopic {
+        /// As typed.
+        name: String,
+        /// The topics as one types them.
+        choices: Vec<String>,
+    },
+    /// A query or a question without words, or of stop words only.
+    #[error("nothing to look for in {text:?}")]
+    NoWords {
+        /// As typed.
+        text: String,
+    },
+    /// The path is no file.
+    #[error("{} is not a file", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The file's name cannot be kept.
+    #[error("{} has no name that its findings could be kept under", path.display())]
+    NoName {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The file is not valid, by itself or beside what is there.
+    #[error("{} is not taken: {source}", path.display())]
+    Invalid {
+        /// The path.
+        path: PathBuf,
+        /// What is wrong, with line and key.
+        source: paceline_kb::Error,
+    },
+    /// Another file of the user's would be left without findings that it refers to.
+    #[error("your findings in {name} would be left out then: {source}")]
+    Orphan {
+        /// The other file.
+        name: String,
+        /// What would be wrong with it.
+        source: paceline_kb::Error,
+    },
+    /// The file cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// Its path.
+        path: PathBuf,
+        /// Why not.
+        source: Box<Error>,
+    },
+    /// The file cannot be put into the folder.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// Its path there.
+        path: PathBuf,
+        /// Why not.
+        source: Box<Error>,
+    },
+    /// The system refuses a call.
+    #[error(transparent)]
+    System(#[from] io::Error),
+    /// A file of this name, with other contents, is there already.
+    #[error("{} is there already, with other findings", kept.display())]
+    Taken {
+        /// The file in the knowledge base's folder.
+        kept: PathBuf,
+    },
+}
 
 /// Most files that are read; beyond this somebody mistook the folder for another.
 const FILES_MAX: usize = 1000;
 /// Most bytes of all files together: sixteen of the largest, half a second of reading.
 const BYTES_MAX: usize = 16 * FILE_BYTES_MAX;
+
+/// What becomes of a file of the same name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// It stays, and the new one is refused.
+    Refuse,
+    /// It is replaced.
+    Replace,
+}
 
 /// A file of the folder.
 #[derive(Debug)]
@@ -28,14 +121,18 @@ struct Kept {
     bytes: Vec<u8>,
 }
 
-/// The built-in findings and the user's. Tells of files that are left out.
-pub(super) fn load() -> KnowledgeBase {
+/// Takes a line for people.
+pub type Tell<'a> = &'a dyn Fn(&str);
+
+/// The built-in findings and the user's below `root`. Tells of files that are left out.
+pub fn load(root: Option<&Path>, tell: Tell<'_>) -> KnowledgeBase {
     // Without a home there are no own findings; the built-in ones need none.
-    let folder = home::home().ok().map(|home| folder(home.root()));
-    let kept = folder.as_deref().map(kept_files).unwrap_or_default();
+    let folder = root.map(folder);
+    let kept = folder.as_deref().map(|folder| kept_files(folder, tell));
+    let kept = kept.unwrap_or_default();
     let (kb, refused) = KnowledgeBase::with_files(&views(&kept));
     for (place, error) in refused {
-        warn(&kept[place].name, &error.to_string());
+        warn(tell, &kept[place].name, &error.to_string());
     }
     kb
 }
@@ -53,13 +150,13 @@ fn views(kept: &[Kept]) -> Vec<UserFile<'_>> {
         .collect()
 }
 
-fn warn(name: &str, reason: &str) {
+fn warn(tell: Tell<'_>, name: &str, reason: &str) {
     let line = format!("warning: your findings in {name} are left out: {reason}");
-    tell(printable(&line));
+    tell(&printable(&line));
 }
 
 /// The `.toml` files of the folder, by name.
-fn kept_files(folder: &Path) -> Vec<Kept> {
+fn kept_files(folder: &Path, tell: Tell<'_>) -> Vec<Kept> {
     let Ok(entries) = fs::read_dir(folder) else {
         return Vec::new();
     };
@@ -71,13 +168,13 @@ fn kept_files(folder: &Path) -> Vec<Kept> {
     for path in paths {
         let name = file_name(&path);
         match read(&path) {
-            Ok(_) if kept.len() == FILES_MAX => warn(&name, "too many files"),
-            Ok(bytes) if total + bytes.len() > BYTES_MAX => warn(&name, "too much together"),
+            Ok(_) if kept.len() == FILES_MAX => warn(tell, &name, "too many files"),
+            Ok(bytes) if total + bytes.len() > BYTES_MAX => warn(tell, &name, "too much together"),
             Ok(bytes) => {
                 total += bytes.len();
                 kept.push(Kept { name, bytes });
             }
-            Err(error) => warn(&name, &format!("{error:#}")),
+            Err(error) => warn(tell, &name, &crate::chain(&error)),
         }
     }
     kept
@@ -96,10 +193,10 @@ fn file_name(path: &Path) -> String {
 }
 
 /// At most a byte more than a file may have: enough to see that it has too many.
-fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
     // Opening a pipe would wait for its writer.
     if !fs::metadata(path)?.is_file() {
-        return Err(Error::NotAFile { path: path.into() }.into());
+        return Err(Error::NotAFile { path: path.into() });
     }
     let mut bytes = Vec::new();
     let limit = FILE_BYTES_MAX as u64 + 1;
@@ -107,27 +204,32 @@ fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Puts the file at `path` into the knowledge base.
+/// Puts the file at `path` into the knowledge base below `root`.
 ///
 /// # Errors
 /// [`Error::Invalid`] with everything that is wrong with it, [`Error::Taken`] when its name is,
 /// [`Error::Orphan`] when another file rests on what it would replace, and what the system says;
 /// the knowledge base is then as it was.
-pub(super) fn add(path: &Path, replace: bool) -> anyhow::Result<Added> {
-    let folder = folder(home::home()?.root());
+pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Added, Error> {
+    let folder = folder(root);
     let target = folder.join(kept_name(path)?);
-    let bytes = read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let bytes = read(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source: Box::new(source),
+    })?;
     let name = file_name(&target);
-    let kept = kept_files(&folder);
+    let kept = kept_files(&folder, tell);
     let contents = check(&kept, &name, &bytes, path)?;
     let before = kept.iter().find(|file| file.name == name);
     let changed = before.is_none_or(|file| file.bytes != bytes);
-    if changed && (before.is_some() || target.exists()) && !replace {
-        return Err(Error::Taken { kept: target }.into());
+    if changed && (before.is_some() || target.exists()) && taken == Taken::Refuse {
+        return Err(Error::Taken { kept: target });
     }
     if changed {
-        write(&folder, &target, &bytes, replace)
-            .with_context(|| format!("cannot write {}", target.display()))?;
+        write(&folder, &target, &bytes, taken).map_err(|source| Error::Write {
+            path: target.clone(),
+            source: Box::new(source),
+        })?;
     }
     Ok(Added {
         contents,
@@ -178,14 +280,14 @@ fn kept_name(path: &Path) -> Result<String, Error> {
 }
 
 /// Writes beside the target, then renames, so that no reader ever sees half a file.
-fn write(folder: &Path, target: &Path, bytes: &[u8], replace: bool) -> anyhow::Result<()> {
+fn write(folder: &Path, target: &Path, bytes: &[u8], taken: Taken) -> Result<(), Error> {
     fs::create_dir_all(folder)?;
     let mut temp = tempfile::Builder::new()
         .prefix(".add-")
         .tempfile_in(folder)?;
     temp.write_all(bytes)?;
     temp.as_file().sync_all()?;
-    let placed = if replace {
+    let placed = if taken == Taken::Replace {
         temp.persist(target).map(drop)
     } else {
         temp.persist_noclobber(target).map(drop)
@@ -194,9 +296,9 @@ fn write(folder: &Path, target: &Path, bytes: &[u8], replace: bool) -> anyhow::R
         // Another `add` of the same name was faster.
         Err(failed) if failed.error.kind() == ErrorKind::AlreadyExists => Err(Error::Taken {
             kept: target.into(),
-        }
-        .into()),
-        other => Ok(other?),
+        }),
+        Err(failed) => Err(failed.error.into()),
+        Ok(()) => Ok(()),
     }
 }
 
@@ -227,9 +329,9 @@ mod tests {
             fs::write(dir.path().join(name), name).unwrap();
         }
         fs::create_dir(dir.path().join("d.toml")).unwrap();
-        let kept = kept_files(dir.path());
+        let kept = kept_files(dir.path(), &|_| {});
         let names: Vec<&str> = kept.iter().map(|file| file.name.as_str()).collect();
         assert_eq!(names, ["a.toml", "b.toml"]);
-        assert!(kept_files(&dir.path().join("nothing")).is_empty());
+        assert!(kept_files(&dir.path().join("nothing"), &|_| {}).is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! Nodes with homes and ports of their own on this machine, joined into a cluster.
 
 use std::fs::{self, File};
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
 use paceline_cluster::nodes::agent::local;
 use paceline_model::SplitKind;
 use rustix::process::{Pid, Signal, kill_process};
@@ -22,8 +21,8 @@ use super::faults::Fault;
 use super::memory::Group;
 use super::spaces::{self, Spaces};
 use super::streams::{Door, Request};
-use super::{stage, streams};
-use crate::process::own_program;
+use super::{Program, Tell, streams};
+use crate::error::{Context as _, Error, ensure};
 
 /// For a node to answer a question over its socket.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
@@ -52,7 +51,7 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 
 /// A cluster that ends, with its files, when this is dropped. Its nodes end with this process in
 /// any case, and with the thread that called [`start`](Self::start) and [`heal`](Self::heal).
-pub(super) struct Cluster {
+pub(crate) struct Cluster {
     nodes: Vec<Node>,
     /// What `load` was asked for, to ask again after nodes were lost.
     wanted: Value,
@@ -62,6 +61,8 @@ pub(super) struct Cluster {
     /// Nodes that are cut off.
     cut: Vec<usize>,
     folder: TempDir,
+    program: Program,
+    tell: Tell,
 }
 
 struct Node {
@@ -79,14 +80,14 @@ struct Node {
 }
 
 /// A thread that waits for the entry node to tell that its instance is disturbed.
-pub(super) struct Watch {
+pub(crate) struct Watch {
     thread: JoinHandle<Option<Instant>>,
     over: Arc<AtomicBool>,
 }
 
 impl Watch {
     /// From `moment` to when the node told of it; `None` where it never did.
-    pub(super) fn since(self, moment: Instant) -> Option<Duration> {
+    pub(crate) fn since(self, moment: Instant) -> Option<Duration> {
         self.over.store(true, Ordering::Relaxed);
         let told = self.thread.join().ok()??;
         Some(told.saturating_duration_since(moment))
@@ -99,13 +100,18 @@ impl Cluster {
     ///
     /// # Errors
     /// A node that does not start, or the system's refusals.
-    pub(super) fn start(count: usize, disk: Option<u64>) -> anyhow::Result<Self> {
-        stage(&format!("{count} nodes form a cluster on this machine"));
+    pub(crate) fn start(
+        count: usize,
+        disk: Option<u64>,
+        program: Program,
+        tell: Tell,
+    ) -> Result<Self, Error> {
+        tell(&format!("{count} nodes form a cluster on this machine"));
         let folder = tempfile::Builder::new().prefix("pl-chaos").tempdir()?;
         let mut spaces = disk.map(|_| Spaces::new(count)).transpose()?;
         let nodes = (0..count)
             .map(|number| Node::new(folder.path(), number, spaces.as_ref()))
-            .collect::<anyhow::Result<Vec<Node>>>()?;
+            .collect::<Result<Vec<Node>, Error>>()?;
         if let (Some(spaces), Some(bytes)) = (&mut spaces, disk) {
             for node in &nodes {
                 spaces.mount(&node.home, bytes)?;
@@ -118,6 +124,8 @@ impl Cluster {
             spaces,
             cut: Vec::new(),
             folder,
+            program,
+            tell,
         };
         for number in 0..count {
             cluster.up(number)?;
@@ -127,21 +135,21 @@ impl Cluster {
     }
 
     /// Starts the process of a node and waits until it answers.
-    fn up(&mut self, number: usize) -> anyhow::Result<()> {
+    fn up(&mut self, number: usize) -> Result<(), Error> {
         let host = match &self.spaces {
             Some(_) => spaces::address(0),
             None => Ipv4Addr::LOCALHOST,
         };
         let first = SocketAddr::from((host, self.nodes[0].control));
         let node = &mut self.nodes[number];
-        node.start((number > 0).then_some(first))?;
+        node.start(&self.program, (number > 0).then_some(first))?;
         until(MEET_LIMIT, &format!("{} starts", node.name), || {
             node.check()?;
             Ok(node.ask("nodes", json!({})).is_ok())
         })
     }
 
-    fn join(&self) -> anyhow::Result<()> {
+    fn join(&self) -> Result<(), Error> {
         let key = self.nodes[0].ask("token", json!({}))?; // {"token": ...}, as `join` takes it
         for node in &self.nodes[1..] {
             node.ask("join", key.clone())?;
@@ -177,13 +185,13 @@ impl Cluster {
     }
 
     /// Each request with the APIs to ask, the first of another node for each.
-    pub(super) fn clients(&self, requests: &[Request]) -> Vec<(Vec<Door>, Request)> {
+    pub(crate) fn clients(&self, requests: &[Request]) -> Vec<(Vec<Door>, Request)> {
         let each = requests.iter().cloned().enumerate();
         each.map(|(number, request)| (self.doors(number), request))
             .collect()
     }
 
-    pub(super) fn name(&self, victim: usize) -> String {
+    pub(crate) fn name(&self, victim: usize) -> String {
         self.nodes[victim].name.clone()
     }
 
@@ -191,19 +199,20 @@ impl Cluster {
     ///
     /// # Errors
     /// Why it cannot be loaded.
-    pub(super) fn load(
+    pub(crate) fn load(
         &mut self,
         model: &Path,
         split: SplitKind,
         (threads, parallel, spare): (u16, u16, u16),
-    ) -> anyhow::Result<()> {
+    ) -> Result<(), Error> {
         let model =
             fs::canonicalize(model).with_context(|| format!("cannot find {}", model.display()))?;
-        ensure!(
-            model.is_file(),
-            "{}: a cluster loads models of one GGUF file",
-            model.display()
-        );
+        ensure(model.is_file(), || {
+            format!(
+                "{}: a cluster loads models of one GGUF file",
+                model.display()
+            )
+        })?;
         self.wanted = json!({
             "model": model.to_str().context("the model's path is not UTF-8")?,
             "count": self.nodes.len(),
@@ -216,17 +225,20 @@ impl Cluster {
         self.load_wanted()
     }
 
-    fn load_wanted(&self) -> anyhow::Result<()> {
-        stage("the model is loaded over all nodes");
+    fn load_wanted(&self) -> Result<(), Error> {
+        (self.tell)("the model is loaded over all nodes");
         self.nodes[0].ask("load", self.wanted.clone())?;
         self.ready(LOAD_LIMIT)
     }
 
-    fn ready(&self, limit: Duration) -> anyhow::Result<()> {
+    fn ready(&self, limit: Duration) -> Result<(), Error> {
         until(limit, "the model is ready", || {
             let instance = self.instance()?;
             if instance["state"] == "failed" {
-                bail!("the model cannot be loaded: {}", instance["reason"]);
+                return Err(Error::Unmet(format!(
+                    "the model cannot be loaded: {}",
+                    instance["reason"]
+                )));
             }
             let answers = |node: &Node| matches!(streams::model(&node.api), Ok(Some(_)));
             Ok(instance["state"] == "ready" && self.nodes.iter().all(answers))
@@ -234,7 +246,7 @@ impl Cluster {
     }
 
     /// The only instance, as the entry node sees it; null where it knows none.
-    fn instance(&self) -> anyhow::Result<Value> {
+    fn instance(&self) -> Result<Value, Error> {
         Ok(self.entry().ask("ps", json!({}))?[0].clone())
     }
 
@@ -242,7 +254,7 @@ impl Cluster {
     ///
     /// # Errors
     /// An instance of one node.
-    pub(super) fn victims(&self, choice: usize) -> anyhow::Result<[usize; 2]> {
+    pub(crate) fn victims(&self, choice: usize) -> Result<[usize; 2], Error> {
         let nodes = self.instance()?["nodes"].clone();
         let has = |node: &Node| {
             let all = nodes.as_array();
@@ -250,7 +262,9 @@ impl Cluster {
         };
         let all = 0..self.nodes.len();
         let able: Vec<usize> = all.filter(|number| has(&self.nodes[*number])).collect();
-        ensure!(able.len() > 1, "one node alone computes the model");
+        ensure(able.len() > 1, || {
+            "one node alone computes the model".to_owned()
+        })?;
         let first = choice % able.len();
         Ok([able[first], able[(first + 1) % able.len()]])
     }
@@ -259,7 +273,7 @@ impl Cluster {
     ///
     /// # Errors
     /// A node that does not answer.
-    pub(super) fn watch(&mut self, victims: &[usize]) -> anyhow::Result<Watch> {
+    pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<Watch, Error> {
         for victim in victims {
             self.nodes[*victim].is_hit = true;
         }
@@ -288,7 +302,7 @@ impl Cluster {
     ///
     /// # Errors
     /// What the system refuses, or a node that has no worker.
-    pub(super) fn hit(&mut self, fault: Fault, victim: usize) -> anyhow::Result<()> {
+    pub(crate) fn hit(&mut self, fault: Fault, victim: usize) -> Result<(), Error> {
         let node = &mut self.nodes[victim];
         match fault {
             Fault::KillNode => node.kill(),
@@ -326,7 +340,7 @@ impl Cluster {
     }
 
     /// Kills the node's worker until the node is left out.
-    fn flap(&self, victim: usize) -> anyhow::Result<()> {
+    fn flap(&self, victim: usize) -> Result<(), Error> {
         for _ in 0..FLAPS {
             let told = self.instance()?["reason"].to_string();
             if told.contains("left out") {
@@ -347,12 +361,12 @@ impl Cluster {
         }
         let instance = self.instance()?;
         let told = instance["reason"].as_str().unwrap_or_default();
-        ensure!(
-            told.contains("left out"),
-            "{} failed {FLAPS} times and is not left out: {instance}",
-            self.nodes[victim].name
-        );
-        Ok(())
+        ensure(told.contains("left out"), || {
+            format!(
+                "{} failed {FLAPS} times and is not left out: {instance}",
+                self.nodes[victim].name
+            )
+        })
     }
 
     /// Wakes what a fault stopped, starts what it killed, and waits until all nodes compute the
@@ -360,7 +374,7 @@ impl Cluster {
     ///
     /// # Errors
     /// A cluster that does not come back within `limit`.
-    pub(super) fn heal(&mut self, limit: Duration) -> anyhow::Result<()> {
+    pub(crate) fn heal(&mut self, limit: Duration) -> Result<(), Error> {
         for pid in std::mem::take(&mut self.stopped) {
             let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
         }
@@ -414,7 +428,7 @@ impl Drop for Cluster {
 }
 
 impl Node {
-    fn new(folder: &Path, number: usize, spaces: Option<&Spaces>) -> anyhow::Result<Self> {
+    fn new(folder: &Path, number: usize, spaces: Option<&Spaces>) -> Result<Self, Error> {
         let name = format!("n{number}");
         let home = folder.join(&name);
         fs::create_dir(&home)?;
@@ -438,7 +452,7 @@ impl Node {
     ///
     /// # Errors
     /// The node has no process, or its process does not end within `limit`.
-    fn end_left(&mut self, limit: Duration) -> anyhow::Result<()> {
+    fn end_left(&mut self, limit: Duration) -> Result<(), Error> {
         if !std::mem::take(&mut self.leaves) {
             return Ok(());
         }
@@ -455,7 +469,7 @@ impl Node {
     }
 
     /// Writes until its disk is full.
-    fn fill(&self) -> anyhow::Result<()> {
+    fn fill(&self) -> Result<(), Error> {
         let mut file = File::create(self.filler())?;
         let piece = vec![0; 1 << 20];
         while file.write_all(&piece).is_ok() {}
@@ -464,7 +478,7 @@ impl Node {
         Ok(())
     }
 
-    fn start(&mut self, peer: Option<SocketAddr>) -> anyhow::Result<()> {
+    fn start(&mut self, program: &Program, peer: Option<SocketAddr>) -> Result<(), Error> {
         let log = File::options()
             .append(true)
             .create(true)
@@ -473,11 +487,11 @@ impl Node {
             Some((first, rest)) => {
                 let mut command = Command::new(first);
                 // By its path: what the other programs take for their own is themselves.
-                command.args(rest).arg(std::env::current_exe()?);
+                command.args(rest).arg(&program.file);
                 command.env("PATH", spaces::PATH);
                 command
             }
-            None => Command::new(own_program()?),
+            None => Command::new(&program.own),
         };
         command
             .args(["up", "--no-beacons", "--name", &self.name])
@@ -499,13 +513,17 @@ impl Node {
 
     /// # Errors
     /// A node that ended, with the end of its log.
-    fn check(&mut self) -> anyhow::Result<()> {
+    fn check(&mut self) -> Result<(), Error> {
         let process = self.process.as_mut().context("it was not started")?;
         let Some(status) = process.try_wait()? else {
             return Ok(());
         };
         let log = fs::read_to_string(self.home.join("log")).unwrap_or_default();
-        bail!("{} ended with {status}: {}", self.name, log.trim());
+        Err(Error::Unmet(format!(
+            "{} ended with {status}: {}",
+            self.name,
+            log.trim()
+        )))
     }
 
     fn ask(&self, command: &str, arguments: Value) -> Result<Value, local::Error> {
@@ -513,7 +531,7 @@ impl Node {
     }
 
     /// Its process; in namespaces the only child of the program that made them.
-    fn pid(&self) -> anyhow::Result<Pid> {
+    fn pid(&self) -> Result<Pid, Error> {
         let process = self.process.as_ref().context("the node does not run")?;
         let started = Pid::from_raw(process.id().cast_signed());
         let started = started.context("a process without a number")?;
@@ -524,7 +542,7 @@ impl Node {
         child.context("the node does not run in its namespaces")
     }
 
-    fn kill(&mut self) -> anyhow::Result<()> {
+    fn kill(&mut self) -> Result<(), Error> {
         let Some(mut process) = self.process.take() else {
             return Ok(());
         };
@@ -534,16 +552,16 @@ impl Node {
     }
 
     /// Processes that the node started.
-    fn workers(&self) -> anyhow::Result<Vec<Pid>> {
+    fn workers(&self) -> Result<Vec<Pid>, Error> {
         let mut found = children(self.pid()?)?;
         found.retain(|pid| is_worker(pid.as_raw_nonzero().get()));
-        ensure!(!found.is_empty(), "{} has no worker", self.name);
+        ensure(!found.is_empty(), || format!("{} has no worker", self.name))?;
         Ok(found)
     }
 }
 
 /// Processes that a process has started.
-fn children(of: Pid) -> anyhow::Result<Vec<Pid>> {
+fn children(of: Pid) -> Result<Vec<Pid>, Error> {
     let file = format!("/proc/{}/task", of.as_raw_nonzero());
     let mut found = Vec::new();
     for thread in fs::read_dir(&file).with_context(|| format!("cannot read {file}"))? {
@@ -565,7 +583,7 @@ fn is_worker(pid: i32) -> bool {
 ///
 /// # Errors
 /// A refusal of the system; processes that live on, which are killed then.
-fn starve(pids: &[Pid]) -> anyhow::Result<()> {
+fn starve(pids: &[Pid]) -> Result<(), Error> {
     let group = Group::new()?;
     group.take(pids).context("cannot bound a worker's memory")?;
     let what = "the kernel kills a worker without memory";
@@ -577,16 +595,17 @@ fn starve(pids: &[Pid]) -> anyhow::Result<()> {
     killed
 }
 
-fn signal(pids: &[Pid], signal: Signal) -> anyhow::Result<()> {
+fn signal(pids: &[Pid], signal: Signal) -> Result<(), Error> {
     for pid in pids {
-        kill_process(*pid, signal).context("cannot send a signal")?;
+        let sent = kill_process(*pid, signal).map_err(io::Error::from);
+        sent.context("cannot send a signal")?;
     }
     Ok(())
 }
 
 /// A port that nothing listens on. Another program may take it before the node does, which then
 /// says so.
-fn free_port() -> anyhow::Result<u16> {
+fn free_port() -> Result<u16, Error> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
@@ -597,11 +616,13 @@ fn free_port() -> anyhow::Result<u16> {
 fn until(
     limit: Duration,
     what: &str,
-    mut done: impl FnMut() -> anyhow::Result<bool>,
-) -> anyhow::Result<()> {
+    mut done: impl FnMut() -> Result<bool, Error>,
+) -> Result<(), Error> {
     let begun = Instant::now();
     while !done()? {
-        ensure!(begun.elapsed() < limit, "{what}: not within {limit:?}");
+        ensure(begun.elapsed() < limit, || {
+            format!("{what}: not within {limit:?}")
+        })?;
         thread::sleep(ASK_EVERY);
     }
     Ok(())

@@ -2,43 +2,43 @@
 
 use std::time::Duration;
 
-use anyhow::bail;
+use paceline_base::printable;
 use serde_json::{Value, json};
 
 use super::faults::Round;
-use crate::output::{print, printable};
+use crate::Error;
 
 /// What a round showed.
 #[derive(Debug)]
-pub(super) struct Seen {
-    pub(super) round: Round,
-    pub(super) victim: String,
+pub(crate) struct Seen {
+    pub(crate) round: Round,
+    pub(crate) victim: String,
     /// From the fault to the first time that the entry node told of it; `None` where the state
     /// was over before it was asked for again.
-    pub(super) detected: Option<Duration>,
+    pub(crate) detected: Option<Duration>,
     /// Longest wait of a client for its next token.
-    pub(super) pause: Option<Duration>,
+    pub(crate) pause: Option<Duration>,
     /// From the moment that the fault was told to the next token of the client that waited longest.
-    pub(super) resumed: Option<Duration>,
-    pub(super) answers: usize,
+    pub(crate) resumed: Option<Duration>,
+    pub(crate) answers: usize,
     /// Times that clients went on at another node.
-    pub(super) moved: u32,
-    pub(super) lost: usize,
-    pub(super) altered: usize,
+    pub(crate) moved: u32,
+    pub(crate) lost: usize,
+    pub(crate) altered: usize,
     /// What the first lost answer said.
-    pub(super) reason: Option<String>,
+    pub(crate) reason: Option<String>,
 }
 
 /// All rounds.
 #[derive(Debug)]
-pub(super) struct Report {
+pub struct Report {
     seed: u64,
     nodes: usize,
     rounds: Vec<Seen>,
 }
 
 impl Report {
-    pub(super) const fn new(seed: u64, nodes: usize) -> Self {
+    pub(crate) const fn new(seed: u64, nodes: usize) -> Self {
         let rounds = Vec::new();
         Self {
             seed,
@@ -47,19 +47,20 @@ impl Report {
         }
     }
 
-    pub(super) fn add(&mut self, seen: Seen) {
+    pub(crate) fn add(&mut self, seen: Seen) {
         self.rounds.push(seen);
     }
 
-    /// Prints a line of the table, below its heading the first time.
-    pub(super) fn show(&self, seen: &Seen) -> anyhow::Result<()> {
+    /// A line of the table, below its heading the first time.
+    pub(crate) fn line(&self, seen: &Seen) -> String {
+        let mut text = String::new();
         if self.rounds.is_empty() {
-            print(
+            text.push_str(
                 "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  NEXT TOKEN AFTER  \
-                 LONGEST PAUSE  MOVED  LOST  ALTERED",
-            )?;
+                 LONGEST PAUSE  MOVED  LOST  ALTERED\n",
+            );
         }
-        print(&format!(
+        text += &format!(
             "{:<13}  {:<13}  {:<6}  {:>8}  {:>14}  {:>16}  {:>13}  {:>5}  {:>4}  {:>7}",
             seen.round.fault,
             second(&seen.round),
@@ -71,27 +72,28 @@ impl Report {
             seen.moved,
             seen.lost,
             seen.altered,
-        ))?;
-        match &seen.reason {
-            Some(reason) => print(&format!("  {}", printable(reason))),
-            None => Ok(()),
+        );
+        if let Some(reason) = &seen.reason {
+            text += &format!("\n  {}", printable(reason));
         }
+        text
     }
 
-    /// Prints the totals.
-    pub(super) fn close(&self) -> anyhow::Result<()> {
+    /// The totals in words.
+    pub fn total(&self) -> String {
         let [answers, lost, altered] = self.totals();
-        print(&format!(
+        format!(
             "{} faults, {answers} answers: {lost} lost, {altered} altered; median pause {}, \
              longest {} (seed {})",
             self.rounds.len(),
             seconds(median(self.pauses())),
             seconds(self.pauses().into_iter().max()),
             self.seed,
-        ))
+        )
     }
 
-    pub(super) fn json(&self) -> Value {
+    /// All rounds, and the totals.
+    pub fn json(&self) -> Value {
         let [answers, lost, altered] = self.totals();
         let rounds: Vec<Value> = self.rounds.iter().map(Seen::json).collect();
         json!({
@@ -105,15 +107,22 @@ impl Report {
         })
     }
 
+    /// Whether clients noticed nothing but time.
+    ///
     /// # Errors
-    /// Answers that were lost or altered.
-    pub(super) fn verdict(&self) -> anyhow::Result<()> {
+    /// [`Error::Answers`] where answers were lost or altered.
+    pub fn verdict(&self) -> Result<(), Error> {
         match self.totals() {
             [_, 0, 0] => Ok(()),
             [answers, lost, altered] => {
                 let reason = self.rounds.iter().find_map(|it| it.reason.as_deref());
-                let reason = reason.map_or_else(String::new, |it| format!("; first: {it}"));
-                bail!("of {answers} answers {lost} were lost and {altered} altered{reason}")
+                let first = reason.map_or_else(String::new, |it| format!("; first: {it}"));
+                Err(Error::Answers {
+                    answers,
+                    lost,
+                    altered,
+                    first,
+                })
             }
         }
     }

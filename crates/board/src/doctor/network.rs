@@ -7,10 +7,8 @@ use paceline_cluster::network::{self, Clock, Firewall, Guard, Interface, SOCKETF
 use paceline_cluster::nodes::agent::DEFAULT_PORT as CONTROL_PORT;
 use paceline_cluster::nodes::discovery::{BEACON_PORT, Probe};
 use paceline_serve::DEFAULT_PORT as API_PORT;
-use serde_json::json;
 
 use super::Check;
-use crate::member;
 
 /// Smallest packet size that Ethernet has.
 const MTU_USUAL: u32 = 1500;
@@ -22,13 +20,10 @@ const HEAR: Duration = Duration::from_millis(1200);
 const NOT_ALLOWED: i32 = 65;
 
 /// All checks of networks; takes about a second.
-pub(super) fn checks() -> Vec<Check> {
+pub(super) fn checks(is_up: bool) -> Vec<Check> {
     let interfaces = network::interfaces();
     vec![
-        ports(
-            &taken(),
-            member::ask_if_up("nodes", json!({})).is_ok_and(|told| told.is_some()),
-        ),
+        ports(&taken(), is_up),
         firewall(network::firewall().as_ref()),
         multicast(hears_itself()),
         tunnels(&interfaces),

@@ -1,46 +1,48 @@
-//! What an answer cost.
+//! An answer as it is collected, and what it cost.
 
 use std::time::{Duration, Instant};
 
-use paceline_engine::Finish;
+use paceline_base::Bytes;
+use paceline_engine::{Failure, Finish, Guesses, Reply};
 use paceline_model::ExpertUses;
-use paceline_node::Moved;
 use paceline_node::supervisor::Change;
+use paceline_node::{Answer, Moved};
 use paceline_tensor::KvType;
 use serde_json::json;
 
-use super::Args;
-use super::session::Session;
-use crate::process::peak_memory_bytes;
+/// How often an answer that may be stopped looks for that where no token comes.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// An answer and its times.
 #[derive(Clone, Debug)]
-pub(super) struct Figures {
+pub struct Figures {
     /// When the request was handed over.
-    pub(super) asked: Instant,
+    pub asked: Instant,
     /// Without the tokens that ended it.
-    pub(super) text: String,
+    pub text: String,
     /// All that were generated, the one that ended the answer included.
-    pub(super) tokens: Vec<u32>,
-    pub(super) n_prompt: usize,
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt.
+    pub n_prompt: usize,
     /// Of these, computed for an earlier turn of the chat.
-    pub(super) n_reused: usize,
-    pub(super) end: End,
+    pub n_reused: usize,
+    /// Why it ended.
+    pub end: End,
     /// Until the prompt was read, which the first token comes with.
-    pub(super) prefill: Duration,
+    pub prefill: Duration,
     /// From the first token to the last.
-    pub(super) decode: Duration,
+    pub decode: Duration,
     /// What nodes moved; `None` for one node.
-    pub(super) moved: Option<Moved>,
+    pub moved: Option<Moved>,
     /// Decode tokens a second as they were expected; `None` when nothing was measured before.
-    pub(super) predicted: Option<f64>,
+    pub predicted: Option<f64>,
     /// Changes of the split while it was computed.
-    pub(super) changes: Vec<Change>,
+    pub changes: Vec<Change>,
 }
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub enum End {
     /// The model ended it, or a stop string.
     Stop,
     /// `--max-tokens`.
@@ -52,7 +54,8 @@ pub(super) enum End {
 }
 
 impl End {
-    pub(super) const fn new(finish: Finish, n_generated: usize, max_tokens: usize) -> Self {
+    /// Of an answer of so many tokens, which may have `max_tokens`.
+    pub const fn new(finish: Finish, n_generated: usize, max_tokens: usize) -> Self {
         match finish {
             Finish::EndOfText | Finish::Stop(_) => Self::Stop,
             Finish::Length if n_generated == max_tokens => Self::MaxTokens,
@@ -81,7 +84,7 @@ impl Figures {
     }
 
     /// Of tokens after the first: that one comes with the prompt.
-    pub(super) fn decode_tok_s(&self) -> Option<f64> {
+    pub fn decode_tok_s(&self) -> Option<f64> {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
 
@@ -93,7 +96,7 @@ impl Figures {
     }
 
     /// One line for people.
-    pub(super) fn line(&self) -> String {
+    pub fn line(&self) -> String {
         let tokens = |n: usize| format!("{n} token{}", if n == 1 { "" } else { "s" });
         let mut line = format!(
             "[prompt {}, answer {}",
@@ -123,38 +126,154 @@ impl Figures {
         }
     }
 
-    /// The object of `--json`.
-    pub(super) fn json(&self, args: &Args, session: &Session) -> serde_json::Value {
-        let loaded = session.loaded();
+    /// The answer as one object, with what is known of the model that gave it.
+    pub fn json(&self, about: &About<'_>) -> serde_json::Value {
         json!({
             "text": self.text,
             "tokens": self.tokens,
             "finish_reason": self.end.word(),
             "n_prompt": self.n_prompt,
             "n_generated": self.tokens.len(),
-            "load_ms": loaded.load_time.as_secs_f64() * 1e3,
+            "load_ms": about.load_time.as_secs_f64() * 1e3,
             "ttft_ms": self.ttft_ms(),
             "prefill_tok_s": self.prefill_tok_s(),
             "decode_tok_s": self.decode_tok_s(),
             "predicted_decode_tok_s": self.predicted,
-            "peak_memory_bytes": peak_memory_bytes(),
-            "nodes": loaded.nodes(),
-            "split": loaded.split().to_string(),
+            "peak_memory_bytes": about.peak_memory,
+            "nodes": about.nodes,
+            "split": about.split,
             "split_changes": self.changes,
             "wire_bytes_per_token": self.moved_per_token().map(|moved| moved.sent.0),
             "array_bytes_per_token": self.moved_per_token().and_then(Moved::arrays_json),
-            "threads": loaded.threads,
-            "weight_bytes": loaded.weights().iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
-            "model": args.model,
-            "context": loaded.engine.context,
-            "kernel_class": loaded.classes.to_string(),
-            "kv_type": loaded.kv.map(KvType::name),
-            "instruction_set": loaded.device(),
-            "seed": session.seed(),
-            "expert_uses": expert_uses(&loaded.expert_uses()),
-            "guesses": loaded.guesses(),
+            "threads": about.threads,
+            "weight_bytes": about.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
+            "model": about.model,
+            "context": about.context,
+            "kernel_class": about.class,
+            "kv_type": about.kv.map(KvType::name),
+            "instruction_set": about.device,
+            "seed": about.seed,
+            "expert_uses": expert_uses(&about.expert_uses),
+            "guesses": about.guesses,
         })
     }
+}
+
+/// The model that gave an answer, and how it was computed.
+#[derive(Clone, Debug)]
+pub struct About<'a> {
+    /// From opening the model's files to being ready for a prompt.
+    pub load_time: Duration,
+    /// Most bytes of memory of this process, where the system says it.
+    pub peak_memory: Option<u64>,
+    /// Nodes.
+    pub nodes: u32,
+    /// How the model is cut.
+    pub split: String,
+    /// Threads of each node.
+    pub threads: usize,
+    /// Bytes of weights of each node.
+    pub weights: Vec<Bytes>,
+    /// The user's name for it.
+    pub model: &'a str,
+    /// Positions of a conversation.
+    pub context: usize,
+    /// Kernel classes.
+    pub class: String,
+    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
+    pub kv: Option<KvType>,
+    /// Instruction sets or devices.
+    pub device: String,
+    /// Of the answer.
+    pub seed: u64,
+    /// How often experts were chosen.
+    pub expert_uses: Vec<ExpertUses>,
+    /// Guesses that were checked.
+    pub guesses: Guesses,
+}
+
+/// A request that was handed over.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    /// When.
+    pub at: Instant,
+    /// Tokens of its prompt.
+    pub n_prompt: usize,
+    /// Most tokens of its answer.
+    pub max_tokens: usize,
+}
+
+/// Collects an answer, each piece of its text shown as it becomes certain. It ends early once it
+/// `is_stopped`, which is looked at where that can be.
+///
+/// # Errors
+/// A failure of the model, or what `show` says.
+pub fn collect<E: From<Failure>>(
+    answer: &Answer<'_>,
+    asked: Asked,
+    is_stopped: Option<&dyn Fn() -> bool>,
+    mut show: impl FnMut(&str) -> Result<(), E>,
+) -> Result<Figures, E> {
+    let start = asked.at;
+    let (mut prefill, mut first) = (Duration::ZERO, start);
+    let (mut text, mut tokens, mut n_reused) = (String::new(), Vec::new(), 0);
+    let (end, last) = loop {
+        let Some((at, reply)) = next(answer, is_stopped)? else {
+            break (End::Stopped, Instant::now());
+        };
+        let (piece, end) = match reply {
+            Reply::PromptRead { reused, .. } => {
+                (prefill, first) = (at - start, at);
+                n_reused = reused;
+                continue;
+            }
+            Reply::Token { token, text, .. } => {
+                tokens.push(token);
+                (text, None)
+            }
+            Reply::Finished { text, reason } => {
+                let end = End::new(reason, tokens.len(), asked.max_tokens);
+                (text, Some(end))
+            }
+            Reply::Failed(failure) => return Err(failure.into()),
+        };
+        if !piece.is_empty() {
+            show(&piece)?;
+            text.push_str(&piece);
+        }
+        if let Some(end) = end {
+            break (end, at);
+        }
+    };
+    Ok(Figures {
+        asked: start,
+        text,
+        tokens,
+        n_prompt: asked.n_prompt,
+        n_reused,
+        end,
+        prefill,
+        decode: last - first,
+        moved: None,
+        predicted: None,
+        changes: Vec::new(),
+    })
+}
+
+/// The next reply; `None` once it `is_stopped`.
+fn next(
+    answer: &Answer<'_>,
+    is_stopped: Option<&dyn Fn() -> bool>,
+) -> Result<Option<(Instant, Reply)>, Failure> {
+    let Some(is_stopped) = is_stopped else {
+        return answer.next().map(Some);
+    };
+    while !is_stopped() {
+        if let Some(reply) = answer.next_within(LOOK_EVERY)? {
+            return Ok(Some(reply));
+        }
+    }
+    Ok(None)
 }
 
 /// How often each expert was chosen, by layer; null without experts.

@@ -1,40 +1,40 @@
-//! How a training goes, on stderr.
+//! How a training goes, as lines for people.
 
-use std::time::{Duration, Instant};
+use paceline_base::{Bytes, counted};
 
-use paceline_base::Bytes;
-use paceline_train::Progress;
+use crate::Progress;
 
-use crate::output::{counted, tell};
+/// Least seconds between two lines about steps, so that a short step's do not flood.
+const LINE_EVERY_S: f64 = 2.0;
 
-/// Least time between two lines about steps, so that a short step's do not flood.
-const LINE_EVERY: Duration = Duration::from_secs(2);
-
-/// Tells of steps now and then.
-pub(super) struct Watch {
+/// Tells of steps now and then. Moments are seconds of any clock.
+#[derive(Clone, Debug)]
+pub struct Watch {
     steps: u64,
     nodes: usize,
     /// Of each node; those of other machines are not known.
     threads: Option<usize>,
-    told: Option<Instant>,
+    told: Option<f64>,
     /// Steps and moment since which the time left is estimated.
-    since: (u64, Instant),
+    since: (u64, f64),
     waiting: Option<String>,
 }
 
 impl Watch {
-    pub(super) fn new(nodes: usize, threads: Option<usize>) -> Self {
+    /// Of so many nodes, with so many threads each where that is known.
+    pub const fn new(nodes: usize, threads: Option<usize>) -> Self {
         Self {
             steps: 0,
             nodes,
             threads,
             told: None,
-            since: (0, Instant::now()),
+            since: (0, 0.0),
             waiting: None,
         }
     }
 
-    pub(super) fn hear(&mut self, progress: Progress) {
+    /// The lines that tell of `progress` at a moment in seconds.
+    pub fn hear(&mut self, progress: Progress, now_s: f64) -> Vec<String> {
         match progress {
             Progress::Begun {
                 step,
@@ -45,7 +45,7 @@ impl Watch {
                 numbers,
             } => {
                 self.steps = steps;
-                self.since = (step, Instant::now());
+                self.since = (step, now_s);
                 let nodes = counted(self.nodes, "node");
                 let rows = match rows == examples {
                     true => String::new(),
@@ -53,29 +53,30 @@ impl Watch {
                 };
                 let of = |threads| format!(" of {}", counted(threads, "thread"));
                 let threads = self.threads.map_or_else(String::new, of);
-                tell(format_args!(
+                let mut lines = vec![format!(
                     "{examples} examples{rows}, {numbers} trained numbers, {nodes}{threads}, \
                      step {step} of {} done",
                     self.steps
-                ));
+                )];
                 if cut > 0 {
-                    tell(format_args!(
+                    lines.push(format!(
                         "warning: {cut} examples were cut to --max-tokens-per-row"
                     ));
                 }
+                lines
             }
-            Progress::Note { line } => tell(line),
+            Progress::Note { line } => vec![(*line).to_owned()],
             Progress::Lost { why } => {
-                tell(format_args!(
+                vec![format!(
                     "a worker was lost ({why}): others compute its leaves"
-                ));
+                )]
             }
-            Progress::HeldOut { loss } => tell(format_args!(
+            Progress::HeldOut { loss } => vec![format!(
                 "held out before the first step: {loss:.4} (perplexity {:.2})",
                 loss.exp()
-            )),
+            )],
             Progress::Step(m) => {
-                let gone = self.since.1.elapsed().as_secs_f64();
+                let gone = now_s - self.since.1;
                 let each = gone / m.step.saturating_sub(self.since.0).max(1) as f64;
                 let left = each * self.steps.saturating_sub(m.step) as f64;
                 let held_out = m.val_loss.map_or(String::new(), |loss| {
@@ -92,22 +93,21 @@ impl Watch {
                      left{held_out}",
                     m.step, self.steps, m.loss, m.lr, m.tok_s
                 );
-                let is_due = self.told.is_none_or(|told| told.elapsed() >= LINE_EVERY);
+                let is_due = self.told.is_none_or(|told| now_s - told >= LINE_EVERY_S);
                 if is_due || m.val_loss.is_some() {
-                    self.told = Some(Instant::now());
+                    self.told = Some(now_s);
                     self.waiting = None;
-                    tell(line);
+                    vec![line]
                 } else {
                     self.waiting = Some(line);
+                    Vec::new()
                 }
             }
         }
     }
 
-    /// Tells what was held back last.
-    pub(super) fn end(&mut self) {
-        if let Some(line) = self.waiting.take() {
-            tell(line);
-        }
+    /// The line that was held back last.
+    pub const fn end(&mut self) -> Option<String> {
+        self.waiting.take()
     }
 }

@@ -1,0 +1,485 @@
+//! Ranks in processes of their own, and all that they are compared with.
+//!
+//! The processes are the program `paceline bench comm` again, with the hidden `--as-rank`. A child
+//! prints its address, reads the addresses of all, measures, and rank 0 prints the rows as JSON. Then
+//! each line `bytes calls` on its input is a turn against a rival: MLX, Open MPI, or
+//! ranks of its own kind without encryption or with one stream. With machines of a cluster each rank
+//! is on one of them ([`nodes`]).
+
+mod error;
+pub mod nodes;
+mod rivals;
+
+use std::fmt;
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::num::NonZeroU8;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::rdma::settings::Lookup;
+use paceline_comm::{
+    Algorithm, Backend, Deadline, Group, Plaintext, Seat, Strict, init, local, tcp,
+};
+use paceline_comm_interop::launched;
+use serde::{Deserialize, Serialize};
+
+use self::error::{Context as _, ensure};
+use self::rivals::{Others, Turns, compare};
+use crate::comm::{Report, Spec, measure, sums};
+
+pub use self::error::Error;
+
+/// The whole measurement gives up after this long.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// A library to compare with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// MLX's ring.
+    Mlx,
+    /// Open MPI.
+    Mpi,
+}
+
+impl Peer {
+    /// Its name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Mlx => "mlx",
+            Self::Mpi => "mpi",
+        }
+    }
+}
+
+/// An algorithm that is used wherever an operation has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Force {
+    /// [`Algorithm::OneShot`].
+    OneShot,
+    /// [`Algorithm::TwoShot`].
+    TwoShot,
+    /// [`Algorithm::Ring`].
+    Ring,
+    /// [`Algorithm::Halving`].
+    Halving,
+    /// [`Algorithm::Doubling`].
+    Doubling,
+    /// [`Algorithm::Tree`].
+    Tree,
+}
+
+impl Force {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::OneShot,
+        Self::TwoShot,
+        Self::Ring,
+        Self::Halving,
+        Self::Doubling,
+        Self::Tree,
+    ];
+
+    /// Its name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::OneShot => "one-shot",
+            Self::TwoShot => "two-shot",
+            Self::Ring => "ring",
+            Self::Halving => "halving",
+            Self::Doubling => "doubling",
+            Self::Tree => "tree",
+        }
+    }
+
+    fn algorithm(self) -> Algorithm {
+        match self {
+            Self::OneShot => Algorithm::OneShot,
+            Self::TwoShot => Algorithm::TwoShot,
+            Self::Ring => Algorithm::Ring,
+            Self::Halving => Algorithm::Halving,
+            Self::Doubling => Algorithm::Doubling,
+            Self::Tree => Algorithm::Tree,
+        }
+    }
+}
+
+/// What is measured, and by which processes.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The program `paceline`.
+    pub program: PathBuf,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// How ranks reach each other.
+    pub backend: Backend,
+    /// Use this algorithm wherever an operation has it.
+    pub algorithm: Option<Force>,
+    /// Largest buffer of a rank, in bytes.
+    pub max_bytes: usize,
+    /// Whether the transport may be one that cannot encrypt.
+    pub plaintext: Plaintext,
+    /// Encrypt, and compare with ranks that do not.
+    pub encrypt: bool,
+    /// TCP connections of a pair; with more than one, compare with one.
+    pub streams: NonZeroU8,
+    /// Only tell which algorithm is used from which size on.
+    pub explain: bool,
+    /// Another library to measure on the same ranks and sizes, in turns.
+    pub against: Option<Peer>,
+    /// Python that has the other library.
+    pub python: PathBuf,
+}
+
+/// Where a rank hears and says lines: its standard streams.
+pub struct Lines<'a> {
+    /// From its parent.
+    pub input: &'a mut dyn BufRead,
+    /// To its parent.
+    pub output: &'a mut dyn Write,
+}
+
+impl fmt::Debug for Lines<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lines").finish_non_exhaustive()
+    }
+}
+
+impl Lines<'_> {
+    fn say(&mut self, line: &str) -> Result<(), Error> {
+        writeln!(self.output, "{line}")?;
+        Ok(self.output.flush()?)
+    }
+}
+
+/// Ranks in processes, and all they are compared with.
+///
+/// # Errors
+/// A process that cannot be started or fails.
+pub fn processes(args: &Settings) -> Result<Report, Error> {
+    let wanted = Kind {
+        encrypt: args.encrypt,
+        streams: args.streams,
+    };
+    let (mut ranks, mut report) = Ranks::start(args, wanted)?;
+    if args.explain {
+        return Ok(report);
+    }
+    if args.encrypt {
+        let plain = Kind {
+            encrypt: false,
+            ..wanted
+        };
+        let (mut plain, _) = Ranks::start(&args.quick(), plain)?;
+        report
+            .peer
+            .extend(compare(args, "plain", &mut ranks, &mut plain)?);
+    }
+    if args.streams.get() > 1 {
+        let one = Kind {
+            streams: NonZeroU8::MIN,
+            ..wanted
+        };
+        let (mut one, _) = Ranks::start(&args.quick(), one)?;
+        report
+            .peer
+            .extend(compare(args, "1 stream", &mut ranks, &mut one)?);
+    }
+    if let Some(peer) = args.against {
+        let mut others = Others::start(args, peer)?;
+        let name = peer.name();
+        report
+            .peer
+            .extend(compare(args, name, &mut ranks, &mut others)?);
+    }
+    ranks.end()?;
+    Ok(report)
+}
+
+impl Settings {
+    /// What every rank measures.
+    pub fn spec(&self) -> Spec {
+        Spec {
+            transport: self.backend.to_string(),
+            holds_nothing: self.backend == Backend::MlxRing,
+            max_bytes: if self.explain { 0 } else { self.max_bytes },
+            deadline: deadline(),
+        }
+    }
+
+    /// For ranks that only take turns.
+    fn quick(&self) -> Self {
+        Self {
+            max_bytes: 0,
+            ..self.clone()
+        }
+    }
+}
+
+/// When a measurement that begins now gives up.
+pub fn deadline() -> Deadline {
+    Deadline::at(Instant::now() + PATIENCE)
+}
+
+/// Ranks in threads of this process.
+///
+/// # Errors
+/// A collective that fails.
+pub fn threads(args: &Settings) -> Result<Report, Error> {
+    let mut tuning = local::ranks(1)[0].tuning();
+    tuning.force = args.algorithm.map(Force::algorithm);
+    let ranks = local::ranks_with(args.ranks, tuning);
+    std::thread::scope(|scope| {
+        let run = |group: local::Local| measure(&args.spec(), &group);
+        let threads: Vec<_> = ranks
+            .into_iter()
+            .map(|g| scope.spawn(move || run(g)))
+            .collect();
+        let results = threads
+            .into_iter()
+            .map(|t| t.join().expect("no rank panics"));
+        let mut results = results.collect::<Result<Vec<_>, _>>()?;
+        Ok(results.swap_remove(0))
+    })
+}
+
+/// Children that are ended with their owner.
+struct Children(Vec<Child>);
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// What ranks of this program differ in, when compared with themselves.
+#[derive(Clone, Copy)]
+struct Kind {
+    encrypt: bool,
+    streams: NonZeroU8,
+}
+
+/// The ranks of one group, as processes that have measured and wait for turns.
+struct Ranks {
+    children: Children,
+    outputs: Vec<BufReader<ChildStdout>>,
+}
+
+impl Ranks {
+    fn start(args: &Settings, kind: Kind) -> Result<(Self, Report), Error> {
+        let (mut children, mut outputs) = (Children(Vec::new()), Vec::new());
+        for rank in 0..args.ranks {
+            let mut child = rank_command(args, kind, rank)
+                .spawn()
+                .context("cannot start a rank")?;
+            outputs.push(BufReader::new(child.stdout.take().expect("piped")));
+            children.0.push(child);
+        }
+        let mut addrs = Vec::new();
+        for output in &mut outputs {
+            let mut line = String::new();
+            output.read_line(&mut line)?;
+            ensure(!line.is_empty(), || {
+                "a rank ended before it had an address".to_owned()
+            })?;
+            addrs.push(line.trim().to_owned());
+        }
+        let key = match kind.encrypt {
+            true => hex(tcp::GroupKey::random()?.bytes()),
+            false => "-".to_owned(),
+        };
+        let mut ranks = Self { children, outputs };
+        let id = hex(&tcp::GroupId::random().0);
+        ranks.tell(&format!("{id} {key} {}", addrs.join(" ")))?;
+        let line = ranks.hear().context("rank 0 reported no figures")?;
+        Ok((ranks, serde_json::from_str(&line)?))
+    }
+
+    fn tell(&mut self, line: &str) -> Result<(), Error> {
+        for child in &mut self.children.0 {
+            writeln!(child.stdin.as_mut().expect("piped"), "{line}")?;
+        }
+        Ok(())
+    }
+
+    /// The next line of rank 0.
+    fn hear(&mut self) -> Result<String, Error> {
+        let mut line = String::new();
+        self.outputs[0].read_line(&mut line)?;
+        ensure(!line.is_empty(), || {
+            "a rank failed, its message is above".to_owned()
+        })?;
+        Ok(line)
+    }
+
+    /// Lets them end.
+    fn end(mut self) -> Result<(), Error> {
+        for child in &mut self.children.0 {
+            drop(child.stdin.take());
+        }
+        for child in &mut self.children.0 {
+            let status = child.wait()?;
+            ensure(status.success(), || {
+                "a rank failed, its message is above".to_owned()
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Turns for Ranks {
+    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error> {
+        self.tell(&format!("{bytes} {calls}"))?;
+        Ok(self.hear()?.trim().parse()?)
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn rank_command(args: &Settings, kind: Kind, rank: u32) -> Command {
+    let mut command = Command::new(&args.program);
+    command
+        .args(["bench", "comm", "--as-rank", &rank.to_string()])
+        .args(["--max-bytes", &args.max_bytes.to_string()])
+        .args(["--streams", &kind.streams.to_string()])
+        .arg("--transport")
+        .arg(args.backend.name())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    if let Some(force) = args.algorithm {
+        command.arg("--algorithm").arg(force.name());
+    }
+    if args.explain {
+        command.arg("--explain");
+    }
+    if args.plaintext == Plaintext::Allowed {
+        command.arg("--plaintext");
+    }
+    command
+}
+
+/// Gives a rank a core of its own where there are enough, as `mpirun` does: two ranks that start on
+/// one core take turns there until the system notices, which is longer than a small size takes.
+#[cfg(target_os = "linux")]
+fn bind(ranks: usize, rank: Rank) {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let Ok(all) = sched_getaffinity(None) else {
+        return;
+    };
+    let mut cores = (0..CpuSet::MAX_CPU).filter(|core| all.is_set(*core));
+    if let (true, Some(core)) = (all.count() as usize >= ranks, cores.nth(rank.0 as usize)) {
+        let mut own = CpuSet::new();
+        own.set(core);
+        let _ = sched_setaffinity(None, &own); // refused: as it was
+    }
+}
+
+/// Other systems place threads as they like.
+#[cfg(not(target_os = "linux"))]
+const fn bind(_ranks: usize, _rank: Rank) {}
+
+/// A child process: joins and measures. `lookup` gives variables of its environment.
+///
+/// # Errors
+/// Ranks that do not meet, or a collective that fails.
+pub fn child(
+    args: &Settings,
+    rank: Rank,
+    lookup: Lookup<'_>,
+    lines: &mut Lines<'_>,
+) -> Result<(), Error> {
+    let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
+    let cores = Cores::OfItsOwn;
+    take_part(args, (rank, cores), listener, (lookup, lines))
+}
+
+/// Whether ranks of one machine have cores of their own.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cores {
+    /// Where there are enough.
+    OfItsOwn,
+    /// It is alone on its machine.
+    All,
+}
+
+/// Says where it listens, hears where the others do, and measures with them.
+fn take_part(
+    args: &Settings,
+    (rank, cores): (Rank, Cores),
+    listener: tcp::Listener,
+    (lookup, lines): (Lookup<'_>, &mut Lines<'_>),
+) -> Result<(), Error> {
+    lines.say(&listener.addr().to_string())?;
+    let mut line = String::new();
+    lines.input.read_line(&mut line)?;
+    let mut words = line.split_whitespace();
+    let id = tcp::GroupId(unhex(words.next().unwrap_or_default())?);
+    let protection = match words.next().unwrap_or_default() {
+        "-" => tcp::Protection::Loopback,
+        key => tcp::Protection::Key(tcp::GroupKey::new(unhex(key)?)),
+    };
+    let addrs = words
+        .map(str::parse)
+        .collect::<Result<Vec<SocketAddr>, _>>()?;
+    if cores == Cores::OfItsOwn {
+        bind(addrs.len(), rank);
+    }
+    let config = tcp::Config {
+        force: args.algorithm.map(Force::algorithm),
+        streams: args.streams,
+        protection,
+        ..tcp::Config::default()
+    };
+    let by = deadline();
+    let wire = launched::of(args.backend, args.plaintext, lookup)?;
+    let wire = wire.as_deref();
+    let seat = Seat {
+        listener,
+        rank,
+        addrs: &addrs,
+        id,
+        config,
+    };
+    let group = init(args.backend, Strict::Yes, seat, wire.as_slice(), by)?;
+    let report = measure(&args.spec(), &*group)?;
+    if rank == Rank(0) {
+        lines.say(&serde_json::to_string(&report)?)?;
+    }
+    turns(&*group, lines)?;
+    Ok(group.barrier(deadline())?)
+}
+
+/// Sums as often as each line of the input says, until it ends.
+fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<(), Error> {
+    let mut line = String::new();
+    while lines.input.read_line(&mut line)? > 0 {
+        let turn = line.trim_end().split_once(' ');
+        let (bytes, calls) = turn.context("a turn is two numbers")?;
+        let asked: (usize, usize) = (bytes.parse()?, calls.parse()?);
+        let median_us = sums(group, asked, deadline())?;
+        if group.rank() == Rank(0) {
+            lines.say(&median_us.to_string())?;
+        }
+        line.clear();
+    }
+    Ok(())
+}
+
+fn unhex<const N: usize>(text: &str) -> Result<[u8; N], Error> {
+    let mut bytes = [0; N];
+    let right = text.len() == 2 * N && text.is_ascii();
+    ensure(right, || {
+        format!("expected {} hexadecimal digits, got {}", 2 * N, text.len())
+    })?;
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits)?, 16)?;
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,460 @@
+//! What this machine can do, what is missing, and the command that mends it.
+
+mod network;
+mod peer;
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::path::Path;
+
+use paceline_base::counted;
+use paceline_cluster::machine;
+use paceline_cluster::network::{
+    has_thunderbolt_bridge, idle_rdma_ports, unauthorised_thunderbolt,
+};
+use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
+use paceline_comm::rdma::{RdmaError, Verbs};
+use paceline_comm_interop::nccl::{self, Libraries};
+use paceline_store::{MlxBuild, free_space};
+use paceline_tensor::InstructionSet;
+use serde::Serialize;
+
+use crate::engines::{self, Engine};
+
+pub use peer::check as of_finding;
+
+/// How something stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// It works.
+    Ok,
+    /// It could be had: `mend` says how.
+    Missing,
+    /// It works, perhaps: `mend` says what to do if not.
+    Doubtful,
+    /// This machine has no such hardware.
+    Absent,
+    /// Another machine cannot be reached that way.
+    Blocked,
+}
+
+impl State {
+    const fn mark(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Missing => "missing",
+            Self::Doubtful => "doubtful",
+            Self::Absent => "-",
+            Self::Blocked => "blocked",
+        }
+    }
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// Name of the thing.
+    pub name: &'static str,
+    /// How it stands.
+    pub state: State,
+    /// What is there, or why it is not.
+    pub found: String,
+    /// The command or step that mends it.
+    pub mend: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            name,
+            state: State::Ok,
+            found: found.into(),
+            mend: None,
+        }
+    }
+
+    fn absent(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            state: State::Absent,
+            ..Self::ok(name, found)
+        }
+    }
+
+    fn doubtful(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self {
+            state: State::Doubtful,
+            ..Self::missing(name, found, mend)
+        }
+    }
+
+    fn missing(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self {
+            state: State::Missing,
+            mend: Some(mend.into()),
+            ..Self::ok(name, found)
+        }
+    }
+}
+
+/// What the program knows of this machine that nobody here looks up.
+#[derive(Clone, Copy, Debug)]
+pub struct Here<'a> {
+    /// The folder of all files.
+    pub folder: &'a Path,
+    /// The folder of models.
+    pub models: &'a Path,
+    /// MLX as it stands.
+    pub mlx: &'a Engine,
+    /// Folders of programs, as the environment lists them.
+    pub path: Option<&'a OsStr>,
+    /// Whether a node of this home runs.
+    pub is_up: bool,
+}
+
+/// Looks at everything; takes about a second.
+pub fn checks(here: Here<'_>) -> Vec<Check> {
+    let gpus = machine::nvidia();
+    let mut checks = vec![
+        cpu(),
+        memory(),
+        disk(here.folder, here.models),
+        gpu(&gpus),
+        mlx(here.mlx),
+        python(),
+        compiler(),
+        cargo(),
+        rdma(Verbs::load().and_then(|verbs| verbs.devices())),
+        nccl(gpus.is_empty()),
+        mpi(),
+        thunderbolt(machine::thunderbolt(), &unauthorised_thunderbolt()),
+        ssh(here.path),
+        sandbox(Sandbox::Worker.tried()),
+    ];
+    checks.extend(network::checks(here.is_up));
+    checks
+}
+
+/// All checks for people.
+pub fn text(checks: &[Check]) -> String {
+    let lines: Vec<String> = checks.iter().map(line).collect();
+    lines.join("\n")
+}
+
+/// Check of the sandbox, which denies workers and templates the files and system calls that they do
+/// not need.
+fn sandbox(enforced: Enforced) -> Check {
+    let files = match enforced.files {
+        Level::Full => "Landlock",
+        Level::Part => "Landlock in part",
+        Level::Nothing => "no Landlock",
+    };
+    let calls = if enforced.calls {
+        "seccomp"
+    } else {
+        "no seccomp"
+    };
+    let found = format!("{files}, {calls}");
+    if enforced.files == Level::Nothing || !enforced.calls {
+        let found = format!("{found}: workers run with all rights of this user");
+        return Check::absent("sandbox", found);
+    }
+    Check::ok("sandbox", found)
+}
+
+/// A check, and on a second line what mends it.
+pub fn line(check: &Check) -> String {
+    let Check { name, found, .. } = check;
+    let line = format!("{name:12} {:8} {found}", check.state.mark());
+    match &check.mend {
+        Some(mend) => format!("{line}\n{:21} mend: {mend}", ""),
+        None => line,
+    }
+}
+
+fn cpu() -> Check {
+    let sets: Vec<&str> = InstructionSet::available()
+        .into_iter()
+        .map(InstructionSet::name)
+        .collect();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let found = format!("{}, {}", sets.join(", "), counted(threads, "thread"));
+    if sets.len() > 1 {
+        return Check::ok("cpu", found);
+    }
+    Check::absent(
+        "cpu",
+        format!("{found}: only portable kernels run here, slowly"),
+    )
+}
+
+fn memory() -> Check {
+    match machine::memory() {
+        Some(memory) => {
+            let free = memory.available.map(|free| format!(", {free} available"));
+            let found = format!("{}{}", memory.total, free.unwrap_or_default());
+            Check::ok("memory", found)
+        }
+        None => Check::absent("memory", "the system does not say"),
+    }
+}
+
+/// Check of the folder of all files and of the models' folder, which may be a disk of its own.
+fn disk(folder: &Path, models: &Path) -> Check {
+    for part in [folder, models] {
+        if let Some(why) = existing(part).and_then(unwritable) {
+            let found = format!("cannot write in {}: {why}", part.display());
+            let mend = "give yourself write access, or set PACELINE_HOME to a folder of your own";
+            return Check::missing("disk", found, mend);
+        }
+    }
+    let free = existing(models).and_then(|parent| free_space(parent).ok());
+    let found = match free {
+        Some(bytes) => format!(
+            "{} free in {}",
+            paceline_base::Bytes(bytes),
+            folder.display()
+        ),
+        None => format!("unknown in {}", folder.display()),
+    };
+    Check::ok("disk", found)
+}
+
+/// `folder`, or the first of its parents that exists: both are on the same file system.
+fn existing(folder: &Path) -> Option<&Path> {
+    folder.ancestors().find(|parent| parent.exists())
+}
+
+/// Why no file can be made in `folder`; a read-only file system tells nobody before.
+fn unwritable(folder: &Path) -> Option<std::io::Error> {
+    let name = format!(".paceline-doctor-{}", std::process::id());
+    let file = folder.join(name);
+    let made = File::create_new(&file).map(drop);
+    let _ = std::fs::remove_file(&file); // where it was made
+    made.err()
+}
+
+fn gpu(nvidia: &[machine::Gpu]) -> Check {
+    if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
+        return Check::ok("gpu", "Apple silicon, Metal");
+    }
+    let names = nvidia
+        .iter()
+        .map(|gpu| format!("{} with {}", gpu.name, gpu.memory));
+    let names: Vec<String> = names.collect();
+    if names.is_empty() {
+        return Check::absent(
+            "gpu",
+            "none that an engine could use (NVIDIA's driver lists none)",
+        );
+    }
+    Check::ok("gpu", names.join(", "))
+}
+
+fn mlx(engine: &Engine) -> Check {
+    let (os, arch) = (std::env::consts::OS, std::env::consts::ARCH);
+    match &engine.problem {
+        None => {
+            let backends: Vec<&str> = engine.devices.iter().map(|d| d.backend.as_str()).collect();
+            Check::ok("mlx", format!("devices: {}", backends.join(", ")))
+        }
+        Some(problem) if MlxBuild::ALL.iter().any(|build| build.exists_for(os, arch)) => {
+            Check::missing("mlx", problem, engines::mend_mlx())
+        }
+        Some(_) => Check::absent("mlx", format!("none is published for {os} on {arch}")),
+    }
+}
+
+/// A program that others need: `use_of` says for what.
+fn program(
+    name: &'static str,
+    command: &str,
+    arguments: &[&str],
+    use_of: &str,
+    mend: &str,
+) -> Check {
+    match machine::first_line(command, arguments) {
+        Some(line) => Check::ok(name, line),
+        None => Check::missing(name, format!("no {command}, which {use_of}"), mend),
+    }
+}
+
+fn python() -> Check {
+    let use_of = "fetches models and engines where the hub cannot be reached";
+    let mend = "apt install python3-pip, or brew install python";
+    program("pip", "python3", &["-m", "pip", "--version"], use_of, mend)
+}
+
+fn compiler() -> Check {
+    let mend = "apt install g++, or xcode-select --install";
+    program("c++", "c++", &["--version"], "builds MLX's C layer", mend)
+}
+
+fn cargo() -> Check {
+    let mend = "install Rust with rustup, or give `paceline engines install mlx` --sources";
+    let use_of = "fetches the sources of MLX's C layer";
+    program("cargo", "cargo", &["--version"], use_of, mend)
+}
+
+fn ssh(path: Option<&OsStr>) -> Check {
+    // `ssh -V` writes to stderr, and a client without options ends with 255.
+    let there =
+        path.is_some_and(|path| std::env::split_paths(path).any(|dir| dir.join("ssh").is_file()));
+    if there {
+        return Check::ok("ssh", "there, for `paceline launch` and `topology`");
+    }
+    let mend = "apt install openssh-client";
+    Check::missing(
+        "ssh",
+        "no ssh, which starts programs on other machines",
+        mend,
+    )
+}
+
+fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
+    const MAC: bool = cfg!(target_os = "macos");
+    match devices {
+        Ok(names) if names.is_empty() => Check::absent("rdma", "no device"),
+        Ok(_) if MAC && has_thunderbolt_bridge() => Check::doubtful(
+            "rdma",
+            "the Thunderbolt ports are one bridge, over which RDMA does not work",
+            "sudo networksetup -setnetworkserviceenabled \"Thunderbolt Bridge\" off",
+        ),
+        Ok(names) => of_ports(&names, &idle_rdma_ports()),
+        Err(error) if MAC => Check::missing(
+            "rdma",
+            error.to_string(),
+            "start into recovery and run rdma_ctl enable (macOS 26.2 or later, Thunderbolt 5)",
+        ),
+        // The library is there, and the kernel has no devices for it.
+        Err(error @ RdmaError::NoList { .. }) => Check::absent("rdma", error.to_string()),
+        Err(error) => Check::missing(
+            "rdma",
+            error.to_string(),
+            "apt install libibverbs1 ibverbs-providers",
+        ),
+    }
+}
+
+/// Check of devices, some ports of which carry nothing.
+fn of_ports(names: &[String], idle: &[String]) -> Check {
+    match idle {
+        [] => Check::ok("rdma", names.join(", ")),
+        idle => Check::doubtful(
+            "rdma",
+            format!("{}; idle: {}", names.join(", "), idle.join(", ")),
+            "plug the cable in, and `sudo ip link set IF up` for its interface, which `rdma link` names",
+        ),
+    }
+}
+
+fn nccl(no_gpu: bool) -> Check {
+    if no_gpu {
+        return Check::absent("nccl", "no NVIDIA GPU");
+    }
+    match nccl::check(&Libraries::default()) {
+        Ok(()) => Check::ok("nccl", "there"),
+        Err(error) => Check::missing("nccl", error.to_string(), "apt install libnccl2"),
+    }
+}
+
+fn mpi() -> Check {
+    // Starting MPI outside of mpirun may print, and ends badly in containers: mpirun is asked.
+    match machine::first_line("mpirun", &["--version"]) {
+        Some(line) => Check::ok(
+            "mpi",
+            format!("{line}, for `paceline launch --backend mpi`"),
+        ),
+        None => Check::missing(
+            "mpi",
+            "no mpirun",
+            "apt install openmpi-bin, or brew install open-mpi",
+        ),
+    }
+}
+
+/// `refused`: devices at a cable that this machine does not let in.
+fn thunderbolt(ports: usize, refused: &[String]) -> Check {
+    if ports == 0 {
+        return Check::absent("thunderbolt", "no port");
+    }
+    if let [device, ..] = refused {
+        return Check::doubtful(
+            "thunderbolt",
+            format!("device {device} is not authorised"),
+            format!("boltctl enroll {device}"),
+        );
+    }
+    Check::ok(
+        "thunderbolt",
+        format!("{ports} ports; `paceline topology` shows the cables"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_comes_with_what_mends_it() {
+        let checks = [
+            Check::ok("cpu", "avx2"),
+            Check::absent("gpu", "none"),
+            Check::missing("mpi", "no mpirun", "apt install openmpi-bin"),
+        ];
+        assert_eq!(
+            text(&checks),
+            "cpu          ok       avx2\n\
+             gpu          -        none\n\
+             mpi          missing  no mpirun\n                      mend: apt install openmpi-bin"
+        );
+    }
+
+    #[test]
+    fn folders_that_take_no_file_are_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(unwritable(folder.path()).is_none());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert!(unwritable(Path::new("/nonexistent")).is_some());
+        // The kernel's own folder takes no files, not even root's.
+        #[cfg(target_os = "linux")]
+        assert!(unwritable(Path::new("/proc")).is_some());
+    }
+
+    #[test]
+    fn a_disk_is_ok_where_all_of_the_store_takes_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let later = folder.path().join("later/models");
+        assert_eq!(disk(folder.path(), &later).state, State::Ok);
+        #[cfg(target_os = "linux")]
+        for (folder, models) in [
+            (folder.path(), "/proc"),
+            (Path::new("/proc"), "/proc/models"),
+        ] {
+            let check = disk(folder, Path::new(models));
+            assert_eq!(check.state, State::Missing, "{models}");
+            assert!(check.found.contains("cannot write in /proc:"), "{check:?}");
+        }
+    }
+
+    #[test]
+    fn devices_make_the_difference() {
+        assert_eq!(rdma(Ok(vec![])).state, State::Absent);
+        assert!(rdma(Ok(vec!["mlx5_0".into()])).found.starts_with("mlx5_0"));
+        assert_eq!(
+            of_ports(&["mlx5_0".into()], &["mlx5_0 port 1: DOWN".into()]).state,
+            State::Doubtful
+        );
+        assert_eq!(of_ports(&["mlx5_0".into()], &[]).state, State::Ok);
+        assert_eq!(thunderbolt(0, &[]).state, State::Absent);
+        assert_eq!(thunderbolt(2, &[]).state, State::Ok);
+        let refused = thunderbolt(2, &["c0ffee".to_owned()]);
+        assert_eq!(refused.mend.as_deref(), Some("boltctl enroll c0ffee"));
+        assert_eq!(nccl(true).state, State::Absent);
+        let none = program("x", "/nonexistent/x", &[], "does it", "get it");
+        assert_eq!(
+            (none.state, none.mend.as_deref()),
+            (State::Missing, Some("get it"))
+        );
+    }
+}

@@ -1,0 +1,176 @@
+//! What computes here: paceline's own engine and MLX.
+
+use std::path::PathBuf;
+
+use paceline_base::{Bytes, counted};
+use paceline_cluster::machine;
+use paceline_mlx::{Device, Library, Places};
+use paceline_store::{MLX_VERSION, MlxBuild};
+use paceline_tensor::InstructionSet;
+use serde::Serialize;
+
+/// An engine as it stands here.
+#[derive(Debug, Serialize)]
+pub struct Engine {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// Whether it can compute.
+    pub ready: bool,
+    /// Of paceline, or of MLX.
+    pub version: String,
+    /// The library that was opened, or `None` where there is none.
+    pub library: Option<PathBuf>,
+    /// Its devices.
+    pub devices: Vec<DeviceRow>,
+    /// Why it is not ready.
+    pub problem: Option<String>,
+}
+
+/// A device of an engine.
+#[derive(Debug, Serialize)]
+pub struct DeviceRow {
+    /// `cpu` or `gpu`.
+    pub kind: &'static str,
+    /// What computes: an instruction set, `metal`, `cuda`, `cpu`.
+    pub backend: String,
+    /// Its own name.
+    pub name: Option<String>,
+    /// What a model may fill.
+    pub memory_bytes: Option<u64>,
+}
+
+/// The command that brings MLX here.
+pub const fn mend_mlx() -> &'static str {
+    "`paceline engines install mlx` fetches MLX and builds its C layer"
+}
+
+/// paceline's own engine, which is always there.
+pub fn cpu() -> Engine {
+    let best = InstructionSet::available().pop();
+    let memory = machine::memory();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    Engine {
+        name: "cpu",
+        ready: true,
+        version: env!("CARGO_PKG_VERSION").into(),
+        library: None,
+        devices: vec![DeviceRow {
+            kind: "cpu",
+            backend: best.map_or("scalar", InstructionSet::name).into(),
+            name: Some(counted(cores, "thread")),
+            memory_bytes: memory.map(|memory| memory.available.unwrap_or(memory.total).0),
+        }],
+        problem: None,
+    }
+}
+
+/// MLX, opened from the first of `places` that has it.
+pub fn mlx(places: &Places) -> Engine {
+    let engine = |version, library, devices, problem: Option<String>| Engine {
+        name: "mlx",
+        ready: problem.is_none(),
+        version,
+        library,
+        devices,
+        problem,
+    };
+    let library = match Library::open(places) {
+        Ok(library) => library,
+        Err(error) => {
+            let problem = Some(error.to_string());
+            return engine(MLX_VERSION.into(), None, Vec::new(), problem);
+        }
+    };
+    let devices = [Device::Cpu, Device::Gpu].map(|device| device_row(&library, device));
+    let found: Vec<DeviceRow> = devices.into_iter().flatten().collect();
+    let problem = found.is_empty().then(|| "mlx: no device works".to_owned());
+    let path = Some(library.path().to_owned());
+    engine(library.version().to_owned(), path, found, problem)
+}
+
+/// A device, if there is one of its kind that can be used.
+fn device_row(library: &Library, device: Device) -> Option<DeviceRow> {
+    if !library.has(device).ok()? {
+        return None;
+    }
+    let stream = library.stream(device).ok()?;
+    Some(DeviceRow {
+        kind: device.name(),
+        backend: library.backend(device).ok()?.into(),
+        name: stream.device_name(),
+        memory_bytes: stream.available().ok().map(|bytes| bytes.0),
+    })
+}
+
+/// All engines for people.
+pub fn text(engines: &[Engine]) -> String {
+    let mut lines = Vec::new();
+    for engine in engines {
+        let place = engine.library.as_ref();
+        let place = place.map_or_else(String::new, |path| format!("  {}", path.display()));
+        let state = if engine.ready { "ready" } else { "not here" };
+        lines.push(format!(
+            "{:4} {:8} {state}{place}",
+            engine.name, engine.version
+        ));
+        for device in &engine.devices {
+            let name = device.name.as_deref().unwrap_or("");
+            let memory = device
+                .memory_bytes
+                .map_or_else(|| "?".into(), |n| Bytes(n).to_string());
+            lines.push(format!(
+                "     {:3}  {:12} {memory:>10}  {name}",
+                device.kind, device.backend
+            ));
+        }
+        lines.extend(
+            engine
+                .problem
+                .iter()
+                .map(|problem| format!("     {problem}")),
+        );
+    }
+    lines.join("\n")
+}
+
+/// The build of MLX for a system, `cuda` telling the version of its driver; `None` where none is
+/// published.
+pub fn choose(os: &str, arch: &str, cuda: impl FnOnce() -> Option<u32>) -> Option<MlxBuild> {
+    if MlxBuild::Metal.exists_for(os, arch) {
+        return Some(MlxBuild::Metal);
+    }
+    if !MlxBuild::Cpu.exists_for(os, arch) {
+        return None;
+    }
+    Some(match cuda() {
+        Some(13..) => MlxBuild::Cuda13,
+        Some(12) => MlxBuild::Cuda12,
+        _ => MlxBuild::Cpu,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_build_follows_the_machine() {
+        let none = || None;
+        for (os, arch, cuda, build) in [
+            ("macos", "aarch64", None, MlxBuild::Metal),
+            ("linux", "x86_64", None, MlxBuild::Cpu),
+            ("linux", "aarch64", Some(11), MlxBuild::Cpu),
+            ("linux", "x86_64", Some(12), MlxBuild::Cuda12),
+            ("linux", "x86_64", Some(13), MlxBuild::Cuda13),
+            ("linux", "x86_64", Some(14), MlxBuild::Cuda13),
+        ] {
+            assert_eq!(
+                choose(os, arch, || cuda).unwrap(),
+                build,
+                "{os} {arch} {cuda:?}"
+            );
+        }
+        assert!(choose("macos", "x86_64", none).is_none());
+        assert!(choose("linux", "riscv64", none).is_none());
+    }
+}

@@ -1,0 +1,70 @@
+//! Machines of the cluster that compute for a command beside this one.
+
+use std::path::Path;
+use std::time::Duration;
+
+use paceline_cluster::nodes::agent::local;
+use serde_json::{Value, json};
+
+/// For the node to answer a question.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// A machine that starts workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// The id of its node.
+    pub id: String,
+    /// Its name for people.
+    pub name: String,
+    /// Whether it is this machine.
+    pub is_own: bool,
+}
+
+/// `count` machines of the cluster, this one first; `None` where no node of `home` runs here that
+/// starts workers, or the cluster has fewer machines of this build.
+///
+/// # Errors
+/// The error of this machine's node.
+pub fn found(home: &Path, count: usize) -> Result<Option<Vec<Machine>>, local::Error> {
+    let ask = |command| local::ask(home, command, json!({}), ANSWER_LIMIT, |_| {});
+    let told = match ask("nodes") {
+        Err(local::Error::NotUp) => return Ok(None),
+        told => told?,
+    };
+    // A node that serves a fixed model (`up MODEL`) starts no workers, and has no store.
+    let Ok(stores) = ask("stores") else {
+        return Ok(None);
+    };
+    let stores = stores["nodes"].as_array().cloned().unwrap_or_default();
+    let starts_workers = |node: &Value| {
+        let mut stores = stores.iter();
+        stores.any(|it| it["node"] == node["name"] && it["problem"].is_null())
+    };
+    let all = told["nodes"].as_array().cloned().unwrap_or_default();
+    let own = all.iter().find(|node| node["found_by"] == "self").cloned();
+    let Some(own) = own else { return Ok(None) };
+    let fits = |node: &&Value| {
+        let same = ["build", "numerics"]
+            .iter()
+            .all(|fact| node[*fact] == own[*fact]);
+        node["state"] == "alive" && same && node["leaving"] != true && starts_workers(node)
+    };
+    let mut found: Vec<Machine> = all
+        .iter()
+        .filter(fits)
+        .map(|node| {
+            let text = |key: &str| node[key].as_str().unwrap_or_default().to_owned();
+            Machine {
+                id: text("id"),
+                name: text("name"),
+                is_own: node["found_by"] == "self",
+            }
+        })
+        .collect();
+    found.sort_by_key(|machine| (!machine.is_own, machine.id.clone()));
+    if found.len() < count {
+        return Ok(None);
+    }
+    found.truncate(count);
+    Ok(Some(found))
+}

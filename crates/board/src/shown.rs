@@ -1,0 +1,154 @@
+//! Facts about one model, for people and as JSON.
+
+use paceline_base::Bytes;
+use paceline_formats::chat::{ChatTemplate, Error as ChatError};
+use paceline_model::{Config, Source};
+use paceline_plan::ModelShape;
+use paceline_store::{Catalogue, Entry, Found, Kind, State, quant_of_name, usual_name};
+use serde_json::{Value, json};
+
+/// Facts in the order in which they are shown.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    lines: Vec<(&'static str, String)>,
+    json: serde_json::Map<String, Value>,
+}
+
+impl Facts {
+    /// Of a model of this name.
+    pub fn new(name: &str) -> Self {
+        let mut facts = Self {
+            lines: Vec::new(),
+            json: serde_json::Map::new(),
+        };
+        facts.add("name", name, json!(name));
+        facts
+    }
+
+    fn add(&mut self, name: &'static str, text: impl Into<String>, value: Value) {
+        self.lines.push((name, text.into()));
+        self.json.insert(name.replace(' ', "_"), value);
+    }
+
+    fn text_fact(&mut self, name: &'static str, text: impl Into<String>) {
+        let text = text.into();
+        self.add(name, text.clone(), json!(text));
+    }
+
+    /// The key of the JSON object says the unit.
+    fn bytes(&mut self, name: &'static str, bytes: Bytes) {
+        self.lines.push((name, bytes.to_string()));
+        let key = format!("{}_bytes", name.replace(' ', "_"));
+        self.json.insert(key, json!(bytes.0));
+    }
+
+    fn number(&mut self, name: &'static str, number: impl Into<u64>) {
+        let number = number.into();
+        self.add(name, number.to_string(), json!(number));
+    }
+
+    /// What the catalogues say about the name that was asked for.
+    #[must_use]
+    pub fn with_names(mut self, asked: &str) -> Self {
+        if let Some(model) = Catalogue::BUILTIN.find(asked) {
+            self.text_fact("about", model.about);
+            self.text_fact(
+                "licence",
+                format!("{}, {}", model.licence, model.licence_url),
+            );
+        }
+        if let Some(usual) = usual_name(asked) {
+            let checked = usual.checked.is_some();
+            let mark = if checked { "" } else { ", not verified here" };
+            let mut hub = format!("{}{mark}", usual.hub);
+            if let Some(architecture) = &usual.uncomputed {
+                hub += &format!("; this version does not compute {architecture} models");
+            }
+            self.add("hub", hub, json!({ "id": usual.hub, "checked": checked }));
+        }
+        self
+    }
+
+    /// A line for each.
+    pub fn text(&self) -> String {
+        let line = |(name, text): &(&str, String)| format!("{name:22} {text}");
+        self.lines.iter().map(line).collect::<Vec<_>>().join("\n")
+    }
+
+    /// All as one object.
+    pub fn json(self) -> Value {
+        Value::Object(self.json)
+    }
+
+    /// A model that is not here, of so many bytes where they are known.
+    pub fn add_download(&mut self, bytes: Option<Bytes>) {
+        self.add("state", "not pulled", json!("not pulled"));
+        if let Some(bytes) = bytes {
+            self.bytes("file", bytes);
+        }
+    }
+
+    /// Where its files are, and from where they came.
+    pub fn add_files(&mut self, found: &Found, entry: Option<&Entry>) {
+        self.text_fact("path", found.path.display().to_string());
+        let file = found
+            .path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned());
+        let quant = file
+            .as_deref()
+            .and_then(quant_of_name)
+            .map(str::to_uppercase);
+        let kind = match found.kind {
+            Kind::Gguf => "GGUF",
+            Kind::Safetensors => "safetensors",
+        };
+        let quant = quant.map_or(String::new(), |quant| format!(" {quant}"));
+        self.text_fact("type", format!("{kind}{quant}"));
+        if let Some(State::Complete { source, .. }) = entry.map(|entry| &entry.state) {
+            self.text_fact("source", source.clone());
+        }
+    }
+
+    /// Bytes of its files.
+    pub fn add_size(&mut self, bytes: Bytes) {
+        self.bytes("file", bytes);
+    }
+
+    /// Whether it was made for chats, by its template.
+    pub fn add_template(&mut self, template: Option<Result<ChatTemplate, ChatError>>) {
+        let (text, value) = match template {
+            Some(Ok(_)) => ("yes".to_owned(), json!(true)),
+            None => ("no: it completes text".to_owned(), json!(false)),
+            Some(Err(error)) => (format!("cannot be used: {error}"), json!(false)),
+        };
+        self.add("chats", text, value);
+    }
+
+    /// Its shape.
+    pub fn add_shape(&mut self, shape: &ModelShape) {
+        let (all, active) = (shape.params(), shape.active_params());
+        let mut text = format!("{:.2} billion", all / 1e9);
+        if shape.moe.is_some() {
+            text += &format!(", {:.2} billion for a token", active / 1e9);
+        }
+        self.add("parameters", text, json!(all as u64));
+        self.number("layers", shape.layers);
+        self.number("width", shape.width);
+        self.number("vocabulary", shape.vocab);
+        let token = Bytes(shape.kv_bytes_per_token() as u64);
+        self.bytes("cache of a token", token);
+    }
+
+    /// What the engine needs, where it can compute the model at all.
+    pub fn add_config(&mut self, source: &Source) {
+        match Config::read(source) {
+            Ok(config) => {
+                self.text_fact("family", config.family.name());
+                self.number("trained context", config.context as u64);
+                self.add("computes here", "yes", json!(true));
+            }
+            Err(error) => self.add("computes here", format!("no: {error}"), json!(false)),
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! Tables for people of what a node tells: machines, their ways, models, instances, placements.
+//!
+//! Each takes the JSON of a command and gives lines. Text of others is made harmless.
+
+use paceline_base::{Bytes, printable};
+use serde_json::Value;
+
+/// Ways between nodes that are listed at most: those of four nodes with two interfaces.
+const WAYS_MAX: usize = 24;
+
+/// A heading and a line for each node, then the measured ways between them.
+pub fn nodes(nodes: &Value) -> Vec<String> {
+    let mut lines = aligned(&rows(nodes));
+    lines.extend(ways(nodes));
+    lines
+}
+
+/// A heading and a line for each instance.
+pub fn instances(all: &Value) -> Vec<String> {
+    let heading = ["MODEL", "STATE", "NODES", "EPOCH", "ID"].map(str::to_owned);
+    let row = |it: &Value| {
+        let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
+        let epoch = it["epoch"].to_string();
+        [label(it), state(it), names(&it["nodes"]), epoch, text("id")]
+    };
+    let rows: Vec<[String; 5]> = std::iter::once(heading)
+        .chain(all.as_array().into_iter().flatten().map(row))
+        .collect();
+    aligned(&rows)
+}
+
+/// A heading, and a line for each placement.
+pub fn proposals(preview: &Value) -> Vec<String> {
+    let heading = ["NODES", "SPLIT", "TOKENS/S", "FIRST TOKEN", "FITS"].map(str::to_owned);
+    let row = |it: &Value| {
+        let number = |name: &str, unit: &str| match it[name].as_f64() {
+            Some(value) => format!("{value:.1}{unit}"),
+            None => "-".to_owned(),
+        };
+        let fits = if it["fits"] == true { "yes" } else { "no" };
+        let replicas = it["replicas"].as_array().into_iter().flatten();
+        let replicas: Vec<String> = replicas.map(names).collect();
+        let nodes = match replicas.is_empty() {
+            true => names(&it["nodes"]),
+            false => replicas.join(" + "),
+        };
+        [
+            nodes,
+            it["split"].as_str().unwrap_or_default().to_owned(),
+            number("decode_tok_s", ""),
+            number("ttft_ms", " ms"),
+            fits.to_owned(),
+        ]
+    };
+    let placements = preview["placements"].as_array().into_iter().flatten();
+    let rows: Vec<_> = std::iter::once(heading)
+        .chain(placements.map(row))
+        .collect();
+    aligned(&rows)
+}
+
+/// Where which parts of which models lie, and what each disk has room for.
+pub fn stores(told: &Value) -> Vec<String> {
+    let heading = ["MODEL", "NODE", "HERE", "SIZE", "KIND"].map(str::to_owned);
+    let mut rows = vec![heading];
+    let mut notes = Vec::new();
+    for store in told["nodes"].as_array().into_iter().flatten() {
+        let node = printable(store["node"].as_str().unwrap_or_default()).into_owned();
+        let models = store["models"].as_array().into_iter().flatten();
+        rows.extend(models.map(|it| part(&node, it)));
+        notes.push(space(&node, store));
+    }
+    rows[1..].sort();
+    let mut lines = aligned(&rows);
+    lines.extend(notes);
+    lines
+}
+
+fn part(node: &str, model: &Value) -> [String; 5] {
+    let number = |name: &str| model[name].as_u64().unwrap_or(0);
+    let (bytes, here) = (number("bytes"), number("here_bytes"));
+    let kind = match (model["is_copy"] == true, model["is_loaded"] == true) {
+        (false, false) => "pulled",
+        (false, true) => "pulled, in use",
+        (true, false) => "copy",
+        (true, true) => "copy, in use",
+    };
+    let here = match here >= bytes {
+        true => "all".to_owned(),
+        false => format!("{} %", here * 100 / bytes.max(1)),
+    };
+    let name = printable(model["name"].as_str().unwrap_or_default()).into_owned();
+    let size = Bytes(bytes).to_string();
+    [name, node.to_owned(), here, size, kind.to_owned()]
+}
+
+/// What a node's disk has room for, or why that is not known.
+fn space(node: &str, store: &Value) -> String {
+    if let Some(problem) = store["problem"].as_str() {
+        return format!("{node}: {}", printable(problem));
+    }
+    let free = store["free_bytes"].as_u64().map(Bytes);
+    let free = free.map_or_else(|| "unknown space".to_owned(), |free| free.to_string());
+    match store["budget_bytes"].as_u64() {
+        Some(budget) => format!("{node}: {free} free, disk budget {}", Bytes(budget)),
+        None => format!("{node}: {free} free"),
+    }
+}
+
+/// A model's name, with the replica's number where it has several.
+pub fn label(it: &Value) -> String {
+    let model = printable(it["model"].as_str().unwrap_or_default());
+    let replica = &it["replica"];
+    match (replica["number"].as_u64(), replica["of"].as_u64()) {
+        (Some(number), Some(of)) => format!("{model} replica {number}/{of}"),
+        _ => model.into_owned(),
+    }
+}
+
+/// Names of nodes for people.
+pub fn names(nodes: &Value) -> String {
+    let names = nodes.as_array().into_iter().flatten();
+    let names: Vec<_> = names
+        .filter_map(Value::as_str)
+        .map(|name| printable(name).into_owned())
+        .collect();
+    names.join(", ")
+}
+
+/// How an instance is, with how far or why.
+fn state(it: &Value) -> String {
+    let state = it["state"].as_str().unwrap_or_default();
+    if let Some(reason) = it["reason"].as_str() {
+        return format!("{state}: {}", printable(reason));
+    }
+    match (it["progress"][0].as_u64(), it["progress"][1].as_u64()) {
+        (Some(done), Some(of)) if of > 0 => format!("{state} {} %", done * 100 / of),
+        _ => state.to_owned(),
+    }
+}
+
+/// Rows as lines with columns of one width.
+pub fn aligned<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..N).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |row: &[String; N]| {
+        let cells = row.iter().zip(&widths);
+        let cells: Vec<String> = cells.map(|(cell, n)| format!("{cell:n$}")).collect();
+        cells.join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
+}
+
+/// The measured ways of every pair below a heading; only those of this machine, which is the first,
+/// where there are many. None without another machine.
+fn ways(nodes: &Value) -> Vec<String> {
+    let of = |node: &Value| -> Vec<[String; 6]> {
+        let from = printable(node["name"].as_str().unwrap_or_default()).into_owned();
+        let paths = node["paths"].as_array().into_iter().flatten();
+        paths.map(|path| way(&from, path)).collect()
+    };
+    let nodes = nodes.as_array().map_or(&[][..], Vec::as_slice);
+    let mut rows: Vec<_> = nodes.iter().flat_map(of).collect();
+    if rows.len() > WAYS_MAX {
+        rows = nodes.first().map(of).unwrap_or_default();
+    }
+    if rows.is_empty() {
+        return Vec::new();
+    }
+    let heading = ["FROM", "TO", "INTERFACE", "ADDRESS", "LATENCY", "BANDWIDTH"];
+    rows.insert(0, heading.map(str::to_owned));
+    let mut lines = vec![String::new()];
+    lines.extend(aligned(&rows));
+    lines
+}
+
+fn way(from: &str, path: &Value) -> [String; 6] {
+    let text = |name: &str| printable(path[name].as_str().unwrap_or_default()).into_owned();
+    let latency = path["latency_us"].as_u64().unwrap_or(0) as f64 / 1000.0;
+    let rate = path["bytes_per_s"].as_u64();
+    let rate = rate.map_or("-".to_owned(), |rate| {
+        format!("{:.0} MB/s", rate as f64 / 1e6)
+    });
+    let (latency, rate) = match (path["up"] == true, path["preferred"] == true) {
+        (true, true) => (format!("{latency:.2} ms"), format!("{rate}  used")),
+        (true, false) => (format!("{latency:.2} ms"), rate),
+        (false, _) => ("down".to_owned(), rate),
+    };
+    [
+        from.to_owned(),
+        text("to_name"),
+        text("interface"),
+        text("remote"),
+        latency,
+        rate,
+    ]
+}
+
+fn rows(nodes: &Value) -> Vec<[String; 7]> {
+    let heading = [
+        "NAME", "ID", "STATE", "FOUND BY", "MEMORY", "CORES", "CLASS",
+    ];
+    let row = |node: &Value| {
+        let text = |name: &str| printable(node[name].as_str().unwrap_or_default()).into_owned();
+        let memory = node["memory_bytes"].as_u64().unwrap_or(0);
+        [
+            text("name"),
+            text("id").chars().take(8).collect(),
+            text("state"),
+            text("found_by"),
+            Bytes(memory).to_string(),
+            node["cores"].to_string(),
+            text("kernel_class"),
+        ]
+    };
+    let nodes = nodes.as_array().into_iter().flatten();
+    std::iter::once(heading.map(str::to_owned))
+        .chain(nodes.map(row))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn parts_and_space_are_told_by_node() {
+        let told = json!({ "nodes": [
+            { "node": "mini", "free_bytes": 5_000_000_000_u64, "budget_bytes": null,
+              "problem": null, "models": [
+                { "name": "qwen", "bytes": 300, "here_bytes": 100, "is_copy": true,
+                  "is_loaded": true },
+                { "name": "ada", "bytes": 7, "here_bytes": 7 } ] },
+            { "node": "old", "models": [], "problem": "it does not answer" } ] });
+        let lines = stores(&told);
+        assert!(lines[0].starts_with("MODEL"), "{lines:?}");
+        assert!(
+            lines[1].starts_with("ada ") && lines[1].contains(" all "),
+            "{lines:?}"
+        );
+        assert!(
+            lines[2].contains(" 33 % ") && lines[2].ends_with("copy, in use"),
+            "{lines:?}"
+        );
+        assert!(
+            lines[3].starts_with("mini: ") && lines[3].ends_with(" free"),
+            "{lines:?}"
+        );
+        assert_eq!(lines[4], "old: it does not answer");
+    }
+}

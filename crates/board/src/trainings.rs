@@ -1,0 +1,115 @@
+//! What a training would take: machines as trainings see them, and the forecast for people.
+
+use std::time::Instant;
+
+use paceline_base::Bytes;
+use paceline_cluster::machine;
+use paceline_cluster::telemetry::Sampler;
+use paceline_plan::Cluster;
+use paceline_tensor::Kernels;
+use paceline_train::{Change, Forecast, Machine, measured_flops};
+use serde_json::{Value, json};
+
+/// Share of quoted rates that training reaches: training.md's assumption for Apple's GPUs, 11 of 28
+/// Tflop/s. Measured rates count in full.
+const REACHED: f64 = 0.4;
+
+/// What a training takes as one object; `would_fit` where it does not fit.
+pub fn json(
+    said: &Forecast,
+    machines: &[Machine],
+    steps: Option<u64>,
+    would_fit: Option<Vec<String>>,
+) -> Value {
+    json!({
+        "numbers": said.numbers,
+        "memory_bytes": said.memory_bytes,
+        "step_flop": said.step_flop,
+        "exchange_bytes": said.exchange_bytes,
+        "machine_flops": machines.iter().map(|machine| machine.flops).sum::<f64>(),
+        "step_s": said.step_s,
+        "exchange_s": said.exchange_s,
+        "tokens_s": said.tokens_s,
+        "joules": said.joules,
+        "usd_per_million_tokens": said.usd_per_million,
+        "training_s": steps.map(|steps| steps as f64 * said.step_s),
+        "fits": would_fit.is_none(),
+        "would_fit": would_fit,
+    })
+}
+
+/// What a training takes, for people: steps of so many tokens, over `nodes` processes.
+pub fn report(said: &Forecast, tokens: usize, steps: Option<u64>, nodes: usize) -> String {
+    let mut text = format!(
+        "trained    {} numbers\nmemory     {} a process, {nodes} processes\nstep       {:.2} s for \
+         {tokens} tokens: {:.0} tokens/s ({:.0} Gflop)\nexchanged  {} a step, {:.2} s",
+        said.numbers,
+        Bytes(said.memory_bytes),
+        said.step_s,
+        said.tokens_s,
+        said.step_flop / 1e9,
+        Bytes(said.exchange_bytes),
+        said.exchange_s,
+    );
+    if let Some(joules) = said.joules {
+        let each = joules / tokens.max(1) as f64;
+        text += &format!("\nenergy     {joules:.0} J a step, {each:.2} J a token");
+    }
+    if let Some(usd) = said.usd_per_million {
+        text += &format!("\ncost       {usd:.2} USD a million tokens");
+    }
+    if let Some(steps) = steps {
+        let hours = steps as f64 * said.step_s / 3600.0;
+        text += &format!("\ntraining   {hours:.2} hours for {steps} steps");
+    }
+    text
+}
+
+/// What would fit, a sentence each.
+pub fn told(changes: &[Change]) -> Vec<String> {
+    let of = |change: &Change| match change {
+        Change::Qlora => "it fits with --method qlora".to_owned(),
+        Change::Row(tokens) => format!("it fits with --row {tokens}"),
+        Change::Rank(rank) => format!("it fits with --rank {rank}"),
+        Change::OneProcess => "it fits with one process on each machine".to_owned(),
+        Change::Stages(stages) => {
+            format!("it fits with --stages {stages} on {stages} machines like the largest")
+        }
+    };
+    changes.iter().map(of).collect()
+}
+
+/// This machine, measured with `kernels` on all of its cores; `watts` where they are known.
+pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> Machine {
+    let start = Instant::now();
+    let mut sampler = Sampler::new("/");
+    let _ = sampler.sample(start.elapsed()); // power is told from the second sample on
+    let flops = measured_flops(kernels, &|| start.elapsed().as_secs_f64());
+    let measured = sampler.sample(start.elapsed()).watts();
+    let room = machine::memory().map_or(u64::MAX, |memory| memory.total.0);
+    Machine {
+        name: "this machine".to_owned(),
+        memory_bytes: room,
+        flops,
+        watts: watts.or(measured),
+        processes,
+    }
+}
+
+/// The machines of a cluster, a process each, and bytes a second of its slowest link.
+pub fn of_cluster(cluster: &Cluster) -> (Vec<Machine>, Option<f64>) {
+    let machine = |node: &paceline_plan::Node| {
+        let rate = node.rates.map_or(0.0, |rates| rates.matmul);
+        Machine {
+            name: node.name.clone(),
+            memory_bytes: node.budget() as u64,
+            flops: if node.measured { rate } else { REACHED * rate },
+            watts: node.load_w,
+            processes: 1,
+        }
+    };
+    let links = cluster.links.iter().map(|link| link.beta);
+    let slowest = links.fold(f64::INFINITY, f64::min);
+    let machines = cluster.nodes.iter().map(machine).collect();
+    (machines, slowest.is_finite().then_some(slowest))
+}

@@ -1,0 +1,287 @@
+//! A cluster of nodes on this machine, broken on purpose while it answers.
+//!
+//! Each round sends the same requests, spread over all nodes. At a moment that the seed chooses a
+//! fault hits one of these, and sometimes a second fault another. A client whose node is gone goes
+//! on at the next. Every answer is compared with the answer of an undisturbed round.
+//!
+//! - [`Chaos`]: the rounds, one by one; [`Plan`]: their settings.
+//! - [`Fault`]: what happens to a node; [`faults`]: those that this system allows.
+//! - [`Report`]: all rounds, as text and as JSON.
+//! - [`Error`].
+//!
+//! Nodes are processes of the program `paceline`. The crate prints nothing: lines for people go to
+//! a [`Tell`].
+
+mod cluster;
+mod error;
+mod faults;
+mod memory;
+mod report;
+mod spaces;
+mod streams;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::printable;
+use paceline_model::SplitKind;
+
+use cluster::Cluster;
+use error::Context as _;
+use faults::Round;
+use report::Seen;
+use streams::{Answer, Door, KINDS, Request};
+
+pub use error::Error;
+pub use faults::{Fault, of as faults};
+pub use report::Report;
+
+/// Takes lines for people; must not block.
+pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// Wait for an instance to answer again after a round: a model's load and a node's return.
+const HEAL_LIMIT: Duration = Duration::from_secs(120);
+
+/// The program `paceline`.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Its path as this process knows it: a link of the kernel's, where there is one.
+    pub own: PathBuf,
+    /// Its file, for programs between this process and a node.
+    pub file: PathBuf,
+}
+
+/// Settings of all rounds.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Nodes of the cluster, two or more.
+    pub nodes: usize,
+    /// How the model is cut.
+    pub split: SplitKind,
+    /// Threads of each node.
+    pub threads: u16,
+    /// Requests that are answered at the same time.
+    pub streams: u16,
+    /// Tokens of each answer.
+    pub tokens: u32,
+    /// Rounds that are played.
+    pub rounds: u32,
+    /// First round of the seed's schedule that is played.
+    pub from: u32,
+    /// Chooses faults, victims and moments.
+    pub seed: u64,
+    /// Faults to choose from, as [`faults`] gives them.
+    pub faults: Vec<Fault>,
+    /// Further copies of each node's part that wait packed on another one.
+    pub spare: u16,
+    /// Whether each node has a network and a disk of its own.
+    pub namespaces: bool,
+}
+
+/// A cluster with the rounds that are still to come. It ends when this is dropped, and with the
+/// thread that made it.
+pub struct Chaos {
+    cluster: Cluster,
+    /// Requests with the answers of an undisturbed round.
+    known: Vec<(Request, Answer)>,
+    /// Rounds by number.
+    rounds: VecDeque<(usize, Round)>,
+    /// Requests of a round.
+    streams: usize,
+    report: Report,
+}
+
+impl fmt::Debug for Chaos {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Chaos");
+        shown.field("rounds", &self.rounds);
+        shown.field("report", &self.report).finish_non_exhaustive()
+    }
+}
+
+impl Chaos {
+    /// Starts a cluster of `plan`, loads `model` over it, and notes its undisturbed answers.
+    ///
+    /// # Errors
+    /// A cluster that cannot be made, or an answer that fails without a fault.
+    pub fn start(plan: &Plan, model: &Path, program: Program, tell: Tell) -> Result<Self, Error> {
+        let tell: Tell = Arc::new(move |what| tell(&format!("chaos: {what}")));
+        let space = plan.namespaces.then(|| disk_bytes(model)).transpose()?;
+        let mut cluster = Cluster::start(plan.nodes, space, program, tell.clone())?;
+        cluster.load(model, plan.split, (plan.threads, plan.streams, plan.spare))?;
+        let streams = usize::from(plan.streams);
+        let requests = Request::several(streams.max(KINDS), plan.tokens);
+        let known = undisturbed(&cluster, &requests, streams, &tell)?;
+        let all = plan.from.saturating_add(plan.rounds);
+        let rounds = faults::schedule(plan.seed, all, &plan.faults, plan.tokens);
+        let rounds = rounds.into_iter().enumerate().skip(plan.from as usize);
+        Ok(Self {
+            cluster,
+            known,
+            rounds: rounds.collect(),
+            streams,
+            report: Report::new(plan.seed, plan.nodes),
+        })
+    }
+
+    /// Plays the next round: its line for people, or `None` after the last. Wants [`heal`] before
+    /// the round that follows.
+    ///
+    /// # Errors
+    /// A fault that cannot be made.
+    ///
+    /// [`heal`]: Self::heal
+    pub fn round(&mut self) -> Result<Option<String>, Error> {
+        let Some((number, round)) = self.rounds.pop_front() else {
+            return Ok(None);
+        };
+        // Other kinds of requests each round.
+        let (known, streams) = (&self.known, self.streams);
+        let turn = known.iter().cycle().skip(number * streams % known.len());
+        let (requests, right): (Vec<_>, Vec<_>) = turn.take(streams).cloned().unzip();
+        let seen = play(&mut self.cluster, round, &requests, &right)?;
+        let line = self.report.line(&seen);
+        self.report.add(seen);
+        Ok(Some(line))
+    }
+
+    /// Takes the faults back and waits until all nodes compute the model again.
+    ///
+    /// # Errors
+    /// A cluster that does not come back.
+    pub fn heal(&mut self) -> Result<(), Error> {
+        self.cluster.heal(HEAL_LIMIT)
+    }
+
+    /// The rounds that were played.
+    pub const fn report(&self) -> &Report {
+        &self.report
+    }
+}
+
+/// Bytes of a node's disk: its model twice over, and what else a node writes.
+fn disk_bytes(model: &Path) -> Result<u64, Error> {
+    let model = std::fs::metadata(model).context("cannot look at the model")?;
+    Ok(2 * model.len() + (192 << 20))
+}
+
+/// The requests with the answers that come without faults, `streams` at a time. Those that this
+/// model does not answer are left out.
+fn undisturbed(
+    cluster: &Cluster,
+    requests: &[Request],
+    streams: usize,
+    tell: &Tell,
+) -> Result<Vec<(Request, Answer)>, Error> {
+    let mut known = Vec::new();
+    for part in requests.chunks(streams) {
+        let (_, answers) = answers_at(&cluster.clients(part), u32::MAX, || Ok(()))?;
+        for (request, answer) in part.iter().zip(answers) {
+            match &answer.error {
+                None => known.push((request.clone(), answer)),
+                Some(error) if request.is_optional() && answer.is_refused => {
+                    tell(&format!("no request with tools: {}", printable(error)));
+                }
+                Some(error) => {
+                    return Err(Error::Unmet(format!(
+                        "an undisturbed answer failed: {error}"
+                    )));
+                }
+            }
+        }
+    }
+    Ok(known)
+}
+
+/// One round: requests, the fault, and what became of the answers.
+fn play(
+    cluster: &mut Cluster,
+    round: Round,
+    requests: &[Request],
+    undisturbed: &[Answer],
+) -> Result<Seen, Error> {
+    let victims = cluster.victims(round.victim)?;
+    let clients = cluster.clients(requests);
+    let mut watch = None;
+    let (hit, found) = answers_at(&clients, round.at_token, || {
+        watch = Some(cluster.watch(&victims)?);
+        let begun = Instant::now();
+        match round.second {
+            Some((second, after)) if after.is_zero() => {
+                cluster.hit(second, victims[1])?;
+                cluster.hit(round.fault, victims[0])
+            }
+            Some((second, after)) => {
+                cluster.hit(round.fault, victims[0])?;
+                thread::sleep(after.saturating_sub(begun.elapsed()));
+                // It may have no worker at this moment.
+                let _ = cluster.hit(second, victims[1]);
+                Ok(())
+            }
+            None => cluster.hit(round.fault, victims[0]),
+        }
+    })?;
+    let detected = watch.context("no answer got as far as the fault's token")?;
+    let at = hit.context("no answer got as far as the fault's token")?;
+    let detected = detected.since(at);
+    let told = detected.map(|after| at + after);
+    let resumed = |told| {
+        found
+            .iter()
+            .filter_map(|answer| answer.next_after(told))
+            .max()
+    };
+    Ok(Seen {
+        round,
+        victim: cluster.name(victims[0]),
+        detected,
+        resumed: told.and_then(resumed),
+        pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
+        answers: found.len(),
+        moved: found.iter().map(|answer| answer.moves).sum(),
+        lost: found.iter().filter(|answer| answer.is_lost()).count(),
+        altered: found
+            .iter()
+            .zip(undisturbed)
+            .filter(|(answer, right)| answer.is_altered(right))
+            .count(),
+        reason: found.into_iter().find_map(|answer| answer.error),
+    })
+}
+
+/// All answers. When the first of them has `at_token` pieces, `then` is called; the moment of the
+/// call comes back, or `None` where none got so far.
+fn answers_at(
+    clients: &[(Vec<Door>, Request)],
+    at_token: u32,
+    then: impl FnOnce() -> Result<(), Error>,
+) -> Result<(Option<Instant>, Vec<Answer>), Error> {
+    let (sender, reached) = mpsc::channel();
+    thread::scope(|scope| {
+        let asked: Vec<_> = clients
+            .iter()
+            .map(|(doors, request)| {
+                let sender = sender.clone();
+                scope.spawn(move || request.answer(doors, at_token, &sender))
+            })
+            .collect();
+        drop(sender);
+        // An error means that all answers ended before the token came.
+        let hit = reached.recv().ok().map(|()| Instant::now());
+        let outcome = hit.map_or(Ok(()), |_| then());
+        let answers = asked
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .map_err(|_| Error::Unmet("a client panicked".to_owned()))
+            })
+            .collect::<Result<Vec<_>, Error>>();
+        outcome?;
+        Ok((hit, answers?))
+    })
+}

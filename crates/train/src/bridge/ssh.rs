@@ -1,0 +1,61 @@
+//! A line to another machine by `ssh`.
+
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::process::Stdio;
+
+use paceline_cluster::bridge::skip_to;
+use paceline_cluster::remote::{Reach, Sharing};
+
+use super::Ends;
+use crate::Error;
+
+/// The line that `paceline train-far` prints first where `ssh` starts it.
+pub const GREETING: &str = "paceline-train-far";
+
+/// A line to `program` on a host: where it lies there as here, else as the host's shell finds
+/// it.
+///
+/// # Errors
+/// [`Error::Line`].
+pub fn by_ssh(host: &str, program: &Path) -> Result<Ends, Error> {
+    let failed = |reason: String| Error::Line { reason };
+    let program = format!("'{}'", program.display().to_string().replace('\'', "'\\''"));
+    let script = format!(
+        "if [ -x {program} ]; then exec {program} train-far; fi; exec paceline train-far\n"
+    );
+    let mut shell = Reach::new("ssh", None).shell(host, Sharing::Alone);
+    shell.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let child = shell.spawn();
+    let mut child = child.map_err(|error| failed(format!("cannot start ssh: {error}")))?;
+    let (to, from) = (child.stdin.take(), child.stdout.take());
+    std::thread::spawn(move || child.wait()); // so that it leaves no entry when it ends
+    let (Some(mut to), Some(from)) = (to, from) else {
+        return Err(failed("ssh has no streams".to_owned()));
+    };
+    let sent = to.write_all(script.as_bytes()).and_then(|()| to.flush());
+    sent.map_err(|error| failed(format!("{host}: {error}")))?;
+    Ok(Ends {
+        from: Box::new(Greeted {
+            from,
+            is_there: false,
+        }),
+        to: Box::new(to),
+    })
+}
+
+/// What a host says after [`GREETING`]: what its login shell prints before is skipped.
+struct Greeted<R> {
+    from: R,
+    is_there: bool,
+}
+
+impl<R: Read> Read for Greeted<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        if !self.is_there && !skip_to(&mut self.from, GREETING) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.is_there = true;
+        self.from.read(bytes)
+    }
+}
