@@ -65,7 +65,7 @@ impl Watch {
                 }
                 lines
             }
-            Progress::Note { line } => vec![(*line).to_owned()],
+            Progress::Note { line } => vec![line],
             Progress::Lost { why } => {
                 vec![format!(
                     "a worker was lost ({why}): others compute its leaves"
