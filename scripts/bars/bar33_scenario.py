@@ -123,6 +123,9 @@ def rss(pid):
         return next(int(line.split()[1]) for line in f if line.startswith("VmRSS:")) / 1024
 
 
+PHASES = []  # of each request: seconds to its end, connected, head, first line; client, question
+
+
 def client(server, number, until, times, errors):
     count = 0
     while time.perf_counter() < until:
@@ -132,13 +135,19 @@ def client(server, number, until, times, errors):
         began = time.perf_counter()
         try:
             c = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+            c.connect()
+            phases = [time.perf_counter() - began]
             c.request("POST", "/v1/chat/completions", json.dumps(body),
                       {"Content-Type": "application/json", "Authorization": f"Bearer {server.keys[f'normal{number}']}"})
             r = c.getresponse()
-            data = r.read()
+            phases.append(time.perf_counter() - began)
+            data = r.readline()
+            phases.append(time.perf_counter() - began)
+            data += r.read()
             c.close()
             if r.status == 200 and b"[DONE]" in data:
                 times.append(time.perf_counter() - began)
+                PHASES.append((times[-1], *phases, number, count))
             else:
                 errors.append(f"{r.status} {data[-200:]!r}")
                 time.sleep(0.2)
@@ -178,6 +187,9 @@ try:
     attacker.wait()
     time.sleep(10)
     after = rss(server.pid)
+    for end, connected, head, first, number, count in sorted(PHASES[-len(disturbed):], reverse=True)[:5]:
+        print(f"slow: {end:.2f} s; connected {connected:.2f}, head {head:.2f}, first line {first:.2f};"
+              f" client {number}, question {count}")
     if not disturbed:
         sys.exit(f"no request of a normal client was answered: {errors[:3]}")
     print(f"disturbed:   {spread(disturbed)} s, slowest {max(disturbed):.3f}, errors {len(errors)} {errors[:3]}")
