@@ -122,7 +122,7 @@ const REPLICAS_MAX: u16 = NODES_MAX as u16;
 /// Hears which models this node answers with.
 pub trait Doors: Send + Sync {
     /// Answers with a model from now on, by all of its replicas, or with one of its adapters. `key`
-    /// names the door; `path` is the model's file on this node, `wanted` the record of one of the
+    /// names the door; `path` is the model's file on this node, `of` has the record of one of the
     /// replicas.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ pub trait Doors: Send + Sync {
     fn open(
         &self,
         key: &str,
-        (wanted, adapter): (&Wanted, Option<&AdapterFile>),
+        of: (&Wanted, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String>;
