@@ -15,15 +15,15 @@ use std::net::{SocketAddr, ToSocketAddrs};
 
 use anyhow::Context;
 use paceline_base::Rank;
-use paceline_comm::provider::Provider;
-use paceline_comm::rdma::{
-    self, Cabling, Matrix, RdmaError, Settings, SettingsError, Verbs, settings,
-};
+use paceline_comm::provider::{Placed, Provider};
 use paceline_comm::tcp::JoinError;
 use paceline_comm::{Backend, Deadline, Group, InitError, Plaintext, Strict};
 use paceline_comm_interop::mpi::{self, StartError};
 use paceline_comm_interop::nccl::{self, Libraries};
 use paceline_comm_interop::{MlxBackend, MlxError, MlxPlace, init_mlx, mlx_ring};
+use paceline_comm_rdma::{
+    self as rdma, Cabling, Matrix, RdmaError, Settings, SettingsError, Verbs, settings,
+};
 
 use crate::error::Error;
 
@@ -104,7 +104,7 @@ pub(crate) fn join(
         rank: number("MLX_RANK")?.map(Rank),
         hosts: hosts.as_deref(),
         nccl: nccl_place()?,
-        jaccl: jaccl.as_ref(),
+        jaccl: jaccl.as_ref().map(|settings| settings as &dyn Placed),
         libraries: &Libraries::default(),
         plaintext,
     };
@@ -221,7 +221,7 @@ fn join_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a Jo
     }
     match (cause.downcast_ref(), cause.downcast_ref()) {
         (Some(paceline_node::Error::Join(error)), _) => of_init(error),
-        (_, Some(MlxError::Rdma(error))) => of_rdma(error),
+        (_, Some(MlxError::Jaccl(error))) => of_init(error),
         _ => cause.downcast_ref(),
     }
 }
@@ -239,7 +239,7 @@ mod tests {
             Box::new(error()),
             Box::new(InitError::Join(error())),
             Box::new(InitError::wire(RdmaError::Join(error()))),
-            Box::new(MlxError::Rdma(RdmaError::Join(error()))),
+            Box::new(MlxError::Jaccl(InitError::wire(RdmaError::Join(error())))),
             Box::new(paceline_node::Error::Join(InitError::Join(error()))),
         ];
         for wrapped in &wrapped {
