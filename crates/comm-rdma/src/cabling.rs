@@ -1,5 +1,4 @@
-//! What a process needs for groups over RDMA: the library, its open devices, and which of them lead
-//! to whom.
+//! The library, its open devices, and the table of devices, for all groups of a process.
 
 use std::collections::BTreeMap;
 use std::fmt;

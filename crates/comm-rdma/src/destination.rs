@@ -1,4 +1,4 @@
-//! Where a queue pair is, in the bytes that JACCL sends of it.
+//! Addresses of queue pairs, in the bytes that JACCL sends.
 
 use super::abi::Gid;
 use super::verbs::Destination;

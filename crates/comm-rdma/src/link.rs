@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::provider::{self, Lane};
 
-use self::lane::{Flight, Held, Incoming, Outgoing, small};
+use self::lane::{Held, Incoming, Outgoing, small};
 use super::abi::{WC_SUCCESS, Wc};
 use super::bulk::{Bulk, NUMBER_BYTES};
 use super::cable::{Cable, Done, WINDOW};

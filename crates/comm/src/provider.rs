@@ -1,4 +1,4 @@
-//! What wires are made of that stand above this crate.
+//! The API for wires that stand above this crate.
 //!
 //! [`init`](crate::init) takes a list of [`Provider`]s, each of which joins ranks by one wire. What
 //! they share with the wires of this crate is published here, and nowhere else:

@@ -1,9 +1,9 @@
 //! Ranks as processes of one machine that share memory.
 //!
-//! The ranks meet over TCP (`join`), hand each other their memory, and keep the control connections:
-//! those tell when a process ends or falls silent. On Linux the memory is an anonymous file (memfd)
-//! that peers open through `/proc`, elsewhere a POSIX shared memory object that loses its name as
-//! soon as all have it; nothing is left when the processes end.
+//! The ranks meet over TCP (`join`), hand each other their memory, and keep the control
+//! connections: those tell when a process ends or falls silent. On Linux the memory is an anonymous
+//! file (memfd) that peers open through `/proc`, elsewhere a POSIX shared memory object that loses
+//! its name as soon as all have it; nothing is left when the processes end.
 
 use std::fmt;
 use std::io;

@@ -1,4 +1,4 @@
-//! What a provider of links has to offer.
+//! Interfaces of links between ranks.
 //!
 //! - [`Transport`]: ordered bytes between two ranks, and a way to wait; every wire has that.
 //! - [`Lend`]: bytes that are not copied, over wires that can do so.

@@ -1,4 +1,4 @@
-//! What all ranks of a group are told alike: its name, how it behaves, and where each is reached.
+//! Settings that all ranks of a group share: its name, its behaviour, each rank's addresses.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};

@@ -1,4 +1,4 @@
-//! Where a rank is reached, and who has knocked there.
+//! The sockets where a rank is reached, and the connections that wait there.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,6 +1,6 @@
 //! How processes become the ranks of a group: by TCP, whatever carries their bytes afterwards.
 //!
-//! - `config`: what all ranks are told alike; `origin`: how a rank came into its group;
+//! - `config`: the settings that all ranks share; `origin`: how a rank came into its group;
 //! - `connect`: who may become a member, and how the others learn why not, in the words of `hello`
 //!   and `refusal`; `greeting`: how those come; `listener`, `door`: who comes, also too late;
 //! - `meeting`: how ranks find each other at an address, for [`crate::rendezvous`];

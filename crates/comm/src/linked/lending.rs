@@ -1,5 +1,5 @@
-//! What a group asks of a transport that may lend, and what is done over one that lends nothing:
-//! bytes are copied.
+//! Calls of a group on a transport that may lend. Over a transport that lends nothing, bytes are
+//! copied.
 
 use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 //!
 //! - `calls`: runs plans, with the lockstep guard;
 //! - `mail`: messages, with credits;
-//! - `lending`: what is done over links that lend nothing;
+//! - `lending`: calls on links that may lend, and their replacements where links do not;
 //! - here: what both share: the cause of poisoning and the traffic.
 //!
 //! Links have two lanes, so neither waits for the other. Whoever waits on either lane also takes
