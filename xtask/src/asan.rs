@@ -1,4 +1,5 @@
-//! `cargo xtask asan`: the unsafe code of `comm` and `tensor` under AddressSanitizer.
+//! `cargo xtask asan`: the unsafe code of `comm`, the crates of wires above it, and `tensor` under
+//! AddressSanitizer.
 //!
 //! A nightly compiler builds their tests with every access to memory checked, in `target/asan`, and
 //! runs them: kernels on every instruction set that this machine has, threads that share buffers,
@@ -24,7 +25,7 @@ struct Part {
     skipped: &'static [&'static str],
 }
 
-const PARTS: [Part; 4] = [
+const PARTS: [Part; 5] = [
     Part {
         name: "comm",
         package: "paceline-comm",
@@ -36,6 +37,12 @@ const PARTS: [Part; 4] = [
         package: "paceline-comm",
         programs: &["--test", "all"],
         skipped: &[],
+    },
+    Part {
+        name: "comm-rdma",
+        package: "paceline-comm-rdma",
+        programs: &["--lib"],
+        skipped: &["speed"],
     },
     Part {
         name: "comm-interop",

@@ -1,8 +1,8 @@
 //! `cargo xtask rdma`: does RDMA work over real verbs?
 //!
-//! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`) and runs the tests of
-//! `crates/comm/tests/rdma.rs` in it that need a device: the conformance suite for two ranks, then
-//! two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes and Debian.
+//! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`) and runs those tests of
+//! `crates/comm-rdma/src/tests/loaded.rs` in it that need a device: the conformance suite for two
+//! ranks, then two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes and Debian.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,10 +15,10 @@ use crate::{process, repo};
 /// What the guest does: `tests` is the test program. Both ranks are processes of the guest.
 const COMMAND: &str = "\
 export COMM_TEST_RDMA_DEVICE=$RXE_DEV
-./tests rdma::a_device_conforms --exact --nocapture || exit 1
+./tests tests::loaded::a_device_conforms --exact --nocapture || exit 1
 ranks='127.0.0.1:4001 127.0.0.1:4002'
-COMM_TEST_RDMA_GROUP=\"1 $ranks\" ./tests rdma::a_device_carries_every_size --exact --nocapture &
-COMM_TEST_RDMA_GROUP=\"0 $ranks\" ./tests rdma::a_device_carries_every_size --exact --nocapture || exit 1
+COMM_TEST_RDMA_GROUP=\"1 $ranks\" ./tests tests::loaded::a_device_carries_every_size --exact --nocapture &
+COMM_TEST_RDMA_GROUP=\"0 $ranks\" ./tests tests::loaded::a_device_carries_every_size --exact --nocapture || exit 1
 wait $!";
 
 /// Builds the tests and runs them in the guest.
@@ -41,17 +41,16 @@ fn build() -> Result<PathBuf> {
         "test",
         "--release",
         "--package",
-        "paceline-comm",
-        "--test",
-        "all",
+        "paceline-comm-rdma",
+        "--lib",
     ]);
     command.args(["--no-run", "--message-format", "json"]);
     let output = command.output().context("run cargo test --no-run")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let program = |line: &str| -> Option<PathBuf> {
         let value: serde_json::Value = serde_json::from_str(line).ok()?;
-        let named = value["target"]["name"] == "all";
-        let path = value["executable"].as_str().filter(|_| named)?;
+        let tests = value["profile"]["test"] == true;
+        let path = value["executable"].as_str().filter(|_| tests)?;
         Some(PathBuf::from(path))
     };
     match text.lines().find_map(program) {

@@ -19,11 +19,11 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm::rdma::settings::Lookup;
+use paceline_comm_rdma::settings::Lookup;
 use paceline_comm::{
     Algorithm, Backend, Deadline, Group, Plaintext, Seat, Strict, init, local, tcp,
 };
-use paceline_comm_interop::launched;
+use paceline_node::launched;
 use serde::{Deserialize, Serialize};
 
 use self::error::{Context as _, ensure};

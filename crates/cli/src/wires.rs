@@ -2,11 +2,11 @@
 
 use std::env;
 
-use paceline_comm::rdma::{RdmaError, SettingsError};
 use paceline_comm::tcp::JoinError;
 use paceline_comm::{Backend, InitError, Plaintext};
 use paceline_comm_interop::mpi::StartError;
 use paceline_comm_interop::{MlxError, mlx_ring};
+use paceline_comm_rdma::{RdmaError, SettingsError};
 
 use crate::error::Error;
 
@@ -82,7 +82,7 @@ fn join_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a Jo
     }
     match (cause.downcast_ref(), cause.downcast_ref()) {
         (Some(paceline_node::Error::Join(error)), _) => of_init(error),
-        (_, Some(MlxError::Rdma(error))) => of_rdma(error),
+        (_, Some(MlxError::Jaccl(error))) => of_init(error),
         _ => cause.downcast_ref(),
     }
 }
@@ -102,7 +102,7 @@ mod tests {
             Box::new(error()),
             Box::new(InitError::Join(error())),
             Box::new(InitError::wire(RdmaError::Join(error()))),
-            Box::new(MlxError::Rdma(RdmaError::Join(error()))),
+            Box::new(MlxError::Jaccl(InitError::wire(RdmaError::Join(error())))),
             Box::new(paceline_node::Error::Join(InitError::Join(error()))),
         ];
         for wrapped in &wrapped {

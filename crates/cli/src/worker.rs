@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
-use paceline_comm_interop::launched;
+use paceline_node::launched;
 use paceline_node::worker::Settings;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::flag;

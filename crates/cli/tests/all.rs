@@ -10,12 +10,12 @@ mod environment;
 mod hosts;
 mod kb;
 mod launch;
-#[cfg(target_os = "linux")]
-#[path = "../../comm/tests/rdma/library.rs"]
+#[path = "../../comm-rdma/src/tests/library.rs"]
 mod library;
 mod mapreduce;
 mod nodes;
 mod plan;
+mod registered;
 mod run;
 mod store_commands;
 mod topology;

@@ -4,7 +4,6 @@
 //! - [`mpi`], [`nccl`]: the libraries of these names, which implement
 //!   [`Group`](paceline_comm::Group) themselves;
 //! - [`init_mlx`]: the backend that MLX's `init` would take;
-//! - [`launched`]: what a launcher's environment says of all of these.
 //!
 //! Each module of a library has a `Wire` for the list of providers of [`paceline_comm::init`].
 //!
@@ -16,7 +15,6 @@
 #[cfg(test)]
 #[path = "../../comm/src/free.rs"]
 mod free;
-pub mod launched;
 mod mlx_init;
 pub mod mlx_ring;
 pub mod mpi;

@@ -16,8 +16,8 @@ use std::str::FromStr;
 
 use paceline_base::Rank;
 
-use paceline_comm::rdma::{self, RdmaError, Settings, Verbs};
-use paceline_comm::{Deadline, Group, Plaintext, Strict, local};
+use paceline_comm::provider::Placed;
+use paceline_comm::{Deadline, Group, InitError, Plaintext, Strict, local};
 
 use crate::nccl::{self, Libraries};
 use crate::{mlx_ring, mpi};
@@ -33,7 +33,7 @@ pub enum MlxBackend {
     Mpi,
     /// [`nccl`].
     Nccl,
-    /// [`rdma`], configured as JACCL is.
+    /// RDMA, configured as JACCL is.
     Jaccl,
 }
 
@@ -76,8 +76,8 @@ pub struct MlxPlace<'a> {
     pub hosts: Option<&'a [Vec<SocketAddr>]>,
     /// Ranks, and where rank 0 hands out NCCL's id.
     pub nccl: Option<(u32, SocketAddr)>,
-    /// What JACCL's variables say.
-    pub jaccl: Option<&'a Settings>,
+    /// The wire that JACCL's variables tell of.
+    pub jaccl: Option<&'a dyn Placed>,
     /// Where NCCL is.
     pub libraries: &'a Libraries,
     /// Whether bytes may leave this machine unencrypted.
@@ -119,9 +119,9 @@ pub enum MlxError {
     /// NCCL.
     #[error(transparent)]
     Nccl(#[from] nccl::JoinError),
-    /// RDMA.
+    /// JACCL's cables.
     #[error(transparent)]
-    Rdma(#[from] RdmaError),
+    Jaccl(#[from] InitError),
 }
 
 /// Joins a group as MLX's `init` does. Collective.
@@ -196,11 +196,9 @@ fn one(
             )?))
         }
         MlxBackend::Jaccl => {
-            let settings = place.jaccl.ok_or(missing("devices and a coordinator"))?;
+            let cables = place.jaccl.ok_or(missing("devices and a coordinator"))?;
             allowed(place.plaintext).ok_or(MlxError::Plaintext { backend })?;
-            let config = rdma::Config::default();
-            let group = rdma::join_settings(Verbs::load()?, settings, config, deadline)?;
-            Ok(Box::new(group))
+            Ok(cables.join_placed(deadline)?)
         }
         MlxBackend::Any => any(place, deadline),
     }

@@ -95,7 +95,7 @@ impl File {
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::Mode;
         use rustix::shm::OFlags;
-        let name = format!("/paceline-{:016x}", crate::tcp::random());
+        let name = format!("/paceline-{:016x}", crate::join::random());
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
         let file = rustix::shm::open(&name, flags, Mode::RUSR | Mode::WUSR)?;
         rustix::fs::ftruncate(&file, bytes)?;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use paceline_base::{Bytes, Rank};
 
 use crate::{
-    Counts, Data, DataMut, Deadline, Element, Error, Pages, Reduce, Registered, Site, Tuning,
+    Collective, Counts, Data, DataMut, Deadline, Element, Error, Pages, Reduce, Registered, Site,
+    Tuning,
 };
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
@@ -17,58 +18,6 @@ use crate::{
 /// five. Where so many wait, steps of 512 rows of a model of width 8,192 hold 128 MiB at a rank
 /// that has a ninth of the model or less; of up to five stages no more wait than with 8.
 pub const MESSAGES_HELD: usize = 16;
-
-/// One collective call, as data: what is moved and where the result goes.
-#[derive(Debug)]
-pub enum Collective<'a> {
-    /// See `barrier`.
-    Barrier,
-    /// See `all_gather` and `all_gather_v`. `input` and `output` have one type.
-    AllGather {
-        /// This rank's part, `(counts[rank],)`; `None` if it is in its place in `output`.
-        input: Option<Data<'a>>,
-        /// All parts in rank order, `(sum of counts,)`.
-        output: DataMut<'a>,
-        /// The length of every part, the same on all ranks.
-        counts: Counts<'a>,
-    },
-    /// See `all_reduce`.
-    AllReduce {
-        /// This rank's values, then the result, `(n,)`.
-        data: DataMut<'a>,
-        /// The reduction.
-        op: Reduce,
-    },
-    /// See `reduce_scatter` and `reduce_scatter_v`. `input` and `output` have one type.
-    ReduceScatter {
-        /// This rank's values of all parts, `(sum of counts,)`.
-        input: Data<'a>,
-        /// This rank's part of the result, `(counts[rank],)`.
-        output: DataMut<'a>,
-        /// The length of every part, the same on all ranks.
-        counts: Counts<'a>,
-        /// The reduction.
-        op: Reduce,
-    },
-    /// See `all_to_all` and `all_to_all_v`. `input` and `output` have one type.
-    AllToAll {
-        /// What each rank gets from this one, in rank order, `(sum of sends,)`.
-        input: Data<'a>,
-        /// What this rank gets from each, in rank order, `(sum of receives,)`.
-        output: DataMut<'a>,
-        /// Elements for each rank.
-        sends: Counts<'a>,
-        /// Elements from each rank: what its `sends` says about this one.
-        receives: Counts<'a>,
-    },
-    /// See `broadcast`.
-    Broadcast {
-        /// On `root` what is sent, elsewhere where it goes, `(n,)`.
-        data: DataMut<'a>,
-        /// Whose data it is.
-        root: Rank,
-    },
-}
 
 /// What a rank has put on its links and taken from them since the group was made, frames included.
 ///

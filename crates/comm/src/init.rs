@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 
 use paceline_base::Rank;
 
+use crate::join::Origin;
 use crate::provider::Provider;
 use crate::tcp::{self, Addrs, Config, GroupId, JoinError, Listener};
-use crate::{Deadline, Group, local, shm};
+use crate::{Deadline, Group, local, shm, sockets};
 
 /// How the ranks of a group reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,7 +187,7 @@ fn join<A: Clone + Into<Addrs>>(
     } = seat;
     Ok(match backend {
         Backend::Local => alone(),
-        Backend::Any => shm::join_or_tcp(listener, rank, addrs, id, config, deadline)?,
+        Backend::Any => any(Origin::new(listener, addrs, id, config), rank, deadline)?,
         Backend::Shm => Box::new(shm::join_with(listener, rank, addrs, id, config, deadline)?),
         Backend::Tcp => Box::new(tcp::join_with(listener, rank, addrs, id, config, deadline)?),
         Backend::Rdma | Backend::MlxRing | Backend::Mpi | Backend::Nccl => {
@@ -206,6 +207,16 @@ fn join<A: Clone + Into<Addrs>>(
     })
 }
 
+/// Shared memory, or TCP over the same connections if a rank cannot use the memory of another.
+fn any(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Box<dyn Group>, JoinError> {
+    let linked = sockets::connect(&origin, rank, deadline)?;
+    match shm::exchange(&linked, deadline) {
+        Ok(met) => Ok(Box::new(shm::share(linked, met, origin, deadline)?)),
+        Err(JoinError::Apart { .. }) => Ok(Box::new(tcp::start(linked, origin, deadline)?)),
+        Err(error) => Err(error),
+    }
+}
+
 fn alone() -> Box<dyn Group> {
     Box::new(local::ranks(1).remove(0))
 }
@@ -216,7 +227,6 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::rdma;
 
     fn listener() -> Listener {
         Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
@@ -256,19 +266,13 @@ mod tests {
     #[test]
     fn every_backend_makes_a_group_that_works() {
         for backend in [Backend::Any, Backend::Shm, Backend::Tcp] {
-            works(backend, &[]);
+            works(backend);
         }
-        let (_fabric, cabling) = rdma::switched_cabling(3);
-        let wire = rdma::Wire {
-            cabling,
-            plaintext: Plaintext::Allowed,
-        };
-        works(Backend::Rdma, &[&wire]);
     }
 
-    fn works(backend: Backend, providers: &[&dyn Provider]) {
+    fn works(backend: Backend) {
         let by = Deadline::at(Instant::now() + Duration::from_secs(60));
-        let threads = three(backend, providers).into_iter().map(|group| {
+        let threads = three(backend, &[]).into_iter().map(|group| {
             thread::spawn(move || {
                 let group = group.unwrap();
                 let tuning = group.tuning();
@@ -284,31 +288,27 @@ mod tests {
         let first = got.next().unwrap();
         assert_eq!(first.0, [0, 1, 2], "{backend:?}");
         assert!(got.all(|own| own == first), "all choose by {:?}", first.1);
-        assert_eq!(first.1.wire, backend == Backend::Rdma, "{backend:?}");
+        assert!(!first.1.wire, "{backend:?}");
     }
 
-    #[test]
-    fn a_plaintext_wire_says_so_and_wants_to_be_allowed() {
-        let (_fabric, cabling) = rdma::switched_cabling(3);
-        let wire = rdma::Wire {
-            cabling,
-            plaintext: Plaintext::Refused,
-        };
-        for refused in three(Backend::Rdma, &[&wire]) {
-            let expected = "rdma is plaintext: not allowed";
-            assert_eq!(refused.unwrap_err().to_string(), expected);
+    /// A wire that nobody asks for.
+    #[derive(Debug)]
+    struct Other;
+
+    impl Provider for Other {
+        fn backend(&self) -> Backend {
+            Backend::Local
+        }
+
+        fn join(&self, _: Seat<'_, Addrs>, _: Deadline) -> Result<Box<dyn Group>, InitError> {
+            Ok(alone())
         }
     }
 
     #[test]
     fn a_wire_without_a_provider_is_named() {
-        let (_fabric, cabling) = rdma::switched_cabling(3);
-        let other = rdma::Wire {
-            cabling,
-            plaintext: Plaintext::Allowed,
-        };
-        for backend in [Backend::MlxRing, Backend::Mpi, Backend::Nccl] {
-            for refused in three(backend, &[&other]) {
+        for backend in [Backend::Rdma, Backend::MlxRing, Backend::Mpi, Backend::Nccl] {
+            for refused in three(backend, &[&Other]) {
                 let expected = format!("{backend}: no provider of this wire was given");
                 assert_eq!(refused.unwrap_err().to_string(), expected);
             }

@@ -10,8 +10,8 @@ use std::marker::PhantomData;
 use crate::sync::copy_raw;
 
 /// Bytes to read.
-#[derive(Clone, Copy)]
-pub(crate) struct Lent<'a> {
+#[derive(Clone, Copy, Debug)]
+pub struct Lent<'a> {
     start: *const u8,
     len: usize,
     memory: PhantomData<&'a ()>,
@@ -22,7 +22,7 @@ impl<'a> Lent<'a> {
     ///
     /// # Safety
     /// They stay mapped, to be read, throughout `'a`.
-    pub(crate) const unsafe fn new(start: *const u8, len: usize) -> Self {
+    pub const unsafe fn new(start: *const u8, len: usize) -> Self {
         Self {
             start,
             len,
@@ -31,21 +31,26 @@ impl<'a> Lent<'a> {
     }
 
     /// Bytes that nobody writes to.
-    pub(crate) const fn of(bytes: &'a [u8]) -> Self {
+    pub const fn of(bytes: &'a [u8]) -> Self {
         // SAFETY: borrowed for as long.
         unsafe { Self::new(bytes.as_ptr(), bytes.len()) }
     }
 
     /// How many there are.
-    pub(crate) const fn len(self) -> usize {
+    pub const fn len(self) -> usize {
         self.len
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
     }
 
     /// The `count` bytes from `at` on.
     ///
     /// # Panics
     /// If there are not so many.
-    pub(crate) fn part(self, at: usize, count: usize) -> Self {
+    pub fn part(self, at: usize, count: usize) -> Self {
         assert!(
             at <= self.len && count <= self.len - at,
             "{count} bytes from {at} on, of {}",
@@ -59,7 +64,7 @@ impl<'a> Lent<'a> {
     ///
     /// # Panics
     /// If `into` is not as long.
-    pub(crate) fn copy_to(self, into: &mut [u8]) {
+    pub fn copy_to(self, into: &mut [u8]) {
         assert_eq!(into.len(), self.len, "bytes of two buffers");
         // SAFETY: both have so many bytes; `into` is borrowed exclusively, so they are apart.
         unsafe { copy_raw(self.start, into.as_mut_ptr(), self.len) };
@@ -77,7 +82,8 @@ impl<'a> Lent<'a> {
 }
 
 /// Bytes to read and write.
-pub(crate) struct LentMut<'a>(Lent<'a>);
+#[derive(Debug)]
+pub struct LentMut<'a>(Lent<'a>);
 
 impl<'a> LentMut<'a> {
     /// The `len` bytes from `start` on.
@@ -85,13 +91,13 @@ impl<'a> LentMut<'a> {
     /// # Safety
     /// They stay mapped, to be read and written, throughout `'a`; in this process nobody else uses
     /// them meanwhile, and no reference leads there.
-    pub(crate) const unsafe fn new(start: *mut u8, len: usize) -> Self {
+    pub const unsafe fn new(start: *mut u8, len: usize) -> Self {
         // SAFETY: by the caller's promise.
         Self(unsafe { Lent::new(start, len) })
     }
 
     /// The same to be read.
-    pub(crate) const fn read(&self) -> Lent<'_> {
+    pub const fn read(&self) -> Lent<'_> {
         self.0
     }
 
@@ -99,7 +105,7 @@ impl<'a> LentMut<'a> {
     ///
     /// # Panics
     /// If they reach beyond the end.
-    pub(crate) fn write(&mut self, at: usize, bytes: &[u8]) {
+    pub fn write(&mut self, at: usize, bytes: &[u8]) {
         let place = self.0.part(at, bytes.len());
         // SAFETY: as long, and may be written to by `new`'s promise; `bytes` are apart, since no
         // reference leads there.

@@ -28,9 +28,9 @@
 //! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
-//!   ranks that reach each other by TCP; [`rdma`]: over RDMA devices; [`init`]: whichever
-//!   works.
-//! - [`provider`]: what wires above this crate offer to [`init`] and share with those in it.
+//!   ranks that reach each other by TCP; [`init`]: whichever works.
+//! - [`provider`]: what wires above this crate (`comm-rdma`, `comm-interop`) offer to [`init`] and
+//!   share with those in it.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`Memory`]: what devices use in place; [`Ahead`]: several calls in flight; [`Window`]: memory
 //!   that others read and write; [`Tuning`]: which algorithm is used.
@@ -42,6 +42,7 @@
 
 mod ahead;
 mod call;
+mod collective;
 mod data;
 mod deadline;
 mod error;
@@ -50,6 +51,8 @@ mod file;
 mod free;
 mod group;
 mod init;
+mod join;
+mod keeping;
 mod lent;
 mod linked;
 mod loan;
@@ -60,7 +63,6 @@ mod memory;
 mod plan;
 mod process;
 pub mod provider;
-pub mod rdma;
 mod reduce;
 mod regions;
 pub mod rendezvous;
@@ -72,6 +74,7 @@ pub mod shm;
 #[cfg(test)]
 mod simulated;
 mod site;
+mod sockets;
 mod split;
 mod status;
 mod sync;
@@ -84,10 +87,11 @@ mod wire;
 
 pub use ahead::{Ahead, Handle};
 pub use call::{Call, Kind};
+pub use collective::Collective;
 pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
-pub use group::{Collective, Copies, Group, MESSAGES_HELD, Traffic};
+pub use group::{Copies, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, InitError, Plaintext, Seat, Strict, UnknownBackend, init};
 pub use memory::{Memory, Pages, Registered};
 pub use reduce::Reduce;

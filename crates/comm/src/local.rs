@@ -137,7 +137,7 @@ impl Local {
             patience(hall.segments.len()),
         );
         let size = u32::try_from(hall.segments.len()).expect("made of a u32");
-        let linked = Linked::new(rank, size, shared, Arc::clone(&hall.status));
+        let linked = Linked::with_status(rank, size, shared, Arc::clone(&hall.status));
         linked.agree(hall.tuning);
         Self {
             linked,

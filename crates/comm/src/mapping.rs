@@ -1,10 +1,11 @@
 //! Memory mapped from the system: whole pages that nothing else lies on.
 //!
 //! Devices want it (Apple's driver refuses small blocks of the heap, see the reference in
-//! [`rdma`](crate::rdma)), and so do ranks that read each other's memory: the system looks up every
-//! page that they read, so large mappings are huge pages, and lines are copied faster when they are
-//! whole on both sides (figures: docs/measurements.md).
+//! `comm-rdma`), and so do ranks that read each other's memory: the system looks up every page that
+//! they read, so large mappings are huge pages, and lines are copied faster when they are whole on
+//! both sides (figures: docs/measurements.md).
 
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::ptr;
 
@@ -18,7 +19,7 @@ const HUGE_BYTES: usize = 2 << 20;
 
 /// Mapped memory, zeroed, of whole pages; in huge ones from their length on, where the system has
 /// them (Linux, `transparent_hugepage` not `never`).
-pub(crate) struct Mapping {
+pub struct Mapping {
     start: *mut u8,
     bytes: usize,
 }
@@ -33,7 +34,7 @@ impl Mapping {
     ///
     /// # Errors
     /// What the system says when it has none.
-    pub(crate) fn new(bytes: usize) -> std::io::Result<Self> {
+    pub fn new(bytes: usize) -> std::io::Result<Self> {
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
         if bytes < HUGE_BYTES {
             return Self::map(bytes);
@@ -171,12 +172,20 @@ impl Mapping {
     #[cfg(not(target_os = "linux"))]
     fn advise(&self) {}
 
-    pub(crate) const fn start(&self) -> *mut u8 {
+    /// The first byte.
+    pub const fn start(&self) -> *mut u8 {
         self.start
     }
 
-    pub(crate) const fn bytes(&self) -> usize {
+    /// Its length: whole pages.
+    pub const fn bytes(&self) -> usize {
         self.bytes
+    }
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} mapped bytes", self.bytes)
     }
 }
 

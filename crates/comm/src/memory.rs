@@ -1,7 +1,7 @@
 //! Memory that a group's devices may read and write where it is.
 //!
 //! A buffer that is used in every step is made once, as [`Memory`], and handed to calls as any
-//! slice is. Over RDMA ([`rdma`](crate::rdma)) it is registered: what is sent from it, or comes to
+//! slice is. Over RDMA (`comm-rdma`) it is registered: what is sent from it, or comes to
 //! it, is not copied on the way. Over shared memory ([`shm`](crate::shm)) the other processes map
 //! it, and long payloads are reduced and copied straight out of it (Linux). Other transports take
 //! it for any other. It lies on huge pages from 2 MiB on, as far as the system has some.
@@ -24,11 +24,13 @@ pub struct Pages {
 }
 
 impl Pages {
-    pub(crate) const fn start(&self) -> *mut u8 {
+    /// The first byte.
+    pub const fn start(&self) -> *mut u8 {
         self.mapping.start()
     }
 
-    pub(crate) const fn bytes(&self) -> usize {
+    /// How many bytes are mapped.
+    pub const fn bytes(&self) -> usize {
         self.mapping.bytes()
     }
 
@@ -55,7 +57,8 @@ pub struct Registered {
 }
 
 impl Registered {
-    pub(crate) fn new(registration: impl Send + Sync + 'static, pages: &Arc<Pages>) -> Self {
+    /// Keeps `registration`, which may lead to `pages`, until nobody holds the result any more.
+    pub fn new(registration: impl Send + Sync + 'static, pages: &Arc<Pages>) -> Self {
         Self {
             _registration: Box::new(registration),
             pages: Arc::clone(pages),
@@ -89,11 +92,11 @@ impl<T: Element> Memory<T> {
         Self::with(len, |pages| group?.register_pages(pages))
     }
 
-    /// The same, registered by whoever can.
-    pub(crate) fn with(
-        len: usize,
-        register: impl FnOnce(&Arc<Pages>) -> Option<Registered>,
-    ) -> Self {
+    /// As [`new`](Self::new), registered by `register`.
+    ///
+    /// # Panics
+    /// If the system has no memory.
+    pub fn with(len: usize, register: impl FnOnce(&Arc<Pages>) -> Option<Registered>) -> Self {
         let layout = Layout::array::<T>(len).expect("less than half of the address space");
         let mapping = Mapping::new(layout.size());
         let pages = Arc::new(Pages {

@@ -706,3 +706,37 @@ impl fmt::Display for Plan {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DataMut, Memory};
+
+    /// JACCL's mesh counts bytes in `int` and ends at 2 GiB for each rank. The memory is mapped and
+    /// never touched.
+    #[test]
+    fn payloads_beyond_2_gib_are_planned_in_whole() {
+        const PART: usize = (2 << 30) + 4096;
+        let mut all = Memory::<u8>::new(None, 2 * PART);
+        let tuning = Tuning {
+            force: Some(Algorithm::Ring),
+            ..Tuning::default()
+        };
+        let call = Collective::AllGather {
+            input: None,
+            output: DataMut::new(&mut all),
+            counts: Counts::Even(PART),
+        };
+        let mut plan = Plan::default();
+        plan.make(&call, &tuning, 1, 2);
+        let sent: Vec<_> = plan
+            .steps()
+            .flatten()
+            .filter_map(|act| match act {
+                Act::Send { span, .. } => Some(span.range.clone()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(sent, std::slice::from_ref(&(PART..2 * PART)));
+    }
+}

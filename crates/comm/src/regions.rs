@@ -124,7 +124,7 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     let descriptor = file.descriptor()?;
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let last = Mapping::of(&file.file, (bytes, PAGE_BYTES), access).ok()?;
-    let check = crate::tcp::random();
+    let check = crate::join::random();
     tail(&last, 0).check.store(check, Ordering::Release);
     // SAFETY: nobody has used the pages yet, and after an error nobody does: it panics.
     let moved = unsafe { pages.mapping().replace(&file.file, 0, access) };

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 
-use crate::tcp::{
+use crate::join::{
     GroupId, GroupKey, Hall, LIST_BYTES, Listener, Refusal, Unmet, open_note, parse_list,
     print_list, random, seal_note, visit,
 };
@@ -392,7 +392,7 @@ mod tests {
     }
 
     fn key(byte: u8) -> GroupKey {
-        GroupKey::new([byte; crate::tcp::KEY_BYTES])
+        GroupKey::new([byte; crate::join::KEY_BYTES])
     }
 
     /// A folder and an address, twice; each with what has to live as long.

@@ -28,7 +28,7 @@ use crate::regions::{self, SHARED_BYTES, View, Views};
 use crate::ring::{Bell, Ring};
 use crate::status::{News, Status};
 use crate::sync::AtomicU64;
-use crate::transport::{Closed, Lane, Patience, Transport, Want};
+use crate::transport::{Closed, ComeBack, Lane, Lend, Patience, Transport, Want};
 use crate::{Pages, Registered};
 
 /// Size of a ring by lane. All-reduce of 16 MiB between two processes on the two cores of an EPYC
@@ -133,7 +133,7 @@ pub(crate) enum Teller {
     /// All ranks have this status.
     Threads(Arc<Status>),
     /// Over sockets, by a keeper.
-    Keeper(Arc<crate::tcp::Controls>),
+    Keeper(Arc<crate::keeping::Controls>),
 }
 
 /// What this rank needs for loans of one peer.
@@ -258,7 +258,7 @@ impl Shared {
             .for_each(|segment| segment.bell().call());
     }
 
-    pub(crate) const fn controls(&self) -> Option<&Arc<crate::tcp::Controls>> {
+    pub(crate) const fn controls(&self) -> Option<&Arc<crate::keeping::Controls>> {
         match &self.teller {
             Teller::Threads(_) => None,
             Teller::Keeper(controls) => Some(controls),
@@ -427,31 +427,6 @@ impl Transport for Shared {
         self.write_by(lane, peer, (head, body), || regions::find(body))
     }
 
-    fn write_to_come_back(
-        &self,
-        lane: Lane,
-        peer: usize,
-        (head, body): (&[u8], &[u8]),
-        whole: &[u8],
-    ) -> Result<usize, Closed> {
-        let writable = std::cell::Cell::new(false);
-        let written = self.write_by(lane, peer, (head, body), || {
-            let place = regions::find_writable(body, whole);
-            writable.set(place.is_some());
-            place.or_else(|| regions::find(body))
-        })?;
-        // Whole only if it was lent: it may be back already.
-        if writable.get() && written == head.len() + body.len() {
-            *self.returning(peer) = Some(Returning(body));
-        }
-        Ok(written)
-    }
-
-    fn has_come_back(&self, peer: usize) -> bool {
-        let returning = self.returning(peer).take();
-        returning.is_some() && self.segments[peer].slot(self.rank).has_come_back()
-    }
-
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         let gone = self.gone[peer].load(Ordering::Acquire);
         if let Some(loan) = self.due(lane, peer).filter(|_| !gone) {
@@ -466,47 +441,8 @@ impl Transport for Shared {
         Ok(count)
     }
 
-    fn lends(&self, lane: Lane, peer: usize) -> bool {
-        self.due_in_view(lane, peer).is_some()
-    }
-
-    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed> {
-        match self.due_in_view(Lane::Calls, peer) {
-            Some((loan, view)) => self.take(peer, &loan, &view, take),
-            None => Ok(0),
-        }
-    }
-
-    fn lend_to_come_back(
-        &self,
-        peer: usize,
-        take: &mut dyn FnMut(LentMut<'_>) -> usize,
-    ) -> Result<Option<usize>, Closed> {
-        let due = self.due_in_view(Lane::Calls, peer);
-        let may_write = |loan: &Loan| loan.place.is_some_and(|place| place.writable);
-        let Some((loan, view)) = due.filter(|(loan, _)| may_write(loan)) else {
-            return Ok(None);
-        };
-        let (offset, count) = self.piece(peer, &loan);
-        // SAFETY: the loan says so, and only the thread that runs calls uses loans.
-        let bytes = unsafe { view.bytes_mut(offset, count) };
-        let count = take(bytes.ok_or(Closed)?);
-        let returned = &self.borrowing[peer].returned;
-        returned.fetch_add(count, Ordering::Relaxed);
-        self.placed.fetch_add(count as u64, Ordering::Relaxed);
-        self.has_used(peer, &loan, count).map(Some)
-    }
-
-    fn placed(&self) -> u64 {
-        self.placed.load(Ordering::Relaxed)
-    }
-
-    /// Between threads there is nothing to map.
-    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
-        match &self.teller {
-            Teller::Threads(_) => None,
-            Teller::Keeper(_) => regions::share(pages),
-        }
+    fn lending(&self) -> Option<&dyn Lend> {
+        Some(self)
     }
 
     fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
@@ -554,6 +490,44 @@ impl Transport for Shared {
     fn gulp(&self) -> usize {
         1 << 20
     }
+}
+
+impl Lend for Shared {
+    fn write_whole(
+        &self,
+        lane: Lane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
+        self.write(lane, peer, head, body)
+    }
+
+    /// A loan says where it lies, whoever waits for it.
+    fn expect(&self, _peer: usize, _memory: &[u8]) {}
+
+    fn lends(&self, lane: Lane, peer: usize) -> bool {
+        self.due_in_view(lane, peer).is_some()
+    }
+
+    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed> {
+        match self.due_in_view(Lane::Calls, peer) {
+            Some((loan, view)) => self.take(peer, &loan, &view, take),
+            None => Ok(0),
+        }
+    }
+
+    fn placed(&self) -> u64 {
+        self.placed.load(Ordering::Relaxed)
+    }
+
+    /// Between threads there is nothing to map.
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        match &self.teller {
+            Teller::Threads(_) => None,
+            Teller::Keeper(_) => regions::share(pages),
+        }
+    }
 
     fn holds(&self, lane: Lane, peer: usize) -> bool {
         lane == Lane::Calls && self.segments[peer].slot(self.rank).is_out()
@@ -571,6 +545,60 @@ impl Transport for Shared {
                 unsafe { regions::take_back(bytes) };
             }
         }
+    }
+
+    /// Messages are not lent.
+    fn let_go_of(&self, _lane: Lane, _peer: usize) {}
+
+    fn come_back(&self) -> Option<&dyn ComeBack> {
+        Some(self)
+    }
+}
+
+impl ComeBack for Shared {
+    fn write_to_come_back(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        whole: &[u8],
+    ) -> Result<usize, Closed> {
+        let writable = std::cell::Cell::new(false);
+        let written = self.write_by(lane, peer, (head, body), || {
+            let place = regions::find_writable(body, whole);
+            writable.set(place.is_some());
+            place.or_else(|| regions::find(body))
+        })?;
+        // Whole only if it was lent: it may be back already.
+        if writable.get() && written == head.len() + body.len() {
+            *self.returning(peer) = Some(Returning(body));
+        }
+        Ok(written)
+    }
+
+    fn has_come_back(&self, peer: usize) -> bool {
+        let returning = self.returning(peer).take();
+        returning.is_some() && self.segments[peer].slot(self.rank).has_come_back()
+    }
+
+    fn lend_to_come_back(
+        &self,
+        peer: usize,
+        take: &mut dyn FnMut(LentMut<'_>) -> usize,
+    ) -> Result<Option<usize>, Closed> {
+        let due = self.due_in_view(Lane::Calls, peer);
+        let may_write = |loan: &Loan| loan.place.is_some_and(|place| place.writable);
+        let Some((loan, view)) = due.filter(|(loan, _)| may_write(loan)) else {
+            return Ok(None);
+        };
+        let (offset, count) = self.piece(peer, &loan);
+        // SAFETY: the loan says so, and only the thread that runs calls uses loans.
+        let bytes = unsafe { view.bytes_mut(offset, count) };
+        let count = take(bytes.ok_or(Closed)?);
+        let returned = &self.borrowing[peer].returned;
+        returned.fetch_add(count, Ordering::Relaxed);
+        self.placed.fetch_add(count as u64, Ordering::Relaxed);
+        self.has_used(peer, &loan, count).map(Some)
     }
 }
 

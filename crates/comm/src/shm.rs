@@ -1,9 +1,9 @@
 //! Ranks as processes of one machine that share memory.
 //!
-//! They meet over TCP as the ranks of [`crate::tcp`] do, hand each other their memory, and keep
-//! the control connections: those tell when a process ends or falls silent. On Linux the memory is
-//! an anonymous file (memfd) that peers open through `/proc`, elsewhere a POSIX shared memory
-//! object that loses its name as soon as all have it; nothing is left when the processes end.
+//! The ranks meet over TCP (`join`), hand each other their memory, and keep the control
+//! connections: those tell when a process ends or falls silent. On Linux the memory is an anonymous
+//! file (memfd) that peers open through `/proc`, elsewhere a POSIX shared memory object that loses
+//! its name as soon as all have it; nothing is left when the processes end.
 
 use std::fmt;
 use std::io;
@@ -13,18 +13,15 @@ use std::sync::atomic::AtomicBool;
 use paceline_base::Rank;
 
 use crate::file::File;
+use crate::join::{Addrs, Config, GroupId, JoinError, Listener, Origin, Refusal, random};
+use crate::keeping::{Controls, Keeping, Kept, gather, keeping_group};
 use crate::linked::Linked;
 use crate::loan::Able;
 use crate::shared::{Segment, Shared, Teller};
+use crate::sockets::connect;
 use crate::split::{Member, members};
 use crate::sync::Ordering;
-use crate::tcp::{
-    Addrs, Config, Controls, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather,
-    keeping_group, link, random,
-};
-use crate::{
-    Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process, tcp,
-};
+use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process};
 
 /// Bytes in which a rank says where its memory is: a check word, where that is in its process, then
 /// a name padded with zeros.
@@ -62,32 +59,14 @@ pub fn join_with<A: Clone + Into<Addrs>>(
     assemble(Origin::new(listener, addrs, id, config), rank, deadline)
 }
 
-/// [`join_with`], or TCP over the same connections if a rank cannot use the memory of another.
-pub(crate) fn join_or_tcp<A: Clone + Into<Addrs>>(
-    listener: Listener,
-    rank: Rank,
-    addrs: &[A],
-    id: GroupId,
-    config: Config,
-    deadline: Deadline,
-) -> Result<Box<dyn Group>, JoinError> {
-    let origin = Origin::new(listener, addrs, id, config);
-    let linked = link(&origin, rank, deadline)?;
-    match exchange(&linked, deadline) {
-        Ok(met) => Ok(Box::new(share(linked, met, origin, deadline)?)),
-        Err(JoinError::Apart { .. }) => Ok(Box::new(tcp::start(linked, origin, deadline)?)),
-        Err(error) => Err(error),
-    }
-}
-
 fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Shm, JoinError> {
-    let linked = link(&origin, rank, deadline)?;
+    let linked = connect(&origin, rank, deadline)?;
     let met = exchange(&linked, deadline)?;
     share(linked, met, origin, deadline)
 }
 
 /// Goes from sockets, of which the control connections stay, to shared memory.
-fn share<T: Kept>(
+pub(crate) fn share<T: Kept>(
     linked: Linked<T>,
     met: Met,
     origin: Origin,
@@ -105,19 +84,19 @@ fn share<T: Kept>(
         let borrow = |(process, able)| shared.borrow_from(peer, process, able);
         lender.into_iter().for_each(borrow);
     }
-    let linked = Linked::new(rank, size, shared, Arc::default());
+    let linked = Linked::new(rank, size, shared);
     Keeping::start(linked, origin, deadline).map(Shm)
 }
 
 /// The other ranks, as far as they share memory with this one; in rank order.
-struct Met {
+pub(crate) struct Met {
     segments: Vec<Arc<Segment>>,
     /// The process of each, and how this rank can read its own memory too.
     lenders: Vec<Option<(u32, Able)>>,
 }
 
 /// Maps the memory of all ranks. Collective.
-fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, JoinError> {
+pub(crate) fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, JoinError> {
     let (rank, size) = (linked.rank().0 as usize, linked.size() as usize);
     let system = |source| JoinError::System {
         what: "make shared memory",
@@ -251,8 +230,8 @@ impl Kept for Shared {
 }
 
 impl Shm {
-    /// As [`tcp::Tcp::turned_away`].
-    pub fn turned_away(&self) -> Option<tcp::Refusal> {
+    /// As [`Tcp::turned_away`](crate::tcp::Tcp::turned_away).
+    pub fn turned_away(&self) -> Option<Refusal> {
         Kept::controls(self.0.linked.transport()).turned_away()
     }
 }

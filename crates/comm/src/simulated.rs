@@ -22,9 +22,8 @@ use paceline_base::Rank;
 
 use crate::linked::Linked;
 use crate::locks::lock;
-use crate::rdma::mix;
 use crate::status::{News, Status};
-use crate::transport::{Closed, Lane, Patience, Transport, Want};
+use crate::transport::{Closed, GULP_BYTES, Lane, Lend, Patience, Transport, Want};
 use crate::{Collective, Counts, Data, DataMut, Deadline, Error, Reduce, Tuning};
 
 /// Bytes that a link holds.
@@ -46,6 +45,14 @@ const NAP: Duration = Duration::from_millis(2);
 
 /// A rank hands the turn on after one in so many reads and writes.
 const PREEMPT: u64 = 8;
+
+/// splitmix64 (Steele, Lea, Flood, 2014), as a function of its state, which traces take in.
+fn mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
@@ -316,6 +323,10 @@ impl Transport for Simulated {
         Ok(count)
     }
 
+    fn lending(&self) -> Option<&dyn Lend> {
+        None
+    }
+
     fn wait(&self, _lane: Lane, _wants: &[Want], until: Instant) {
         let turns = self.net.turns();
         let nap = until.min(self.net.start + turns.clock + NAP);
@@ -347,6 +358,10 @@ impl Transport for Simulated {
             spins: 0,
             yields: 2,
         }
+    }
+
+    fn gulp(&self) -> usize {
+        GULP_BYTES
     }
 }
 
@@ -468,7 +483,7 @@ fn run(seed: u64) -> (bool, u64) {
             let net = Arc::clone(&net);
             let status = Arc::clone(&net.status);
             let links = Simulated { rank, net };
-            let group = Linked::new(Rank(rank as u32), size as u32, links, status);
+            let group = Linked::with_status(Rank(rank as u32), size as u32, links, status);
             group.agree(tuning);
             thread::spawn(move || {
                 group.transport().net.take_turn(rank);

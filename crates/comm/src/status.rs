@@ -39,7 +39,7 @@ impl Cause {
 
 /// What ranks tell each other about the end of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct News {
+pub struct News {
     pub(crate) cause: Cause,
     /// The first collective that the teller has not completed, or `u64::MAX` if it does not know.
     ///

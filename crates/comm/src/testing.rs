@@ -228,24 +228,14 @@ pub fn parse_frames(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk() {
         let _ = crate::wire::Control::decode(head);
     }
-    crate::tcp::parse_hello(bytes);
-    crate::tcp::parse_meeting(bytes);
+    crate::join::parse_hello(bytes);
+    crate::join::parse_meeting(bytes);
     crate::window::parse(bytes);
     crate::shm::parse(bytes);
-}
-
-/// Reads `bytes` as what ranks over RDMA send each other, for fuzzing.
-pub fn parse_cables(bytes: &[u8]) {
-    crate::rdma::parse(bytes);
-}
-
-/// Reads `bytes` as what ranks of JACCL's configuration say to find each other, for fuzzing.
-pub fn parse_side(bytes: &[u8]) {
-    crate::rdma::parse_side(bytes);
 }
 
 /// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is
 /// sealed and altered on its way, for fuzzing.
 pub fn parse_sealed(bytes: &[u8]) {
-    crate::tcp::parse_sealed(bytes);
+    crate::join::parse_sealed(bytes);
 }

@@ -4,6 +4,5 @@
 #![allow(clippy::unwrap_used, reason = "helpers outside of test functions")]
 
 mod faults;
-mod rdma;
 mod tcp;
 mod worker;

@@ -11,5 +11,4 @@ mod llama_cpp;
 mod llama_cpp_tiny;
 mod numerics_rule;
 mod quant_models;
-mod registered;
 mod splits;

@@ -34,6 +34,7 @@
 //!   of its own.
 //! - [`tunnel`]: bytes between programs on two machines.
 //! - [`identity`]: which model some files are.
+//! - [`launched`]: the wires that a launcher's environment names.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
 //! - [`AdapterOf`]: an adapter beside an instance's model.
@@ -53,6 +54,7 @@ pub mod forecast;
 mod identity;
 mod instance;
 pub mod interpreter;
+pub mod launched;
 mod load;
 pub mod messages;
 mod moved;

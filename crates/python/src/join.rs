@@ -5,11 +5,12 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::{Mutex, PoisonError};
 
 use paceline_base::Rank;
-use paceline_comm::rdma::Settings;
+use paceline_comm::provider::Placed;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
 use paceline_comm::{Backend, Group, Plaintext, Seat, Strict, init, local};
 use paceline_comm_interop::nccl::Libraries;
 use paceline_comm_interop::{MlxBackend, MlxPlace, init_mlx};
+use paceline_comm_rdma::Settings;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
@@ -163,7 +164,7 @@ impl Launched {
             rank: rank.transpose()?.map(Rank),
             hosts: hosts.as_deref(),
             nccl: None,
-            jaccl: jaccl.as_ref(),
+            jaccl: jaccl.as_ref().map(|settings| settings as &dyn Placed),
             libraries: &Libraries::default(),
             plaintext: match self.plaintext {
                 true => Plaintext::Allowed,

@@ -23,7 +23,7 @@ enum Layer {
 use Layer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, Layer); 25] = [
+const LAYERS: [(&str, Layer); 26] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("formats", Level(1)),
@@ -34,6 +34,7 @@ const LAYERS: [(&str, Layer); 25] = [
     ("mlx", Level(1)),
     ("gpu", Level(1)),
     ("comm-interop", Level(2)),
+    ("comm-rdma", Level(2)),
     ("model", Level(2)),
     ("cluster", Level(2)),
     ("engine", Level(3)),

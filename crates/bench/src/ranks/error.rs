@@ -4,7 +4,7 @@ use std::{io, net, num, str};
 
 use paceline_cluster::nodes::agent::local;
 use paceline_comm::InitError;
-use paceline_comm_interop::launched::WireError;
+use paceline_node::launched::WireError;
 
 /// Why ranks in processes of their own cannot be measured.
 #[derive(Debug, thiserror::Error)]

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_cluster::nodes::agent::local;
 use paceline_cluster::nodes::discovery::listen_address;
-use paceline_comm::rdma::settings::Lookup;
+use paceline_comm_rdma::settings::Lookup;
 use paceline_comm::{Backend, tcp};
 use paceline_node::tunnel;
 use serde::{Deserialize, Serialize};

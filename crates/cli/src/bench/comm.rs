@@ -16,7 +16,7 @@ use paceline_bench::comm::{Report, measure};
 use paceline_bench::ranks::nodes::{self, Here, Listen, Names};
 use paceline_bench::ranks::{self, Force, Lines, Settings, deadline};
 use paceline_comm::Backend;
-use paceline_comm_interop::launched;
+use paceline_node::launched;
 
 use crate::member::{self, Ports};
 use crate::process::{own_program, worker_env};

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::buffers::Buffers;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
+use super::lending;
 use super::{Linked, number};
 use crate::call::judge;
 use crate::lent::Lent;
@@ -125,11 +126,19 @@ impl Calls {
 }
 
 impl<T: Transport> Linked<T> {
-    pub(crate) fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+    /// See [`Group::run`](crate::Group::run).
+    ///
+    /// # Errors
+    /// Any [`Error`].
+    pub fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
         self.run_at(Site::NONE, collective, deadline)
     }
 
-    pub(crate) fn run_at(
+    /// See [`Group::run_at`](crate::Group::run_at).
+    ///
+    /// # Errors
+    /// Any [`Error`].
+    pub fn run_at(
         &self,
         site: Site,
         collective: Collective<'_>,
@@ -195,7 +204,7 @@ impl<T: Transport> Linked<T> {
         };
         run.steps(plan, peers).map_err(|stop| {
             let error = run.fail(stop, peers);
-            self.transport.let_go(Lane::Calls);
+            lending::let_go(&self.transport, Lane::Calls);
             error
         })
     }
@@ -206,7 +215,7 @@ impl<T: Transport> Linked<T> {
     /// where a transport can do that.
     fn scratch(&self, bytes: usize) -> Memory<u8> {
         let register = |pages: &_| match bytes >= REGISTERED_BYTES {
-            true => self.transport.register_pages(pages),
+            true => self.register_pages(pages),
             false => None,
         };
         Memory::with(bytes.next_power_of_two(), register)
@@ -397,9 +406,9 @@ impl<T: Transport> Run<'_, T> {
         let count = count.map_err(|Closed| Stop::Lost(rank))?;
         sending.done += count;
         let gone = sending.done == HEADER_BYTES + sending.span.len();
-        if gone && !self.group.transport.holds(Lane::Calls, rank) {
+        if gone && !lending::holds(&self.group.transport, Lane::Calls, rank) {
             let comes_back = sending.fate == Fate::ComesBack;
-            peer.came_back = comes_back && self.group.transport.has_come_back(rank);
+            peer.came_back = comes_back && lending::has_come_back(&self.group.transport, rank);
             peer.sending = None;
         }
         Ok(count > 0)
@@ -504,7 +513,7 @@ impl<T: Transport> Run<'_, T> {
             return Ok(None);
         }
         let transport = &self.group.transport;
-        let lends = transport.lends(Lane::Calls, rank);
+        let lends = lending::lends(transport, Lane::Calls, rank);
         match into.take {
             Take::Copy if lends || into.span.len() - into.done >= DIRECT_BYTES => {
                 let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
@@ -548,7 +557,7 @@ impl<T: Transport> Run<'_, T> {
         let mut is_cut = false;
         let whole = |there: usize| there - there % width;
         let given = self.comes_back.then(|| {
-            transport.lend_to_come_back(rank, &mut |mut bytes| {
+            lending::lend_to_come_back(transport, rank, &mut |mut bytes| {
                 let count = whole(bytes.read().len().min(end - done));
                 buffers.fold_both(&into.span, done..done + count, side, &mut bytes);
                 is_cut = count == 0;
@@ -561,7 +570,7 @@ impl<T: Transport> Run<'_, T> {
             self.gave_back += count;
             return Ok((!is_cut).then_some(count));
         }
-        let lent = transport.lend(rank, &mut |bytes| {
+        let lent = lending::lend(transport, rank, &mut |bytes| {
             let count = whole(bytes.len().min(end - done));
             buffers.fold(&into.span, done, side, bytes.part(0, count));
             done += count;

@@ -1,5 +1,6 @@
 //! Bytes that have been read from a link and not yet been used.
 
+use super::lending;
 use crate::transport::{Closed, Lane, Transport};
 
 /// Size of the buffer; what is not used of it is not touched. How much is read at a time is up to
@@ -71,7 +72,7 @@ impl Inbuf {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let end = match transport.lends(lane, peer) {
+        let end = match lending::lends(transport, lane, peer) {
             true => most.min(self.start + wanted),
             false => most,
         };

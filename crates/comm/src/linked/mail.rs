@@ -20,6 +20,7 @@ use paceline_base::Rank;
 
 use super::Linked;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
+use super::lending;
 use crate::locks::lock;
 use crate::status::Cause;
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
@@ -178,7 +179,7 @@ impl Post {
                 Ok(count) => gone = count,
                 Err(Closed) => self.closed = true,
             }
-            self.lent |= group.transport.holds(Lane::Messages, peer);
+            self.lent |= lending::holds(&group.transport, Lane::Messages, peer);
         }
         self.outbox.extend_from_slice(&head[gone.min(head.len())..]);
         self.outbox
@@ -253,7 +254,7 @@ impl Post {
         self.frame(
             Header::decode(&head),
             spare,
-            group.transport.lends(Lane::Messages, peer),
+            lending::lends(&group.transport, Lane::Messages, peer),
         );
         if self.garbled { Err(Closed) } else { Ok(true) }
     }
@@ -358,7 +359,8 @@ fn fill<T: Transport>(
 ) -> Result<usize, Closed> {
     let have = message.bytes.len();
     let missing = length - have;
-    let direct = missing >= DIRECT_BYTES || (missing > 0 && transport.lends(Lane::Messages, peer));
+    let direct =
+        missing >= DIRECT_BYTES || (missing > 0 && lending::lends(transport, Lane::Messages, peer));
     if inbuf.bytes().is_empty() && direct {
         message.bytes.resize(have + missing.min(AHEAD_BYTES), 0);
         let count = transport.read(Lane::Messages, peer, &mut message.bytes[have..]);
@@ -405,7 +407,11 @@ impl<T: Transport> Linked<T> {
         self.completed.load(Ordering::Acquire) + 1
     }
 
-    pub(crate) fn send(
+    /// See [`Group::send_data`](crate::Group::send_data).
+    ///
+    /// # Errors
+    /// All but [`Error::Length`].
+    pub fn send(
         &self,
         message: Data<'_>,
         to: Rank,
@@ -453,7 +459,7 @@ impl<T: Transport> Linked<T> {
         }
         let gone = self.look(peer, deadline, |mail| {
             let post = &mut mail.posts[peer];
-            post.lent &= self.transport.holds(Lane::Messages, peer);
+            post.lent &= lending::holds(&self.transport, Lane::Messages, peer);
             // Who only waits for its memory has that back, though the peer is gone by now.
             if !waits(post) {
                 Look::Done(Ok(()))
@@ -465,7 +471,7 @@ impl<T: Transport> Linked<T> {
             }
         });
         if !matches!(gone, Some(Ok(()))) {
-            self.transport.let_go_of(Lane::Messages, peer);
+            lending::let_go_of(&self.transport, Lane::Messages, peer);
         }
         let rank = super::number(peer);
         match gone {
@@ -476,7 +482,11 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    pub(crate) fn recv(
+    /// See [`Group::recv_data`](crate::Group::recv_data).
+    ///
+    /// # Errors
+    /// All but [`Error::Length`].
+    pub fn recv(
         &self,
         mut into: DataMut<'_>,
         from: Rank,
@@ -485,7 +495,7 @@ impl<T: Transport> Linked<T> {
     ) -> Result<(), Error> {
         let call = self.message(Kind::Recv { from, tag }, into.dtype(), into.len())?;
         let peer = from.0 as usize;
-        let lends = self.transport.lends(Lane::Messages, peer);
+        let lends = lending::lends(&self.transport, Lane::Messages, peer);
         let memory: *mut [u8] = into.bytes_mut();
         let linked = self;
         let waiting = lends.then_some(Waiting { linked, call, peer });
@@ -546,7 +556,7 @@ impl<T: Transport> Linked<T> {
             done: false,
         });
         if waiter.call.sequence == call.sequence && post.partial.is_none() {
-            self.transport.expect(peer, waiter.rest(0));
+            lending::expect(&self.transport, peer, waiter.rest(0));
         }
     }
 
@@ -556,7 +566,7 @@ impl<T: Transport> Linked<T> {
         let post = &mut mail.posts[peer];
         let own = |waiter: &mut Waiter| waiter.call.sequence == call.sequence;
         if post.waiter.take_if(own).is_some() && matches!(post.partial, Some(Partial::Placed(_))) {
-            self.transport.let_go_of(Lane::Messages, peer);
+            lending::let_go_of(&self.transport, Lane::Messages, peer);
             (post.partial, post.closed) = (None, true);
         }
     }

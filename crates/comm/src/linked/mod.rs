@@ -2,15 +2,17 @@
 //!
 //! - `calls`: runs plans, with the lockstep guard;
 //! - `mail`: messages, with credits;
+//! - `lending`: calls on links that may lend, and their replacements where links do not;
 //! - here: what both share: the cause of poisoning and the traffic.
 //!
 //! Links have two lanes, so neither waits for the other. Whoever waits on either lane also takes
-//! in messages, and so does the keeper of a group (`tcp::keeper`) while nobody waits: a sender
+//! in messages, and so does the keeper of a group (`keeping`) while nobody waits: a sender
 //! never depends on what its peer is doing.
 
 mod buffers;
 mod calls;
 mod inbuf;
+mod lending;
 mod mail;
 
 use std::fmt;
@@ -26,7 +28,7 @@ use crate::locks::lock;
 use crate::plan::Route;
 use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
-use crate::{Call, Copies, Error, Traffic, Tuning};
+use crate::{Call, Copies, Error, Pages, Registered, Traffic, Tuning};
 
 /// How long a rank that finds a link closed waits for the news why. They are sent before the
 /// link is closed, so this ends at once unless the other process was killed.
@@ -36,7 +38,7 @@ const NEWS_WAIT: Duration = Duration::from_millis(300);
 const LINGER: Duration = Duration::from_secs(1);
 
 /// One rank's end of all its links.
-pub(crate) struct Linked<T> {
+pub struct Linked<T> {
     rank: usize,
     size: usize,
     transport: T,
@@ -61,7 +63,13 @@ pub(crate) struct Linked<T> {
 }
 
 impl<T: Transport> Linked<T> {
-    pub(crate) fn new(rank: Rank, size: u32, transport: T, status: Arc<Status>) -> Self {
+    /// The end of `rank` in a group of `size`, of which nobody knows anything yet.
+    pub fn new(rank: Rank, size: u32, transport: T) -> Self {
+        Self::with_status(rank, size, transport, Arc::default())
+    }
+
+    /// As [`new`](Self::new), in a group whose ranks share what they know of its end.
+    pub(crate) fn with_status(rank: Rank, size: u32, transport: T, status: Arc<Status>) -> Self {
         let (rank, size) = (rank.0 as usize, size as usize);
         Self {
             rank,
@@ -82,48 +90,55 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    pub(crate) fn rank(&self) -> Rank {
+    /// This rank.
+    pub fn rank(&self) -> Rank {
         number(self.rank)
     }
 
-    pub(crate) fn size(&self) -> u32 {
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
         number(self.size).0
     }
 
-    pub(crate) const fn transport(&self) -> &T {
+    /// The links themselves.
+    pub const fn transport(&self) -> &T {
         &self.transport
     }
 
-    /// Lets rings go this way. The same on all ranks, before the first call.
-    pub(crate) fn go_round(&self, route: Route) {
-        lock(&self.calls).go_round(route);
+    /// Lets rings pass the ranks in `order`, both ways at once. The same on all ranks, before the
+    /// first call.
+    pub fn go_round(&self, order: Vec<usize>) {
+        lock(&self.calls).go_round(Route::new(order));
     }
 
     /// The links, for another group over them; and by rank what has been read of the lane for
     /// calls and not been used: a peer may be ahead.
-    pub(crate) fn into_transport(self) -> (T, Vec<Vec<u8>>) {
+    pub fn into_transport(self) -> (T, Vec<Vec<u8>>) {
         let calls = self.calls.into_inner();
         let calls = calls.unwrap_or_else(PoisonError::into_inner);
         (self.transport, calls.unused())
     }
 
-    pub(crate) fn traffic(&self) -> Traffic {
+    /// See [`Group::traffic`](crate::Group::traffic).
+    pub fn traffic(&self) -> Traffic {
         Traffic {
             sent: Bytes(self.sent_to().iter().map(|sent| sent.0).sum()),
             received: Bytes(self.received.load(Ordering::Relaxed)),
         }
     }
 
-    pub(crate) fn sent_to(&self) -> Vec<Bytes> {
+    /// See [`Group::sent_to`](crate::Group::sent_to).
+    pub fn sent_to(&self) -> Vec<Bytes> {
         let sent = self.sent.iter();
         sent.map(|sent| Bytes(sent.load(Ordering::Relaxed)))
             .collect()
     }
 
-    pub(crate) fn copies(&self) -> Copies {
+    /// See [`Group::copies`](crate::Group::copies).
+    pub fn copies(&self) -> Copies {
         let payload = self.payload.load(Ordering::Relaxed);
         let before = self.placed_before.load(Ordering::Relaxed);
-        let in_place = self.transport.placed().saturating_sub(before);
+        let in_place = lending::placed(&self.transport).saturating_sub(before);
         Copies {
             in_place: Bytes(in_place),
             staged: Bytes(payload.saturating_sub(in_place)),
@@ -140,6 +155,11 @@ impl<T: Transport> Linked<T> {
         self.status.cause()
     }
 
+    /// See [`Group::register_pages`](crate::Group::register_pages).
+    pub fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        lending::register_pages(&self.transport, pages)
+    }
+
     /// Starts counting anew.
     pub(crate) fn reset_traffic(&self) {
         for sent in &self.sent {
@@ -147,17 +167,17 @@ impl<T: Transport> Linked<T> {
         }
         self.received.store(0, Ordering::Relaxed);
         self.payload.store(0, Ordering::Relaxed);
-        let placed = self.transport.placed();
+        let placed = lending::placed(&self.transport);
         self.placed_before.store(placed, Ordering::Relaxed);
     }
 
     /// Names the part of the program that this rank is in.
-    pub(crate) fn mark(&self, number: u64) {
+    pub fn mark(&self, number: u64) {
         self.mark.store(number, Ordering::Relaxed);
     }
 
     /// What choices rest on.
-    pub(crate) fn tuning(&self) -> Tuning {
+    pub fn tuning(&self) -> Tuning {
         self.tuning.get().copied().unwrap_or_default()
     }
 
@@ -229,7 +249,7 @@ impl<T: Transport> Linked<T> {
         head: &[u8],
         body: &[u8],
     ) -> Result<usize, Closed> {
-        let count = self.transport.write_whole(lane, peer, head, body)?;
+        let count = lending::write_whole(&self.transport, lane, peer, (head, body))?;
         self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }
@@ -242,8 +262,7 @@ impl<T: Transport> Linked<T> {
         frame: (&[u8], &[u8]),
         whole: &[u8],
     ) -> Result<usize, Closed> {
-        let transport = &self.transport;
-        let count = transport.write_to_come_back(lane, peer, frame, whole)?;
+        let count = lending::write_to_come_back(&self.transport, lane, peer, frame, whole)?;
         self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }

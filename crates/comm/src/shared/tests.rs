@@ -146,7 +146,7 @@ fn pair() -> ([Linked<Shared>; 2], Vec<Arc<Segment>>) {
         let (gone, patience) = (Arc::clone(&gone), crate::local::patience(2));
         let shared = Shared::new(rank, segments.clone(), gone, teller, patience);
         let rank = Rank(u32::try_from(rank).unwrap());
-        Linked::new(rank, 2, shared, status)
+        Linked::with_status(rank, 2, shared, status)
     });
     (ranks, segments)
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::*;
-use crate::{Memory, Reduce, testing};
+use crate::{Memory, Reduce, tcp, testing};
 use worker::{NEVER_SILENT, Worker, harm, now};
 
 fn soon(seconds: u64) -> Deadline {

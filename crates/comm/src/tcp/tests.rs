@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::mem::discriminant;
 use std::net::{SocketAddr, TcpStream};
+use std::num::NonZeroU8;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;

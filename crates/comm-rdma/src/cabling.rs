@@ -1,0 +1,117 @@
+//! The library, its open devices, and the table of devices, for all groups of a process.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, Weak};
+
+use paceline_base::lock;
+use paceline_comm::tcp;
+
+use super::error::RdmaError;
+use super::matrix::Matrix;
+use super::memory::Registry;
+use super::verbs::{Adapter, Verbs};
+
+/// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
+/// little (32 KiB at 7 GB/s: 5 us), and 64 of them are 2 MiB for each cable.
+pub const MESSAGE_BYTES: u32 = 32 << 10;
+
+/// [`Config::in_place_bytes`], unless it says otherwise: agreeing takes some microseconds, in which
+/// shorter parts are copied (docs/measurements.md).
+pub const IN_PLACE_BYTES: usize = 128 << 10;
+
+/// How a group behaves. The same on all ranks.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// As for TCP, over which ranks meet and control each other.
+    pub tcp: tcp::Config,
+    /// Longest message, head included: 4 KiB to 1 MiB. macOS before 26.3 takes 4 KiB only.
+    pub message_bytes: u32,
+    /// Shortest part of registered memory that a device puts straight into registered memory of
+    /// another rank. Both ends have to agree to that each time, so shorter ones, which are copied
+    /// at the receiver, arrive sooner.
+    pub in_place_bytes: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            tcp: tcp::Config::default(),
+            message_bytes: MESSAGE_BYTES,
+            in_place_bytes: IN_PLACE_BYTES,
+        }
+    }
+}
+
+/// Bounds of [`Config::message_bytes`].
+const MESSAGE_BYTES_MIN: u32 = 4 << 10;
+const MESSAGE_BYTES_MAX: u32 = 1 << 20;
+
+/// The library, and the devices of this process that are open: each once, as a second context of
+/// one device hangs on macOS (ml-explore/mlx #3245).
+pub(super) struct Host {
+    verbs: Verbs,
+    /// What is registered, for all groups over these devices.
+    pub(super) registry: Arc<Registry>,
+    adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
+}
+
+impl Host {
+    pub(super) fn adapter(&self, name: &str) -> Result<Arc<Adapter>, RdmaError> {
+        let mut adapters = lock(&self.adapters);
+        if let Some(adapter) = adapters.get(name).and_then(Weak::upgrade) {
+            return Ok(adapter);
+        }
+        let adapter = Adapter::open(&self.verbs, name)?;
+        adapters.insert(name.to_string(), Arc::downgrade(&adapter));
+        Ok(adapter)
+    }
+}
+
+/// A library, which devices lead to whom, and how to use them. Cheap to clone; clones share open
+/// devices, so a process has one.
+#[derive(Clone)]
+pub struct Cabling {
+    pub(super) host: Arc<Host>,
+    pub(super) matrix: Arc<Matrix>,
+    pub(super) config: Config,
+    /// Go round even where everybody has a cable to everybody.
+    pub(super) ring: bool,
+}
+
+impl Cabling {
+    /// With the default [`Config`].
+    pub fn new(verbs: Verbs, matrix: Matrix) -> Self {
+        Self::with(verbs, matrix, Config::default())
+    }
+
+    /// The same, for a group that meets as `tcp` says.
+    pub(super) fn with_tcp(&self, tcp: tcp::Config) -> Self {
+        let mut own = self.clone();
+        own.config.tcp = tcp;
+        own
+    }
+
+    /// Message lengths outside of their bounds are set to the nearer one.
+    pub fn with(verbs: Verbs, matrix: Matrix, mut config: Config) -> Self {
+        let bytes = config.message_bytes;
+        config.message_bytes = bytes.clamp(MESSAGE_BYTES_MIN, MESSAGE_BYTES_MAX) & !63;
+        let host = Arc::new(Host {
+            verbs,
+            registry: Arc::default(),
+            adapters: Mutex::default(),
+        });
+        Self {
+            host,
+            matrix: Arc::new(matrix),
+            config,
+            ring: false,
+        }
+    }
+}
+
+impl fmt::Debug for Cabling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {}", self.host.verbs, self.matrix.to_json())
+    }
+}

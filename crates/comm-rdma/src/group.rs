@@ -1,0 +1,333 @@
+//! Groups over RDMA: how ranks join one, and what it does beside every group.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use paceline_base::{Bytes, Rank};
+use paceline_comm::provider::{
+    Keeping, Kept, Linked, Member, Origin, Placed, Provider, allowed, connect, gather, members,
+};
+use paceline_comm::tcp::{Addrs, GroupId, JoinError, Listener};
+use paceline_comm::{
+    Algorithm, Backend, Collective, Copies, Data, DataMut, Deadline, Error, Group, InitError,
+    Memory, Pages, Plaintext, Registered, Seat, Site, Traffic, Tuning,
+};
+
+use super::cabling::{Cabling, Config};
+use super::error::RdmaError;
+use super::join::{Joining, fits};
+use super::links::{Devices, Links};
+use super::memory::Registration;
+use super::route;
+use super::settings::Settings;
+use super::side::Side;
+use super::slab::Slab;
+use super::verbs::Verbs;
+
+/// Cables as a wire of [`init`](paceline_comm::init). Errors of the devices are [`RdmaError`]s.
+#[derive(Clone, Debug)]
+pub struct Wire {
+    /// The library, and which devices lead to whom.
+    pub cabling: Cabling,
+    /// Whether bytes may leave this machine unencrypted.
+    pub plaintext: Plaintext,
+}
+
+impl Provider for Wire {
+    fn backend(&self) -> Backend {
+        Backend::Rdma
+    }
+
+    fn join(&self, seat: Seat<'_, Addrs>, deadline: Deadline) -> Result<Box<dyn Group>, InitError> {
+        allowed(self.backend(), self.plaintext)?;
+        let Seat {
+            listener,
+            rank,
+            addrs,
+            id,
+            config,
+        } = seat;
+        let cabling = self.cabling.with_tcp(config);
+        let joined = join(&cabling, listener, rank, addrs, id, deadline);
+        Ok(Box::new(joined.map_err(InitError::wire)?))
+    }
+}
+
+/// Ranks that a launcher has told what JACCL's are told. Errors are [`RdmaError`]s.
+impl Placed for Settings {
+    fn join_placed(&self, deadline: Deadline) -> Result<Box<dyn Group>, InitError> {
+        let verbs = Verbs::load().map_err(InitError::wire)?;
+        let joined = join_settings(verbs, self, Config::default(), deadline);
+        Ok(Box::new(joined.map_err(InitError::wire)?))
+    }
+}
+
+/// One rank of a group over RDMA. Dropping it ends the group for the others.
+pub struct Rdma {
+    // Dropped in this order: links before the memory of their slots.
+    keeping: Keeping<Links>,
+    _slabs: Vec<Slab>,
+    cabling: Cabling,
+    /// Stays open, unused, as JACCL's does.
+    _side: Option<Side>,
+}
+
+/// Connects `rank` with all others and returns when all ranks are connected. Collective.
+///
+/// As [`tcp::join_with`]; the table of devices has a row for each of `addrs` and is the same on
+/// all ranks. Ranks without a cable between them use TCP.
+///
+/// # Errors
+/// Any [`RdmaError`]; if it is one rank's alone, the others get [`RdmaError::Elsewhere`].
+pub fn join<A: Clone + Into<Addrs>>(
+    cabling: &Cabling,
+    listener: Listener,
+    rank: Rank,
+    addrs: &[A],
+    id: GroupId,
+    deadline: Deadline,
+) -> Result<Rdma, RdmaError> {
+    let origin = Origin::new(listener, addrs, id, cabling.config.tcp.clone());
+    assemble(cabling.clone(), origin, rank, None, deadline)
+}
+
+/// Connects the rank that JACCL's environment names with all others. Collective.
+///
+/// Ranks find each other through JACCL's side channel, which also carries what JACCL sends over
+/// it, in its bytes: where each queue pair is. The members are paceline ranks: what they say over
+/// the cables is not JACCL's.
+///
+/// # Errors
+/// As [`join`], and [`RdmaError::Side`].
+pub fn join_settings(
+    verbs: Verbs,
+    settings: &Settings,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Rdma, RdmaError> {
+    let Settings {
+        rank,
+        coordinator,
+        ref matrix,
+        ring,
+    } = *settings;
+    let mut cabling = Cabling::with(verbs, matrix.clone(), config);
+    cabling.ring = ring;
+    let mut side = Side::open(coordinator, rank, matrix.size(), deadline)?;
+    let listener = Listener::bind(SocketAddr::new(side.here(), 0));
+    let listener = listener.map_err(|source| JoinError::System {
+        what: "listen",
+        source,
+    })?;
+    // Every rank's address, behind a group id: that of rank 0 counts.
+    let mut own = GroupId::random().0.to_vec();
+    own.extend(listener.addr().to_string().into_bytes());
+    let (id, addrs) = meeting(&side.gather_containers(&own, deadline)?)?;
+    let origin = Origin::new(listener, &addrs, id, cabling.config.tcp.clone());
+    assemble(cabling, origin, rank, Some(side), deadline)
+}
+
+/// The group and the addresses of its ranks, out of what each said.
+pub(super) fn meeting(all: &[Vec<u8>]) -> Result<(GroupId, Vec<SocketAddr>), RdmaError> {
+    let read = |said: &Vec<u8>| -> Option<(GroupId, SocketAddr)> {
+        let (id, addr) = said.split_first_chunk()?;
+        Some((GroupId(*id), std::str::from_utf8(addr).ok()?.parse().ok()?))
+    };
+    let no_meeting = |rank| RdmaError::NoMeeting { rank: Rank(rank) };
+    let said = (0..).zip(all);
+    let said = said.map(|(rank, said)| read(said).ok_or(no_meeting(rank)));
+    let (ids, addrs): (Vec<_>, _) = said.collect::<Result<_, _>>()?;
+    let id = ids.into_iter().next();
+    Ok((id.ok_or(no_meeting(0))?, addrs))
+}
+
+fn assemble(
+    cabling: Cabling,
+    mut origin: Origin,
+    rank: Rank,
+    mut side: Option<Side>,
+    deadline: Deadline,
+) -> Result<Rdma, RdmaError> {
+    fits(&cabling.matrix, &origin.addrs, rank)?;
+    let linked = connect(&origin, rank, deadline)?;
+    let (index, size) = (rank.0 as usize, linked.size());
+    let joining = Joining {
+        rank: index,
+        cabling: &cabling,
+        matrix: &cabling.matrix,
+        deadline,
+    };
+    let mut wired = joining.wire(&mut |own| match &mut side {
+        Some(side) => side.all_gather(own, deadline),
+        None => {
+            let mut all = vec![0_u8; own.len() * size as usize];
+            gather(&linked, own, &mut all, deadline).map_err(JoinError::of_call)?;
+            Ok(all)
+        }
+    })?;
+    if let Some(side) = &mut side {
+        side.barrier(deadline)?;
+    }
+    let (sockets, early) = linked.into_transport();
+    let registry = Arc::clone(&cabling.host.registry);
+    let sockets: Box<dyn Kept> = Box::new(sockets);
+    let links = wired.links((sockets, early), &origin.addrs, index, registry);
+    let linked = Linked::new(rank, size, links);
+    if cabling.ring || !cabling.matrix.is_mesh() {
+        linked.go_round(route::ring(&cabling.matrix));
+        origin.config.force = origin.config.force.or(Some(Algorithm::Ring));
+    }
+    let keeping = Keeping::start(linked, origin, deadline)?;
+    Ok(Rdma {
+        keeping,
+        _slabs: wired.slabs,
+        cabling,
+        _side: side,
+    })
+}
+
+impl Rdma {
+    /// As [`Memory::new`] with this group, for those who want to know why devices cannot use it.
+    /// Costs one memory region on each device of this rank.
+    ///
+    /// # Errors
+    /// [`RdmaError::Limit`] or [`RdmaError::Verb`].
+    pub fn allocate(&self, bytes: usize) -> Result<Memory<u8>, RdmaError> {
+        let mut refused = None;
+        let memory = Memory::with(bytes, |pages| {
+            let registered = self.devices().register(pages);
+            registered.map_err(|error| refused = Some(error)).ok()
+        });
+        refused.map_or(Ok(memory), Err)
+    }
+
+    /// Lets devices read the caller's memory in place when it is sent from, while the result
+    /// lives. Costs one memory region on each device of this rank. Apple's devices want whole
+    /// pages of mapped memory.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    ///
+    /// # Safety
+    /// The `bytes` bytes at `start` stay mapped while the result lives.
+    pub unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Registration, RdmaError> {
+        let Devices { adapters, registry } = self.devices();
+        // SAFETY: the caller's promise.
+        unsafe { Registration::new(registry, adapters, start, bytes) }
+    }
+
+    fn devices(&self) -> &Devices {
+        self.keeping.linked().transport().devices()
+    }
+
+    /// How many cables to `peer` carry something, 0 where there are none; and why the first of
+    /// those that do not any more is dead, whose share the others have taken.
+    pub fn cables(&self, peer: Rank) -> (usize, Option<Arc<RdmaError>>) {
+        let known = peer.0 < self.size() && peer != self.rank();
+        let links = self.keeping.linked().transport();
+        match known {
+            true => links.cables(peer.0 as usize),
+            false => (0, None),
+        }
+    }
+
+    /// Why the link to `peer` broke, if it did: calls say only that `peer` is lost.
+    pub fn broken(&self, peer: Rank) -> Option<Arc<RdmaError>> {
+        let known = peer.0 < self.size() && peer != self.rank();
+        let links = self.keeping.linked().transport();
+        known.then(|| links.broken(peer.0 as usize)).flatten()
+    }
+}
+
+impl fmt::Debug for Rdma {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.keeping)
+    }
+}
+
+impl Group for Rdma {
+    fn rank(&self) -> Rank {
+        self.keeping.linked().rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.keeping.linked().size()
+    }
+
+    fn run_at(
+        &self,
+        site: Site,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.keeping.linked().run_at(site, collective, deadline)
+    }
+
+    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+        self.keeping.linked().run(collective, deadline)
+    }
+
+    fn mark(&self, number: u64) {
+        self.keeping.linked().mark(number);
+    }
+
+    fn send_data(
+        &self,
+        message: Data<'_>,
+        to: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.keeping.linked().send(message, to, tag, deadline)
+    }
+
+    fn recv_data(
+        &self,
+        into: DataMut<'_>,
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.keeping.linked().recv(into, from, tag, deadline)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.keeping.linked().traffic()
+    }
+
+    fn sent_to(&self) -> Vec<Bytes> {
+        self.keeping.linked().sent_to()
+    }
+
+    fn copies(&self) -> Copies {
+        self.keeping.linked().copies()
+    }
+
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        self.keeping.linked().register_pages(pages)
+    }
+
+    fn tuning(&self) -> Tuning {
+        self.keeping.linked().tuning()
+    }
+
+    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
+        let Member { call, rank, ranks } = members(self, color, key, deadline)?;
+        let mut origin = self.keeping.part(color, &ranks);
+        origin.config = self.cabling.config.tcp.clone();
+        let indices: Vec<usize> = ranks.iter().map(|rank| rank.0 as usize).collect();
+        let cabling = Cabling {
+            matrix: Arc::new(self.cabling.matrix.part(&indices)),
+            ..self.cabling.clone()
+        };
+        match assemble(cabling, origin, rank, None, deadline) {
+            Ok(group) => Ok(Box::new(group)),
+            Err(RdmaError::Join(error)) => Err(error.of_split(call, rank, &ranks)),
+            Err(RdmaError::Elsewhere { rank: peer } | RdmaError::Unwired { rank: peer, .. }) => {
+                Err(JoinError::Lost { rank: peer }.of_split(call, rank, &ranks))
+            }
+            Err(_) => Err(JoinError::Lost { rank }.of_split(call, rank, &ranks)),
+        }
+    }
+}

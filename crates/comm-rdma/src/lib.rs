@@ -1,0 +1,92 @@
+//! Ranks that reach each other over RDMA: Thunderbolt cables between Macs, RoCE or InfiniBand.
+//!
+//! [`Wire`] is for the list of providers of [`paceline_comm::init`]; [`join`] makes a group
+//! directly. Of `comm` the crate uses what [`paceline_comm::provider`] publishes: the ranks meet by
+//! TCP, and the links over cables are a transport below the same collectives and messages.
+//!
+//! The verbs library is opened at run time; nothing has to be there to build. Queue pairs are of
+//! kind UC and messages two-sided, which is all that Apple's devices have, and as JACCL (MLX's
+//! library for them) uses them; its device file, environment and side channel are understood
+//! ([`Matrix`], [`Settings`], [`Side`]). What goes over the cables is paceline's own: the frames
+//! of every transport, in numbered and acknowledged messages, so that what UC loses without a word
+//! is sent again.
+//!
+//! ```no_run
+//! use std::time::{Duration, Instant};
+//! use paceline_base::Rank;
+//! use paceline_comm::{Deadline, Group, Reduce, tcp};
+//! use paceline_comm_rdma::{self as rdma, Cabling, Matrix, Verbs};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let (rank, addrs) = (Rank(0), Vec::<std::net::SocketAddr>::new());
+//! # let (id, listener) = (tcp::GroupId::random(), todo());
+//! # fn todo() -> tcp::Listener { tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap() }
+//! let deadline = Deadline::at(Instant::now() + Duration::from_secs(30));
+//! let matrix = Matrix::parse(r#"[[null, "rdma_en5"], ["rdma_en5", null]]"#)?;
+//! let cabling = Cabling::new(Verbs::load()?, matrix);
+//! let group = rdma::join(&cabling, listener, rank, &addrs, id, deadline)?;
+//! let mut buffer = group.allocate(4096)?;
+//! (&group as &dyn Group).all_reduce(&mut buffer[..], Reduce::Sum, deadline)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! - `abi`, `verbs`: the library and its objects; `limits`: what Apple's devices can hold;
+//! - `message`, `cable`, `link`, `links`: from work requests to a transport;
+//! - `track`, `bulk`, `chunks`: large bodies, from memory of callers to memory of callers;
+//! - `slab`, `memory`: registered memory, of the group and of callers;
+//! - `matrix`, `settings`, `side`: JACCL's configuration;
+//! - `cabling`, `join`, `group`: open devices, how links come about, and the group over them;
+//!   `destination`: where a queue pair is, in bytes;
+//! - `route`: rings where not everybody has a cable to everybody;
+//! - `soft`: a library in software, for tests.
+//!
+//! Peers' deaths are known from the control connections, as for shared memory: UC says nothing.
+//! Nothing is encrypted.
+
+#![warn(clippy::cast_possible_truncation)]
+
+#[cfg(test)]
+extern crate self as paceline_comm_rdma; // for `tests/library.rs`, which other crates share
+
+mod abi;
+mod bulk;
+mod cable;
+mod cabling;
+mod chunks;
+mod destination;
+mod error;
+#[cfg(test)]
+#[path = "../../comm/src/free.rs"]
+mod free;
+mod group;
+mod join;
+mod limits;
+mod link;
+mod links;
+mod matrix;
+mod memory;
+mod message;
+mod route;
+pub mod settings;
+mod side;
+mod slab;
+#[cfg(test)]
+mod soft;
+#[cfg(test)]
+mod software;
+pub mod testing;
+#[cfg(test)]
+mod tests;
+mod track;
+mod verbs;
+
+pub use self::cabling::{Cabling, Config, IN_PLACE_BYTES, MESSAGE_BYTES};
+pub use self::error::RdmaError;
+pub use self::group::{Rdma, Wire, join, join_settings};
+pub use self::limits::{Limits, MemoryRegions, QueuePairs, WorkRequests};
+pub use self::matrix::{CABLES_MAX, Matrix, MatrixError};
+pub use self::memory::Registration;
+pub use self::settings::{Settings, SettingsError};
+pub use self::side::Side;
+pub use self::verbs::{LIBRARY, Verbs};

@@ -1,0 +1,98 @@
+//! Going on without a cable.
+//!
+//! A cable is given up when one of its requests fails, when it loses message after message, or when
+//! the peer has given it up. What was under way on it goes over the others; with the last one the
+//! link breaks.
+
+use std::sync::Arc;
+
+use paceline_comm::provider;
+
+use super::{LANES, Link};
+use crate::cable::Cable;
+use crate::error::RdmaError;
+use crate::message::HEAD_BYTES;
+
+/// Messages in a row that are lost on a cable and arrive over another: then it is dead. A peer
+/// without a core may look like it for some messages; so many take 50 ms.
+const LOST_MOST: u32 = 16;
+
+impl Link {
+    /// Goes on without a cable, if there is another: what was under way there goes elsewhere.
+    pub(super) fn lose(&mut self, cable: usize, error: RdmaError) -> Result<(), RdmaError> {
+        if self.cables[cable].dead {
+            self.reading -= self.cables[cable].forget();
+            return Ok(());
+        }
+        if self.live() == 1 {
+            return Err(error);
+        }
+        let _ = self.cables[cable].pair().fail();
+        self.cables[cable].dead = true;
+        self.lost.get_or_insert(Arc::new(error));
+        self.urgent = true;
+        self.abandon();
+        let now = provider::now();
+        for lane in 0..LANES.len() {
+            for index in 0..self.outgoing[lane].flights.len() {
+                let flight = &self.outgoing[lane].flights[index];
+                if flight.cable == cable && !flight.held {
+                    self.transmit(lane, self.outgoing[lane].received + index as u64, now)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up cables that lose message after message.
+    pub(super) fn judge(&mut self) -> Result<(), RdmaError> {
+        let peer = self.peer;
+        for cable in 0..self.cables.len() {
+            let suspect = &self.cables[cable];
+            if !suspect.dead && suspect.lost >= LOST_MOST && self.live() > 1 {
+                self.lose(cable, RdmaError::Silent { peer, cable })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Cables that are lost, a bit each.
+    pub(super) fn dead(&self) -> u64 {
+        let bit = |(index, cable): (usize, &Cable)| u64::from(cable.dead) << index;
+        self.cables.iter().enumerate().map(bit).sum()
+    }
+
+    /// Gives up the cables that the peer has given up.
+    pub(super) fn lose_all(&mut self, dead: u64) -> Result<(), RdmaError> {
+        let peer = self.peer;
+        for cable in 0..self.cables.len() {
+            if dead & (1 << cable) != 0 && !self.cables[cable].dead {
+                self.lose(cable, RdmaError::GivenUp { peer, cable })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts a message into a slot of another cable, if one is free. It is copied there.
+    pub(super) fn shift(&mut self, lane: usize, index: usize) {
+        let flight = &self.outgoing[lane].flights[index];
+        let (from, old, end, body) = (flight.cable, flight.slot, flight.bytes, flight.body);
+        let room = self
+            .place(lane, from + 1)
+            .filter(|(cable, _)| *cable != from);
+        let Some((cable, slot)) = room else { return };
+        let mut payload = self.cables[from].payload(old, end);
+        if let Some(body) = body {
+            // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
+            payload.extend(unsafe { std::slice::from_raw_parts(body.start, body.bytes) });
+            self.outgoing[lane].in_place -= 1;
+            self.placed.sent -= body.bytes as u64;
+        }
+        self.cables[from].own(old, false);
+        self.cables[cable].own(slot, true);
+        self.cables[cable].fill(slot, HEAD_BYTES, &[&payload]);
+        let flight = &mut self.outgoing[lane].flights[index];
+        (flight.cable, flight.slot) = (cable, slot);
+        (flight.bytes, flight.body) = (HEAD_BYTES + payload.len(), None);
+    }
+}

@@ -1,0 +1,332 @@
+//! Groups over the software library: what they compute, how they come about, what breaks them.
+
+mod faults;
+mod in_place;
+mod layout;
+mod library;
+mod loaded;
+mod schedules;
+mod setup;
+mod speed;
+mod wire;
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::tcp::{GroupId, Listener};
+use paceline_comm::{Algorithm, Deadline, Group, Memory, Reduce, testing};
+
+use super::soft::{self, Caps, Fabric, Faults};
+use super::{Cabling, Config, Limits, MESSAGE_BYTES, Matrix, Rdma, RdmaError, join, software};
+
+/// Sizes of the conformance suite here: the cases sleep for some 6 s of each size, and what sizes
+/// there are makes no difference to a transport. All of them with `COMM_TEST_SIZES=all`
+/// and in a long run.
+const SIZES: [u32; 4] = [1, 2, 3, 5];
+
+fn soon(seconds: u64) -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(seconds))
+}
+
+/// A fabric, and what each rank is told.
+struct Lab {
+    fabric: Fabric,
+    cablings: Vec<Cabling>,
+}
+
+impl Lab {
+    /// The same, but that parts of any length are received in place.
+    fn in_place(mut self) -> Self {
+        let all = self.cablings.iter_mut();
+        all.for_each(|cabling| cabling.config.in_place_bytes = 1);
+        self
+    }
+
+    /// The same, but that calls use this algorithm if they can.
+    fn force(mut self, algorithm: Algorithm) -> Self {
+        let all = self.cablings.iter_mut();
+        all.for_each(|cabling| cabling.config.tcp.force = Some(algorithm));
+        self
+    }
+
+    fn new(fabric: Fabric, matrix: &Matrix, config: Config) -> Self {
+        let verbs = || software::verbs(Limits::APPLE);
+        let cabling = |_| Cabling::with(verbs(), matrix.clone(), config.clone());
+        let cablings = (0..matrix.size()).map(cabling).collect();
+        Self { fabric, cablings }
+    }
+}
+
+/// One device for each rank, all on one switch.
+fn switched(size: u32, faults: Faults) -> Lab {
+    let fabric = Fabric::new(faults, Caps::APPLE);
+    let name = |rank| format!("soft{}.{rank}", soft::number());
+    let names: Vec<String> = (0..size).map(name).collect();
+    names.iter().for_each(|name| fabric.device(name));
+    Lab::new(fabric, &Matrix::switched(&names), Config::default())
+}
+
+/// As [`switched`], for threads that share what they are told.
+fn switched_cabling(size: u32) -> (Fabric, Cabling) {
+    let mut lab = switched(size, Faults::default());
+    (lab.fabric, lab.cablings.remove(0))
+}
+
+/// A device for each end of each cable, of which there are so many between two ranks.
+fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -> Lab {
+    let (fabric, number) = (Fabric::new(faults, Caps::APPLE), soft::number());
+    let name = |a: usize, b: usize, cable: usize| format!("soft{number}.{a}.{b}.{cable}");
+    let count = |a: usize, b: usize| {
+        if a == b {
+            0
+        } else {
+            cables(a.min(b), a.max(b))
+        }
+    };
+    let entry = |a, b| (0..count(a, b)).map(|cable| name(a, b, cable)).collect();
+    let row = |a| (0..size).map(|b| entry(a, b)).collect();
+    let matrix = Matrix::new((0..size).map(row).collect()).unwrap();
+    for a in 0..size {
+        matrix.of(a).iter().for_each(|name| fabric.device(name));
+    }
+    for (a, b) in (0..size).flat_map(|b| (0..b).map(move |a| (a, b))) {
+        (0..count(a, b)).for_each(|c| fabric.cable(&name(a, b, c), &name(b, a, c)));
+    }
+    Lab::new(fabric, &matrix, Config::default())
+}
+
+/// What joining gives each rank, in rank order.
+fn join_all(lab: &Lab) -> Vec<Result<Rdma, RdmaError>> {
+    let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let listeners: Vec<Listener> = lab.cablings.iter().map(listen).collect();
+    let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
+    let id = GroupId::random();
+    let seats = (0..).zip(lab.cablings.iter().cloned().zip(listeners));
+    let threads = seats.map(|(rank, (cabling, listener))| {
+        let addrs = addrs.clone();
+        thread::spawn(move || join(&cabling, listener, Rank(rank), &addrs, id, soon(60)))
+    });
+    let threads: Vec<_> = threads.collect();
+    threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .collect()
+}
+
+fn groups(lab: &Lab) -> Vec<Rdma> {
+    let joined = join_all(lab).into_iter();
+    joined.map(|group| group.unwrap()).collect()
+}
+
+/// Groups as the suite wants them. Their fabric lives as long as they do: devices that are open
+/// hold on to it.
+fn boxed(lab: &Lab) -> testing::Ranks {
+    let boxed = |group| Box::new(group) as Box<dyn Group>;
+    groups(lab).into_iter().map(boxed).collect()
+}
+
+fn on_each(lab: &Lab, work: impl Fn(Rdma) + Clone + Send + 'static) {
+    let threads = groups(lab).into_iter().map(|group| {
+        let work = work.clone();
+        thread::spawn(move || work(group))
+    });
+    let threads: Vec<_> = threads.collect();
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn conforms() {
+    let asked = std::env::var("COMM_TEST_SIZES").is_ok_and(|sizes| sizes == "all");
+    let all = asked || paceline_base::testing::long();
+    let sizes = if all { &testing::SIZES[..] } else { &SIZES };
+    let make = |size| boxed(&switched(size, Faults::default()));
+    testing::run_sizes(&make, 0x5eed_0007, sizes);
+}
+
+#[test]
+fn several_cables_give_the_right_results() {
+    let make = |size: u32| {
+        boxed(&cabled(
+            size as usize,
+            |a, b| 1 + (a + b) % 4,
+            Faults::default(),
+        ))
+    };
+    testing::run_results_of(&make, 0x5eed_0008, &[2, 3]);
+}
+
+/// Rings whose cables are not between neighbours in rank order, and what is no ring at all.
+#[test]
+fn partial_meshes_give_the_right_results() {
+    type Cables = fn(usize, usize) -> usize;
+    let cablings: [(u32, Cables); 4] = [
+        (4, |a, b| {
+            usize::from(matches!((a, b), (0, 2) | (1, 2) | (1, 3) | (0, 3)))
+        }),
+        (5, |a, b| 2 * usize::from(b - a == 2 || b - a == 3)),
+        (4, |a, b| usize::from(a == 0 && b > 0)),
+        (3, |_, _| 0),
+    ];
+    for (size, cables) in cablings {
+        let make = |size: u32| {
+            let ranks = boxed(&cabled(size as usize, cables, Faults::default()));
+            // Ranks without a cable know of those of others.
+            let any = (0..size as usize).any(|a| (0..a).any(|b| cables(b, a) > 0));
+            assert!(ranks.iter().all(|rank| rank.tuning().wire == any), "{size}");
+            ranks
+        };
+        testing::run_results_of(&make, 0x5eed_0009, &[size]);
+    }
+}
+
+#[test]
+fn rings_go_both_ways_at_once() {
+    let ring = |a: usize, b: usize| usize::from(b - a == 1 || b - a == 3);
+    let lab = cabled(4, ring, Faults::default());
+    on_each(&lab, |group| {
+        let (by, length) = (soon(60), 1_000_000);
+        let mut data = vec![group.rank().0 + 1; length];
+        let before = group.traffic().sent.0;
+        (&group as &dyn Group)
+            .all_reduce(&mut data, Reduce::Sum, by)
+            .unwrap();
+        assert!(data.iter().all(|sum| *sum == 10));
+        let sent = group.traffic().sent.0 - before;
+        // 2 (P - 1) S / P, and frames of 52 bytes.
+        let least = 2 * 3 * length as u64 * 4 / 4;
+        assert!(
+            (least..least + 2000).contains(&sent),
+            "{sent} bytes, at least {least}"
+        );
+        (&group as &dyn Group).barrier(by).unwrap();
+    });
+}
+
+#[test]
+fn more_than_eight_ranks_join_and_compute() {
+    // Ten queue pairs are what a device has.
+    let lab = switched(11, Faults::default());
+    on_each(&lab, |group| {
+        testing::run_rank(&group, 0x5eed_000a, 6).unwrap();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
+    });
+    assert_eq!(lab.fabric.live(), 0, "something was not given back");
+}
+
+#[test]
+fn registered_memory_is_sent_from_where_it_is() {
+    use std::sync::atomic::Ordering;
+    let lab = switched(2, Faults::default());
+    let core = Arc::clone(&lab.fabric.core);
+    let gathered = move || core.gathered.load(Ordering::Relaxed);
+    on_each(&lab, move |group| {
+        let group_ref: &dyn Group = &group;
+        let mut plain = vec![1_u8; 300_000];
+        group_ref
+            .all_reduce(&mut plain, Reduce::Sum, soon(60))
+            .unwrap();
+        group_ref.barrier(soon(60)).unwrap();
+        assert_eq!(gathered(), 0, "nothing is registered");
+        group_ref.barrier(soon(60)).unwrap();
+
+        let mut own = group.allocate(300_000).unwrap();
+        for round in 1..20 {
+            own.fill(round);
+            group_ref
+                .all_reduce(&mut own[..], Reduce::Sum, soon(60))
+                .unwrap();
+            assert!(own.iter().all(|sum| *sum == 2 * round));
+        }
+        assert!(gathered() > 0, "it was copied");
+        drop(own);
+        // SAFETY: `plain` lives longer.
+        let memory = unsafe { group.register(plain.as_mut_ptr(), plain.len()) }.unwrap();
+        plain.fill(3);
+        group_ref
+            .all_reduce(&mut plain, Reduce::Sum, soon(60))
+            .unwrap();
+        assert!(plain.iter().all(|sum| *sum == 6));
+        drop(memory);
+        group_ref.barrier(soon(60)).unwrap();
+    });
+    assert_eq!(lab.fabric.live(), 0, "something was not given back");
+}
+
+/// Parts that are gathered go from memory to memory, whatever is lost on the way; what is left
+/// over of whole chunks, and what is not registered, is copied.
+#[test]
+#[allow(clippy::cast_possible_truncation, reason = "small numbers")]
+fn registered_memory_is_received_where_it_is() {
+    use std::sync::atomic::Ordering;
+    let loss = |lose, delay| Faults {
+        seed: 7,
+        lose,
+        delay,
+        failure: None,
+    };
+    for (cables, faults) in [
+        (1, loss(0, 0)),
+        (3, loss(0, 0)),
+        (1, loss(50, 0)),
+        (2, loss(20, 200)),
+    ] {
+        let lab = cabled(2, |_, _| cables, faults);
+        let core = Arc::clone(&lab.fabric.core);
+        let chunks = |bytes: usize| (bytes / (MESSAGE_BYTES as usize / 2)) as u64;
+        // More than there are receives.
+        let lengths = [3 << 20, 200_001, 128 << 10];
+        on_each(&lab, move |group| {
+            let mut all = group.allocate(2 * lengths[0]).unwrap();
+            let mut plain = vec![0; 2 * lengths[0]];
+            for round in 0..3 {
+                for length in lengths {
+                    let value =
+                        |rank: u32, i: usize| (i * 7 % 251) as u8 ^ (rank * 31 + round) as u8;
+                    let own: Vec<u8> = (0..length).map(|i| value(group.rank().0, i)).collect();
+                    // In the last round only one has registered what it receives into.
+                    let bare = round == 2 && group.rank().0 == 0;
+                    let all = if bare { &mut plain[..] } else { &mut all[..] };
+                    let all = &mut all[..2 * length];
+                    all.fill(0);
+                    (&group as &dyn Group)
+                        .all_gather(&own, all, soon(60))
+                        .unwrap();
+                    for (rank, part) in (0..).zip(all.chunks(length)) {
+                        let wrong = part
+                            .iter()
+                            .enumerate()
+                            .position(|(i, got)| *got != value(rank, i));
+                        assert_eq!(wrong, None, "{length} bytes of {rank}, round {round}");
+                    }
+                }
+            }
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
+        });
+        assert_eq!(lab.fabric.live(), 0, "something was not given back");
+        let direct = core.scattered.load(Ordering::Relaxed);
+        let all: u64 = lengths.into_iter().map(chunks).sum();
+        // In two of three rounds by both. A rank without a core may have to ask again for some.
+        assert!(direct > all, "{direct} chunks of {all}, {cables} cables");
+    }
+}
+
+#[test]
+fn subgroups_share_open_devices() {
+    let lab = switched(4, Faults::default());
+    on_each(&lab, |group| {
+        let own = group.rank().0;
+        let part = (&group as &dyn Group)
+            .split(own % 2, own, soon(60))
+            .unwrap();
+        let mut sum = [own];
+        part.all_reduce(&mut sum, Reduce::Sum, soon(60)).unwrap();
+        assert_eq!(sum, [2 + 2 * (own % 2)]);
+        part.barrier(soon(60)).unwrap();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
+    });
+    assert_eq!(lab.fabric.live(), 0, "something was not given back");
+}

@@ -1,0 +1,658 @@
+//! How ranks become a group: every pair connects, says who it is, and learns why not.
+//!
+//! The higher rank of a pair dials the lower, once for each slot (`hello`). When a rank has all its
+//! links it sends one beat on each control connection, and it is done when it has one from
+//! everybody. Who gives up says why on all connections it has.
+//!
+//! A stranger costs a slot among [`STRANGERS`] until its first bytes are wrong or
+//! [`STRANGER_WAIT`] is over; the oldest makes room for a new one. Whoever is a member says hello
+//! at once, so it is not the oldest for long, and it dials again when it was turned out.
+//!
+//! With a group key, a process that has proved to have it ends the join at once by a hello that
+//! does not fit. Without proof, a hello from an address of the group ends the join only if the rank
+//! that
+//! it names is not there after [`UNPROVEN_WAIT`]; from elsewhere it never does.
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use rustix::event::{PollFd, PollFlags};
+
+use super::door::Roster;
+use super::greeting::{self, Answer, Pending, STRANGER_WAIT, STRANGERS, refuse};
+use super::hello::{Hello, REPLY_BYTES, Reply, VERSION};
+use super::origin::Origin;
+use super::poll::poll_until;
+use super::refusal::{JoinError, Refusal};
+use super::seal::Shaking;
+use super::stream::Stream;
+use crate::transport::Closed;
+use crate::wire::{CONTROL_BYTES, Control};
+use crate::{Deadline, deadline};
+
+/// How long one attempt to connect may take, and how long to wait before the next.
+const DIAL_WAIT: Duration = Duration::from_millis(500);
+const DIAL_AGAIN: Duration = Duration::from_millis(20);
+
+/// How long a rank waits before it calls the address that should be its own: most groups are
+/// complete by then, and behind some gateways it leads nowhere.
+const SELF_AGAIN: Duration = Duration::from_millis(300);
+
+/// How long an address of a rank that is reached by another may refuse, before the next of its
+/// addresses is taken.
+const ADDRESS_WAIT: Duration = Duration::from_secs(1);
+
+/// How long the place of a rank that came with another group id is kept for it to come again:
+/// it may be about to give up a group that has failed.
+const STRAY_WAIT: Duration = Duration::from_secs(1);
+
+/// How long the place of a rank is kept that came from an address of the group and did not prove to
+/// have the group key. It may have another key, and is to be named soon; or it is another process
+/// of that machine, and the rank itself is about to come. Ranks that are started together come
+/// within tens of milliseconds.
+const UNPROVEN_WAIT: Duration = Duration::from_millis(500);
+
+/// How long a rank that gives up still answers those who come.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// Longest sleep between two looks at everything.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// What a dialler says first over a sealed connection, to show that its hello is no recording.
+const PROOF: [u8; 1] = [1];
+
+/// A dialler that was turned away and said that it is a rank that is missing.
+#[derive(Clone, Copy)]
+struct Stray {
+    why: Refusal,
+    from: IpAddr,
+    since: Instant,
+}
+
+impl Stray {
+    fn new(why: Refusal, from: IpAddr) -> Self {
+        let since = deadline::now();
+        Self { why, from, since }
+    }
+
+    const fn patience(why: Refusal) -> Duration {
+        match why {
+            Refusal::Group => STRAY_WAIT,
+            _ => UNPROVEN_WAIT,
+        }
+    }
+}
+
+/// Connections by rank, none for the rank itself.
+pub(crate) type Streams = Vec<Option<Stream>>;
+
+/// One who knocked.
+enum Stranger {
+    /// It has not said all of its hello.
+    Greeting(Pending),
+    /// It was welcomed and has to prove that it can go on with the handshake.
+    Proving(Box<Stream>, Hello, Instant),
+}
+
+impl Stranger {
+    fn poll_fd(&self) -> PollFd<'_> {
+        match self {
+            Self::Greeting(pending) => PollFd::new(&pending.stream, PollFlags::IN),
+            Self::Proving(stream, ..) => PollFd::new(&**stream, PollFlags::IN),
+        }
+    }
+}
+
+/// One connection that this rank has to make. To the rank itself: to see whether it is the one
+/// whom its address leads to.
+struct Dial {
+    peer: usize,
+    slot: usize,
+    /// Which of the peer's addresses.
+    address: usize,
+    pending: Option<(Pending, Option<Shaking>)>,
+    not_before: Instant,
+    /// Since when this address does not answer, although the peer is there.
+    failing: Option<Instant>,
+}
+
+struct Joining<'a> {
+    origin: &'a Origin,
+    rank: usize,
+    roster: Roster,
+    /// By slot.
+    links: Vec<Streams>,
+    strangers: VecDeque<Stranger>,
+    dials: Vec<Dial>,
+    turned_away: Option<Refusal>,
+    /// By the rank that each said it is, the first.
+    strays: Vec<Option<Stray>>,
+}
+
+/// All connections of `rank`, by slot, and who is at their other ends.
+pub(crate) fn connect(
+    origin: &Origin,
+    rank: Rank,
+    deadline: Deadline,
+) -> Result<(Vec<Streams>, Roster), JoinError> {
+    let size = origin.addrs.len();
+    if rank.0 as usize >= size || u32::try_from(size).is_err() {
+        return Err(JoinError::NoSuchRank { rank, size });
+    }
+    if let Some(empty) = origin.addrs.iter().position(Vec::is_empty) {
+        let rank = number(empty);
+        return Err(JoinError::NoAddress { rank });
+    }
+    let listened = origin.listener.addrs().iter();
+    let addrs = origin.addrs.iter().flatten().chain(listened).copied();
+    if let Some(addr) = origin.config.protection.bars(addrs) {
+        return Err(JoinError::Unprotected { addr });
+    }
+    let mut joining = Joining::new(origin, rank.0 as usize);
+    let result = joining
+        .links(deadline)
+        .and_then(|()| joining.ready(deadline));
+    match result {
+        Ok(()) => {
+            let own = |slot: &mut Streams| slot[joining.rank] = None;
+            joining.links.iter_mut().for_each(own);
+            Ok((joining.links, joining.roster))
+        }
+        Err(error) => {
+            joining.give_up(&error, deadline);
+            Err(error)
+        }
+    }
+}
+
+impl<'a> Joining<'a> {
+    fn new(origin: &'a Origin, rank: usize) -> Self {
+        let (now, size) = (deadline::now(), origin.addrs.len());
+        let slots = origin.config.slots();
+        let streams = usize::from(origin.config.streams.get());
+        let dial = |(peer, slot): (usize, usize)| Dial {
+            peer,
+            slot,
+            address: slot % streams % origin.addrs[peer].len(),
+            pending: None,
+            not_before: if peer == rank { now + SELF_AGAIN } else { now },
+            failing: None,
+        };
+        let pairs = (0..rank).flat_map(|peer| (0..slots).map(move |slot| (peer, slot)));
+        let listened = origin.listener.addrs();
+        let reached = |addr: &SocketAddr| listened.contains(addr);
+        let itself = (!origin.addrs[rank].iter().all(reached)).then_some((rank, slots - 1));
+        Self {
+            origin,
+            rank,
+            roster: Roster::new(rank, size, &origin.config),
+            links: (0..slots)
+                .map(|_| (0..size).map(|_| None).collect())
+                .collect(),
+            strangers: VecDeque::new(),
+            dials: pairs.chain(itself).map(dial).collect(),
+            turned_away: None,
+            strays: vec![None; size],
+        }
+    }
+
+    fn size(&self) -> u32 {
+        u32::try_from(self.origin.addrs.len()).expect("checked before")
+    }
+
+    /// Makes all links.
+    fn links(&mut self, deadline: Deadline) -> Result<(), JoinError> {
+        loop {
+            self.accept();
+            self.hear_strangers()?;
+            self.dial(deadline)?;
+            let Some(missing) = self.missing() else {
+                return Ok(());
+            };
+            self.look_at_members()?;
+            self.look_at_strays()?;
+            if deadline.left(deadline::now()).is_zero() {
+                return Err(JoinError::Missing {
+                    rank: missing,
+                    turned_away: self.turned_away,
+                });
+            }
+            self.wait(deadline);
+        }
+    }
+
+    fn is_linked(&self, rank: usize) -> bool {
+        self.links.iter().all(|slot| slot[rank].is_some())
+    }
+
+    fn missing(&self) -> Option<Rank> {
+        let mut others = (0..self.roster.instances.len()).filter(|rank| *rank != self.rank);
+        others.find(|rank| !self.is_linked(*rank)).map(number)
+    }
+
+    fn control(&self) -> &Streams {
+        self.links.last().expect("there is a slot for control")
+    }
+
+    /// Takes in whoever knocks.
+    fn accept(&mut self) {
+        let come = self.origin.listener.lobby().take();
+        self.strangers.extend(come.map(Stranger::Greeting));
+        let surplus = self.strangers.len().saturating_sub(STRANGERS);
+        self.strangers.drain(..surplus);
+    }
+
+    fn hear_strangers(&mut self) -> Result<(), JoinError> {
+        for _ in 0..self.strangers.len() {
+            match self.strangers.pop_front() {
+                Some(Stranger::Greeting(mut pending)) => match pending.hello() {
+                    Ok(Some(hello)) => self.admit(pending, &hello)?,
+                    Ok(None) if pending.plausible() => {
+                        self.strangers.push_back(Stranger::Greeting(pending));
+                    }
+                    Ok(None) | Err(Closed) => {}
+                },
+                Some(Stranger::Proving(stream, hello, since)) => {
+                    self.hear_proof(stream, hello, since)?;
+                }
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Judges a hello, answers, and keeps the connection of a member.
+    fn admit(&mut self, pending: Pending, hello: &Hello) -> Result<(), JoinError> {
+        let from = pending.stream.peer_addr().ok().map(|addr| addr.ip());
+        match self.welcome(&pending, hello) {
+            Ok(answer) => {
+                let sealed = answer.is_some();
+                match greeting::welcome(pending, answer) {
+                    Ok(stream) if sealed => {
+                        let stranger = Stranger::Proving(Box::new(stream), *hello, deadline::now());
+                        self.strangers.push_back(stranger);
+                    }
+                    Ok(stream) => self.take(stream, hello),
+                    Err(_) => {}
+                }
+                Ok(())
+            }
+            Err(why) => {
+                refuse(&pending.stream, Reply::Refused(why));
+                self.offence(why, hello, from, false)
+            }
+        }
+    }
+
+    /// Links a stranger whose handshake is complete.
+    fn hear_proof(
+        &mut self,
+        stream: Box<Stream>,
+        hello: Hello,
+        since: Instant,
+    ) -> Result<(), JoinError> {
+        let mut proof = [0; PROOF.len()];
+        match stream.read(&mut proof) {
+            Ok(0) if since.elapsed() < STRANGER_WAIT => {
+                let stranger = Stranger::Proving(stream, hello, since);
+                self.strangers.push_back(stranger);
+            }
+            // Whether the rank is taken only counts now: before, a recording could have taken it.
+            Ok(1..) if proof == PROOF => match self.roster.judge(&hello) {
+                None => self.take(*stream, &hello),
+                Some(why) => {
+                    let _ = stream.write(&farewell(Reply::Refused(why)), &[]);
+                    return self.offence(why, &hello, stream.peer(), true);
+                }
+            },
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, stream: Stream, hello: &Hello) {
+        let peer = hello.rank as usize;
+        if peer != self.rank {
+            self.roster.instances[peer] = Some(hello.instance);
+            self.links[usize::from(hello.slot)][peer] = Some(stream);
+        }
+    }
+
+    /// Whether whoever said `hello` may go on: with a session, if there is a group key.
+    fn welcome(&self, pending: &Pending, hello: &Hello) -> Result<Option<Answer>, Refusal> {
+        let origin = self.origin;
+        let key = origin.config.protection.key();
+        let session = greeting::check(pending, hello, origin.id, key)?;
+        match self.roster.judge(hello) {
+            // See `hear_proof`.
+            Some(Refusal::Duplicate(_)) if session.is_some() => Ok(session),
+            Some(why) => Err(why),
+            None => Ok(session),
+        }
+    }
+
+    /// Takes note of one who was turned away; an error if the group can then never be complete.
+    /// `proven` says whether it has the group key.
+    fn offence(
+        &mut self,
+        why: Refusal,
+        hello: &Hello,
+        from: Option<IpAddr>,
+        proven: bool,
+    ) -> Result<(), JoinError> {
+        self.turned_away = Some(why);
+        let listed = |ip: &IpAddr| {
+            let addrs = self.origin.addrs.iter().flatten();
+            addrs.map(|addr| addr.ip()).any(|addr| addr == *ip)
+        };
+        let listed = from.filter(listed);
+        if hello.group != self.origin.id {
+            // A member of another group has lost its way. But if the rank that it says it is does
+            // not come, it was that rank.
+            let (rank, to) = (hello.rank as usize, hello.to as usize);
+            let meant = (hello.size, to) == (self.size(), self.rank);
+            if let (true, Some(from), Some(stray)) = (meant, listed, self.strays.get_mut(rank)) {
+                stray.get_or_insert(Stray::new(Refusal::Group, from));
+            }
+            return Ok(());
+        }
+        let open = self.origin.config.protection.key().is_none();
+        if let (Some(from), true) = (from, proven || open) {
+            return Err(JoinError::Unfit { why, from });
+        }
+        if let (Some(from), Some(stray)) = (listed, self.strays.get_mut(hello.rank as usize)) {
+            stray.get_or_insert(Stray::new(why, from));
+        }
+        Ok(())
+    }
+
+    /// Gives up if a rank came with another group id, or without proof of the key, and did not come
+    /// back as a member.
+    fn look_at_strays(&self) -> Result<(), JoinError> {
+        for (rank, stray) in self.strays.iter().enumerate() {
+            if let Some(Stray { why, from, since }) = *stray
+                && rank != self.rank // which is here
+                && !self.is_linked(rank)
+                && since.elapsed() > Stray::patience(why)
+            {
+                return Err(JoinError::Unfit { why, from });
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with all connections that this rank has to make.
+    fn dial(&mut self, deadline: Deadline) -> Result<(), JoinError> {
+        let mut dials = std::mem::take(&mut self.dials);
+        let mut result = Ok(());
+        dials.retain_mut(|dial| match self.dial_one(dial, deadline) {
+            Ok(done) => !done,
+            Err(error) => {
+                result = Err(error);
+                true
+            }
+        });
+        self.dials = dials;
+        result
+    }
+
+    /// True when the connection is made.
+    fn dial_one(&mut self, dial: &mut Dial, deadline: Deadline) -> Result<bool, JoinError> {
+        let now = deadline::now();
+        let Some((pending, shaking)) = &mut dial.pending else {
+            if now >= dial.not_before {
+                self.call(dial, deadline);
+            }
+            return Ok(false);
+        };
+        let by = number(dial.peer);
+        match pending.reply(shaking.is_some()) {
+            Ok(None) => Ok(false),
+            Ok(Some(Some(Reply::Welcome))) => {
+                let Some((pending, shaking)) = dial.pending.take() else {
+                    return Ok(false);
+                };
+                Ok(self.linked(dial, pending, shaking))
+            }
+            Ok(Some(Some(Reply::Refused(why)))) => Err(JoinError::Refused { by, why }),
+            Ok(Some(Some(Reply::GaveUp(why)))) => Err(JoinError::GaveUp { by, why }),
+            // Whoever is there is not a rank, or gone; perhaps one will come.
+            Ok(Some(None)) | Err(Closed) => {
+                dial.pending = None;
+                dial.not_before = now + DIAL_AGAIN;
+                Ok(false)
+            }
+        }
+    }
+
+    /// Dials and says hello.
+    fn call(&self, dial: &mut Dial, deadline: Deadline) {
+        let addrs = &self.origin.addrs[dial.peer];
+        let wait = deadline.left(deadline::now()).min(DIAL_WAIT);
+        let wait = wait.max(Duration::from_millis(1));
+        let stream = TcpStream::connect_timeout(&addrs[dial.address], wait);
+        dial.pending = stream.and_then(|stream| self.greet(dial, stream)).ok();
+        let now = deadline::now();
+        dial.not_before = now
+            + if dial.peer == self.rank {
+                SELF_AGAIN
+            } else {
+                DIAL_AGAIN
+            };
+        let reached = self.links.iter().any(|slot| slot[dial.peer].is_some());
+        if dial.pending.is_none() && reached {
+            let since = *dial.failing.get_or_insert(now);
+            if now.saturating_duration_since(since) > ADDRESS_WAIT {
+                dial.address = (dial.address + 1) % addrs.len();
+                dial.failing = None;
+            }
+        }
+    }
+
+    /// Keeps a connection whose acceptor welcomes this rank; false if it has to be made again.
+    fn linked(&mut self, dial: &mut Dial, pending: Pending, shaking: Option<Shaking>) -> bool {
+        let session = shaking.map(|shaking| shaking.end(pending.shake(REPLY_BYTES)));
+        let Ok(session) = session.transpose() else {
+            dial.not_before = deadline::now() + DIAL_AGAIN;
+            return false;
+        };
+        let sealed = session.is_some();
+        let stream = Stream::new(pending.stream, session);
+        if sealed && stream.write(&PROOF, &[]) != Ok(PROOF.len()) {
+            dial.not_before = deadline::now() + DIAL_AGAIN;
+            return false;
+        }
+        self.links[dial.slot][dial.peer] = Some(stream);
+        true
+    }
+
+    fn greet(&self, dial: &Dial, stream: TcpStream) -> std::io::Result<(Pending, Option<Shaking>)> {
+        let key = self.origin.config.protection.key();
+        let hello = Hello {
+            version: VERSION,
+            slot: u16::try_from(dial.slot).expect("less than 2 * 255 + 1 slots"),
+            size: self.size(),
+            rank: number(self.rank).0,
+            to: number(dial.peer).0,
+            group: self.origin.id,
+            instance: self.roster.instance,
+            streams: self.origin.config.streams.get().into(),
+            sealed: key.is_some(),
+        };
+        greeting::greet(stream, &hello, key)
+    }
+
+    /// Whether a member has given up meanwhile, or turned this rank away after all.
+    fn look_at_members(&self) -> Result<(), JoinError> {
+        let mut lost = None;
+        for (rank, stream) in self
+            .links
+            .iter()
+            .rev()
+            .flat_map(|slot| slot.iter().enumerate())
+        {
+            let Some(stream) = stream else { continue };
+            let mut bytes = [0; REPLY_BYTES];
+            let by = number(rank);
+            match stream.peek(&mut bytes) {
+                Ok(REPLY_BYTES) => match Reply::decode(&bytes) {
+                    Some(Reply::GaveUp(why)) => return Err(JoinError::GaveUp { by, why }),
+                    Some(Reply::Refused(why)) => return Err(JoinError::Refused { by, why }),
+                    Some(Reply::Welcome) | None => {}
+                },
+                // The own end of a call to itself.
+                Err(Closed) if rank == self.rank => {}
+                Err(Closed) => lost = lost.or(Some(by)),
+                Ok(_) => {}
+            }
+        }
+        lost.map_or(Ok(()), |rank| Err(JoinError::Lost { rank }))
+    }
+
+    /// Tells the members that there will be no group, and for a moment those who still come.
+    fn give_up(&mut self, error: &JoinError, deadline: Deadline) {
+        let (JoinError::Unfit { why, .. }
+        | JoinError::GaveUp { why, .. }
+        | JoinError::Refused { why, .. }) = error
+        else {
+            return;
+        };
+        let reply = Reply::GaveUp(*why);
+        for stream in self.links.iter().flatten().flatten() {
+            let _ = stream.write(&farewell(reply), &[]);
+        }
+        self.call_the_uncalled(deadline); // may wait for who is not there, so after those who are
+        // Who has said welcome, and was not heard yet, counts on this rank too. A sealed connection
+        // has no session yet, and without a proof the other does not count on it.
+        for (pending, shaking) in self.dials.iter().filter_map(|dial| dial.pending.as_ref()) {
+            if shaking.is_none() {
+                let _ = (&pending.stream).write(&farewell(reply));
+            }
+        }
+        if let JoinError::Refused { .. } = error {
+            return;
+        }
+        self.dials.clear();
+        let until = Deadline::at(deadline::now() + FAREWELL).min(deadline);
+        while !until.left(deadline::now()).is_zero() {
+            self.accept();
+            for stranger in std::mem::take(&mut self.strangers) {
+                self.turn_away(stranger, reply);
+            }
+            self.wait(until);
+        }
+    }
+
+    /// Says hello to members that were not called yet, who would wait for this rank: they see for
+    /// themselves what does not fit, or are told.
+    fn call_the_uncalled(&mut self, deadline: Deadline) {
+        let until = Deadline::at(deadline::now() + FAREWELL).min(deadline);
+        let control = self.origin.config.slots() - 1;
+        let mut dials = std::mem::take(&mut self.dials);
+        for dial in &mut dials {
+            let open = dial.pending.is_none() && dial.slot == control && dial.peer != self.rank;
+            if open && !until.left(deadline::now()).is_zero() {
+                self.call(dial, until);
+            }
+        }
+        self.dials = dials;
+    }
+
+    /// Tells one who comes too late.
+    fn turn_away(&mut self, stranger: Stranger, reply: Reply) {
+        match stranger {
+            Stranger::Greeting(mut pending) => match pending.hello() {
+                Ok(Some(hello)) => {
+                    let own = self.welcome(&pending, &hello).err();
+                    refuse(&pending.stream, own.map_or(reply, Reply::Refused));
+                }
+                Ok(None) if pending.plausible() => {
+                    self.strangers.push_back(Stranger::Greeting(pending));
+                }
+                Ok(None) | Err(Closed) => {}
+            },
+            Stranger::Proving(stream, hello, _) => {
+                let own = self.roster.judge(&hello).map_or(reply, Reply::Refused);
+                let _ = stream.write(&farewell(own), &[]);
+            }
+        }
+    }
+
+    /// Waits until all ranks have all their links.
+    fn ready(&mut self, deadline: Deadline) -> Result<(), JoinError> {
+        for stream in self.control().iter().flatten() {
+            // The connection is new: it takes this.
+            let _ = stream.write(&Control::Beat.encode(), &[]);
+        }
+        let mut missing: Vec<usize> = (0..self.roster.instances.len()).collect();
+        missing.retain(|rank| *rank != self.rank);
+        loop {
+            let mut lost = None;
+            missing.retain(|rank| match self.is_ready(*rank) {
+                Ok(ready) => !ready,
+                Err(Closed) => {
+                    lost = lost.or(Some(*rank));
+                    true
+                }
+            });
+            let Some(first) = missing.first() else {
+                return Ok(());
+            };
+            self.look_at_members()?;
+            if let Some(rank) = lost {
+                let rank = number(rank);
+                return Err(JoinError::Lost { rank });
+            }
+            if deadline.left(deadline::now()).is_zero() {
+                return Err(JoinError::Missing {
+                    rank: number(*first),
+                    turned_away: self.turned_away,
+                });
+            }
+            self.accept();
+            self.hear_strangers()?;
+            self.dial(deadline)?;
+            self.wait(deadline);
+        }
+    }
+
+    /// Whether the beat of `rank` is there; it is taken off the connection.
+    fn is_ready(&self, rank: usize) -> Result<bool, Closed> {
+        let Some(stream) = &self.control()[rank] else {
+            return Err(Closed);
+        };
+        let mut bytes = [0; CONTROL_BYTES];
+        let whole = stream.peek(&mut bytes)? == CONTROL_BYTES;
+        if !whole || Control::decode(&bytes).is_none() {
+            return Ok(false);
+        }
+        stream.read(&mut bytes).map(|_| true)
+    }
+
+    /// Sleeps until something may have changed.
+    fn wait(&self, deadline: Deadline) {
+        let listening = self.origin.listener.sockets().iter();
+        let mut fds: Vec<_> = listening
+            .map(|socket| PollFd::new(socket, PollFlags::IN))
+            .collect();
+        let dials = self.dials.iter().filter_map(|dial| dial.pending.as_ref());
+        let dials = dials.map(|(pending, _)| PollFd::new(&pending.stream, PollFlags::IN));
+        fds.extend(self.strangers.iter().map(Stranger::poll_fd).chain(dials));
+        let until = deadline::now() + LOOK_EVERY;
+        poll_until(&mut fds, until.min(deadline.instant()));
+    }
+}
+
+/// A reply that is as long as what else comes over a control connection.
+fn farewell(reply: Reply) -> [u8; CONTROL_BYTES] {
+    let mut bytes = [0; CONTROL_BYTES];
+    bytes[..REPLY_BYTES].copy_from_slice(&reply.encode());
+    bytes
+}
+
+fn number(rank: usize) -> Rank {
+    Rank(u32::try_from(rank).expect("checked before"))
+}

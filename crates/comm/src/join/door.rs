@@ -1,0 +1,124 @@
+//! Who knocks at a rank's listener, and who is a member already: while a group is made, and as long
+//! as it lives.
+//!
+//! When a group is complete its keeper looks at the door every now and then. Whoever means this
+//! group comes too late, and is told why not: most likely it is a second process of a rank. Those
+//! who mean another group wait in the lobby, for a group that is being made over the same listener
+//! (`split`), until
+//! [`STRANGER_WAIT`](super::greeting::STRANGER_WAIT) is over; they dial again.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use paceline_base::Rank;
+
+use super::config::{Config, GroupId, random};
+use super::greeting::{Pending, check, refuse};
+use super::hello::{Hello, Reply};
+use super::listener::Listener;
+use super::origin::Origin;
+use super::refusal::Refusal;
+use crate::locks::lock;
+
+/// Which process is which rank, as one rank knows it.
+pub(crate) struct Roster {
+    rank: usize,
+    /// The number of this process.
+    pub(super) instance: u64,
+    /// Those of the other ranks, as far as they have come. Only higher ones do.
+    pub(super) instances: Vec<Option<u64>>,
+    streams: u16,
+    slots: usize,
+}
+
+impl Roster {
+    pub(super) fn new(rank: usize, size: usize, config: &Config) -> Self {
+        Self {
+            rank,
+            instance: random(),
+            instances: vec![None; size],
+            streams: config.streams.get().into(),
+            slots: config.slots(),
+        }
+    }
+
+    /// What is wrong with a rank of this group, if its hello is true.
+    pub(super) fn judge(&self, hello: &Hello) -> Option<Refusal> {
+        let (rank, slot) = (hello.rank as usize, usize::from(hello.slot));
+        let ours = u32::try_from(self.instances.len()).expect("checked when the group was made");
+        let theirs = hello.size;
+        let known = match self.instances.get(rank) {
+            _ if rank == self.rank => Some(self.instance),
+            known => known.copied().flatten(),
+        };
+        if theirs != ours {
+            Some(Refusal::Size { ours, theirs })
+        } else if hello.streams != self.streams {
+            let (ours, theirs) = (self.streams, hello.streams);
+            Some(Refusal::Streams { ours, theirs })
+        } else if rank < self.rank
+            || rank >= self.instances.len()
+            || hello.to as usize != self.rank
+            || slot >= self.slots
+        {
+            Some(Refusal::Rank(Rank(hello.rank)))
+        } else if known.is_some_and(|known| known != hello.instance) {
+            Some(Refusal::Duplicate(Rank(hello.rank)))
+        } else {
+            None
+        }
+    }
+}
+
+/// The door of a complete group.
+pub(crate) struct Door {
+    listener: Arc<Listener>,
+    config: Config,
+    id: GroupId,
+    roster: Roster,
+    turned_away: Mutex<Option<Refusal>>,
+}
+
+impl Door {
+    pub(crate) fn new(origin: &Origin, roster: Roster) -> Self {
+        Self {
+            listener: Arc::clone(&origin.listener),
+            config: origin.config.clone(),
+            id: origin.id,
+            roster,
+            turned_away: Mutex::new(None),
+        }
+    }
+
+    /// Answers those who mean this group.
+    pub(crate) fn answer(&self) {
+        self.listener.lobby().sort(|pending, hello| {
+            let meant = hello.group == self.id;
+            if meant {
+                self.turn_away(pending, hello);
+            }
+            meant
+        });
+    }
+
+    fn turn_away(&self, pending: &Pending, hello: &Hello) {
+        let key = self.config.protection.key();
+        let why = match check(pending, hello, self.id, key) {
+            Ok(_) => self.roster.judge(hello),
+            Err(why) => Some(why),
+        };
+        // A member that has dialled twice has what it needs.
+        if let Some(why) = why {
+            refuse(&pending.stream, Reply::Refused(why));
+            *self.last() = Some(why);
+        }
+    }
+
+    /// Why somebody was last turned away.
+    pub(crate) fn turned_away(&self) -> Option<Refusal> {
+        *self.last()
+    }
+
+    fn last(&self) -> MutexGuard<'_, Option<Refusal>> {
+        lock(&self.turned_away)
+    }
+}

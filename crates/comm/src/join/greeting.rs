@@ -1,0 +1,159 @@
+//! The first bytes of a connection, as they come, and what of them is the same for whatever the
+//! connection is for.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use super::config::GroupId;
+use super::hello::{
+    GREETING_BYTES, HELLO_BYTES, HELLO_BYTES_MIN, Hello, MAGIC, REPLY_BYTES, Reply, VERSION,
+};
+use super::key::GroupKey;
+use super::poll::outcome;
+use super::refusal::Refusal;
+use super::seal::{self, SHAKE_BYTES, Session, Shaking, WrongKey};
+use super::stream::Stream;
+use crate::deadline;
+use crate::transport::Closed;
+
+/// Connections that may wait for their first bytes at once: several for each of 64 ranks.
+pub(super) const STRANGERS: usize = 256;
+
+/// How long a connection may take to say hello.
+pub(super) const STRANGER_WAIT: Duration = Duration::from_secs(2);
+
+/// A connection whose first bytes have not all come.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) stream: TcpStream,
+    bytes: [u8; GREETING_BYTES],
+    filled: usize,
+    since: Instant,
+}
+
+impl Pending {
+    pub(super) fn new(stream: TcpStream) -> Self {
+        Self {
+            stream,
+            bytes: [0; GREETING_BYTES],
+            filled: 0,
+            since: deadline::now(),
+        }
+    }
+
+    /// Whether the first `count` bytes are there.
+    fn read(&mut self, count: usize) -> Result<bool, Closed> {
+        if self.filled < count {
+            self.filled += outcome((&self.stream).read(&mut self.bytes[self.filled..count]))?;
+        }
+        Ok(self.filled >= count)
+    }
+
+    /// The hello, once all of it is there: of another version, as much as is needed to say so.
+    pub(super) fn hello(&mut self) -> Result<Option<Hello>, Closed> {
+        let whole = self.read(HELLO_BYTES)?;
+        let head = self.bytes.first_chunk().expect("a greeting is longer");
+        let Some(hello) = Hello::decode(head) else {
+            return Ok(None);
+        };
+        if self.filled >= HELLO_BYTES_MIN && hello.version != VERSION {
+            return Ok(Some(hello));
+        }
+        let all = if hello.sealed {
+            GREETING_BYTES
+        } else {
+            HELLO_BYTES
+        };
+        Ok((whole && self.read(all)?).then_some(hello))
+    }
+
+    /// The reply, once all of it is there: with a handshake, if it welcomes and `sealed`.
+    pub(super) fn reply(&mut self, sealed: bool) -> Result<Option<Option<Reply>>, Closed> {
+        if !self.read(REPLY_BYTES)? {
+            return Ok(None);
+        }
+        let reply = Reply::decode(self.bytes.first_chunk().expect("a greeting is longer"));
+        let all = match reply {
+            Some(Reply::Welcome) if sealed => REPLY_BYTES + SHAKE_BYTES,
+            _ => REPLY_BYTES,
+        };
+        Ok(self.read(all)?.then_some(reply))
+    }
+
+    /// The message of the handshake behind `head` bytes.
+    pub(super) fn shake(&self, head: usize) -> &[u8; SHAKE_BYTES] {
+        let bytes = self.bytes[head..].first_chunk();
+        bytes.expect("a greeting has room for it")
+    }
+
+    /// Whether it may still become something.
+    pub(super) fn plausible(&self) -> bool {
+        let head = self.filled.min(MAGIC.len());
+        self.bytes[..head] == MAGIC[..head] && self.since.elapsed() < STRANGER_WAIT
+    }
+}
+
+/// Says `hello`, with the first message of a handshake if there is a key.
+pub(super) fn greet(
+    mut stream: TcpStream,
+    hello: &Hello,
+    key: Option<&GroupKey>,
+) -> std::io::Result<(Pending, Option<Shaking>)> {
+    let hello = hello.encode();
+    let (shaking, message) = match key.map(|key| seal::begin(key, &hello)).transpose()? {
+        Some((shaking, message)) => (Some(shaking), message.to_vec()),
+        None => (None, Vec::new()),
+    };
+    stream.set_nodelay(true)?;
+    stream.write_all(&[&hello[..], &message].concat())?;
+    stream.set_nonblocking(true)?;
+    Ok((Pending::new(stream), shaking))
+}
+
+/// Lets in who passed [`check`] with this answer.
+pub(super) fn welcome(pending: Pending, answer: Option<Answer>) -> std::io::Result<Stream> {
+    let mut reply = Reply::Welcome.encode().to_vec();
+    let session = answer.map(|(session, shake)| {
+        reply.extend(shake);
+        session
+    });
+    (&pending.stream).write_all(&reply)?;
+    Ok(Stream::new(pending.stream, session))
+}
+
+/// A session, and the acceptor's message that makes the other side have it too.
+pub(super) type Answer = (Session, [u8; SHAKE_BYTES]);
+
+/// Whether whoever said `hello` speaks this version, means `group` and has `key`: then with a
+/// session, if there is a key. It may be a recording until something came over that session.
+pub(super) fn check(
+    pending: &Pending,
+    hello: &Hello,
+    group: GroupId,
+    key: Option<&GroupKey>,
+) -> Result<Option<Answer>, Refusal> {
+    if hello.version != VERSION {
+        let (ours, theirs) = (VERSION, hello.version);
+        return Err(Refusal::Version { ours, theirs });
+    }
+    if hello.group != group {
+        return Err(Refusal::Group);
+    }
+    match (key, hello.sealed) {
+        (None, false) => Ok(None),
+        (Some(_), false) => Err(Refusal::NoKey),
+        (None, true) => Err(Refusal::UnknownKey),
+        (Some(key), true) => {
+            let prologue = &pending.bytes[..HELLO_BYTES];
+            let answer = seal::answer(key, prologue, pending.shake(HELLO_BYTES));
+            answer.map(Some).map_err(|WrongKey| Refusal::Key)
+        }
+    }
+}
+
+/// Says why not. What was not read would make the system take the answer back.
+pub(super) fn refuse(mut stream: &TcpStream, reply: Reply) {
+    let _ = stream.read(&mut [0; 4096]);
+    let _ = stream.write(&reply.encode());
+}

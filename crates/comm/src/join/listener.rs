@@ -1,0 +1,133 @@
+//! The sockets where a rank is reached, and the connections that wait there.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Mutex, MutexGuard};
+
+use super::greeting::{Pending, STRANGERS};
+use super::hello::Hello;
+use crate::locks::lock;
+
+/// Where the other ranks of a group reach this one.
+#[derive(Debug)]
+pub struct Listener {
+    /// At least one.
+    sockets: Vec<TcpListener>,
+    addrs: Vec<SocketAddr>,
+    /// Who has knocked and not been answered.
+    waiting: Mutex<VecDeque<Pending>>,
+}
+
+impl Listener {
+    /// Listens at `addr`; port 0 lets the system choose one.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn bind(addr: SocketAddr) -> io::Result<Self> {
+        Self::bind_all(&[addr])
+    }
+
+    /// Listens at all of `addrs`, for a rank that is reached over several networks.
+    ///
+    /// # Errors
+    /// If the system refuses one of them, or there is none.
+    pub fn bind_all(addrs: &[SocketAddr]) -> io::Result<Self> {
+        let bind = |addr: &SocketAddr| {
+            let socket = TcpListener::bind(addr)?;
+            socket.set_nonblocking(true)?;
+            Ok((socket.local_addr()?, socket))
+        };
+        let bound: Vec<_> = addrs.iter().map(bind).collect::<io::Result<_>>()?;
+        let (addrs, sockets) = bound.into_iter().unzip::<_, _, Vec<_>, Vec<_>>();
+        if addrs.is_empty() {
+            return Err(io::ErrorKind::AddrNotAvailable.into());
+        }
+        let waiting = Mutex::default();
+        Ok(Self {
+            sockets,
+            addrs,
+            waiting,
+        })
+    }
+
+    /// Where it listens, with the port that was chosen; the first of several.
+    pub fn addr(&self) -> SocketAddr {
+        self.addrs[0]
+    }
+
+    /// All addresses where it listens.
+    pub fn addrs(&self) -> &[SocketAddr] {
+        &self.addrs
+    }
+
+    /// The sockets, for a wire of its own.
+    pub fn into_sockets(self) -> Vec<TcpListener> {
+        self.sockets
+    }
+
+    pub(super) fn sockets(&self) -> &[TcpListener] {
+        &self.sockets
+    }
+
+    pub(super) fn lobby(&self) -> Lobby<'_> {
+        Lobby::new(&self.sockets, &self.waiting)
+    }
+}
+
+/// Connections of a listener that no group has taken; the oldest makes room for a new one.
+pub(super) struct Lobby<'a> {
+    sockets: &'a [TcpListener],
+    waiting: MutexGuard<'a, VecDeque<Pending>>,
+}
+
+impl<'a> Lobby<'a> {
+    pub(super) fn new(sockets: &'a [TcpListener], waiting: &'a Mutex<VecDeque<Pending>>) -> Self {
+        let waiting = lock(waiting);
+        Self { sockets, waiting }
+    }
+
+    /// Lets in who has knocked, up to a bound for each look.
+    fn fill(&mut self) {
+        for socket in self.sockets {
+            for _ in 0..STRANGERS {
+                let Ok((stream, _)) = socket.accept() else {
+                    break;
+                };
+                let ready = stream
+                    .set_nonblocking(true)
+                    .and_then(|()| stream.set_nodelay(true));
+                if ready.is_ok() {
+                    self.waiting.push_back(Pending::new(stream));
+                }
+                if self.waiting.len() > STRANGERS {
+                    self.waiting.pop_front();
+                }
+            }
+        }
+    }
+
+    /// All who wait.
+    pub(super) fn take(mut self) -> impl Iterator<Item = Pending> + use<> {
+        self.fill();
+        std::mem::take(&mut *self.waiting).into_iter()
+    }
+
+    /// Lets `answer` have those who have said hello and whom it wants: it returns false for others.
+    pub(super) fn sort(mut self, answer: impl Fn(&Pending, &Hello) -> bool) {
+        self.fill();
+        for _ in 0..self.waiting.len() {
+            let Some(mut pending) = self.waiting.pop_front() else {
+                break;
+            };
+            let stays = match pending.hello() {
+                Ok(Some(hello)) => !answer(&pending, &hello),
+                Ok(None) => true,
+                Err(_) => false,
+            };
+            if stays && pending.plausible() {
+                self.waiting.push_back(pending);
+            }
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Meeting at an address ([`crate::rendezvous`]): whoever listens there takes in those who come and
+//! hands all of them the list. With a group key nobody else comes in, listens or makes up a list.
+//!
+//! ```text
+//! comer  -> a hello whose group id is the round's, all numbers 0    host -> its reply
+//! comer  -> its address, padded with zeros: 64 bytes
+//! host   -> when the round is over, all addresses, a line each, then an empty line
+//! ```
+
+use std::collections::VecDeque;
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use super::config::GroupId;
+use super::greeting::{self, Pending, STRANGER_WAIT, STRANGERS, refuse};
+use super::hello::{Hello, REPLY_BYTES, Reply, VERSION};
+use super::key::GroupKey;
+use super::listener::Listener;
+use super::refusal::Refusal;
+use super::stream::Stream;
+use crate::transport::Closed;
+use crate::{Deadline, deadline};
+
+/// Comers that an address takes in at most.
+const COMERS: usize = 1024;
+
+/// Bytes in which a comer says where it listens; the longest address has 58.
+const NAME_BYTES: usize = 64;
+
+/// Longest list: of [`COMERS`] lines.
+pub(crate) const LIST_BYTES: usize = COMERS * NAME_BYTES;
+
+/// How long an attempt to connect, or to hand out the list, may take.
+const WAIT: Duration = Duration::from_millis(500);
+
+/// How often either side looks whether something has come.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// Why there is no list.
+#[derive(Debug)]
+pub(crate) enum Unmet {
+    /// Whoever listened is gone, or no rank, or of another round.
+    Gone,
+    /// It does not want this rank.
+    Refused(Refusal),
+}
+
+impl From<Closed> for Unmet {
+    fn from(Closed: Closed) -> Self {
+        Self::Gone
+    }
+}
+
+/// Comes to whoever listens `at` and waits for the list.
+pub(crate) fn visit(
+    at: SocketAddr,
+    round: GroupId,
+    key: Option<&GroupKey>,
+    own: SocketAddr,
+    deadline: Deadline,
+) -> Result<Vec<SocketAddr>, Unmet> {
+    let hello = Hello {
+        version: VERSION,
+        slot: 0,
+        size: 0,
+        rank: 0,
+        to: 0,
+        group: round,
+        instance: 0,
+        streams: 0,
+        sealed: key.is_some(),
+    };
+    let stream = TcpStream::connect_timeout(&at, WAIT);
+    let greeted = stream.and_then(|stream| greeting::greet(stream, &hello, key));
+    let (mut pending, shaking) = greeted.map_err(|_| Unmet::Gone)?;
+    let soon = Deadline::at(deadline::now() + STRANGER_WAIT).min(deadline);
+    match look_until(soon, || pending.reply(shaking.is_some()))? {
+        Some(Reply::Welcome) => {}
+        Some(Reply::Refused(why) | Reply::GaveUp(why)) => return Err(Unmet::Refused(why)),
+        None => return Err(Unmet::Gone),
+    }
+    let session = shaking.map(|shaking| shaking.end(pending.shake(REPLY_BYTES)));
+    let session = session.transpose().map_err(|_| Unmet::Gone)?;
+    let stream = Stream::new(pending.stream, session);
+    write_all(&stream, &name(own), soon)?;
+    let mut list = Vec::new();
+    look_until(deadline, || read_list(&stream, &mut list))?.ok_or(Unmet::Gone)
+}
+
+/// Calls `look` until it finds something, or it is too late.
+fn look_until<T>(
+    deadline: Deadline,
+    mut look: impl FnMut() -> Result<Option<T>, Closed>,
+) -> Result<T, Closed> {
+    loop {
+        match look()? {
+            Some(found) => return Ok(found),
+            None if deadline.left(deadline::now()).is_zero() => return Err(Closed),
+            None => std::thread::sleep(LOOK_EVERY),
+        }
+    }
+}
+
+fn write_all(stream: &Stream, mut bytes: &[u8], deadline: Deadline) -> Result<(), Closed> {
+    look_until(deadline, || {
+        bytes = &bytes[stream.write(&[], bytes)?..];
+        Ok(bytes.is_empty().then_some(()))
+    })
+}
+
+/// The list, once all of it is there: `None` in it if it is none.
+fn read_list(
+    stream: &Stream,
+    list: &mut Vec<u8>,
+) -> Result<Option<Option<Vec<SocketAddr>>>, Closed> {
+    let mut part = [0; 4096];
+    loop {
+        match stream.read(&mut part)? {
+            0 => return Ok(None),
+            count => list.extend_from_slice(&part[..count]),
+        }
+        if list.ends_with(b"\n\n") {
+            return Ok(Some(parse_list(list)));
+        }
+        if list.len() > LIST_BYTES {
+            return Err(Closed);
+        }
+    }
+}
+
+/// Addresses, a line each, up to the first empty line.
+pub(crate) fn parse_list(list: &[u8]) -> Option<Vec<SocketAddr>> {
+    let lines = std::str::from_utf8(list).ok()?.lines();
+    let lines = lines.take_while(|line| !line.is_empty());
+    lines.map(|line| line.parse().ok()).collect()
+}
+
+/// The lines of such a list.
+pub(crate) fn print_list(addrs: &[SocketAddr]) -> String {
+    addrs.iter().map(|addr| format!("{addr}\n")).collect()
+}
+
+fn name(addr: SocketAddr) -> [u8; NAME_BYTES] {
+    let (text, mut bytes) = (addr.to_string(), [0; NAME_BYTES]);
+    bytes[..text.len()].copy_from_slice(text.as_bytes());
+    bytes
+}
+
+fn parse_name(bytes: &[u8; NAME_BYTES]) -> Option<SocketAddr> {
+    let text = std::str::from_utf8(bytes).ok()?;
+    text.trim_end_matches('\0').parse().ok()
+}
+
+/// One who has come to the host.
+enum Guest {
+    Greeting(Pending),
+    /// It was welcomed and has to say where it listens: with a key, this also shows that its hello
+    /// was no recording.
+    Naming(Box<Stream>, Name),
+}
+
+struct Name {
+    bytes: [u8; NAME_BYTES],
+    filled: usize,
+    since: Instant,
+}
+
+/// Those who come to the address of a meeting. Strangers cost as much as in a join, no more.
+pub(crate) struct Hall<'a> {
+    listener: &'a Listener,
+    round: GroupId,
+    key: Option<&'a GroupKey>,
+    guests: VecDeque<Guest>,
+    comers: Vec<(SocketAddr, Stream)>,
+    turned_away: Option<Refusal>,
+}
+
+impl<'a> Hall<'a> {
+    pub(crate) const fn new(
+        listener: &'a Listener,
+        round: GroupId,
+        key: Option<&'a GroupKey>,
+    ) -> Self {
+        Self {
+            listener,
+            round,
+            key,
+            guests: VecDeque::new(),
+            comers: Vec::new(),
+            turned_away: None,
+        }
+    }
+
+    /// Takes in who has come, and forgets who has gone, perhaps to come back.
+    pub(crate) fn look(&mut self) {
+        let come = self.listener.lobby().take();
+        self.guests.extend(come.map(Guest::Greeting));
+        let surplus = self.guests.len().saturating_sub(STRANGERS);
+        let guests = std::mem::take(&mut self.guests).into_iter().skip(surplus);
+        self.guests = guests.filter_map(|guest| self.hear(guest)).collect();
+        self.comers
+            .retain(|(_, stream)| stream.peek(&mut [0]).is_ok());
+    }
+
+    /// Where those listen who are here; twice, if one has come twice.
+    pub(crate) fn comers(&self) -> impl Iterator<Item = SocketAddr> {
+        self.comers.iter().map(|(addr, _)| *addr)
+    }
+
+    /// Why somebody was last turned away.
+    pub(crate) const fn turned_away(&self) -> Option<Refusal> {
+        self.turned_away
+    }
+
+    /// Hands all the list. Who does not get it has gone, or comes again.
+    pub(crate) fn tell(self, list: &[SocketAddr]) {
+        let list = print_list(list) + "\n";
+        let soon = Deadline::at(deadline::now() + WAIT);
+        for (_, stream) in self.comers {
+            if write_all(&stream, list.as_bytes(), soon).is_ok() {
+                stream.shut_down();
+            }
+        }
+    }
+
+    fn hear(&mut self, guest: Guest) -> Option<Guest> {
+        match guest {
+            Guest::Greeting(mut pending) => match pending.hello() {
+                Ok(Some(hello)) => self.admit(pending, &hello),
+                Ok(None) if pending.plausible() => Some(Guest::Greeting(pending)),
+                Ok(None) | Err(Closed) => None,
+            },
+            Guest::Naming(stream, mut name) => {
+                name.filled += stream.read(&mut name.bytes[name.filled..]).ok()?;
+                if name.filled < NAME_BYTES {
+                    let waits = name.since.elapsed() < STRANGER_WAIT;
+                    return waits.then_some(Guest::Naming(stream, name));
+                }
+                let addr = parse_name(&name.bytes).filter(|_| self.comers.len() < COMERS);
+                self.comers.extend(addr.map(|addr| (addr, *stream)));
+                None
+            }
+        }
+    }
+
+    fn admit(&mut self, pending: Pending, hello: &Hello) -> Option<Guest> {
+        match greeting::check(&pending, hello, self.round, self.key) {
+            Ok(answer) => {
+                let stream = greeting::welcome(pending, answer).ok()?;
+                let name = Name {
+                    bytes: [0; NAME_BYTES],
+                    filled: 0,
+                    since: deadline::now(),
+                };
+                Some(Guest::Naming(Box::new(stream), name))
+            }
+            // Of another round: it may be here too early, or find out that it is late.
+            Err(Refusal::Group) => None,
+            Err(why) => {
+                refuse(&pending.stream, Reply::Refused(why));
+                self.turned_away = Some(why);
+                None
+            }
+        }
+    }
+}
+
+/// Reads `bytes` as an address and as a list.
+pub(crate) fn parse(bytes: &[u8]) {
+    if let Some(addr) = bytes.first_chunk().and_then(parse_name) {
+        assert_eq!(parse_name(&name(addr)), Some(addr));
+    }
+    if let Some(list) = parse_list(bytes) {
+        assert_eq!(parse_list(print_list(&list).as_bytes()), Some(list));
+    }
+}

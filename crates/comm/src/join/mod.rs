@@ -1,0 +1,38 @@
+//! How processes become the ranks of a group: by TCP, whatever carries their bytes afterwards.
+//!
+//! - `config`: the settings that all ranks share; `origin`: how a rank came into its group;
+//! - `connect`: who may become a member, and how the others learn why not, in the words of `hello`
+//!   and `refusal`; `greeting`: how those come; `listener`, `door`: who comes, also too late;
+//! - `meeting`: how ranks find each other at an address, for [`crate::rendezvous`];
+//! - `key`, `seal`: who may read and write the connections;
+//! - `stream`, `poll`: connections, and waiting for them.
+
+mod config;
+mod connect;
+mod door;
+mod greeting;
+mod hello;
+mod key;
+mod listener;
+mod meeting;
+mod origin;
+mod poll;
+mod refusal;
+mod seal;
+mod stream;
+
+pub use self::config::{Addrs, Config, GroupId, SILENCE, random};
+pub(crate) use self::connect::{Streams, connect};
+pub(crate) use self::door::Door;
+pub(crate) use self::hello::parse as parse_hello;
+pub use self::key::{GroupKey, KEY_BYTES, Protection};
+pub use self::listener::Listener;
+pub(crate) use self::meeting::parse as parse_meeting;
+pub(crate) use self::meeting::{Hall, LIST_BYTES, Unmet, parse_list, print_list, visit};
+pub use self::origin::Origin;
+pub(crate) use self::poll::Waker;
+pub use self::poll::{outcome, poll_until};
+pub use self::refusal::{JoinError, Refusal};
+pub(crate) use self::seal::parse as parse_sealed;
+pub(crate) use self::seal::{open_note, rest, seal_note};
+pub(crate) use self::stream::Stream;

@@ -1,0 +1,481 @@
+//! Connections that nobody without the group's key can read, change or make: the Noise framework's
+//! `NNpsk0` (noiseprotocol.org, revision 34), over [`snow`].
+//!
+//! ```text
+//! dialler   -> hello, psk, e        the hello is the prologue: it is authenticated, not hidden
+//! acceptor  <- reply, e, ee         every connection has keys of its own, forgotten with it
+//! dialler   -> a record             proves that the hello was not a recording
+//!
+//! record    0  length of the rest (u16, little-endian)   2  ciphertext   last 16  tag
+//! ```
+//!
+//! `NN`, because ranks have no identities that outlive the group: who has the key may be any rank.
+//! `psk0`, because then the acceptor knows from the first message that the key differs, before it
+//! has spent a multiplication on the curve, and can say so. Nonces count records in each
+//! direction, so a record that is lost, repeated, moved or cut ends the connection.
+//!
+//! Bounds: a record has at most [`RECORD_BYTES`] of payload and at least one byte; a connection
+//! holds at most a batch of records on their way out, one buffer of records on their way in and the
+//! payload of one. Each direction copies a byte once more than plain sockets do, in the cache.
+
+use std::io::{self, Read, Write};
+use std::sync::Mutex;
+
+use snow::resolvers::{DefaultResolver, FallbackResolver, RingResolver};
+use snow::{Builder, HandshakeState, StatelessTransportState};
+
+use super::key::GroupKey;
+use super::poll::outcome;
+use crate::locks::lock;
+use crate::transport::Closed;
+
+/// Bytes of either message of the handshake: a public key and the tag of an empty payload.
+pub(super) const SHAKE_BYTES: usize = 48;
+
+/// 25519 from the default resolver; AES-GCM and SHA-256 from ring, which uses the processor's
+/// instructions for them.
+const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
+
+/// Most payload of a record.
+const RECORD_BYTES: usize = 32 << 10;
+
+const TAG_BYTES: usize = 16;
+const LENGTH_BYTES: usize = 2;
+
+/// A record with the most payload, on the wire.
+const WIRE_BYTES: usize = LENGTH_BYTES + RECORD_BYTES + TAG_BYTES;
+
+/// Records that are sealed before they are handed to the system together.
+const BATCH: usize = 2;
+
+/// The key differs, or the bytes are none of a handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WrongKey;
+
+/// A handshake of which the first message is under way.
+pub(super) struct Shaking(HandshakeState);
+
+fn builder<'a>(key: &'a GroupKey, prologue: &'a [u8]) -> Builder<'a> {
+    let resolver = FallbackResolver::new(Box::new(RingResolver), Box::new(DefaultResolver));
+    let pattern = PATTERN.parse().expect("the pattern is well-formed");
+    Builder::with_resolver(pattern, Box::new(resolver))
+        .psk(0, key.bytes())
+        .and_then(|builder| builder.prologue(prologue))
+        .expect("the pattern has one pre-shared key and one prologue")
+}
+
+/// The dialler's first message.
+pub(super) fn begin(key: &GroupKey, prologue: &[u8]) -> io::Result<(Shaking, [u8; SHAKE_BYTES])> {
+    let mut message = [0; SHAKE_BYTES];
+    let mut state = builder(key, prologue)
+        .build_initiator()
+        .map_err(io::Error::other)?;
+    state
+        .write_message(&[], &mut message)
+        .map_err(io::Error::other)?;
+    Ok((Shaking(state), message))
+}
+
+/// The acceptor's answer to a first message, and the session.
+pub(super) fn answer(
+    key: &GroupKey,
+    prologue: &[u8],
+    message: &[u8; SHAKE_BYTES],
+) -> Result<(Session, [u8; SHAKE_BYTES]), WrongKey> {
+    let state = builder(key, prologue).build_responder();
+    let mut state = state.map_err(|_| WrongKey)?;
+    let mut reply = [0; SHAKE_BYTES];
+    state.read_message(message, &mut []).map_err(|_| WrongKey)?;
+    state.write_message(&[], &mut reply).map_err(|_| WrongKey)?;
+    Session::new(state).map(|session| (session, reply))
+}
+
+impl Shaking {
+    /// The session, from the acceptor's answer.
+    pub(super) fn end(mut self, reply: &[u8; SHAKE_BYTES]) -> Result<Session, WrongKey> {
+        self.0.read_message(reply, &mut []).map_err(|_| WrongKey)?;
+        Session::new(self.0)
+    }
+}
+
+/// Longest message of the Noise framework.
+const MESSAGE_BYTES: usize = 65_535;
+
+/// `text` as only who has the key can read it or have written it: the payload of a first message,
+/// for who finds it. It counts only for the same `context`.
+pub(crate) fn seal_note(key: &GroupKey, context: &[u8], text: &[u8]) -> io::Result<Vec<u8>> {
+    let mut note = vec![0; MESSAGE_BYTES];
+    let state = builder(key, context).build_initiator();
+    let written = state.and_then(|mut state| state.write_message(text, &mut note));
+    note.truncate(written.map_err(io::Error::other)?);
+    Ok(note)
+}
+
+/// The text of such a note, if it is one.
+pub(crate) fn open_note(key: &GroupKey, context: &[u8], note: &[u8]) -> Option<Vec<u8>> {
+    let mut text = vec![0; note.len()];
+    let mut state = builder(key, context).build_responder().ok()?;
+    let length = state.read_message(note, &mut text).ok()?;
+    text.truncate(length);
+    Some(text)
+}
+
+/// The keys of one connection, and what is in work on it.
+pub(super) struct Session {
+    ciphers: StatelessTransportState,
+    outgoing: Mutex<Outgoing>,
+    incoming: Mutex<Incoming>,
+}
+
+/// Sealed records that the system has not taken yet.
+struct Outgoing {
+    nonce: u64,
+    bytes: Vec<u8>,
+    end: usize,
+    gone: usize,
+    /// Bytes of payload in them.
+    payload: usize,
+    /// Where a head and the beginning of its body are put together.
+    stage: Vec<u8>,
+}
+
+/// Bytes that were read and not used yet.
+struct Incoming {
+    nonce: u64,
+    bytes: Vec<u8>,
+    start: usize,
+    end: usize,
+    plain: Vec<u8>,
+    plain_start: usize,
+    plain_end: usize,
+    garbled: bool,
+}
+
+impl Session {
+    fn new(state: HandshakeState) -> Result<Self, WrongKey> {
+        let ciphers = state
+            .into_stateless_transport_mode()
+            .map_err(|_| WrongKey)?;
+        Ok(Self {
+            ciphers,
+            outgoing: Mutex::new(Outgoing::new()),
+            incoming: Mutex::new(Incoming::new()),
+        })
+    }
+
+    /// Seals and writes what fits of `head` followed by `body`; returns how many of these bytes the
+    /// system has taken. The others have to be offered again before any others: some of them may
+    /// be sealed already.
+    pub(super) fn write(
+        &self,
+        sink: &mut impl Write,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
+        let mut outgoing = lock(&self.outgoing);
+        let (total, mut taken) = (head.len() + body.len(), 0);
+        loop {
+            while outgoing.gone < outgoing.end {
+                let left = &outgoing.bytes[outgoing.gone..outgoing.end];
+                match outcome(sink.write(left))? {
+                    0 => return Ok(taken),
+                    count => outgoing.gone += count,
+                }
+            }
+            taken = (taken + std::mem::take(&mut outgoing.payload)).min(total);
+            if taken == total {
+                return Ok(taken);
+            }
+            let (head, body) = rest(head, body, taken);
+            outgoing.seal(&self.ciphers, head, body)?;
+        }
+    }
+
+    /// Reads what is there, 0 bytes if nothing is.
+    pub(super) fn read(&self, source: &mut impl Read, into: &mut [u8]) -> Result<usize, Closed> {
+        lock(&self.incoming).read(&self.ciphers, source, into)
+    }
+
+    /// As `read`, but the bytes stay; no more than one record is looked into.
+    pub(super) fn peek(&self, source: &mut impl Read, into: &mut [u8]) -> Result<usize, Closed> {
+        lock(&self.incoming).peek(&self.ciphers, source, into)
+    }
+
+    /// Whether a read would find something without asking the system.
+    pub(super) fn is_filled(&self) -> bool {
+        let incoming = lock(&self.incoming);
+        incoming.garbled
+            || incoming.plain_start < incoming.plain_end
+            || !matches!(incoming.record(), Ok(None))
+    }
+
+    /// Whether the peer sent what is no record of this session.
+    pub(super) fn is_garbled(&self) -> bool {
+        lock(&self.incoming).garbled
+    }
+}
+
+/// `head` followed by `body`, without the first `taken` bytes.
+pub(crate) fn rest<'a>(head: &'a [u8], body: &'a [u8], taken: usize) -> (&'a [u8], &'a [u8]) {
+    let of_body = taken.saturating_sub(head.len());
+    (&head[taken.min(head.len())..], &body[of_body..])
+}
+
+impl Outgoing {
+    const fn new() -> Self {
+        Self {
+            nonce: 0,
+            bytes: Vec::new(),
+            end: 0,
+            gone: 0,
+            payload: 0,
+            stage: Vec::new(),
+        }
+    }
+
+    /// Fills the empty buffer with records of the first bytes there are.
+    fn seal(
+        &mut self,
+        ciphers: &StatelessTransportState,
+        head: &[u8],
+        mut body: &[u8],
+    ) -> Result<(), Closed> {
+        (self.end, self.gone, self.payload) = (0, 0, 0);
+        if !head.is_empty() {
+            let mut stage = std::mem::take(&mut self.stage);
+            stage.clear();
+            let of_head = head.len().min(RECORD_BYTES);
+            let of_body = body.len().min(RECORD_BYTES - of_head);
+            stage.extend_from_slice(&head[..of_head]);
+            stage.extend_from_slice(&body[..of_body]);
+            self.record(ciphers, &stage)?;
+            self.stage = stage;
+            // The rest of a head that long, which there is none of, would go first.
+            body = if of_head < head.len() {
+                &[]
+            } else {
+                &body[of_body..]
+            };
+        }
+        for part in body.chunks(RECORD_BYTES) {
+            if self.payload + part.len() > BATCH * RECORD_BYTES {
+                break;
+            }
+            self.record(ciphers, part)?;
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, ciphers: &StatelessTransportState, part: &[u8]) -> Result<(), Closed> {
+        let start = self.end + LENGTH_BYTES;
+        let end = start + part.len() + TAG_BYTES;
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        let length = u16::try_from(end - start).expect("a record is shorter than 64 KiB");
+        self.bytes[self.end..start].copy_from_slice(&length.to_le_bytes());
+        // Fails only after 2^64 - 1 records.
+        ciphers
+            .write_message(self.nonce, part, &mut self.bytes[start..end])
+            .map_err(|_| Closed)?;
+        self.nonce += 1;
+        self.payload += part.len();
+        self.end = end;
+        Ok(())
+    }
+}
+
+/// What is no record.
+struct Garbled;
+
+impl Incoming {
+    const fn new() -> Self {
+        Self {
+            nonce: 0,
+            bytes: Vec::new(),
+            start: 0,
+            end: 0,
+            plain: Vec::new(),
+            plain_start: 0,
+            plain_end: 0,
+            garbled: false,
+        }
+    }
+
+    /// Where the next record's ciphertext is, if all of it is there.
+    fn record(&self) -> Result<Option<std::ops::Range<usize>>, Garbled> {
+        let there = &self.bytes[self.start..self.end];
+        let Some(length) = there.first_chunk() else {
+            return Ok(None);
+        };
+        let length = usize::from(u16::from_le_bytes(*length));
+        if !(TAG_BYTES + 1..=TAG_BYTES + RECORD_BYTES).contains(&length) {
+            return Err(Garbled);
+        }
+        let start = self.start + LENGTH_BYTES;
+        Ok((start + length <= self.end).then_some(start..start + length))
+    }
+
+    fn read(
+        &mut self,
+        ciphers: &StatelessTransportState,
+        source: &mut impl Read,
+        into: &mut [u8],
+    ) -> Result<usize, Closed> {
+        let mut count = 0;
+        while count < into.len() {
+            let held = self.plain_end - self.plain_start;
+            if held > 0 {
+                let part = held.min(into.len() - count);
+                let from = &self.plain[self.plain_start..self.plain_start + part];
+                into[count..count + part].copy_from_slice(from);
+                self.plain_start += part;
+                count += part;
+            } else {
+                match self.open(ciphers, &mut into[count..]) {
+                    Ok(Some(opened)) => count += opened,
+                    Ok(None) if count > 0 || self.fill(source)? == 0 => break,
+                    Ok(None) => {}
+                    // What came before is handed out first.
+                    Err(Closed) if count > 0 => break,
+                    Err(Closed) => return Err(Closed),
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    fn peek(
+        &mut self,
+        ciphers: &StatelessTransportState,
+        source: &mut impl Read,
+        into: &mut [u8],
+    ) -> Result<usize, Closed> {
+        while self.plain_start == self.plain_end {
+            if self.open(ciphers, &mut [])?.is_none() && self.fill(source)? == 0 {
+                return Ok(0);
+            }
+        }
+        let there = &self.plain[self.plain_start..self.plain_end];
+        let count = there.len().min(into.len());
+        into[..count].copy_from_slice(&there[..count]);
+        Ok(count)
+    }
+
+    /// Opens the next record if it is there: into `into`, where that has room for the tag too, else
+    /// into the own buffer. Returns how many bytes went to `into`.
+    fn open(
+        &mut self,
+        ciphers: &StatelessTransportState,
+        into: &mut [u8],
+    ) -> Result<Option<usize>, Closed> {
+        if self.garbled {
+            return Err(Closed);
+        }
+        let record = self.record().map_err(|Garbled| self.fail())?;
+        let Some(record) = record else {
+            return Ok(None);
+        };
+        let (sealed, next) = (&self.bytes[record.clone()], record.end);
+        let direct = into.len() >= sealed.len();
+        let opened = if direct {
+            ciphers.read_message(self.nonce, sealed, into)
+        } else {
+            self.plain.resize(RECORD_BYTES + TAG_BYTES, 0);
+            ciphers.read_message(self.nonce, sealed, &mut self.plain)
+        };
+        let count = opened.map_err(|_| self.fail())?;
+        self.nonce += 1;
+        self.start = next;
+        if !direct {
+            (self.plain_start, self.plain_end) = (0, count);
+        }
+        Ok(Some(if direct { count } else { 0 }))
+    }
+
+    fn fail(&mut self) -> Closed {
+        self.garbled = true;
+        Closed
+    }
+
+    /// Reads what is there and fits; there is room, since no whole record is held.
+    fn fill(&mut self, source: &mut impl Read) -> Result<usize, Closed> {
+        if self.bytes.is_empty() {
+            self.bytes.resize(BATCH * WIRE_BYTES, 0);
+        }
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.bytes.len() - self.start < WIRE_BYTES {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let count = outcome(source.read(&mut self.bytes[self.end..]))?;
+        self.end += count;
+        Ok(count)
+    }
+}
+
+/// Makes both ends of a session with a key that everybody knows.
+pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
+    let key = GroupKey::new([7; super::key::KEY_BYTES]);
+    let (shaking, message) = begin(&key, prologue).expect("the system has random numbers");
+    let (acceptor, reply) = answer(&key, prologue, &message).expect("the same key");
+    let dialler = shaking.end(&reply).expect("the same key");
+    (dialler, acceptor)
+}
+
+/// Reads `bytes` as messages of a handshake, as records, and as the choice of what to do to good
+/// records, for fuzzing: what is read is always the beginning of what was written.
+pub(crate) fn parse(bytes: &[u8]) {
+    let key = GroupKey::new([7; super::key::KEY_BYTES]);
+    if let Some(message) = bytes.first_chunk() {
+        assert!(
+            answer(&key, b"", message).is_err(),
+            "a forged first message"
+        );
+        let begun = begin(&key, b"").expect("the system has random numbers");
+        assert!(begun.0.end(message).is_err(), "a forged answer");
+    }
+    assert!(open_note(&key, b"", bytes).is_none(), "a forged note");
+    if bytes.len() < MESSAGE_BYTES - SHAKE_BYTES {
+        let note = seal_note(&key, b"fuzz", bytes).expect("it is short enough");
+        assert_eq!(open_note(&key, b"fuzz", &note).as_deref(), Some(bytes));
+        assert!(
+            open_note(&key, b"other", &note).is_none(),
+            "another context"
+        );
+    }
+    let (dialler, acceptor) = pair(b"fuzz");
+    let mut into = [0; 100];
+    let mut forged = bytes;
+    let forgery = acceptor.read(&mut forged, &mut into);
+    assert!(matches!(forgery, Err(Closed) | Ok(0)), "a forged record");
+
+    let (from, to) = pair(b"fuzz");
+    let (mut wire, mut sent, mut got) = (Vec::new(), Vec::new(), Vec::new());
+    for part in bytes.chunks(37) {
+        let count = from.write(&mut wire, &part[..part.len() / 3], &part[part.len() / 3..]);
+        assert_eq!(count, Ok(part.len()));
+        sent.extend_from_slice(part);
+    }
+    let flip = bytes
+        .iter()
+        .take(4)
+        .fold(0, |at, byte| at << 8 | usize::from(*byte));
+    if bytes.len().is_multiple_of(2) && !wire.is_empty() {
+        let at = flip % wire.len();
+        wire[at] ^= bytes[0] | 1;
+    }
+    let mut wire = &wire[..];
+    while let Ok(1..) = to
+        .read(&mut wire, &mut into[..1 + bytes.len() % 99])
+        .inspect(|count| {
+            got.extend_from_slice(&into[..*count]);
+        })
+    {}
+    assert!(sent.starts_with(&got), "altered bytes were delivered");
+    drop(dialler);
+}
+
+#[cfg(test)]
+mod tests;

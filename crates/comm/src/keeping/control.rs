@@ -1,0 +1,274 @@
+//! The control lane: heartbeats and news, on a connection of its own for each pair, so that they
+//! pass however full the other lanes are.
+//!
+//! A thread of the group, the *keeper*, reads it. It is also there while the rank computes, so a
+//! peer that is stopped or cut off is known whether or not a call is under way.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use paceline_base::{Awake, Rank};
+use rustix::event::{PollFd, PollFlags};
+
+use crate::deadline;
+use crate::join::{Door, Refusal, Stream, Waker, poll_until};
+use crate::linked::Linked;
+use crate::locks::lock;
+use crate::status::{Cause, News};
+use crate::transport::{Closed, Transport};
+use crate::wire::{CONTROL_BYTES, Control};
+
+/// Heartbeats sent within the time after which a rank counts as silent: four may be late.
+const BEATS_PER_SILENCE: u32 = 5;
+
+/// How often the keeper takes in messages while the rank computes, and looks at the door.
+const TEND_EVERY: Duration = Duration::from_millis(100);
+
+/// The most that passes between two looks of a keeper that is awake: some, in case one is slow. See
+/// [`Awake`].
+const AWAKE_MAX: Duration = Duration::from_millis(300);
+
+/// Links that a keeper looks after.
+pub trait Kept: Transport {
+    /// The control connections of this rank.
+    fn controls(&self) -> &Arc<Controls>;
+
+    /// Takes note that the process of `peer` has ended.
+    fn lost(&self, peer: usize);
+
+    /// Ends the links in good order, after everybody was told.
+    fn close(&self);
+
+    /// Gives back what is of no use any more. Called now and then.
+    fn tidy(&self) {}
+
+    /// A peer whose link broke with messages under way. The rank that sent them may have completed
+    /// its call, so nothing but the control lane can tell the peer not to wait.
+    fn cut(&self) -> Option<usize> {
+        None
+    }
+
+    /// Whether bytes to some peer leave this machine, or a device moves them.
+    fn has_wire(&self) -> bool;
+}
+
+/// How long the keeper waits for a link to take more of a message, before it listens again.
+const PUSH_WAIT: Duration = Duration::from_millis(5);
+
+/// The control connections of one rank.
+pub struct Controls {
+    /// By rank; none for the rank itself.
+    streams: Vec<Option<Stream>>,
+    /// What the system has not taken yet, by rank.
+    unsent: Mutex<Vec<Vec<u8>>>,
+    /// Whose bytes on another lane are no records.
+    suspects: Vec<AtomicBool>,
+    waker: Waker,
+    stop: AtomicBool,
+    door: Door,
+}
+
+impl fmt::Debug for Controls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let peers = self.streams.iter().flatten().count();
+        write!(f, "control connections to {peers} ranks")
+    }
+}
+
+/// Most bytes that wait for a peer who does not read: some frames. Further ones are left out.
+const UNSENT_BYTES: usize = 16 * CONTROL_BYTES;
+
+impl Controls {
+    pub(crate) fn new(streams: Vec<Option<Stream>>, door: Door) -> std::io::Result<Self> {
+        Ok(Self {
+            unsent: Mutex::new(vec![Vec::new(); streams.len()]),
+            suspects: streams.iter().map(|_| AtomicBool::new(false)).collect(),
+            streams,
+            waker: Waker::new()?,
+            stop: AtomicBool::new(false),
+            door,
+        })
+    }
+
+    /// Tells all peers what `news` says. Those that cannot be told have gone, or will be found
+    /// silent: these connections are nearly empty.
+    pub(crate) fn tell(&self, news: &News) {
+        self.write(&Control::News(*news));
+    }
+
+    fn write(&self, control: &Control) {
+        let mut unsent = lock(&self.unsent);
+        let bytes = control.encode();
+        for (stream, unsent) in self.streams.iter().zip(&mut *unsent) {
+            let Some(stream) = stream else { continue };
+            if unsent.len() < UNSENT_BYTES {
+                unsent.extend_from_slice(&bytes);
+            }
+            // A peer that has gone is noticed by whoever reads.
+            let count = stream.write(unsent, &[]).unwrap_or(unsent.len());
+            unsent.drain(..count);
+        }
+    }
+
+    /// Lets the keeper give up `peer`, which sent what is no record.
+    pub(crate) fn suspect(&self, peer: usize) {
+        self.suspects[peer].store(true, Ordering::Release);
+        self.waker.wake();
+    }
+
+    /// Wakes the keeper.
+    pub(crate) fn wake(&self) {
+        self.waker.wake();
+    }
+
+    /// See [`Tcp::turned_away`](crate::tcp::Tcp::turned_away).
+    pub(crate) fn turned_away(&self) -> Option<Refusal> {
+        self.door.turned_away()
+    }
+
+    /// Ends the keeper.
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+/// What the keeper knows of a peer.
+struct Watch {
+    bytes: [u8; CONTROL_BYTES],
+    filled: usize,
+    /// The last time it was heard, counted by [`Awake`].
+    heard: Duration,
+    done: bool,
+}
+
+/// Runs until [`Controls::stop`]: beats, listens, and finds those who fell silent.
+pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
+    let controls = group.transport().controls();
+    let beat = silence / BEATS_PER_SILENCE;
+    let start = deadline::now();
+    let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new()).collect();
+    let (mut next_beat, mut next_look) = (start, start);
+    let mut awake = Awake::new(start, AWAKE_MAX);
+    while !controls.stop.load(Ordering::Acquire) {
+        let until = match group.push(PUSH_WAIT) {
+            true => deadline::now(),
+            false => next_beat.min(next_look),
+        };
+        wait(controls, &watches, until);
+        let now = deadline::now();
+        awake.look(now);
+        let time = awake.total();
+        for (peer, watch) in watches.iter_mut().enumerate() {
+            if let Some(stream) = &controls.streams[peer] {
+                watch.listen(group, peer, stream, time);
+            }
+        }
+        if now >= next_beat {
+            controls.write(&Control::Beat);
+            next_beat = now + beat;
+        }
+        for (peer, watch) in watches.iter_mut().enumerate() {
+            if controls.streams[peer].is_some() {
+                if controls.suspects[peer].load(Ordering::Acquire) {
+                    watch.garbled(group, peer);
+                }
+                watch.judge(group, peer, time, silence);
+            }
+        }
+        if now >= next_look {
+            group.tend();
+            group.transport().tidy();
+            if let Some(peer) = group.transport().cut() {
+                let (cause, at) = (Cause::Left(rank(peer)), 0);
+                group.poison(News { cause, at });
+            }
+            // A group that failed has no door: who comes most likely means the next one.
+            if group.status_cause().is_none() {
+                controls.door.answer();
+            }
+            next_look = now + TEND_EVERY;
+        }
+    }
+}
+
+fn wait(controls: &Controls, watches: &[Watch], until: Instant) {
+    let streams = controls.streams.iter().zip(watches);
+    let open = streams.filter_map(|(stream, watch)| stream.as_ref().filter(|_| !watch.done));
+    let mut fds = vec![controls.waker.poll_fd()];
+    fds.extend(open.map(|stream| PollFd::new(stream, PollFlags::IN)));
+    poll_until(&mut fds, until);
+    controls.waker.clear();
+}
+
+impl Watch {
+    fn new() -> Self {
+        Self {
+            bytes: [0; CONTROL_BYTES],
+            filled: 0,
+            heard: Duration::ZERO,
+            done: false,
+        }
+    }
+
+    /// Reads all that is there at `time`.
+    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, stream: &Stream, time: Duration) {
+        while !self.done {
+            match stream.read(&mut self.bytes[self.filled..]) {
+                Ok(0) => return,
+                Ok(count) => self.filled += count,
+                Err(Closed) if stream.is_garbled() => self.garbled(group, peer),
+                Err(Closed) => {
+                    group.transport().lost(peer);
+                    let (cause, at) = (Cause::Left(rank(peer)), u64::MAX);
+                    self.end(group, News { cause, at });
+                }
+            }
+            if self.filled == CONTROL_BYTES {
+                self.filled = 0;
+                self.heard = time;
+                match Control::decode(&self.bytes) {
+                    Some(Control::Beat) => {}
+                    Some(Control::News(news)) => group.poison(news),
+                    None => self.garbled(group, peer),
+                }
+            }
+        }
+    }
+
+    fn garbled<T: Kept>(&mut self, group: &Linked<T>, peer: usize) {
+        if !self.done {
+            let (cause, at) = (Cause::Garbled(rank(peer)), 0);
+            self.end(group, News { cause, at });
+        }
+    }
+
+    fn end<T: Kept>(&mut self, group: &Linked<T>, news: News) {
+        self.done = true;
+        group.poison(news);
+    }
+
+    /// Gives a peer up that was silent for too long. Everything that had arrived at `time` has been
+    /// read.
+    fn judge<T: Kept>(
+        &mut self,
+        group: &Linked<T>,
+        peer: usize,
+        time: Duration,
+        silence: Duration,
+    ) {
+        let quiet = time.saturating_sub(self.heard);
+        if !self.done && quiet > silence {
+            let millis = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
+            let rank = rank(peer);
+            let (cause, at) = (Cause::Silent { rank, millis }, 0);
+            self.end(group, News { cause, at });
+        }
+    }
+}
+
+fn rank(peer: usize) -> Rank {
+    Rank(u32::try_from(peer).expect("a rank came from a u32"))
+}

@@ -1,0 +1,107 @@
+//! Ranks as processes that reach each other by TCP.
+//!
+//! Every rank binds a [`Listener`], somebody hands the list of all addresses to all ranks, and
+//! every rank calls [`join`]: each pair is then connected by sockets for collectives, messages and
+//! control.
+//!
+//! ```
+//! use std::time::{Duration, Instant};
+//! use paceline_base::Rank;
+//! use paceline_comm::{Deadline, Group, tcp};
+//!
+//! let deadline = Deadline::at(Instant::now() + Duration::from_secs(5));
+//! let bind = || tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+//! let listeners = [bind(), bind()];
+//! let addrs = [listeners[0].addr(), listeners[1].addr()];
+//! let id = tcp::GroupId::random();
+//! let threads: Vec<_> = (0..).zip(listeners).map(|(rank, listener)| {
+//!     std::thread::spawn(move || {
+//!         let group = tcp::join(listener, Rank(rank), &addrs, id, deadline).unwrap();
+//!         (&group as &dyn Group).barrier(deadline)
+//!     })
+//! }).collect();
+//! for thread in threads {
+//!     assert_eq!(thread.join().unwrap(), Ok(()));
+//! }
+//! ```
+//!
+//! How the ranks meet is in `join`, who looks after the connections in `keeping`, and the links
+//! over them in `sockets`.
+
+use std::fmt;
+
+use paceline_base::Rank;
+
+use crate::join::Origin;
+pub use crate::join::{
+    Addrs, Config, GroupId, GroupKey, JoinError, KEY_BYTES, Listener, Protection, Refusal, SILENCE,
+};
+use crate::keeping::{Keeping, Kept, keeping_group};
+use crate::linked::Linked;
+use crate::sockets::{self, Sockets};
+use crate::split::{Member, members};
+use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
+
+/// One rank of a group over TCP. Dropping it ends the group for the others.
+pub struct Tcp(Keeping<Sockets>);
+
+/// [`join_with`] the default [`Config`].
+///
+/// # Errors
+/// Any [`JoinError`].
+pub fn join<A: Clone + Into<Addrs>>(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[A],
+    id: GroupId,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
+    join_with(listener, rank, addrs, id, Config::default(), deadline)
+}
+
+/// Connects `rank` with all others and returns when all ranks are connected. Collective.
+///
+/// `addrs` has the address of every rank in rank order (or a list of [`Addrs`]), `id` is the same
+/// on all ranks. `listener` is what `addrs[rank]` leads to. Strangers who connect are turned away
+/// and cannot end the join. Off loopback [`Config::protection`] has to say how.
+/// Blocks until all ranks have come, one of them failed, or the deadline passed.
+///
+/// # Errors
+/// Any [`JoinError`]; the others get one that names this rank.
+pub fn join_with<A: Clone + Into<Addrs>>(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[A],
+    id: GroupId,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
+    assemble(Origin::new(listener, addrs, id, config), rank, deadline)
+}
+
+fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Tcp, JoinError> {
+    let linked = sockets::connect(&origin, rank, deadline)?;
+    start(linked, origin, deadline)
+}
+
+/// Makes a group of connected ranks.
+pub(crate) fn start(
+    linked: Linked<Sockets>,
+    origin: Origin,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
+    Keeping::start(linked, origin, deadline).map(Tcp)
+}
+
+impl Tcp {
+    /// Why somebody was last turned away at this rank's door since the group was complete: such as
+    /// a second process of a rank, which is told the same. The group goes on.
+    pub fn turned_away(&self) -> Option<Refusal> {
+        self.0.linked.transport().controls().turned_away()
+    }
+}
+
+keeping_group!(Tcp, assemble);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+//! What an environment says of wires between ranks: the variables that MLX's launcher, `mpirun` and
+//! `paceline launch` set. Their values come from the caller.
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `MLX_RANK` or `JACCL_RANK` | the own rank |
+//! | `MLX_HOSTFILE` | file with the addresses of a ring |
+//! | `MLX_IBV_DEVICES` or `JACCL_IBV_DEVICES` | file with the RDMA devices from rank to rank |
+//! | `MLX_JACCL_COORDINATOR` or `JACCL_COORDINATOR` | where RDMA's ranks meet |
+//! | `MLX_JACCL_RING` or `JACCL_RING` | set: go round a ring even where there is a mesh |
+//! | `MLX_WORLD_SIZE`, `NCCL_HOST_IP`, `NCCL_PORT` | ranks, and where NCCL's meet |
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::{io, num};
+
+use paceline_base::Rank;
+use paceline_comm::provider::{Placed, Provider};
+use paceline_comm::{Backend, Deadline, Group, Plaintext, Strict};
+use paceline_comm_interop::nccl::{self, Libraries};
+use paceline_comm_interop::{MlxBackend, MlxError, MlxPlace, init_mlx, mlx_ring, mpi};
+use paceline_comm_rdma::settings::Lookup;
+use paceline_comm_rdma::{
+    self as rdma, Cabling, Matrix, MatrixError, RdmaError, Settings, SettingsError, Verbs, settings,
+};
+
+/// Why the environment names no wire, or its ranks do not meet.
+#[derive(Debug, thiserror::Error)]
+pub enum WireError {
+    /// RDMA's variables are missing or wrong.
+    #[error("{0}")]
+    Settings(#[from] SettingsError),
+    /// The device file is wrong.
+    #[error("{0}")]
+    Matrix(#[from] MatrixError),
+    /// The verbs library cannot be used.
+    #[error("{0}")]
+    Rdma(#[from] RdmaError),
+    /// The ranks do not meet.
+    #[error("{0}")]
+    Mlx(#[from] MlxError),
+    /// The device file cannot be read.
+    #[error("cannot read the device file {path}")]
+    DeviceFile {
+        /// Its path.
+        path: String,
+        /// Report of the system.
+        source: io::Error,
+    },
+    /// The hostfile cannot be read.
+    #[error("cannot use the hostfile {path}")]
+    Hostfile {
+        /// Its path.
+        path: String,
+        /// Report of the system, or what is wrong with the JSON.
+        source: io::Error,
+    },
+    /// An address cannot be looked up.
+    #[error("cannot use address {text}")]
+    Address {
+        /// The address.
+        text: String,
+        /// Report of the system.
+        source: io::Error,
+    },
+    /// A name that stands for no address.
+    #[error("{text} has no address")]
+    NoAddress {
+        /// The name.
+        text: String,
+    },
+    /// A variable that is no number.
+    #[error("{name} is {value:?}, expected a number")]
+    Number {
+        /// The variable.
+        name: &'static str,
+        /// What it holds.
+        value: String,
+        /// Why that is none.
+        source: num::ParseIntError,
+    },
+}
+
+/// The wire of `backend`, for ranks that meet at addresses of their own; none where memory and
+/// sockets are all it takes.
+///
+/// # Errors
+/// When the device file or the library cannot be read.
+pub fn of(
+    backend: Backend,
+    plaintext: Plaintext,
+    lookup: Lookup<'_>,
+) -> Result<Option<Box<dyn Provider>>, WireError> {
+    let wire: Box<dyn Provider> = match backend {
+        Backend::Any | Backend::Local | Backend::Shm | Backend::Tcp => return Ok(None),
+        Backend::Rdma => {
+            let cabling = Cabling::new(Verbs::load()?, Matrix::parse(&devices(lookup)?)?);
+            Box::new(rdma::Wire { cabling, plaintext })
+        }
+        Backend::MlxRing => Box::new(mlx_ring::Wire { plaintext }),
+        Backend::Mpi => Box::new(mpi::Wire { plaintext }),
+        Backend::Nccl => {
+            let libraries = Libraries::default();
+            Box::new(nccl::Wire {
+                libraries,
+                plaintext,
+            })
+        }
+    };
+    Ok(Some(wire))
+}
+
+/// Whether a launcher has started this process as a rank of `backend`.
+pub fn is_launched(backend: Backend, lookup: Lookup<'_>) -> bool {
+    let names: &[&str] = match backend {
+        Backend::Mpi => return true, // whoever started it, the library knows
+        Backend::Rdma => &settings::RANK,
+        Backend::MlxRing | Backend::Nccl => &["MLX_RANK"],
+        _ => &[],
+    };
+    names.iter().any(|name| lookup(name).is_some())
+}
+
+/// Joins the ranks that the launcher started with this one.
+///
+/// # Errors
+/// What is missing or wrong, and why the ranks did not meet.
+pub fn join(
+    backend: Backend,
+    plaintext: Plaintext,
+    lookup: Lookup<'_>,
+    deadline: Deadline,
+) -> Result<Box<dyn Group>, WireError> {
+    let (mut hosts, mut jaccl) = (None, None);
+    let named = match backend {
+        Backend::Rdma => {
+            jaccl = Some(Settings::parse(lookup, &devices(lookup)?)?);
+            MlxBackend::Jaccl
+        }
+        Backend::Nccl => MlxBackend::Nccl,
+        Backend::Mpi => MlxBackend::Mpi,
+        _ => {
+            hosts = hostfile(lookup)?;
+            MlxBackend::Ring
+        }
+    };
+    let place = MlxPlace {
+        rank: number("MLX_RANK", lookup)?.map(Rank),
+        hosts: hosts.as_deref(),
+        nccl: nccl_place(lookup)?,
+        jaccl: jaccl.as_ref().map(|settings| settings as &dyn Placed),
+        libraries: &Libraries::default(),
+        plaintext,
+    };
+    Ok(init_mlx(named, Strict::Yes, &place, deadline)?)
+}
+
+/// The text of the device file.
+fn devices(lookup: Lookup<'_>) -> Result<String, WireError> {
+    let path = settings::device_file(lookup)?;
+    std::fs::read_to_string(&path).map_err(|source| WireError::DeviceFile { path, source })
+}
+
+fn hostfile(lookup: Lookup<'_>) -> Result<Option<Vec<Vec<SocketAddr>>>, WireError> {
+    let Some(path) = lookup("MLX_HOSTFILE") else {
+        return Ok(None);
+    };
+    let wrong = |source: io::Error| WireError::Hostfile {
+        path: path.clone(),
+        source,
+    };
+    let text = std::fs::read_to_string(&path).map_err(wrong)?;
+    // MLX takes an empty file for a group of one.
+    let text = if text.trim().is_empty() {
+        "[[]]"
+    } else {
+        &text
+    };
+    let hosts: Vec<Vec<String>> =
+        serde_json::from_str(text).map_err(|source| wrong(source.into()))?;
+    let hosts = hosts
+        .iter()
+        .map(|own| own.iter().map(|a| resolve(a)).collect());
+    hosts.collect::<Result<_, WireError>>().map(Some)
+}
+
+fn nccl_place(lookup: Lookup<'_>) -> Result<Option<(u32, SocketAddr)>, WireError> {
+    let size = number("MLX_WORLD_SIZE", lookup)?;
+    Ok(match (size, lookup("NCCL_HOST_IP"), lookup("NCCL_PORT")) {
+        (Some(size), Some(ip), Some(port)) => Some((size, resolve(&format!("{ip}:{port}"))?)),
+        _ => None,
+    })
+}
+
+fn resolve(text: &str) -> Result<SocketAddr, WireError> {
+    let found = text
+        .to_socket_addrs()
+        .map_err(|source| WireError::Address {
+            text: text.to_owned(),
+            source,
+        })?;
+    let found = found.into_iter().next();
+    found.ok_or_else(|| WireError::NoAddress {
+        text: text.to_owned(),
+    })
+}
+
+fn number(name: &'static str, lookup: Lookup<'_>) -> Result<Option<u32>, WireError> {
+    let parse = |value: String| {
+        let parsed = value.trim().parse::<u32>();
+        parsed.map_err(|source| WireError::Number {
+            name,
+            value: value.clone(),
+            source,
+        })
+    };
+    lookup(name).map(parse).transpose()
+}
