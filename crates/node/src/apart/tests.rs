@@ -147,6 +147,7 @@ fn a_prompt_that_is_refused_is_read_here() {
 
 /// Random events in any order: each request goes on once or is forgotten, and no wait is without
 /// an end.
+// long: one world, its events and what must hold of each.
 #[test]
 fn every_request_goes_on_once() {
     for seed in 1..2000_u64 {

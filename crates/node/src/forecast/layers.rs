@@ -8,12 +8,12 @@ use std::ops::Range;
 
 use paceline_base::KernelClass;
 use paceline_model::{
-    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Shard,
+    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Shard, shape,
 };
 use paceline_plan::ModelShape;
 use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
 
-use super::{Result, Setting, shape};
+use super::{Result, Setting};
 use crate::Error;
 
 /// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
@@ -120,7 +120,7 @@ impl Weights {
             kernels,
             shard,
         };
-        let layers = probed(&shape(source, config), config, shard).into_iter();
+        let layers = probed(&shape::of(source, config), config, shard).into_iter();
         Ok(Self {
             layers: layers
                 .map(|(index, weight)| packing.layer(index, weight))
