@@ -56,7 +56,7 @@ impl WindowPool {
 
 impl Kinds {
     /// The kinds of `config`'s layers.
-    pub(crate) fn new(config: &Config) -> Self {
+    pub fn new(config: &Config) -> Self {
         let mut backs = vec![(None, 1)];
         let of = (0..config.layers.len()).map(|layer| {
             let every = match config.layers[layer].cache {

@@ -375,6 +375,14 @@ impl Apart {
         self.out.push(Action::Tell(News::Late { reason }));
     }
 
+    /// A prompt that is late was read no faster than this: prompts behind it need not wait as long.
+    fn learn_late(&mut self, now: Duration, prompt: &Prompt) {
+        if let Way::Under { since, .. } = prompt.way {
+            let took = now.saturating_sub(since);
+            self.readers.read_there(prompt.tokens, took.as_secs_f64());
+        }
+    }
+
     fn read(&mut self, now: Duration, ticket: Ticket, outcome: Result<(), String>) {
         if let Err(reason) = outcome {
             if let Some(prompt) = self.take(ticket) {
@@ -501,6 +509,7 @@ impl Apart {
         };
         while let Some(at) = self.prompts.iter().position(is_late) {
             if let Some(prompt) = self.prompts.remove(at) {
+                self.learn_late(now, &prompt);
                 self.late(&prompt, "its pages did not come in time".to_owned());
             }
         }

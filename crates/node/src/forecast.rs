@@ -285,8 +285,8 @@ impl Forecast {
         }
     }
 
-    /// The ways to cut a model over `nodes`, and decode tokens a second as corrected by earlier
-    /// runs; tensor first.
+    /// The ways to cut a model over `nodes`, each once, and decode tokens a second as corrected by
+    /// earlier runs; tensor first.
     pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<Cut> {
         let grids = (2..nodes).filter(|tensor| nodes.is_multiple_of(*tensor));
         let grids = grids.flat_map(|tensor| {
@@ -301,7 +301,14 @@ impl Forecast {
             let tok_s = Some(self.predict(config, &way.split).ok()?);
             Some(Cut { tok_s, ..way })
         };
-        kinds.chain(grids).filter_map(way).collect()
+        let mut ways: Vec<Cut> = Vec::new();
+        for way in kinds.chain(grids).filter_map(way) {
+            // Without experts to share, a grid that shares them is one that does not.
+            if ways.iter().all(|known| known.split != way.split) {
+                ways.push(way);
+            }
+        }
+        ways
     }
 
     /// Remembers how long `split` took to load, in seconds.

@@ -196,6 +196,7 @@ impl Wanted {
             draft: None,
             adapters: Vec::new(),
             weights: Weights::Whole,
+            prompts: Vec::new(), // they read with the model alone
             ..self.clone()
         })
     }
@@ -222,6 +223,7 @@ impl Wanted {
             draft: None,
             adapters: Vec::new(),
             weights: Weights::Whole,
+            prompts: Vec::new(), // they read with the model alone
             ..self.clone()
         })
     }

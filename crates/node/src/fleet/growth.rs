@@ -148,7 +148,8 @@ impl Inner {
         all: &[(InstanceId, u64, Wanted)],
         wanted: &Wanted,
     ) -> Option<Vec<NodeId>> {
-        let is_idle = |id: &NodeId| all.iter().all(|(.., it)| !it.nodes.contains(id));
+        let uses = |it: &Wanted, id: &NodeId| it.nodes.contains(id) || it.prompts.contains(id);
+        let is_idle = |id: &NodeId| all.iter().all(|(.., it)| !uses(it, id));
         let rooms = self.rooms();
         let (order, _) = self.ranked();
         let room = |id: NodeId| (id, rooms.get(&id).copied().unwrap_or(0));

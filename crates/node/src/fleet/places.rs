@@ -251,9 +251,8 @@ impl Nodes {
     /// Whether a node has the memory for one more shard, beside the shards that records say it
     /// holds and the spares of this instance.
     fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
-        let holds = |wanted: &Wanted| wanted.nodes.contains(&view.id);
-        let records = placement::wanted(map).filter(|(.., wanted)| holds(wanted));
-        let shards = records.map(|(.., wanted)| shard_bytes(&wanted));
+        let records = placement::wanted(map);
+        let shards = records.map(|(.., wanted)| held_bytes(&wanted, view.id));
         let held = shards.fold(0, u64::saturating_add);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
@@ -330,7 +329,21 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
 
 /// Memory of a rank's part, as if all were alike.
 fn shard_bytes(wanted: &Wanted) -> u64 {
-    (wanted.bytes as f64 * WEIGHTS / wanted.nodes.len().max(1) as f64) as u64
+    part_bytes(wanted, wanted.nodes.len())
+}
+
+fn part_bytes(wanted: &Wanted, ranks: usize) -> u64 {
+    (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
+}
+
+/// Memory of what a node holds by a record: it decodes, or reads prompts, or neither.
+fn held_bytes(wanted: &Wanted, id: NodeId) -> u64 {
+    let groups = [&wanted.nodes, &wanted.prompts];
+    let parts = groups
+        .into_iter()
+        .filter(|group| group.contains(&id))
+        .map(|group| part_bytes(wanted, group.len()));
+    parts.fold(0, u64::saturating_add)
 }
 
 /// Whether a shard has room beside what is `held`; a node that does not tell its memory may have.

@@ -183,10 +183,12 @@ impl Inner {
             rooms.insert(view.id, usable as u64);
         }
         for (_, _, wanted) in placement::wanted(&self.agent.map()) {
-            let part = wanted.bytes / wanted.nodes.len() as u64;
-            for id in &wanted.nodes {
-                let room = rooms.entry(*id).or_default();
-                *room = room.saturating_sub(part);
+            for group in [&wanted.nodes, &wanted.prompts] {
+                let part = wanted.bytes / group.len().max(1) as u64;
+                for id in group {
+                    let room = rooms.entry(*id).or_default();
+                    *room = room.saturating_sub(part);
+                }
             }
         }
         rooms

@@ -293,7 +293,7 @@ impl Shell {
                 .due()
                 .map_or(LOOK_EVERY, |due| due.saturating_sub(now));
             let event = match heard.recv_timeout(due.min(LOOK_EVERY)) {
-                Ok(Signal::End) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(Signal::End) | Err(RecvTimeoutError::Disconnected) => return self.end(),
                 Ok(signal) => self.hear(signal),
                 Err(RecvTimeoutError::Timeout) => Some(Event::Tick),
             };
@@ -302,6 +302,15 @@ impl Shell {
                 actions.into_iter().for_each(|action| self.act(action));
                 self.publish();
             }
+        }
+    }
+
+    /// Leaves the requests that are held to the decoding ranks, whose instance tells callers that
+    /// it ends.
+    fn end(&mut self) {
+        for (ticket, open) in self.open.drain() {
+            let submit = Command::Submit(ticket, open.request, open.tokens, open.sink);
+            self.here.command(submit);
         }
     }
 
@@ -328,7 +337,10 @@ impl Shell {
                 let ranks = split.ranks();
                 self.splits[side as usize] = Some(split);
                 match side {
-                    Side::Here => Event::HereReady(ranks),
+                    Side::Here => {
+                        self.read.forget(OWN); // an epoch begins with an empty cache
+                        Event::HereReady(ranks)
+                    }
                     Side::There => Event::ThereReady(ranks),
                 }
             }

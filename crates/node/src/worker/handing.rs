@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Listener, Protection};
 use paceline_comm::{Deadline, Group};
-use paceline_model::{Config, PageName, PageStore, Split, Weights, handed};
+use paceline_model::{Config, Kinds, PageName, PageStore, Split, Weights, handed};
 use paceline_tensor::KvType;
 use tracing::warn;
 
@@ -130,7 +130,8 @@ impl Handing {
         let own = Own::new(job, weights)?;
         Ok(match hands {
             Hands::Take => {
-                let incoming = Incoming::new(job.engine.context);
+                let windows = Kinds::new(&own.config).windows(std::iter::repeat(0));
+                let incoming = Incoming::new(job.engine.context, &windows);
                 let store = Taken::new(incoming.clone(), disk);
                 let taker = Box::new(Taker { own, incoming });
                 (Self::Takes(taker), Some(Box::new(store)))
@@ -207,7 +208,7 @@ impl Drop for Handing {
         match self {
             Self::None => {}
             Self::Takes(taker) => taker.incoming.begin(u64::MAX, 0, &[]),
-            Self::Gives(giver) => giver.outgoing.set(Vec::new()),
+            Self::Gives(giver) => giver.outgoing.set(u64::MAX, Vec::new()),
         }
     }
 }
@@ -262,7 +263,8 @@ fn connect(
     outgoing: &Outgoing,
     wanted: &HandTo,
 ) -> Result<(), Error> {
-    outgoing.set(Vec::new()); // those of an earlier round
+    let round = wanted.round.number;
+    outgoing.set(round, Vec::new()); // in place of those of an earlier round
     let giver = (&own.split, own.rank);
     let mut lanes = Vec::new();
     for (taker, addr) in (0..).map(Rank).zip(&wanted.addrs) {
@@ -276,17 +278,17 @@ fn connect(
         let pair = pair(&wanted.round, (own.rank, taker));
         let group = meet(listener, GIVER, [addr, mine], pair)?;
         let space = own.space(giver, to);
-        let (channel, number) = (Arc::clone(channel), wanted.round.number);
+        let channel = Arc::clone(channel);
         let (lane, sender) = outgoing::lane(part, space);
         start("give pages", move || {
             if let Err(error) = sender.run(&*group) {
-                warn!(round = number, %error, "pages cannot be handed over");
-                let _ = channel.send(&unlinked(number, &error)); // as above
+                warn!(round, %error, "pages cannot be handed over");
+                let _ = channel.send(&unlinked(round, &error)); // as above
             }
         })?;
         lanes.push(lane);
     }
-    outgoing.set(lanes);
+    outgoing.set(round, lanes);
     Ok(())
 }
 

@@ -1,11 +1,11 @@
 //! Pages that come to this rank.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use paceline_base::lock;
 use paceline_comm::Group;
-use paceline_model::{Handed, KeptPage, PageName, PageStore};
+use paceline_model::{Handed, KeptPage, PageName, PageStore, WindowPool};
 use paceline_tensor::PAGE;
 use tracing::{debug, warn};
 
@@ -13,15 +13,15 @@ use super::{Channel, GIVER, NO_POOL, PAGE_LIMIT, RECEIVE_LIMIT, TAG, unlinked, w
 use crate::messages::FromWorker;
 use crate::{Error, disk};
 
-/// Sequences of the whole context whose pages there is room for, until the engine takes them: one
-/// that is handed over while the one before is taken. The oldest pages make room for new ones.
-const CONTEXTS: usize = 2;
-
 /// Bytes that a page counts for beside its own: its name in two collections.
 const PAGE_COST: usize = 128;
 
-/// Prompts that are expected at once; the oldest are forgotten.
+/// Prompts that are expected at once, and those that came and were not taken; the oldest are
+/// forgotten.
 const EXPECTED_MAX: usize = 64;
+
+/// Pages of a window that a prompt has beyond one in so many: the last two within it.
+const LAST_SAVED: usize = 2;
 
 /// A page, or what has come of it.
 #[derive(Debug)]
@@ -29,6 +29,10 @@ struct Page {
     bytes: Vec<u8>,
     /// Givers whose part has not come.
     missing: Vec<bool>,
+    /// Its place in [`State::order`].
+    at: u64,
+    /// The prompt that it came with last: how many were complete before.
+    prompt: u64,
 }
 
 impl Page {
@@ -46,18 +50,30 @@ struct State {
     /// Of a page, by pool.
     page_bytes: Vec<usize>,
     pages: HashMap<Key, Page>,
-    /// Keys in the order in which they came; some are taken already.
-    order: VecDeque<Key>,
+    /// Keys of `pages`, the one that came first in front.
+    order: BTreeMap<u64, Key>,
+    last: u64,
     bytes: usize,
     /// Prompts and their last pages.
     expected: VecDeque<(u64, PageName)>,
+    /// Prompts that were complete in the round.
+    complete: u64,
+    /// Last pages of prompts that are complete and that the engine has not taken, by prompt as in
+    /// [`Page::prompt`].
+    to_take: VecDeque<(u64, PageName)>,
 }
 
 impl State {
     fn remove(&mut self, key: &Key) -> Option<Page> {
         let page = self.pages.remove(key)?;
         self.bytes -= PAGE_COST + page.bytes.len();
+        self.order.remove(&page.at);
         Some(page)
+    }
+
+    fn has_any(&self, name: PageName) -> bool {
+        let mut pools = 0..self.page_bytes.len() as u32;
+        pools.any(|pool| self.pages.contains_key(&(name, pool)))
     }
 
     /// Whether the whole of a page is there: its parts in all pools.
@@ -71,23 +87,61 @@ impl State {
     fn page(&mut self, key: Key, bytes_max: usize) -> &mut Page {
         let bytes = self.page_bytes[key.1 as usize];
         if !self.pages.contains_key(&key) {
-            let is_gone = |key: &Key| !self.pages.contains_key(key);
-            while self.order.front().is_some_and(is_gone) {
-                self.order.pop_front();
-            }
             while self.bytes + PAGE_COST + bytes > bytes_max
-                && let Some(oldest) = self.order.pop_front()
+                && let Some((_, oldest)) = self.order.pop_first()
             {
                 self.remove(&oldest);
             }
             self.bytes += PAGE_COST + bytes;
-            self.order.push_back(key);
+            self.last += 1;
+            self.order.insert(self.last, key);
         }
         let new = || Page {
             bytes: vec![0; bytes],
             missing: vec![true; self.givers],
+            at: self.last,
+            prompt: 0,
         };
-        self.pages.entry(key).or_insert_with(new)
+        let page = self.pages.entry(key).or_insert_with(new);
+        page.prompt = self.complete;
+        page
+    }
+
+    /// Prompts whose last page is `name`, which is whole now.
+    fn completed(&mut self, name: PageName) -> Vec<u64> {
+        let mut complete = Vec::new();
+        self.expected.retain(|(number, page)| {
+            let is_it = *page == name;
+            if is_it {
+                complete.push(*number);
+            }
+            !is_it
+        });
+        if !complete.is_empty() {
+            if self.to_take.len() == EXPECTED_MAX {
+                self.to_take.pop_front();
+            }
+            self.to_take.push_back((self.complete, name));
+            self.complete += 1;
+        }
+        complete
+    }
+
+    /// Part of a page was taken. With the last page of a prompt, what is left of the prompt is
+    /// dropped: the cache had it, or needs no more of it.
+    fn taken(&mut self, name: PageName) {
+        let of_name = self.to_take.iter().position(|(_, page)| *page == name);
+        let Some(at) = of_name.filter(|_| !self.has_any(name)) else {
+            return;
+        };
+        let Some((prompt, _)) = self.to_take.remove(at) else {
+            return;
+        };
+        let left = self.pages.iter().filter(|(_, page)| page.prompt == prompt);
+        let left: Vec<Key> = left.map(|(key, _)| *key).collect();
+        for key in left {
+            self.remove(&key);
+        }
     }
 }
 
@@ -95,16 +149,21 @@ impl State {
 #[derive(Clone, Debug)]
 pub(super) struct Incoming {
     state: Arc<Mutex<State>>,
-    /// Pages of a sequence at most.
-    pages: usize,
+    /// Pages that a prompt of the whole context has, by pool. There is room for one such prompt:
+    /// the oldest pages make room for new ones.
+    most: Vec<usize>,
 }
 
 impl Incoming {
-    /// For sequences of `context` tokens.
-    pub(super) fn new(context: usize) -> Self {
+    /// For sequences of `context` tokens, in pools of pages of which `windows` let some go.
+    pub(super) fn new(context: usize, windows: &[WindowPool]) -> Self {
+        let all = context.div_ceil(PAGE);
+        let some = |window: &WindowPool| all.min(all / window.every.max(1) + LAST_SAVED);
         Self {
             state: Arc::default(),
-            pages: context.div_ceil(PAGE),
+            most: std::iter::once(all)
+                .chain(windows.iter().map(some))
+                .collect(),
         }
     }
 
@@ -146,23 +205,15 @@ impl Incoming {
         if state.round != round {
             return None;
         }
-        let each = state.page_bytes.iter().map(|bytes| PAGE_COST + bytes);
-        let bytes_max = CONTEXTS * self.pages * each.sum::<usize>();
+        let each = state.page_bytes.iter().zip(&self.most);
+        let bytes_max = each.map(|(bytes, pages)| pages * (PAGE_COST + bytes)).sum();
         let page = state.page((name, pool), bytes_max);
         part.scatter(pool as usize, bytes, &mut page.bytes);
         page.missing[giver] = false;
-        if !state.has_all(name) {
-            return Some(Vec::new());
-        }
-        let mut complete = Vec::new();
-        state.expected.retain(|(number, page)| {
-            let is_it = *page == name;
-            if is_it {
-                complete.push(*number);
-            }
-            !is_it
-        });
-        Some(complete)
+        Some(match state.has_all(name) {
+            true => state.completed(name),
+            false => Vec::new(),
+        })
     }
 }
 
@@ -280,6 +331,7 @@ impl PageStore for Taken {
         let mut state = lock(&self.incoming.state);
         let is_whole = state.pages.get(&key).is_some_and(Page::is_whole);
         let came = state.remove(&key).filter(|_| is_whole);
+        state.taken(page.name);
         drop(state);
         match came {
             Some(came) if came.bytes.len() == into.len() => {
@@ -334,9 +386,19 @@ mod tests {
         incoming.add((1, giver), &half(giver), (name(i), pool), &bytes)
     }
 
+    /// For sequences of four pages, in two pools that keep all of them.
+    fn four_pages() -> Incoming {
+        let window = WindowPool {
+            back: PAGE,
+            pages: 4,
+            every: 1,
+        };
+        Incoming::new(4 * PAGE, &[window])
+    }
+
     #[test]
     fn a_page_is_there_when_all_givers_have_sent_all_of_it() {
-        let incoming = Incoming::new(4 * PAGE);
+        let incoming = four_pages();
         incoming.begin(1, 2, &[8, 0]);
         assert!(!incoming.expect(7, name(1)));
         let mut store = Taken::new(incoming.clone(), None);
@@ -358,7 +420,7 @@ mod tests {
 
     #[test]
     fn rounds_that_are_over_add_nothing_and_the_oldest_pages_make_room() {
-        let incoming = Incoming::new(4 * PAGE);
+        let incoming = four_pages();
         incoming.begin(1, 1, &[8, 0]);
         let store = Taken::new(incoming.clone(), None);
         for i in 0..100 {
@@ -366,10 +428,39 @@ mod tests {
             add(&incoming, 0, (i, 1));
         }
         let there = (0..100).filter(|i| store.has(&kept(*i, 0))).count();
-        assert_eq!(there, 2 * 4, "two sequences of four pages");
+        assert_eq!(there, 4, "a sequence of four pages");
         assert!(store.has(&kept(99, 0)) && !store.has(&kept(0, 0)));
         incoming.begin(2, 1, &[8, 0]);
         assert!(!store.has(&kept(99, 0)));
         assert_eq!(add(&incoming, 0, (1, 0)), None);
+    }
+
+    #[test]
+    fn what_is_left_of_a_prompt_goes_with_its_last_page() {
+        let incoming = four_pages();
+        incoming.begin(1, 1, &[8, 0]);
+        let mut store = Taken::new(incoming.clone(), None);
+        for (number, last) in [(7, 2), (8, 4)] {
+            assert!(!incoming.expect(number, name(last)));
+            for i in [last - 1, last] {
+                assert_eq!(add(&incoming, 0, (i, 0)), Some(vec![]));
+                let whole = if i == last { vec![number] } else { vec![] };
+                assert_eq!(add(&incoming, 0, (i, 1)), Some(whole));
+            }
+        }
+        assert!(store.get(&kept(2, 0), &mut [0; 8]));
+        assert!(store.has(&kept(1, 0)), "part of the last page is left");
+        assert!(store.get(&kept(2, 1), &mut []));
+        assert!(!store.has(&kept(1, 0)) && !store.has(&kept(1, 1)));
+        assert!(store.has(&kept(3, 0)), "of the next prompt");
+        for pool in [0, 1] {
+            let mut into = vec![0; if pool == 0 { 8 } else { 0 }];
+            assert!(store.get(&kept(4, pool), &mut into));
+        }
+        let state = lock(&incoming.state);
+        assert_eq!(
+            (state.bytes, state.pages.len(), state.order.len()),
+            (0, 0, 0)
+        );
     }
 }

@@ -135,14 +135,18 @@ impl Sender {
     }
 }
 
-/// The ways to all takers: none before they are connected.
+/// The ways to all takers, and the round in which they were made: none before they are connected.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Outgoing(Arc<Mutex<Vec<Lane>>>);
+pub(super) struct Outgoing(Arc<Mutex<(u64, Vec<Lane>)>>);
 
 impl Outgoing {
-    /// Takes other ways; those before end when their queues are empty.
-    pub(super) fn set(&self, lanes: Vec<Lane>) {
-        *lock(&self.0) = lanes;
+    /// Takes the ways of a round; those before end when their queues are empty. A thread that
+    /// connects for longer than its round lasts comes too late: its ways end.
+    pub(super) fn set(&self, round: u64, lanes: Vec<Lane>) {
+        let mut own = lock(&self.0);
+        if round >= own.0 {
+            *own = (round, lanes);
+        }
     }
 }
 
@@ -170,8 +174,8 @@ impl PageStore for Sent {
     /// Waits a bounded time where a link is slower than the prompt is read. A taker that is gone,
     /// or that does not keep up, gets nothing more: its prompts are computed there.
     fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
-        let mut lanes = lock(&self.outgoing.0);
-        lanes.retain(|lane| lane.put(page, bytes));
+        let mut own = lock(&self.outgoing.0);
+        own.1.retain(|lane| lane.put(page, bytes));
     }
 
     fn get(&mut self, _page: &KeptPage, _into: &mut [u8]) -> bool {
