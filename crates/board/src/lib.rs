@@ -28,6 +28,7 @@ mod error;
 pub mod figures;
 pub mod fits;
 mod hub;
+mod label;
 mod links;
 mod local;
 pub mod member;
