@@ -31,6 +31,7 @@
 //! ```
 
 mod array;
+mod dtype;
 mod end;
 mod error;
 mod gathered;
@@ -44,7 +45,8 @@ mod stream;
 pub mod table;
 mod whole;
 
-pub use array::{Array, Dtype};
+pub use array::Array;
+pub use dtype::Dtype;
 pub use end::end_process;
 pub use error::Error;
 pub use library::Library;
