@@ -73,8 +73,8 @@ unsafe impl Zeroed for Meta {}
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     pub(crate) cols: usize,
-    /// f32; bits of bf16 in a [`rounded_view`](crate::Activations::rounded_view). (With a pointer for each
-    /// a small product takes 0.5 % more instructions.)
+    /// f32; bits of bf16 in a [`rounded_view`](crate::Activations::rounded_view). (With a pointer
+    /// for each a small product takes 0.5 % more instructions.)
     pub(crate) values: *const f32,
     pub(crate) high: *const i8,
     pub(crate) low: *const i8,

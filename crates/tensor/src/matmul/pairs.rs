@@ -1,6 +1,7 @@
 //! BF16 weights with activations rounded to bf16: the kernel class `cpu-q8`.
 //!
-//! Over the pairs of columns of a leaf, `p = k / 2`, from 0, with `x` rounded by [`round`](crate::rounded::round):
+//! Over the pairs of columns of a leaf, `p = k / 2`, from 0, with `x` rounded by
+//! [`round`](crate::rounded::round):
 //!
 //! ```text
 //! a[p % 4] = fma(w[k], x[k], fma(w[k + 1], x[k + 1], a[p % 4]))       leaf = (a0 + a1) + (a2 + a3)
