@@ -10,7 +10,7 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::steps::Extent;
+use crate::extent::Extent;
 use crate::tally::Tally;
 use crate::{models, package, process, repo, sdk, wheel};
 

@@ -11,6 +11,7 @@ mod catalogue;
 mod darwin;
 mod deny;
 mod docs;
+mod extent;
 mod fuzz;
 mod instructions;
 mod minilm;
@@ -43,7 +44,8 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use steps::{Extent, Step};
+use extent::Extent;
+use steps::Step;
 use tally::Tally;
 
 /// Project chores of paceline.

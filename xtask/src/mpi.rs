@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::tally::Tally;
-use crate::{mlx, process, repo, steps};
+use crate::{mlx, process, repo};
 
 const NAME: &str = "groups over MPI";
 
@@ -147,7 +147,7 @@ fn build(show: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
         &process::log_path("mpi-build"),
         |line| match executable(line) {
             Some(path) => program = Some(path),
-            None if line.starts_with('{') || steps::is_progress(line) => {}
+            None if line.starts_with('{') || process::is_progress(line) => {}
             None => show(line),
         },
     )?;

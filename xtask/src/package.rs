@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::steps::{self, Extent};
+use crate::extent::Extent;
 use crate::tally::Tally;
 use crate::{models, process, repo, sdk, venv};
 
@@ -66,7 +66,7 @@ fn library(see: &mut impl FnMut(&str)) -> Result<()> {
     let mut command = repo::cargo();
     command.args(["build", "--release", "--lib"]);
     let built = process::stream(command, &process::log_path("package-build"), |line| {
-        if !steps::is_progress(line) {
+        if !process::is_progress(line) {
             see(line);
         }
     });

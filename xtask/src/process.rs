@@ -104,9 +104,33 @@ fn describe(command: &Command) -> String {
     text
 }
 
+/// Whether cargo says no more than what it is at.
+pub(crate) fn is_progress(line: &str) -> bool {
+    const WORDS: [&str; 6] = [
+        "Compiling ",
+        "Checking ",
+        "Downloading ",
+        "Downloaded ",
+        "Updating ",
+        "Blocking ",
+    ];
+    let line = line.trim_start();
+    WORDS.iter().any(|word| line.starts_with(word))
+}
+
 #[cfg(all(test, unix))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn progress_is_told_from_diagnostics() {
+        assert!(is_progress("   Compiling serde v1.0.0"));
+        assert!(is_progress(
+            "    Blocking waiting for file lock on build directory"
+        ));
+        assert!(!is_progress("warning: unused variable"));
+        assert!(!is_progress("    Finished `release` profile"));
+    }
 
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");

@@ -27,9 +27,9 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::steps::Extent;
+use crate::extent::{Extent, LONG};
 use crate::tally::Tally;
-use crate::{models, process, repo, steps};
+use crate::{models, process, repo};
 use clients::Client;
 use server::Server;
 
@@ -130,7 +130,7 @@ fn build_target(target: &[&str], see: &mut impl FnMut(&str)) -> Result<PathBuf> 
     let log = process::log_path("sdk-build");
     let built = process::stream(command, &log, |line| match executable(line) {
         Some(path) => binary = Some(path),
-        None if line.starts_with('{') || steps::is_progress(line) => {}
+        None if line.starts_with('{') || process::is_progress(line) => {}
         None => see(line),
     })?;
     ensure!(built, "paceline does not build: see {}", log.display());
@@ -152,7 +152,7 @@ fn drive(
 ) -> Result<Tally> {
     let mut command = client.command(server);
     if extent == Extent::Long {
-        command.env(steps::LONG.0, steps::LONG.1);
+        command.env(LONG.0, LONG.1);
     }
     stream(client.name, command, see)
 }

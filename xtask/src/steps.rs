@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
+use crate::extent::{Extent, LONG};
 use crate::tally::Tally;
 use crate::{
     asan, darwin, deny, docs, fuzz, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi,
@@ -83,18 +84,6 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
 
 /// What the long run has besides: packages in fresh roots, made of what other machines get.
 pub(crate) const LONG_ONLY: [&[&[Step]]; 1] = [&[&[Step::Release, Step::Package]]];
-
-/// How much the tests do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Extent {
-    /// What every change must pass.
-    Default,
-    /// With the slow proofs, which CONTRIBUTING.md lists.
-    Long,
-}
-
-/// What the long run sets for the tests.
-pub(crate) const LONG: (&str, &str) = ("PACELINE_TEST_LONG", "1");
 
 impl Step {
     fn name(self) -> &'static str {
@@ -234,25 +223,11 @@ fn cargo_check(step: Step, arguments: &[&str]) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(arguments);
     let passed = process::stream(command, &process::log_path(step.name()), |line| {
-        if !is_progress(line) {
+        if !process::is_progress(line) {
             println!("{line}");
         }
     })?;
     Ok(Tally::check(step.name(), passed))
-}
-
-/// Whether cargo says no more than what it is at.
-pub(crate) fn is_progress(line: &str) -> bool {
-    const WORDS: [&str; 6] = [
-        "Compiling ",
-        "Checking ",
-        "Downloading ",
-        "Downloaded ",
-        "Updating ",
-        "Blocking ",
-    ];
-    let line = line.trim_start();
-    WORDS.iter().any(|word| line.starts_with(word))
 }
 
 /// Prints every finding; fails when one is an error.
@@ -293,7 +268,7 @@ fn gpu(extent: Extent) -> Result<Tally> {
     }
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path("gpu-tests"), |line| {
-        if log.read(line) && !is_progress(line) {
+        if log.read(line) && !process::is_progress(line) {
             println!("{line}");
         }
     })?;
@@ -325,7 +300,7 @@ fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
     }
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path(step.name()), |line| {
-        if log.read(line) && !is_progress(line) {
+        if log.read(line) && !process::is_progress(line) {
             println!("{line}");
         }
     })?;
@@ -344,15 +319,5 @@ mod tests {
             &Tally::check("fmt", true),
         );
         assert_eq!(row, "fmt           1.3  1 passed, 0 failed, 0 skipped");
-    }
-
-    #[test]
-    fn progress_is_told_from_diagnostics() {
-        assert!(is_progress("   Compiling serde v1.0.0"));
-        assert!(is_progress(
-            "    Blocking waiting for file lock on build directory"
-        ));
-        assert!(!is_progress("warning: unused variable"));
-        assert!(!is_progress("    Finished `release` profile"));
     }
 }

@@ -16,9 +16,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::steps::Extent;
+use crate::extent::Extent;
 use crate::tally::Tally;
-use crate::{minilm, mlx, models, process, repo, sdk, steps, venv};
+use crate::{minilm, mlx, models, process, repo, sdk, venv};
 
 /// Each program besides the compiler: pip may fetch NumPy.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -100,7 +100,7 @@ fn build(tools: &Path, binary: &Path, see: &mut impl FnMut(&str)) -> Result<Path
     command.arg("--out").arg(&made);
     let log = process::log_path("wheel-build");
     let built = process::stream(command, &log, |line| {
-        if !steps::is_progress(line) {
+        if !process::is_progress(line) {
             see(line);
         }
     })?;

@@ -33,6 +33,7 @@ use serde_json::{Value, json};
 
 use crate::changes::{self, Changes};
 use crate::downloads::{Downloads, Source};
+use crate::label::label;
 use crate::peers::Peers;
 use crate::traffic::Traffic;
 use crate::{Error, Tell, links, peers, traffic};
@@ -553,12 +554,6 @@ fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
             })
         })
     })
-}
-
-/// A label of a metric; its value may have any characters.
-pub(crate) fn label(name: &str, value: &str) -> String {
-    let value = value.replace('\\', "\\\\").replace('"', "\\\"");
-    format!("{name}=\"{}\"", value.replace('\n', "\\n"))
 }
 
 #[cfg(test)]

@@ -49,6 +49,7 @@ mod fleet;
 pub mod foreseen;
 pub mod holds;
 mod hub;
+mod label;
 mod links;
 mod local;
 pub mod machines;

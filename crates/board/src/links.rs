@@ -15,7 +15,7 @@ use paceline_serve::events::Link;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::board::label;
+use crate::label::label;
 use crate::traffic::Pairs;
 
 /// Links that are told at most: those of 16 nodes, each with each.

@@ -13,7 +13,7 @@ use paceline_serve::Fact;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::board::label;
+use crate::label::label;
 
 /// Least time between two counts.
 const COUNT_EVERY: Duration = Duration::from_millis(900);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use paceline_base::Bytes;
 
-use crate::Dtype;
+use crate::dtype::Dtype;
 
 /// Why MLX cannot be opened, or a call of it failed.
 #[derive(Debug, thiserror::Error)]

@@ -34,6 +34,7 @@
 
 mod array;
 mod closure;
+mod dtype;
 mod end;
 mod error;
 mod gathered;
@@ -47,8 +48,9 @@ mod stream;
 pub mod table;
 mod whole;
 
-pub use array::{Array, Dtype};
+pub use array::Array;
 pub use closure::{Compiled, Differentiable};
+pub use dtype::Dtype;
 pub use end::end_process;
 pub use error::Error;
 pub use library::Library;

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::{KvType, PAGE, Recurrence};
+use paceline_tensor::{DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, StateShape};
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
@@ -327,7 +327,7 @@ impl LayerShape {
             LayerCache::Delta(_) => 2,
             LayerCache::Rows | LayerCache::Of(_) => return None,
         };
-        let store = crate::kinds::store(self, (self.heads, self.kv_heads), KvType::F32);
+        let store = store(self, (self.heads, self.kv_heads), KvType::F32);
         Some(pages * store.page_bytes() as u64)
     }
 
@@ -703,6 +703,43 @@ impl Config {
 
     fn head_dim_root(&self) -> f32 {
         (self.head_dim as f32).sqrt()
+    }
+}
+
+/// Cache layout of a layer with so many query heads and KV heads.
+pub(crate) fn store(
+    layer: &LayerShape,
+    (query_heads, heads): (usize, usize),
+    kv_type: KvType,
+) -> LayerStore {
+    let (head_dim, value_dim) = (layer.head_dim, layer.value_dim);
+    match layer.cache {
+        LayerCache::Of(_) => LayerStore::Nothing,
+        LayerCache::Rows => {
+            let shape = KvShape {
+                heads,
+                head_dim,
+                value_dim,
+                kv_type,
+            };
+            match layer.latent {
+                Some(_) => LayerStore::Latent(shape),
+                None => LayerStore::Rows(shape),
+            }
+        }
+        LayerCache::Delta(net) => LayerStore::Delta(DeltaShape {
+            heads: query_heads,
+            key_heads: heads,
+            head_dim,
+            value_dim,
+            taps: net.taps,
+        }),
+        LayerCache::State(recurrence) => LayerStore::State(StateShape {
+            heads,
+            len: recurrence.state_len(head_dim, value_dim),
+            head_dim,
+            value_dim,
+        }),
     }
 }
 

@@ -7,7 +7,8 @@ use paceline_base::{KernelClass, Rank};
 use paceline_formats::tensor::Absent;
 use paceline_formats::{gguf, hf};
 
-use crate::{Role, split};
+use crate::role::Role;
+use crate::split;
 
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]

@@ -5,10 +5,11 @@
 //! one kind: they share the pages of a sequence, which have numbers of their own in each kind.
 
 use paceline_base::Bytes;
-use paceline_tensor::{DeltaShape, KvShape, KvType, LayerStore, PAGE, StateShape};
+use paceline_tensor::{KvType, PAGE};
 
+use crate::config::store;
 use crate::step::BatchSize;
-use crate::{Config, LayerCache, LayerShape};
+use crate::{Config, LayerCache};
 
 /// Of the pages for all positions, one in so many is kept by each kind that lets pages go, beyond
 /// those that its sequences need: for sequences that begin as others did. Gemma 3 270M at 32768
@@ -102,43 +103,6 @@ impl Kinds {
             back.map(|back| WindowPool { back, pages, every })
         };
         pools.filter_map(window).collect()
-    }
-}
-
-/// Cache layout of a layer with so many query heads and KV heads.
-pub(crate) fn store(
-    layer: &LayerShape,
-    (query_heads, heads): (usize, usize),
-    kv_type: KvType,
-) -> LayerStore {
-    let (head_dim, value_dim) = (layer.head_dim, layer.value_dim);
-    match layer.cache {
-        LayerCache::Of(_) => LayerStore::Nothing,
-        LayerCache::Rows => {
-            let shape = KvShape {
-                heads,
-                head_dim,
-                value_dim,
-                kv_type,
-            };
-            match layer.latent {
-                Some(_) => LayerStore::Latent(shape),
-                None => LayerStore::Rows(shape),
-            }
-        }
-        LayerCache::Delta(net) => LayerStore::Delta(DeltaShape {
-            heads: query_heads,
-            key_heads: heads,
-            head_dim,
-            value_dim,
-            taps: net.taps,
-        }),
-        LayerCache::State(recurrence) => LayerStore::State(StateShape {
-            heads,
-            len: recurrence.state_len(head_dim, value_dim),
-            head_dim,
-            value_dim,
-        }),
     }
 }
 

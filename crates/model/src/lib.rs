@@ -34,6 +34,7 @@ mod mlx;
 mod model;
 mod plan;
 mod progress;
+mod role;
 mod rope;
 pub mod shape;
 mod source;
@@ -63,8 +64,9 @@ pub use mlx::{
 pub use model::{Followed, LoadOptions, Model};
 pub use paceline_mlx::Places as MlxPlaces;
 pub use progress::{Busy, Doing, Place, Progress};
+pub use role::{Nth, Part, Role};
 pub use rope::Rope;
-pub use source::{Nth, Part, Role, Source};
+pub use source::Source;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};
 pub use uses::ExpertUses;

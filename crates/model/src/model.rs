@@ -9,8 +9,8 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
+use crate::config;
 use crate::kept::Kept;
-use crate::kinds;
 use crate::links::Links;
 use crate::plan::Plan;
 use crate::split::{Shard, Split};
@@ -334,7 +334,7 @@ impl Model {
     fn store(&self, layer: usize) -> LayerStore {
         let cut = self.shard.layer(layer);
         let heads = (cut.heads.len(), cut.kv_heads.len());
-        kinds::store(&self.config.layers[layer], heads, self.kv_type)
+        config::store(&self.config.layers[layer], heads, self.kv_type)
     }
 
     /// Runs one step: writes keys and values of all rows to `cache` and leaves the wanted logits

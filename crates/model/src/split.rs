@@ -32,6 +32,8 @@
 //! a leaf. From then on the split has whole numbers of leaves: a worker that is sent one checks
 //! that they are those of its model, and rounds nothing.
 
+mod error;
+
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
@@ -44,14 +46,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::HeadOrder;
 use crate::{Config, LayerCache, LayerShape};
+pub use error::{Error, MAX_RANKS};
 
 /// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
 /// logits. Also rows of a matrix that ranks share by its outputs.
 const ROW_BLOCK: usize = 64;
-
-/// Most ranks of a split. More than any published cluster of this kind by far; it bounds what a
-/// wrong argument can allocate.
-pub const MAX_RANKS: u32 = 1024;
 
 /// In which directions a model is cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -133,103 +132,6 @@ impl FromStr for SplitKind {
             got: text.to_owned(),
         })
     }
-}
-
-/// Why a model cannot be cut like that.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// The name of a split is not one.
-    #[error(
-        "split is {got:?}, expected auto, tensor, pipeline, experts, TENSORxPIPELINE (as 2x3) or \
-         2x3-experts, up to {MAX_RANKS} each"
-    )]
-    Kind {
-        /// What was given.
-        got: String,
-    },
-    /// The number of ranks is out of range.
-    #[error("{got} ranks, expected 1 to {MAX_RANKS}")]
-    Ranks {
-        /// What was given.
-        got: u32,
-    },
-    /// The grid has another number of ranks.
-    #[error("split {tensor}x{pipeline} is for {} ranks, there are {ranks}", tensor * pipeline)]
-    Grid {
-        /// Ranks of a stage.
-        tensor: u32,
-        /// Stages.
-        pipeline: u32,
-        /// Ranks there are.
-        ranks: u32,
-    },
-    /// Not one share for each rank.
-    #[error("{got} shares for {ranks} ranks, expected one for each")]
-    Shares {
-        /// Number of shares.
-        got: usize,
-        /// Ranks.
-        ranks: u32,
-    },
-    /// A share of nothing.
-    #[error("the share of {rank} is 0, expected 1 or more")]
-    ZeroShare {
-        /// Whose share it is.
-        rank: Rank,
-    },
-    /// More stages than layers.
-    #[error("{stages} pipeline stages for {layers} layers, expected at most one for each")]
-    Stages {
-        /// Pipeline stages.
-        stages: u32,
-        /// Layers of the model, those that share a cache as one.
-        layers: usize,
-    },
-    /// Stages that do not have every layer of the model once, in order.
-    #[error("a stage of layers {layers:?} after {after} layers")]
-    Layers {
-        /// Of the stage, or those that no stage has.
-        layers: Range<usize>,
-        /// Layers of the stages before.
-        after: usize,
-    },
-    /// A cut between layers that share a cache.
-    #[error(
-        "no stage can begin with layer {layer}: a layer behind it uses the cache of one before"
-    )]
-    Shared {
-        /// Where the cut is.
-        layer: usize,
-    },
-    /// Ranks of a stage are to share the experts of layers that have none.
-    #[error("layers {layers:?} have no experts that ranks could share")]
-    NoExperts {
-        /// Of the stage.
-        layers: Range<usize>,
-    },
-    /// A stage does not say which of its ranks has which leaves of a sum.
-    #[error("a stage of {ranks} ranks does not deal {leaves} leaves to all of them")]
-    Leaves {
-        /// Leaves of the sum, or blocks of rows.
-        leaves: usize,
-        /// Ranks of the stage.
-        ranks: usize,
-    },
-    /// A rank of a tensor split is left without work.
-    #[error(
-        "{rank} gets nothing: its stage shares {heads} blocks of heads and {ffn} blocks of \
-         feed-forward over {tensor} ranks"
-    )]
-    NothingLeft {
-        /// Who gets nothing.
-        rank: Rank,
-        /// Leaves of the attention's sum.
-        heads: usize,
-        /// Leaves of the feed-forward's sum.
-        ffn: usize,
-        /// Ranks of the stage.
-        tensor: u32,
-    },
 }
 
 /// A model cut over ranks: who holds what. Serialises as whole numbers, so that every rank cuts at

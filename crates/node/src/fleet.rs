@@ -53,6 +53,7 @@ mod stores;
 mod traced;
 pub(crate) mod tree;
 mod widen;
+mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

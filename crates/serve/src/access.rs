@@ -7,15 +7,30 @@
 //! declared as JSON, which a page can do only after the browser has asked by `OPTIONS`.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
 use axum::http::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
 use axum::http::{HeaderMap, Request, Version};
 use serde::{Deserialize, Serialize};
 
-use crate::config::Access;
 use crate::field::clip;
 use crate::keys::Watched;
 use crate::rejection::Rejection;
+
+/// Clients that may ask. Loopback names and addresses, and the address that a connection came to,
+/// are always accepted as `Host`; a page of the server's own origin always as `Origin`.
+#[derive(Clone, Debug, Default)]
+pub struct Access {
+    /// More names that a `Host` header may have, without port: `llm.example.org`.
+    pub hosts: Vec<String>,
+    /// Web pages that may use the API, as browsers spell an origin: `https://chat.example.org`.
+    pub origins: Vec<String>,
+    /// A file of [`keys`](crate::keys); without one nobody is asked for a key. The file is read
+    /// again when it changes. An empty or missing file lets nobody in.
+    pub keys: Option<PathBuf>,
+    /// Allows addresses that others can reach although there are no keys.
+    pub open_to_network: bool,
+}
 
 /// The address that a connection came to.
 #[derive(Clone, Copy, Debug)]

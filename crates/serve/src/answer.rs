@@ -21,8 +21,8 @@ use tokio::time::Sleep;
 
 use crate::keys::{Held, revoked};
 use crate::metrics::Metrics;
+use crate::phase::{Phase, reach};
 use crate::rejection::Rejection;
-use crate::server::{Phase, reach};
 
 /// Replies to a choice besides its tokens: the prompt's, the last, and one for a dropped sink.
 const BESIDE_TOKENS: usize = 3;

@@ -29,7 +29,6 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, post};
 use paceline_engine::Service;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::sync::{Semaphore, watch};
 
@@ -37,12 +36,13 @@ use crate::access::{AllowedOrigin, Client, Remote, check_key, check_origin};
 use crate::calling::Calling;
 use crate::config::Config;
 use crate::connection::Known;
+use crate::endpoint::{ENDPOINTS, Endpoint};
 use crate::keys::Watched;
 use crate::metrics::Metrics;
 use crate::model::Model;
+use crate::phase::Phase;
 use crate::places::Places;
 use crate::rejection::{Rejection, Style};
-use crate::server::Phase;
 use crate::store::Store;
 use crate::{Error, openapi};
 
@@ -104,42 +104,9 @@ impl App {
     }
 }
 
-/// An endpoint that takes a body.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Endpoint {
-    Chat,
-    Completion,
-    Response,
-    Message,
-    CountTokens,
-    OllamaChat,
-    OllamaGenerate,
-    Tokenize,
-    Detokenize,
-    ApplyTemplate,
-    Infill,
-    Embeddings,
-    OllamaEmbed,
-    OllamaEmbeddings,
-}
-
-/// Every endpoint that takes a body, with its path.
-const ENDPOINTS: [(&str, Endpoint); 14] = [
-    ("/v1/chat/completions", Endpoint::Chat),
-    ("/v1/completions", Endpoint::Completion),
-    ("/v1/responses", Endpoint::Response),
-    ("/v1/messages", Endpoint::Message),
-    ("/v1/messages/count_tokens", Endpoint::CountTokens),
-    ("/api/chat", Endpoint::OllamaChat),
-    ("/api/generate", Endpoint::OllamaGenerate),
-    ("/tokenize", Endpoint::Tokenize),
-    ("/detokenize", Endpoint::Detokenize),
-    ("/apply-template", Endpoint::ApplyTemplate),
-    ("/infill", Endpoint::Infill),
-    ("/v1/embeddings", Endpoint::Embeddings),
-    ("/api/embed", Endpoint::OllamaEmbed),
-    ("/api/embeddings", Endpoint::OllamaEmbeddings),
-];
+/// Marks a request that goes to all models: what they share is told once, behind their answers.
+#[derive(Clone, Copy, Debug)]
+struct OneOfSeveral;
 
 /// All routes.
 pub(crate) fn router(app: &Arc<App>) -> Router {

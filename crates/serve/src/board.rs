@@ -39,8 +39,8 @@ use crate::api::asking::body_in_time;
 use crate::config::{Config, Manage};
 use crate::events::{Event, Events};
 use crate::keys::{Held, Watched, revoked};
+use crate::phase::{Phase, reach};
 use crate::rejection::Rejection;
-use crate::server::{Phase, reach};
 
 const PAGE: &str = include_str!("../assets/index.html");
 const STYLE: &str = include_str!("../assets/paceline.css");

@@ -2,16 +2,19 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
 use crate::Error;
+use crate::access::Access;
+use crate::clock::Clock;
 use crate::events::Events;
+use crate::facts::Facts;
 use crate::journal::{Bounds, Journals};
+use crate::limits::Limits;
 use crate::live::Live;
 use crate::tally::Tally;
 use crate::tls::Wire;
@@ -108,122 +111,6 @@ impl Config {
     }
 }
 
-/// Who may ask. Loopback names and addresses, and the address that a connection came to, are
-/// always accepted as `Host`; a page of the server's own origin always as `Origin`.
-#[derive(Clone, Debug, Default)]
-pub struct Access {
-    /// More names that a `Host` header may have, without port: `llm.example.org`.
-    pub hosts: Vec<String>,
-    /// Web pages that may use the API, as browsers spell an origin: `https://chat.example.org`.
-    pub origins: Vec<String>,
-    /// A file of [`keys`](crate::keys); without one nobody is asked for a key. The file is read
-    /// again when it changes. An empty or missing file lets nobody in.
-    pub keys: Option<PathBuf>,
-    /// Allows addresses that others can reach although there are no keys.
-    pub open_to_network: bool,
-}
-
-/// Bounds; what is over one is refused with the bound's value.
-#[derive(Clone, Debug)]
-pub struct Limits {
-    /// Connections at the same time; further ones wait unaccepted. Each costs some 20 KB.
-    pub connections: usize,
-    /// Requests to the model at the same time, from their headers to the end of their answer;
-    /// further ones get 429.
-    pub requests: usize,
-    /// Requests of one client among them, when there are several clients: holders of keys, or
-    /// machines without one.
-    pub requests_of_one: usize,
-    /// Connections of one other machine at the same time; further ones are closed.
-    pub connections_of_one: usize,
-    /// Responses that are kept for `previous_response_id`, and their bytes.
-    pub stored_responses: usize,
-    /// Bytes of memory that they take, about.
-    pub stored_bytes: usize,
-    /// Streamed answers that clients may come back to, those under way among them. Streams beyond
-    /// that cannot be come back to.
-    pub journals: usize,
-    /// Bytes of memory that they take; one takes a quarter at most. A stream whose journal would
-    /// take more goes on without one, and the event `unprotected` says so.
-    pub journal_bytes: usize,
-    /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
-    /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
-    pub parsing: usize,
-    /// Bytes of a body.
-    pub body_bytes: usize,
-    /// Levels of arrays and objects in a body; at most 100 (serde_json refuses more than 127).
-    pub json_depth: usize,
-    /// Values and keys in a body.
-    pub json_values: usize,
-    /// Choices of a prompt (`n`).
-    pub choices: usize,
-    /// Prompts of a request to `/v1/completions`.
-    pub prompts: usize,
-    /// Messages of a conversation.
-    pub messages: usize,
-    /// Replies of one choice that wait for a slow reader. A reader that is behind by more is cut
-    /// off with an error; a shorter answer never is.
-    pub unread_replies: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            connections: 512,
-            requests: 64,
-            requests_of_one: 32,
-            connections_of_one: 128,
-            stored_responses: 256,
-            stored_bytes: 64 << 20,
-            journals: 256,
-            journal_bytes: 64 << 20,
-            parsing: 2,
-            body_bytes: 8 << 20,
-            json_depth: 32,
-            json_values: 1 << 20,
-            choices: 16,
-            prompts: 64,
-            messages: 2048,
-            unread_replies: 8192,
-        }
-    }
-}
-
-impl Limits {
-    fn check(&self) -> Result<(), Error> {
-        let at_least_one = [
-            ("connections", self.connections),
-            ("requests", self.requests),
-            ("requests_of_one", self.requests_of_one),
-            ("connections_of_one", self.connections_of_one),
-            ("stored_responses", self.stored_responses),
-            ("stored_bytes", self.stored_bytes),
-            ("journals", self.journals),
-            ("journal_bytes", self.journal_bytes),
-            ("parsing", self.parsing),
-            ("body_bytes", self.body_bytes),
-            ("json_depth", self.json_depth),
-            ("json_values", self.json_values),
-            ("choices", self.choices),
-            ("prompts", self.prompts),
-            ("messages", self.messages),
-            ("unread_replies", self.unread_replies),
-        ];
-        // The largest number of permits of a semaphore is far above this.
-        let most = |name| match name {
-            "json_depth" => 100,
-            _ => 1 << 32,
-        };
-        let bad = at_least_one
-            .into_iter()
-            .find(|(name, value)| *value == 0 || *value > most(name));
-        bad.map_or(Ok(()), |(limit, got)| {
-            let most = most(limit);
-            Err(Error::Limit { limit, got, most })
-        })
-    }
-}
-
 /// How long things may take.
 #[derive(Clone, Debug)]
 pub struct Times {
@@ -263,31 +150,6 @@ impl Default for Times {
             reconnect: Duration::from_secs(60),
             grace: Duration::from_secs(5),
         }
-    }
-}
-
-/// What time it is: the crate reads no clock of its own.
-#[derive(Clone, Copy, Debug)]
-pub struct Clock {
-    /// For intervals.
-    pub now: fn() -> Instant,
-    /// Seconds since 1970, UTC.
-    pub unix_s: fn() -> u64,
-}
-
-/// Figures of the process that the caller knows, such as memory and bytes on the wire.
-#[derive(Clone)]
-pub struct Facts(pub Arc<dyn Fn() -> Vec<Fact> + Send + Sync>);
-
-impl Default for Facts {
-    fn default() -> Self {
-        Self(Arc::new(Vec::new))
-    }
-}
-
-impl fmt::Debug for Facts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Facts(..)")
     }
 }
 
@@ -391,20 +253,6 @@ impl fmt::Debug for Board {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Board(manages: {})", self.manage.is_some())
     }
-}
-
-/// One figure, shown by `/metrics` as a gauge `paceline_<name>`. Both texts go out as they are.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Fact {
-    /// Lower-case letters, digits and `_`, the unit last.
-    pub name: &'static str,
-    /// A line without a full stop at its end.
-    pub help: &'static str,
-    /// Labels that tell values of one name apart, as `layer="3",expert="7"`; empty for one value.
-    /// Values of one name follow one another.
-    pub labels: String,
-    /// The value now.
-    pub value: f64,
 }
 
 #[cfg(test)]

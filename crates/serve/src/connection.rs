@@ -35,7 +35,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use crate::access::{Local, Remote, Scheme};
 use crate::config::Times;
-use crate::server::{Phase, reach};
+use crate::phase::{Phase, reach};
 use crate::stream::Beat;
 use crate::tls::{Stream, Wire};
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tokio::sync::watch;
 
-use crate::config::Clock;
+use crate::clock::Clock;
 
 /// Events that a node keeps. At 300 bytes each they take 1.2 MB at most.
 pub const EVENTS_MAX: usize = 4096;

@@ -22,7 +22,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
 
 use crate::access::Client;
-use crate::api::Endpoint;
+use crate::endpoint::Endpoint;
 use crate::store::Stored;
 
 /// Longest wait for a second node: as long as the silence after which a node counts as gone.

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::config::Limits;
+use crate::limits::Limits;
 use crate::rejection::Rejection;
 
 /// The object that `body` is.

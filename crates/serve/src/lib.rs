@@ -50,21 +50,26 @@ mod api;
 mod board;
 mod calling;
 mod choice;
+mod clock;
 mod config;
 mod connection;
 mod conversation;
+mod endpoint;
 mod error;
 pub mod events;
+mod facts;
 mod field;
 mod journal;
 mod json;
 pub mod keys;
+mod limits;
 mod live;
 pub mod load;
 mod log;
 mod metrics;
 mod model;
 mod openapi;
+mod phase;
 mod places;
 mod rejection;
 mod render;
@@ -76,13 +81,16 @@ mod tally;
 pub mod testing;
 pub mod tls;
 
+pub use access::Access;
 pub use api::doors::Doors;
+pub use clock::Clock;
 pub use config::{
-    Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, PullStep, Puller,
-    Removal, Remover, Stages, Status, Times,
+    Board, Config, DEFAULT_PORT, Manage, PullStep, Puller, Removal, Remover, Stages, Status, Times,
 };
 pub use error::Error;
+pub use facts::{Fact, Facts};
 pub use journal::{Done, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};
+pub use limits::Limits;
 pub use live::{Live, Running};
 pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;

@@ -184,7 +184,7 @@ impl Drop for Watched {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Clock;
+    use crate::clock::Clock;
 
     #[test]
     fn a_request_is_told_while_it_runs_and_its_events_stay() {

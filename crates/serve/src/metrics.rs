@@ -15,7 +15,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use crate::config::{Fact, Facts};
+use crate::facts::{Fact, Facts};
 use crate::live::{Live, Watched};
 use crate::model::Model;
 

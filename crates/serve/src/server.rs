@@ -15,6 +15,7 @@ use crate::api::App;
 use crate::api::doors::Doors;
 use crate::config::{Config, Status, Times};
 use crate::connection::Acceptor;
+use crate::phase::{Phase, reach};
 use crate::tls::Wire;
 use crate::{Error, Model, api, board};
 
@@ -24,23 +25,6 @@ const THREADS: usize = 2;
 
 /// For streams to write their last event after the grace time, and for what cannot be stopped.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-
-/// What the server is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Phase {
-    /// Accepting requests.
-    Running,
-    /// Answers that are under way are completed.
-    Draining,
-    /// They are ended.
-    Ending,
-}
-
-/// Waits until the server has come to `phase`, or is gone.
-pub(crate) async fn reach(seen: &mut watch::Receiver<Phase>, phase: Phase) {
-    // The value is borrowed under a lock, which must not be kept.
-    drop(seen.wait_for(|now| *now >= phase).await);
-}
 
 /// A server that listens and does not answer yet.
 #[derive(Debug)]

@@ -127,7 +127,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::config::Clock;
+    use crate::clock::Clock;
 
     fn tally() -> Tally {
         Tally::new(Events::new(Clock {

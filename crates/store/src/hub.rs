@@ -9,6 +9,8 @@ use crate::hash::is_sha256;
 use crate::http::Client;
 use crate::index::{FileRecord, Kind};
 use crate::name::{EntryName, HubId, check_file_path, escape_path};
+use crate::options::PullOptions;
+use crate::progress::{Cancel, Quiet};
 use crate::select::{Choice, choose};
 use crate::usual::OnHub;
 use crate::{Error, Home, disk};
@@ -107,6 +109,25 @@ pub(crate) fn list_files(
         }
     }
     unreachable!("the loop returns at the last attempt at the latest")
+}
+
+/// Asks the hub what it has under `hub_id`, `owner/name[:selector]`. Fetches no file.
+///
+/// # Errors
+/// As of [`pull`](crate::pull()).
+pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<OnHub, Error> {
+    let (repo, selector) = match hub_id.split_once(':') {
+        Some((repo, selector)) => (repo, Some(selector)),
+        None => (hub_id, None),
+    };
+    let mut client = Client::new(&options.hub, &options.deadlines)?;
+    let mut ctx = Context {
+        options,
+        cancel: &Cancel::default(),
+        progress: &mut Quiet,
+    };
+    let listing = list_files(&mut client, &HubId::parse(repo)?, &mut ctx)?;
+    Ok(listing.select(selector)?.on_hub())
 }
 
 fn list_once(

@@ -69,6 +69,7 @@ pub use disk::free_space;
 pub use engine::{MLX_LAYER, MLX_VERSION, Mlx, MlxBuild, find_mlx, install_mlx, mlx_bytes};
 pub use error::Error;
 pub use home::Home;
+pub use hub::look_up;
 pub use index::{
     Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, find_for_removal, list,
     remove, verify,
@@ -81,5 +82,5 @@ pub use progress::{Cancel, Progress, Quiet};
 pub use pull::{Pulled, pull};
 pub use select::quant_of_name;
 pub use spec::{Plan, Resolved, resolve, resolve_in};
-pub use usual::{OnHub, USUAL_NAMES, UsualName, look_up, parse as parse_usual_names};
+pub use usual::{OnHub, USUAL_NAMES, UsualName, parse as parse_usual_names};
 pub use usual::{usual_name, usual_names};

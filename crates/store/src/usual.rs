@@ -10,12 +10,6 @@ use paceline_base::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::catalogue::Catalogue;
-use crate::download::Context;
-use crate::http::Client;
-use crate::name::HubId;
-use crate::options::PullOptions;
-use crate::progress::{Cancel, Quiet};
-use crate::{Error, hub};
 
 /// A name with the repository that it means.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,30 +82,12 @@ pub fn usual_name(spec: &str) -> Option<&'static UsualName> {
     names.find(|usual| is(&usual.name) || usual.also.iter().any(is))
 }
 
-/// Asks the hub what it has under `hub_id`, `owner/name[:selector]`. Fetches no file.
-///
-/// # Errors
-/// As of [`pull`](crate::pull()).
-pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<OnHub, Error> {
-    let (repo, selector) = match hub_id.split_once(':') {
-        Some((repo, selector)) => (repo, Some(selector)),
-        None => (hub_id, None),
-    };
-    let mut client = Client::new(&options.hub, &options.deadlines)?;
-    let mut ctx = Context {
-        options,
-        cancel: &Cancel::default(),
-        progress: &mut Quiet,
-    };
-    let listing = hub::list_files(&mut client, &HubId::parse(repo)?, &mut ctx)?;
-    Ok(listing.select(selector)?.on_hub())
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::name::HubId;
 
     #[test]
     fn every_name_means_one_repository() {

@@ -39,11 +39,11 @@ use std::mem::MaybeUninit;
 
 use paceline_base::BlockType;
 
-use crate::activations::{CHUNK, Precision};
 use crate::batch::rows::{Form, PanelView, PanelWriter};
 use crate::formats::{self, Kind};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
+use crate::quantised::{CHUNK, Precision};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use tiles::Waiting;

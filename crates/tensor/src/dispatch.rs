@@ -183,7 +183,7 @@ impl Table {
     }
 
     /// The product kernel of BF16 weights for activations rounded to bf16; `tiny` says whether
-    /// there are weights below [`matmul::pairs::SMALLEST`].
+    /// there are weights below [`SMALLEST`](crate::rounded::SMALLEST).
     pub(crate) fn pairs(&self, tiny: bool) -> unsafe fn(GroupArgs<'_>) {
         #[cfg(target_arch = "x86_64")]
         {

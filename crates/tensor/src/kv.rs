@@ -31,8 +31,8 @@ use half::slice::HalfFloatSliceExt;
 use paceline_base::{Bytes, KernelClass};
 
 use crate::attention::{PAGE, PageView};
+use crate::error::Error;
 use crate::memory::HugeMap;
-use crate::packed::Error;
 
 /// Elements that share a scale in [`KvType::Q8_0`]; the last of a head may be fewer.
 pub(crate) const SCALED: usize = 32;

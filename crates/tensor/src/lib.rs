@@ -34,6 +34,7 @@ mod batch;
 pub mod chain;
 pub mod delta;
 mod dispatch;
+mod error;
 mod formats;
 mod isa;
 pub mod kernels;
@@ -44,6 +45,8 @@ mod memory;
 pub mod naive;
 mod packed;
 pub mod pool;
+mod quantised;
+mod rounded;
 pub mod stored;
 pub mod vector;
 
@@ -52,12 +55,13 @@ pub use attention::PAGE;
 #[cfg(target_arch = "x86_64")]
 pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
+pub use error::Error;
 pub use kernels::{
     Attention, AttentionRows, AttentionScratch, BLOCK, DeltaStep, HeadRows, Kernels, MAX_PRODUCTS,
     Product, Recurrence, Recurrent, Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
-pub use packed::{Error, PackOptions, Packed, StoredMatrix};
+pub use packed::{PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;
 pub use vector::RopePairs;

@@ -31,9 +31,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::activations::{CHUNK, Meta, View, joined};
 use crate::formats::{Format, LINE, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
+use crate::quantised::{CHUNK, Meta, View, joined};
 
 pub(crate) mod pairs;
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memmap2::{MmapMut, MmapRaw};
 use paceline_base::Bytes;
 
-use crate::Error;
+use crate::error::Error;
 
 /// Size of a huge page: of a second-level page table entry on x86-64, and on AArch64 with pages
 /// of 4 KiB.

@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use paceline_base::{BlockType, Bytes};
 
-use crate::ThreadPool;
-use crate::activations::Precision;
+use crate::error::Error;
 use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE, WORDS};
 use crate::isa::LANES;
-use crate::matmul::pairs::is_tiny;
 use crate::memory::HugeMap;
+use crate::pool::ThreadPool;
+use crate::quantised::Precision;
+use crate::rounded::is_tiny;
 use crate::stored::units::{self, UNIT, UNIT_CHUNKS, Unit};
 use crate::stored::{self, CODEBOOK, Chunk, e2m1_code};
 
@@ -46,33 +47,6 @@ impl<'a> StoredMatrix<'a> {
     }
 }
 
-/// What can be wrong with a matrix that is to be packed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// The bytes are not those of such a matrix.
-    #[error("matrix of {rows} x {cols} {block_type}: expected {expected} bytes, got {got}")]
-    Size {
-        /// Output features.
-        rows: usize,
-        /// Input features.
-        cols: usize,
-        /// Storage type.
-        block_type: BlockType,
-        /// Bytes that the shape needs; 0 when rows are not whole blocks or the size overflows.
-        expected: usize,
-        /// Bytes given.
-        got: usize,
-    },
-    /// Memory for weights or a cache could not be had.
-    #[error("cannot reserve {bytes} of memory: {reason}")]
-    Memory {
-        /// Bytes asked for.
-        bytes: Bytes,
-        /// What the system said.
-        reason: String,
-    },
-}
-
 /// How a matrix is packed, beyond its type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PackOptions {
@@ -98,7 +72,7 @@ pub struct Packed {
     pub(crate) group_bytes: usize,
     /// Bytes of a group before its first block ([`Layout::headers`]).
     pub(crate) headers: usize,
-    /// Whether it has BF16 weights below [`SMALLEST`](crate::matmul::pairs::SMALLEST).
+    /// Whether it has BF16 weights below [`SMALLEST`](crate::rounded::SMALLEST).
     pub(crate) tiny: bool,
     pub(crate) data: HugeMap,
 }

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use super::Finding;
+use super::copies::Table;
 use crate::repo;
 
 /// Where a crate stands.
@@ -189,6 +190,17 @@ pub(crate) fn check(metadata: &Metadata, root: &Path) -> Vec<Finding> {
         }
     }
     findings
+}
+
+/// The table, for comparing its copies.
+pub(crate) fn table() -> Table {
+    let text = |layer: Layer| match layer {
+        Level(level) => level.to_string(),
+        Dev => "dev".to_string(),
+    };
+    let rows = LAYERS.iter();
+    rows.map(|(name, layer)| (name.to_string(), text(*layer)))
+        .collect()
 }
 
 fn layer_of(name: &str) -> Option<Layer> {

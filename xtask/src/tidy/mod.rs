@@ -3,15 +3,20 @@
 //! Each rule is a function from a value (a parsed file, cargo's metadata, a file's bytes) to
 //! findings, so that its tests need no repository. CONTRIBUTING.md lists the rules for people.
 //! Reading order: [`source`] parses, [`code`], [`text`] and [`functions`] judge Rust files,
-//! [`layers`] the crate edges, [`programs`] the test programs, [`tracked`] every tracked file.
+//! [`layers`] the crate edges and [`copies`] their pictures, [`circles`] the edges between a
+//! crate's files, [`words`] doc comments, [`programs`] the test programs, [`tracked`] every tracked
+//! file.
 
+mod circles;
 mod code;
+mod copies;
 mod functions;
 mod layers;
 mod programs;
 mod source;
 mod text;
 mod tracked;
+mod words;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -165,7 +170,10 @@ pub(crate) fn run() -> Result<Vec<Finding>> {
     let metadata = layers::Metadata::read()?;
     let (files, mut findings) = parse_all(&root, &paths)?;
     findings.extend(files.iter().flat_map(check_rust));
+    findings.extend(circles::check(&files));
+    findings.extend(words::check(&files));
     findings.extend(layers::check(&metadata, &root));
+    findings.extend(check_copies(&root)?);
     findings.extend(programs::check(&files, &metadata.test_programs(&root)));
     findings.extend(check_tracked(&root, &paths)?);
     if let Ok(text) = std::fs::read_to_string(root.join("ARCHITECTURE.md")) {
@@ -193,6 +201,8 @@ pub(crate) fn report() -> Result<String> {
     let root = repo::root();
     let (files, _) = parse_all(&root, &repo::files(&root)?)?;
     let mut text = functions::report(&files);
+    text.push_str(&circles::report(&files));
+    text.push_str(&words::report(&files));
     let mut long: Vec<(usize, &str)> = files
         .iter()
         .map(|file| (file.lines.len(), file.path.as_str()))
@@ -241,6 +251,13 @@ fn check_rust(file: &RustFile) -> Vec<Finding> {
     findings.extend(text::check(file));
     findings.extend(functions::check(file));
     findings
+}
+
+/// The layer table's copies against the table.
+fn check_copies(root: &Path) -> Result<Vec<Finding>> {
+    let read = |page: &str| std::fs::read_to_string(root.join(page)).context(page.to_string());
+    let (architecture, readme) = (read("ARCHITECTURE.md")?, read("crates/README.md")?);
+    Ok(copies::check(&layers::table(), &architecture, &readme))
 }
 
 fn check_tracked(root: &Path, paths: &[String]) -> Result<Vec<Finding>> {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::Value as Json;
 
-use super::detect::tail_of;
+use super::tail::tail_of;
 use super::{Family, Syntax, calls};
 use crate::grammar::{Constraint, Grammar, Start};
 use crate::tokenizer::Tokenizer;

@@ -8,7 +8,8 @@ use std::fmt::Write as _;
 
 use serde_json::{Value as Json, json};
 
-use super::detect::{Calls, Item, Syntax};
+use super::detect::Syntax;
+use super::form::{Calls, Item};
 use super::{Family, answer, elements, harmony};
 use crate::grammar::{Constraint, Grammar, Span, Start, Unsupported, relaxed, strict};
 use crate::tokenizer::{Fragment, Tokenizer};
@@ -106,7 +107,7 @@ impl Syntax {
             tools: &tools,
             rules,
         };
-        let tail = super::detect::tail_of(tokenizer, prompt);
+        let tail = super::tail::tail_of(tokenizer, prompt);
         let constraint = match self.calls() {
             Some(calls) => writer.tagged(calls, self, &tail),
             None => writer.harmony(),

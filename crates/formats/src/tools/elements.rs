@@ -8,8 +8,8 @@
 
 use serde_json::Value as Json;
 
-use super::body::{MAX_NAME_BYTES, Piece, Status, name_of};
 use super::input::{Found, Input};
+use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
 use super::schema::{Parameters, Types};
 
 /// The form of such calls.

@@ -4,9 +4,9 @@
 
 use serde_json::Value as Json;
 
-use super::body::{MAX_NAME_BYTES, Piece, Status, name_of};
 use super::input::{Found, Input};
 use super::json::{Scanner, Step};
+use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
 
 const PREFIX: &str = "call:";
 /// Begins and ends a text.

@@ -7,9 +7,10 @@
 //!
 //! Source: the harmony response format as OpenAI publishes it with the models.
 
-use super::body::{Body, MAX_NAME_BYTES, Piece, Status, name_of};
+use super::body::Body;
 use super::input::{Found, Input};
 use super::named::{Form, Header, Named};
+use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
 use super::reader::Emitter;
 
 pub(super) const START: &str = "<|start|>";

@@ -23,15 +23,18 @@ mod body;
 mod calls;
 mod detect;
 mod elements;
+mod form;
 mod gemma;
 mod harmony;
 mod input;
 mod json;
 mod named;
 mod object;
+mod piece;
 mod reader;
 mod response;
 mod schema;
+mod tail;
 
 pub use calls::{CallGrammar, CallRules};
 pub use detect::Syntax;

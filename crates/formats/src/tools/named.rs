@@ -1,8 +1,8 @@
 //! A call as a name, a separator and JSON: Kimi K2, DeepSeek V3, Mistral.
 
-use super::body::{MAX_NAME_BYTES, Piece, Status, name_of};
 use super::input::{Found, Input};
 use super::json::{Scanner, read_value};
+use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
 
 /// What stands before the arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

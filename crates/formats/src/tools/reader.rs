@@ -1,13 +1,14 @@
 //! Generated text to events.
 
-use super::body::{Body, Piece, Status};
-use super::detect::{Calls, Item, Tags};
+use super::body::Body;
 use super::elements::Elements;
+use super::form::{Calls, Item, MISTRAL, Tags};
 use super::gemma::Gemma;
 use super::harmony::Harmony;
 use super::input::{Found, Input};
 use super::named::Named;
 use super::object::Object;
+use super::piece::{Piece, Status};
 use super::response::Regions;
 use super::schema::Parameters;
 use super::{Event, Family};
@@ -428,7 +429,7 @@ impl Section {
         if self.calls > 0 {
             return false;
         }
-        let form = calls.second.unwrap_or(&super::detect::MISTRAL);
+        let form = calls.second.unwrap_or(&MISTRAL);
         self.body = Some(Body::Named(Named::new(form)));
         true
     }

@@ -27,9 +27,9 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
-use super::detect::text_of;
 use super::reader::{Reader, ReaderOptions};
 use super::schema::Parameters;
+use super::tail::text_of;
 use crate::tokenizer::Tokenizer;
 use content::{Content, Placeholders};
 use delimiter::Delimiter;
@@ -314,7 +314,7 @@ impl Field {
 /// object alone. Arguments that are text become what the tool's schema says.
 fn call(value: &Json, parameters: &Parameters) -> Option<Call> {
     let function = value.get("function").unwrap_or(value);
-    let name = super::body::name_of(function.get("name")?.as_str()?)?;
+    let name = super::piece::name_of(function.get("name")?.as_str()?)?;
     let mut arguments = match function.get("arguments") {
         None | Some(Json::Null) => Map::new(),
         Some(Json::Object(map)) => map.clone(),

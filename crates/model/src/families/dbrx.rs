@@ -5,7 +5,7 @@
 use paceline_tensor::RopePairs;
 
 use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
-use crate::{Config, Error, Part, Role};
+use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
 
@@ -25,29 +25,6 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
         .iter_mut()
         .for_each(|layer| layer.experts = Some(experts));
     Ok(config)
-}
-
-/// Names in the Hugging Face layout; those of what a layer has not are of no tensor.
-pub(crate) fn hf_stem(role: Role) -> String {
-    let (layer, part) = match role {
-        Role::TokenEmbedding => return "transformer.wte".to_owned(),
-        Role::OutputNorm => return "transformer.norm_f".to_owned(),
-        Role::Output => return "lm_head".to_owned(),
-        Role::Layer(layer, part) => (layer, part),
-        other => return format!("transformer.{other:?}"),
-    };
-    let name = match part {
-        Part::AttentionNorm => "norm_attn_norm.norm_1",
-        Part::Query | Part::Key | Part::Value => "norm_attn_norm.attn.Wqkv",
-        Part::AttentionOutput => "norm_attn_norm.attn.out_proj",
-        Part::FfnNorm => "norm_attn_norm.norm_2",
-        Part::Router => "ffn.router.layer",
-        Part::ExpertGate(_) => "ffn.experts.mlp.w1",
-        Part::ExpertUp(_) => "ffn.experts.mlp.v1",
-        Part::ExpertDown(_) => "ffn.experts.mlp.w2",
-        other => return format!("transformer.blocks.{layer}.{other:?}"),
-    };
-    format!("transformer.blocks.{layer}.{name}")
 }
 
 /// A layer; shapes of one batch of T rows.

@@ -20,9 +20,8 @@ mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
-pub(crate) use dbrx::hf_stem as dbrx_stem;
 pub(crate) use fields::{Fields, RopeKind};
-pub(crate) use names::{FileNames, Stacks};
+pub(crate) use names::{FileNames, Stacks, dbrx_stem};
 
 use crate::config::Activation;
 use crate::{Config, Error};

@@ -1,5 +1,7 @@
 //! Names of a family's weights in files, where families differ.
 
+use crate::role::{Part, Role};
+
 /// The words of a family in the names of weights; a family's file says what is not
 /// [`USUAL`](Self::USUAL).
 #[derive(Clone, Copy, Debug)]
@@ -58,4 +60,27 @@ impl FileNames {
         mlx_experts: "block_sparse_moe.switch_mlp",
         ..Self::USUAL
     };
+}
+
+/// DBRX's names in the Hugging Face layout; those of what a layer has not are of no tensor.
+pub(crate) fn dbrx_stem(role: Role) -> String {
+    let (layer, part) = match role {
+        Role::TokenEmbedding => return "transformer.wte".to_owned(),
+        Role::OutputNorm => return "transformer.norm_f".to_owned(),
+        Role::Output => return "lm_head".to_owned(),
+        Role::Layer(layer, part) => (layer, part),
+        other => return format!("transformer.{other:?}"),
+    };
+    let name = match part {
+        Part::AttentionNorm => "norm_attn_norm.norm_1",
+        Part::Query | Part::Key | Part::Value => "norm_attn_norm.attn.Wqkv",
+        Part::AttentionOutput => "norm_attn_norm.attn.out_proj",
+        Part::FfnNorm => "norm_attn_norm.norm_2",
+        Part::Router => "ffn.router.layer",
+        Part::ExpertGate(_) => "ffn.experts.mlp.w1",
+        Part::ExpertUp(_) => "ffn.experts.mlp.v1",
+        Part::ExpertDown(_) => "ffn.experts.mlp.w2",
+        other => return format!("transformer.blocks.{layer}.{other:?}"),
+    };
+    format!("transformer.blocks.{layer}.{name}")
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_cluster::nodes::agent::{Agent, Channel, NodeView};
+use paceline_cluster::nodes::agent::{Agent, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::{self, SPARE_AUTO, Wanted};
@@ -16,9 +16,10 @@ use paceline_cluster::nodes::{NodeId, Registers};
 
 use super::flaps::Flaps;
 use super::preview::USABLE;
+pub(super) use super::wire::Wire;
 use super::{CREW, copies};
 use crate::crew::host::{HostSpec, host};
-use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, pair};
+use crate::crew::line::pair;
 use crate::crew::remote::{Place, Places};
 use crate::room::WEIGHTS;
 
@@ -34,28 +35,6 @@ const NEW_LIMIT: Duration = Duration::from_secs(2);
 
 /// The ways of pairs of nodes, as they were measured or used in this process' life.
 type Known = BTreeMap<(NodeId, NodeId), SocketAddr>;
-
-/// A channel to another node.
-#[derive(Debug)]
-pub(super) struct Wire(pub(super) Channel);
-
-impl Line for Wire {
-    fn send(&self, message: &[u8]) -> Result<(), Broken> {
-        self.0.send(message).map_err(Broken::new)
-    }
-
-    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, Broken> {
-        self.0.recv(MESSAGE_BYTES_MAX, wait).map_err(Broken::new)
-    }
-
-    fn close(&self) {
-        self.0.close();
-    }
-
-    fn own_addr(&self) -> Option<SocketAddr> {
-        self.0.own_addr().ok()
-    }
-}
 
 /// Nodes of an instance, by rank.
 pub(super) struct Nodes {

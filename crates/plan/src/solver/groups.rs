@@ -182,9 +182,23 @@ pub(crate) fn holds_all(costs: &Costs<'_>) -> bool {
         let shares = shares_of(costs, &nodes, split);
         holds(costs, &stage(&nodes, &shares, split, 0..costs.model.layers))
     };
-    super::search::splits(costs, nodes.len())
-        .into_iter()
-        .any(held)
+    splits(costs, nodes.len()).into_iter().any(held)
+}
+
+/// How `n` nodes can split a layer of the model.
+pub(crate) fn splits(costs: &Costs<'_>, n: usize) -> Vec<Split> {
+    if n == 1 {
+        return vec![Split::Whole];
+    }
+    let n = u32::try_from(n).unwrap_or(u32::MAX);
+    let mut splits = Vec::new();
+    if n <= costs.model.attention.units() {
+        splits.push(Split::Tensor);
+    }
+    if costs.model.moe.is_some_and(|moe| n <= moe.experts) {
+        splits.push(Split::Expert);
+    }
+    splits
 }
 
 /// Seconds of the workload's prompt at a stage, chunk by chunk. Where a node's arithmetic is not

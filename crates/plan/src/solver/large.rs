@@ -2,9 +2,8 @@
 
 use super::classes::Classes;
 use super::exact::Combine;
-use super::groups::{Group, Weights};
+use super::groups::{Group, Weights, splits};
 use super::milp::{Kind, select, select_greedy};
-use super::search::splits;
 use super::{ordered, request_hop};
 use crate::cost::Costs;
 use crate::placement::Pipeline;

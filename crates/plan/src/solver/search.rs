@@ -2,7 +2,7 @@
 
 use super::classes::{Classes, Counts};
 use super::exact::{self, Combine, Found, GroupType};
-use super::groups::{Group, Weights};
+use super::groups::{Group, Weights, splits};
 use super::large;
 use crate::cost::Costs;
 use crate::placement::{Pipeline, Placement, Split};
@@ -415,22 +415,6 @@ fn subsets(limit: &[u8]) -> Vec<Counts> {
     all.retain(|counts| (1..=64).contains(&counts.iter().map(|&n| u32::from(n)).sum::<u32>()));
     all.sort_by_key(|counts| counts.iter().map(|&n| u32::from(n)).sum::<u32>());
     all
-}
-
-/// How `n` nodes can split a layer of the model.
-pub(crate) fn splits(costs: &Costs<'_>, n: usize) -> Vec<Split> {
-    if n == 1 {
-        return vec![Split::Whole];
-    }
-    let n = u32::try_from(n).unwrap_or(u32::MAX);
-    let mut splits = Vec::new();
-    if n <= costs.model.attention.units() {
-        splits.push(Split::Tensor);
-    }
-    if costs.model.moe.is_some_and(|moe| n <= moe.experts) {
-        splits.push(Split::Expert);
-    }
-    splits
 }
 
 /// The name of the way that a placement is placed.

@@ -25,6 +25,7 @@ use crate::json;
 use crate::keys::{Held, Watched};
 use crate::log;
 use crate::model::Model;
+use crate::phase::Phase;
 use crate::places::Place;
 use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
@@ -35,7 +36,6 @@ use crate::render::responses::{Keeper, Responses};
 use crate::render::{Frame, Telling, Writer};
 use crate::request::fields::ollama::NAMED;
 use crate::request::{Ask, Reader, Teller, Understood};
-use crate::server::Phase;
 use crate::stream::{Beat, Events, Recorder};
 
 /// Of a body that is refused, so much is read, so that the client sees the refusal: many send all

@@ -18,13 +18,13 @@ use tokio::sync::watch;
 use tower::ServiceExt;
 
 use super::asking::{Served, body_in_time};
-use super::{App, idle, json_response, resuming};
+use super::{App, OneOfSeveral, idle, json_response, resuming};
 use crate::access::{Client, check_origin};
 use crate::config::{Config, Status};
 use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
+use crate::phase::Phase;
 use crate::rejection::Rejection;
-use crate::server::Phase;
 use crate::{Error, Model};
 
 /// Models that a node answers with. Clones are the same ones; all methods may be called from any
@@ -234,10 +234,6 @@ async fn bring(app: &App, id: &str, client: &Client) {
         app.config.journals.find(id, client, bounds, now).await;
     }
 }
-
-/// Marks a request that goes to all models: what they share is told once, behind their answers.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct OneOfSeveral;
 
 /// A model's status and the bytes of its answer.
 type Told = (StatusCode, Vec<u8>);

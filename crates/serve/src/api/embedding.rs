@@ -10,11 +10,11 @@ use paceline_engine::{Embedder, Failure};
 
 use super::{App, Endpoint};
 use crate::answer::Terms;
+use crate::phase::{Phase, reach};
 use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::render::embeddings::{Facts, body, shorten};
 use crate::request::embeddings::Embed;
-use crate::server::{Phase, reach};
 
 /// Set when dropped: the client left, or the answer is complete.
 struct Over(Arc<AtomicBool>);

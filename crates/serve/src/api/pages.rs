@@ -10,17 +10,16 @@ use axum::response::{IntoResponse, Response};
 use paceline_engine::State as Readiness;
 use serde_json::{Value, json};
 
-use super::doors::OneOfSeveral;
-use super::{App, asking, json_response, resuming};
+use super::{App, OneOfSeveral, asking, json_response, resuming};
 use crate::access::Client;
-use crate::config::Facts;
+use crate::facts::Facts;
 use crate::field::clip;
 use crate::metrics::OPEN_METRICS;
 use crate::model::Model;
 use crate::openapi;
+use crate::phase::Phase;
 use crate::rejection::Rejection;
 use crate::render::ollama::rfc3339;
-use crate::server::Phase;
 
 /// The version of Ollama's API that its clients are told, so that they use what it has.
 const OLLAMA_VERSION: &str = "0.13.5";

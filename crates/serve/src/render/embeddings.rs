@@ -9,7 +9,16 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
 
-use crate::request::embeddings::Form;
+/// The form of an answer with vectors, by the API that was asked.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Form {
+    /// As a list of objects; in base64 if so.
+    OpenAi { is_base64: bool },
+    /// As a list of vectors; the model as the client called it.
+    Ollama { model: String },
+    /// As one vector.
+    OllamaOld,
+}
 
 /// Facts that are told beside the vectors.
 #[derive(Clone, Copy, Debug)]

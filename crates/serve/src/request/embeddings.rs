@@ -4,13 +4,12 @@ use paceline_engine::Embedder;
 use serde_json::{Map, Value};
 
 use super::Reader;
+use super::bounds::MAX_INPUTS;
 use super::fields::embeddings::{OLLAMA, OLLAMA_OLD, OPENAI};
 use crate::field::{Field, Fields, integer, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
-
-/// Most texts of a request: OpenAI's bound.
-pub(crate) const MAX_INPUTS: usize = 2048;
+use crate::render::embeddings::Form;
 
 /// A request for vectors that was understood.
 #[derive(Debug, PartialEq)]
@@ -20,17 +19,6 @@ pub(crate) struct Embed {
     /// Numbers of a vector that are kept.
     pub(crate) dimensions: usize,
     pub(crate) form: Form,
-}
-
-/// In whose words vectors are told.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Form {
-    /// As a list of objects; in base64 if so.
-    OpenAi { is_base64: bool },
-    /// As a list of vectors; the model as the client called it.
-    Ollama { model: String },
-    /// As one vector.
-    OllamaOld,
 }
 
 /// The treatment of texts that are too long or empty.

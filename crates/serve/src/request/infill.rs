@@ -6,6 +6,7 @@
 use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value};
 
+use super::bounds::MAX_EXTRA;
 use super::fields::llama::INFILL;
 use super::{Ask, Reader, StreamOptions, Teller, array, object, stop, unsupported};
 use crate::rejection::Rejection;
@@ -19,9 +20,6 @@ const NAMES: [[&str; 3]; 5] = [
     ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
     ["<PRE>", "<SUF>", "<MID>"],
 ];
-
-/// Most other files.
-pub(super) const MAX_EXTRA: usize = 64;
 
 /// A hole in a text.
 #[derive(Clone, Copy, Debug, Default)]

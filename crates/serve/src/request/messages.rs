@@ -11,18 +11,13 @@
 
 use serde_json::{Map, Value};
 
+use super::bounds::{MAX_PARTS, MAX_TOOL_CALLS};
 use super::fields::{FUNCTION, MESSAGE, PART, TOOL_CALL};
 use super::{Reader, array, object, unsupported};
 use crate::conversation::{Call, Role, Turn, arguments};
 use crate::field::{Fields, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
-
-/// Most parts of a message: longer than any known use.
-pub(crate) const MAX_PARTS: usize = 256;
-
-/// Most calls of a message: OpenAI's bound for the tools themselves.
-pub(crate) const MAX_TOOL_CALLS: usize = 128;
 
 /// Roles that a request may name.
 pub(crate) const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];

@@ -5,6 +5,7 @@
 //! [`Conversation`] of a body; this file has what all share.
 
 pub(crate) mod anthropic;
+mod bounds;
 pub(crate) mod chat;
 pub(crate) mod completion;
 pub(crate) mod embeddings;
@@ -24,30 +25,20 @@ use paceline_formats::chat::{Bounds, Error as ChatError, Failure};
 use paceline_formats::tokenizer::{self, Specials};
 use serde_json::{Map, Value};
 
+use bounds::{MAX_NOTE, MAX_NOTE_NAME, MAX_NOTES, MAX_STOP_CHARS, MAX_STOPS};
+
 use crate::access::Client;
 use crate::calling::Calling;
 use crate::choice::Choice;
-use crate::config::Limits;
 use crate::conversation::Conversation;
 use crate::field::{Fields, Notes, wrong_type};
 use crate::json::show;
+use crate::limits::Limits;
 use crate::model::Model;
 use crate::rejection::Rejection;
 use crate::render::openai::Kind;
 use crate::render::{ollama as to_ollama, responses as to_responses};
 use crate::store::Store;
-
-/// Most stop texts. OpenAI has 4; the engine looks for all at once, and clients of llama-server
-/// send a dozen.
-pub(crate) const MAX_STOPS: usize = 64;
-
-/// Longest stop text; the engine holds as much of an answer back. Longer than any known use.
-pub(crate) const MAX_STOP_CHARS: usize = 1024;
-
-/// Entries of `metadata`, and longest name and value: OpenAI's specification.
-pub(crate) const MAX_NOTES: usize = 16;
-pub(crate) const MAX_NOTE_NAME: usize = 64;
-pub(crate) const MAX_NOTE: usize = 512;
 
 /// In whose words the answer is told.
 #[derive(Clone, Debug)]

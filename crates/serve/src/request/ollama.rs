@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::fields::ollama as table;
 use super::infill::Hole;
-use super::{Reader, StreamOptions, Teller, Understood, array, object, stop, tools};
+use super::{Reader, StreamOptions, Teller, Understood, array, object, stop};
 use crate::conversation::{Call, Conversation, Format, Role, Thinking, Turn, arguments};
 use crate::field::{Fields, wrong_type};
 use crate::rejection::Rejection;
@@ -171,7 +171,7 @@ impl Reader<'_> {
     }
 
     fn ollama_tools(&self, list: Value) -> Result<Vec<crate::conversation::Tool>, Rejection> {
-        let list = array(list, "tools", tools::MAX_TOOLS, "tools")?.into_iter();
+        let list = array(list, "tools", super::bounds::MAX_TOOLS, "tools")?.into_iter();
         let tool = |(i, tool)| {
             let place = format!("tools[{i}]");
             let mut map = object(tool, || place.clone())?;

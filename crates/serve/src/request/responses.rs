@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
+use super::bounds::{ITEM_PART_KINDS, MAX_ITEM_PARTS, MAX_ITEM_TOOLS};
 use super::chat::thinking;
 use super::fields::responses as table;
 use super::{
@@ -18,20 +19,6 @@ use crate::field::{Fields, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 use crate::render::responses::Terms;
-
-/// Most parts of an item, and most tools.
-pub(super) const MAX_PARTS: usize = 1024;
-pub(super) const MAX_TOOLS: usize = 512;
-
-/// Kinds of parts, all of which are text.
-pub(super) const PART_KINDS: [&str; 6] = [
-    "input_text",
-    "output_text",
-    "text",
-    "summary_text",
-    "reasoning_text",
-    "refusal",
-];
 
 impl Reader<'_> {
     /// Reads a request for a response.
@@ -212,7 +199,7 @@ impl Reader<'_> {
     fn item_text(&self, value: Value, param: &str) -> Result<String, Rejection> {
         let parts = match value {
             Value::String(text) => return Ok(text),
-            Value::Array(_) => array(value, param, MAX_PARTS, "parts")?,
+            Value::Array(_) => array(value, param, MAX_ITEM_PARTS, "parts")?,
             other => {
                 let expected = "a string or an array of parts";
                 return Err(wrong_type(param.to_owned(), &other, expected));
@@ -222,7 +209,7 @@ impl Reader<'_> {
             let place = format!("{param}[{i}]");
             let map = object(part, || place.clone())?;
             let kind = map.get("type").cloned().unwrap_or_default();
-            if kind.is_string() && !PART_KINDS.contains(&kind.as_str().unwrap_or_default()) {
+            if kind.is_string() && !ITEM_PART_KINDS.contains(&kind.as_str().unwrap_or_default()) {
                 let why = "messages are text";
                 return Err(unsupported(format!("{place}.type"), show(&kind), why));
             }
@@ -243,7 +230,7 @@ impl Reader<'_> {
     ) -> Result<BTreeMap<String, String>, Rejection> {
         let mut spaces = BTreeMap::new();
         let list = list.unwrap_or_else(|| json!([]));
-        let list = array(list, "tools", MAX_TOOLS, "tools")?;
+        let list = array(list, "tools", MAX_ITEM_TOOLS, "tools")?;
         for (i, tool) in list.into_iter().enumerate() {
             let place = format!("tools[{i}]");
             let map = object(tool, || place.clone())?;
@@ -255,7 +242,7 @@ impl Reader<'_> {
                     let space = fields.text("name").unwrap_or_default().to_owned();
                     let inner = fields.take("tools").unwrap_or_default();
                     let place = format!("{place}.tools");
-                    let inner = array(inner, &place, MAX_TOOLS, "tools")?.into_iter();
+                    let inner = array(inner, &place, MAX_ITEM_TOOLS, "tools")?.into_iter();
                     for (i, tool) in inner.enumerate() {
                         let place = format!("{place}[{i}]");
                         let map = object(tool, || place.clone())?;

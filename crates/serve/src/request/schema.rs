@@ -2,9 +2,9 @@
 
 use serde_json::{Value, json};
 
+use super::bounds;
 use super::fields::responses as table;
 use super::fields::{FUNCTION, JSON_SCHEMA, PART, STREAM_OPTION, TOOL, TOOL_CALL, TOOL_FUNCTION};
-use super::{MAX_STOP_CHARS, MAX_STOPS, infill, messages, responses, tools as reader};
 use crate::field::{Field, object_schema};
 
 /// Most entries of `logit_bias`: the engine's bound.
@@ -25,8 +25,8 @@ pub(super) fn logit_bias() -> Value {
 }
 
 pub(super) fn stop() -> Value {
-    let text = json!({"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS});
-    json!({"anyOf": [text, {"type": "array", "items": text, "maxItems": MAX_STOPS}]})
+    let text = json!({"type": "string", "minLength": 1, "maxLength": bounds::MAX_STOP_CHARS});
+    json!({"anyOf": [text, {"type": "array", "items": text, "maxItems": bounds::MAX_STOPS}]})
 }
 
 pub(super) fn choices() -> Value {
@@ -46,7 +46,7 @@ pub(super) fn prompt() -> Value {
 }
 
 pub(super) fn content() -> Value {
-    let parts = json!({"type": "array", "items": part(), "maxItems": messages::MAX_PARTS});
+    let parts = json!({"type": "array", "items": part(), "maxItems": bounds::MAX_PARTS});
     json!({"anyOf": [{"type": "string"}, parts]})
 }
 
@@ -59,15 +59,15 @@ fn part() -> Value {
 pub(super) fn metadata() -> Value {
     json!({
         "type": "object",
-        "maxProperties": super::MAX_NOTES,
-        "propertyNames": {"type": "string", "maxLength": super::MAX_NOTE_NAME},
-        "additionalProperties": {"type": "string", "maxLength": super::MAX_NOTE},
+        "maxProperties": bounds::MAX_NOTES,
+        "propertyNames": {"type": "string", "maxLength": bounds::MAX_NOTE_NAME},
+        "additionalProperties": {"type": "string", "maxLength": bounds::MAX_NOTE},
     })
 }
 
 pub(super) fn tool_calls() -> Value {
     let items = object_schema(TOOL_CALL);
-    json!({"type": "array", "items": items, "maxItems": messages::MAX_TOOL_CALLS})
+    json!({"type": "array", "items": items, "maxItems": bounds::MAX_TOOL_CALLS})
 }
 
 pub(super) fn function() -> Value {
@@ -75,7 +75,7 @@ pub(super) fn function() -> Value {
 }
 
 pub(super) fn tools() -> Value {
-    json!({"type": "array", "items": object_schema(TOOL), "maxItems": reader::MAX_TOOLS})
+    json!({"type": "array", "items": object_schema(TOOL), "maxItems": bounds::MAX_TOOLS})
 }
 
 pub(super) fn tool_function() -> Value {
@@ -122,8 +122,8 @@ fn typed(table: &[Field], kind: &str) -> Value {
 /// A text, or parts of text, of the Responses API.
 fn response_text() -> Value {
     let mut part = object_schema(table::PART);
-    part["properties"]["type"] = json!({"enum": responses::PART_KINDS});
-    let parts = json!({"type": "array", "items": part, "maxItems": responses::MAX_PARTS});
+    part["properties"]["type"] = json!({"enum": bounds::ITEM_PART_KINDS});
+    let parts = json!({"type": "array", "items": part, "maxItems": bounds::MAX_ITEM_PARTS});
     json!({"anyOf": [{"type": "string"}, parts]})
 }
 
@@ -144,7 +144,7 @@ pub(super) fn response_input() -> Value {
 }
 
 pub(super) fn response_tools() -> Value {
-    let most = responses::MAX_TOOLS;
+    let most = bounds::MAX_ITEM_TOOLS;
     let list = |items: &Value| json!({"type": "array", "items": items, "maxItems": most});
     let function = typed(table::FUNCTION, "function");
     let mut space = typed(table::NAMESPACE, "namespace");
@@ -172,7 +172,7 @@ pub(super) fn response_format_beside() -> Value {
 pub(super) fn files() -> Value {
     let text = json!({"type": "string"});
     let file = json!({"type": "object", "properties": {"filename": text, "text": text}});
-    json!({"type": "array", "items": file, "maxItems": infill::MAX_EXTRA})
+    json!({"type": "array", "items": file, "maxItems": bounds::MAX_EXTRA})
 }
 
 pub(super) fn texts() -> Value {
@@ -182,7 +182,7 @@ pub(super) fn texts() -> Value {
 pub(super) fn input() -> Value {
     let text = json!({"type": "string"});
     let ids = json!({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1});
-    let most = super::embeddings::MAX_INPUTS;
+    let most = bounds::MAX_INPUTS;
     let list =
         |items: &Value| json!({"type": "array", "items": items, "minItems": 1, "maxItems": most});
     json!({"anyOf": [text, list(&text), ids, list(&ids)]})

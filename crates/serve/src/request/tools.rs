@@ -2,14 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
+use super::bounds::MAX_TOOLS;
 use super::fields::{JSON_SCHEMA, TOOL, TOOL_FUNCTION};
 use super::{Reader, array, object, unsupported};
 use crate::conversation::{Conversation, Format, Tool, ToolChoice};
 use crate::field::{Fields, wrong_type};
 use crate::rejection::Rejection;
-
-/// Most tools of a request: OpenAI's bound.
-pub(crate) const MAX_TOOLS: usize = 128;
 
 impl Reader<'_> {
     /// `tools`, `tool_choice` and `parallel_tool_calls` of a chat.

@@ -16,12 +16,12 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::activations::Meta;
 use crate::batch::factors::Factors;
 use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
 use crate::formats::{Format, Layout, Planes};
 use crate::isa::{Bytes, Isa, LANES};
 use crate::matmul::total;
+use crate::quantised::Meta;
 use crate::stored::Chunk;
 
 /// Most rows of activations to a tile.

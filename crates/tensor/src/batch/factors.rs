@@ -1,9 +1,9 @@
 //! What a chunk of a panel has beside its integers, and how the two are added up.
 
-use crate::activations::joined;
 use crate::formats::{Format, Scales};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{cut, wide_terms};
+use crate::quantised::joined;
 
 /// Integer scales and mins of a chunk of 16 rows, for each half of 16 columns, and the step of its
 /// unit: see [`crate::stored::units`].

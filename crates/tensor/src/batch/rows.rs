@@ -8,12 +8,12 @@
 
 use std::marker::PhantomData;
 
-use crate::activations::{CHUNK, Meta, Precision, Rounding, View};
 use crate::batch::{ROWS, words};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::BytePlanes;
 use crate::isa::{LANES, Words};
 use crate::memory::{HugeMap, Placed};
+use crate::quantised::{CHUNK, Meta, Precision, Rounding, View};
 
 /// How the integers of a row lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

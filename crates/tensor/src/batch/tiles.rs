@@ -16,13 +16,13 @@
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use crate::activations::CHUNK;
 use crate::batch::registers::{Registers, TILE_BYTES};
 use crate::batch::rows::{TILE_ROWS, step_of, steps};
 use crate::batch::{CHUNK_BYTES, GROUP_SUMS, LEVEL_LEN, MOST, Segment, Unpack, ask_for, carries};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{BytePlanes, LANES};
 use crate::matmul::total;
+use crate::quantised::CHUNK;
 use crate::stored::units::WIDE_MIN;
 
 /// Rows from which panels pay: half a tile. Of the 1B model 8 rows take 153 ms without them, or 200

@@ -8,11 +8,11 @@
 
 use std::ops::Range;
 
-use crate::activations::{Meta, joined};
 use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{LANES, Words};
 use crate::matmul::total;
+use crate::quantised::{Meta, joined};
 use crate::stored::Chunk;
 use crate::stored::units::WIDE_MIN;
 

@@ -1,6 +1,7 @@
 //! BF16 weights with activations rounded to bf16: the kernel class `cpu-q8`.
 //!
-//! Over the pairs of columns of a leaf, `p = k / 2`, from 0, with `x` rounded by [`round`]:
+//! Over the pairs of columns of a leaf, `p = k / 2`, from 0, with `x` rounded by
+//! [`round`](crate::rounded::round):
 //!
 //! ```text
 //! a[p % 4] = fma(w[k], x[k], fma(w[k + 1], x[k + 1], a[p % 4]))       leaf = (a0 + a1) + (a2 + a3)
@@ -9,39 +10,15 @@
 //! and `fma(w[k], x[k], a)` for a last column without a neighbour. That is what `vdpbf16ps` does,
 //! two for the time of one, but that it takes denormal numbers for zeros (Intel SDM volume 2: the
 //! odd element first, each sum rounded once, to nearest even; on Zen 4 equal to the bit for 22
-//! million random ones). So it is used where there can be none ([`SMALLEST`]); elsewhere and on
-//! other machines one `fma` follows the other.
+//! million random ones). So it is used where there can be none
+//! ([`SMALLEST`](crate::rounded::SMALLEST)); elsewhere and on other machines one `fma` follows the
+//! other.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::isa::{BF16_COLUMN, Isa, Pairs};
 use crate::matmul::{Ahead, GroupArgs, Leaf, tiles};
-
-/// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
-/// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
-/// nothing on the way is denormal. Activations below it are taken as 0; a matrix with weights below
-/// it is multiplied without `vdpbf16ps`.
-pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 56) << 23);
-
-/// The bits of the bf16 that stands for an activation: the nearest, ties to even, or 0.
-///
-/// Without branches, so that the compiler does many at once.
-#[inline(always)]
-pub(crate) const fn round(x: f32) -> u16 {
-    const QUIET: u32 = 1 << 22;
-    let bits = x.to_bits();
-    let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-    let nearest = if x.is_nan() { bits | QUIET } else { nearest };
-    let kept = if x.abs() < SMALLEST { 0 } else { nearest };
-    (kept >> 16) as u16
-}
-
-/// Whether a stored weight is below [`SMALLEST`] and not 0.
-pub(crate) const fn is_tiny(bits: u16) -> bool {
-    let magnitude = bits & 0x7fff;
-    magnitude != 0 && magnitude < (SMALLEST.to_bits() >> 16) as u16
-}
 
 /// [`crate::matmul::group`] for BF16 weights and rounded activations.
 ///

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use regex_automata::hybrid::dfa::Cache;
 
-use super::super::body::Piece;
 use super::super::input::Input;
+use super::super::piece::Piece;
 use super::super::reader::Emitter;
 use super::super::schema::Parameters;
 use super::delimiter::{Delimiter, Seen};

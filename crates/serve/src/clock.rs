@@ -1,0 +1,12 @@
+//! The caller's clock.
+
+use std::time::Instant;
+
+/// The time, from the caller: the crate reads no clock of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Clock {
+    /// For intervals.
+    pub now: fn() -> Instant,
+    /// Seconds since 1970, UTC.
+    pub unix_s: fn() -> u64,
+}

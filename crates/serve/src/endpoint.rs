@@ -1,0 +1,40 @@
+//! Paths of requests that have a body.
+
+use serde::{Deserialize, Serialize};
+
+/// An endpoint that takes a body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Endpoint {
+    Chat,
+    Completion,
+    Response,
+    Message,
+    CountTokens,
+    OllamaChat,
+    OllamaGenerate,
+    Tokenize,
+    Detokenize,
+    ApplyTemplate,
+    Infill,
+    Embeddings,
+    OllamaEmbed,
+    OllamaEmbeddings,
+}
+
+/// Every endpoint that takes a body, with its path.
+pub(crate) const ENDPOINTS: [(&str, Endpoint); 14] = [
+    ("/v1/chat/completions", Endpoint::Chat),
+    ("/v1/completions", Endpoint::Completion),
+    ("/v1/responses", Endpoint::Response),
+    ("/v1/messages", Endpoint::Message),
+    ("/v1/messages/count_tokens", Endpoint::CountTokens),
+    ("/api/chat", Endpoint::OllamaChat),
+    ("/api/generate", Endpoint::OllamaGenerate),
+    ("/tokenize", Endpoint::Tokenize),
+    ("/detokenize", Endpoint::Detokenize),
+    ("/apply-template", Endpoint::ApplyTemplate),
+    ("/infill", Endpoint::Infill),
+    ("/v1/embeddings", Endpoint::Embeddings),
+    ("/api/embed", Endpoint::OllamaEmbed),
+    ("/api/embeddings", Endpoint::OllamaEmbeddings),
+];

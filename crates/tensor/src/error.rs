@@ -1,0 +1,30 @@
+//! Why weights or caches cannot be held.
+
+use paceline_base::{BlockType, Bytes};
+
+/// A matrix that cannot be packed, or memory that cannot be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The bytes are not those of such a matrix.
+    #[error("matrix of {rows} x {cols} {block_type}: expected {expected} bytes, got {got}")]
+    Size {
+        /// Output features.
+        rows: usize,
+        /// Input features.
+        cols: usize,
+        /// Storage type.
+        block_type: BlockType,
+        /// Bytes that the shape needs; 0 when rows are not whole blocks or the size overflows.
+        expected: usize,
+        /// Bytes given.
+        got: usize,
+    },
+    /// Memory for weights or a cache could not be had.
+    #[error("cannot reserve {bytes} of memory: {reason}")]
+    Memory {
+        /// Bytes asked for.
+        bytes: Bytes,
+        /// What the system said.
+        reason: String,
+    },
+}

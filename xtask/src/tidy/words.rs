@@ -1,0 +1,268 @@
+//! Rules about the words of doc comments: their first word, and the length of their sentences.
+//!
+//! A doc comment names its subject first; `What`, `Who`, `One`, `Those` and `Whoever` name none.
+//! A sentence makes one claim. Both counts are of the whole tree, so that old text may wait while
+//! new text cannot add to it; [`paragraphs`] says what is read.
+
+use super::{Finding, RustFile};
+
+/// First words that name no subject.
+const OPENERS: [&str; 5] = ["What", "Who", "One", "Those", "Whoever"];
+
+/// Doc comments of the tree that begin with one of [`OPENERS`]. It only falls.
+const OPENERS_MAX: usize = 1592;
+
+/// Words of a sentence. The house style's figure.
+const SENTENCE_WORDS_MAX: usize = 25;
+
+/// Sentences of the tree that are longer. It only falls.
+const LONG_SENTENCES_MAX: usize = 1034;
+
+/// Places that a finding lists.
+const LISTED_MAX: usize = 20;
+
+/// A paragraph or an item of a list in a doc comment.
+struct Paragraph {
+    /// Line of its first word, from 1.
+    line: usize,
+    /// It begins the comment.
+    first: bool,
+    text: String,
+}
+
+/// Findings about the whole tree, one for each count that is over its limit.
+pub(crate) fn check(files: &[RustFile]) -> Vec<Finding> {
+    let opened = places(files, openers);
+    let long = places(files, long_sentences);
+    let counts = [
+        (
+            "opener",
+            "doc comments begin with What, Who, One, Those or Whoever",
+            opened,
+            OPENERS_MAX,
+        ),
+        (
+            "sentence",
+            "sentences of doc comments are over 25 words",
+            long,
+            LONG_SENTENCES_MAX,
+        ),
+    ];
+    let over = counts
+        .into_iter()
+        .filter(|(_, _, places, max)| places.len() > *max);
+    over.map(|(rule, subject, places, max)| {
+        let listed = places[..places.len().min(LISTED_MAX)].join(" ");
+        let message = format!("{} {subject}, at most {max}: {listed} ...", places.len());
+        Finding::error("xtask/src/tidy/words.rs", 1, rule, message)
+    })
+    .collect()
+}
+
+/// Both counts as text, with every place, for `tidy --report`.
+pub(crate) fn report(files: &[RustFile]) -> String {
+    let opened = places(files, openers);
+    let long = places(files, long_sentences);
+    let mut text = format!(
+        "\n{} doc comments begin with What, Who, One, Those or Whoever (at most {OPENERS_MAX})\n",
+        opened.len()
+    );
+    text.extend(opened.iter().map(|place| format!("        {place}\n")));
+    text.push_str(&format!(
+        "{} sentences over {SENTENCE_WORDS_MAX} words (at most {LONG_SENTENCES_MAX})\n",
+        long.len()
+    ));
+    text.extend(long.iter().map(|place| format!("        {place}\n")));
+    text
+}
+
+/// `path:line` of everything that `find` finds in the files.
+fn places(files: &[RustFile], find: fn(&[Paragraph]) -> Vec<usize>) -> Vec<String> {
+    let in_file = |file: &RustFile| -> Vec<String> {
+        let lines = find(&paragraphs(&file.comments));
+        lines
+            .iter()
+            .map(|line| format!("{}:{line}", file.path))
+            .collect()
+    };
+    files.iter().flat_map(in_file).collect()
+}
+
+/// Lines of comments whose first word names no subject.
+fn openers(paragraphs: &[Paragraph]) -> Vec<usize> {
+    let is_opener = |paragraph: &&Paragraph| {
+        let mut words = paragraph.text.split(|c: char| !c.is_alphanumeric());
+        words.next().is_some_and(|word| OPENERS.contains(&word))
+    };
+    let first = paragraphs.iter().filter(|paragraph| paragraph.first);
+    first
+        .filter(is_opener)
+        .map(|paragraph| paragraph.line)
+        .collect()
+}
+
+/// Lines of the paragraphs of sentences that are too long, one for each sentence.
+fn long_sentences(paragraphs: &[Paragraph]) -> Vec<usize> {
+    let mut found = Vec::new();
+    for paragraph in paragraphs {
+        let mut words = 0;
+        for word in paragraph.text.split_whitespace() {
+            words += usize::from(word.contains(char::is_alphanumeric));
+            if word.trim_end_matches(')').ends_with(['.', '!', '?']) {
+                found.extend((words > SENTENCE_WORDS_MAX).then_some(paragraph.line));
+                words = 0;
+            }
+        }
+        found.extend((words > SENTENCE_WORDS_MAX).then_some(paragraph.line));
+    }
+    found
+}
+
+/// The paragraphs of all doc comments of a file, given its lines with the code blanked out.
+/// Headings, tables and samples of code are left out.
+fn paragraphs(comments: &[String]) -> Vec<Paragraph> {
+    let mut found: Vec<Paragraph> = Vec::new();
+    let (mut kind, mut first, mut fenced, mut open) = ("", true, false, false);
+    for (at, line) in comments.iter().enumerate() {
+        let Some((marker, text)) = doc_text(line) else {
+            (kind, open) = ("", false);
+            continue;
+        };
+        if marker != kind {
+            (kind, first, fenced, open) = (marker, true, false, false);
+        }
+        if text.starts_with("```") {
+            fenced = !fenced;
+        }
+        let (text, is_item) = item_text(text);
+        let skipped = fenced || text.starts_with(['#', '|']) || text.starts_with("```");
+        if skipped || text.is_empty() {
+            open = false;
+            first &= text.is_empty();
+            continue;
+        }
+        match found.last_mut().filter(|_| open && !is_item) {
+            Some(last) => {
+                last.text.push(' ');
+                last.text.push_str(text);
+            }
+            None => found.push(Paragraph {
+                line: at + 1,
+                first,
+                text: text.into(),
+            }),
+        }
+        (open, first) = (true, false);
+    }
+    found
+}
+
+/// The marker and the text of a line of a doc comment.
+fn doc_text(line: &str) -> Option<(&'static str, &str)> {
+    let line = line.trim();
+    let marker = ["///", "//!"]
+        .into_iter()
+        .find(|marker| line.starts_with(*marker))?;
+    let text = &line[marker.len()..];
+    (!text.starts_with('/')).then(|| (marker, text.trim()))
+}
+
+/// A line without the mark of a list's item, and whether it had one.
+fn item_text(line: &str) -> (&str, bool) {
+    let unnumbered = line.trim_start_matches(|c: char| c.is_ascii_digit());
+    let rest = match line.strip_prefix("- ").or_else(|| line.strip_prefix("* ")) {
+        Some(rest) => Some(rest),
+        None if unnumbered.len() < line.len() => unnumbered.strip_prefix(". "),
+        None => None,
+    };
+    rest.map_or((line, false), |rest| (rest.trim_start(), true))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(text: &str) -> Vec<RustFile> {
+        vec![RustFile::parse("crates/a/src/lib.rs", text).expect("the sample is Rust")]
+    }
+
+    #[test]
+    fn first_words_that_name_nothing_are_counted() {
+        let cases = [
+            ("/// What it is.\nfn f() {}", 1),
+            (
+                "//! Who asks.\n\n/// Those before.\nfn f() {}\n/// One more.\nfn g() {}",
+                3,
+            ),
+            (
+                "/// The leader. What it does.\n/// Who asks is told.\nfn f() {}",
+                0,
+            ),
+            ("/// The leader.\n///\n/// What follows.\nfn f() {}", 0),
+            ("// What a plain comment says.\nfn f() {}", 0),
+            ("/// Whatever.\nfn f() { g(\"/// What\"); }", 0),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(places(&file(text), openers).len(), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn sentences_are_counted_by_their_words() {
+        let words = |n: usize| vec!["word"; n].join(" ");
+        let cases = [
+            (format!("/// {}.\nfn f() {{}}", words(25)), 0),
+            (format!("/// {}.\nfn f() {{}}", words(26)), 1),
+            (
+                format!("/// {}\n/// {}.\nfn f() {{}}", words(20), words(6)),
+                1,
+            ),
+            (format!("/// {}. {}.\nfn f() {{}}", words(20), words(20)), 0),
+            (
+                format!("/// ({}.) {}.\nfn f() {{}}", words(20), words(20)),
+                0,
+            ),
+            (
+                format!("/// {}\n///\n/// {}\nfn f() {{}}", words(20), words(20)),
+                0,
+            ),
+            (
+                format!("/// {}:\n/// - {}\nfn f() {{}}", words(20), words(20)),
+                0,
+            ),
+            (
+                format!("/// - {}\n///   {}\nfn f() {{}}", words(20), words(20)),
+                1,
+            ),
+            (
+                format!("/// {} - = + {}.\nfn f() {{}}", words(20), words(5)),
+                0,
+            ),
+            (
+                format!("/// ```text\n/// {}\n/// ```\nfn f() {{}}", words(40)),
+                0,
+            ),
+            (format!("// {}.\nfn f() {{}}", words(40)), 0),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(
+                places(&file(&text), long_sentences).len(),
+                expected,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_place_is_the_line_where_the_paragraph_begins() {
+        let text = format!(
+            "fn f() {{}}\n\n/// Short.\n///\n/// {}\nfn g() {{}}",
+            "word ".repeat(30)
+        );
+        assert_eq!(
+            places(&file(&text), long_sentences),
+            ["crates/a/src/lib.rs:5"]
+        );
+        assert!(report(&file(&text)).contains("\n1 sentences over 25 words"));
+    }
+}
