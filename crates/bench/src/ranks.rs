@@ -19,10 +19,10 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm_rdma::settings::Lookup;
 use paceline_comm::{
     Algorithm, Backend, Deadline, Group, Plaintext, Seat, Strict, init, local, tcp,
 };
+use paceline_comm_rdma::settings::Lookup;
 use paceline_node::launched;
 use serde::{Deserialize, Serialize};
 

@@ -13,8 +13,8 @@ use paceline_cluster::network::{
     has_thunderbolt_bridge, idle_rdma_ports, unauthorised_thunderbolt,
 };
 use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
-use paceline_comm_rdma::{RdmaError, Verbs};
 use paceline_comm_interop::nccl::{self, Libraries};
+use paceline_comm_rdma::{RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
 use paceline_tensor::InstructionSet;
 use serde::Serialize;
