@@ -16,7 +16,7 @@ use crate::repo;
 const CIRCLE_MAX: usize = 4;
 
 /// Files of the tree in circles over [`CIRCLE_MAX`]. It only falls.
-const CIRCLED_FILES_MAX: usize = 26;
+const CIRCLED_FILES_MAX: usize = 0;
 
 /// Words that no path begins with.
 const KEYWORDS: [&str; 18] = [
