@@ -1,4 +1,4 @@
-//! What the caller decides: where to listen, who may ask, how much and how long.
+//! Settings of the caller: where to listen, who may ask, how much and how long.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -30,13 +30,13 @@ pub struct Config {
     pub bind: Vec<SocketAddr>,
     /// Whether TLS is spoken there.
     pub wire: Wire,
-    /// Who may ask.
+    /// Clients and pages that may ask.
     pub access: Access,
     /// How much.
     pub limits: Limits,
     /// How long.
     pub times: Times,
-    /// What time it is.
+    /// The source of time.
     pub clock: Clock,
     /// Asked for at every scrape of `/metrics`.
     pub facts: Facts,
@@ -45,7 +45,7 @@ pub struct Config {
     pub is_lenient: bool,
     /// Requests as they run, with the events of this node.
     pub live: Live,
-    /// What the dashboard shows and does.
+    /// Contents and actions of the dashboard.
     pub board: Board,
     /// Lets clients remove models; without it such requests are refused.
     pub remover: Option<Remover>,
@@ -108,8 +108,9 @@ impl Config {
     }
 }
 
-/// Who may ask. Loopback names and addresses, and the address that a connection came to, are
-/// always accepted as `Host`; a page of the server's own origin always as `Origin`.
+/// Clients and pages that may ask. Loopback names and addresses, and the address that a connection
+/// came to, are always accepted as `Host`. A page of the server's own origin is always accepted as
+/// `Origin`.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     /// More names that a `Host` header may have, without port: `llm.example.org`.
@@ -266,7 +267,7 @@ impl Default for Times {
     }
 }
 
-/// What time it is: the crate reads no clock of its own.
+/// The source of time: the crate reads no clock of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     /// For intervals.
@@ -292,8 +293,8 @@ impl fmt::Debug for Facts {
 }
 
 /// Removes the model of a name from the machine's store. The second argument has every name of
-/// every model that is being served: the file of one of these stays, under whichever name it is to
-/// be removed. An error is a reason for the client.
+/// every model that is being served. The file of a served model stays, under whichever name it is
+/// to be removed. An error is a reason for the client.
 #[derive(Clone)]
 pub struct Remover(pub Arc<Remove>);
 
@@ -347,7 +348,7 @@ impl fmt::Debug for Puller {
     }
 }
 
-/// What a node tells of itself and its cluster, asked for at every request.
+/// The node's report on itself and its cluster, asked for at every request.
 #[derive(Clone)]
 pub struct Status(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
 
@@ -365,7 +366,7 @@ pub type Manage =
 /// seconds.
 pub type Stages = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
 
-/// What the dashboard of a node shows and does. All are called on threads that may block.
+/// Contents and actions of a node's dashboard. All are called on threads that may block.
 #[derive(Clone)]
 pub struct Board {
     /// Nodes, instances and requests, asked for at every look.
@@ -393,7 +394,7 @@ impl fmt::Debug for Board {
     }
 }
 
-/// One figure, shown by `/metrics` as a gauge `paceline_<name>`. Both texts go out as they are.
+/// A figure, shown by `/metrics` as a gauge `paceline_<name>`. Both texts go out as they are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fact {
     /// Lower-case letters, digits and `_`, the unit last.

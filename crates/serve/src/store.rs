@@ -20,7 +20,7 @@ use crate::journal::key_of;
 pub(crate) struct Stored {
     /// `resp_...`.
     pub(crate) id: String,
-    /// Who asked.
+    /// The client that asked.
     pub(crate) client: Client,
     /// The conversation, the answer included, without instructions.
     pub(crate) turns: Vec<Turn>,
