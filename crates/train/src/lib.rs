@@ -22,10 +22,10 @@
 //!   in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** In class `cpu` products are chains of fused multiply-adds
-//! ([`paceline_tensor::chain`]), the rest is plain f32 in a written order: threads, blocking and
-//! instruction set cannot show in a bit. On MLX workers of one version and device give the same
-//! bits where the device repeats its own, which is tried at the start. What lies between layers,
-//! sums over leaves and updates are f32 of the CPU in every class.
+//! ([`paceline_tensor::chain`]), and the rest is plain f32 in a written order. So threads, blocking
+//! and instruction set cannot show in a bit. On MLX workers of one version and device give the same
+//! bits where the device repeats its own, which is tried at the start. Values between layers, sums
+//! over leaves and updates are f32 of the CPU in every class.
 
 pub mod adapter;
 pub mod bridge;

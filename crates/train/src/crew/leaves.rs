@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::run::{Progress, Run};
 
-/// What workers have given for a step, by first leaf.
+/// Results of workers for a step, by first leaf.
 #[derive(Default)]
 struct Given {
     done: BTreeMap<usize, (usize, Vec<f64>)>,

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::messages::{FromWorker, Set, Task, ToWorker, params_file};
 use crate::run::{Progress, Run};
 
-/// What came of leaves.
+/// Results of leaves.
 struct Given {
     /// By leaf.
     losses: Vec<f64>,
@@ -187,7 +187,7 @@ impl Team {
     }
 }
 
-/// What a lost worker had is for others.
+/// Returns the work of a lost worker for others to do.
 fn give_back(flow: &mut Flow, has: &Has) {
     if let Some(task) = has.task {
         flow.lose(task.leaf);
