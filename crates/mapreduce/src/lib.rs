@@ -1,10 +1,12 @@
 //! Array jobs: reductions over files larger than memory, by threads and processes.
 //!
 //! A job is a [`Task`]: inputs and what is computed of them. It is cut into *parts*, ranges of
-//! rows, which are leased to whatever computes ([`Crew`]). A part gives a [`Partial`], and partials
-//! merge by operations without rounding: integer addition, minimum, exact sums
-//! ([`paceline_base::exact`]). So a result has the same bits for any number of threads and
-//! processes, for any cut into parts, and after any worker was lost and its parts computed again.
+//! rows, which are leased to whatever computes ([`Crew`]).
+//!
+//! A part gives a [`Partial`]. Partials merge by operations without rounding: integer addition,
+//! minimum, exact sums ([`paceline_base::exact`]). So a result has the same bits for any number of
+//! threads and processes, and for any cut into parts. The bits are also the same after any worker
+//! was lost and its parts were computed again.
 //!
 //! ```
 //! use paceline_base::exact::ExactSum;
