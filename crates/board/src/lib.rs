@@ -1,4 +1,4 @@
-//! What a node tells of itself and its cluster, and what it is told to do.
+//! A node's reports on itself and its cluster, and the commands that it takes.
 //!
 //! ```text
 //! agent, fleet, instances --> Board --> dashboard, events, audit log     (JSON: screen, page)
