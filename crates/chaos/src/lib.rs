@@ -197,7 +197,7 @@ fn undisturbed(
     Ok(known)
 }
 
-/// One round: requests, the fault, and what became of the answers.
+/// A round: requests, the fault, and what became of the answers.
 fn play(
     cluster: &mut Cluster,
     round: Round,
