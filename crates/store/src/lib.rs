@@ -31,11 +31,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules in reading order: `spec` (what MODEL means), `catalogue`, `usual` (names that other
-//! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
-//! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
-//! `pinned`, single files for nodes of a cluster, `engine`, which does the same for MLX's
-//! libraries, `child`, other programs, `listing`, all for people, and `audit`, the log.
+//! Modules in reading order:
+//! - `spec` (meanings of MODEL), `catalogue`, `usual` (names that other libraries have);
+//! - `name` and `home` (folders), `index` (records), `pull` (the order of things);
+//! - `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`.
+//!
+//! Beside them:
+//! - `pinned`: single files for nodes of a cluster.
+//! - `engine`: the same for MLX's libraries.
+//! - `child`: other programs.
+//! - `listing`: all models for people.
+//! - `audit`: the log.
 
 mod audit;
 mod catalogue;
