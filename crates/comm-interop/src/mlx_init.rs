@@ -67,7 +67,7 @@ impl FromStr for MlxBackend {
     }
 }
 
-/// What MLX's environment says. MPI needs none of it.
+/// The settings in MLX's environment. MPI needs none of them.
 #[derive(Clone, Copy, Debug)]
 pub struct MlxPlace<'a> {
     /// Which rank this is.
@@ -76,7 +76,7 @@ pub struct MlxPlace<'a> {
     pub hosts: Option<&'a [Vec<SocketAddr>]>,
     /// Ranks, and where rank 0 hands out NCCL's id.
     pub nccl: Option<(u32, SocketAddr)>,
-    /// What JACCL's variables say.
+    /// The settings in JACCL's variables.
     pub jaccl: Option<&'a Settings>,
     /// Where NCCL is.
     pub libraries: &'a Libraries,
@@ -90,7 +90,7 @@ pub enum MlxError {
     /// MLX has no backend of this name.
     #[error("backend {name:?}, expected any, ring, mpi, nccl or jaccl")]
     Name {
-        /// What was given.
+        /// The name that was given.
         name: String,
     },
     /// A setting is missing.
@@ -98,7 +98,7 @@ pub enum MlxError {
     Missing {
         /// Which was to be made.
         backend: MlxBackend,
-        /// What it needs.
+        /// The setting that it needs.
         missing: &'static str,
     },
     /// A wire that nobody has allowed.
