@@ -1,8 +1,8 @@
 //! `cargo xtask rdma`: does RDMA work over real verbs?
 //!
 //! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`) and runs the tests of
-//! `crates/comm/tests/rdma.rs` in it that need a device: the conformance suite for two ranks, then
-//! two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes and Debian.
+//! `crates/comm/tests/rdma.rs` in it that need a device. They are the conformance suite for two
+//! ranks, then two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes and Debian.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use crate::tally::Tally;
 use crate::{process, repo};
 
-/// What the guest does: `tests` is the test program. Both ranks are processes of the guest.
+/// The guest's commands: `tests` is the test program. Both ranks are processes of the guest.
 const COMMAND: &str = "\
 export COMM_TEST_RDMA_DEVICE=$RXE_DEV
 ./tests rdma::a_device_conforms --exact --nocapture || exit 1

@@ -68,9 +68,9 @@ pub(crate) enum Step {
     Deny,
 }
 
-/// What `cargo xtask test` runs unless told otherwise: stages one after the other, the lanes of a
-/// stage side by side. Downloads and Python, which use one core at most, run beside compilers. The
-/// tests and the clients have the machine for themselves: many wait for other processes.
+/// The steps of `cargo xtask test` unless told otherwise: stages one after the other, the lanes of
+/// a stage side by side. Downloads and Python, which use one core at most, run beside compilers.
+/// The tests and the clients have the machine for themselves: many wait for other processes.
 pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     &[
         &[Step::Models, Step::Mlx],
@@ -81,19 +81,19 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     &[&[Step::Sdk, Step::Wheel, Step::Docs]],
 ];
 
-/// What the long run has besides: packages in fresh roots, made of what other machines get.
+/// The steps of the long run besides: packages in fresh roots, made of what other machines get.
 pub(crate) const LONG_ONLY: [&[&[Step]]; 1] = [&[&[Step::Release, Step::Package]]];
 
 /// How much the tests do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// What every change must pass.
+    /// Checks that every change must pass.
     Default,
     /// With the slow proofs, which CONTRIBUTING.md lists.
     Long,
 }
 
-/// What the long run sets for the tests.
+/// The variable that the long run sets for the tests.
 pub(crate) const LONG: (&str, &str) = ("PACELINE_TEST_LONG", "1");
 
 impl Step {
@@ -177,8 +177,8 @@ pub(crate) fn run(steps: &[Step], extent: Extent) -> bool {
     run_stages(&[&[steps]], extent)
 }
 
-/// Runs `stages` in order, all steps even when one fails, prints a table, the names of what
-/// failed and what was skipped, and the closing line. True when nothing failed.
+/// Runs `stages` in order, all steps even when one fails. Prints a table, the names of what failed
+/// and what was skipped, and the closing line. True when nothing failed.
 pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     let mut total = Tally::default();
     let mut table = Vec::new();
@@ -193,7 +193,7 @@ pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     total.failed == 0
 }
 
-/// What became of a step.
+/// The outcome of a step.
 type Outcome = (&'static str, Duration, Tally);
 
 /// Runs lanes side by side, the steps of each in order; outcomes come lane by lane. Lines of lanes
@@ -301,9 +301,9 @@ fn gpu(extent: Extent) -> Result<Tally> {
     Ok(tally)
 }
 
-/// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is
-/// passed on, so that the tests read what the models step made, a Python with MLX, and MLX's C
-/// layer; tests that lack one say so by name.
+/// Tests of the whole workspace, of the kind that `kind` selects. It passes on the test models'
+/// folder, so that the tests read what the models step made, a Python with MLX, and MLX's C layer.
+/// Tests that lack one say so by name.
 fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
