@@ -10,7 +10,7 @@ use crate::Error;
 use crate::progress::Cancel;
 
 /// Bytes read or written at a time. They are large enough to hide system calls, and small enough to
-/// look at the cancel flag often. 256 KiB hash in about 1 ms without SHA instructions.
+/// look at the cancel flag often. Hashing 256 KiB takes about 1 ms without SHA instructions.
 pub(crate) const CHUNK_BYTES: usize = 256 << 10;
 
 /// A running hash.
