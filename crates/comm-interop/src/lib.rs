@@ -4,7 +4,7 @@
 //! - [`mpi`], [`nccl`]: the libraries of these names, which implement
 //!   [`Group`](paceline_comm::Group) themselves;
 //! - [`init_mlx`]: the backend that MLX's `init` would take;
-//! - [`launched`]: what a launcher's environment says of all of these.
+//! - [`launched`]: the settings for all of these in a launcher's environment.
 //!
 //! Each module of a library has a `Wire` for the list of providers of [`paceline_comm::init`].
 //!

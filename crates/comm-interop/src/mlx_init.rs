@@ -1,7 +1,7 @@
 //! MLX's way in: `init(strict, backend)` with MLX's names and settings, for programs that are
 //! started by its launcher or ours.
 //!
-//! Nothing is read from the environment here; whoever does passes on what MLX's variables say:
+//! Nothing is read from the environment here; the caller reads it and passes on MLX's variables:
 //!
 //! | variable | field |
 //! |---|---|

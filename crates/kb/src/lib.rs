@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Reading order:
-//! - [`entry`](crate::Finding): all that there is.
+//! - [`entry`](crate::Finding): findings, topics, quick answers and assumptions.
 //! - `read`: takes files apart and names line and key of each fault.
 //! - [`KnowledgeBase`]: links the entries.
 //! - `words`: makes terms of text.
@@ -24,7 +24,7 @@
 //! - `ask`: picks quick answers.
 //! - [`report`]: texts and values for all of this.
 //!
-//! It has no stored index: a start reads and indexes all in some milliseconds. It has no query
+//! There is no stored index: a start reads and indexes all in some milliseconds. There is no query
 //! language, no language but English, and no meaning of words.
 
 #![forbid(unsafe_code)]

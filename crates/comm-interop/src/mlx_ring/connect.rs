@@ -1,6 +1,6 @@
 //! Meeting the neighbours: accept from the left, connect to the right.
 //!
-//! Who comes from the left is sorted out by [`Door`]. To the right, a connection that ended is made
+//! [`Door`] sorts out the callers from the left. To the right, a connection that ended is made
 //! again, and a socket that the system connected to itself is nobody.
 
 use std::io;

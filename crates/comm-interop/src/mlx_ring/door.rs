@@ -1,8 +1,8 @@
-//! An address of this rank, and who has come to it.
+//! An address of this rank, and the callers that have come to it.
 //!
 //! MLX's wire has no handshake, so any caller that connects is taken for the neighbour. Two signs
 //! tell callers apart:
-//! - A caller that went without a word is nobody: a port scan, a health check.
+//! - A caller that went without a word does not count: a port scan, a health check.
 //! - A caller that spoke and went may be a stranger, or a neighbour that sent a message and was
 //!   done. It waits a while for another, which would be the neighbour.
 //!
