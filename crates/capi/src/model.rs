@@ -110,7 +110,7 @@ fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Failur
     })
 }
 
-/// The model's chat template. It runs in this process: whoever links this library chose the model.
+/// The model's chat template. It runs in this process, whose owner chose the model.
 fn template(source: &Source) -> Result<ChatTemplate, ChatError> {
     match source {
         Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),

@@ -126,8 +126,8 @@ pub enum MlxError {
 
 /// Joins a group as MLX's `init` does. Collective.
 ///
-/// Not strict, whoever fails goes on as a group of one. MPI with one rank counts as no group under
-/// [`MlxBackend::Any`], as with MLX.
+/// Not strict, a rank that fails goes on as a group of one. MPI with one rank counts as no group
+/// under [`MlxBackend::Any`], as with MLX.
 ///
 /// # Errors
 /// Any [`MlxError`] if `strict`.

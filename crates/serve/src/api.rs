@@ -180,7 +180,7 @@ fn asks(endpoint: Endpoint) -> MethodRouter<Arc<App>> {
     })
 }
 
-/// Lets in who may ask, counts, and names the request.
+/// Lets in clients that may ask, counts, and names the request.
 async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();

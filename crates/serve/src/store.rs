@@ -103,7 +103,7 @@ impl Store {
         found.map(Arc::clone)
     }
 
-    /// Whether there is one of this id, whoever asked.
+    /// Whether there is one of this id, of any client.
     pub(crate) fn has(&self, id: &str) -> bool {
         self.kept().iter().any(|(_, stored)| stored.id == id)
     }

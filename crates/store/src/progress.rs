@@ -39,7 +39,7 @@ impl Cancel {
         Self(flag)
     }
 
-    /// Asks everybody who holds a clone to stop.
+    /// Asks all holders of a clone to stop.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

@@ -28,7 +28,7 @@ pub(super) struct Door<'a> {
     listener: &'a TcpListener,
     pub(super) addr: SocketAddr,
     callers: Vec<TcpStream>,
-    /// Since when nobody is here but who has gone.
+    /// Since when only callers that have gone are here.
     gone_since: Option<Instant>,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Door<'a> {
         })
     }
 
-    /// Lets in who has come, and out who was nobody.
+    /// Lets in callers that have come, and out those that do not count.
     pub(super) fn look(&mut self) {
         while self.callers.len() < CALLERS_MAX
             && let Ok((stream, _)) = self.listener.accept()

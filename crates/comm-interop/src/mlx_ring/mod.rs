@@ -156,7 +156,7 @@ pub fn join(
 /// `hosts` has the addresses of every rank in rank order, as MLX's hostfile: as many for each, and
 /// one connection between neighbours for each. `listeners` are what `hosts[rank]` leads to. A ring
 /// of one connects to nobody. Nothing is said on the wire: that all ranks have the same `hosts` is
-/// up to who starts them.
+/// up to the launcher.
 ///
 /// # Errors
 /// Any [`JoinError`]. The others notice at their own deadlines.

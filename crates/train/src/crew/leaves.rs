@@ -89,7 +89,8 @@ impl Team {
         Ok(given.sum(leaves, parts))
     }
 
-    /// Whether all of those who load the model are waited for: only before anything was computed.
+    /// Whether leaves can be given out. Workers that load the model are waited for only before
+    /// anything was computed.
     fn is_ready(&self) -> bool {
         let (mut ready, mut loading) = (false, false);
         for member in &self.members {
@@ -100,7 +101,7 @@ impl Team {
         ready && (begun || !loading)
     }
 
-    /// Cuts leaves among those who are ready, by their speed. Gives back what nobody took.
+    /// Cuts leaves among the ready workers, by their speed. Gives back leaves that no worker took.
     fn lease(&mut self, leaves: Range<usize>, at: &At<'_>) -> Vec<Range<usize>> {
         let ready: Vec<usize> = (0..self.members.len())
             .filter(|rank| self.members[*rank].is_ready)

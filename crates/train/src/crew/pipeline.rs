@@ -125,7 +125,7 @@ impl Team {
         Ok(given)
     }
 
-    /// Gives a leaf to everyone who has none and for whose stage there is one.
+    /// Gives a leaf to each worker that has none and for whose stage there is one.
     fn hand_out(&mut self, flow: &mut Flow, (step, set): (u64, Set)) {
         for rank in 0..self.members.len() {
             let member = &self.members[rank];

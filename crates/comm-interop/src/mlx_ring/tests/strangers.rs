@@ -24,7 +24,7 @@ impl Place {
         }
     }
 
-    /// Somebody who has connected to rank 0.
+    /// A stranger that has connected to rank 0.
     fn caller(&self) -> TcpStream {
         TcpStream::connect(self.hosts[0][0]).unwrap()
     }
