@@ -1,4 +1,4 @@
-//! What child processes send over their channel and print: messages, lines, marks.
+//! Bytes that child processes send over their channel and print: messages, lines, marks.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| paceline_cluster::testing::parse_children(bytes));

@@ -1,4 +1,4 @@
-//! What ranks over RDMA send: heads of messages, and what they say of their devices.
+//! Bytes that ranks over RDMA send: heads of messages, and descriptions of their devices.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| paceline_comm_rdma::testing::parse_cables(bytes));

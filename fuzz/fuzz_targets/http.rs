@@ -1,5 +1,5 @@
-//! Any bytes as an HTTP connection, or as the body of a request in one of the dialects: an answer
-//! or an end, and no panic in the server.
+//! Any bytes as an HTTP connection, or as the body of a request in one of the dialects. The server
+//! gives an answer or an end, and does not panic.
 #![no_main]
 
 use std::net::SocketAddr;

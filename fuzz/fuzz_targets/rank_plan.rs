@@ -1,4 +1,4 @@
-//! What the leader of a split model tells the other ranks before each step.
+//! Messages from the leader of a split model to the other ranks before each step.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

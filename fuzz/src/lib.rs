@@ -1,5 +1,5 @@
-//! What several targets share: tokenizers, tools and markers of families, and a server on loopback
-//! whose answers are ready.
+//! Parts that several targets share: tokenizers, tools and markers of families, and a server on
+//! loopback whose answers are ready.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};

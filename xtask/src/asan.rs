@@ -2,9 +2,9 @@
 //! AddressSanitizer.
 //!
 //! A nightly compiler builds their tests with every access to memory checked, in `target/asan`, and
-//! runs them: kernels on every instruction set that this machine has, threads that share buffers,
-//! processes that share memory, software RDMA. What it cannot see: memory that C libraries use, the
-//! kernel's accesses, and races, which are the model checker's (`comm/tests/loom.rs`).
+//! runs them. They cover kernels on every instruction set that this machine has, threads that share
+//! buffers, processes that share memory, and software RDMA. It cannot see memory that C libraries
+//! use, the kernel's accesses, or races. Races are the model checker's (`comm/tests/loom.rs`).
 
 use std::process::Command;
 use std::time::Duration;
@@ -20,8 +20,8 @@ struct Part {
     name: &'static str,
     package: &'static str,
     programs: &'static [&'static str],
-    /// Parts of names of tests that are left out: of speed, which is another one here,
-    /// and of other people's programs and libraries, which are not built so.
+    /// Parts of names of tests that are left out. They are tests of speed, which differs here, and
+    /// of other people's programs and libraries, which are not built so.
     skipped: &'static [&'static str],
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use crate::tally::{Skip, Tally};
 
-/// What the lines at hand are.
+/// The section of the lines at hand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Section {
     /// cargo building, or announcing the next test binary.

@@ -1,6 +1,6 @@
 //! Looks whether the hub has what the usual names of models mean, and notes what it has.
 //!
-//! For somebody with a network. An entry that the hub does not have keeps what it says, and the
+//! It needs a network. An entry that the hub does not have keeps its text, and the
 //! command fails at its end, so that a person mends the list.
 
 use std::fmt::Write as _;

@@ -1,6 +1,6 @@
 //! `cargo xtask darwin`: does the workspace still compile for Apple silicon?
 //!
-//! A check, not a build: it needs the target's standard library (rustup has it) and, for the C
+//! A check, not a build. It needs the target's standard library (rustup has it) and, for the C
 //! parts of `ring`, a C compiler that knows macOS. On a Mac that is the system's; elsewhere it is
 //! Zig's, from a Python package, through `scripts/zig-cc`.
 

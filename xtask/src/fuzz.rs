@@ -1,9 +1,10 @@
 //! `cargo xtask fuzz`: the parsers of what comes from outside, on bytes that libFuzzer makes.
 //!
-//! Targets are the files in `fuzz/fuzz_targets`, in a workspace of their own. libFuzzer's sources
-//! come with the crate `libfuzzer-sys`, so that this needs a C++ compiler and no nightly one: the
-//! counters by which it finds new paths are a pass of LLVM that any compiler has. AddressSanitizer
-//! is another matter ([`asan`](crate::asan), and `cargo +nightly fuzz` for a target).
+//! Targets are the files in `fuzz/fuzz_targets`, in a workspace of their own. The sources of
+//! libFuzzer come with the crate `libfuzzer-sys`, so this needs a C++ compiler and no nightly one.
+//! The counters by which it finds new paths are a pass of LLVM that any compiler has.
+//! AddressSanitizer is another matter ([`asan`](crate::asan), and `cargo +nightly fuzz` for a
+//! target).
 //!
 //! ```text
 //! fuzz/fuzz_targets/T.rs --> target/fuzz/HOST/fuzz/T --> fuzz/corpus/T       inputs of new paths
@@ -33,7 +34,7 @@ const COVERAGE: &str = "-Cpasses=sancov-module \
 const INPUT_S: u32 = 10;
 const MEMORY_MIB: u32 = 2048;
 
-/// What to run.
+/// Settings of a run.
 #[derive(Debug)]
 pub(crate) struct Options {
     /// Names of targets; all if there are none.
@@ -147,7 +148,7 @@ fn build(show: &mut dyn FnMut(&str)) -> Result<PathBuf> {
     Ok(repo::root().join("target/fuzz").join(host).join("fuzz"))
 }
 
-/// What libFuzzer says at the end of a search.
+/// libFuzzer's report at the end of a search.
 #[derive(Debug, Default)]
 struct Report {
     target: String,

@@ -1,10 +1,11 @@
 //! `cargo xtask instructions`: do the AVX2 kernels take more instructions than they did?
 //!
-//! Counts are the same on a busy machine and on an idle one, which times are not. valgrind's
-//! callgrind counts what `crates/tensor/examples/instructions.rs` does in one round and in three;
-//! the difference, halved, is a round. It cannot run AVX-512 or AMX: those have paired ratios in
-//! docs/measurements.md. The counts to compare with lie beside the example, with the compiler that
-//! made the code they were counted in: another one gives other code, and is a skip.
+//! Counts are the same on a busy machine and on an idle one, which times are not. The tool
+//! callgrind of valgrind counts what `crates/tensor/examples/instructions.rs` does in one round and
+//! in three. The difference, halved, is a round. It cannot run AVX-512 or AMX: those have paired
+//! ratios in docs/measurements.md. The counts to compare with lie beside the example, with the
+//! compiler that made the code they were counted in. Another compiler gives other code, and is a
+//! skip.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -19,7 +20,7 @@ use crate::{process, repo};
 /// Where the recorded counts are.
 const RECORD: &str = "crates/tensor/examples/instructions.txt";
 
-/// What is counted.
+/// The works that are counted.
 const WORKS: [&str; 10] = [
     "attention-decode",
     "attention-decode-q8_0",
@@ -36,7 +37,7 @@ const WORKS: [&str; 10] = [
 /// Growth that fails.
 const GROWTH_MAX: f64 = 0.03;
 
-/// One run under callgrind takes about a second.
+/// Limit of a run under callgrind, which takes about a second.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Counts, compares with the record and says so; with `record`, writes it anew.

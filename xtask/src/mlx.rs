@@ -8,7 +8,7 @@ use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{models, process, repo, venv};
 
-/// What the tests read the environment's Python from.
+/// The variable from which the tests read the environment's Python.
 pub(crate) const PYTHON: &str = "PACELINE_MLX_PYTHON";
 
 /// The Python that has MLX. The environment lies beside the test models and stays there.

@@ -11,7 +11,7 @@ use paceline_store::{Cancel, MlxBuild, PullOptions, Toolchain, install_mlx};
 use crate::models;
 use crate::tally::Tally;
 
-/// What the tests read the C layer's path from.
+/// The variable from which the tests read the C layer's path.
 pub(crate) const LIBRARY: &str = "PACELINE_MLXC";
 
 /// How many tokens the engine's greedy test goes on for.

@@ -1,5 +1,5 @@
-//! `cargo xtask mlx --gpu`: the MLX engine on this machine's GPU: its tests there, and an 8B-shaped
-//! model beside `mlx-lm` and beside what the device's memory allows.
+//! `cargo xtask mlx --gpu`: the MLX engine on this machine's GPU. Runs its tests there, and an
+//! 8B-shaped model beside `mlx-lm` and beside what the device's memory allows.
 //!
 //! ```text
 //! paceline engines          a GPU that MLX computes on? else SKIPPED, by name
@@ -28,7 +28,7 @@ use crate::{mlx, models, process, repo, sdk};
 const OF_PEER: f64 = 1.0;
 const OF_LIMIT: f64 = 0.5;
 
-/// What is skipped where there is no GPU.
+/// Checks that are skipped where there is no GPU.
 const ALL: [&str; 3] = [
     "MLX's tests on a GPU",
     "an 8B-shaped model on a GPU beside mlx-lm",
@@ -51,7 +51,7 @@ pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<Tally> {
     Ok(tally)
 }
 
-/// What an owner of a GPU pastes: the system, every line that was shown, and the counts.
+/// The text that an owner of a GPU pastes: the system, every line that was shown, and the counts.
 fn report(said: &[String], tally: &Tally) -> String {
     let (system, processor) = (std::env::consts::OS, std::env::consts::ARCH);
     let (passed, failed, skipped) = (tally.passed, tally.failed, tally.skips.len());

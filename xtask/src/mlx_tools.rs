@@ -12,14 +12,14 @@ use anyhow::{Result, ensure};
 use crate::tally::Tally;
 use crate::{models, process, repo, sdk, venv};
 
-/// What is compared, in `scripts/mlx`, and what it needs of MLX beside its Python.
+/// The scripts to compare, in `scripts/mlx`, and their need of MLX beside its Python.
 const SCRIPTS: [(&str, &str); 3] = [
     ("topology.py", "mlx.distributed_config"),
     ("launch.py", "mlx.launch"),
     ("ranks.py", "mlx.distributed_config"),
 ];
 
-/// What MLX makes of recorded hosts, for tests without Python.
+/// MLX's output for recorded hosts, for tests without Python.
 const GOLDEN: &str = "tests-data/topology/mlx-0.32.4.json";
 
 /// Runs every script against `binary`, or what is built here.

@@ -1,11 +1,10 @@
 //! `cargo xtask models`: the models that tests read, fetched and made once.
 //!
-//! Two are real: SmolLM2, without which most tests have nothing to run and the step fails, and
-//! Gemma 3, whose tests are skipped by name when it cannot be had. SmolLM2 is also there in MLX's
-//! form (`scripts/models/mlx_folder.py`). MiniLM, an encoder, comes by `minilm.rs` or is skipped.
-//! Chat templates of real models come by `templates.rs`, without the models.
-//! The rest are small synthetic models, one for every storage type of GGUF, made by
-//! `scripts/models/quant_models.py`.
+//! Two are real. Without SmolLM2 most tests have nothing to run and the step fails. Gemma 3's tests
+//! are skipped by name when it cannot be had. SmolLM2 is also there in MLX's form
+//! (`scripts/models/mlx_folder.py`). MiniLM, an encoder, comes by `minilm.rs` or is skipped. Chat
+//! templates of real models come by `templates.rs`, without the models. The rest are small
+//! synthetic models, one for every storage type of GGUF, made by `scripts/models/quant_models.py`.
 
 use std::fs::{self, File};
 use std::io;
@@ -85,8 +84,8 @@ fn optional(name: &str, make: impl FnOnce() -> Result<()>) -> Tally {
 
 /// The catalogue's model `alias` as a file directly in `folder`; gives its path.
 ///
-/// The store fetches it into a home of its own below `folder`, where an interrupted download
-/// stays to be resumed; the complete file is moved out.
+/// The store fetches it into a home of its own below `folder`, where an interrupted download stays
+/// to be resumed. The complete file is moved out.
 fn fetch(folder: &Path, alias: &str) -> Result<PathBuf> {
     let model = Catalogue::BUILTIN.find(alias);
     let model = model.with_context(|| format!("{alias} is not in the catalogue"))?;
@@ -154,7 +153,7 @@ impl Progress for Lines {
     fn finish(&mut self) {}
 }
 
-/// One small model for every storage type, with the tokenizer of the SmolLM2 file at `base`.
+/// Makes a small model for every storage type, with the tokenizer of the SmolLM2 file at `base`.
 fn synthesise(base: &Path, folder: &Path) -> Result<()> {
     let mut command = Command::new(venv::python_with("requirements.txt")?);
     command

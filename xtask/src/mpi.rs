@@ -1,5 +1,5 @@
-//! `cargo xtask mpi`: groups over a real MPI, by `mpirun` with 2, 3, 4 and 8 ranks, and the cases
-//! that all of MLX's suites have, in Python on top of such a group.
+//! `cargo xtask mpi`: groups over a real MPI, by `mpirun` with 2, 3, 4 and 8 ranks. On top of such
+//! a group it runs the cases that all of MLX's suites have, in Python.
 //!
 //! Needs Open MPI with its headers and libclang (Debian: libopenmpi-dev, openmpi-bin,
 //! libclang-dev).
@@ -160,7 +160,7 @@ fn executable(line: &str) -> Option<PathBuf> {
     Some(message["executable"].as_str()?.into())
 }
 
-/// What `ranks` ranks of `rank` printed, if all ended well.
+/// The output of `ranks` ranks of `rank`, if all ended well.
 fn mpirun(ranks: u32, rank: Command) -> Result<String> {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "-n"]);

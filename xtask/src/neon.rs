@@ -1,7 +1,7 @@
 //! `cargo xtask neon`: are the NEON kernels bit-equal to naive?
 //!
 //! On AArch64 the unit tests say so. Elsewhere the kernel tests are built for Linux on AArch64 and
-//! run by QEMU's user-mode emulation, which needs `qemu-aarch64` and a cross linker (Debian:
+//! run by QEMU's user-mode emulation. That needs `qemu-aarch64` and a cross linker (Debian:
 //! qemu-user, gcc-aarch64-linux-gnu).
 
 use std::process::Command;

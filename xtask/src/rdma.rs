@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use crate::tally::Tally;
 use crate::{process, repo};
 
-/// What the guest does: `tests` is the test program. Both ranks are processes of the guest.
+/// The guest's commands: `tests` is the test program. Both ranks are processes of the guest.
 const COMMAND: &str = "\
 export COMM_TEST_RDMA_DEVICE=$RXE_DEV
 ./tests tests::loaded::a_device_conforms --exact --nocapture || exit 1

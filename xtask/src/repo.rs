@@ -39,8 +39,8 @@ pub(crate) fn host() -> Result<String> {
 }
 
 /// Keeps variables from a program that `cargo run` set for xtask itself. With them build scripts
-/// that look at them, ring's among them, would run again in the next build by hand, and all above
-/// them be compiled again. Programs such as maturin start cargo too.
+/// that look at them, ring's among them, would run again in the next build by hand. All crates
+/// above them would be compiled again. Programs such as maturin start cargo too.
 pub(crate) fn forget_xtask(command: &mut Command) {
     let told = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for name in told.filter(|name| is_of_a_package(name)) {

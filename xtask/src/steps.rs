@@ -69,9 +69,9 @@ pub(crate) enum Step {
     Deny,
 }
 
-/// What `cargo xtask test` runs unless told otherwise: stages one after the other, the lanes of a
-/// stage side by side. Downloads and Python, which use one core at most, run beside compilers. The
-/// tests and the clients have the machine for themselves: many wait for other processes.
+/// The steps of `cargo xtask test` unless told otherwise: stages one after the other, the lanes of
+/// a stage side by side. Downloads and Python, which use one core at most, run beside compilers.
+/// The tests and the clients have the machine for themselves: many wait for other processes.
 pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     &[
         &[Step::Models, Step::Mlx],
@@ -82,7 +82,7 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     &[&[Step::Sdk, Step::Wheel, Step::Docs]],
 ];
 
-/// What the long run has besides: packages in fresh roots, made of what other machines get.
+/// The steps of the long run besides: packages in fresh roots, made of what other machines get.
 pub(crate) const LONG_ONLY: [&[&[Step]]; 1] = [&[&[Step::Release, Step::Package]]];
 
 impl Step {
@@ -166,8 +166,8 @@ pub(crate) fn run(steps: &[Step], extent: Extent) -> bool {
     run_stages(&[&[steps]], extent)
 }
 
-/// Runs `stages` in order, all steps even when one fails, prints a table, the names of what
-/// failed and what was skipped, and the closing line. True when nothing failed.
+/// Runs `stages` in order, all steps even when one fails. Prints a table, the names of what failed
+/// and what was skipped, and the closing line. True when nothing failed.
 pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     let mut total = Tally::default();
     let mut table = Vec::new();
@@ -182,7 +182,7 @@ pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     total.failed == 0
 }
 
-/// What became of a step.
+/// The outcome of a step.
 type Outcome = (&'static str, Duration, Tally);
 
 /// Runs lanes side by side, the steps of each in order; outcomes come lane by lane. Lines of lanes
@@ -276,9 +276,9 @@ fn gpu(extent: Extent) -> Result<Tally> {
     Ok(tally)
 }
 
-/// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is
-/// passed on, so that the tests read what the models step made, a Python with MLX, and MLX's C
-/// layer; tests that lack one say so by name.
+/// Tests of the whole workspace, of the kind that `kind` selects. It passes on the test models'
+/// folder, so that the tests read what the models step made, a Python with MLX, and MLX's C layer.
+/// Tests that lack one say so by name.
 fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);

@@ -35,7 +35,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// One check that passed or failed as a whole.
+    /// The tally of a check that passed or failed as a whole.
     pub(crate) fn check(name: &str, passed: bool) -> Tally {
         if passed {
             Tally {
@@ -47,7 +47,7 @@ impl Tally {
         }
     }
 
-    /// One check that failed.
+    /// The tally of a check that failed.
     pub(crate) fn failure(name: &str) -> Tally {
         Tally {
             failed: 1,
@@ -56,7 +56,7 @@ impl Tally {
         }
     }
 
-    /// One check that could not be made.
+    /// The tally of a check that could not be made.
     pub(crate) fn skip(name: &str, reason: &str) -> Tally {
         let skip = Skip {
             name: name.into(),

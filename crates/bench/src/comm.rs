@@ -1,4 +1,4 @@
-//! What the collectives cost over any group: medians by operation and size.
+//! Cost of the collectives over any group: medians by operation and size.
 //!
 //! Every rank calls [`measure`]; rank 0's report is the one that counts. [`sums`] is a turn against
 //! another library, whose figures become [`Rival`]s of the report.
@@ -30,13 +30,13 @@ pub const SIZES: [usize; 13] = [
     64 << 20,
 ];
 
-/// Calls per size: as many as move this many bytes, within bounds that keep medians meaningful
-/// and the whole run under a minute. With 8 calls of 16 MiB a row was over in 15 ms: whatever else
-/// ran on a core in that time was all it measured.
+/// Calls per size: as many as move this many bytes, within bounds that keep medians meaningful and
+/// the whole run under a minute. With 8 calls of 16 MiB a row was over in 15 ms. All it measured
+/// was whatever else ran on a core in that time.
 const BYTES_PER_SIZE: usize = 128 << 20;
 const CALLS: std::ops::RangeInclusive<usize> = 40..=1000;
 
-/// What is measured.
+/// The measurement to make.
 #[derive(Clone, Debug)]
 pub struct Spec {
     /// Name of how ranks reach each other, for the report.
@@ -49,7 +49,7 @@ pub struct Spec {
     pub deadline: Deadline,
 }
 
-/// One operation at one size.
+/// An operation at one size.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     /// Its name.
@@ -62,13 +62,13 @@ pub struct Row {
     pub p10_us: f64,
     /// The median.
     pub p50_us: f64,
-    /// Those that one call of a hundred takes more than.
+    /// Microseconds that one call of a hundred takes more than.
     pub p99_us: f64,
-    /// What each link had to carry for this, per second.
+    /// Bytes that each link had to carry for this, in GB per second.
     pub bus_gb_s: f64,
 }
 
-/// What rank 0 knows in the end.
+/// Facts that rank 0 knows in the end.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
     /// How ranks reach each other.
@@ -120,11 +120,11 @@ type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
 /// An operation: its name, the call, and how many times a rank's buffer crosses each link.
 type Op = (&'static str, Call, fn(f64) -> f64);
 
-/// What all-reduce is held against: rank 0 copies a buffer there and back, the others wait.
+/// The yardstick of all-reduce: rank 0 copies a buffer there and back, the others wait.
 const COPIES: &str = "two_copies";
 
-/// Memory that the copies walk through, so that they are not of what a cache holds: four times the
-/// last one of the machines that this was measured on.
+/// Memory that the copies walk through, so that they are not of what a cache holds. It is four
+/// times the last cache of the machines that this was measured on.
 const COPIED_BYTES: usize = 128 << 20;
 
 const OPS: [Op; 9] = [
@@ -172,8 +172,9 @@ fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Er
     group.barrier(by)
 }
 
-/// Copies of what another core has just written, beside [`COPIES`] of what was written long ago: in
-/// turns, rank 0 has what the last rank wrote, and the last rank what rank 0 then has written.
+/// Copies of what another core has just written, beside [`COPIES`] of what was written long ago.
+/// They come in turns: rank 0 has what the last rank wrote, and the last rank what rank 0 then has
+/// written.
 fn two_handovers(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
     group.broadcast(&mut b.own, Rank(group.size() - 1), by)?;
     group.broadcast(&mut b.own, Rank(0), by)

@@ -25,7 +25,7 @@ pub enum Error {
     PeerStart {
         /// The other program.
         name: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The other program cannot be heard any more.
@@ -33,7 +33,7 @@ pub enum Error {
     PeerLost {
         /// The other program.
         name: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The other program has ended.
@@ -49,7 +49,7 @@ pub enum Error {
     PeerAnswer {
         /// The other program.
         name: &'static str,
-        /// What is wrong.
+        /// The fault in the answer.
         source: serde_json::Error,
     },
 }

@@ -1,17 +1,16 @@
-//! Measurements: what this machine, its collectives and its models reach, beside their limits and
-//! beside what the planner says.
+//! Measurements of this machine, its collectives and its models, beside their limits and the
+//! planner's predictions.
 //!
 //! - [`comm`]: the collectives of a group, by operation and size.
 //! - [`kernels`]: matrix products of every weight type.
-//! - [`limits`]: what reads of memory and integer products reach at best.
+//! - [`limits`]: the best speed of reads of memory and of integer products.
 //! - [`model`]: prefill and decode speed of a model that answers.
 //! - [`peer`]: llama.cpp and mlx-lm, driven in turns with a model.
 //! - [`plan`]: predictions beside measurements.
 //! - [`ranks`]: the collectives of ranks in processes, here and on machines of a cluster.
 //!
-//! Each module has what is measured (`Spec`), `measure`, and a `Report` with a table for people and
-//! a picture. The crate prints nothing, and only [`ranks`] and [`peer`]
-//! start processes.
+//! Each module has settings (`Spec`), `measure`, and a `Report` with a table for people and a
+//! picture. The crate prints nothing, and only [`ranks`] and [`peer`] start processes.
 
 pub mod comm;
 mod error;

@@ -1,4 +1,4 @@
-//! What this machine can do at best at the moment.
+//! Limits of this machine at the moment.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,8 +11,8 @@ use paceline_tensor::{self as tensor, Kernels};
 /// hardware fetches little by itself. The best of both counts.
 const AHEAD: [usize; 2] = [0, 2048];
 
-/// Memory that is read to know the limit, 512 MiB: several times the last cache of most machines,
-/// and ten times that of the largest GPUs.
+/// Memory that is read to know the limit, 512 MiB. That is several times the last cache of most
+/// machines, and ten times that of the largest GPUs.
 const LIMIT_BYTES: usize = 512 << 20;
 
 /// Measures how fast memory can be read at the moment, by what computes.
@@ -23,9 +23,9 @@ const LIMIT_BYTES: usize = 512 << 20;
 pub enum Limit {
     /// By all threads.
     Cpu {
-        /// What is read.
+        /// The memory that is read.
         memory: ReadLimit,
-        /// Who reads.
+        /// The kernels that read.
         kernels: Arc<Kernels>,
     },
     /// By the device that MLX computes on.
@@ -74,7 +74,7 @@ impl Limit {
         })
     }
 
-    /// Who reads.
+    /// The name of the reader.
     pub fn name(&self) -> String {
         match self {
             Self::Cpu { .. } => "cpu".to_owned(),

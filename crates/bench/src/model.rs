@@ -17,7 +17,7 @@ use crate::{Error, quantile};
 /// The model that is measured.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
-    /// What answers.
+    /// The model that answers.
     pub model: &'a Loaded,
     /// Its tokenizer.
     pub tokenizer: &'a Tokenizer,
@@ -31,7 +31,7 @@ pub struct Subject<'a> {
     pub load_time: Duration,
 }
 
-/// What is measured.
+/// The measurement to make.
 #[derive(Clone, Debug)]
 pub struct Spec {
     /// The model's name.
@@ -51,13 +51,13 @@ pub struct Run {
     pub prefill: f64,
     /// Of the answer.
     pub decode: f64,
-    /// What nodes moved per token.
+    /// Traffic of nodes per token.
     pub moved: Option<Moved>,
     /// Plain reads of memory just before, by as many threads or by MLX's device, bytes per second.
     pub limit: f64,
 }
 
-/// One run: the time to read a prompt, and to decode behind [`Spec::depth`]. Prompts differ by
+/// A run: the time to read a prompt, and to decode behind [`Spec::depth`]. Prompts differ by
 /// `round`.
 ///
 /// # Errors
@@ -156,16 +156,16 @@ pub fn generate(
     }
 }
 
-/// What was measured.
+/// The measurements of a model.
 #[derive(Clone, Debug)]
 pub struct Report<'a> {
-    /// What for.
+    /// The settings that they were made with.
     pub spec: &'a Spec,
     /// Of which model.
     pub subject: Subject<'a>,
     /// Whose reads the limit is of.
     pub limit: String,
-    /// Who was measured in turn with it; empty without.
+    /// The program that was measured in turn with it; empty without.
     pub peer: &'static str,
     /// Runs of the model; at least one.
     pub ours: Vec<Run>,
@@ -202,7 +202,7 @@ impl Report<'_> {
         self.subject.model.predicted_at(u32::try_from(keys).ok()?)
     }
 
-    /// What nodes moved per token, of the run whose bytes on the wire are the median.
+    /// Traffic of nodes per token, of the run whose bytes on the wire are the median.
     fn moved(&self) -> Option<Moved> {
         let moved: Option<Vec<Moved>> = self.ours.iter().map(|run| run.moved).collect();
         let mut moved = moved?;
@@ -210,7 +210,7 @@ impl Report<'_> {
         moved.get((moved.len().max(1) - 1) / 2).copied()
     }
 
-    /// What a token costs more than the peer's, in milliseconds; the median of the pairs.
+    /// Excess of a token's time over the peer's, in milliseconds; the median of the pairs.
     fn extra_ms(&self) -> f64 {
         let pairs = self.ours.iter().zip(&self.theirs);
         let extra: Vec<f64> = pairs
@@ -390,7 +390,7 @@ impl Report<'_> {
 }
 
 impl Report<'_> {
-    /// What plain reads reached just before each run.
+    /// Speeds of plain reads just before each run.
     fn limits(&self) -> String {
         let of = |runs| spread(&Self::column(runs, |run| run.limit / 1e9));
         let ours = of(&self.ours);

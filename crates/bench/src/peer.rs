@@ -13,7 +13,7 @@ const LLAMA_CPP: &str = include_str!("../../../scripts/peers/llama_bench.py");
 /// Drives the Python package `mlx-lm`.
 const MLX_LM: &str = include_str!("../../../scripts/peers/mlx_lm_bench.py");
 
-/// What a peer runs.
+/// The run that a peer is to make.
 #[derive(Clone, Copy, Debug)]
 pub struct Task {
     /// Threads that it computes with.
@@ -87,7 +87,7 @@ impl Served {
         self.name
     }
 
-    /// One run: prefill and decode in tokens per second.
+    /// A run: prefill and decode in tokens per second.
     ///
     /// # Errors
     /// A program that ended, or says something else.

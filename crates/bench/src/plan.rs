@@ -1,4 +1,4 @@
-//! What the planner says of local nodes, beside what they do.
+//! The planner's forecast for local nodes, beside their measured speed.
 
 use serde::Serialize;
 
@@ -17,7 +17,7 @@ pub struct Runs {
     pub measured: Vec<f64>,
 }
 
-/// One way to cut the model.
+/// A way to cut the model.
 #[derive(Debug, Serialize)]
 pub struct Row {
     nodes: u32,

@@ -106,7 +106,7 @@ impl Force {
     }
 }
 
-/// What is measured, and by which processes.
+/// The measurement to make, and the processes that make it.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The program `paceline`.
@@ -199,7 +199,7 @@ pub fn processes(args: &Settings) -> Result<Report, Error> {
 }
 
 impl Settings {
-    /// What every rank measures.
+    /// The measurement that every rank makes.
     pub fn spec(&self) -> Spec {
         Spec {
             transport: self.backend.to_string(),
@@ -257,7 +257,7 @@ impl Drop for Children {
     }
 }
 
-/// What ranks of this program differ in, when compared with themselves.
+/// The settings in which ranks of this program differ, when compared with themselves.
 #[derive(Clone, Copy)]
 struct Kind {
     encrypt: bool,
@@ -365,7 +365,7 @@ fn rank_command(args: &Settings, kind: Kind, rank: u32) -> Command {
     command
 }
 
-/// Gives a rank a core of its own where there are enough, as `mpirun` does: two ranks that start on
+/// Gives a rank a core of its own where there are enough, as `mpirun` does. Two ranks that start on
 /// one core take turns there until the system notices, which is longer than a small size takes.
 #[cfg(target_os = "linux")]
 fn bind(ranks: usize, rank: Rank) {

@@ -32,7 +32,7 @@ pub struct Figures {
     pub prefill: Duration,
     /// From the first token to the last.
     pub decode: Duration,
-    /// What nodes moved; `None` for one node.
+    /// Traffic between nodes; `None` for one node.
     pub moved: Option<Moved>,
     /// Decode tokens a second as they were expected; `None` when nothing was measured before.
     pub predicted: Option<f64>,
@@ -95,7 +95,7 @@ impl Figures {
         moved.map(|moved| moved.per(computed as u64))
     }
 
-    /// One line for people.
+    /// A line for people.
     pub fn line(&self) -> String {
         let tokens = |n: usize| format!("{n} token{}", if n == 1 { "" } else { "s" });
         let mut line = format!(

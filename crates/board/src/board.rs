@@ -1,4 +1,4 @@
-//! What the dashboard of this node shows: the cluster, telemetry, instances and requests.
+//! The dashboard's data of this node: the cluster, telemetry, instances and requests.
 //!
 //! ```text
 //! agent, fleet or instance --every 200 ms--> changes --> events (SSE, --events FILE)
@@ -56,7 +56,7 @@ pub type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send
 /// Counts of the bytes that the ranks of this node's instances have sent each other so far.
 pub type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
 
-/// What this node tells of itself and its cluster. Clones are the same.
+/// This node's report on itself and its cluster. Clones are the same.
 #[derive(Clone)]
 pub struct Board(Arc<Inner>);
 

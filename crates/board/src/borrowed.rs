@@ -42,7 +42,7 @@ impl Borrowed {
     }
 }
 
-/// What a node says of an instance, or why it says no more.
+/// A node's report on an instance, or why no more of them come.
 pub type Told = Result<Value, local::Error>;
 
 /// Keeps the connection that the loan lasts as long as; reports until the instance answers.

@@ -7,7 +7,7 @@ use paceline_cluster::topology::{
 use paceline_plan::draw::{Edge, Net};
 use serde_json::{Value, json};
 
-/// What is to be set up, where.
+/// The cables to set up, and where.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
     /// Hosts and cables.

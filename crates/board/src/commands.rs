@@ -1,4 +1,5 @@
-//! What a node does for programs of its machine, and for whoever manages it on its dashboard.
+//! Commands of a node, for programs of its machine and for the users who manage it on its
+//! dashboard.
 //!
 //! Commands are JSON in, JSON out; an error is a reason for people. Programs reach them over the
 //! agent's local socket, the dashboard over HTTP.
@@ -32,7 +33,7 @@ use serde_json::{Value, json};
 use crate::hub::StoreHub;
 use crate::{Error, Tell, chain, served, stores};
 
-/// Requests that wait for a place before further ones are refused as busy: one of every
+/// Requests that wait for a place before further ones are refused as busy. That is one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
 pub const WAITING_MAX: usize = 512;
 
@@ -40,7 +41,7 @@ pub const WAITING_MAX: usize = 512;
 /// are pipes.
 pub type StartFar = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
 
-/// What a node runs models of the cluster with.
+/// Settings with which a node runs models of the cluster.
 pub struct Spec {
     /// Paceline's files.
     pub home: Home,
@@ -195,7 +196,7 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
     );
 }
 
-/// What the dashboard asks of a node whose models come and go; `keys` is the file of API keys.
+/// Commands of the dashboard to a node whose models come and go; `keys` is the file of API keys.
 ///
 /// # Errors
 /// A reason for people.

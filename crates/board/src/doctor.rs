@@ -1,4 +1,4 @@
-//! What this machine can do, what is missing, and the command that mends it.
+//! Checks of this machine: its abilities, its gaps, and the command that mends each gap.
 
 mod network;
 mod peer;
@@ -51,14 +51,14 @@ impl State {
     }
 }
 
-/// One thing that was looked at.
+/// A check that was made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
     /// Name of the thing.
     pub name: &'static str,
     /// How it stands.
     pub state: State,
-    /// What is there, or why it is not.
+    /// The thing that is there, or why it is not.
     pub found: String,
     /// The command or step that mends it.
     pub mend: Option<String>,
@@ -97,7 +97,7 @@ impl Check {
     }
 }
 
-/// What the program knows of this machine that nobody here looks up.
+/// The program's facts about this machine that this module does not look up.
 #[derive(Clone, Copy, Debug)]
 pub struct Here<'a> {
     /// The folder of all files.

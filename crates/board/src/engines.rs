@@ -1,4 +1,4 @@
-//! What computes here: paceline's own engine and MLX.
+//! Engines that compute here: paceline's own and MLX.
 
 use std::path::PathBuf;
 
@@ -31,11 +31,11 @@ pub struct Engine {
 pub struct DeviceRow {
     /// `cpu` or `gpu`.
     pub kind: &'static str,
-    /// What computes: an instruction set, `metal`, `cuda`, `cpu`.
+    /// The backend that computes: an instruction set, `metal`, `cuda`, `cpu`.
     pub backend: String,
     /// Its own name.
     pub name: Option<String>,
-    /// What a model may fill.
+    /// Memory that a model may fill.
     pub memory_bytes: Option<u64>,
 }
 

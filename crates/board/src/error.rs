@@ -14,7 +14,7 @@ pub enum Error {
     Events {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The system refuses a thread.
@@ -25,7 +25,7 @@ pub enum Error {
     Load {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault in it.
         source: Box<paceline_model::Error>,
     },
     /// A model's files cannot be used; says which and why.

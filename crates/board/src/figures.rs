@@ -1,4 +1,4 @@
-//! What `/metrics` tells of an instance and of the process that owns it.
+//! Figures in `/metrics` of an instance and of the process that owns it.
 
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_engine::Guesses;

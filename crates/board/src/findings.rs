@@ -1,8 +1,8 @@
 //! The user's own findings: files in the folder `kb` of paceline's home.
 //!
-//! Files are read at every start, and one that is broken is told of and left out, so that a slip in
-//! an editor takes neither the other files nor the built-in findings away. `add` checks a copy in
-//! memory first and puts it in place by renaming: a bad or interrupted `add` changes nothing.
+//! Files are read at every start. A broken file is told of and left out, so a slip in an editor
+//! takes neither the other files nor the built-in findings away. `add` checks a copy in memory
+//! first and puts it in place by renaming: a bad or interrupted `add` changes nothing.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -62,7 +62,7 @@ pub enum Error {
     Invalid {
         /// The path.
         path: PathBuf,
-        /// What is wrong, with line and key.
+        /// The fault in it, with line and key.
         source: paceline_kb::Error,
     },
     /// Another file of the user's would be left without findings that it refers to.
@@ -70,7 +70,7 @@ pub enum Error {
     Orphan {
         /// The other file.
         name: String,
-        /// What would be wrong with it.
+        /// The fault that it would have.
         source: paceline_kb::Error,
     },
     /// The file cannot be read.
@@ -105,7 +105,7 @@ const FILES_MAX: usize = 1000;
 /// Most bytes of all files together: sixteen of the largest, half a second of reading.
 const BYTES_MAX: usize = 16 * FILE_BYTES_MAX;
 
-/// What becomes of a file of the same name.
+/// The treatment of a file of the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
     /// It stays, and the new one is refused.
@@ -238,7 +238,8 @@ pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Add
     })
 }
 
-/// What `bytes` would bring as the file called `name`, in the place of one that has this name.
+/// Contents that `bytes` would bring as the file called `name`, in the place of one that has this
+/// name.
 fn check(kept: &[Kept], name: &str, bytes: &[u8], path: &Path) -> Result<Contents, Error> {
     let mut views = views(kept);
     let (_, refused) = KnowledgeBase::with_files(&views);

@@ -11,8 +11,8 @@ use serde_json::json;
 
 use crate::{Board, commands};
 
-/// Longest wait for what an instance's ranks have sent: they answer between two messages, and the
-/// dashboard that asks is to stay quick when one is gone.
+/// Longest wait for the counts of bytes that an instance's ranks have sent. Ranks answer between
+/// two messages, and the dashboard that asks is to stay quick when one is gone.
 const COUNT_LIMIT: Duration = Duration::from_millis(250);
 
 impl Board {

@@ -1,4 +1,4 @@
-//! What this machine will do with a model, beside what it did.
+//! Forecast for a model on this machine, beside its past runs.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 /// Nodes of the longest row: more are rarely started on one machine.
 pub const MOST: u32 = 4;
 
-/// One way to run the model here.
+/// A way to run the model here.
 #[derive(Clone, Debug)]
 pub struct Row {
     nodes: u32,

@@ -1,13 +1,13 @@
-//! What becomes of an instance's workers, as lines: what each node holds, failures, changes.
+//! News of an instance's workers, as lines: what each node holds, failures, changes.
 
 use paceline_base::{Bytes, Rank};
 use paceline_model::{Config, Shard, Split};
 use paceline_node::Cut;
 use paceline_node::supervisor::Notice;
 
-/// What people are told of a notice; nothing while it loads, and of an end, which whoever waits for
-/// it tells. `cuts` are the instance's ways to be cut, of a model of this shape, with so many
-/// threads each.
+/// Lines for people about a notice. There are none while it loads, nor of an end, which the caller
+/// that waits for it tells. `cuts` are the instance's ways to be cut, of a model of this shape,
+/// with so many threads each.
 pub fn lines(notice: &Notice, cuts: &[Cut], (config, threads): (&Config, usize)) -> Vec<String> {
     match notice {
         Notice::Ready {
@@ -48,7 +48,7 @@ pub fn lines(notice: &Notice, cuts: &[Cut], (config, threads): (&Config, usize))
     }
 }
 
-/// What each node holds of a model: a heading, then a line each.
+/// Each node's share of a model: a heading, then a line each.
 pub fn split_lines(
     config: &Config,
     split: &Split,

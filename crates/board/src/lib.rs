@@ -1,4 +1,4 @@
-//! What a node tells of itself and its cluster, and what it is told to do.
+//! A node's reports on itself and its cluster, and the commands that it takes.
 //!
 //! ```text
 //! agent, fleet, instances --> Board --> dashboard, events, audit log     (JSON: screen, page)
@@ -9,24 +9,24 @@
 //!
 //! - [`Board`]: the cluster, telemetry, instances and requests; [`Local`]: instances of a process
 //!   without a fleet.
-//! - [`commands`]: what a node does for its dashboard and for programs of its machine.
-//! - [`doctor`]: what this machine can do, what is missing, and what mends it.
-//! - [`engines`]: what computes here.
-//! - [`answer`]: an answer as it is collected, and what it cost.
-//! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
-//! - [`machines`]: those that compute for a program of this machine.
+//! - [`commands`]: commands from its dashboard and from programs of its machine.
+//! - [`doctor`]: checks of this machine, and the command that mends each gap.
+//! - [`engines`]: engines that compute here.
+//! - [`answer`]: an answer as it is collected, and its cost.
+//! - [`holds`]: news of workers, as lines; [`trainings`]: forecasts of trainings.
+//! - [`machines`]: machines that compute for a program of this machine.
 //! - [`borrowed`]: an instance that a program has for as long as it runs.
 //! - [`cables`]: cables between machines, for people.
 //! - [`findings`]: the user's own findings, beside those of the knowledge base.
 //! - [`figures`]: metrics of an instance.
-//! - [`fits`]: which models of the catalogue fit, and how fast.
-//! - [`foreseen`]: what this machine will do with a model.
+//! - [`fits`]: models of the catalogue that fit, and their speed.
+//! - [`foreseen`]: forecast for a model on this machine.
 //! - [`named`]: models, clusters and engines by their names.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
 //! - [`shown`]: facts about one model.
-//! - [`tables`]: what a node tells, as lines.
-//! - [`member`]: what a node is to its cluster.
-//! - [`screen`]: what a board tells, as a frame of text.
+//! - [`tables`]: a node's reports, as lines.
+//! - [`member`]: a node as a member of its cluster.
+//! - [`screen`]: a board's reports, as a frame of text.
 //! - [`Error`].
 //!
 //! It reads no environment and prints nothing: settings are arguments, and lines for people go to a

@@ -1,8 +1,8 @@
 //! The links between nodes: the measured way in use of each pair, with what it carries now.
 //!
 //! Latency and bandwidth are those that the nodes measured and told each other. Traffic is counted
-//! by the interface that the way leaves by, so it has all that leaves there, and is absent for
-//! ways without an interface of their own, such as loopback. What models move between both nodes is
+//! by the interface that the way leaves by, so it has all that leaves there. It is absent for ways
+//! without an interface of their own, such as loopback. Traffic of models between both nodes is
 //! counted by their workers.
 
 use std::collections::BTreeMap;

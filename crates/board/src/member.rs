@@ -1,4 +1,4 @@
-//! What a node is to its cluster: its facts, and the file of API keys that all nodes share.
+//! A node as a member of its cluster: its facts, and the file of API keys that all nodes share.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -51,7 +51,7 @@ impl KeyFile for ApiKeys {
     }
 }
 
-/// What a node tells of its cluster.
+/// A node's report on its cluster.
 pub fn cluster(agent: &Agent) -> Value {
     json!({
         "cluster": agent.cluster(),

@@ -22,7 +22,7 @@ pub enum Error {
     Read {
         /// Its path.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -35,9 +35,9 @@ const BITS: f64 = 4.5;
 /// What is wrong in so much is found within half a second.
 const TOML_BYTES_MAX: u64 = 8 << 20;
 
-/// A model by what `run` takes it for: files of this machine first, then a name whose model is not
-/// here yet, by the shape that the catalogue has of it; then other names of the catalogue. `bits`
-/// replaces the stored bits of a weight.
+/// A model by what `run` takes it for: files of this machine first. Then comes a name whose model
+/// is not here yet, by the shape that the catalogue has of it. Other names of the catalogue come
+/// last. `bits` replaces the stored bits of a weight.
 ///
 /// # Errors
 /// Files that cannot be read, a name that nobody knows.

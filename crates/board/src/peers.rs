@@ -37,7 +37,7 @@ const OPEN_LIMIT: Duration = Duration::from_secs(3);
 /// Other nodes that are asked at the same time; each takes a thread.
 const PEERS_MAX: usize = 64;
 
-/// What other nodes said.
+/// Answers of other nodes.
 #[derive(Default)]
 pub(super) struct Peers {
     looked: Mutex<Option<Instant>>,

@@ -51,7 +51,7 @@ impl Sort {
     }
 }
 
-/// What is shown, and how the user wants it.
+/// Contents of the screen, and how the user wants them.
 #[derive(Debug, Default)]
 pub struct View {
     status: Value,
@@ -177,7 +177,7 @@ fn memory_share(node: &Value) -> Option<f64> {
     (all > 0.0).then(|| 1.0 - free / all)
 }
 
-/// One frame as text, its lines without spaces at their ends.
+/// A frame as text, its lines without spaces at their ends.
 pub fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
     let area = buffer.area;
@@ -438,8 +438,8 @@ fn instance(it: &Value) -> [String; 5] {
     ]
 }
 
-/// A measured link; `MODELS` is what workers of models send over it, `SENDS` all that leaves by its
-/// interface, on a wide terminal with the share of its bandwidth.
+/// A measured link. `MODELS` is what workers of models send over it. `SENDS` is all that leaves by
+/// its interface, on a wide terminal with the share of its bandwidth.
 fn link(it: &Value, is_wide: bool) -> [String; 7] {
     let load = it["sent_bytes_s"].as_f64().zip(it["bytes_per_s"].as_f64());
     let load = load.filter(|(_, most)| is_wide && *most > 0.0);

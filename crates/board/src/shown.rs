@@ -47,7 +47,7 @@ impl Facts {
         self.add(name, number.to_string(), json!(number));
     }
 
-    /// What the catalogues say about the name that was asked for.
+    /// Adds the catalogues' facts about the name that was asked for.
     #[must_use]
     pub fn with_names(mut self, asked: &str) -> Self {
         if let Some(model) = Catalogue::BUILTIN.find(asked) {
@@ -140,7 +140,7 @@ impl Facts {
         self.bytes("cache of a token", token);
     }
 
-    /// What the engine needs, where it can compute the model at all.
+    /// Adds family and trained context where the engine can compute the model, else the reason.
     pub fn add_config(&mut self, source: &Source) {
         match Config::read(source) {
             Ok(config) => {

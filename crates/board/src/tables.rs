@@ -94,7 +94,7 @@ fn part(node: &str, model: &Value) -> [String; 5] {
     [name, node.to_owned(), here, size, kind.to_owned()]
 }
 
-/// What a node's disk has room for, or why that is not known.
+/// Room on a node's disk, or why it is not known.
 fn space(node: &str, store: &Value) -> String {
     if let Some(problem) = store["problem"].as_str() {
         return format!("{node}: {}", printable(problem));

@@ -1,4 +1,4 @@
-//! What instances move between machines: differences of what their ranks have counted.
+//! Traffic of instances between machines: differences of what their ranks have counted.
 //!
 //! Ranks count bytes since their epoch began. A node asks those of its own instances while
 //! somebody looks, so the first look knows no rate, nor does one long after the last.
@@ -43,7 +43,7 @@ struct Look {
 }
 
 impl Traffic {
-    /// What the instances move at `now`; `count` asks their ranks, and is called once a second at
+    /// Traffic of the instances at `now`; `count` asks their ranks, and is called once a second at
     /// most.
     pub(super) fn rates(&self, now: Instant, count: &dyn Fn() -> Vec<Exchanged>) -> Vec<Rate> {
         let mut last = lock(&self.0);
@@ -69,8 +69,8 @@ impl Traffic {
     }
 }
 
-/// What was moved between two counts that lie so many seconds apart. Instances that were not there
-/// before, or began a new epoch, are left out; so is what a machine sends itself.
+/// Traffic between two counts that lie so many seconds apart. Instances that were not there before,
+/// or began a new epoch, are left out; so is what a machine sends itself.
 fn rates(before: &[Exchanged], after: &[Exchanged], seconds: f64) -> Vec<Rate> {
     let mut pairs = Pairs::new();
     for now in after {
@@ -101,7 +101,7 @@ pub(super) fn sums<'a>(own: Vec<Rate>, others: impl Iterator<Item = &'a Value>) 
     pairs
 }
 
-/// What `/metrics` tells of the instances of this node, by pairs of machines.
+/// Figures in `/metrics` of the instances of this node, by pairs of machines.
 pub(super) fn facts(counts: &[Exchanged]) -> Vec<Fact> {
     let mut pairs: BTreeMap<(&String, &String), u64> = BTreeMap::new();
     for it in counts {

@@ -1,4 +1,4 @@
-//! What a training would take: machines as trainings see them, and the forecast for people.
+//! Forecasts of trainings: machines as trainings see them, and the forecast for people.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 /// Tflop/s. Measured rates count in full.
 const REACHED: f64 = 0.4;
 
-/// What a training takes as one object; `would_fit` where it does not fit.
+/// The forecast of a training as one object; `would_fit` where it does not fit.
 pub fn json(
     said: &Forecast,
     machines: &[Machine],
@@ -38,7 +38,7 @@ pub fn json(
     })
 }
 
-/// What a training takes, for people: steps of so many tokens, over `nodes` processes.
+/// The forecast of a training, for people: steps of so many tokens, over `nodes` processes.
 pub fn report(said: &Forecast, tokens: usize, steps: Option<u64>, nodes: usize) -> String {
     let mut text = format!(
         "trained    {} numbers\nmemory     {} a process, {nodes} processes\nstep       {:.2} s for \
@@ -65,7 +65,7 @@ pub fn report(said: &Forecast, tokens: usize, steps: Option<u64>, nodes: usize) 
     text
 }
 
-/// What would fit, a sentence each.
+/// Changes that would make it fit, a sentence each.
 pub fn told(changes: &[Change]) -> Vec<String> {
     let of = |change: &Change| match change {
         Change::Qlora => "it fits with --method qlora".to_owned(),

@@ -57,7 +57,7 @@ typedef enum PacelineReduce {
   PACELINE_REDUCE_PRODUCT = 3,
 } PacelineReduce;
 
-// One rank's handle to a group.
+// A rank's handle to a group.
 typedef struct PacelineGroup PacelineGroup;
 
 // A loaded model.

@@ -15,7 +15,7 @@ use crate::status::{Failure, PacelineStatus, guarded, text};
 /// Longest deadline in seconds: a year means "for ever".
 const SECONDS_MAX: f64 = 3.2e7;
 
-/// One rank's handle to a group.
+/// A rank's handle to a group.
 #[derive(Debug)]
 pub struct PacelineGroup(Box<dyn Group>);
 
@@ -54,7 +54,7 @@ fn element(number: u32) -> Result<Dtype, Failure> {
     meant(&all, number, "PacelineDtype")
 }
 
-/// What `number` of the enumeration `name` stands for.
+/// The meaning of `number` in the enumeration `name`.
 fn meant<T: Copy>(all: &[(u32, T)], number: u32, name: &str) -> Result<T, Failure> {
     let found = all.iter().find(|(named, _)| *named == number);
     let found = found.map(|(_, value)| *value);

@@ -21,8 +21,8 @@ use crate::status::{Failure, PacelineStatus, guarded, text};
 /// Positions of a conversation, where the caller names none.
 const CONTEXT: u32 = 4096;
 
-/// Replies that wait for the callback: an answer's tokens come one at a time, and the engine does
-/// not stop for a slow reader until its answer is complete, so this bounds nothing but memory.
+/// Replies that wait for the callback. An answer's tokens come one at a time, and the engine does
+/// not stop for a slow reader until its answer is complete. So this bounds nothing but memory.
 const REPLIES: usize = 1 << 16;
 
 /// A loaded model.
@@ -110,7 +110,7 @@ fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Failur
     })
 }
 
-/// The model's chat template. It runs in this process: whoever links this library chose the model.
+/// The model's chat template. It runs in this process, whose owner chose the model.
 fn template(source: &Source) -> Result<ChatTemplate, ChatError> {
     match source {
         Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),

@@ -42,8 +42,8 @@ const FLAP_PAUSE: Duration = Duration::from_millis(500);
 /// For a worker's loss to be noticed, and for the model to answer again.
 const FLAP_LIMIT: Duration = Duration::from_secs(60);
 
-/// For the kernel to kill a worker without memory: 0.03 to 0.11 s, whether it answers or is idle
-/// (SmolLM2 over two and three nodes, two cores of an EPYC, 2026-11-26).
+/// For the kernel to kill a worker without memory. It took 0.03 to 0.11 s, whether the worker
+/// answers or is idle (SmolLM2 over two and three nodes, two cores of an EPYC, 2026-11-26).
 const STARVE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Between two questions while something is awaited.
@@ -53,7 +53,7 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 /// any case, and with the thread that called [`start`](Self::start) and [`heal`](Self::heal).
 pub(crate) struct Cluster {
     nodes: Vec<Node>,
-    /// What `load` was asked for, to ask again after nodes were lost.
+    /// The request to `load`, to ask again after nodes were lost.
     wanted: Value,
     stopped: Vec<Pid>,
     /// Networks and disks of the nodes; those of this machine without.
@@ -95,8 +95,8 @@ impl Watch {
 }
 
 impl Cluster {
-    /// Starts `count` nodes that find each other by address and join the first one's cluster; in
-    /// namespaces, each with a disk of so many bytes, where `disk` says so.
+    /// Starts `count` nodes that find each other by address and join the first one's cluster. Where
+    /// `disk` says so, they are in namespaces, each with a disk of so many bytes.
     ///
     /// # Errors
     /// A node that does not start, or the system's refusals.

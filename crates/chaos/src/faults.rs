@@ -107,8 +107,8 @@ impl Fault {
         )
     }
 
-    /// Looks whether it can be had: this system tells which processes belong to a node, nodes have
-    /// networks and disks of their own, or a worker's memory can be bounded.
+    /// Checks whether it can be had. It may need a list of a node's processes, networks and disks
+    /// of the nodes' own, or a bound on a worker's memory.
     ///
     /// # Errors
     /// Why not.

@@ -1,11 +1,11 @@
 //! A cluster of nodes on this machine, broken on purpose while it answers.
 //!
-//! Each round sends the same requests, spread over all nodes. At a moment that the seed chooses a
-//! fault hits one of these, and sometimes a second fault another. A client whose node is gone goes
+//! Each round sends the same requests, spread over all nodes. At a moment that the seed chooses, a
+//! fault hits a node, and sometimes a second fault hits another. A client whose node is gone goes
 //! on at the next. Every answer is compared with the answer of an undisturbed round.
 //!
 //! - [`Chaos`]: the rounds, one by one; [`Plan`]: their settings.
-//! - [`Fault`]: what happens to a node; [`faults`]: those that this system allows.
+//! - [`Fault`]: a fault of a node; [`faults`]: the faults that this system allows.
 //! - [`Report`]: all rounds, as text and as JSON.
 //! - [`Error`].
 //!
@@ -197,7 +197,7 @@ fn undisturbed(
     Ok(known)
 }
 
-/// One round: requests, the fault, and what became of the answers.
+/// A round: requests, the fault, and what became of the answers.
 fn play(
     cluster: &mut Cluster,
     round: Round,

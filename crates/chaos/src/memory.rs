@@ -1,5 +1,5 @@
-//! A process without memory: a control group of Linux refuses it the next page that it touches, and
-//! the kernel kills it, as on a machine whose memory is full. Wants root.
+//! A process without memory. A control group of Linux refuses it the next page that it touches. The
+//! kernel kills it then, as on a machine whose memory is full. Wants root.
 
 use std::fs;
 use std::io;

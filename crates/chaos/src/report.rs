@@ -1,4 +1,4 @@
-//! What came of the rounds, as a table and as JSON.
+//! Outcomes of the rounds, as a table and as JSON.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::faults::Round;
 use crate::Error;
 
-/// What a round showed.
+/// The outcome of a round.
 #[derive(Debug)]
 pub(crate) struct Seen {
     pub(crate) round: Round,
@@ -25,7 +25,7 @@ pub(crate) struct Seen {
     pub(crate) moved: u32,
     pub(crate) lost: usize,
     pub(crate) altered: usize,
-    /// What the first lost answer said.
+    /// The reason in the first lost answer.
     pub(crate) reason: Option<String>,
 }
 

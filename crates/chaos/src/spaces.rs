@@ -1,5 +1,5 @@
-//! Network namespaces of Linux, one for each node and all on one bridge, so that a node can be cut
-//! off and have a disk of its own. Wants root and the programs `ip`, `unshare` and `mount`.
+//! Network namespaces of Linux, one for each node and all on one bridge. So a node can be cut off
+//! and have a disk of its own. Wants root and the programs `ip`, `unshare` and `mount`.
 
 use std::fs::File;
 use std::io;
@@ -9,7 +9,7 @@ use std::process::Command;
 
 use crate::error::{Context as _, Error, ensure};
 
-/// What a node runs in besides its network: processes and mounts of its own, so that it shares no
+/// The surroundings of a node besides its network: processes and mounts of its own. So it shares no
 /// memory with other nodes, as on another machine.
 const UNSHARE: [&str; 6] = [
     "unshare",
@@ -72,7 +72,7 @@ impl Spaces {
         all.map(str::to_owned).collect()
     }
 
-    /// What [`enter`] takes to be in a node's network.
+    /// The file that [`enter`] takes to be in a node's network.
     ///
     /// # Errors
     /// What the system says.

@@ -1,6 +1,6 @@
 //! A client of the HTTP API that notes when each piece of its answer came. Where its connection
-//! breaks, or is silent for long, it goes on at another node with the id of its last event, or,
-//! of a response, with the response's id and the number of its last event.
+//! breaks, or is silent for long, it goes on at another node with the id of its last event. For a
+//! response it goes on with the response's id and the number of its last event.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -33,8 +33,8 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 /// Pieces after which a client that cancels goes.
 const CANCEL_AFTER: usize = 10;
 
-/// Kinds of requests: greedy, seeded, with log-probabilities, of two choices, one whose client
-/// cancels, one held to a schema, one that must call a tool, a response.
+/// Kinds of requests. They are greedy, seeded, with log-probabilities, of two choices, cancelled by
+/// the client, held to a schema, bound to call a tool, and a response.
 pub(crate) const KINDS: usize = 8;
 
 /// Where a node's API is.

@@ -1,7 +1,7 @@
 //! MLX's way in: `init(strict, backend)` with MLX's names and settings, for programs that are
 //! started by its launcher or ours.
 //!
-//! Nothing is read from the environment here; whoever does passes on what MLX's variables say:
+//! Nothing is read from the environment here; the caller reads it and passes on MLX's variables:
 //!
 //! | variable | field |
 //! |---|---|
@@ -67,7 +67,7 @@ impl FromStr for MlxBackend {
     }
 }
 
-/// What MLX's environment says. MPI needs none of it.
+/// The settings in MLX's environment. MPI needs none of them.
 #[derive(Clone, Copy, Debug)]
 pub struct MlxPlace<'a> {
     /// Which rank this is.
@@ -90,7 +90,7 @@ pub enum MlxError {
     /// MLX has no backend of this name.
     #[error("backend {name:?}, expected any, ring, mpi, nccl or jaccl")]
     Name {
-        /// What was given.
+        /// The name that was given.
         name: String,
     },
     /// A setting is missing.
@@ -98,7 +98,7 @@ pub enum MlxError {
     Missing {
         /// Which was to be made.
         backend: MlxBackend,
-        /// What it needs.
+        /// The setting that it needs.
         missing: &'static str,
     },
     /// A wire that nobody has allowed.
@@ -126,8 +126,8 @@ pub enum MlxError {
 
 /// Joins a group as MLX's `init` does. Collective.
 ///
-/// Not strict, whoever fails goes on as a group of one. MPI with one rank counts as no group under
-/// [`MlxBackend::Any`], as with MLX.
+/// Not strict, a rank that fails goes on as a group of one. MPI with one rank counts as no group
+/// under [`MlxBackend::Any`], as with MLX.
 ///
 /// # Errors
 /// Any [`MlxError`] if `strict`.

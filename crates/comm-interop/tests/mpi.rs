@@ -3,10 +3,10 @@
 //! Without `mpirun` it is one rank alone, and passes as such. Every rank runs the same cases; the
 //! first prints a line for each. With `COMM_TEST_SPEED` it measures messages instead.
 //!
-//! The cases of MLX's MPI suite that say something about a group are here by their own names, at
-//! every number of ranks that they make sense for. The eight common ones, six of which are Python's
-//! on top of `all_sum`, are in `mlx_ring/cases.py`: each rank of `mpirun` is then a Python process,
-//! whose `shim.py` starts this program as its rank.
+//! The cases of MLX's MPI suite that say something about a group are here by their own names. They
+//! run at every number of ranks that they make sense for. The eight common cases, six of which are
+//! Python's on top of `all_sum`, are in `mlx_ring/cases.py`. Each rank of `mpirun` is then a Python
+//! process, whose `shim.py` starts this program as its rank.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,23 +1,23 @@
 //! Which quick answer fits a question, if any.
 //!
 //! Twelve answers are too few for statistics of their own, so words weigh what they weigh among the
-//! findings, and an answer must cover a good part of the question: each word counts in full when
-//! the collected question has it, less when only the answer or its findings do. A question none of
+//! findings. An answer must cover a good part of the question. Each word counts in full when the
+//! collected question has it, less when only the answer or its findings do. A question none of
 //! whose words is in a collected question or answer gets no answer, however well findings fit.
 
 use crate::entry::{Finding, QuickAnswer};
 use crate::search::Index;
 use crate::words::{Word, words};
 
-/// What a word counts that the collected question has.
+/// Weight of a word that the collected question has.
 const IN_QUESTION: f32 = 1.0;
-/// What a word counts that the answer or its note has.
+/// Weight of a word that the answer or its note has.
 const IN_ANSWER: f32 = 0.7;
-/// What a word counts that one of the answer's findings has.
+/// Weight of a word that one of the answer's findings has.
 const IN_FINDINGS: f32 = 0.5;
 
-/// How much of a question an answer has to cover. `tests/questions.rs` holds the questions that
-/// this was set by: of those with an answer the least covered reaches 0.52, of those without one
+/// Share of a question that an answer has to cover. `tests/questions.rs` holds the questions that
+/// this was set by. Of those with an answer the least covered reaches 0.52, of those without one
 /// the best covered 0.33.
 const COVER_MIN: f32 = 0.42;
 

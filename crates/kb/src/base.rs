@@ -14,7 +14,7 @@ use crate::search::{Found, Index, hit};
 /// Collected findings on distributed GPU computing; its head says how it was collected.
 const FINDINGS: &str = include_str!("../data/findings.toml");
 
-/// What the planner assumes where findings disagree, and commands that check findings.
+/// Assumptions of the planner where findings disagree, and commands that check findings.
 const PLANNER: &str = include_str!("../data/planner.toml");
 
 /// A file of the user's.
@@ -26,7 +26,7 @@ pub struct UserFile<'a> {
     pub bytes: &'a [u8],
 }
 
-/// What a valid file brings.
+/// Contents of a valid file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Contents {
     /// Ids of its findings in the order of the file.
@@ -46,12 +46,12 @@ pub struct Skill {
     pub description: String,
 }
 
-/// What a name on the command line means.
+/// The area that a name on the command line means.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Area<'a> {
     /// All topics of a skill.
     Skill(&'a Skill),
-    /// One topic.
+    /// A topic.
     Topic(&'a Topic),
     /// Several topics that the name is part of.
     Ambiguous(Vec<&'a Topic>),
@@ -74,7 +74,7 @@ pub struct Stats {
     pub n_topics: usize,
     /// Pairs of findings that disagree.
     pub n_conflicts: usize,
-    /// What the planner assumes about them.
+    /// Assumptions of the planner about them.
     pub n_assumptions: usize,
     /// Findings that a command checks.
     pub n_checkable: usize,
@@ -106,7 +106,7 @@ pub struct KnowledgeBase {
 }
 
 impl KnowledgeBase {
-    /// What is built into the program.
+    /// The knowledge base that is built into the program.
     ///
     /// Cost: reads 48 KB of TOML and indexes 51 findings, some milliseconds
     /// (`cargo bench -p paceline-kb`).
@@ -114,11 +114,11 @@ impl KnowledgeBase {
         Self::with_files(&[]).0
     }
 
-    /// What is built in, and the user's files. Of files that want the same id the first has it;
-    /// files may refer to each other's findings in any order, but not in a circle.
+    /// The built-in knowledge base and the user's files. Of files that want the same id the first
+    /// has it. Files may refer to each other's findings in any order, but not in a circle.
     ///
-    /// A file that is not valid, by itself or beside the others, is left out as a whole and told of
-    /// with its place in `files`.
+    /// A file that is not valid, by itself or beside the others, is left out as a whole. It is told
+    /// of with its place in `files`.
     pub fn with_files(files: &[UserFile<'_>]) -> (Self, Vec<(usize, Error)>) {
         let mut parts = Parts::built_in();
         let mut refused = Vec::new();
@@ -224,14 +224,14 @@ impl KnowledgeBase {
         pairs.collect()
     }
 
-    /// What the planner assumes where a finding disagrees with others or is in doubt.
+    /// Assumptions of the planner where a finding disagrees with others or is in doubt.
     pub fn assumptions_on(&self, id: u32) -> Vec<&Assumption> {
         let all = self.assumptions.iter();
         all.filter(|a| a.findings.contains(&id)).collect()
     }
 
-    /// What the planner assumes between two findings. Of a pair with a finding of the user's, which
-    /// the planner cannot know, what it assumes about the built-in one.
+    /// Assumptions of the planner between two findings. Where one of the pair is the user's, which
+    /// the planner cannot know, they are those about the built-in finding.
     pub fn assumptions_between(&self, conflict: Conflict) -> Vec<&Assumption> {
         let built_in = |id: u32| {
             self.finding(id)
@@ -250,8 +250,8 @@ impl KnowledgeBase {
         }
     }
 
-    /// What the planner assumes where findings of a quick answer disagree with each other or are in
-    /// doubt by themselves.
+    /// Assumptions of the planner where findings of a quick answer disagree with each other or are
+    /// in doubt by themselves.
     pub fn assumptions_for(&self, answer: &QuickAnswer) -> Vec<&Assumption> {
         let here = |id: &u32| answer.findings.contains(id);
         let concerns = |a: &&Assumption| match &a.findings[..] {
@@ -261,8 +261,8 @@ impl KnowledgeBase {
         self.assumptions.iter().filter(concerns).collect()
     }
 
-    /// What `name` means: a skill, a topic by name or as typed (`cost-power`), or the only topic
-    /// that has it in its name.
+    /// The area that `name` means: a skill, a topic by name or as typed (`cost-power`), or the only
+    /// topic that has it in its name.
     pub fn area(&self, name: &str) -> Area<'_> {
         let typed = slug(name);
         if let Some(skill) = self.skills.iter().find(|skill| slug(&skill.name) == typed) {

@@ -1,5 +1,5 @@
-//! What a knowledge base holds: findings, topics, quick answers, and what the planner makes of
-//! them.
+//! Contents of a knowledge base: findings, topics, quick answers, and the planner's assumptions
+//! about them.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ pub enum Confidence {
     Verified,
     /// Several sources, or one that is close to the matter.
     High,
-    /// One source at second hand, or an inference.
+    /// A source at second hand, or an inference.
     Medium,
     /// Hearsay.
     Low,
@@ -46,7 +46,7 @@ pub enum Origin {
     File(String),
 }
 
-/// One claim.
+/// A claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// Unique among all findings, built in or not.
@@ -69,7 +69,7 @@ pub struct Finding {
     pub conflicts: Vec<u32>,
     /// How they disagree, and doubts that need no second finding. May be empty.
     pub conflict_note: String,
-    /// Who brought it.
+    /// The origin of the finding.
     pub origin: Origin,
 }
 
@@ -84,7 +84,7 @@ pub struct Topic {
     pub ids: Vec<u32>,
     /// Findings placed here although the source lists them elsewhere or nowhere.
     pub also: Vec<u32>,
-    /// Who brought it.
+    /// The origin of the topic.
     pub origin: Origin,
 }
 
@@ -119,18 +119,18 @@ pub struct QuickAnswer {
     pub findings: Vec<u32>,
     /// Where the answer goes further than the findings do. May be empty.
     pub note: String,
-    /// Who brought it.
+    /// The origin of the answer.
     pub origin: Origin,
 }
 
-/// What the planner takes for true where findings disagree.
+/// An assumption of the planner where findings disagree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assumption {
-    /// What the findings disagree about.
+    /// The subject on which the findings disagree.
     pub subject: String,
     /// The findings, two or more of which conflict; or one that carries a doubt of its own.
     pub findings: Vec<u32>,
-    /// What the planner assumes.
+    /// The planner's assumption.
     pub assumes: String,
     /// Why it does.
     pub why: String,
@@ -144,7 +144,7 @@ pub struct Check {
     /// The command as one types it, `paceline` first; words in capitals are for the user to fill
     /// in.
     pub command: String,
-    /// What it shows.
+    /// The result that it shows.
     pub shows: String,
 }
 

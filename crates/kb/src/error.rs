@@ -1,4 +1,4 @@
-//! What can be wrong with a file of findings, with line and key.
+//! Faults of a file of findings, with line and key.
 
 use std::fmt;
 
@@ -33,7 +33,7 @@ pub enum Error {
         column: usize,
         /// The key or header that was being read.
         key: Option<String>,
-        /// What the parser says.
+        /// The parser's message.
         message: String,
     },
     /// TOML, but no findings.
@@ -46,7 +46,7 @@ pub enum Error {
     },
 }
 
-/// One thing that is wrong, and where.
+/// A fault and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
     /// From 1; the line of the entry's header when a key is missing.
@@ -55,11 +55,11 @@ pub struct Problem {
     pub entry: String,
     /// The key; empty when the entry as a whole is meant.
     pub key: String,
-    /// What is wrong.
+    /// The fault.
     pub fault: Fault,
 }
 
-/// What is wrong with a key.
+/// A fault of a key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// Needed and not there.

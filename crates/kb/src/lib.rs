@@ -1,8 +1,8 @@
 //! The knowledge base behind `paceline kb`: findings on distributed GPU computing, their topics,
 //! quick answers, where findings disagree and what the planner assumes there.
 //!
-//! Built into the program (`data/findings.toml`, `data/planner.toml`) and extended by files of the
-//! user's, which come in as bytes: this crate does no input and output, knows no clock and no
+//! It is built into the program (`data/findings.toml`, `data/planner.toml`). Files of the user's
+//! extend it and come in as bytes: this crate does no input and output, knows no clock and no
 //! terminal.
 //!
 //! ```
@@ -15,12 +15,17 @@
 //! assert!(matches!(kb.area("jaccl-backend"), Area::Topic(topic) if topic.ids.contains(&415)));
 //! ```
 //!
-//! Reading order: [`entry`](crate::Finding) says what there is, `read` takes files apart and names
-//! line and key of what is wrong, [`KnowledgeBase`] links the entries, `words` makes terms of text,
-//! `search` ranks, `snippet` shows why, `ask` picks quick answers, [`report`] says it.
+//! Reading order:
+//! - [`entry`](crate::Finding): findings, topics, quick answers and assumptions.
+//! - `read`: takes files apart and names line and key of each fault.
+//! - [`KnowledgeBase`]: links the entries.
+//! - `words`: makes terms of text.
+//! - `search`: ranks; `snippet` shows why.
+//! - `ask`: picks quick answers.
+//! - [`report`]: texts and values for all of this.
 //!
-//! What it does not do: no stored index (a start reads and indexes all in some milliseconds), no
-//! query language, no language but English, no meaning of words.
+//! There is no stored index: a start reads and indexes all in some milliseconds. There is no query
+//! language, no language but English, and no meaning of words.
 
 #![forbid(unsafe_code)]
 

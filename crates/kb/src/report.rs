@@ -1,4 +1,4 @@
-//! What the knowledge base says: to people ([`show`], on a [`Page`]) and to programs ([`json`]).
+//! Reports of the knowledge base: to people ([`show`], on a [`Page`]) and to programs ([`json`]).
 //!
 //! Texts and values only: the caller knows the terminal and prints.
 
@@ -18,7 +18,7 @@ pub type Known = fn(&str) -> bool;
 /// A file of the user's that was taken in.
 #[derive(Debug)]
 pub struct Added {
-    /// What the file brings.
+    /// Contents of the file.
     pub contents: Contents,
     /// Where it is kept.
     pub path: PathBuf,

@@ -1,8 +1,8 @@
 //! Ranked search: BM25 of the crate `bm25` over the terms of [`crate::words`].
 //!
-//! The library weighs and counts; which words there are, what a misspelt word may have meant and
-//! which piece of a finding is shown is decided here. Equal scores are ordered by id, so the order
-//! never depends on a hash.
+//! The library weighs and counts. This module decides which words there are, what a misspelt word
+//! may have meant and which piece of a finding is shown. Equal scores are ordered by id, so the
+//! order never depends on a hash.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -41,7 +41,7 @@ pub enum Field {
     Tags,
     /// Name of its topic.
     Topic,
-    /// What it was taken from.
+    /// The source that it was taken from.
     Source,
     /// Its number.
     Id,
@@ -84,7 +84,7 @@ pub struct Unknown {
     pub nearest: Vec<String>,
 }
 
-/// What a search gives.
+/// The result of a search.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Found {
     /// Best first.
@@ -109,7 +109,7 @@ impl TokenEmbedder for Term {
 }
 
 /// Takes apart what [`join`] put together. The library wants texts and asks for their terms more
-/// than once; finding words is nearly all of the work, so it is done once, before.
+/// than once. Finding words is nearly all of the work, so it is done once, before.
 struct Terms;
 
 impl Tokenizer for Terms {
@@ -263,7 +263,7 @@ impl Index {
     }
 }
 
-/// What a query was understood as.
+/// A query as it was understood.
 #[derive(Debug, Default)]
 pub(crate) struct Query {
     pub(crate) terms: Vec<String>,

@@ -95,7 +95,7 @@ fn widen(text: &str, core: Range<usize>, width: usize) -> Range<usize> {
 /// A piece on its way to a [`Snippet`].
 struct Shown {
     snippet: Snippet,
-    /// What to take from a place in the text to have its place in the piece.
+    /// Difference to take from a place in the text to have its place in the piece.
     from: usize,
     lead: usize,
 }

@@ -1,8 +1,8 @@
 //! From text to the terms that search compares.
 //!
-//! A *word* is a stretch of text as people read it, `all_sum`, `26.2` or `full-mesh`; its *terms*
-//! are what it is found by: the whole, its pieces, and of English words the stem, so that `cables`
-//! finds `cable` and `10 GbE` finds the tag `10gbe`.
+//! A *word* is a stretch of text as people read it, `all_sum`, `26.2` or `full-mesh`. Its *terms*
+//! are what it is found by: the whole, its pieces, and of English words the stem. So `cables` finds
+//! `cable`, and `10 GbE` finds the tag `10gbe`.
 
 use std::ops::Range;
 use std::sync::LazyLock;
@@ -49,7 +49,7 @@ pub(crate) struct Word {
     pub(crate) range: Range<usize>,
     /// Lower case, without joiners at its ends.
     pub(crate) plain: String,
-    /// What it is found by; never empty. The whole comes first.
+    /// The terms that it is found by; never empty. The whole comes first.
     pub(crate) terms: Vec<String>,
 }
 

@@ -1,7 +1,7 @@
 //! Jobs from start to end: parts are leased to threads of this process or to worker processes.
 //!
 //! The parent merges what comes back. A worker process that ends, hangs or sends garbage loses its
-//! leases, and the others compute those parts; the result is the same, because it does not depend
+//! leases, and the others compute those parts. The result is the same, because it does not depend
 //! on which parts there were nor on what computed them.
 //!
 //! A worker on another machine reads inputs of the same paths there. It writes nothing: rows of a
@@ -53,7 +53,7 @@ const PARTS_AHEAD: usize = 2;
 /// Most threads that a worker is believed to have.
 const THREADS_MAX: usize = 1024;
 
-/// What computes: one job after the other.
+/// The team that computes: threads or worker processes, one job after the other.
 #[derive(Debug)]
 pub struct Crew {
     threads: usize,
@@ -78,7 +78,7 @@ pub struct Processes {
     pub hosts: Vec<String>,
     /// Threads of each; 0 for as many as its machine has cores.
     pub threads: usize,
-    /// What computes besides.
+    /// The devices that compute besides.
     pub device: Choice,
 }
 
@@ -94,7 +94,7 @@ pub enum Progress {
     },
     /// A worker was lost or left out, and its parts are leased again.
     Lost {
-        /// What became of it.
+        /// Reason for the loss.
         why: String,
         /// Parts that it had, perhaps none.
         parts: usize,
@@ -177,7 +177,7 @@ impl Crew {
         })
     }
 
-    /// What people call the device of this process.
+    /// The name for people of this process's device.
     pub fn device(&self) -> Option<&str> {
         self.device.as_ref().map(|device| device.label())
     }
@@ -380,7 +380,7 @@ struct Team {
     /// Names of their machines for people; empty for this one, none where all are on this one.
     hosts: Vec<String>,
     lost: u32,
-    /// What became of the last worker that was lost.
+    /// Reason for the last loss of a worker.
     last: String,
     /// Ends of workers that were not reported yet.
     untold: BTreeMap<u32, String>,
@@ -392,7 +392,7 @@ struct Team {
     ready: Vec<bool>,
     /// Number of the job under way.
     job: u64,
-    /// What the job's inputs look like here.
+    /// The number that tells the inputs here from others of equal names.
     inputs: u64,
     /// Where the job's rows go that workers of other machines send.
     sink: Option<Arc<dyn Sink>>,
@@ -608,8 +608,8 @@ impl Team {
         }
     }
 
-    /// Stores a part of a sort whose keys a worker of another machine has sent; whether its counts
-    /// are of all its rows, and the keys all that they say. Nothing is to be done for other
+    /// Stores a part of a sort whose keys a worker of another machine has sent. Gives whether its
+    /// counts are of all its rows, and the keys all that they say. Nothing is to be done for other
     /// results.
     fn store(
         &mut self,
@@ -650,7 +650,7 @@ impl Team {
         }
     }
 
-    /// What people call a worker.
+    /// The name for people of a worker.
     fn name(&self, rank: Rank) -> String {
         match self.hosts.get(rank.0 as usize) {
             Some(host) if self.is_apart(rank) => format!("worker on {host}"),

@@ -1,4 +1,4 @@
-//! What can go wrong in array jobs.
+//! Errors of array jobs.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,11 @@ pub enum Error {
     /// The system refused something about a file.
     #[error("cannot {what} {}", path.display())]
     File {
-        /// What was tried.
+        /// The operation that was tried.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// What it said.
+        /// The system's error.
         source: io::Error,
     },
     /// The file is no array that can be read.
@@ -23,7 +23,7 @@ pub enum Error {
     Npy {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault in it.
         problem: Problem,
     },
     /// The file became shorter while the job ran.
@@ -47,9 +47,9 @@ pub enum Error {
     Shapes {
         /// The input that differs.
         path: PathBuf,
-        /// What it has.
+        /// The number of its values.
         got: u64,
-        /// What the first has.
+        /// The number of the first input's values.
         expected: u64,
     },
     /// A result that no values have.
@@ -110,9 +110,9 @@ pub enum Error {
     /// A sort has too little memory for its values.
     #[error("{memory} bytes of memory are too few, expected at least {needed}")]
     Memory {
-        /// What it has.
+        /// The memory of the sort.
         memory: u64,
-        /// What it needs about.
+        /// The memory that the sort needs, about.
         needed: u64,
     },
     /// Splitters drawn again and again left a bucket that is larger than its share of memory.
@@ -173,7 +173,7 @@ pub enum Error {
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread {
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A worker said why it cannot go on: another would fail too.
@@ -181,21 +181,21 @@ pub enum Error {
     Worker {
         /// Which.
         worker: String,
-        /// What it said.
+        /// The worker's error.
         reason: String,
     },
     /// All workers were lost.
     #[error("all workers are lost, the last one: {last}")]
     Lost {
-        /// What became of it.
+        /// Reason for the loss.
         last: String,
     },
     /// The parent sent what was not expected.
     #[error("the parent sent {got}, expected {expected}")]
     Protocol {
-        /// What came.
+        /// The message that came.
         got: &'static str,
-        /// What should have come.
+        /// The message that should have come.
         expected: &'static str,
     },
 }

@@ -57,7 +57,7 @@ pub struct Groups {
     side: BTreeMap<u32, ExactSum>,
 }
 
-/// What is computed for each key, and of what.
+/// The reduction that is computed for each key, and its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grouping {
     /// The reduction: sum, mean, min, max or count.

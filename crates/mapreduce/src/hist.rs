@@ -1,8 +1,7 @@
 //! Histograms: how many values lie in each of some intervals of equal width.
 //!
-//! The edges are those of `numpy.linspace`, and bin `k` holds `edge[k] <= x < edge[k + 1]`, the
-//! last one its right edge too, as `numpy.histogram` has it. Counts are integers, so they have no
-//! order.
+//! The edges are those of `numpy.linspace`. Bin `k` holds `edge[k] <= x < edge[k + 1]`, the last
+//! one its right edge too, as `numpy.histogram` has it. Counts are integers, so they have no order.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,7 +1,7 @@
-//! What of a job is done, in a file: a job that was killed goes on from there.
+//! The parts of a job that are done, in a file: a job that was killed goes on from there.
 //!
 //! A line of JSON for the job, then one for each part. A line is written whole and the system is
-//! asked to keep it; the last line of a job that was killed may be cut off, and is dropped. A file
+//! asked to keep it. The last line of a job that was killed may be cut off, and is dropped. A file
 //! of another job, or of inputs that changed since, is refused and not touched.
 
 use std::fs::{File, OpenOptions};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Partial, Task};
 
-/// What the first line says.
+/// The first line.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Head {
     task: Task,
@@ -21,7 +21,7 @@ struct Head {
     written_ns: Vec<Option<u128>>,
 }
 
-/// What the other lines say.
+/// The other lines.
 #[derive(Debug, Serialize, Deserialize)]
 struct Line {
     part: u64,

@@ -1,4 +1,4 @@
-//! Who computes which part: parts are leased, and those of a lost holder are leased again.
+//! Leases of parts: each is given to one holder, and those of a lost holder are leased again.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

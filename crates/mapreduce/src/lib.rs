@@ -1,10 +1,12 @@
 //! Array jobs: reductions over files larger than memory, by threads and processes.
 //!
-//! A job is a [`Task`]: inputs and what is computed of them. It is cut into *parts*, ranges of
-//! rows, which are leased to whatever computes ([`Crew`]). A part gives a [`Partial`], and partials
-//! merge by operations without rounding: integer addition, minimum, exact sums
-//! ([`paceline_base::exact`]). So a result has the same bits for any number of threads and
-//! processes, for any cut into parts, and after any worker was lost and its parts computed again.
+//! A job is a [`Task`]: inputs and the computation over them. It is cut into *parts*, ranges of
+//! rows, which are leased to the threads or processes of a [`Crew`].
+//!
+//! A part gives a [`Partial`]. Partials merge by operations without rounding: integer addition,
+//! minimum, exact sums ([`paceline_base::exact`]). So a result has the same bits for any number of
+//! threads and processes, and for any cut into parts. The bits are also the same after any worker
+//! was lost and its parts were computed again.
 //!
 //! ```
 //! use paceline_base::exact::ExactSum;
@@ -18,12 +20,11 @@
 //! In reading order:
 //! - [`sum`]: exact sums of columns at the speed of memory.
 //! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: where rows come from and go.
-//! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`],
-//!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by
-//!   counter.
-//! - [`device`]: what computes blocks of rows, and graphics processors.
-//! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
-//!   is done, for a job that was killed. [`worker`]: the other side of the control channel;
+//! - [`Task`]: the computation. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`], [`sort`]:
+//!   the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
+//! - [`device`]: processors that compute blocks of rows, graphics processors among them.
+//! - [`Leases`]: the holder of each part. [`Crew`]: jobs from start to end. [`Journal`]: the parts
+//!   that are done, for a job that was killed. [`worker`]: the other side of the control channel;
 //!   [`line`]: that of a worker which shares no folder with its parent.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.

@@ -1,4 +1,4 @@
-//! What a job's parent and its workers say to each other.
+//! Messages between a job's parent and its workers.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -31,14 +31,14 @@ pub(crate) enum ToWorker {
     Start {
         /// Threads to compute with; 0 for as many as the worker's machine has cores.
         threads: usize,
-        /// What is to compute besides.
+        /// The devices that compute besides.
         device: Choice,
     },
     /// The job to which the next leases belong.
     Job {
         /// Its number.
         job: u64,
-        /// What is computed.
+        /// The task to compute.
         task: Box<Task>,
     },
     /// Keys of a bucket whose lease comes next, for a worker that does not share the parent's
@@ -62,7 +62,7 @@ pub(crate) enum FromWorker {
     Ready {
         /// Which job.
         job: u64,
-        /// What the inputs look like there ([`Task::looks`]).
+        /// The number of the inputs there ([`Task::looks`]).
         inputs: u64,
         /// Threads that compute there.
         threads: usize,
@@ -73,7 +73,7 @@ pub(crate) enum FromWorker {
         job: u64,
         /// Of which part.
         part: u64,
-        /// What is to be merged into the rest.
+        /// The partial that is merged into the rest.
         partial: Partial,
     },
     /// Rows for the parent to write, of a worker that does not share its folder.

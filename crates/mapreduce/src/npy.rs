@@ -15,7 +15,7 @@ pub const HEADER_BYTES_MAX: usize = 64 << 10;
 /// Most axes, as in NumPy 2.
 const AXES_MAX: usize = 64;
 
-/// What a header says.
+/// Contents of a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Type of the values.
@@ -40,7 +40,7 @@ pub enum Problem {
     Long {
         /// Its length.
         bytes: u64,
-        /// What is there, or allowed.
+        /// The bytes that are there, or allowed.
         max: u64,
     },
     /// The header is no literal of the known form.
@@ -48,7 +48,7 @@ pub enum Problem {
     Malformed {
         /// Place in the header.
         at: usize,
-        /// What should be there.
+        /// The token that should be there.
         expected: &'static str,
     },
     /// A type that is not computed.
@@ -63,9 +63,9 @@ pub enum Problem {
     /// File and header disagree.
     #[error("{got} bytes of values, expected {expected}")]
     Length {
-        /// What is there.
+        /// The bytes that are there.
         got: u64,
-        /// What the shape says.
+        /// The bytes that the shape asks for.
         expected: u64,
     },
 }

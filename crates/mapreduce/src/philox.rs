@@ -1,8 +1,9 @@
 //! Random numbers by counter: Philox 4x32-10.
 //!
-//! The n-th number is a function of the seed and n, so any machine computes any part of a sample,
+//! The n-th number is a function of the seed and n. So any machine computes any part of a sample,
 //! and computing it again gives the same. Source: Salmon, Moraes, Dror and Shaw, "Parallel random
-//! numbers: as easy as 1, 2, 3", SC 2011; constants and test vectors of the Random123 library.
+//! numbers: as easy as 1, 2, 3", SC 2011. Constants and test vectors are those of the Random123
+//! library.
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];

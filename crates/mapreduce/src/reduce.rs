@@ -1,6 +1,6 @@
-//! One number of all values: sums, means, variances, extremes.
+//! A number of all values: sums, means, variances, extremes.
 //!
-//! Sums are exact ([`paceline_base::exact`]), and what follows from them is rounded once: the mean
+//! Sums are exact ([`paceline_base::exact`]), and what follows from them is rounded once. The mean
 //! is the f64 nearest to the true mean of the values, the variance that nearest to their true
 //! variance. Integers of any size are summed as integers.
 
@@ -11,7 +11,7 @@ use crate::order::{float, key};
 use crate::value::{Value, digits, exact};
 use crate::{Dtype, Error, Values, sum};
 
-/// What is computed of a column.
+/// The reduction of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
     /// The sum, rounded once; of integers, the integer.
@@ -83,7 +83,7 @@ impl std::fmt::Display for Op {
     }
 }
 
-/// What a device says of a block's values, as far as the reduction needs it.
+/// A device's results for a block's values, as far as the reduction needs them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Reduced {
     /// How many values.
@@ -105,7 +105,7 @@ struct Extremes {
     max: i128,
 }
 
-/// What is known of the values so far.
+/// Facts about the values so far.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
     op: Op,

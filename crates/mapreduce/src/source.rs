@@ -176,7 +176,7 @@ fn open(path: &Path) -> Result<(File, u64), Error> {
     Ok((file, facts.len()))
 }
 
-/// An open file. Reads copy from the system's page cache: a file that shrinks meanwhile is an
+/// An open file. Reads copy from the system's page cache. A file that shrinks meanwhile is an
 /// error, not a signal, and memory does not grow with the file.
 #[derive(Debug)]
 pub struct FileSource {

@@ -9,11 +9,11 @@
 //! ```
 //!
 //! A level is `(x + m) - m` for a large `m` of the right exponent: exact, and a multiple of the
-//! level's unit. 128 such multiples add up exactly in a lane of f64, so a block costs ten
+//! level's unit. Of such multiples, 128 add up exactly in a lane of f64. So a block costs ten
 //! vector operations a vector, and becomes one integer a level. Two levels are enough for most
-//! columns; a block whose range is larger is computed with three or four, and if that is not
-//! enough, value by value. Source of the splitting:
-//! Rump, Ogita and Oishi, "Accurate floating-point summation", 2008; nothing here is approximate.
+//! columns. A block whose range is larger is computed with three or four, and if that is not
+//! enough, value by value. Nothing here is approximate. Source of the splitting: Rump, Ogita and
+//! Oishi, "Accurate floating-point summation", 2008.
 //!
 //! Measured on an AMD EPYC (Zen 5) beside a sum of 32 lanes: docs/measurements.md.
 
@@ -170,7 +170,7 @@ const fn exponent(peak: f64) -> i32 {
     (peak.to_bits() >> 52) as i32 - 1023
 }
 
-/// What the lanes of a block have.
+/// State of a block's lanes.
 #[derive(Debug)]
 struct Lanes<const N: usize> {
     sums: [[f64; N]; DEPTH_MAX],

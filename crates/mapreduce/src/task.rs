@@ -1,4 +1,4 @@
-//! What a job computes, and of what.
+//! A job's computation and its inputs.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use crate::{Dtype, Error, Input, Leases, Part};
 /// A job, as its workers get it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
-    /// What the values are.
+    /// The origin of the values.
     pub origin: Origin,
     /// An expression that is computed of each row first ([`expr`](crate::expr)).
     pub map: Option<String>,
@@ -23,7 +23,7 @@ pub struct Task {
     /// ([`device`](crate::device)). Its floats have no promised bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wgsl: Option<String>,
-    /// What is computed.
+    /// The kind of computation.
     pub kind: Kind,
 }
 
@@ -43,10 +43,10 @@ pub enum Origin {
     },
 }
 
-/// What is computed of the values.
+/// The computation over the values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Kind {
-    /// One number of all values.
+    /// A number of all values.
     Reduce(Op),
     /// How many values lie in each of some intervals.
     Hist(Bins),
@@ -64,7 +64,7 @@ pub enum Kind {
     Gather(Gather),
 }
 
-/// What a part gives. Merging two has no rounding and no order.
+/// The result of a part. Merging two has no rounding and no order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Partial {
     /// Of [`Kind::Reduce`].

@@ -1,4 +1,4 @@
-//! What a worker process runs: its parent's parts, on threads of its own.
+//! The worker process: it computes its parent's parts, on threads of its own.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::{Choice, Device, Error, Origin, Part, Prepared, Scratch, Task};
 /// A part of a job.
 type Work = (u64, Arc<Prepared>, Part);
 
-/// What a worker on another machine says first. Its version is in it: messages have no other.
+/// First line from a worker on another machine. Its version is in it: messages have no other.
 pub const GREETING: &str = concat!("paceline-mapreduce-worker ", env!("CARGO_PKG_VERSION"));
 
 /// Longest wait for the first message.
@@ -42,7 +42,7 @@ pub enum Files {
 }
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
-/// ends it or is gone; returns only when something failed, which the parent has been told.
+/// ends it or is gone. Returns only when something failed, which the parent has been told.
 ///
 /// # Errors
 /// What failed; [`Error::Cluster`] when there is no parent.

@@ -1,5 +1,5 @@
-//! What an environment says of wires between ranks: the variables that MLX's launcher, `mpirun` and
-//! `paceline launch` set. Their values come from the caller.
+//! Wires between ranks as the environment describes them: the variables that MLX's launcher,
+//! `mpirun` and `paceline launch` set. Their values come from the caller.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -73,7 +73,7 @@ pub enum WireError {
     Number {
         /// The variable.
         name: &'static str,
-        /// What it holds.
+        /// The value that it holds.
         value: String,
         /// Why that is none.
         source: num::ParseIntError,

@@ -38,7 +38,7 @@ fn reduce(number: u8) -> PyResult<Reduce> {
     found.ok_or_else(|| PyValueError::new_err(format!("no reduction has the number {number}")))
 }
 
-/// One rank's handle to a group. `paceline.distributed.Group` wraps it.
+/// A rank's handle to a group. `paceline.distributed.Group` wraps it.
 #[pyclass(frozen, name = "Group", module = "paceline._native")]
 #[derive(Debug)]
 pub(crate) struct PyGroup(Arc<dyn Group>);

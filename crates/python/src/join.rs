@@ -51,7 +51,7 @@ pub(crate) fn alone() -> PyGroup {
     PyGroup::new(Box::new(local::ranks(1).remove(0)))
 }
 
-/// What all ranks of a group have alike.
+/// Settings that all ranks of a group have alike.
 #[derive(FromPyObject)]
 pub(crate) struct Terms {
     /// Addresses by rank, each `host:port`.
@@ -115,7 +115,7 @@ pub(crate) fn join(
     made.map(PyGroup::new).map_err(|error| of_join(py, &error))
 }
 
-/// What a launcher has said, as MLX's backends read it.
+/// Settings of a launcher, as MLX's backends read them.
 #[derive(FromPyObject)]
 pub(crate) struct Launched {
     /// Variables of the environment.

@@ -1,4 +1,4 @@
-//! Who may ask: names of this server, pages of browsers, and keys.
+//! Access checks: names of this server, pages of browsers, and keys.
 //!
 //! A local API is not protected by being local: any web page that a user opens can send requests
 //! to it. Three things keep such a page out. `Host` must be a name of this server, so a page whose
@@ -40,14 +40,14 @@ pub(crate) struct Local(pub(crate) SocketAddr);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scheme(pub(crate) &'static str);
 
-/// Who asks.
+/// The client that a request comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Client {
     /// A program of this machine, when there are no keys.
     Anybody,
     /// Another machine, when there are no keys.
     Address(IpAddr),
-    /// Who has the key of this id.
+    /// The client whose key has this id.
     Key(String),
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-/// What stands for a key where the server asks for none: the programs want something.
+/// Placeholder for a key where the server asks for none: the programs require some value.
 const NO_KEY: &str = "paceline";
 
 /// Agents that are known.
@@ -55,7 +55,7 @@ pub struct Served {
     pub url: String,
     /// A key that it takes, where it wants one.
     pub key: Option<String>,
-    /// What requests call the model.
+    /// The name by which requests call the model.
     pub model: String,
     /// Tokens of prompt and answer.
     pub context: u64,
@@ -70,7 +70,7 @@ impl fmt::Debug for Served {
     }
 }
 
-/// What an agent is started with.
+/// Arguments and environment that an agent is started with.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Start {
     /// Variables.
@@ -84,7 +84,7 @@ impl Served {
         self.key.clone().unwrap_or_else(|| NO_KEY.to_owned())
     }
 
-    /// What `program` is started with, so that it asks this server.
+    /// Arguments and environment with which `program` asks this server.
     pub fn start(&self, program: Program) -> Start {
         let mut start = match program {
             Program::Claude => self.claude(),

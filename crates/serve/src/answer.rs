@@ -1,5 +1,5 @@
-//! The replies of a service to all choices of one request, with everything that can end them
-//! early: a deadline, the server's end, a reader that fell behind, and a client that left.
+//! The replies of a service to all choices of one request, with everything that can end them early.
+//! Early ends are a deadline, the server's end, a reader that fell behind, and a client that left.
 //!
 //! ```text
 //! engine's thread --sink--> bounded channel --next()--> the response
@@ -27,12 +27,12 @@ use crate::rejection::Rejection;
 /// Replies to a choice besides its tokens: the prompt's, the last, and one for a dropped sink.
 const BESIDE_TOKENS: usize = 3;
 
-/// What an answer runs under.
+/// The terms that an answer runs under.
 #[derive(Debug)]
 pub(crate) struct Terms {
     /// When it must be over.
     pub(crate) deadline: Pin<Box<Sleep>>,
-    /// What the deadline was, for its message.
+    /// The deadline in seconds, for its message.
     pub(crate) deadline_s: u64,
     pub(crate) phase: watch::Receiver<Phase>,
     /// Positions of a sequence.
@@ -202,7 +202,7 @@ impl Drop for Answer {
     }
 }
 
-/// What is computed for a request.
+/// The computation that runs for a request.
 #[derive(Debug)]
 struct Running {
     service: Arc<dyn Service>,

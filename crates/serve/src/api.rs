@@ -5,7 +5,8 @@
 //! ```
 //!
 //! A request holds one of [`Limits::requests`](crate::Limits::requests) places from its headers to
-//! the end of its answer, and one of the fewer places for parsing while its body is made tokens.
+//! the end of its answer. While its body is made tokens, it also holds one of the fewer places for
+//! parsing.
 
 pub(crate) mod asking;
 pub(crate) mod doors;
@@ -49,7 +50,7 @@ use crate::{Error, openapi};
 /// Longest path and query. Eight times what common servers allow.
 const MAX_TARGET_BYTES: usize = 32 << 10;
 
-/// What all requests share.
+/// State that all requests share.
 #[derive(Debug)]
 pub(crate) struct App {
     config: Config,
@@ -146,7 +147,7 @@ fn asks(endpoint: Endpoint) -> MethodRouter<Arc<App>> {
     })
 }
 
-/// Lets in who may ask, counts, and names the request.
+/// Lets in clients that may ask, counts, and names the request.
 async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();
@@ -208,7 +209,7 @@ pub(crate) fn address(request: &Request) -> String {
 }
 
 impl App {
-    /// Who asks.
+    /// The client that a request comes from.
     ///
     /// # Errors
     /// [`Rejection::NoKey`], [`Rejection::WrongKey`].

@@ -79,7 +79,7 @@ const COMMANDS: [&str; 12] = [
     "revoke_key",
 ];
 
-/// What the dashboard's requests share.
+/// State that the dashboard's requests share.
 struct Shared {
     config: Config,
     keys: Option<Arc<Watched>>,

@@ -42,7 +42,7 @@ impl std::fmt::Debug for Calling {
     }
 }
 
-/// What an answer is held to and read by.
+/// The constraint that an answer is held to, and the facts that its reader needs.
 #[derive(Debug)]
 pub(crate) struct Terms {
     pub(crate) constraint: Option<Constraint>,
@@ -91,7 +91,7 @@ impl Calling {
         by_response || self.syntax.is_some_and(|syntax| syntax.reasons())
     }
 
-    /// What the answer to `prompt`, which is `conversation` as ids, is held to.
+    /// The terms for the answer to `prompt`, which is `conversation` as ids.
     ///
     /// Cost: compiles the grammar to see whether the engine will.
     ///
@@ -143,7 +143,7 @@ impl Calling {
         self.checked(constraint, at).map(Some)
     }
 
-    /// What reads an answer; `None` where all of it is text.
+    /// The reader of an answer; `None` where all of it is text.
     pub(crate) fn reader(
         &self,
         terms: &Terms,
@@ -298,7 +298,7 @@ fn check_strict(conversation: &Conversation) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// What becomes of a request whose calls no grammar can hold.
+/// Accepts or refuses a request whose calls no grammar can hold.
 fn unbound(conversation: &Conversation, notes: &Notes) -> Result<(), Rejection> {
     let why = "calls in this model's form are not bound to a grammar";
     let refused = |param: &str| {

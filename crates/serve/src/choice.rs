@@ -1,8 +1,8 @@
-//! One choice of an answer, from replies to what clients are shown.
+//! A choice of an answer, from replies to what clients are shown.
 //!
-//! Log-probabilities wait with the text that their tokens are held back with, so that those of a
-//! stop text are not shown either: a token's entry is given out with the first text that becomes
-//! certain at or after it, or with the end.
+//! Log-probabilities wait with the text that their tokens are held back with, so those of a stop
+//! text are not shown either. A token's entry is given out with the first text that becomes certain
+//! at or after it, or with the end.
 
 use std::time::Instant;
 
@@ -56,7 +56,7 @@ impl Ending {
     }
 }
 
-/// What a reply adds to a choice.
+/// The addition of a reply to a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
     /// Of the prompt's tokens from the second on, when they are asked for.
@@ -136,7 +136,7 @@ impl Choice {
         pieces.filter(is_told).collect()
     }
 
-    /// What `reply` adds, which came at `now`; `None` if nothing.
+    /// The addition of `reply`, which came at `now`; `None` if nothing.
     pub(crate) fn take(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
             Reply::Failed(_) => None,
@@ -209,7 +209,7 @@ const fn is_call(piece: &Piece) -> bool {
     matches!(piece, Piece::CallEnd { .. })
 }
 
-/// What clients are told of an event; `is_over` when it came with the end of the answer.
+/// The piece that clients get for an event; `is_over` when it came with the end of the answer.
 fn piece(event: Event, is_over: bool) -> Option<Piece> {
     Some(match event {
         Event::Text(text) => Piece::Text(text),

@@ -1,4 +1,4 @@
-//! What the caller decides: where to listen, who may ask, how much and how long.
+//! Settings of the caller: where to listen, who may ask, how much and how long.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -33,13 +33,13 @@ pub struct Config {
     pub bind: Vec<SocketAddr>,
     /// Whether TLS is spoken there.
     pub wire: Wire,
-    /// Who may ask.
+    /// Clients and pages that may ask.
     pub access: Access,
     /// How much.
     pub limits: Limits,
     /// How long.
     pub times: Times,
-    /// What time it is.
+    /// The source of time.
     pub clock: Clock,
     /// Asked for at every scrape of `/metrics`.
     pub facts: Facts,
@@ -48,7 +48,7 @@ pub struct Config {
     pub is_lenient: bool,
     /// Requests as they run, with the events of this node.
     pub live: Live,
-    /// What the dashboard shows and does.
+    /// Contents and actions of the dashboard.
     pub board: Board,
     /// Lets clients remove models; without it such requests are refused.
     pub remover: Option<Remover>,
@@ -154,8 +154,8 @@ impl Default for Times {
 }
 
 /// Removes the model of a name from the machine's store. The second argument has every name of
-/// every model that is being served: the file of one of these stays, under whichever name it is to
-/// be removed. An error is a reason for the client.
+/// every model that is being served. The file of a served model stays, under whichever name it is
+/// to be removed. An error is a reason for the client.
 #[derive(Clone)]
 pub struct Remover(pub Arc<Remove>);
 
@@ -209,7 +209,7 @@ impl fmt::Debug for Puller {
     }
 }
 
-/// What a node tells of itself and its cluster, asked for at every request.
+/// The node's report on itself and its cluster, asked for at every request.
 #[derive(Clone)]
 pub struct Status(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
 
@@ -227,7 +227,7 @@ pub type Manage =
 /// seconds.
 pub type Stages = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
 
-/// What the dashboard of a node shows and does. All are called on threads that may block.
+/// Contents and actions of a node's dashboard. All are called on threads that may block.
 #[derive(Clone)]
 pub struct Board {
     /// Nodes, instances and requests, asked for at every look.

@@ -5,11 +5,12 @@
 //!   headers deadline      headers deadline   none                  idle time
 //! ```
 //!
-//! Where TLS is spoken, the handshake is a part of `Fresh`: it counts for the deadline of the first
+//! Where TLS is spoken, the handshake is a part of `Fresh`. It counts for the deadline of the first
 //! headers and as a connection without a key.
 //!
-//! When as many connections are open as may be, the one that is idle for longest is closed for a
-//! new one, those without a valid key first: whoever only holds connections open keeps nobody out.
+//! When as many connections are open as may be, a new one closes the connection that is idle for
+//! longest. Connections without a valid key go first, so a client that only holds connections open
+//! keeps nobody out.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -50,13 +51,13 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// once a connection or a few times.
 const UNTRUSTED_REQUESTS: usize = 8;
 
-/// After the last byte of an answer, so long is read on what a client still sends, and so many
-/// bytes: closing at once would destroy the answer on its way.
+/// Time and bytes for which the server reads on after the last byte of an answer. Closing at once
+/// would destroy the answer on its way.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 64 << 20;
 
-/// What the system may hold of an answer that its client does not read. Left to itself Linux takes
-/// megabytes, which are ten thousand tokens: a client that reads nothing would hold its place until
+/// The system's buffer for an answer that its client does not read. Left to itself Linux takes
+/// megabytes, which are ten thousand tokens. A client that reads nothing would hold its place until
 /// all of them are computed. The system doubles the number for its own bookkeeping.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
 
@@ -66,7 +67,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Tells a client that has sent everything that it is heard: one that has left answers by a reset.
 const STILL_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
-/// What a connection is doing.
+/// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// Nothing has come yet.
@@ -101,7 +102,7 @@ pub(crate) struct Known {
     now: Now,
 }
 
-/// What time it is.
+/// The source of time.
 type Now = fn() -> std::time::Instant;
 
 fn read(now: Now) -> Instant {
@@ -193,8 +194,8 @@ impl Open {
         all.by_id.values().filter(|(other, _)| *other == ip).count()
     }
 
-    /// Closes the connection that can be missed most: not one that is answered; of the others one
-    /// without a key, and the one that waits for longest.
+    /// Closes the connection that can be missed most, never a connection that is being answered.
+    /// Connections without a key go first, then the longest waiting.
     fn close_one(&self) {
         let all = self.all();
         let waiting = all.by_id.values().filter_map(|(_, known)| {
@@ -211,7 +212,7 @@ impl Open {
     }
 }
 
-/// What each connection gets.
+/// State that each connection gets.
 #[derive(Clone, Debug)]
 pub(crate) struct Acceptor {
     pub(crate) router: Router,
@@ -476,9 +477,9 @@ impl Impatient {
     }
 
     /// The client sends no more: it waits for its answer or has left. After a moment it is told
-    /// that it is heard, once and before any of the answer, where its HTTP has words for that; one
-    /// that has left resets the connection. Behind the head of a stream the stream says so. A
-    /// request that is cut off has ended.
+    /// that it is heard, once and before any of the answer, where its HTTP version can say so. A
+    /// client that has left then resets the connection. Behind the head of a stream the stream says
+    /// so. A request that is cut off has ended.
     fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             if self.known.facts().stage != Stage::Busy {

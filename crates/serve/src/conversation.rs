@@ -13,7 +13,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-/// Who speaks.
+/// The speaker of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Role {
     System,
@@ -33,14 +33,14 @@ impl Role {
     }
 }
 
-/// One turn.
+/// A turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Turn {
     pub(crate) role: Role,
     pub(crate) text: String,
     /// The speaker's name, or that of the tool which answers.
     pub(crate) name: Option<String>,
-    /// What an assistant thought before it spoke.
+    /// The assistant's thoughts before it spoke.
     pub(crate) reasoning: Option<String>,
     /// Calls that an assistant made.
     pub(crate) calls: Vec<Call>,
@@ -152,7 +152,7 @@ pub(crate) enum ToolChoice {
     Named(String),
 }
 
-/// What the text of an answer must be.
+/// The form that the text of an answer must have.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum Format {
     #[default]
@@ -161,7 +161,7 @@ pub(crate) enum Format {
     JsonObject,
     /// JSON of this schema.
     JsonSchema(Value),
-    /// What a grammar that is no schema says.
+    /// Text that a grammar other than a schema describes.
     Grammar(Grammar),
 }
 
@@ -173,7 +173,7 @@ pub(crate) struct Thinking {
     pub(crate) effort: Option<String>,
 }
 
-/// What a model is asked to continue, and how.
+/// The conversation that a model is asked to continue, and how.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conversation {
     pub(crate) turns: Vec<Turn>,

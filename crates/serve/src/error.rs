@@ -35,7 +35,7 @@ pub enum Error {
     /// The name of the model, or of a fact, cannot be shown.
     #[error("{what} {name:?}: expected 1 to 256 characters without control characters")]
     Name {
-        /// What it names.
+        /// The kind of thing that it names.
         what: &'static str,
         /// The name.
         name: String,

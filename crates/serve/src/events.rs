@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Writers never wait: when the ring is full, the oldest event goes. A reader asks for the events
-//! after the number it has, so it needs no queue, and a gap in the numbers tells it what it missed.
+//! after the number it has, so it needs no queue. A gap in the numbers tells it what it missed.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -108,8 +108,8 @@ pub enum Kind {
         /// How often since it was told last.
         times: u64,
     },
-    /// A client was refused for want of a right or a place, which is told once a minute; or the
-    /// control port refused a node or a newcomer, which is told once an hour.
+    /// A client was refused for want of a right or a place, which is told once a minute. The
+    /// control port's refusals of a node or a newcomer are told once an hour.
     Refused {
         /// The cause: as the API tells it, or beginning with `node_` or `join_`.
         code: &'static str,

@@ -1,4 +1,4 @@
-//! Fields of a request as a table: one row checks a value, says what is wrong with it, and is its
+//! Fields of a request as a table. A row checks a value, says what is wrong with it, and is its
 //! description in the OpenAPI document. So the document cannot promise other bounds than hold.
 
 use std::cell::RefCell;
@@ -18,7 +18,7 @@ pub(crate) struct Field {
     pub(crate) about: &'static str,
 }
 
-/// What the value must be.
+/// The type and bounds that the value must keep.
 #[derive(Debug)]
 pub(crate) enum Kind {
     /// Bounds included.

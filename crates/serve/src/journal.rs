@@ -34,7 +34,7 @@ const ALONE: Duration = Duration::from_secs(5);
 /// Of all room for journals one may take this part.
 const SHARE_OF_ONE: usize = 4;
 
-/// More of a journal. Its bytes are of no concern to whoever keeps them.
+/// More of a journal. The node that keeps its bytes need not read them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The journal's name, which cannot be guessed.
@@ -199,8 +199,8 @@ impl Journal {
         self.head.key.as_deref() == key
     }
 
-    /// Begins to read it; whoever did before stops. The number of the new reader, what hears when
-    /// it is to stop, and the replies so far.
+    /// Begins to read it; the reader before stops. Gives the number of the new reader, its signal
+    /// to stop, and the replies so far.
     ///
     /// # Errors
     /// A defect of ours, or of the node that kept it.

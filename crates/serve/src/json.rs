@@ -7,8 +7,8 @@ use crate::rejection::Rejection;
 
 /// The object that `body` is.
 ///
-/// Levels and values are counted on the bytes first: a parsed value takes up to a hundred times
-/// the bytes of a short one in text.
+/// Levels and values are counted on the bytes first. A parsed value takes up to a hundred times the
+/// bytes of a short one in text.
 ///
 /// # Errors
 /// [`Rejection::TooDeep`], [`Rejection::TooManyValues`], [`Rejection::NotJson`],

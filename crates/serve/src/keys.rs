@@ -25,7 +25,7 @@ use sha2::{Digest, Sha256};
 use subtle::{ConditionallySelectable, ConstantTimeEq};
 use tokio::time::sleep;
 
-/// What every key begins with, so that scanners for leaked secrets can know them.
+/// Prefix of every key, so that scanners for leaked secrets can know them.
 pub const PREFIX: &str = "pl-";
 
 /// Most keys of a file: each is compared with each request's.
@@ -47,7 +47,7 @@ pub enum Error {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The file could not be written.
@@ -55,7 +55,7 @@ pub enum Error {
     Write {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The file is not what [`Keys`] writes.
@@ -63,7 +63,7 @@ pub enum Error {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault in the file.
         reason: String,
     },
     /// Others can read or write the file.
@@ -121,7 +121,7 @@ impl Role {
 pub struct KeyInfo {
     /// Eight hexadecimal digits, by which it is revoked.
     pub id: String,
-    /// What it is for.
+    /// The purpose of the key.
     pub name: String,
     /// Seconds since 1970.
     pub created_unix_s: u64,
@@ -367,7 +367,7 @@ fn random_hex<const N: usize>() -> Result<String, Error> {
     Ok(hex(&bytes))
 }
 
-/// What tells that a file was replaced: inode, length, and time of change in nanoseconds.
+/// Signs that a file was replaced: inode, length, and time of change in nanoseconds.
 type Stamp = Option<(u64, u64, i64, i64)>;
 
 fn stamp(path: &Path) -> Stamp {

@@ -14,15 +14,17 @@
 //! - [`Server`], [`Config`]: bind, run, stop.
 //! - [`keys`]: API keys in a file, kept as hashes.
 //! - [`tls`]: certificates, for addresses that other machines reach.
-//! - [`Journals`]: what streamed answers were made of. Events have ids; a client that was cut off
-//!   sends the same request with the last one in `Last-Event-ID`, or asks for
-//!   `/v1/responses/{id}?stream=true&starting_after=N`, and goes on behind it. A [`Mirror`] keeps
-//!   copies on other nodes, so that any of them can.
+//! - [`Journals`]: what streamed answers were made of. Events have ids. A client that was cut off
+//!   sends the same request with the last id in `Last-Event-ID`, and goes on behind it. It can also
+//!   ask for `/v1/responses/{id}?stream=true&starting_after=N`. A [`Mirror`] keeps copies on other
+//!   nodes, so that any of them can go on.
 //!
-//! Invariants: every field of a request is honoured, known to have no effect on the answer, or
-//! refused by name, in each dialect from one table; every wait has a deadline and every queue a
-//! bound; a client that leaves stops its answer; the OpenAPI document is made from the table that
-//! checks requests.
+//! Invariants:
+//! - Every field of a request is honoured, known to have no effect on the answer, or refused by
+//!   name. Each dialect has one table for this.
+//! - Every wait has a deadline and every queue a bound.
+//! - A client that leaves stops its answer.
+//! - The OpenAPI document is made from the table that checks requests.
 //!
 //! ```no_run
 //! use std::sync::Arc;

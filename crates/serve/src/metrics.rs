@@ -1,4 +1,4 @@
-//! What `/metrics` tells, in the OpenMetrics text format that Prometheus reads.
+//! The text of `/metrics`, in the OpenMetrics format that Prometheus reads.
 //!
 //! Times are taken where replies leave the engine, so a slow reader does not change them.
 

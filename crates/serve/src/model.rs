@@ -1,4 +1,4 @@
-//! What the server needs to know of the model it speaks for.
+//! Facts that the server needs about the model it speaks for.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -22,8 +22,8 @@ pub struct Model {
     pub aliases: Vec<String>,
     /// Seconds since 1970 that `/v1/models` tells, such as the file's time.
     pub created_unix_s: u64,
-    /// What determines the bits of an answer besides request and seed: kernel class and weights.
-    /// Sent as `system_fingerprint`.
+    /// Names all that determines the bits of an answer besides request and seed: kernel class and
+    /// weights. Sent as `system_fingerprint`.
     pub fingerprint: String,
     /// Makes text tokens.
     pub tokenizer: Arc<Tokenizer>,
@@ -34,7 +34,7 @@ pub struct Model {
     /// How tokens are chosen where a request does not say: the model's own recommendation, else
     /// what the command line uses. Seed and bias are not used.
     pub sampling: SamplingParams,
-    /// What is told of the model beside its name.
+    /// Facts that are told of the model beside its name.
     pub about: About,
 }
 
@@ -63,8 +63,8 @@ pub fn default_sampling() -> SamplingParams {
     }
 }
 
-/// What a `generation_config.json` recommends; what it does not say is
-/// [`default_sampling`]'s, or, when it says anything, nothing.
+/// The sampling that a `generation_config.json` recommends. Where it sets nothing,
+/// [`default_sampling`] holds; where it sets anything, a value that it leaves out has no effect.
 ///
 /// Values out of range are passed over.
 pub fn recommended_sampling(config: &Value) -> SamplingParams {

@@ -22,7 +22,7 @@ struct Taken {
     by_client: HashMap<Client, usize>,
 }
 
-/// One place, free again when it is dropped.
+/// A place, free again when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Place {
     places: Arc<Places>,

@@ -1,7 +1,7 @@
 //! Why a client does not get what it asked for: status, body and cause of each refusal.
 //!
 //! The body is `{"error": {"message", "type", "param", "code"}}`, OpenAI's form, which both of its
-//! SDKs turn into exceptions; at the paths of Anthropic's and Ollama's clients it is theirs. In a
+//! SDKs turn into exceptions. At the paths of Anthropic's and Ollama's clients it is theirs. In a
 //! stream that has begun, the same object is an event.
 
 use std::sync::Arc;
@@ -215,10 +215,10 @@ pub(crate) enum Rejection {
     MediaType { got: String },
 
     // 429, 500, 501, 503, 504: the server.
-    /// One client has as many requests in work as one may have.
+    /// A client has as many requests in work as one client may have.
     #[error("{limit} requests of this client are in work, which is the most that one may have")]
     TooManyOfOne { limit: usize },
-    /// What other servers do and this one does not.
+    /// A function of other servers that this one does not have.
     #[error("{what} is not done here: {why}")]
     NotDone {
         what: &'static str,
@@ -280,7 +280,7 @@ impl Style {
     }
 }
 
-/// What a refusal is in HTTP and in OpenAI's terms.
+/// The class of a refusal in HTTP and in OpenAI's terms.
 struct Class {
     status: StatusCode,
     kind: &'static str,

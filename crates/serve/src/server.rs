@@ -157,9 +157,9 @@ impl Server {
         Handle { phase }
     }
 
-    /// Answers requests until [`Handle::shutdown`]; blocks. After it, answers have
-    /// [`Times::grace`] to be completed, then they end with an error; all in all it returns at
-    /// most two seconds after the grace time.
+    /// Answers requests until [`Handle::shutdown`]; blocks. After it, answers have [`Times::grace`]
+    /// to be completed, then they end with an error. All in all it returns at most two seconds
+    /// after the grace time.
     pub fn run(self) {
         let connections = Arc::new(Semaphore::new(self.connections));
         let acceptor = Acceptor {
@@ -193,8 +193,8 @@ impl Server {
 }
 
 /// Connections that the system makes before they are accepted: what Linux allows by default
-/// (`net.core.somaxconn`). Of the 128 that the standard library asks for, 1,200 connections at once
-/// left no room: clients tried again after 1, 3, 7 .. seconds, and answers came after 43 s.
+/// (`net.core.somaxconn`). The standard library asks for 128, where 1,200 connections at once left
+/// no room. Clients tried again after 1, 3, 7 .. seconds, and answers came after 43 s.
 const BACKLOG: i32 = 4096;
 
 fn listen(addr: SocketAddr) -> Result<tokio::net::TcpListener, Error> {

@@ -20,7 +20,7 @@ use crate::journal::key_of;
 pub(crate) struct Stored {
     /// `resp_...`.
     pub(crate) id: String,
-    /// Who asked.
+    /// The client that asked.
     pub(crate) client: Client,
     /// The conversation, the answer included, without instructions.
     pub(crate) turns: Vec<Turn>,
@@ -103,7 +103,7 @@ impl Store {
         found.map(Arc::clone)
     }
 
-    /// Whether there is one of this id, whoever asked.
+    /// Whether there is one of this id, of any client.
     pub(crate) fn has(&self, id: &str) -> bool {
         self.kept().iter().any(|(_, stored)| stored.id == id)
     }

@@ -24,7 +24,7 @@ use crate::render::{Framing, Telling};
 const AT_ONCE: usize = 64;
 
 /// Asks a stream for a sign of life, before its [`Events::keep_alive`] has passed. The connection
-/// takes it out of the response, and asks when its client sends no more: a client that has left
+/// takes it out of the response, and asks when its client sends no more. A client that has left
 /// answers the next byte by a reset.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Beat(Arc<Notify>);

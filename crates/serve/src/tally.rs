@@ -1,5 +1,5 @@
-//! Use of keys and refusals, as events: the first of a kind at once, further ones of a minute as a
-//! number, so that no client can flood the log that is kept of them.
+//! Use of keys and refusals, as events. The first of a kind is told at once, further ones of a
+//! minute as a number. So no client can flood the log that is kept of them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -45,8 +45,8 @@ const PROTOCOL: &[u8] = b"http/1.1";
 /// Longest file of a certificate chain or a key. Chains have some 10 KB.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// After the refusal of plain HTTP, so long is read on what the client still sends, and so many
-/// bytes, twice the default limit of a body: closing at once would destroy the refusal on its way.
+/// Time and bytes for which the server reads on after the refusal of plain HTTP. The bytes are
+/// twice the default limit of a body. Closing at once would destroy the refusal on its way.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: u64 = 16 << 20;
 

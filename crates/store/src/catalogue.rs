@@ -13,7 +13,7 @@ pub struct Model {
     pub also: &'static [&'static str],
     /// Name of its shape in the planner's catalogue; `None` where that has none.
     pub shape: Option<&'static str>,
-    /// What it is, in a few words.
+    /// The model in a few words.
     pub about: &'static str,
     /// The licence it comes under.
     pub licence: &'static str,

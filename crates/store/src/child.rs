@@ -51,8 +51,8 @@ impl Drop for Running {
 }
 
 /// Has `command` work in `folder`, which nobody else writes to, and Python look for modules where
-/// they are installed only: not in its working folder (its option `-P`, which versions before 3.11
-/// lack and whose variable they ignore).
+/// they are installed only. Python then does not look in its working folder. This is its option
+/// `-P`, which versions before 3.11 lack and whose variable they ignore.
 pub(crate) fn confine(command: &mut Command, folder: &Path) {
     command.current_dir(folder).env("PYTHONSAFEPATH", "1");
 }

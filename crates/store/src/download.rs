@@ -1,8 +1,8 @@
-//! One file from the hub, resumable.
+//! Download of a file from the hub, resumable.
 //!
-//! `FILE.partial` holds what has arrived and `FILE.partial.json` says what it is a part of: the
+//! `FILE.partial` holds what has arrived. `FILE.partial.json` says what it is a part of: the
 //! address and the ETag of the server's copy. A later attempt asks for the rest with `Range` and
-//! `If-Range`, so a server whose copy has changed sends the whole file, as does one that knows no
+//! `If-Range`. A server whose copy has changed sends the whole file, as does one that knows no
 //! ranges; both mean starting over. The file gets its name only after size and hash are right.
 
 use std::fs::{self, File, OpenOptions};
@@ -29,7 +29,7 @@ const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// text files come that way; the largest of them, a tokenizer.json, has some 30 MB.
 const UNKNOWN_SIZE_MAX: u64 = 64 << 20;
 
-/// What every step of a pull needs.
+/// Context of every step of a pull.
 pub(crate) struct Context<'a> {
     pub(crate) options: &'a PullOptions,
     pub(crate) cancel: &'a Cancel,
@@ -50,7 +50,7 @@ pub(crate) struct Wanted {
     pub(crate) sha256: Option<String>,
 }
 
-/// What a partial file is a part of.
+/// The file that a partial file is a part of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Note {
     url: String,

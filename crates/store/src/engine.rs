@@ -9,9 +9,9 @@
 //! ```
 //!
 //! MLX itself comes as the published Python wheel, by pip, checked by SHA-256 before it is opened.
-//! The C layer (`mlx-c`) is in no package as a library; its sources come with the crate `mlx-sys`,
-//! by cargo, and are compiled here by the system's C++ compiler. Nothing is run that came with
-//! either, and nothing is installed outside of `ROOT`.
+//! The C layer (`mlx-c`) is in no package as a library. Its sources come with the crate `mlx-sys`,
+//! by cargo, and are compiled here by the system's C++ compiler. No program that came with either
+//! is run, and nothing is installed outside of `ROOT`.
 
 mod layer;
 mod pins;
@@ -100,7 +100,7 @@ pub struct Mlx {
     pub library: PathBuf,
 }
 
-/// What [`RECORD`] holds.
+/// Contents of [`RECORD`].
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
     build: MlxBuild,
@@ -120,7 +120,7 @@ pub const MLX_LAYER: &str = if cfg!(target_os = "macos") {
     "libmlxc.so"
 };
 
-/// What is installed below `root`, in the version that this program wants.
+/// The MLX that is installed below `root`, in the version that this program wants.
 pub fn find_mlx(root: &Path) -> Option<Mlx> {
     let folder = root.join(MLX_VERSION);
     let path = folder.join(RECORD);

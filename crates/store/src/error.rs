@@ -13,7 +13,7 @@ pub enum Error {
     /// The name is no path, no catalogue alias and no hub id.
     #[error("no model is called {spec:?}")]
     UnknownModel {
-        /// What was asked for.
+        /// The model that was asked for.
         spec: String,
         /// Known names that look like it, best first.
         close: Vec<String>,
@@ -29,13 +29,13 @@ pub enum Error {
     NotAModel {
         /// The path asked for.
         path: PathBuf,
-        /// What is missing.
+        /// The part that is missing.
         reason: &'static str,
     },
     /// The name has a slash but is no valid hub id.
     #[error("{spec:?} is not a hub id: {reason}")]
     BadHubId {
-        /// What was asked for.
+        /// The model that was asked for.
         spec: String,
         /// Which rule it breaks.
         reason: &'static str,
@@ -77,7 +77,7 @@ pub enum Error {
     BadListing {
         /// Hub id.
         repo: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: String,
     },
     /// The configured hub address, proxy or certificate file is unusable.
@@ -87,7 +87,7 @@ pub enum Error {
         what: &'static str,
         /// Its value (never a secret).
         value: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: String,
     },
     /// The hub did not answer within the time given to reach it.
@@ -97,7 +97,7 @@ pub enum Error {
         host: String,
         /// Time spent.
         after: Duration,
-        /// What the network said.
+        /// The network's error.
         cause: String,
     },
     /// HTTP 401.
@@ -135,7 +135,7 @@ pub enum Error {
     BadRedirect {
         /// Address that redirected.
         url: String,
-        /// What is wrong with the target.
+        /// The fault in the target.
         reason: &'static str,
     },
     /// The connection broke, or the server sent nonsense.
@@ -145,7 +145,7 @@ pub enum Error {
         url: String,
         /// Bytes of the file present by then.
         got: Bytes,
-        /// What the network said.
+        /// The network's error.
         cause: String,
     },
     /// Nothing arrived for too long.
@@ -221,7 +221,7 @@ pub enum Error {
         wheel: String,
         /// Path inside the wheel.
         member: String,
-        /// What the archive reader said.
+        /// The archive reader's error.
         cause: zip::result::ZipError,
     },
     /// A program that is needed could not be started.
@@ -275,7 +275,7 @@ pub enum Error {
     /// The system refused access.
     #[error("{path}: permission denied ({action})", path = path.display())]
     PermissionDenied {
-        /// What was tried.
+        /// The operation that was tried.
         action: &'static str,
         /// On which path.
         path: PathBuf,
@@ -283,25 +283,25 @@ pub enum Error {
     /// Any other file system error.
     #[error("{path}: cannot {action}: {cause}", path = path.display())]
     Io {
-        /// What was tried.
+        /// The operation that was tried.
         action: &'static str,
         /// On which path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: io::Error,
     },
     /// A model with this name is not in the store.
     #[error("{spec:?} is not in the store")]
     NotInStore {
-        /// What was asked for.
+        /// The model that was asked for.
         spec: String,
-        /// What is there.
+        /// The models that are there.
         known: Vec<String>,
     },
     /// The name fits several models in the store.
     #[error("{spec:?} fits {n} models in the store", n = names.len())]
     AmbiguousEntry {
-        /// What was asked for.
+        /// The model that was asked for.
         spec: String,
         /// Their names.
         names: Vec<String>,
@@ -323,7 +323,7 @@ pub enum Error {
     Damaged {
         /// The model.
         name: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: String,
     },
     /// The user or the caller asked to stop.

@@ -54,7 +54,7 @@ pub(crate) struct Response {
     stall: Duration,
 }
 
-/// What the hub says about a file kept in its large-file storage (headers `x-linked-etag` and
+/// Facts from the hub about a file kept in its large-file storage (headers `x-linked-etag` and
 /// `x-linked-size` of the hub's own answer).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Announced {

@@ -210,7 +210,7 @@ impl Listing {
 }
 
 impl Selection {
-    /// What the hub has.
+    /// The selected files as the hub has them.
     pub(crate) fn on_hub(self) -> OnHub {
         OnHub {
             commit: self.revision,

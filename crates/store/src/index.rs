@@ -1,7 +1,7 @@
-//! What is in the store: one JSON record per model, beside its files.
+//! The index of the store: one JSON record per model, beside its files.
 //!
 //! A model is complete when its record exists, since the record is written last and in one step.
-//! Records are read as input from outside: sizes, names and paths are checked, and one that does
+//! Records are read as input from outside: sizes, names and paths are checked. A record that does
 //! not fit its folder makes the model *damaged*, never a path out of the store.
 
 use std::fs;
@@ -37,7 +37,7 @@ const DEPTH_MAX: u32 = 101;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// One GGUF file, or the first of a split one.
+    /// A GGUF file, or the first of a split one.
     Gguf,
     /// A folder with config.json, tokenizer and safetensors.
     Safetensors,
@@ -48,13 +48,13 @@ pub enum Kind {
 pub struct Found {
     /// The GGUF file (first part of a split one), or the folder.
     pub path: PathBuf,
-    /// What `path` is.
+    /// The kind of `path`.
     pub kind: Kind,
     /// Its name in the store; `None` for files of the user's own.
     pub name: Option<EntryName>,
 }
 
-/// One file of a stored model.
+/// A file of a stored model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
     /// Path inside the model's folder, with `/`.
@@ -69,7 +69,7 @@ pub struct FileRecord {
     pub stamp: Option<Stamp>,
 }
 
-/// What changes when a file is written or replaced, apart from its size.
+/// Marks that change when a file is written or replaced, apart from its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     /// Time of the last change of its bytes, nanoseconds since 1970.
@@ -123,7 +123,7 @@ pub enum State {
     Partial,
     /// The record or the files are not as they were written.
     Damaged {
-        /// What is wrong.
+        /// The fault in it.
         reason: String,
     },
 }
@@ -398,7 +398,7 @@ pub fn verify(
     Ok(())
 }
 
-/// What [`remove`] did.
+/// The result of [`remove`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removed {
     /// The model.
@@ -408,8 +408,8 @@ pub struct Removed {
 }
 
 /// Removes a model, complete or not. `spec` is a name from [`list`] or any other name that `pull`
-/// takes, a hub id that fits exactly one stored model, or a path inside the store. Files of the
-/// user's own are never touched.
+/// takes. It may also be a hub id that fits exactly one stored model, or a path inside the store.
+/// Files of the user's own are never touched.
 ///
 /// # Errors
 /// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`] and [`Error::Busy`]
@@ -462,8 +462,8 @@ pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     }
 }
 
-/// The name that a download of `spec` is stored under, where `spec` is another name of a model that
-/// the catalogue or the usual names have.
+/// The name that a download of `spec` is stored under. There `spec` may be another name of a model
+/// that the catalogue or the usual names have.
 fn stored_name(spec: &str) -> &str {
     match Catalogue::BUILTIN.find(spec) {
         Some(model) => model.alias,

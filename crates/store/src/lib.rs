@@ -1,4 +1,4 @@
-//! The model store: which models are on this machine, and how others get there.
+//! The model store: the models on this machine, and downloads of others.
 //!
 //! ```text
 //!  MODEL ──resolve──► Path ─────────────────────────────────► use, check_used
@@ -7,10 +7,10 @@
 //!                                              └─► wheel┘
 //! ```
 //!
-//! [`resolve`] says what a name means, looking at the local disk only. [`pull`] fetches what is
-//! missing: resumable, checked by SHA-256 before anything gets its final name, one process at a
-//! time per model. [`list`], [`remove`] and [`verify`] look after what is there. Nothing is removed
-//! unasked.
+//! [`resolve`] finds the model that a name means, looking at the local disk only. [`pull`] fetches
+//! missing files. It is resumable, and one process at a time pulls a model. It checks SHA-256
+//! before any file gets its final name. [`list`], [`remove`] and [`verify`] look after stored
+//! models. No model is removed unasked.
 //!
 //! The crate reads no environment variables and prints nothing: settings come in [`PullOptions`],
 //! reports go to [`Progress`], [`Cancel`] stops it, wall-clock time is an argument.
@@ -31,11 +31,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules in reading order: `spec` (what MODEL means), `catalogue`, `usual` (names that other
-//! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
-//! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
-//! `pinned`, single files for nodes of a cluster, `engine`, which does the same for MLX's
-//! libraries, `child`, other programs, `listing`, all for people, and `audit`, the log.
+//! Modules in reading order:
+//! - `spec` (meanings of MODEL), `catalogue`, `usual` (names that other libraries have);
+//! - `name` and `home` (folders), `index` (records), `pull` (the order of the steps);
+//! - `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`.
+//!
+//! Beside them:
+//! - `pinned`: single files for nodes of a cluster.
+//! - `engine`: the same for MLX's libraries.
+//! - `child`: other programs.
+//! - `listing`: all models for people.
+//! - `audit`: the log.
 
 mod audit;
 mod catalogue;

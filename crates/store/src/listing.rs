@@ -58,7 +58,7 @@ impl Listing {
         table(&rows)
     }
 
-    /// One object of all.
+    /// An object of all.
     pub fn json(&self, home: &Home) -> Value {
         let models: Vec<Value> = self.stored.iter().map(entry_json).collect();
         let mut object = json!({ "home": home.root().to_string_lossy(), "models": models });

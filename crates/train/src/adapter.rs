@@ -49,7 +49,7 @@ const PREFIX: &str = "base_model.model.";
 pub struct Adapter {
     /// Inner dimension of every pair.
     pub rank: usize,
-    /// What the product of a pair is multiplied by, times the rank.
+    /// Factor of a pair's product, times the rank.
     pub alpha: f64,
     /// The model that it is for, as the file says it.
     pub base: Option<String>,
@@ -86,7 +86,7 @@ impl Adapter {
         }
     }
 
-    /// What the product of a pair is multiplied by.
+    /// Factor of a pair's product.
     pub fn scale(&self) -> f32 {
         (self.alpha / self.rank as f64) as f32
     }

@@ -22,7 +22,7 @@ const KEPT: usize = 2;
 
 const PREFIX: &str = "step-";
 
-/// What a run is at.
+/// The state of a run after a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
     /// Steps that are done.

@@ -21,13 +21,13 @@ pub(crate) struct Cpu<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) config: &'a Config,
     pub(crate) weights: &'a Weights,
-    /// What pairs are multiplied by.
+    /// Factor of the pairs' products.
     pub(crate) scale: f32,
     /// Which inputs of pairs are left out.
     pub(crate) dropout: Option<Dropout>,
 }
 
-/// What a layer's forward pass leaves for its backward pass.
+/// Values that a layer's forward pass leaves for its backward pass.
 #[derive(Debug)]
 pub(crate) struct Activations {
     /// (T, C) after the norm before attention.
@@ -330,7 +330,7 @@ impl Cpu<'_> {
         }
     }
 
-    /// The head and its loss over the rows that have a target: the sum of their negative log
+    /// The head and its loss over the rows that have a target. Gives the sum of their negative log
     /// likelihoods, and with `grads` the gradient of that sum times `weight` at `x` (T, C).
     pub(crate) fn head(
         &self,

@@ -1,5 +1,5 @@
-//! What computes the leaves of a step: this process, or worker processes, each with the whole
-//! model ([`leaves`]) or a stage of it ([`pipeline`]).
+//! The crew that computes the leaves of a step. It is this process, or worker processes, each with
+//! the whole model ([`leaves`]) or a stage of it ([`pipeline`]).
 //!
 //! A worker that ends, hangs ([`deadline`]) or sends garbage loses its leaves, and the others
 //! compute those. The sum is the same, because a leaf depends on no worker and the tree on no
@@ -43,7 +43,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Workers that end in a row without having computed anything before none is started any more.
 const FRUITLESS_MAX: u32 = 8;
 
-/// What computes leaves.
+/// The processes that compute leaves.
 #[derive(Debug)]
 pub struct Crew {
     team: Option<Team>,
@@ -210,8 +210,8 @@ fn alone(run: &Run, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error>
 /// Takes the number of a part of what is trained, and the values of its roots.
 pub(crate) type Done<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
 
-/// Losses of leaves. `done` gets the number of each part of what is trained and the values of the
-/// roots of the leaves' range, as soon as they are there: the last layer's while the one before is
+/// Losses of leaves. `done` gets the number of each trained part and the values of the roots of the
+/// leaves' range, as soon as they are there. The last layer's come while the one before is
 /// computed.
 pub(crate) fn compute(
     run: &Run,
@@ -311,20 +311,20 @@ struct Member {
     speed: f64,
 }
 
-/// What a worker computes.
+/// Work that a worker has.
 #[derive(Debug, Default)]
 struct Has {
     leaves: Vec<Range<usize>>,
     task: Option<Task>,
 }
 
-/// What a step is.
+/// The number of a step, and the clock.
 struct At<'a> {
     step: u64,
     clock: &'a dyn Fn() -> f64,
 }
 
-/// What an event comes to.
+/// The outcome of an event.
 enum News {
     Nothing,
     Lost(Has),
@@ -339,7 +339,7 @@ struct Team {
     stages: usize,
     lost: u32,
     fruitless: u32,
-    /// What became of the last worker that was lost.
+    /// Reason for the last loss of a worker.
     last: String,
     /// News that the caller was not told of.
     untold: Vec<Progress>,
@@ -349,7 +349,7 @@ struct Team {
     notes: Vec<String>,
     job: Job,
     posts: Vec<Post>,
-    /// What tells the model and the data apart from others.
+    /// Marks that tell the model and the data apart from others.
     expected: (String, String),
     exchange: PathBuf,
 }

@@ -1,4 +1,4 @@
-//! What is trained on: lines of JSON, as tokens and a mask.
+//! Training data: lines of JSON, as tokens and a mask.
 //!
 //! Forms of a line, by the keys that it has: `messages` (role, content), `conversations` (from,
 //! value: ShareGPT), `instruction`, `input`, `output` (Alpaca), `prompt` and `completion`, `text`.
@@ -21,10 +21,10 @@ use crate::net::Leaf;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TrainOn {
-    /// Those of the assistant's turns.
+    /// Tokens of the assistant's turns.
     #[default]
     Assistant,
-    /// Those of the last turn of the assistant.
+    /// Tokens of the last turn of the assistant.
     Last,
     /// All.
     All,
@@ -290,8 +290,8 @@ fn packed(lengths: &[usize], room: usize) -> Vec<Vec<usize>> {
     rows
 }
 
-/// What is left of rows, as a tree in an array: children of node `i` are `2 i` and `2 i + 1`, the
-/// leaf of row `r` is `first + r`. A node has the most of its leaves.
+/// Room left in rows, as a tree in an array. Children of node `i` are `2 i` and `2 i + 1`, the leaf
+/// of row `r` is `first + r`. A node has the most of its leaves.
 struct Rooms {
     /// Room that is left, and 1; 0 where the row takes nothing more, not even an empty example.
     most: Vec<usize>,

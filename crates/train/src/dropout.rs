@@ -17,7 +17,7 @@ impl Dropout {
         (rate > 0.0).then_some(Self { rate, key })
     }
 
-    /// What an input of a pair is multiplied by.
+    /// Factor of an input of a pair.
     fn factor(self, pair: u64, row: usize, col: usize) -> f32 {
         let chance = random::unit([self.key, pair, row as u64, col as u64]);
         if chance < f64::from(self.rate) {

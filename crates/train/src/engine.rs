@@ -2,7 +2,7 @@
 //!
 //! Training goes layer by layer: [`Engine::forward`] from the first to the last, then
 //! [`Engine::backward`] from the last to the first. An engine keeps nothing between the two but
-//! what it hands out, so a caller may drop that and have it computed again, with the same bits.
+//! what it hands out. A caller may drop that and have it computed again, with the same bits.
 
 use paceline_model::Rope;
 
@@ -49,7 +49,7 @@ impl Rows {
 
 /// Layers and their gradients. T tokens, C the model's width.
 pub trait Engine {
-    /// What a forward pass may keep for the backward one.
+    /// Values that a forward pass may keep for the backward one.
     type Kept;
 
     /// x (T, C) -> y (T, C)

@@ -1,4 +1,4 @@
-//! What can go wrong in training.
+//! Errors of training.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub enum Error {
     Family {
         /// The family.
         family: String,
-        /// What is missing.
+        /// The missing feature.
         why: &'static str,
     },
     /// The model's tokenizer cannot be read.
@@ -26,11 +26,11 @@ pub enum Error {
     /// The system refused something about a file.
     #[error("cannot {what} {}", path.display())]
     File {
-        /// What was tried.
+        /// The operation that was tried.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// What it said.
+        /// The system's error.
         source: io::Error,
     },
     /// A line of data cannot be trained on.
@@ -40,7 +40,7 @@ pub enum Error {
         path: PathBuf,
         /// From 1.
         line: usize,
-        /// What is wrong.
+        /// The fault in the line.
         reason: String,
     },
     /// A file without examples.
@@ -56,7 +56,7 @@ pub enum Error {
         option: &'static str,
         /// Its value.
         got: String,
-        /// What it may be.
+        /// The values that it may have.
         expected: String,
     },
     /// A file of an adapter or a checkpoint is not as it should be.
@@ -64,7 +64,7 @@ pub enum Error {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
     /// The folder has a run of other options.
@@ -108,7 +108,7 @@ pub enum Error {
     /// No worker is left.
     #[error("no worker is left; the last one was lost because {last}")]
     Lost {
-        /// What became of the last.
+        /// Reason for the last loss.
         last: String,
     },
     /// A worker cannot go on, and nor could another.
@@ -118,15 +118,15 @@ pub enum Error {
         rank: u32,
         /// Its machine, empty for this one.
         place: String,
-        /// What it said.
+        /// The worker's error.
         reason: String,
     },
     /// A worker got a message out of turn.
     #[error("got {got}, expected {expected}")]
     Protocol {
-        /// What came.
+        /// The message that came.
         got: &'static str,
-        /// What was expected.
+        /// The message that was expected.
         expected: &'static str,
     },
     /// The system refused threads.
@@ -134,7 +134,7 @@ pub enum Error {
     Threads {
         /// How many.
         threads: usize,
-        /// What it said.
+        /// The system's error.
         source: io::Error,
     },
     /// The caller asked for the end. What was saved last is there.

@@ -1,4 +1,4 @@
-//! What a training would take, before anything is loaded.
+//! Forecast of what a training would take, before anything is loaded.
 //!
 //! Pure: counts of the model's shape, rates and watts of machines in, memory, seconds, bytes and
 //! joules out.
@@ -11,10 +11,10 @@ use crate::net::{KEPT_BYTES, Net, layer_bytes};
 use crate::params::Lora;
 use crate::weights::{Method, TARGETS, sizes};
 
-/// What is asked about.
+/// The training to forecast.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan<'a> {
-    /// What is trained.
+    /// The method of training.
     pub method: Method,
     /// The size of adapters.
     pub lora: Lora,
@@ -37,7 +37,7 @@ pub struct Plan<'a> {
 /// A machine with some of the processes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
-    /// What people call it.
+    /// The name for people.
     pub name: String,
     /// Bytes that programs may have.
     pub memory_bytes: u64,
@@ -49,7 +49,7 @@ pub struct Machine {
     pub processes: usize,
 }
 
-/// What it takes.
+/// Memory, time, bytes and energy that a training takes.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Forecast {
     /// Numbers that are trained.
@@ -68,7 +68,7 @@ pub struct Forecast {
     pub tokens_s: f64,
     /// Joules of a step, where all machines' watts are known.
     pub joules: Option<f64>,
-    /// What a million tokens cost, where a price of energy is known too.
+    /// The price of a million tokens, where a price of energy is known too.
     pub usd_per_million: Option<f64>,
 }
 
@@ -81,7 +81,7 @@ pub enum Change {
     Row(usize),
     /// Adapters of this rank.
     Rank(usize),
-    /// One process on each machine.
+    /// A process on each machine.
     OneProcess,
     /// So many stages, on as many machines like the largest.
     Stages(usize),
@@ -159,7 +159,7 @@ fn counts(config: &Config, plan: &Plan<'_>) -> (u64, u64, f64, u64) {
     (numbers, memory, flop, roots)
 }
 
-/// What a training takes on `machines`, whose slowest link carries `link` bytes a second (none on
+/// Forecast of a training on `machines`, whose slowest link carries `link` bytes a second (none on
 /// one machine). `usd_per_kwh`: the price of energy.
 pub fn forecast(
     config: &Config,

@@ -22,7 +22,7 @@ use crate::weights::{TARGETS, file_row};
 /// Largest file beside weights that is taken over: a tokenizer has at most some ten megabytes.
 const BESIDE_MAX: u64 = 64 << 20;
 
-/// What replaces a tensor of a file.
+/// Replacements of a file's tensors.
 type Changed = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// Writes the model at `model` with `adapter` in it to `output`: a folder, or a GGUF file. Gives

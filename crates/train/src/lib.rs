@@ -1,9 +1,10 @@
 //! Training that gives the same bits on any number of workers, and after any of them was lost.
 //!
 //! A *step* takes `batch` sequences, cut into *leaves*: logical micro-batches that depend on seed
-//! and step, and on no machine. Whatever computes a leaf gets the same gradient, the gradients are
-//! added by the tree of [`paceline_base::tree`], and one optimiser applies the sum. So a step is a
-//! pure function of the values before it, and what a lost worker had is computed again by others.
+//! and step, and on no machine. Every worker computes the same gradient of a leaf. The gradients
+//! are added by the tree of [`paceline_base::tree`], and one optimiser applies the sum. So a step
+//! is a pure function of the values before it, and other workers compute a lost worker's leaves
+//! again.
 //!
 //! ```text
 //! data --examples--> leaves of step s --Net::gradient--> roots --tree--> sum --Optimiser--> values
@@ -13,19 +14,20 @@
 //! In reading order:
 //! - [`Engine`]: layers and their gradients, layer by layer, on the CPU or on MLX ([`Class`]).
 //!   [`Net`]: a model of such layers.
-//! - [`Examples`]: what is trained on. [`Order`]: which of it a step sees.
+//! - [`Examples`]: the training data. [`Order`]: the examples of each step.
 //! - [`Optimiser`]: AdamW, schedules, clipping.
-//! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: what
-//!   computes leaves. [`worker`]: the other side. [`bridge`]: workers on other machines.
+//! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: the
+//!   processes that compute leaves. [`worker`]: the other side. [`bridge`]: workers on other
+//!   machines.
 //! - [`Stage`]: a part of a model that does not fit one machine.
 //! - [`adapter`]: files of adapters, in PEFT's, MLX's and GGUF's form. [`fuse`]: a model with one
 //!   in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** In class `cpu` products are chains of fused multiply-adds
-//! ([`paceline_tensor::chain`]), the rest is plain f32 in a written order: threads, blocking and
-//! instruction set cannot show in a bit. On MLX workers of one version and device give the same
-//! bits where the device repeats its own, which is tried at the start. What lies between layers,
-//! sums over leaves and updates are f32 of the CPU in every class.
+//! ([`paceline_tensor::chain`]), and the rest is plain f32 in a written order. So threads, blocking
+//! and instruction set cannot show in a bit. On MLX workers of one version and device give the same
+//! bits where the device repeats its own, which is tried at the start. Values between layers, sums
+//! over leaves and updates are f32 of the CPU in every class.
 
 pub mod adapter;
 pub mod bridge;

@@ -1,5 +1,5 @@
-//! What a run's process and its workers say to each other. Numbers go through files, whose names
-//! follow from the messages: `STEP/...` in the folder of exchanged files.
+//! Messages between a run's process and its workers. Numbers go through files, whose names follow
+//! from the messages: `STEP/...` in the folder of exchanged files.
 
 use std::path::PathBuf;
 
@@ -11,14 +11,14 @@ use crate::stage::Stage;
 /// To a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
-    /// What the run is. Sent once, first.
+    /// The job of the run. Sent once, first.
     Start {
         job: Box<Job>,
         /// 0 for as many as there are cores.
         threads: usize,
         /// Folder of exchanged files.
         exchange: PathBuf,
-        /// What of the model the worker has.
+        /// The part of the model that the worker has.
         stage: Stage,
     },
     /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
@@ -98,7 +98,7 @@ pub(crate) fn roots_file(step: u64, start: usize, end: usize, part: usize) -> St
 }
 
 impl Task {
-    /// What the leaf is at the beginning of a stage.
+    /// The file of the leaf's values at the beginning of a stage.
     pub(crate) fn inputs_file(&self, stage: usize) -> String {
         let set = if self.set == Set::Train { "t" } else { "v" };
         format!("{}/inputs-{set}-{}-{stage}", self.step, self.leaf)

@@ -10,7 +10,7 @@
 //! memory at a time. Layers are joined by f32 values whatever type a layer computes in, so stages
 //! and leaves give the bits of one process.
 //!
-//! Tokens' rows and their gradients are read and added by the CPU: on a GPU that sum is made of
+//! Tokens' rows and their gradients are read and added by the CPU. On a GPU that sum is made of
 //! atomic additions, whose order changes from run to run.
 
 mod device;
@@ -84,8 +84,9 @@ impl Mlx {
         })
     }
 
-    /// The head and its loss over the rows that have a target, as of the CPU's engine: the sum of
-    /// their negative log likelihoods, and with `grads` its gradient times `weight` at `x` (T, C).
+    /// The head and its loss over the rows that have a target, as of the CPU's engine. Gives the
+    /// sum of their negative log likelihoods, and with `grads` its gradient times `weight` at `x`
+    /// (T, C).
     pub(crate) fn head(
         &self,
         params: &[f32],

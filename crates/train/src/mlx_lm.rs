@@ -1,8 +1,8 @@
 //! Configurations of `mlx_lm.lora` 0.32: the YAML of `--config`, or the `adapter_config.json` that
 //! it leaves. What is absent has mlx-lm's default.
 //!
-//! YAML is read as far as such files use it: maps by indentation, lists of values in a line or by
-//! dashes, texts with and without quotes, numbers, and comments. JSON is YAML.
+//! YAML is read as far as such files use it. That is maps by indentation, lists of values in a line
+//! or by dashes, texts with and without quotes, numbers, and comments. JSON is YAML.
 
 use serde_json::{Map, Value, json};
 

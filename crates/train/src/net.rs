@@ -19,12 +19,12 @@ use crate::params::{Layout, Lora, first_values};
 use crate::stage::Stage;
 use crate::weights::{Loader, Method, TARGETS, Weights, numbers};
 
-/// What of a model is trained.
+/// The model of a training, and its trained part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Trained {
     /// A GGUF file or a Hugging Face folder.
     pub model: PathBuf,
-    /// What is trained, and how the rest is kept.
+    /// The trained part, and how the rest is kept.
     pub method: Method,
     /// The size of adapters; without a meaning where every weight is trained.
     pub lora: Lora,
@@ -44,7 +44,7 @@ pub struct Trained {
 pub struct Leaf {
     /// Tokens of all sequences, one after the other.
     pub tokens: Vec<u32>,
-    /// What each token's logits are judged by, if they are.
+    /// The target of each token's logits, if it has one.
     pub targets: Vec<Option<u32>>,
     /// Length of each sequence.
     pub lengths: Vec<usize>,
@@ -230,8 +230,8 @@ impl Net {
         &self.weights.parts
     }
 
-    /// Leaves whose backward passes go layer by layer together: as many as their layers' inputs
-    /// have room for where the gradients are what takes memory, else one.
+    /// Leaves whose backward passes go layer by layer together. They are as many as their layers'
+    /// inputs have room for where the gradients are what takes memory, else one.
     pub(crate) fn together(&self, tokens: usize) -> usize {
         // The gradient of a table that is the head too comes from both ends of a pass.
         if self.method != Method::Full || self.is_tied {
@@ -246,7 +246,7 @@ impl Net {
         &self.config
     }
 
-    /// What is trained.
+    /// The layout of the trained values.
     pub fn layout(&self) -> &Layout {
         &self.weights.layout
     }
@@ -269,7 +269,7 @@ impl Net {
         }
     }
 
-    /// What the first layer begins with: `x`, which another stage gave, or the tokens' rows.
+    /// The input of the first layer: `x`, which another stage gave, or the tokens' rows.
     fn enter(&self, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> Vec<f32> {
         x.unwrap_or_else(|| self.cpu(None).embed(params, &leaf.tokens))
     }
@@ -408,7 +408,7 @@ impl Net {
         Ok(())
     }
 
-    /// What the tokens' rows get, in the first stage.
+    /// Adds the gradient of the tokens' rows, in the first stage.
     pub(crate) fn bottom(&self, pass: &Pass, grads: &mut [f32]) {
         if self.stage.is_first() {
             self.cpu(None).embed_back(&pass.tokens, &pass.x, grads);

@@ -1,7 +1,7 @@
-//! What layers do between products, row by row, and the gradients of it.
+//! Operations of layers between products, row by row, and their gradients.
 //!
 //! Everything is plain f32 arithmetic, multiplications and additions apart, in an order that the
-//! code says: the compiler vectorises it, and must not change its bits.
+//! code says. The compiler vectorises it, and must not change its bits.
 
 use libm::sqrtf;
 

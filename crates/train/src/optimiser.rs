@@ -33,7 +33,7 @@ pub enum Rule {
     Sgd,
 }
 
-/// What an optimiser is to do.
+/// Settings of an optimiser.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimiserOptions {
     /// The rule.
@@ -64,7 +64,7 @@ const BLOCK: usize = 4096;
 /// Moments of all numbers, and how they are updated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimiser {
-    /// What to do.
+    /// The settings.
     pub options: OptimiserOptions,
     /// First moments.
     pub first: Vec<f32>,

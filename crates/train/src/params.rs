@@ -64,7 +64,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// What the pair is multiplied by.
+    /// Factor of the pair's product.
     pub fn scale(self) -> f32 {
         self.alpha / self.rank as f32
     }

@@ -22,14 +22,14 @@ pub(crate) fn chunks<T: Send>(
     });
 }
 
-/// What `f` gives for each number below `n`, in order.
+/// The results of `f` for each number below `n`, in order.
 pub(crate) fn map<T: Send>(pool: &ThreadPool, n: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let mut out: Vec<Option<T>> = (0..n).map(|_| None).collect();
     chunks(pool, &mut out, 1, |i, slot| slot[0] = Some(f(i)));
     out.into_iter().flatten().collect()
 }
 
-/// What `f` gives for every chunk of `len` elements, in order.
+/// The results of `f` for every chunk of `len` elements, in order.
 pub(crate) fn chunks_map<T: Send, R: Send>(
     pool: &ThreadPool,
     values: &mut [T],

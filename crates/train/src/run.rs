@@ -26,7 +26,7 @@ use crate::{forecast, fuse, tensors};
 /// All that the bits of a result depend on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Job {
-    /// What is trained.
+    /// The model, and its trained part.
     pub trained: Trained,
     /// A file of examples, or a folder with `train.jsonl`.
     pub data: PathBuf,
@@ -77,7 +77,7 @@ pub struct RunOptions<'a> {
     pub stop: &'a dyn Fn() -> bool,
 }
 
-/// What happens in a run.
+/// Events of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Progress {
     /// Everything is read, and the next step is this, from 0.
@@ -95,7 +95,7 @@ pub enum Progress {
         /// Numbers that are trained.
         numbers: usize,
     },
-    /// What is held out was looked at before the first step.
+    /// The held-out data was evaluated before the first step.
     HeldOut {
         /// Negative log likelihood of a token.
         loss: f64,
@@ -109,12 +109,12 @@ pub enum Progress {
     },
     /// A worker was lost, and its leaves are computed by others.
     Lost {
-        /// What became of it.
+        /// Reason for the loss.
         why: String,
     },
 }
 
-/// What a run came to.
+/// Results of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
     /// Steps that are done.

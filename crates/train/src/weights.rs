@@ -14,18 +14,18 @@ use crate::stage::Stage;
 /// Floats of a tile of a matrix that is kept as stored: 4 MiB.
 const TILE_FLOATS: usize = 1 << 20;
 
-/// Rows of a tile of other matrices: a gradient's columns that meet them, 256 tokens by 2048, are
-/// 2 MiB, which the second or third cache holds. With all 49,152 rows of a table at once the
-/// product took four times as long.
+/// Rows of a tile of other matrices. A gradient's columns that meet them, 256 tokens by 2048, are 2
+/// MiB, which the second or third cache holds. With all 49,152 rows of a table at once the product
+/// took four times as long.
 const TILE_ROWS: usize = 2048;
 
 /// The CPU's kernels are not asked for what a device has.
 const ELSEWHERE: &str = "values that are on a device";
 
-/// What is called for each tile.
+/// The function that is called for each tile.
 type Tile<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
 
-/// What is trained, and how the rest is kept.
+/// The trained part, and how the rest is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
@@ -150,7 +150,7 @@ impl Matrix {
         }
     }
 
-    /// One row of a table.
+    /// A row of a table.
     pub(crate) fn row(&self, params: &[f32], row: usize, out: &mut [f32]) {
         let at = row * self.cols..(row + 1) * self.cols;
         match &self.kept {
@@ -205,7 +205,7 @@ pub(crate) struct Weights {
     pub(crate) layout: Layout,
     /// Where the embedding lies in what is trained, then each layer, then the rest.
     pub(crate) parts: Vec<Range<usize>>,
-    /// What a whole model's training begins with; empty for adapters.
+    /// The values that a whole model's training begins with; empty for adapters.
     pub(crate) first: Vec<f32>,
 }
 

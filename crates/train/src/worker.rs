@@ -1,4 +1,4 @@
-//! What a worker process runs: leaves for its parent.
+//! The worker process: it computes leaves for its parent.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -23,7 +23,7 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 type Channel = Control<ToWorker, FromWorker>;
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
-/// ends it or is gone; returns only when something failed, which the parent has been told.
+/// ends it or is gone. Returns only when something failed, which the parent has been told.
 ///
 /// # Errors
 /// What failed; [`Error::Cluster`] when there is no parent.

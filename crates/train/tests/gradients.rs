@@ -237,8 +237,8 @@ fn bits_depend_on_no_instruction_set_and_no_threads() {
     }
 }
 
-/// Sequences beside each other in a leaf do not see each other, and a base that stays as it is
-/// stored gives the bits of one that is unpacked.
+/// Sequences beside each other in a leaf do not see each other. A base that stays as it is stored
+/// gives the bits of one that is unpacked.
 #[test]
 fn neighbours_and_storage_do_not_show() {
     let lora = net("qwen2-f16", Method::Lora, Kernels::new(1).unwrap());
@@ -260,9 +260,9 @@ fn neighbours_and_storage_do_not_show() {
     );
 }
 
-/// Farthest that a tensor's gradient on MLX may be from the CPU engine's, of its length: both
-/// round in f32, by sums of up to 128 products through three layers. PyTorch's distances from
-/// float64 are up to 1e-5 on these models.
+/// Farthest that a tensor's gradient on MLX may be from the CPU engine's, of its length. Both round
+/// in f32, by sums of up to 128 products through three layers. PyTorch's distances from float64 are
+/// up to 1e-5 on these models.
 const MLX_TOLERANCE: f64 = 1e-4;
 
 /// Share of the whole gradient below which a tensor's length does not count: what cancels, such as

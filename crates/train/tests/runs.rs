@@ -80,7 +80,7 @@ fn as_far() {
 
 const MARK: &[u8] = b"\nthe line begins here\n";
 
-/// What comes after the mark.
+/// The output after the mark.
 struct AfterBanner<R> {
     from: R,
     seen: Vec<u8>,
@@ -292,9 +292,9 @@ fn lost_workers_do_not_show() {
     assert!(result(&calm) == result(&rough));
 }
 
-/// A model cut into stages, one of which is killed on its way, and with two workers a stage: the
-/// bytes of one process, what is held out included. Left-out inputs and packed rows are the same
-/// everywhere too.
+/// A model cut into stages, one of which is killed on its way, and with two workers a stage. All
+/// give the bytes of one process, held-out data included. Left-out inputs and packed rows are the
+/// same everywhere too.
 #[test]
 fn stages_give_the_bytes_of_one_process() {
     let folder = tempfile::tempdir().unwrap();
@@ -374,8 +374,8 @@ fn epochs_count_rows() {
     assert_eq!(report.steps, 4, "2 x 23 rows of 13 a step");
 }
 
-/// A kill every 15 s for ten minutes, with others in the place of those that were killed: the bytes
-/// of the calm run, in at most 1.25 times its time.
+/// A kill every 15 s for ten minutes, with others in the place of those that were killed. The run
+/// gives the bytes of the calm run, in at most 1.25 times its time.
 #[test]
 fn ten_minutes_of_kills_cost_a_quarter_at_most() {
     const EVERY: f64 = 15.0;
@@ -434,8 +434,8 @@ fn marked_children() -> Vec<i32> {
         .collect()
 }
 
-/// Stopped in the middle, with the rest of a checkpoint that was being written and a line that
-/// was cut off: going on gives the bytes of not having stopped. Another job is refused.
+/// Stopped in the middle, with the rest of a checkpoint that was being written and a line that was
+/// cut off. Going on gives the bytes of not having stopped. Another job is refused.
 #[test]
 fn going_on_gives_the_bytes_of_not_having_stopped() {
     let folder = tempfile::tempdir().unwrap();
@@ -707,7 +707,7 @@ fn chance_is_the_same_on_mlx() {
     );
 }
 
-/// A 4-bit base on MLX: adapters learn, a run goes on in its own class alone, and a device that is
+/// A 4-bit base on MLX: adapters learn, and a run goes on in its own class alone. A device that is
 /// a test bed says so.
 #[test]
 fn a_stored_base_learns_on_mlx() {

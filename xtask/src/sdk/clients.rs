@@ -67,7 +67,7 @@ const LIBRARIES: [(&str, &str, &str); 4] = [
 pub(super) struct Client {
     /// For its cases and its log.
     pub(super) name: &'static str,
-    /// What runs the script.
+    /// The program that runs the script.
     program: PathBuf,
     /// In `scripts/sdk`.
     script: &'static str,

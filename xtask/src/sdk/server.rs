@@ -14,7 +14,7 @@ use crate::{process, repo};
 /// Reading 100 MB of weights twice and joining takes a second.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// Between the end of the shell's standard input and its own: the server gets 10 s to end by
+/// Between the end of the shell's standard input and its own. The server gets 10 s to end by
 /// itself, of which its answers under way have 5.
 const END_LIMIT: Duration = Duration::from_secs(20);
 

@@ -6,7 +6,7 @@
 use super::{Finding, RustFile};
 use crate::repo;
 
-/// One banned token sequence.
+/// A banned token sequence.
 struct Ban {
     rule: &'static str,
     tokens: &'static [Pattern],
@@ -17,7 +17,7 @@ struct Ban {
     message: &'static str,
 }
 
-/// What one token has to be.
+/// The tokens that match at one place.
 enum Pattern {
     Is(&'static str),
     AnyOf(&'static [&'static str]),

@@ -7,7 +7,7 @@ use super::{Finding, RustFile};
 /// A function longer than this needs a reason. The house style's figure, after TIGER_STYLE.
 const LINES_MAX: usize = 70;
 
-/// One function with a body. Lines count from 1, both ends included.
+/// A function with a body. Lines count from 1, both ends included.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Function {
     pub(crate) name: String,

@@ -72,7 +72,7 @@ const OWNED: [(&str, &[&str]); 4] = [
     ("axum", &["serve"]),
 ];
 
-/// What `cargo metadata --no-deps` tells, as far as the rule needs it.
+/// The output of `cargo metadata --no-deps`, as far as the rule needs it.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Metadata {
     packages: Vec<Package>,
@@ -86,7 +86,7 @@ struct Package {
     targets: Vec<Target>,
 }
 
-/// What cargo builds of a package.
+/// An artifact that cargo builds of a package.
 #[derive(Debug, Deserialize)]
 struct Target {
     kind: Vec<String>,

@@ -27,7 +27,7 @@ use anyhow::{Context, Result};
 use crate::repo;
 use source::RustFile;
 
-/// One place that breaks a rule.
+/// A place that breaks a rule.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Finding {
     /// Path from the root, with `/`.

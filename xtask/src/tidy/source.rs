@@ -1,8 +1,8 @@
 //! A Rust file, parsed once for all source rules: syntax tree, flat tokens, comments, test code.
 //!
 //! Rules that look for code read [`RustFile::tokens`], where comments and the insides of strings
-//! cannot match by accident and where macro bodies, which a syntax tree leaves unparsed, are
-//! searched like any other code. Rules about comments read [`RustFile::comments`].
+//! cannot match by accident. Macro bodies, which a syntax tree leaves unparsed, are searched there
+//! like any other code. Rules about comments read [`RustFile::comments`].
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use syn::visit::Visit;
 
 use crate::repo;
 
-/// One token with its place. `::` is one token, every other punctuation one character.
+/// A token with its place. `::` is one token, every other punctuation one character.
 #[derive(Debug)]
 pub(crate) struct Token {
     /// The token as written; delimiters are `(`, `)`, `[`, `]`, `{`, `}`.
@@ -21,7 +21,7 @@ pub(crate) struct Token {
     pub(crate) line: usize,
 }
 
-/// One parsed source file.
+/// A parsed source file.
 pub(crate) struct RustFile {
     /// Path from the repository root, with `/`.
     pub(crate) path: String,
@@ -78,8 +78,8 @@ impl RustFile {
                 .any(|(from, to)| (*from..=*to).contains(&line))
     }
 
-    /// The files of this file's out-of-line test modules (`#[cfg(test)] mod x;`), each as the
-    /// path without its ending, so that `a/x` stands for `a/x.rs` and everything below `a/x/`.
+    /// The files of this file's out-of-line test modules (`#[cfg(test)] mod x;`). Each is the path
+    /// without its ending, so that `a/x` stands for `a/x.rs` and everything below `a/x/`.
     pub(crate) fn test_modules(&self) -> BTreeSet<String> {
         let folder = module_folder(&self.path);
         let mut found = BTreeSet::new();
@@ -279,7 +279,7 @@ fn item_attrs(item: &syn::Item) -> &[syn::Attribute] {
 }
 
 /// True for `#[test]`, `#[x::test]`, `#[cfg(test)]` and cfgs that hold under test or under the
-/// feature `testing` only; a cfg with `not(...)` in it is not taken for test code.
+/// feature `testing` only. A cfg with `not(...)` in it is not taken for test code.
 fn is_test_item(attrs: &[syn::Attribute]) -> bool {
     attrs.iter().any(|attr| {
         let path = attr.path();

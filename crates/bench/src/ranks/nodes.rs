@@ -74,7 +74,7 @@ struct Seat {
     child: Option<Child>,
 }
 
-/// What starts ranks: of this machine, and by its node of others.
+/// The nodes that start ranks: this machine's, and by its node those of others.
 #[derive(Clone, Copy, Debug)]
 pub struct Here<'a> {
     /// The folder of this machine's node.

@@ -1,5 +1,5 @@
-//! Who is measured beside the ranks of `bench comm`: turn by turn, so that what else the machine
-//! does hits both alike.
+//! Programs measured beside the ranks of `bench comm`. They take turns, so that other load on the
+//! machine hits both alike.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use super::{Children, Peer, Ranks, Settings};
 use crate::comm::{Rival, SIZES, calls};
 use crate::quantile;
 
-/// One rank of MLX or Open MPI.
+/// A rank of MLX or Open MPI.
 const SCRIPT: &str = include_str!("../../../../scripts/peers/collectives.py");
 
 /// Turns of each side at each size; the middle one of their ratios counts.

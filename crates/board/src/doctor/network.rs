@@ -1,4 +1,4 @@
-//! What keeps other machines away from this one, and the command that mends it.
+//! Obstacles that keep other machines away from this one, and the command that mends each.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, SystemTime};
@@ -16,7 +16,7 @@ const MTU_USUAL: u32 = 1500;
 /// How long multicast is listened for; it is sent some times within a second.
 const HEAR: Duration = Duration::from_millis(1200);
 
-/// What macOS says to a program that may not use the local network (`EHOSTUNREACH`).
+/// The error of macOS for a program that may not use the local network (`EHOSTUNREACH`).
 const NOT_ALLOWED: i32 = 65;
 
 /// All checks of networks; takes about a second.

@@ -1,4 +1,4 @@
-//! What keeps this machine and another one apart, in both directions, and what mends it.
+//! Obstacles that keep this machine and another one apart, in both directions, and their remedies.
 
 use paceline_base::printable;
 use paceline_cluster::nodes::agent::{Finding, Test};

@@ -1,6 +1,6 @@
 //! Meeting the neighbours: accept from the left, connect to the right.
 //!
-//! Who comes from the left is sorted out by [`Door`]. To the right, a connection that ended is made
+//! [`Door`] sorts out the callers from the left. To the right, a connection that ended is made
 //! again, and a socket that the system connected to itself is nobody.
 
 use std::io;
@@ -52,19 +52,19 @@ pub enum JoinError {
     /// The system refused.
     #[error("mlx-ring: {what} {addr}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that was tried.
         what: &'static str,
         /// With which address.
         addr: SocketAddr,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A neighbour did not come before the deadline.
     #[error("mlx-ring: {rank} did not {what} {addr} before the deadline")]
     Missing {
-        /// Who.
+        /// The missing neighbour.
         rank: Rank,
-        /// What it was to do: connect to this rank's address, or accept at its own.
+        /// The act that was expected: connect to this rank's address, or accept at its own.
         what: &'static str,
         /// The address.
         addr: SocketAddr,
@@ -72,16 +72,16 @@ pub enum JoinError {
     /// More than the neighbour came to an address, and stayed.
     #[error("mlx-ring: {callers:?} connected to {addr}, expected only {rank}")]
     Strangers {
-        /// Who was expected.
+        /// The neighbour that was expected.
         rank: Rank,
         /// Where.
         addr: SocketAddr,
-        /// Who came.
+        /// The callers that came.
         callers: Vec<SocketAddr>,
     },
 }
 
-/// Who is where.
+/// Places of this rank and its neighbours.
 pub(super) struct Places<'a> {
     /// This rank's, one for each of its addresses.
     pub(super) listeners: &'a [TcpListener],
@@ -123,7 +123,7 @@ impl Places<'_> {
             .collect()
     }
 
-    /// Who did not come.
+    /// The error that names the neighbour that did not come.
     fn missing(&self, doors: &[Door<'_>], right: &[Option<TcpStream>]) -> JoinError {
         if let Some(i) = right.iter().position(Option::is_none) {
             return JoinError::Missing {

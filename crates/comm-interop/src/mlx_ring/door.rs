@@ -1,9 +1,12 @@
-//! An address of this rank, and who has come to it.
+//! An address of this rank, and the callers that have come to it.
 //!
-//! MLX's wire has no handshake, so whoever connects is taken for the neighbour. What can be known
-//! is used. Who went without a word is nobody: a port scan, a health check. Who spoke and went may
-//! be a stranger, or a neighbour that sent a message and was done: it waits a while for another,
-//! who would be the neighbour. If two stay, one is a stranger, and which cannot be told.
+//! MLX's wire has no handshake, so any caller that connects is taken for the neighbour. Two signs
+//! tell callers apart:
+//! - A caller that went without a word does not count: a port scan, a health check.
+//! - A caller that spoke and went may be a stranger, or a neighbour that sent a message and was
+//!   done. It waits a while for another, which would be the neighbour.
+//!
+//! If two stay, one is a stranger, and which cannot be told.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -18,14 +21,14 @@ use paceline_comm::provider::now;
 /// started together differ by on one machine, and short for a person.
 const ANOTHER: Duration = Duration::from_secs(1);
 
-/// Who comes when so many are here waits in the system's queue.
+/// Most callers held at a time; further ones wait in the system's queue.
 const CALLERS_MAX: usize = 16;
 
 pub(super) struct Door<'a> {
     listener: &'a TcpListener,
     pub(super) addr: SocketAddr,
     callers: Vec<TcpStream>,
-    /// Since when nobody is here but who has gone.
+    /// Since when only callers that have gone are here.
     gone_since: Option<Instant>,
 }
 
@@ -41,7 +44,7 @@ impl<'a> Door<'a> {
         })
     }
 
-    /// Lets in who has come, and out who was nobody.
+    /// Lets in callers that have come, and out those that do not count.
     pub(super) fn look(&mut self) {
         while self.callers.len() < CALLERS_MAX
             && let Ok((stream, _)) = self.listener.accept()

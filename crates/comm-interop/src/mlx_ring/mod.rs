@@ -35,23 +35,25 @@
 //!   tells them from strangers.
 //!
 //! **What MLX's wire has, and no more.** All-reduce by sum, max and min, gathers of equal parts,
-//! messages to neighbours without tags, and a barrier, which is MLX users' own idiom: the sum of
-//! one `f32`. Everything else, `split` too, gives [`Error::Unsupported`] on every rank, before a
+//! messages to neighbours without tags, and a barrier. The barrier is MLX users' own idiom: the sum
+//! of one `f32`. Everything else, `split` too, gives [`Error::Unsupported`] on every rank, before a
 //! byte is sent, and the ring goes on. Messages share the sockets with collectives, so all calls of
-//! a rank wait for one another, and ranks that send to each other before they receive wait until
-//! their deadline unless the system holds the message (as in MLX, which hangs).
+//! a rank wait for one another. Ranks that send to each other before they receive wait until their
+//! deadline, unless the system holds the message. (MLX hangs there.)
 //!
-//! **What it cannot have.** The wire is array bytes: no lockstep guard, so ranks that make
-//! different calls get garbage or a timeout. No news: the error of a rank that is not next to the
-//! dead one names the neighbour through which the end reached it. No authentication and no
-//! encryption: [`Plaintext`]. A stranger who connects before the neighbour, stays, and is alone
-//! when all else is ready is taken for it; the neighbour then finds nobody and says so. Sums follow
-//! the ring and its segments, as MLX's do; the rule that results do not depend on the number of
-//! ranks does not hold, though all ranks still hold the same bytes. MLX's own ranks lose a NaN that
-//! meets a number in max and min; these keep it.
+//! **What it cannot have.** The wire is array bytes, with these consequences:
+//! - No lockstep guard: ranks that make different calls get garbage or a timeout.
+//! - No news: the error of a rank that is not next to the dead one names the neighbour through
+//!   which the end reached it.
+//! - No authentication and no encryption: [`Plaintext`]. A stranger that connects before the
+//!   neighbour, stays, and is alone when all else is ready is taken for it. The neighbour then
+//!   finds nobody and says so.
+//! - Sums follow the ring and its segments, as MLX's do. So results may depend on the number of
+//!   ranks, though all ranks still hold the same bytes.
+//! - MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
 //!
-//! **What MLX has not.** Every wait ends: a dead neighbour is an error at once and on every later
-//! call, silence is one at the deadline.
+//! **What MLX has not.** Every wait ends. A dead neighbour is an error at once and on every later
+//! call; silence is an error at the deadline.
 
 mod connect;
 mod door;
@@ -82,7 +84,7 @@ use paceline_comm::{
     InitError, Kind, Plaintext, Reduce, Traffic, Tuning,
 };
 
-/// What errors call this backend.
+/// The backend's name in errors.
 pub const NAME: &str = Backend::MlxRing.name();
 
 /// A ring as a wire of [`init`](paceline_comm::init), with one connection between neighbours for
@@ -111,11 +113,11 @@ impl Provider for Wire {
     }
 }
 
-/// How long a rank that lost a neighbour keeps its other sockets open, so that the neighbours on
+/// Time for which a rank that lost a neighbour keeps its other sockets open. So the neighbours on
 /// the far side of the dead one see its end, and not this rank's, first: see `first_gone`.
 const HEAD_START: Duration = Duration::from_millis(100);
 
-/// One rank of a ring that MLX's ranks may be members of. Dropping it ends the ring for the others.
+/// A rank of a ring that MLX's ranks may be members of. Dropping it ends the ring for the others.
 pub struct MlxRing {
     seat: Seat,
     /// None in a ring of one.
@@ -154,7 +156,7 @@ pub fn join(
 /// `hosts` has the addresses of every rank in rank order, as MLX's hostfile: as many for each, and
 /// one connection between neighbours for each. `listeners` are what `hosts[rank]` leads to. A ring
 /// of one connects to nobody. Nothing is said on the wire: that all ranks have the same `hosts` is
-/// up to who starts them.
+/// up to the launcher.
 ///
 /// # Errors
 /// Any [`JoinError`]. The others notice at their own deadlines.

@@ -64,16 +64,16 @@ pub(super) struct Take {
     pub(super) reduces: bool,
 }
 
-/// One ordered stream out and one in, over the same numbered socket of the two sides.
+/// An ordered stream out and one in, over the same numbered socket of the two sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Course {
     /// Number of the connection, on either side.
     pub(super) connection: usize,
     /// Where to.
     pub(super) way: Way,
-    /// What is sent first.
+    /// The elements that are sent first.
     pub(super) own: Range<usize>,
-    /// What comes in. All but the last of them is sent on once it has been taken.
+    /// The elements that come in. All but the last take is sent on once it has been taken.
     pub(super) takes: Vec<Take>,
 }
 
@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(sent, [3..6, 5..6, 6..7, 0..3, 3..6, 5..6]);
     }
 
-    /// What one rank sends over a connection is what its neighbour takes from it.
+    /// A rank sends over a connection exactly the stream that its neighbour takes from it.
     #[test]
     fn neighbours_agree_on_every_stream() {
         let near = [0, 1, 2, 3, 7, 10, 1024, 100_003];

@@ -1,6 +1,6 @@
 //! Runs courses: one thread moves the bytes of all of them over sockets that do not block.
 //!
-//! A course sends on what it took, so how far it may send follows from how far it has taken; no
+//! A course sends on what it took, so how far it may send follows from how far it has taken. No
 //! step waits for another, and how bytes are cut into system calls changes nothing.
 
 use std::io::{self, Read, Write};
@@ -14,7 +14,7 @@ use paceline_comm::provider::{Closed, Patience, Pause, Side, fold, now, outcome,
 use paceline_comm::{Deadline, Dtype, Reduce};
 
 /// Bytes that are read at once to be reduced, and written at once, so that the courses of a call
-/// take turns: half of a second cache of 512 KiB.
+/// take turns. Half of a second cache of 512 KiB.
 const TURN_BYTES: usize = 256 << 10;
 
 /// As for `tcp`, with less yielding: MLX's ranks spin, and want the core.
@@ -102,8 +102,8 @@ impl Sides {
         }
     }
 
-    /// Says that nothing more will be sent, and reads what is there, so that closing the sockets
-    /// does not make the system discard what the neighbours have not read yet.
+    /// Says that nothing more will be sent, and reads what is there. So closing the sockets does
+    /// not make the system discard what the neighbours have not read yet.
     pub(super) fn leave(&self) {
         let mut bytes = [0; 4096];
         for socket in self.all() {

@@ -19,7 +19,7 @@ use paceline_comm::{Complex64, Element};
 /// Deadline, in seconds, of what is noticed long before it.
 const FAR: u64 = 90;
 
-/// What does not come before this hangs.
+/// Time after which a wait counts as a hang.
 const HANG: Duration = Duration::from_secs(FAR / 3);
 
 fn soon(seconds: u64) -> Deadline {

@@ -104,7 +104,7 @@ impl Drop for Session {
     }
 }
 
-/// Who frees a communicator.
+/// The side that frees a communicator.
 enum Owner {
     Library,
     Group,
@@ -129,7 +129,7 @@ struct Sending {
 // SAFETY: as for `Handle`.
 unsafe impl Send for Sending {}
 
-/// One rank of a group over MPI.
+/// A rank of a group over MPI.
 struct Mpi {
     handle: Handle,
     session: Arc<Session>,
@@ -176,7 +176,7 @@ impl Mpi {
         *self.cause.get_or_init(|| error)
     }
 
-    /// What an MPI call returned, as a result.
+    /// The result of an MPI call that returned `code`.
     fn done(&self, call: Call, code: c_int) -> Result<(), Error> {
         let rank = self.rank;
         match code {
@@ -192,9 +192,9 @@ impl Mpi {
 
     /// Waits a little after the `looks`th look for a message, longer after many.
     ///
-    /// 4 KiB to another process and back, November 2026 (`COMM_TEST_SPEED`,
-    /// docs/measurements.md): 5 to 12 us, and 660 us with a nap after each look; of four ranks
-    /// on two cores 27 to 40 us.
+    /// Measured: 4 KiB to another process and back, November 2026 (`COMM_TEST_SPEED`,
+    /// docs/measurements.md). It took 5 to 12 us, and 660 us with a nap after each look; of four
+    /// ranks on two cores 27 to 40 us.
     fn rest(&self, looks: u32) {
         if self.patience.pause(looks) == Pause::Block {
             std::thread::sleep(NAP);

@@ -4,11 +4,11 @@
 //! itself. Built with the feature `mpi` (an `mpicc` and libclang are needed then); without it
 //! [`Session::start`] says [`StartError::Unavailable`].
 //!
-//! **Exempt.** MPI has no deadlines: a collective waits for as long as its ranks, and a dead rank
+//! **Exempt.** MPI has no deadlines. A collective waits for as long as its ranks, and a dead rank
 //! ends the whole program by MPI's own rule (`mpirun` kills the others). Only messages look at
 //! theirs. There is no lockstep guard: ranks that make different calls do what MPI does. The order
-//! of sums is the library's. NaN is kept by max and min all the same, and `f16`, `bf16` and
-//! `complex64` reduce as everywhere, through operations of our own.
+//! of sums is the library's. NaN is kept by max and min all the same. `f16`, `bf16` and `complex64`
+//! reduce as everywhere, through operations of our own.
 //!
 //! What it sends is plaintext, by `mpirun`'s links.
 
@@ -27,10 +27,10 @@ use paceline_comm::{Backend, Deadline, Group, InitError, Plaintext, Seat};
 
 pub use self::library::Session;
 
-/// What errors call this backend.
+/// The backend's name in errors.
 pub const NAME: &str = Backend::Mpi.name();
 
-/// What `mpirun` started as a wire of [`init`](paceline_comm::init). Its errors are
+/// The ranks that `mpirun` started, as a wire of [`init`](paceline_comm::init). Its errors are
 /// [`StartError`]s.
 #[derive(Clone, Copy, Debug)]
 pub struct Wire {
@@ -76,17 +76,17 @@ pub enum StartError {
     Threads {
         /// `MPI_THREAD_MULTIPLE`.
         expected: i32,
-        /// What it offers.
+        /// The thread support that it offers.
         got: i32,
     },
     /// `mpirun` has made this process another rank than it was to be.
     #[error("mpi: this process is {got} of {got_size}, expected {rank} of {size}")]
     OtherRank {
-        /// What it was to be.
+        /// The rank that it was to be.
         rank: Rank,
         /// Of how many.
         size: usize,
-        /// What it is.
+        /// The rank that it is.
         got: Rank,
         /// Of how many.
         got_size: u32,

@@ -1,9 +1,12 @@
 //! Element types and reductions in MPI's words.
 //!
 //! MPI's own operations do integers of 32 and 64 bits and the sums of `f32` and `f64`. Everything
-//! else is a user operation over our own `fold`: types that MPI's C interface lacks, `bool` as
-//! logic, max and min of floats, where MPI leaves NaN open, and small integers, whose sums Open MPI
-//! 4.1.4 saturates where it uses AVX (i8: 127 for what wraps to -53, seen with 2 ranks).
+//! else is a user operation over our own `fold`:
+//! - types that MPI's C interface lacks;
+//! - `bool` as logic;
+//! - max and min of floats, where MPI leaves NaN open;
+//! - small integers, whose sums Open MPI 4.1.4 saturates where it uses AVX (i8: 127 for what wraps
+//!   to -53, seen with 2 ranks).
 
 use std::os::raw::{c_int, c_void};
 use std::ptr;

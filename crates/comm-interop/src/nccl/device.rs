@@ -1,4 +1,4 @@
-//! One GPU of this process: a stream, and memory that calls go through.
+//! A GPU of this process: a stream, and memory that calls go through.
 
 use std::ffi::c_int;
 use std::ptr;

@@ -1,7 +1,7 @@
 //! How MLX's NCCL ranks meet: rank 0 listens and hands each caller the 128 bytes of the unique id.
 //!
-//! Nobody says who it is, so any caller counts as a rank. Source: `nccl.cpp` of ml-explore/mlx at
-//! 846d1762.
+//! Callers do not name themselves, so any caller counts as a rank. Source: `nccl.cpp` of
+//! ml-explore/mlx at 846d1762.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};

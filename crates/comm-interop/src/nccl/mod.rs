@@ -38,7 +38,7 @@ use paceline_comm::{
     Kind, Plaintext, Reduce, Traffic, Tuning,
 };
 
-/// What errors call this backend.
+/// The backend's name in errors.
 pub const NAME: &str = Backend::Nccl.name();
 
 /// Between looks at a stream, once yielding has not helped.
@@ -67,7 +67,7 @@ pub enum JoinError {
     Meet {
         /// Where.
         addr: SocketAddr,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Not all ranks came before the deadline.
@@ -120,7 +120,7 @@ impl Provider for Wire {
     }
 }
 
-/// One rank of a group of GPUs. Dropping it ends the group for the others.
+/// A rank of a group of GPUs. Dropping it ends the group for the others.
 pub struct Nccl {
     rank: Rank,
     size: u32,
@@ -132,7 +132,7 @@ pub struct Nccl {
     received: AtomicU64,
 }
 
-/// What a call needs, one call at a time.
+/// State that a call needs, one call at a time.
 struct State {
     /// None once it was aborted.
     comm: Option<Comm>,

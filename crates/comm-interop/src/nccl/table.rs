@@ -1,7 +1,8 @@
 //! NCCL and the CUDA driver as tables of functions, opened at run time.
 //!
-//! Only what this backend calls. The signatures are those of `nccl.h` 2.10 to 2.28 and of `cuda.h`
-//! 11 and 12, which have not changed in between; a library whose version is outside is refused.
+//! Only the functions that this backend calls. The signatures are those of `nccl.h` 2.10 to 2.28
+//! and of `cuda.h` 11 and 12, which have not changed in between. A library whose version is outside
+//! is refused.
 
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
@@ -37,7 +38,7 @@ pub enum OpenError {
     Missing {
         /// The library.
         name: String,
-        /// What the system said.
+        /// The system's error.
         source: libloading::Error,
     },
     /// The library has no such function.
@@ -47,13 +48,13 @@ pub enum OpenError {
         library: &'static str,
         /// The function.
         symbol: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: libloading::Error,
     },
     /// The library is of another time.
     #[error("nccl version {got}, expected {min} or later and before {end}")]
     Version {
-        /// What it says.
+        /// The version that it names.
         got: i32,
         /// The first that is known to work.
         min: i32,
@@ -65,7 +66,7 @@ pub enum OpenError {
     Call {
         /// The function.
         call: &'static str,
-        /// What it returned.
+        /// The code that it returned.
         code: i32,
     },
     /// There is no GPU.
@@ -154,7 +155,7 @@ table! {
     stream_destroy = "cuStreamDestroy_v2": fn(Opaque);
 }
 
-/// What a call returned, as a result.
+/// The result of the call `call` that returned `code`.
 pub(super) const fn done(call: &'static str, code: c_int) -> Result<(), OpenError> {
     match code {
         0 => Ok(()),

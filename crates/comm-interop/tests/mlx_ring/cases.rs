@@ -1,7 +1,7 @@
 //! The cases of MLX's own suite (`cases.py`) in rings of MLX's ranks and ours.
 //!
-//! A rank of ours is a Python process that runs the same script, with `mx.distributed` replaced by
-//! calls to a child (`shim.py`): this test binary, told by its environment to be a rank.
+//! A rank of ours is a Python process that runs the same script. Its `mx.distributed` is replaced
+//! by calls to a child (`shim.py`): this test binary, told by its environment to be a rank.
 
 use std::net::{SocketAddr, TcpStream};
 

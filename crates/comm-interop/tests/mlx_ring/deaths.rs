@@ -1,4 +1,4 @@
-//! What a Rust rank sees of an MLX rank that dies or stops, where MLX's own ranks hang.
+//! Deaths and stops of an MLX rank as a Rust rank sees them, where MLX's own ranks hang.
 
 use std::sync::Barrier;
 use std::thread;

@@ -16,13 +16,13 @@ type Step = (&'static str, &'static str, usize);
 
 const CALLS: [&str; 5] = ["sum", "max", "min", "gather", "message"];
 
-/// One element, around the number of ranks, MLX's own test lengths, odd ones.
+/// Lengths: one element, around the number of ranks, MLX's own test lengths, odd ones.
 const LENS: [usize; 6] = [1, 2, 7, 10, 1024, 100_003];
 
 /// Several courses of several packets, and a last part of another length.
 const LONG: [usize; 2] = [1 << 20, (4 << 20) + 5];
 
-/// What every ring is put through: all calls on `dtypes` for all lengths.
+/// The steps of every ring: all calls on `dtypes` for all lengths.
 fn plan(dtypes: &[&'static str], lens: &[usize]) -> Vec<Step> {
     let pairs = dtypes
         .iter()

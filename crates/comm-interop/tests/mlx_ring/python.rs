@@ -14,7 +14,7 @@ use tempfile::TempDir;
 /// Longer than any ring of these tests takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// One ring at a time: MLX spins a thread for every socket.
+/// Lets one ring run at a time: MLX spins a thread for every socket.
 static ONE_RING: Mutex<()> = Mutex::new(());
 
 pub(super) fn one_ring() -> MutexGuard<'static, ()> {
@@ -153,7 +153,7 @@ impl Python {
         assert!(status.success());
     }
 
-    /// What it printed, once it has ended well.
+    /// The output of the process, once it has ended well.
     pub(super) fn finish(mut self) -> String {
         let started = Instant::now();
         let status = loop {

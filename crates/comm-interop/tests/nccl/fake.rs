@@ -1,5 +1,5 @@
-//! NCCL and the CUDA driver in one small library, for tests of the real way to open them: "GPUs"
-//! are host memory, ranks are threads of one process, and a stream counts work not yet done.
+//! NCCL and the CUDA driver in one small library, for tests of the real way to open them. Its
+//! "GPUs" are host memory, ranks are threads of one process, and a stream counts work not yet done.
 //!
 //! Compiled by the test with `rustc --crate-type cdylib`. `--cfg old` says another version,
 //! `--cfg bare` has no GPU, `--cfg lacking` has no `ncclSend`.
@@ -38,7 +38,7 @@ static IDS: AtomicU64 = AtomicU64::new(1);
 static ROOMS: Mutex<Option<HashMap<[u8; 128], Arc<Room>>>> = Mutex::new(None);
 
 thread_local! {
-    /// What was posted since `ncclGroupStart`: peer, address, bytes, whether it is sent.
+    /// Messages posted since `ncclGroupStart`: peer, address, bytes, whether it is sent.
     static POSTED: RefCell<Vec<(usize, u64, usize, bool)>> = const { RefCell::new(Vec::new()) };
     static WHERE: RefCell<Option<(usize, usize)>> = const { RefCell::new(None) };
 }
@@ -359,7 +359,7 @@ pub unsafe extern "C" fn ncclGroupStart() -> c_int {
     0
 }
 
-/// What goes to each rank is brought as its length and bytes, in rank order.
+/// Brings the data for each rank as its length and bytes, in rank order.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
     let (posted, Some((comm, stream))) = (POSTED.take(), WHERE.take()) else {

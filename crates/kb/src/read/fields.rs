@@ -85,7 +85,7 @@ impl<'t> Reader<'t> {
     }
 }
 
-/// One table.
+/// The fields of a table.
 pub(super) struct Fields<'r, 't, 'd> {
     reader: &'r mut Reader<'t>,
     table: &'r DeTable<'d>,

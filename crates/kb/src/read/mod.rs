@@ -126,7 +126,7 @@ fn syntax(text: &str, error: &toml::de::Error) -> Error {
     }
 }
 
-/// The key or header on the line that starts at `line_start`, or the last one above it: an open
+/// The key or header on the line that starts at `line_start`, or the last one above it. An open
 /// string or list runs over lines that have neither.
 fn key_near(text: &str, line_start: usize) -> Option<String> {
     let line_end = text[line_start..].find('\n').map(|end| line_start + end);

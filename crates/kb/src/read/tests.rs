@@ -10,7 +10,7 @@ fn user(text: &str) -> Result<Document, Error> {
     )
 }
 
-/// What a user is told about `text`.
+/// The message that a user gets about `text`.
 fn told(text: &str) -> String {
     match user(text) {
         Ok(document) => panic!("{text}: {document:?}"),

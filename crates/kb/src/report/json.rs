@@ -130,7 +130,7 @@ fn origin(origin: &Origin) -> &str {
     }
 }
 
-/// What a search found.
+/// The result of a search.
 pub fn search(kb: &KnowledgeBase, query: &str, found: &Found) -> Value {
     let unknown = found.unknown.iter();
     let unknown = unknown.map(|u| json!({ "word": u.word, "nearest": u.nearest }));
@@ -188,7 +188,7 @@ pub fn stats(kb: &KnowledgeBase) -> Value {
     })
 }
 
-/// What a file brought.
+/// The result of adding a file.
 pub fn added(added: &Added) -> Value {
     json!({
         "file": added.path.to_string_lossy(),

@@ -1,4 +1,4 @@
-//! What the knowledge base says, for people.
+//! Reports of the knowledge base, for people.
 
 use crate::{
     Assumption, Conflict, Finding, Fit, Found, KnowledgeBase, Origin, QuickAnswer, Skill, Topic,
@@ -193,7 +193,7 @@ fn checks(kb: &KnowledgeBase, finding: &Finding, known: Known, page: &mut Page) 
     }
 }
 
-/// What a search found.
+/// The result of a search.
 pub fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
     for hit in &found.hits {
         let Some(finding) = kb.finding(hit.id) else {
@@ -309,7 +309,7 @@ pub fn stats(kb: &KnowledgeBase, page: &mut Page) {
     }
 }
 
-/// What a file brought.
+/// The result of adding a file.
 pub fn added(added: &Added, page: &mut Page) {
     let contents = &added.contents;
     let path = added.path.display();

@@ -1,7 +1,7 @@
 //! Pieces of parts under way, until what is left of each part has come.
 //!
-//! Only groups come in pieces. Each group counts rows of its part, so that all pieces of a part
-//! have at most as many groups as the part has values, and no worker fills the parent's memory.
+//! Only groups come in pieces. Each group counts rows of its part, so all pieces of a part have at
+//! most as many groups as the part has values. So no worker fills the parent's memory.
 
 use std::collections::BTreeMap;
 

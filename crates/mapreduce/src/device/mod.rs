@@ -1,4 +1,4 @@
-//! What computes blocks of rows: the trait [`Device`], with the same bits from all that have it.
+//! Devices compute blocks of rows: the trait [`Device`], with the same bits from all that have it.
 //!
 //! [`Cpu`] is the definition; threads of a job use the same functions directly. A graphics
 //! processor (`gpu`, a cargo feature) takes whole blocks: an expression and the reduction behind it
@@ -31,7 +31,7 @@ use crate::{Error, Kind, Origin, Partial, Task};
 /// the rows takes the CPU longer than computing. A guess that real cards have to confirm.
 const STEPS_WORTH: usize = 8;
 
-/// What is to compute a job.
+/// The processors that are to compute a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Choice {
     /// The CPU's threads, and a graphics processor beside them where the work is worth it.
@@ -65,9 +65,9 @@ impl Choice {
         }
     }
 
-    /// The threads that compute, each with the device that it gives blocks to: so many of the CPU
-    /// and one for the device, or two that keep the device busy, one reading while the other's
-    /// block is computed.
+    /// The threads that compute, each with the device that it gives blocks to. They are so many of
+    /// the CPU and one for the device, or two that keep the device busy. Of the two, one reads
+    /// while the other's block is computed.
     pub(crate) fn threads(
         self,
         cpu: usize,
@@ -157,17 +157,17 @@ pub struct Rows<'a> {
     pub count: u64,
     /// Number of the first.
     pub first: u64,
-    /// One to four columns.
+    /// The columns, one to four.
     pub columns: &'a [Column<'a>],
-    /// What is computed of each row first.
+    /// The program that computes each row first.
     pub program: Option<&'a Program>,
 }
 
-/// What computes blocks. *Values* are those of the expression, or the first column. Every call
-/// gives the bits of [`Cpu`], or [`Lost`], after which the caller computes the block itself.
-/// Calls block; threads may call at the same time.
+/// A processor that computes blocks. *Values* are those of the expression, or the first column.
+/// Every call gives the bits of [`Cpu`], or [`Lost`], after which the caller computes the block
+/// itself. Calls block; threads may call at the same time.
 pub trait Device: Send + Sync + fmt::Debug {
-    /// What people call it.
+    /// The name for people.
     fn label(&self) -> &str;
 
     /// Most rows of a call, when a row has so many bytes.
@@ -199,8 +199,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// [`Lost`].
     fn products(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost>;
 
-    /// The least and the greatest key of all values but NaN, of which the least is greater when
-    /// there is none, and whether there is a NaN.
+    /// The least and the greatest key of all values but NaN, and whether there is a NaN. Without
+    /// any such value the least key is greater than the greatest.
     ///
     /// # Errors
     /// [`Lost`].

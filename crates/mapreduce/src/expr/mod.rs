@@ -19,8 +19,8 @@
 //! | rounding | `floor ceil trunc round` |
 //! | functions | `abs sqrt exp log sin cos tan atan tanh min max pow hypot` |
 //!
-//! Numbers are f64, truth values are a type of their own: `x + (y > 0)` is refused. `+ - * /`,
-//! `sqrt` and rounding are IEEE 754's; the other functions are those of the crate `libm`, so that
+//! Numbers are f64, and truth values are a type of their own: `x + (y > 0)` is refused. `+ - * /`,
+//! `sqrt` and rounding are IEEE 754's. The other functions are those of the crate `libm`, so that
 //! every machine gives the same bits. `round` takes ties to even; `min` and `max` give NaN when a
 //! side is NaN. A result that is NaN has the same bits everywhere.
 //!
@@ -48,7 +48,7 @@ pub const DEPTH_MAX: usize = 200;
 /// Names of the inputs.
 pub const COLUMNS: [&str; 4] = ["x", "y", "z", "w"];
 
-/// What a step gives.
+/// The type that a step gives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
     /// A number, f64.
@@ -137,11 +137,11 @@ pub struct Program {
 pub struct ExprError {
     /// Place in the text, from 1.
     pub at: usize,
-    /// What is wrong there.
+    /// The problem there.
     pub problem: Problem,
 }
 
-/// What is wrong with a text.
+/// A problem of a text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// Something else should stand there.
@@ -173,9 +173,9 @@ pub enum Problem {
     /// A value of the other type.
     #[error("expected {expected}, got {got}")]
     Type {
-        /// What is needed.
+        /// The type that is needed.
         expected: Type,
-        /// What is there.
+        /// The type that is there.
         got: Type,
     },
     /// More than a bound allows.

@@ -53,7 +53,7 @@ impl Program {
     }
 }
 
-/// One NaN for all: its sign and payload differ between processors.
+/// Turns every NaN into one: its sign and payload differ between processors.
 const fn one_nan(value: f64) -> f64 {
     if value.is_nan() { f64::NAN } else { value }
 }

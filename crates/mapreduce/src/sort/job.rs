@@ -23,7 +23,7 @@ pub struct Sort {
     pub journal: Option<PathBuf>,
 }
 
-/// What was sorted.
+/// Result of a sort.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sorted {
     /// Rows that were written.

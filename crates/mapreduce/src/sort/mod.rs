@@ -6,11 +6,11 @@
 //! gather, a bucket each   the bucket's keys of all parts -> radix sort -> values -> Sink
 //! ```
 //!
-//! A *key* is a value's bits changed so that unsigned integers order as the values do: integers by
-//! value, floats by IEEE 754's totalOrder (-NaN, -inf, ..., -0, 0, ..., inf, NaN). Equal keys are
-//! equal bits, so a sorted file has the same bits however it was computed. A value that is drawn as
-//! a splitter has a bucket of its own, which is counted and never stored: many equal values cost
-//! no memory. Source of the method: Frazer and McKellar, "Samplesort", JACM 1970.
+//! A *key* is a value's bits changed so that unsigned integers order as the values do. Integers
+//! order by value, floats by IEEE 754's totalOrder (-NaN, -inf, ..., -0, 0, ..., inf, NaN). Equal
+//! keys are equal bits, so a sorted file has the same bits however it was computed. A value that is
+//! drawn as a splitter has a bucket of its own. That bucket is counted and never stored: many equal
+//! values cost no memory. Source of the method: Frazer and McKellar, "Samplesort", JACM 1970.
 //!
 //! [`Plan`] chooses parts and buckets for a limit of memory. [`radix`] sorts a bucket.
 

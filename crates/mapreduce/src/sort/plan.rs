@@ -41,7 +41,7 @@ pub struct Plan {
 impl Plan {
     /// For `bytes` bytes of values of `width` bytes, `threads` threads in all with `memory` bytes.
     /// `shared` processes have no memory in common. A thread has three times the bytes of a part,
-    /// or twice those of a bucket; a sort in memory takes four times the bytes of all values.
+    /// or twice those of a bucket. A sort in memory takes four times the bytes of all values.
     ///
     /// # Errors
     /// [`Error::Memory`] when that is too little.

@@ -42,7 +42,7 @@ use crate::stream::{Beat, Events, Recorder};
 /// before they look.
 const DRAINED_BYTES: usize = 64 << 20;
 
-/// What was understood, and what the client is warned of.
+/// A request as understood, and the warnings for its client.
 struct Reading {
     understood: Understood,
     warnings: Vec<String>,
@@ -272,8 +272,8 @@ pub(super) fn understand(
     Ok((understood, notes.into_warnings()))
 }
 
-/// The body, of at most `limit` bytes. One that is longer is read on and thrown away up to a
-/// bound: a client that sends all before it looks would else see a broken connection.
+/// The body, of at most `limit` bytes. A longer body is read on and thrown away, up to a bound. A
+/// client that sends all before it looks would else see a broken connection.
 async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
     let length = length(request.headers());
     let mut pieces = request.into_body().into_data_stream();
@@ -339,7 +339,7 @@ pub(super) fn telling(
     )
 }
 
-/// What writes the answer in the words of its dialect.
+/// The writer of the answer in the form of its dialect.
 fn writer(app: &App, ask: &Ask, given: Given, client: Client) -> Box<dyn Writer> {
     let frame = Frame {
         id: given.id,
@@ -535,7 +535,7 @@ pub(super) fn check_admin(keys: Option<&Watched>, request: &Request) -> Result<(
 }
 
 impl App {
-    /// What the model can do, in Ollama's words.
+    /// Capabilities of the model, in Ollama's words.
     fn capabilities(&self) -> Vec<&'static str> {
         let notes = Notes::default();
         let reader = Reader {

@@ -19,7 +19,7 @@ use crate::keys::Watched;
 use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{Rejection, Style};
 
-/// What requests to such a node share.
+/// State that requests to such a node share.
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,

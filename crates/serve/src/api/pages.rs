@@ -1,4 +1,4 @@
-//! What is told without asking the model.
+//! Endpoints that answer without asking the model.
 
 use std::sync::Arc;
 
@@ -171,7 +171,7 @@ pub(super) async fn version() -> Response {
     json_response(StatusCode::OK, &json!({"version": OLLAMA_VERSION}))
 }
 
-/// What Ollama calls `details`.
+/// The object that Ollama calls `details`.
 pub(super) fn details(model: &Model) -> Value {
     let about = &model.about;
     json!({

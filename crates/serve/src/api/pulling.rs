@@ -201,8 +201,8 @@ fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
     (last.concat(), true)
 }
 
-/// A step in Ollama's words. Clients tell files apart by the digest: it is of the part's name, as
-/// the hash of a file is known only when it is there.
+/// A step in Ollama's words. Clients tell files apart by the digest. It is the digest of the part's
+/// name, as the hash of a file is known only when it is there.
 fn progress(step: &PullStep, model: &str) -> Value {
     let hash = Sha256::digest(format!("{model}\n{}", step.part));
     let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();

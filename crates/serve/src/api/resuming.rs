@@ -1,9 +1,9 @@
 //! Clients that were cut off from a stream and come back, to this node or another.
 //!
-//! An event's id is `ANSWER:NUMBER`. A request to the same endpoint with it in `Last-Event-ID`, or
-//! `GET /v1/responses/{id}?stream=true&starting_after=NUMBER`, goes on behind that event. The
-//! request is understood again from its journal, its replies are told again without what the
-//! client has, and the service goes on after the tokens.
+//! An event's id is `ANSWER:NUMBER`. A client names it in `Last-Event-ID` of a request to the same
+//! endpoint, or asks `GET /v1/responses/{id}?stream=true&starting_after=NUMBER`. The stream then
+//! goes on behind that event. The request is understood again from its journal. Its replies are
+//! told again without what the client has, and the service goes on after the tokens.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! One request: sent, and its stream of events read with the time of each.
+//! A request: sent, and its stream of events read with the time of each.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
@@ -212,7 +212,7 @@ pub(super) struct Answered {
     pub(super) cached_tokens: u64,
 }
 
-/// What became of a request, or why nothing.
+/// The answer to a request, or why there is none.
 pub(super) type Outcome = Result<Answered, String>;
 
 /// Sends requests of one load.

@@ -1,4 +1,4 @@
-//! What is asked and when, drawn from a seed before anything is sent.
+//! Requests and their times, drawn from a seed before anything is sent.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -129,7 +129,7 @@ fn draw_in(span: Span, random: &mut Pcg64Mcg) -> u32 {
     span.least + (random.next_u64() % n) as u32
 }
 
-/// One request.
+/// A request to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Job {
     /// From the beginning of the run; nothing in a closed loop.

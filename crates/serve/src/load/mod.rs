@@ -46,7 +46,7 @@ pub enum Error {
     /// The server does not say which model it has.
     #[error("no answer from {url}: {reason}")]
     NoServer {
-        /// What was asked.
+        /// The URL that was asked.
         url: String,
         /// Why there is no answer.
         reason: String,
@@ -93,7 +93,7 @@ pub enum Arrivals {
     },
 }
 
-/// What to send.
+/// The requests to send.
 #[derive(Clone, Debug)]
 pub struct Load {
     /// Where to.
@@ -118,7 +118,7 @@ pub struct Load {
 }
 
 /// Puts `load` on its server and returns when all requests have ended, or soon after
-/// `is_cancelled`: no more requests are sent then, and those under way are given up with their
+/// `is_cancelled`. No more requests are sent then, and those under way are given up with their
 /// process. `now` is the clock.
 pub fn run(load: &Load, now: fn() -> Instant, is_cancelled: &(dyn Fn() -> bool + Sync)) -> Report {
     let jobs = jobs::draw(load);

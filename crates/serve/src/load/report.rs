@@ -1,4 +1,4 @@
-//! What a run measured.
+//! The measurements of a run.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -66,12 +66,13 @@ impl Times {
     }
 }
 
-/// What a run measured. Rates are over the whole run, from the first request to the last answer.
+/// The measurements of a run. Rates are over the whole run, from the first request to the last
+/// answer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// Requests that were sent, or were to be sent.
     pub requests: usize,
-    /// Those that were answered to the end.
+    /// Requests that were answered to the end.
     pub answered: usize,
     /// The others, by what was wrong.
     pub errors: BTreeMap<String, usize>,

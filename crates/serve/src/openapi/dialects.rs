@@ -1,5 +1,5 @@
-//! Operations of the dialects beside OpenAI's chat and completions: their fields are those of the
-//! tables that check them, their answers are described where they are specified.
+//! Operations of the dialects beside OpenAI's chat and completions. Their fields are those of the
+//! tables that check them. Their answers are described where they are specified.
 
 use serde_json::{Map, Value, json};
 

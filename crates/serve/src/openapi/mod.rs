@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::model::Model;
 use crate::request::schema::reference;
 
-/// What there is, for `/`.
+/// All endpoints, for `/`.
 pub(crate) const PATHS: [&str; 28] = [
     "GET /health",
     "GET /metrics",
@@ -76,7 +76,7 @@ const REFUSALS: [(&str, &str); 14] = [
     ("504", "No complete answer within the deadline."),
 ];
 
-/// Those of requests that do not ask the model.
+/// Statuses of requests that do not ask the model.
 const PLAIN: [&str; 4] = ["400", "401", "403", "405"];
 
 /// The document for one server; `embeds` where its model makes vectors.

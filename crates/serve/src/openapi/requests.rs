@@ -78,7 +78,7 @@ fn prompt(most: usize, model: &Model) -> Value {
     json!({"anyOf": [text, list(&text), ids, list(&ids)]})
 }
 
-/// What a message of each role may have.
+/// Fields that a message of each role may have.
 fn messages() -> Vec<Value> {
     let of = |roles: &[&str], has: &dyn Fn(&Field) -> bool, required: &[&str]| {
         let properties = MESSAGE.iter().filter(|field| has(field));
@@ -112,7 +112,7 @@ fn messages() -> Vec<Value> {
     ]
 }
 
-/// What is required is not null.
+/// Takes `null` from the types of a required field.
 fn forbid_null(schema: &mut Value) {
     if let Some(Value::Array(kinds)) = schema.get_mut("anyOf") {
         kinds.retain(|kind| kind["type"] != "null");

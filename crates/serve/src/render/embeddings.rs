@@ -1,7 +1,7 @@
 //! Vectors in the words of OpenAI and Ollama.
 //!
-//! Numbers are written with the fewest digits that give the same f32 back, which a JSON value,
-//! being f64, could not do: so bodies are serialised from types of their own.
+//! Numbers are written with the fewest digits that give the same f32 back. A JSON value, being f64,
+//! could not do that, so bodies are serialised from types of their own.
 
 use std::time::Duration;
 

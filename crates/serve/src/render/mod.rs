@@ -23,7 +23,7 @@ use crate::choice::{Choice, Delta, Said};
 use crate::metrics::Metrics;
 use crate::rejection::Rejection;
 
-/// What all parts of an answer repeat.
+/// Values that all parts of an answer repeat.
 #[derive(Clone, Debug)]
 pub(crate) struct Frame {
     /// The request's own name, unique.
@@ -104,22 +104,22 @@ pub(crate) trait Writer: fmt::Debug + Send {
     /// How its streams are framed.
     fn framing(&self) -> Framing;
 
-    /// What a stream begins with.
+    /// The values that begin a stream.
     fn start(&mut self, usage: &Usage) -> Vec<Value>;
 
-    /// What a delta adds to a stream.
+    /// The values that a delta adds to a stream.
     fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value>;
 
-    /// What ends a stream whose choices are all complete.
+    /// The values that end a stream whose choices are all complete.
     fn end(&mut self, usage: &Usage) -> Vec<Value>;
 
     /// The whole answer.
     fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value;
 
-    /// What a stream ends with that failed.
+    /// The value that ends a stream that failed.
     fn failed(&mut self, rejection: &Rejection) -> Value;
 
-    /// What is sent when there is nothing to say; a comment if nothing.
+    /// The value sent while there is nothing to say; `None` sends a comment.
     fn beat(&self) -> Option<Value> {
         None
     }
@@ -161,7 +161,7 @@ impl Telling {
         }
     }
 
-    /// What a reply adds to its choice; counts the calls of one that ends.
+    /// The addition of a reply to its choice; counts the calls of a choice that ends.
     fn take(&mut self, index: usize, reply: Reply) -> Option<Delta> {
         let choice = &mut self.choices[index];
         let delta = choice.take(reply, (self.now)());
@@ -188,7 +188,7 @@ impl Telling {
         self.writer.whole(std::mem::take(&mut self.said), &usage)
     }
 
-    /// What a stream begins with, after its first reply if there is one already.
+    /// The values that begin a stream, with those of its first reply if there is one already.
     pub(crate) fn start(&mut self, early: Option<(usize, Reply)>) -> Vec<Value> {
         let delta = early.and_then(|(i, reply)| Some((i, self.take(i, reply)?)));
         let usage = self.usage();
@@ -199,7 +199,7 @@ impl Telling {
         values
     }
 
-    /// What a reply adds to a stream.
+    /// The values that a reply adds to a stream.
     pub(crate) fn more(&mut self, index: usize, reply: Reply) -> Vec<Value> {
         let delta = self.take(index, reply);
         delta.map_or_else(Vec::new, |delta| self.writer.delta(index, delta))

@@ -1,8 +1,8 @@
 //! `/v1/responses`.
 //!
-//! A stream is `response.created`, then per item of the output `response.output_item.added`, its
-//! parts and deltas, and `response.output_item.done` with the whole item, and at the end
-//! `response.completed` with the whole response.
+//! A stream is `response.created`, then the items of the output, and at the end
+//! `response.completed` with the whole response. An item is `response.output_item.added`, its parts
+//! and deltas, and `response.output_item.done` with the whole item.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::conversation::{Call, Role, Turn, arguments};
 use crate::rejection::Rejection;
 use crate::store::{Store, Stored};
 
-/// What a response repeats of its request, and what becomes of it.
+/// Values that a response repeats of its request, and the conversation to keep.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Terms {
     /// Fields of the request as they are repeated.
@@ -272,7 +272,7 @@ impl Responses {
     }
 }
 
-/// What was said as a turn of the conversation.
+/// An answer as a turn of the conversation.
 fn turn(said: &Said) -> Turn {
     let mut turn = Turn::new(Role::Assistant, said.text.as_str());
     turn.reasoning = (!said.reasoning.is_empty()).then(|| said.reasoning.clone());

@@ -20,7 +20,7 @@ const VOLATILE: &str = "x-anthropic-billing-header:";
 const MAX_BLOCKS: usize = 1024;
 const MAX_TOOLS: usize = 512;
 
-/// What the blocks of a message say.
+/// Contents of the blocks of a message.
 #[derive(Default)]
 struct Blocks {
     texts: Vec<String>,

@@ -30,7 +30,7 @@ impl Reader<'_> {
         self.converse(&conversation, n, &like, "messages", (teller, stream))
     }
 
-    /// What `messages`, `tools` and their companions ask for.
+    /// The conversation that `messages`, `tools` and their companions ask for.
     pub(super) fn conversation(&self, fields: &mut Fields) -> Result<Conversation, Rejection> {
         let messages = fields.take("messages").unwrap_or_default();
         let format = self.format(fields.take("response_format"), "response_format")?;
@@ -49,7 +49,7 @@ impl Reader<'_> {
     }
 }
 
-/// What an effort means: `none` switches thinking off.
+/// The thinking that an effort means: `none` switches it off.
 pub(super) fn thinking(effort: Option<&str>) -> Thinking {
     Thinking {
         is_on: effort.map(|effort| effort != "none"),

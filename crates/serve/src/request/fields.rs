@@ -1,6 +1,6 @@
-//! The fields of OpenAI's endpoints, as in its specification of November 2026 (its Python SDK,
-//! `completion_create_params.py` of `chat` and of `completions`), and some that others added. The
-//! other dialects have files of their own.
+//! The fields of OpenAI's endpoints, as in its specification of November 2026, and some that others
+//! added. The source is its Python SDK, `completion_create_params.py` of `chat` and of
+//! `completions`. The other dialects have files of their own.
 //!
 //! What each row is decides what happens to the field:
 //!

@@ -20,7 +20,7 @@ const NAMES: [&str; 5] = [
 ];
 
 impl Reader<'_> {
-    /// What `fields` bind the answer to beside `other`, and the field that does.
+    /// The format that `fields` bind the answer to beside `other`, and the field that does.
     ///
     /// # Errors
     /// [`Rejection::Conflict`] for two of them.

@@ -1,7 +1,7 @@
 //! Filling a hole in a text: `/infill`, and `suffix` of completions.
 //!
-//! A model that was trained to has tokens for it: before the text in front of the hole, before the
-//! text behind it, and before what it fills in.
+//! A model that was trained to has tokens for it. They stand before the text in front of the hole,
+//! before the text behind it, and before what is filled in.
 
 use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value};

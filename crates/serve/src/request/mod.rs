@@ -75,7 +75,7 @@ pub(crate) struct Ask {
     pub(crate) teller: Teller,
     /// Choices in the order of their indices: all of the first prompt, then of the second.
     pub(crate) requests: Vec<Request>,
-    /// What reads their answers.
+    /// The readers of their answers.
     pub(crate) choices: Vec<Choice>,
     /// Choices of each prompt.
     pub(crate) n: usize,
@@ -84,7 +84,7 @@ pub(crate) struct Ask {
     pub(crate) stream: Option<StreamOptions>,
 }
 
-/// What becomes of a request that was understood.
+/// The outcome of a request that was understood.
 #[derive(Debug)]
 pub(crate) enum Understood {
     /// The model is asked.
@@ -95,7 +95,7 @@ pub(crate) enum Understood {
     Embed(embeddings::Embed),
 }
 
-/// What a request is read against.
+/// The model and the limits that a request is read against.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reader<'a> {
     pub(crate) model: &'a Model,
@@ -256,8 +256,8 @@ impl Reader<'_> {
         })
     }
 
-    /// How far prompts are made tokens: up to what [`check_bytes`](Self::check_bytes) lets pass, so
-    /// that a client hears how much is too much of a prompt of up to twice the context.
+    /// Bounds on how far prompts are made tokens: up to what [`check_bytes`](Self::check_bytes)
+    /// lets pass. So a client hears how much is too much of a prompt of up to twice the context.
     fn bounds(&self) -> Bounds {
         Bounds::of(self.model.context.saturating_mul(2), self.longest_token)
     }

@@ -299,7 +299,7 @@ fn assistant(turns: &mut Vec<Turn>) -> &mut Turn {
     turns.last_mut().expect("a turn was just added")
 }
 
-/// What the response repeats of its request.
+/// The fields that the response repeats of its request.
 fn echo(fields: &Fields) -> Map<String, Value> {
     let get = |name: &str| fields.get(name).cloned();
     let is_stored = get("store").unwrap_or(true.into());

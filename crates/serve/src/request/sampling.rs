@@ -43,7 +43,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What is not given is the model's own.
+    /// The sampling of a request. A parameter that is not given is the model's own.
     fn sampling(&self, fields: &mut Fields) -> Result<SamplingParams, Rejection> {
         let own = &self.model.sampling;
         let number = |name: &str, own: f32| fields.number(name).map_or(own, |n| n as f32);

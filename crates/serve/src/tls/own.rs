@@ -1,9 +1,9 @@
 //! The certificate that paceline makes for itself.
 //!
 //! It signs itself and signs nothing else, so a client that trusts it trusts this server and no
-//! other. Clients know it by its fingerprint, so it is kept for as long as a client could use it:
+//! other. Clients know it by its fingerprint, so it is kept for as long as a client could use it.
 //! [`Own::open`] asks rustls what a client that trusts the certificate would say, for each needed
-//! name and a month ahead, and makes another only where that is no.
+//! name and a month ahead. It makes another only where the answer is no.
 //!
 //! Two programs that make one in the same home at once: a key may meet the other's certificate,
 //! which the next start notices and mends.
@@ -204,8 +204,8 @@ fn write_error(path: &Path, source: io::Error) -> Error {
 }
 
 /// Fields of a certificate: those that Apple's rules for servers ask for, and that it signs no
-/// others. rustls takes no certificate of an authority as that of a server. The subject is another
-/// for each key: clients that look for an issuer by its name would try the wrong key.
+/// others. As that of a server, rustls takes no certificate of an authority. The subject is another
+/// for each key. Clients that look for an issuer by its name would else try the wrong key.
 fn params(
     names: &Names,
     key: &KeyPair,

@@ -1,4 +1,4 @@
-//! What answers look like, whole and as events.
+//! Form of answers, whole and as events.
 
 use std::sync::Arc;
 

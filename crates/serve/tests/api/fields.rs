@@ -1,4 +1,4 @@
-//! What is accepted, and what becomes of it.
+//! Accepted fields, and their effect.
 
 use paceline_engine::{Finish, Order, SamplingParams};
 

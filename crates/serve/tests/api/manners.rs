@@ -241,7 +241,7 @@ fn one_key_leaves_places_to_another() {
     drop(held);
 }
 
-/// Why a model fails or recovers may name files of the machine: not for who has no key.
+/// Why a model fails or recovers may name files of the machine: not for a client without a key.
 #[test]
 fn strangers_do_not_hear_why_a_model_failed() {
     let dir = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::rig::{CHAT, COMPLETE, Rig, chat_body, chunks, completion_body};
 
-/// What is wrong with `value`, if anything.
+/// Checks `value` against its schema; the error says what is wrong.
 fn validate(document: &Value, schema: &Value, value: &Value) -> Result<(), String> {
     let fail = |what: &str| Err(format!("{what}: {value} against {schema}"));
     if let Some(reference) = schema["$ref"].as_str() {

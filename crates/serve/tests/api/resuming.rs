@@ -387,7 +387,7 @@ impl Mirror for Slow {
     }
 }
 
-/// Tokens of two choices come in any order, so the numbers of events that a client has mean
+/// Tokens of two choices come in any order. So the numbers of events that a client has mean
 /// something only where the journal has these events.
 #[test]
 fn two_choices_go_on_from_a_copy_that_has_the_clients_events() {

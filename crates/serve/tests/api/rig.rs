@@ -25,7 +25,7 @@ pub(crate) const CLOCK: Clock = Clock {
 pub(crate) struct Rig {
     pub(crate) addr: SocketAddr,
     pub(crate) handle: Handle,
-    /// What answers, when it is scripted.
+    /// The scripted service, when it answers.
     pub(crate) service: Scripted,
     thread: Option<JoinHandle<()>>,
 }

@@ -12,7 +12,7 @@ use paceline_engine::{
 
 use crate::client::PATIENCE;
 
-/// What is replied to each request.
+/// The replies to each request.
 #[derive(Clone, Debug)]
 pub(crate) enum Script {
     /// Tokens with these ids and texts, then the end.

@@ -61,7 +61,7 @@ pub(crate) fn tool_model() -> Model {
     model_with(TOOL_TEMPLATE)
 }
 
-/// The text side of a model whose tokens 258 to 260 fill a hole: they stand before the text in
+/// The text side of a model whose tokens 258 to 260 fill a hole. They stand before the text in
 /// front of it, before the text behind it, and before what is filled in.
 pub(crate) fn hole_model() -> Model {
     let names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"];
@@ -73,7 +73,7 @@ pub(crate) fn runner(max_waiting: usize) -> (Runner, Model) {
     run(&source(CONTEXT), max_waiting, CONTEXT)
 }
 
-/// One that thinks and calls tools, with room for a coding agent's prompt.
+/// A model that thinks and calls tools, with room for a coding agent's prompt.
 pub(crate) fn tool_runner() -> (Runner, Model) {
     let (runner, model) = run(&source(LONG), 8, LONG);
     let template = tool_model().template;

@@ -1,8 +1,8 @@
 //! The C layer: sources through cargo, one call of the C++ compiler.
 //!
 //! All of `mlx-c`'s files are compiled as one. They are thin wrappers over the same large headers,
-//! which are then read once: 7 s on one core, where CMake's one process a file takes 80 s. The only
-//! build setting that matters is C++20.
+//! which are then read once. That takes 7 s on one core, where CMake's one process a file takes 80
+//! s. The only build setting that matters is C++20.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -201,7 +201,7 @@ fn files_below(dir: &Path, depth: u32) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// What is read of `cargo metadata`.
+/// The part of `cargo metadata` that is read.
 #[derive(Debug, Deserialize)]
 struct Listed {
     packages: Vec<Package>,

@@ -14,7 +14,7 @@ pub(super) const MLX_C_VERSION: &str = "0.7.0";
 pub(super) const MLX_SYS_SHA256: &str =
     "da965f83ce211b80f9b681d9bbd6fa625fe6bb2e659ba7bc55dd95eea8d3b028";
 
-/// What `tree_hash` gives for the folder `src/mlx-c/mlx/c` of that crate, taken on 2026-11-23.
+/// Result of `tree_hash` for the folder `src/mlx-c/mlx/c` of that crate, taken on 2026-11-23.
 pub(super) const MLX_C_SOURCES_SHA256: &str =
     "d1442b68216132088b3b6463822babfaf9cbd951aebf68c3695bf9b9c09c59e2";
 

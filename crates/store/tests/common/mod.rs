@@ -55,7 +55,7 @@ impl Request {
     }
 }
 
-/// What the server does with one request.
+/// The server's treatment of a request.
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// 200, or 206 when a range is asked for and `If-Range` fits.

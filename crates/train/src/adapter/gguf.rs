@@ -5,7 +5,7 @@
 //! blk.I.attn_q.weight.lora_a (r, in), .lora_b (out, r)
 //! ```
 //! Files of the architecture `llama` have the rows of queries and keys, and so of their `lora_b`,
-//! as pairs of neighbours: they are turned both ways, by the size of the base's heads. Our files
+//! as pairs of neighbours. They are turned both ways, by the size of the base's heads. Our files
 //! say it (`paceline.head_dim`); for others the base is needed.
 
 use std::path::Path;
@@ -34,7 +34,7 @@ const ALPHA: &str = "adapter.lora.alpha";
 const HEAD_DIM: &str = "paceline.head_dim";
 const BASE: &str = "general.base_model.0.name";
 
-/// What a file depends on beside the adapter.
+/// Facts that a file depends on beside the adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
     family: Family,

@@ -26,9 +26,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 type Channel = Control<ToWorker, FromWorker>;
 
-/// Stands between the run, whose control channel is this process's standard input, and a worker at
-/// the other end of the line that `connect` gives, where [`far`](super::far()) runs. `model` is
-/// what the user calls the model. Returns only when something failed.
+/// Stands between the run and a worker at the other end of the line that `connect` gives, where
+/// [`far`](super::far()) runs. The run's control channel is this process's standard input. `model`
+/// is the user's name for the model. Returns only when something failed.
 ///
 /// # Errors
 /// [`Error::Line`]: what became of the other side; [`Error::File`].
@@ -99,11 +99,11 @@ pub fn near(
     }
 }
 
-/// What goes to the other side.
+/// Messages and files that go to the other side.
 struct Outgoing {
     channel: Arc<Channel>,
     out: Out,
-    /// What the user calls the model.
+    /// The user's name for the model.
     name: String,
     model: PathBuf,
     /// The run's folder of exchanged files.

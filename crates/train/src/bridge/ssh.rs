@@ -44,7 +44,7 @@ pub fn by_ssh(host: &str, program: &Path) -> Result<Ends, Error> {
     })
 }
 
-/// What a host says after [`GREETING`]: what its login shell prints before is skipped.
+/// The output of a host after [`GREETING`]: the output of its login shell before that is skipped.
 struct Greeted<R> {
     from: R,
     is_there: bool,

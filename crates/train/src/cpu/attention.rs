@@ -138,7 +138,7 @@ impl Attention<'_> {
         p
     }
 
-    /// What the row `i` of a sequence looks at.
+    /// The rows that the row `i` of a sequence looks at.
     fn seen(&self, i: usize) -> std::ops::Range<usize> {
         let window = self.shape.window.unwrap_or(usize::MAX);
         (i + 1).saturating_sub(window)..i + 1

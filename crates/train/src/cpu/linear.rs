@@ -78,8 +78,9 @@ impl Cpu<'_> {
         (u, r)
     }
 
-    /// dy (T, out) at the input x (T, in) -> dx (T, in), begun at 0 or going on from what is
-    /// there; the chain over W's rows goes on over the rank. Adds what is trained to `grads`.
+    /// dy (T, out) at the input x (T, in) -> dx (T, in), begun at 0 or going on from what is there.
+    /// The chain over W's rows goes on over the rank. Adds the gradients of trained values to
+    /// `grads`.
     pub(crate) fn linear_back(
         &self,
         (matrix, x): (&Matrix, &[f32]),

@@ -25,7 +25,7 @@ const PATIENCE_MAX: f64 = 64.0;
 /// suspension, in which workers were suspended too.
 const LOOK_MAX_S: f64 = 1.0;
 
-/// What each rank has to compute, and for how long.
+/// Work of each rank, and its time limit.
 #[derive(Debug)]
 pub(super) struct Deadlines {
     /// Seconds of a leaf, the latest behind.

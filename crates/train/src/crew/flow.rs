@@ -50,8 +50,8 @@ impl Flow {
         }
     }
 
-    /// The next leaf for somebody of `stage`, and whether it goes back: the one that is farthest,
-    /// so that files of leaves that are under way stay few.
+    /// The next leaf for a worker of `stage`, and whether it goes back. It is the leaf that is
+    /// farthest, so that files of leaves that are under way stay few.
     pub(super) fn next(&mut self, stage: usize) -> Option<(usize, bool)> {
         let stations = self.stations();
         let waits = |(_, place): &(usize, &Place)| {

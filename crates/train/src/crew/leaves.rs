@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::run::{Progress, Run};
 
-/// What workers have given for a step, by first leaf.
+/// Results of workers for a step, by first leaf.
 #[derive(Default)]
 struct Given {
     done: BTreeMap<usize, (usize, Vec<f64>)>,
@@ -89,7 +89,8 @@ impl Team {
         Ok(given.sum(leaves, parts))
     }
 
-    /// Whether all of those who load the model are waited for: only before anything was computed.
+    /// Whether leaves can be given out. Workers that load the model are waited for only before
+    /// anything was computed.
     fn is_ready(&self) -> bool {
         let (mut ready, mut loading) = (false, false);
         for member in &self.members {
@@ -100,7 +101,7 @@ impl Team {
         ready && (begun || !loading)
     }
 
-    /// Cuts leaves among those who are ready, by their speed. Gives back what nobody took.
+    /// Cuts leaves among the ready workers, by their speed. Gives back leaves that no worker took.
     fn lease(&mut self, leaves: Range<usize>, at: &At<'_>) -> Vec<Range<usize>> {
         let ready: Vec<usize> = (0..self.members.len())
             .filter(|rank| self.members[*rank].is_ready)

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::messages::{FromWorker, Set, Task, ToWorker, params_file};
 use crate::run::{Progress, Run};
 
-/// What came of leaves.
+/// Results of leaves.
 struct Given {
     /// By leaf.
     losses: Vec<f64>,
@@ -125,7 +125,7 @@ impl Team {
         Ok(given)
     }
 
-    /// Gives a leaf to everyone who has none and for whose stage there is one.
+    /// Gives a leaf to each worker that has none and for whose stage there is one.
     fn hand_out(&mut self, flow: &mut Flow, (step, set): (u64, Set)) {
         for rank in 0..self.members.len() {
             let member = &self.members[rank];
@@ -187,7 +187,7 @@ impl Team {
     }
 }
 
-/// What a lost worker had is for others.
+/// Returns the work of a lost worker for others to do.
 fn give_back(flow: &mut Flow, has: &Has) {
     if let Some(task) = has.task {
         flow.lose(task.leaf);

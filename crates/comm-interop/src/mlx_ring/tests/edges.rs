@@ -70,7 +70,7 @@ fn ranks_may_come_in_any_order() {
     }
 }
 
-/// What a ring leaves in the system (TIME_WAIT) does not keep the next one from its addresses.
+/// The rest of a ring in the system (TIME_WAIT) does not keep the next one from its addresses.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_ring_can_be_made_again_at_once() {

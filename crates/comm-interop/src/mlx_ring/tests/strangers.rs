@@ -1,7 +1,7 @@
-//! Who else connects to a rank's addresses: before, beside and after the neighbour.
+//! Strangers that connect to a rank's addresses: before, beside and after the neighbour.
 //!
-//! In most of these rank 0 is a ring's and rank 1 is written by hand, so that what comes first does
-//! not depend on threads.
+//! In most of these rank 0 is a ring's and rank 1 is written by hand. So what comes first does not
+//! depend on threads.
 
 use super::*;
 
@@ -24,7 +24,7 @@ impl Place {
         }
     }
 
-    /// Somebody who has connected to rank 0.
+    /// A stranger that has connected to rank 0.
     fn caller(&self) -> TcpStream {
         TcpStream::connect(self.hosts[0][0]).unwrap()
     }
@@ -40,7 +40,7 @@ impl Place {
     }
 }
 
-/// What rank 0 receives from its neighbour.
+/// The message that rank 0 receives from its neighbour.
 fn received(ring: &MlxRing) -> Result<[u8; 5], Error> {
     let mut message = [0; 5];
     let group: &dyn Group = ring;

@@ -21,7 +21,7 @@ pub(super) fn scored<'a>((tokens, scores): (&[u32], &'a [TokenLogprobs])) -> Vec
 }
 
 /// Four arrays side by side. `n_chars` counts the characters of the text that began in earlier
-/// tokens: a token's offset is where its first byte is, in characters from the text's start.
+/// tokens. A token's offset is where its first byte is, in characters from the text's start.
 pub(super) fn logprobs(tokenizer: &Tokenizer, scored: &[Scored<'_>], n_chars: &mut usize) -> Value {
     let bytes = |token: u32| tokenizer.token_bytes(token).unwrap_or_default();
     // As OpenAI writes what is no text by itself; a control token has its name.

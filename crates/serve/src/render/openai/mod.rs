@@ -46,7 +46,7 @@ pub(crate) struct OpenAi {
     n_chars: Vec<usize>,
 }
 
-/// What an [`OpenAi`] is made for.
+/// The kind of answer that an [`OpenAi`] is made for.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     pub(crate) kind: Kind,
