@@ -10,8 +10,9 @@
 //! chosen                     a b c   d x       the third window is stale; the next begins at x
 //! ```
 //!
-//! With acceptance `a`, windows of `r` rows, and `q = a^r` the chance that a window is right to the
-//! end, a run of windows up to the first wrong guess gives `1 / (1 - a)` tokens. It takes:
+//! Let `a` be the acceptance, `r` the rows of a window, and `q = a^r` the chance that a window is
+//! right to the end. A run of windows up to the first wrong guess then gives `1 / (1 - a)` tokens.
+//! It takes:
 //!
 //! ```text
 //! round(r)                     until the first window is back

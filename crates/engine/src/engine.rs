@@ -159,9 +159,9 @@ impl Engine {
         self.waiting.len()
     }
 
-    /// Tokens so far that did not have to be computed, because another sequence, or the same one
-    /// before it gave up its pages, had begun with the same ones, or the store had them: whole
-    /// pages of 64.
+    /// Tokens so far that did not have to be computed: whole pages of 64. Another sequence had
+    /// begun with the same ones, or the same sequence before it gave up its pages, or the store had
+    /// them.
     pub const fn n_reused(&self) -> u64 {
         self.reused
     }
@@ -367,20 +367,20 @@ impl Engine {
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row, and more for guesses and for
-    /// tokens that its grammar left no choice of. Prompts get what
-    /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
-    /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
-    /// when none is free makes the youngest give up its pages and wait; that one computes them
-    /// again later and loses nothing. The oldest never gives up, so every sequence ends.
+    /// Every running sequence that is past its prompt gets one row. It gets more for guesses and
+    /// for tokens that its grammar left no choice of. Prompts get what [`EngineConfig::pace`]
+    /// allows of the remaining [`EngineConfig::max_rows`]. At least half of that goes to the oldest
+    /// prompt, and the shortest comes before others. A sequence that needs a page when none is free
+    /// makes the youngest give up its pages and wait. The youngest computes them again later and
+    /// loses nothing. The oldest never gives up, so every sequence ends.
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
     /// were planned behind the one that this step ends. A batch has its share of the sequences
     /// then, and the next rows of a prompt follow those under way. So do windows of guesses of one
     /// sequence, where they pay.
     ///
-    /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
-    /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
+    /// The forward pass allocates a few words per sequence and layer and nothing per row. Besides,
+    /// a step allocates its plan and its events with their texts. It also copies the tokens of each
     /// sequence that penalises repetition.
     ///
     /// # Errors
@@ -490,8 +490,8 @@ impl Engine {
         self.reused += tokens as u64;
     }
 
-    /// Whether a sequence waits for a page of its prompt that an older one is about to compute: of
-    /// several answers to one prompt, the first one computes it.
+    /// Whether a sequence waits for a page of its prompt that an older one is about to compute. Of
+    /// several answers to one prompt, the first one computes the page.
     fn waits(&self, index: usize) -> bool {
         let own = &self.running[index];
         let is_at_page = own.computed == own.pages.len() * PAGE && own.pages.is_known();
@@ -531,8 +531,8 @@ impl Engine {
     }
 
     /// Leaves a batch its share of the sequences, where several batches are under way. Sequences
-    /// without rows under way come first: the next rows of a long prompt could follow those in
-    /// every batch, and take the turns of others.
+    /// without rows under way come first. The next rows of a long prompt could follow earlier ones
+    /// in every batch, and take the turns of others.
     fn deal(&self, rows: &mut [usize]) {
         let most = self.running.len().div_ceil(self.compute.depth());
         let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
@@ -659,9 +659,9 @@ impl Engine {
         self.pages.leave(&mut sequence.pages, computed, prompt);
     }
 
-    /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
-    /// further ones, as long as the token before was guessed; then what is forced. How many guesses
-    /// were right.
+    /// Chooses the next token of a sequence by the logits in `row`. The rows after it give further
+    /// tokens, as long as the token before was guessed; then forced tokens follow. Returns how many
+    /// guesses were right.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
         let mut is_own = true; // the guesses of its own text were right so far

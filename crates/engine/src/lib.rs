@@ -22,8 +22,8 @@
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
 //! - [`AdaptedService`]: a service's answers with one of its model's adapters.
 //! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
-//! - [`Snapshot`]: everything of a sequence but its cache, which the numerics rule lets any engine
-//!   of the same kernel class compute again to the bit.
+//! - [`Snapshot`]: everything of a sequence but its cache. By the numerics rule any engine of the
+//!   same kernel class can compute the cache again to the bit.
 //!
 //! ```no_run
 //! use std::sync::Arc;

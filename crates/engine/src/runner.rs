@@ -29,7 +29,7 @@ use driver::Driver;
 /// Costs a wake of some microseconds each time; short beside any deadline of a network.
 const IDLE_INTERVAL: Duration = Duration::from_millis(250);
 
-/// What time it is, for durations.
+/// The current time, for durations.
 pub(crate) type Now = fn() -> Instant;
 
 /// An engine on its own thread. Dropping it waits for the step that runs and ends the thread.

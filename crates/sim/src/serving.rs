@@ -5,12 +5,14 @@
 //!                \-- a copy of each token on another node, before the client gets it
 //! ```
 //! The [`Supervisor`] is the one that nodes run. Workers, entries and clients are played by the
-//! rules of `node::worker`, `node::fleet::answers` and `node::fleet::journals`: a worker's line
-//! breaks after 1.5 s without a word, an entry asks the next owner when its line is cut, and a
-//! client whose entry is gone goes on at a node that finds a copy.
+//! rules of `node::worker`, `node::fleet::answers` and `node::fleet::journals`. A worker's line
+//! breaks after 1.5 s without a word. An entry asks the next owner when its line is cut. A client
+//! whose entry is gone goes on at a node that finds a copy.
 //!
-//! *Never*: a token that is wrong, lost or doubled. *In the end*: each wanted instance is ready,
-//! and each answer that was asked for in time is whole, unless all nodes that had it were lost.
+//! *Never*: a token that is wrong, lost or doubled.
+//!
+//! *In the end*: each wanted instance is ready. Each answer that was asked for in time is whole,
+//! unless all nodes that had it were lost.
 //!
 //! What happens here is drawn from random numbers of its own: it changes nothing of the rest of a
 //! run.
@@ -57,11 +59,11 @@ const AGAIN_MAX: u8 = 3;
 /// For a second node to have a token before the client gets it all the same.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
 
-/// An answer that is asked for in the last seconds of a run need not be whole: a recovery, a load
-/// from a slow disk, and the answer itself.
+/// An answer that is asked for in the last seconds of a run need not be whole. The limit covers a
+/// recovery, a load from a slow disk, and the answer itself.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// What is due.
+/// An event that is due.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Due {
     /// A client asks for something.
@@ -88,7 +90,7 @@ pub(crate) enum Due {
     Told(usize, u64, usize, bool),
 }
 
-/// What is due later.
+/// Events that are due later.
 pub(crate) type Later = Vec<(Duration, Due)>;
 
 /// The nodes and what passes between them, at a moment.
@@ -159,14 +161,14 @@ struct Seat {
 /// An instance on the node that owns it, by one record.
 ///
 /// As in `node::fleet`, the instance of the record before answers until that of the next record
-/// does: on the same node, and on a node that hands it on and leaves.
+/// does. That holds on the same node, and on a node that hands it on and leaves.
 #[derive(Debug)]
 struct Owner {
     node: usize,
     id: InstanceId,
     epoch: u64,
     /// It was begun before, by an earlier record or by an earlier process of its node, and nothing
-    /// answers in its place: a failure while it loads must not be its end.
+    /// answers in its place. A failure while it loads must not be its end.
     goes_on: bool,
     nodes: Vec<usize>,
     supervisor: Supervisor,
@@ -255,7 +257,7 @@ fn token(asked: usize, i: usize) -> u32 {
 }
 
 impl Serving {
-    /// What happens in a run of this scenario, beside what happens to its nodes.
+    /// The serving part of this scenario, beside what happens to its nodes, and its first events.
     pub(crate) fn new(scenario: &Scenario) -> (Self, Later) {
         let mut random = Random::new(scenario.seed ^ 0xa45_e4ed);
         let disk = |_| Duration::from_millis([50, 300, 2500][random.below(3) as usize]);
@@ -777,7 +779,7 @@ impl Serving {
     }
 
     /// A client asks a node that lives for an instance that the node knows, and that was ready
-    /// once: before that no node answers as its model.
+    /// once. Before that no node answers as its model.
     fn ask(&mut self, net: &Net<'_>, later: &mut Later) {
         let alive: Vec<usize> = (0..net.nodes.len())
             .filter(|node| net.lives(*node))

@@ -3,7 +3,7 @@
 use crate::chain::{Chance, Pipeline};
 use crate::draft::{Bounds, Costs, expected};
 
-/// What is known of the times of a step.
+/// The known times of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Outlook<'a> {
     /// Seconds of a step without guesses, above 0.

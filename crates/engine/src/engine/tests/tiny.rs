@@ -16,8 +16,9 @@ use toy::{config_of, toy};
 
 use crate::{Engine, EngineConfig};
 
-/// Token ids: letters, a space, the bytes of two characters of three and four bytes and pieces of
-/// them, so that characters and stop strings are often cut, and a token that ends the answer.
+/// Token ids: letters, a space, two characters of three and four bytes, and a token that ends the
+/// answer. The characters' bytes and pieces of them are tokens too, so that characters and stop
+/// strings are often cut.
 const TOKENS: [&[u8]; 31] = [
     b"a",
     b"b",

@@ -30,7 +30,7 @@ fn sizes() -> EngineConfig {
     }
 }
 
-/// What the engine says to a request that is alone.
+/// The engine's replies to a request that is alone.
 fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
     let mut engine = tiny.engine(EngineConfig::single("tiny", CONTEXT));
     engine.submit(request.clone()).unwrap();
