@@ -44,9 +44,9 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Bytes that are passed on at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Runs `script`, which has to become a worker that prints the line `greeting` first, on `host`,
-/// and passes on what it and the parent of this process say to each other. Blocks until the shell
-/// ends, which is when the worker or the parent does.
+/// Runs `script` on `host`. The script has to become a worker that prints the line `greeting`
+/// first. Passes on the messages between the worker and the parent of this process. Blocks until
+/// the shell ends, which is when the worker or the parent does.
 ///
 /// # Errors
 /// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the shell cannot be

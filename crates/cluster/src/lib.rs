@@ -1,9 +1,9 @@
 //! Processes that work together: started, watched and ended as one.
 //!
-//! For ranks that are ours, on one machine: a parent starts one process per rank and holds a
-//! *control channel* to each: a Unix socket pair whose other end is the child's standard input.
-//! Messages are JSON, one a line, in both directions; the child also says every 200 ms that it
-//! lives. For programs that know nothing of us, on many machines: [`launch`].
+//! Ranks that are paceline's own run on one machine. A parent starts one process per rank and holds
+//! a *control channel* to each. The channel is a Unix socket pair whose other end is the child's
+//! standard input. Messages are JSON, one a line, in both directions. The child also says every 200
+//! ms that it lives. [`launch`] starts programs that know nothing of paceline, on many machines.
 //!
 //! ```text
 //!  parent                                              child of rank r

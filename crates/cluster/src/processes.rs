@@ -1,4 +1,4 @@
-//! One process and its group, how processes end, and whole lines of many.
+//! A process and its group, how processes end, and whole lines of many.
 //!
 //! What [`workers`](crate::workers) is built of, and of use for any set of processes:
 //! - [`Process`]: a child that does not outlive its owner, nor leave children of its own behind.

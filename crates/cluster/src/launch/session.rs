@@ -333,7 +333,7 @@ impl<'a> Sessions<'a> {
         });
     }
 
-    /// What has happened since, at most a short while later.
+    /// Waits a short while at most; returns the events since the last call.
     fn wait(&mut self) -> Vec<Event> {
         let mut events = match self.events.recv_timeout(LOOK_EVERY) {
             Ok(event) => vec![event],

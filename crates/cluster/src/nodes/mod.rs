@@ -7,7 +7,7 @@
 //! ```
 //!
 //! All decisions are in [`Member`], which has no clock, no sockets and no randomness but what it is
-//! given, so that the crate `sim` runs whole clusters of it in virtual time. Around it:
+//! given. So the crate `sim` runs whole clusters of it in virtual time. Around it:
 //!
 //! - [`identity`]: who a node is, for as long as its home lives.
 //! - [`signature`]: what a node says through others, signed.
@@ -72,7 +72,7 @@ pub fn parse_all(bytes: &[u8]) {
     }
 }
 
-/// Who a node is: the beginning of SHA-256 of its static public key.
+/// A node's id: the beginning of SHA-256 of its static public key.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub [u8; 16]);
 

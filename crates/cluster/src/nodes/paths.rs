@@ -20,15 +20,15 @@ use serde::{Deserialize, Serialize};
 use super::NodeId;
 use super::member::PEERS_MAX;
 
-/// Addresses of a node that are measured at most, as many as the address book keeps of one, twice:
-/// those that were heard and those that the node tells.
+/// Addresses of a node that are measured at most. This is twice as many as the address book keeps
+/// of a node: addresses that were heard, and addresses that the node tells.
 const ADDRESSES_MAX: usize = 16;
 
 /// Between two measurements of a way that answers: some twenty packets a minute.
 pub const EVERY: Duration = Duration::from_secs(60);
 
-/// Pauses of a way that does not answer. One that has answered before is a cable that somebody is
-/// about to plug in again; one that never has is an address that leads nowhere from here.
+/// Pauses of a way that does not answer. A way that has answered before is a cable that somebody is
+/// about to plug in again. A way that never has is an address that leads nowhere from here.
 const AGAIN: Duration = Duration::from_secs(5);
 const NEVER_YET: Duration = Duration::from_secs(300);
 

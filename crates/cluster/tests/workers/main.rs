@@ -79,7 +79,8 @@ fn exit(workers: &Ours) -> (Rank, Ending, Vec<String>) {
 }
 
 /// Checks that a silence was reported when it became longer than `limit`, as the monitor counts
-/// time, however late that was for others: it takes no turn for longer than a fifth of a second.
+/// time, however late that was for others. The monitor takes no turn for longer than a fifth of a
+/// second.
 fn check_silence(silence: Duration, limit: Duration) {
     let turn = Duration::from_millis(200);
     assert!(

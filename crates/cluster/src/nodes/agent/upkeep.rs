@@ -12,7 +12,7 @@ use super::super::mdns::Mdns;
 use super::super::member::{Event, Target};
 use super::{Discovery, Inner, keys, random};
 
-/// One round.
+/// Length of a round.
 const ROUND: Duration = Duration::from_millis(200);
 
 /// The map is saved at most this often.

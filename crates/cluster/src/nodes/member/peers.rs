@@ -107,7 +107,7 @@ struct Ping {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers {
     peers: BTreeMap<NodeId, Peer>,
-    /// Who is to be pinged next, from the back.
+    /// The nodes that are to be pinged next, from the back.
     round: Vec<NodeId>,
 }
 
@@ -320,7 +320,7 @@ impl Peers {
         changed.then_some(rumour.life)
     }
 
-    /// What is new, the newest first, for one message.
+    /// The news for one message, the newest first.
     pub(super) fn rumours(&mut self) -> Vec<Rumour> {
         let mut fresh: Vec<(u32, NodeId)> = self
             .peers

@@ -209,7 +209,8 @@ fn strangers_are_told_nothing() {
     }
 }
 
-/// Whoever records a handshake and sends it again gets one message that he cannot read.
+/// An eavesdropper that records a handshake and sends it again gets one message that it cannot
+/// read.
 #[test]
 fn a_replayed_handshake_makes_no_session() {
     let side = Side::new("two", 7);
