@@ -37,8 +37,8 @@ pub const HAND_LIMIT: Duration = Duration::from_secs(10);
 /// Longest time to read a prompt whose time nobody knows: a request has as long.
 const READ_LIMIT: Duration = Duration::from_secs(600);
 
-/// A prompt that takes so many times what it was expected to take, and as much longer as this, is
-/// read by the ranks that decode after all.
+/// How many times its expected time a prompt may take, and [`READ_SPARE`] more. Beyond that the
+/// ranks that decode read it after all.
 const READ_TIMES: f64 = 4.0;
 const READ_SPARE: Duration = Duration::from_secs(10);
 
@@ -145,7 +145,7 @@ pub enum News {
         /// Prompts.
         under_way: usize,
     },
-    /// One prompt is read by the decoding ranks.
+    /// A prompt is read by the decoding ranks.
     Late {
         /// Why.
         reason: String,
@@ -262,7 +262,7 @@ impl Apart {
         self.prompts.len()
     }
 
-    /// What became of prompts so far.
+    /// The outcomes of prompts so far.
     pub const fn counts(&self) -> Counts {
         self.counts
     }
@@ -486,7 +486,7 @@ impl Apart {
         self.out.push(Action::Tell(News::Up));
     }
 
-    /// What is due by now, and what has room.
+    /// Handles deadlines that are over, and begins prompts that have room.
     fn tick(&mut self, now: Duration) {
         match &self.link {
             Link::Down { again } if *again <= now => self.listen(now),

@@ -12,7 +12,7 @@ use paceline_cluster::workers::{Event, last_words};
 
 use crate::messages::FromWorker;
 
-/// One sign that something is wrong.
+/// A sign that something is wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Sign {
     /// A process ended.

@@ -98,7 +98,7 @@ pub trait Crew: Send + Sync + fmt::Debug {
         false
     }
 
-    /// What a rank's machine says of its place.
+    /// The place of a rank, as its machine describes it.
     fn post(&self, rank: Rank) -> Post;
 
     /// Where a rank is to listen for ranks of another crew; port 0 takes a free one.

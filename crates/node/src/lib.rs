@@ -15,7 +15,7 @@
 //!
 //! When a worker ends, crashes, is stopped or falls silent, the epoch ends. The other workers keep
 //! their processes and weights for the next one. There open answers go on after the tokens that
-//! their callers have, with the same bits; on MLX, which is not exact, they end with
+//! their callers have, with the same bits. On MLX, which is not exact, they end with
 //! [`Failure::Lost`](paceline_engine::Failure::Lost) and the rank that caused it. When the
 //! instance's process ends, by whatever, local workers end themselves.
 //!

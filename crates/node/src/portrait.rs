@@ -54,7 +54,7 @@ pub struct Prompts {
     pub shards: Vec<Shard>,
 }
 
-/// What a rank holds.
+/// The part of a model that a rank holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Shard {
     /// The rank.

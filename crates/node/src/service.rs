@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Linux has systemd units, macOS has launchd's property lists. A service of the user needs no root
-//! and ends with the login session unless the user may linger; a service of the system starts with
+//! and ends with the login session unless the user may linger. A service of the system starts with
 //! the machine. Nothing here reads the environment: callers name the folders.
 //!
 //! - [`Service`]: what is started, and for whom.

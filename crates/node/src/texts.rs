@@ -1,4 +1,4 @@
-//! What of a model's files is about text.
+//! The parts of a model's files that are about text.
 
 use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
 use paceline_formats::tokenizer::{Error, Tokenizer};

@@ -6,7 +6,7 @@
 //! any   --journal: {"id":..,"key":..}--> every node: the longest of its own and its shelf's
 //!       <-BYTES, none for nothing-
 //! ```
-//! The longest copy counts, of this node's shelf and of all others: a node that kept copies for a
+//! The longest copy counts, of this node's shelf and of all others. A node that kept copies for a
 //! while, before another one was taken, has the beginning only.
 //!
 //! One thread sends what all streams of this node want kept. What gathers while it waits for an

@@ -29,8 +29,8 @@ pub(crate) const HAVE: &str = "have";
 /// Ending of the name of the file of leaves.
 pub(super) const TREE: &str = "tree";
 
-/// When the file was changed last, as its facts say: bytes that come change no byte that was read,
-/// and a worker keeps packed weights of a file as long as it did not change.
+/// When the file was changed last, as its facts say. Bytes that come change no byte that was read.
+/// A worker keeps packed weights of a file as long as the file did not change.
 const CHANGED: Duration = Duration::from_secs(1_000_000_000);
 
 /// Consecutive groups that are told as a whole.

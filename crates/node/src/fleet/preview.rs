@@ -135,9 +135,9 @@ impl Inner {
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }
 
-    /// Living nodes that compute as this one does and do not leave, this one first, then those that
-    /// are reached best; of those that are reached alike, the one with the most memory. Also which
-    /// were left out.
+    /// Living nodes that compute as this one does and do not leave. This one is first, then the
+    /// nodes that are reached best. Of nodes that are reached alike, the one with the most memory
+    /// comes first. Also returns which were left out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
         let own = all

@@ -68,8 +68,8 @@ impl Inner {
         Ok((proposals.into_iter().map(|it| it.1).collect(), notes))
     }
 
-    /// Groups of nodes with what is predicted of them, the fastest first, for replicas of any of
-    /// these numbers of nodes; and why there are no others.
+    /// Groups of nodes with what is predicted of them, the fastest first. They are for replicas of
+    /// any of these numbers of nodes. Also returns why there are no others.
     fn spread_over(
         &self,
         ask: &Ask,

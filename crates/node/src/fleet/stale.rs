@@ -5,7 +5,8 @@
 //! - Reports on instances that are unloaded.
 //!
 //! The first node that lives looks some times an hour. A record goes only if it was as useless, and
-//! the same write, at the look before: a load tells roots first and is wanted a moment later.
+//! the same write, at the look before. A load tells roots first, and its record is wanted a moment
+//! later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, TryLockError};

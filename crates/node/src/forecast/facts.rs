@@ -1,4 +1,4 @@
-//! What was measured and learned, in `measured.json` of paceline's home.
+//! Measured and learned facts, in `measured.json` of paceline's home.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -63,7 +63,7 @@ pub(super) fn key(setting: Setting<'_>) -> String {
 }
 
 impl Facts {
-    /// What is kept under `home`; nothing when there is no such file, or one that does not read.
+    /// The facts under `home`; nothing when there is no such file, or one that does not read.
     pub(super) fn load(home: &Path) -> Self {
         let path = home.join("measured.json");
         let text = std::fs::read(&path).unwrap_or_default();

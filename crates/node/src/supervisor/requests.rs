@@ -53,7 +53,7 @@ impl Requests {
     }
 }
 
-/// What becomes of a request that comes now.
+/// The treatment of a request that comes now.
 enum Door {
     Open,
     /// The split is being changed, or answers wait to go on.

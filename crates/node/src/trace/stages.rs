@@ -138,7 +138,7 @@ impl RankLine {
 }
 
 impl Shares {
-    /// What took most of each piece of `within`.
+    /// The activity that took most of each piece of `within`.
     fn lane(&self, within: Interval) -> String {
         let (from, to) = within;
         if from >= to {

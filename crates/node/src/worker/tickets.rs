@@ -1,4 +1,4 @@
-//! What open requests are called inside a leader's engine.
+//! Names of open requests inside a leader's engine.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};

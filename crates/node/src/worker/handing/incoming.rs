@@ -13,8 +13,8 @@ use super::{Channel, GIVER, NO_POOL, PAGE_LIMIT, RECEIVE_LIMIT, TAG, unlinked, w
 use crate::messages::FromWorker;
 use crate::{Error, disk};
 
-/// Sequences of the whole context whose pages there is room for, until the engine takes them: one
-/// that is handed over while the one before is taken. The oldest pages make room for new ones.
+/// Sequences of the whole context whose pages there is room for, until the engine takes them. One
+/// is handed over while the one before is taken. The oldest pages make room for new ones.
 const CONTEXTS: usize = 2;
 
 /// Bytes that a page counts for beside its own: its name in two collections.
@@ -315,7 +315,7 @@ mod tests {
         }
     }
 
-    /// What one of two givers gives: half of an eight-byte page of the first pool, nothing of the
+    /// The part of one of two givers: half of an eight-byte page of the first pool, nothing of the
     /// second.
     fn half(giver: usize) -> Handed {
         let run = paceline_model::Run {
