@@ -8,7 +8,7 @@
 //!  their lines, prefixed ◀┴▶ how it went: nothing, or the first thing that went wrong
 //! ```
 //!
-//! What is promised:
+//! Promises:
 //! - Whole lines, each with its rank before it, standard output and error apart.
 //! - The first rank that fails ends all others, by SIGTERM and after [`Limits::grace`] by SIGKILL.
 //!   Processes that they started end too, as long as these stay in their process group. Its exit

@@ -1,6 +1,6 @@
-//! The parent's side: children that are one group's ranks.
+//! The parent's side: starts, watches and ends child processes, which are the ranks of one group.
 //!
-//! What is promised when something dies, and by what:
+//! Promises when something dies:
 //!
 //! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
 //!   Its end of the channel closes; a look every 50 ms finds it when somebody holds that open.

@@ -1,4 +1,5 @@
-//! How many windows of guesses of one sequence are under way at once, and how long each is. Pure.
+//! Decides how many windows of guesses of one sequence are under way at once, and how long each is.
+//! Pure.
 //!
 //! A *window* is the rows of one step that check guesses. In a pipeline with slow links a step is
 //! on its way for long and in a stage for a short while. Meanwhile further windows follow it: each

@@ -1,4 +1,4 @@
-//! Answers that must match a grammar: which tokens may come next.
+//! Answers that must match a grammar: the tokens that may come next.
 //!
 //! ```text
 //! Constraint --Grammars--> Guide --prepare (beside the forward pass)--> mask --> sampler

@@ -1,4 +1,5 @@
-//! The scheduler.
+//! The scheduler: [`Engine`] holds sequences in queues, and computes a batch of their rows in each
+//! step.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};

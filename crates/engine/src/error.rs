@@ -1,4 +1,4 @@
-//! Why a request is refused.
+//! Errors of the engine.
 
 use paceline_formats::text;
 

@@ -1,5 +1,4 @@
-//! How many rows of prompts a step may have, so that answers keep their pace while prompts are
-//! read.
+//! Limits the rows of prompts in a step, so that answers keep their pace while prompts are read.
 //!
 //! ```text
 //! step time = base(decoding rows) + prompt rows x cost of a row

@@ -1,4 +1,4 @@
-//! From logits to a token.
+//! Draws a token from logits.
 //!
 //! Order: bias, penalties and temperature, then top-k, top-p and min-p, then one draw. Each works
 //! on what the one before left. From the penalties on, transformers does the same. In llama.cpp the

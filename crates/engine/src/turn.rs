@@ -1,4 +1,5 @@
-//! Whose turn it is: which waiting request gets the next place, and whose prompt is read first.
+//! The order of turns: the waiting request that gets the next place, and the prompt that is read
+//! first.
 //!
 //! ```text
 //! passed over too often > priority > client with the fewest places > what had a place before

@@ -1,5 +1,5 @@
-//! Prompts that ranks of their own read for the ranks that decode: what is done with each, as a
-//! pure state machine.
+//! Prompts that ranks of their own read for the ranks that decode. A pure state machine decides
+//! about each.
 //!
 //! ```text
 //! submitted --short, or slower there-----------------------------------> Go: to the decoding ranks

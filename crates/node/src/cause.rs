@@ -1,4 +1,4 @@
-//! Which of several failures was the first.
+//! Finds the first of several failures.
 //!
 //! When one rank dies, all others fail as well, within moments and in any order. The user wants
 //! to read about the one that died.

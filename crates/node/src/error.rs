@@ -1,4 +1,4 @@
-//! Why an instance cannot be started.
+//! Errors of instances and their workers.
 
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::InitError;

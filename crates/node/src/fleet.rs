@@ -14,11 +14,11 @@
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
 //! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
 //!   which nodes compute them. `widen`: nodes that come, or come back.
-//! - `replicas`, `choice`, `prefixes`: which replica answers a request.
+//! - `replicas`, `choice`, `prefixes`: the choice of the replica that answers a request.
 //! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute
 //!   it. `hub`: bytes that no node has.
-//! - `stores`: which node has what of which model, and what its disk may hold. `stale`: records
-//!   that nobody needs any more.
+//! - `stores`: the models on each node's disk, and their limits. `stale`: records that no node
+//!   needs any more.
 //! - `opening`: doors that are being opened, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 

@@ -1,4 +1,5 @@
-//! Which model some files are: a hash that differs when another file lies in the model's place.
+//! The identity of a model's files: a hash that differs when another file lies in the model's
+//! place.
 //!
 //! An instance takes the identity of the files that it was loaded from. Each worker compares it
 //! with that of the files that it has opened, before it computes anything. So a worker that starts

@@ -1,4 +1,4 @@
-//! From a placement to what each worker holds.
+//! Turns a placement into the part of the model that each worker holds.
 //!
 //! ```text
 //! --split, --shares --asked--.

@@ -1,4 +1,5 @@
-//! An instance as a dashboard shows it: who holds what, and the prediction beside the measurement.
+//! An instance as a dashboard shows it: each rank's part, and the prediction beside the
+//! measurement.
 
 use serde::Serialize;
 

@@ -1,4 +1,5 @@
-//! From a model's files and a wish to something that answers: in this process, or by workers.
+//! Prepares a model from its files and the user's options, and loads it, in this process or in
+//! workers.
 //!
 //! ```text
 //! Prepared (files, shape, ways to cut it) --here--> Loaded: an engine in this process

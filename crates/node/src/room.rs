@@ -1,5 +1,5 @@
-//! How many positions a model gets where nobody says: as many as it was trained for, as far as
-//! memory has room for them.
+//! Default number of positions for a model: as many as it was trained for, as far as memory has
+//! room for them.
 //!
 //! Memory of positions is taken only as they are used, so this is a bound and no cost. A long
 //! conversation may have all of the room, or several have a part each.

@@ -1,4 +1,4 @@
-//! Where the time of an answer went: the spans of all ranks on one clock, and what they add up to.
+//! Accounts for the time of an answer: the spans of all ranks on one clock, and their sums.
 //!
 //! ```text
 //! Recording: RankTrace of every rank --align--> one clock --match exchanges--> Timeline

@@ -1,4 +1,4 @@
-//! Finding nodes of the same cluster on the networks that this machine is on.
+//! Finds nodes of the same cluster on the networks that this machine is on.
 //!
 //! Each node says on every interface who it is and on which port, over IPv6 (link-local multicast)
 //! and IPv4 (multicast). It does so at once, some times within the first second, then every five

@@ -1,4 +1,5 @@
-//! The secret that makes a cluster: who has it is in, and nobody else sees anything of it.
+//! The secret that makes a cluster: a node that has it is a member, and no other machine sees
+//! anything of it.
 //!
 //! A *token* is its form for people and scripts: `plc1-`, 64 hexadecimal digits, `-` and 8 digits
 //! of a checksum. So a token that was cut or mistyped is refused for what it is.

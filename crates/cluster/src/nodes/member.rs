@@ -1,14 +1,14 @@
 //! A node's part in a cluster: the nodes that live, the messages between them, and their sessions.
 //!
 //! [`Member::step`] takes an event and says what to do; it waits for nothing and knows no clock but
-//! its argument. Whoever drives it calls it with [`Event::Tick`] at [`Member::next_wake`].
+//! its argument. Its driver calls it with [`Event::Tick`] at [`Member::next_wake`].
 //!
-//! **Who lives.** SWIM (Das, Gupta, Motivala, DSN 2002) over the sessions. Each period one node is
+//! **Lives.** SWIM (Das, Gupta, Motivala, DSN 2002) over the sessions. Each period one node is
 //! pinged, round robin in shuffled order. Without an answer others are asked to ping it. Then it is
 //! *suspect*, and *dead* when it does not object in time by raising its incarnation. Changes travel
 //! with pings and to a few nodes at once.
 //!
-//! **What they say.** Pings carry the map's root. Unlike roots make two nodes exchange marks, then
+//! **Messages.** Pings carry the map's root. Unlike roots make two nodes exchange marks, then
 //! the entries that differ. A write goes to all linked nodes at once.
 //!
 //! **Sessions.** Every two nodes should have one. The one with the lower id dials first; failed

@@ -1,4 +1,4 @@
-//! Letting a machine in by a short code that is read on one screen and typed at another.
+//! Lets a machine in by a short code that is read on one screen and typed at another.
 //!
 //! The code is the password of SPAKE2 (RFC 9382, crate `spake2`). A listener or guesser gets one
 //! try for each run, and an [`Invitation`] has three within five minutes. The secret that both

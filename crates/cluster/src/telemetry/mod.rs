@@ -1,4 +1,4 @@
-//! How loaded, full and hot this machine is, sampled cheaply.
+//! Load, memory and heat of this machine, sampled cheaply.
 //!
 //! [`Sampler::sample`] reads some twenty small files of `/proc` and `/sys`, which takes well below
 //! a millisecond. Rates are means since the previous sample, so the first one has none. What a

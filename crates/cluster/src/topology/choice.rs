@@ -1,4 +1,4 @@
-//! Which backend, and its hostfile.
+//! Chooses a backend by the cables, and makes its hostfile.
 
 use super::{Addresses, Error, Graph, Machine, Ring, best_ring, missing_for_ring};
 use crate::hostfile::{Devices, Host, Hostfile};

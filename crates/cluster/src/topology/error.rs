@@ -1,4 +1,4 @@
-//! Why there is no topology, or none that serves.
+//! Errors of finding a topology that serves.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A way round all hosts.
+//! Finds a way round all hosts.
 //!
 //! Up to [`HOSTS_EXACT`] hosts the search is exact. It runs over sets of visited hosts, not over
 //! paths, so that its time does not depend on the cables. Beyond that it follows paths, up to a

@@ -1,4 +1,4 @@
-//! How many guesses of a draft model pay, by measured times. Pure.
+//! Decides by measured times how many guesses of a draft model pay. Pure.
 
 use crate::chain::{Chance, Pipeline};
 use crate::draft::{Bounds, Costs, expected};

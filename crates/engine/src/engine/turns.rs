@@ -1,4 +1,4 @@
-//! Places, deadlines, and what clients were served.
+//! Places, deadlines, and the rows that clients were served.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Log-probabilities: what the model thought of a token, whatever was drawn.
+//! Log-probabilities of the model for a token, whatever was drawn.
 //!
 //! Of the softmax over the logits as the forward pass gave them. With m the largest logit,
 //!

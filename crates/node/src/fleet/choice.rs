@@ -1,4 +1,4 @@
-//! Which replica of a model answers a request.
+//! Chooses the replica of a model that answers a request.
 //!
 //! The replica that has the longest prefix of the prompt in its cache answers. The idlest replica
 //! answers instead when that one is busier by more than a margin, and when no prefix is known.

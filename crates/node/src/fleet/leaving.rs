@@ -1,4 +1,4 @@
-//! A node that goes: its work moves first.
+//! Moves the work of a node to others before the node goes.
 //!
 //! ```text
 //! leaver   says so in its facts                 others hand nothing to it

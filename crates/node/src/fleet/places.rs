@@ -1,5 +1,5 @@
-//! Where an instance's workers run: on the nodes that its record names, or on others of them when
-//! one is gone.
+//! The places of an instance's workers: the nodes that its record names, or others of them when one
+//! is gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

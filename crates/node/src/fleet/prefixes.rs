@@ -1,4 +1,4 @@
-//! Which replica has read which beginnings of prompts.
+//! The beginnings of prompts that each replica has read.
 //!
 //! An entry remembers what it sent where, in blocks of [`BLOCK`] tokens. It does not know what a
 //! replica's cache still has, nor what other entries sent: a wrong guess costs the reading of a

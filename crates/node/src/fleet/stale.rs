@@ -1,4 +1,4 @@
-//! Records of the shared map that nobody needs any more, which are removed: the map is bounded.
+//! Removes records of the shared map that no node needs any more: the map is bounded.
 //!
 //! - `weights/SHA256` and `hub/SHA256`, roots and origins of files that no instance wants and no
 //!   node that lives has. A node that comes back with the file tells them again when it loads it.

@@ -1,4 +1,4 @@
-//! Which node has what of which model, what its disk may hold, and what is removed on demand.
+//! The stores of models on all nodes: their contents, their limits, and removal on demand.
 //!
 //! ```text
 //! asker -> stores: "List", {"Remove":"name"} or {"Has":["SHA256",..]}

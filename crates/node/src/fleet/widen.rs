@@ -1,4 +1,4 @@
-//! Nodes that come, or come back, are used at the next quiet moment.
+//! Gives instances new nodes, or nodes that came back, at the next quiet moment.
 //!
 //! ```text
 //! a node dies      its ranks run on the nodes that are left    it comes back, or an idle one is

@@ -1,5 +1,5 @@
-//! Packs what a probe measures: a rank's part of the matrices of some layers, as the model packs
-//! and multiplies them.
+//! Packs the weights that a probe measures: a rank's part of the matrices of some layers, as the
+//! model packs and multiplies them.
 //!
 //! Of each kind of layer that the model has at least one is packed. A layer with experts has as
 //! many of them as a row uses, from all over the layer, which is what a decoding step reads.

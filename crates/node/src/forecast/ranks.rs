@@ -1,5 +1,5 @@
-//! Measures what ranks on this machine cost each other, between threads that compute and exchange
-//! as ranks do. What else runs takes its part of the cores here as it will there.
+//! Measures the cost of ranks to each other on this machine, between threads that compute and
+//! exchange as ranks do. Other programs take their part of the cores here as they will there.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;

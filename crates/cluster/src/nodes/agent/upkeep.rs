@@ -1,5 +1,5 @@
-//! Beacons, multicast DNS, changed addresses, and files that follow the state: all that comes
-//! around some times a second.
+//! Periodic work, some times a second: beacons, multicast DNS, changed addresses, and files that
+//! follow the state.
 
 use std::sync::Arc;
 use std::thread;

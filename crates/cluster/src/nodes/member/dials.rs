@@ -1,4 +1,4 @@
-//! Whom to dial, and when again.
+//! The targets to dial, and the time of the next attempt for each.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The other nodes as one sees them, and which of them lives.
+//! The other nodes as one node sees them, and which of them live.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
