@@ -82,7 +82,7 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
 
     /// Takes standard input and output as the control channel, as a worker has them that was
     /// started through [`bridge`](crate::bridge) on this machine. Prints `greeting` as a line
-    /// first. What is printed afterwards goes nowhere.
+    /// first. Output that is printed afterwards goes nowhere.
     ///
     /// # Errors
     /// [`Error::NoControl`] when nobody takes the greeting; [`Error::Resource`].

@@ -211,14 +211,14 @@ impl Hostfile {
         })
     }
 
-    /// The devices' format: what `MLX_IBV_DEVICES` names a file of.
+    /// The devices' format, for the file that `MLX_IBV_DEVICES` names.
     pub fn devices_json(&self) -> String {
         let devices: Vec<&[Devices]> = self.hosts.iter().map(|host| &host.rdma[..]).collect();
         json::one_line(&devices)
     }
 }
 
-/// The ring's format: what `MLX_HOSTFILE` names a file of. `addresses` are by rank.
+/// The ring's format, for the file that `MLX_HOSTFILE` names. `addresses` are by rank.
 pub fn ring_json(addresses: &[Vec<String>]) -> String {
     json::one_line(&addresses)
 }

@@ -59,8 +59,8 @@
 //! - [`launch`]: a program on many machines.
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
-//! - [`machine`]: what this machine has.
-//! - [`network`]: what of this machine keeps others away.
+//! - [`machine`]: this machine's memory, GPUs and programs.
+//! - [`network`]: this machine's networks, and its settings that keep others away.
 //! - [`telemetry`]: how loaded, full and hot this machine is.
 //! - [`Error`].
 //!

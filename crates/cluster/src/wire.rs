@@ -117,7 +117,7 @@ impl Assembler {
     /// without beats. Holds at most one line. Cost: one pass over `piece`.
     ///
     /// # Errors
-    /// [`Garbage::TooLong`]: what follows cannot be told apart any more.
+    /// [`Garbage::TooLong`]: later lines cannot be told apart any more.
     pub(crate) fn feed(
         &mut self,
         piece: &[u8],

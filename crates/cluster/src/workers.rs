@@ -14,7 +14,7 @@
 //! - **The parent is suspended and resumed:** nothing. Only the monitor's waking time counts as
 //!   silence.
 //!
-//! After a failure the others still run: what to do is the caller's decision, usually
+//! After a failure the others still run. The caller decides about them, usually by
 //! [`Workers::stop`].
 //!
 //! **The terminal.** Children have no terminal among their standard streams: input is the channel,
@@ -239,7 +239,8 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
     /// Starts all children. Returns when all programs run, not when they are ready.
     ///
     /// # Errors
-    /// [`Error::Start`], [`Error::Resource`]. What was started before is killed and reaped.
+    /// [`Error::Start`], [`Error::Resource`]. Children that were started before are killed and
+    /// reaped.
     pub fn spawn(spec: Spec) -> Result<Self, Error> {
         let resource = |what| move |source| Error::Resource { what, source };
         let limits = spec.limits;

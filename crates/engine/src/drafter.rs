@@ -50,8 +50,8 @@ const ALL_WEIGHT: f64 = 0.01;
 /// quarter of its model, or less.
 const FIRST_PASS: f64 = 0.25;
 
-/// Tokens that the draft may be behind and still guess at once: what a step adds. Beyond it catches
-/// up first.
+/// Tokens that the draft may be behind and still guess at once, as many as a step adds. Beyond that
+/// it catches up first.
 const FEW: usize = 8;
 
 /// Rows of a pass that catches up. Weights are unpacked once for all of them; more would hold up
@@ -131,9 +131,9 @@ struct Held {
 }
 
 impl Held {
-    /// Takes in what became of the last guesses: calls `judge` for each that was checked. Those
-    /// `ahead` of the tokens are checked in windows under way: where they are this draft's, it
-    /// goes on behind them.
+    /// Takes in the outcome of the last guesses: calls `judge` for each that was checked. Those
+    /// `ahead` of the tokens are checked in windows under way: where they are this draft's, it goes
+    /// on behind them.
     fn settle(&mut self, tokens: &[u32], ahead: &[u32], mut judge: impl FnMut(bool)) {
         let guessed = std::mem::take(&mut self.guessed);
         let chosen = tokens.get(self.computed..).unwrap_or_default();
@@ -235,7 +235,7 @@ impl Drafter {
     }
 
     /// Takes in how long a step without prompts took that had no guesses of this draft, or some.
-    /// What of it was spent here, which is no time of the model.
+    /// Returns the part that was spent here, which is no time of the model.
     pub(crate) fn took(&mut self, is_plain: bool, duration: Duration) -> Duration {
         let spent = std::mem::take(&mut self.spent);
         if is_plain {

@@ -474,8 +474,8 @@ impl Engine {
         self.find_again(index);
     }
 
-    /// Gives a sequence all known pages that it begins with. What it gives back for that stays
-    /// known and is found again at once.
+    /// Gives a sequence all known pages that it begins with. Pages that it gives back for that stay
+    /// known and are found again at once.
     fn find_again(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let at = sequence.computed;
@@ -506,7 +506,7 @@ impl Engine {
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
-    /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
+    /// Rows for each running sequence. Each that decodes gets one, so that long prompts do not
     /// stall answers; then come forced tokens, then prompts.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
@@ -542,8 +542,7 @@ impl Engine {
     }
 
     /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is
-    /// left
-    /// for these; what is left then.
+    /// left for these. Returns the room that is left then.
     fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
         let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
         for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {

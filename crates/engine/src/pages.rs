@@ -14,9 +14,9 @@
 //! ```
 //!
 //! Layers that look at a window only, or keep a state, have pages of their own for the same
-//! positions ([`Window`]). A sequence gives them back when no row looks at them any more. Those of
-//! known pages stay until they are needed. So a beginning can be reused as far as there are the
-//! pages that the row behind it looks at.
+//! positions ([`Window`]). A sequence gives them back when no row looks at them any more. Pages of
+//! windows of known pages stay until they are needed. So a beginning can be reused as far as there
+//! are the pages that the row behind it looks at.
 //!
 //! Known pages are compared by their tokens, not by a hash alone: nobody can make a prompt that
 //! finds another one's keys. Only whole pages that are full are shared, so nobody writes to one.
@@ -63,8 +63,8 @@ struct Known {
     rank: u64,
     /// The highest rank of a page behind it: it is forgotten after all of those.
     least_rank: u64,
-    /// The page of each window with the same positions, where it is still there. Whoever has one
-    /// of these has this page.
+    /// The page of each window with the same positions, where it is still there. A sequence that
+    /// has one of these has this page.
     windows: Vec<Option<u32>>,
 }
 
@@ -167,9 +167,9 @@ pub(crate) struct Pages {
     /// given back before the one that it follows, and has no higher rank, so none stays behind that
     /// cannot be found.
     unused: BTreeMap<(u64, u64), u32>,
-    /// Rank of the page that was forgotten last: what is given back now ranks above it by its cost.
-    /// Of pages that cost the same the one unused longest goes first (Cao and Irani, GreedyDual,
-    /// USITS 1997).
+    /// Rank of the page that was forgotten last: a page that is given back now ranks above it by
+    /// its cost. Of pages that cost the same the one unused longest goes first (Cao and Irani,
+    /// GreedyDual, USITS 1997).
     level: u64,
     /// Nanoseconds that a page costs now.
     cost: u64,
@@ -206,9 +206,8 @@ impl Pages {
         self.free.len() + self.unused.len()
     }
 
-    /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when
-    /// there are not enough. What is unused and ranks lowest is forgotten for it when no page is
-    /// free.
+    /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when there
+    /// are not enough. The unused page that ranks lowest is forgotten for it when no page is free.
     pub(crate) fn grow(&mut self, owned: &mut Owned, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());
         owned.windows.resize_with(self.windows.len(), Held::default);
@@ -272,7 +271,7 @@ impl Pages {
         }
     }
 
-    /// Takes all pages back. What is known of them stays known until they are needed.
+    /// Takes all pages back. Known pages among them stay known until they are needed.
     pub(crate) fn release(&mut self, owned: &mut Owned) {
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
             for page in held.drain() {

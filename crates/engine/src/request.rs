@@ -130,7 +130,7 @@ pub const MAX_LOGPROBS: usize = 20;
 pub const MAX_PROMPT_LOGPROBS: usize = 1 << 20;
 
 /// Log-probabilities at one position, of the softmax over the model's logits before bias,
-/// penalties, temperature and the other filters. Finite, at least -9999: what is less probable has
+/// penalties, temperature and the other filters. Finite, at least -9999: less probable tokens have
 /// this value too. Equal logits give equal bits on every machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {

@@ -80,8 +80,8 @@ impl SamplingParams {
         top.map_or(Logits::Last, Logits::Top)
     }
 
-    /// The `n` largest logits, which top-k keeps, and all that may equal them. Those that are
-    /// forbidden count, so that enough of the others are among them.
+    /// The `n` largest logits, which top-k keeps, and all that may equal them. Forbidden tokens
+    /// count, so that enough of the others are among them.
     ///
     /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t`
     /// the logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on.
@@ -171,7 +171,7 @@ impl SamplingParams {
     }
 
     /// Checks the bias for a model of `vocab` tokens. A token that comes twice is refused, not
-    /// added up or overwritten: whoever made the list meant one of them.
+    /// added up or overwritten: the author of the list meant one of them.
     ///
     /// # Errors
     /// [`Error::BiasCount`] before anything of the list is looked at, [`Error::BiasToken`],

@@ -105,7 +105,7 @@ pub enum Failure {
         /// Positions of a sequence.
         context: usize,
     },
-    /// The request cannot be computed: what the engine says about it.
+    /// The request cannot be computed, as the engine says.
     #[error("{reason}")]
     Invalid {
         /// The engine's error.

@@ -11,8 +11,8 @@
 //!         ^----------------- a rank or a connection is lost, a deadline passes ----'
 //! ```
 //!
-//! The decoding ranks compute whatever does not come: by the numerics rule the answer is the same.
-//! So nothing here can lose a request, and every wait ends. [`Apart`] has no clock, thread or
+//! The decoding ranks compute all pages that do not come: by the numerics rule the answer is the
+//! same. So nothing here can lose a request, and every wait ends. [`Apart`] has no clock, thread or
 //! process; `instance/apart.rs` is the shell that has.
 
 use std::collections::VecDeque;
@@ -129,7 +129,7 @@ pub enum Action {
         /// By rank for prompts, of each decoding rank.
         addrs: Vec<Vec<SocketAddr>>,
     },
-    /// Tell whoever watches.
+    /// Tell the observer.
     Tell(News),
 }
 
@@ -291,7 +291,7 @@ impl Apart {
         prompts.chain(link).min()
     }
 
-    /// Takes in an event; what to do about it.
+    /// Takes in an event; returns the actions.
     pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
         match event {
             Event::Submit { ticket, tokens } => self.submit(ticket, tokens),
@@ -419,7 +419,7 @@ impl Apart {
         self.out.push(Action::Go(ticket));
     }
 
-    /// A group has begun a new epoch: what was connected is not any more.
+    /// A group has begun a new epoch: connections of the epoch before are gone.
     fn renew(&mut self, now: Duration) {
         if !matches!(self.link, Link::Down { .. }) {
             self.down(now, "a group of nodes started again");

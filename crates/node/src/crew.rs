@@ -25,7 +25,7 @@ use crate::messages::{FromWorker, ToWorker};
 
 pub use environment::for_workers;
 
-/// A worker's place: what only its machine knows.
+/// A worker's place, which only its machine knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Post {
     /// Where it is to listen for the other ranks; port 0 takes a free one.

@@ -71,8 +71,8 @@ pub struct DiskCache {
 }
 
 impl DiskCache {
-    /// Makes the folder, for the user alone. Before workers are started: what is not there then
-    /// cannot be opened to them in their sandbox.
+    /// Makes the folder, for the user alone. Called before workers are started: a folder that is
+    /// not there then cannot be opened to them in their sandbox.
     ///
     /// # Errors
     /// What the system says.

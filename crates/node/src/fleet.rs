@@ -11,7 +11,7 @@
 //! - [`Fleet`]: starts it all beside an agent.
 //! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
 //! - [`lent`]: instances for programs of this machine's user.
-//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
+//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): requests of users.
 //! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
 //!   which nodes compute them. `widen`: nodes that come, or come back.
 //! - `replicas`, `choice`, `prefixes`: the choice of the replica that answers a request.

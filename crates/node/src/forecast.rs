@@ -556,8 +556,8 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Two ranks of stages of `ranks`. What exchanges inside a stage cost is measured whole, beside the
-/// bytes; a stage waits for the one before.
+/// Two ranks of stages of `ranks`. The cost of exchanges inside a stage is measured whole, beside
+/// the bytes; a stage waits for the one before.
 fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
     Link {
         a,

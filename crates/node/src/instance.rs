@@ -254,8 +254,8 @@ struct View {
 }
 
 impl Instance {
-    /// Starts the workers of `crew`; `observer` hears how they load and whatever happens later.
-    /// Returns at once: [`ready`](Self::ready) waits.
+    /// Starts the workers of `crew`; `observer` hears how they load and all later events. Returns
+    /// at once: [`ready`](Self::ready) waits.
     ///
     /// # Errors
     /// What the system refuses; no worker is left then.
@@ -722,7 +722,7 @@ impl Shell {
         view.n_changes = supervisor.changes();
     }
 
-    /// Does one thing; what came of it, where that is an event.
+    /// Does an action; returns its outcome, where that is an event.
     fn act(&mut self, action: Action) -> Option<Event> {
         self.log(&action);
         match action {
@@ -888,7 +888,8 @@ impl Shell {
         (self.observer)(notice, &self.spec.cuts);
     }
 
-    /// Has second workers wait from now on. One that cannot be had is missed when it is needed.
+    /// Has second workers wait from now on. A worker that cannot be had is missed when it is
+    /// needed.
     fn keep_spares(&mut self, epoch: u64, way: usize) {
         let Some(after) = self.spec.spares else {
             return;

@@ -259,7 +259,7 @@ fn slow(limit: Duration) -> Failure {
     Failure::TooSlow { limit_ms }
 }
 
-/// Which limit ended the child: what the kernel or Rust's runtime says shows it.
+/// The limit that ended the child, by the words of the kernel or of Rust's runtime.
 fn cause(ending: Ending, tail: &[String]) -> Failure {
     let says = |words: &str| tail.iter().any(|line| line.contains(words));
     if ending == Ending::Signal(Signal::XCPU.as_raw()) {

@@ -144,7 +144,7 @@ pub(crate) enum Hands {
 /// How ranks of two groups recognise each other, another way for each round of connections.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Round {
-    /// Its number: what is said of an earlier one is late.
+    /// Its number: messages about an earlier round are late.
     pub(crate) number: u64,
     /// Names the pairs of ranks.
     pub(crate) group: [u8; 16],

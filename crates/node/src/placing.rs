@@ -6,7 +6,7 @@
 //! the planner ---------------'                        whole numbers                check them
 //! ```
 //! An instance executes one pipeline of a [`Placement`]. Its owner rounds the shares once, in
-//! [`Cut::new`]: what is predicted, shown, and sent to workers is the same [`Split`].
+//! [`Cut::new`]. The same [`Split`] is predicted, shown, and sent to workers.
 
 use std::ops::Range;
 

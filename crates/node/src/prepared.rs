@@ -88,7 +88,7 @@ impl Options {
     }
 }
 
-/// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
+/// A model that was opened and cut, and is not loaded yet: its errors are known.
 #[derive(Debug)]
 pub struct Prepared {
     source: Arc<Source>,
@@ -706,7 +706,7 @@ impl Loaded {
         }
     }
 
-    /// Ends a trace; what each rank recorded, in rank order.
+    /// Ends a trace; returns the recordings of each rank, in rank order.
     ///
     /// # Errors
     /// As [`Instance::traced`].

@@ -58,9 +58,9 @@ pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 
 /// Failures of workers that had a request, without a token in between: with so many it is lost. A
-/// request that itself ends the workers must not end them for ever. One more than the losses after
-/// which a machine is left out, so that the request is tried once without that machine. Workers
-/// that cannot start have no request, and it waits for them.
+/// request that itself ends the workers must not end them for ever. It is one more than the losses
+/// after which a machine is left out, so that the request is tried once without that machine.
+/// Workers that cannot start have no request, and it waits for them.
 pub const FAILURES_MAX: u32 = 4;
 
 /// How long a request waits for workers that cannot start, where machines may come back: as long
@@ -230,7 +230,7 @@ pub enum Action {
         /// How long.
         took: Duration,
     },
-    /// Tell whoever watches.
+    /// Tell the observer.
     Tell(Notice),
     /// End all workers; nothing else comes.
     End,

@@ -330,7 +330,7 @@ impl Worker<'_> {
         epoch.map(Some)
     }
 
-    /// The draft of a job. One that cannot be loaded any more is no reason to lose answers: the
+    /// The draft of a job. A draft that cannot be loaded any more is no reason to lose answers: the
     /// epochs after the first go on without.
     fn draft(&mut self, job: &Job, kernels: &Arc<Kernels>) -> Result<Option<Draft>, Error> {
         match self.drafting.of(job, kernels, &self.mlx) {
@@ -516,8 +516,8 @@ impl Worker<'_> {
         }
     }
 
-    /// Leaves the epoch, if there is one, after the step that is under way; keeps the weights. What
-    /// this rank has sent in it.
+    /// Leaves the epoch, if there is one, after the step that is under way; keeps the weights.
+    /// Returns the bytes that this rank has moved in it.
     fn leave(&mut self) -> RankMoved {
         let Some(epoch) = self.epoch.take() else {
             return RankMoved::default();

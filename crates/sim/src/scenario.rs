@@ -31,7 +31,7 @@ impl Random {
 /// Something that happens to nodes or the network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The process of a node ends without a word; what it saved stays.
+    /// The process of a node ends without a word; its saved state stays.
     Crash(usize),
     /// A node hands on what it owns or computes; it ends some seconds later.
     Leave(usize),

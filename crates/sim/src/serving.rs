@@ -14,7 +14,7 @@
 //! *In the end*: each wanted instance is ready. Each answer that was asked for in time is whole,
 //! unless all nodes that had it were lost.
 //!
-//! What happens here is drawn from random numbers of its own: it changes nothing of the rest of a
+//! Events here are drawn from random numbers of their own: they change nothing of the rest of a
 //! run.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -211,7 +211,7 @@ struct Asked {
     since: Duration,
     /// `None` while the client looks for a node.
     entry: Option<Entry>,
-    /// Counts entries: what an earlier one sent does not arrive.
+    /// Counts entries: messages of an earlier one do not arrive.
     entries: u64,
     /// Tokens that the client has.
     have: usize,
@@ -238,8 +238,8 @@ pub(crate) struct Serving {
     last_life: u64,
     /// Records whose instance was ready once: nodes that know none of them answer no client.
     answered: BTreeSet<(InstanceId, u64)>,
-    /// Records that a node has begun, as its reports in the shared map say. One that could not be
-    /// loaded is none of them.
+    /// Records that a node has begun, as its reports in the shared map say. A record that could not
+    /// be loaded is none of them.
     begun: BTreeSet<(usize, InstanceId, u64)>,
     asked: Vec<Asked>,
     /// How long each node takes to read a model.
@@ -322,8 +322,8 @@ impl Serving {
         }
     }
 
-    /// A node's instances are these now. What answered by an earlier record is kept until its
-    /// successor answers: see [`bridges`](Self::bridges).
+    /// A node's instances are these now. An owner that answered by an earlier record is kept until
+    /// its successor answers: see [`bridges`](Self::bridges).
     pub(crate) fn owns(
         &mut self,
         node: usize,
@@ -398,7 +398,8 @@ impl Serving {
         self.step(life, Event::Begin, net, later);
     }
 
-    /// A node's process ends without a word: what it owned, computed, took and kept is gone.
+    /// A node's process ends without a word. Everything that it owned, computed, took and kept is
+    /// gone.
     pub(crate) fn crash(&mut self, node: usize) {
         self.owners.retain(|_, owner| owner.node != node);
         for owner in self.owners.values_mut() {
@@ -482,7 +483,7 @@ impl Serving {
         self.obey(life, order.0, net, later);
     }
 
-    /// An instance is ready: what answered for it on its node ends.
+    /// An instance is ready: its earlier owner on its node ends.
     fn follow(&mut self, life: u64) {
         let Some(owner) = self.owners.get(&life) else {
             return;
@@ -1073,7 +1074,7 @@ impl Serving {
 
 impl Owner {
     /// Starts a worker on the first node of the record that is reached, from the rank's own on.
-    /// Those that leave come last.
+    /// Nodes that leave come last.
     fn start(&mut self, rank: Rank, net: &Net<'_>) {
         let (first, count) = (rank.0 as usize, self.nodes.len());
         let places = (0..count).map(|i| self.nodes[(first + i) % count]);
@@ -1085,7 +1086,7 @@ impl Owner {
         (seat.at, seat.alive) = (at, true);
     }
 
-    /// Ends a worker; what it says no more arrives.
+    /// Ends a worker; its messages no more arrive.
     fn stop(&mut self, rank: Rank) {
         let seat = &mut self.seats[rank.0 as usize];
         *seat = Seat {

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! No program runs before all can, so a host that is switched off does not cost the others a
-//! half-started job. The first thing that goes wrong is the cause; what follows from it is not
+//! half-started job. The first thing that goes wrong is the cause; its consequences are not
 //! reported as another.
 
 use std::time::{Duration, Instant};

@@ -39,7 +39,7 @@ const EVENTS_MAX: usize = 256;
 ///
 /// # Errors
 /// The first thing that went wrong; nothing runs any more then either, unless a host is lost:
-/// what runs there ends by itself.
+/// programs there end by themselves.
 pub fn run(
     launch: &Launch,
     reach: &Reach,

@@ -14,8 +14,8 @@
 //! **Sessions.** Every two nodes should have one. The one with the lower id dials first; failed
 //! attempts are repeated with growing pauses, to dead nodes too, so that partitions heal.
 //!
-//! Bounds: [`PEERS_MAX`] nodes, lists in messages as their constants say. What another member sends
-//! can make this node forget nothing and hold no more.
+//! Bounds: [`PEERS_MAX`] nodes, lists in messages as their constants say. Messages of another
+//! member can make this node forget nothing and hold no more.
 
 mod dials;
 mod messages;
@@ -156,8 +156,8 @@ const COMPARE_EVERY: Duration = Duration::from_millis(300);
 
 /// How far a node's incarnation may be ahead of this machine's clock, in milliseconds, in what
 /// others say. It begins as the time at the node's start: its clock and the other's may each be
-/// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed.
-/// One that started with a wrong clock has a higher one, by its own word.
+/// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed. A
+/// node that started with a wrong clock has a higher one, by its own word.
 const INCARNATION_AHEAD_MAX: u64 = 2 * SKEW_MAX.as_millis() as u64;
 
 /// Up to here a node exceeds any incarnation that others say it has, such as that of an earlier
@@ -212,7 +212,7 @@ impl Member {
         self.peers.views()
     }
 
-    /// Whether a node lives; this one does. One that nothing is known of is dead.
+    /// Whether a node lives; this one does. A node that nothing is known of is dead.
     pub fn life(&self, id: NodeId) -> Life {
         match id == self.own {
             true if self.left => Life::Left,
@@ -679,7 +679,7 @@ impl Member {
         actions.extend(self.peers.linked().map(Action::Unlink));
     }
 
-    /// How far a peer's clock may be ahead or behind, for whoever judges its hello.
+    /// How far a peer's clock may be ahead or behind, for the judge of its hello.
     pub fn is_skewed(own_wall_ms: u64, their_wall_ms: u64) -> bool {
         own_wall_ms.abs_diff(their_wall_ms) > SKEW_MAX.as_millis() as u64
     }

@@ -38,8 +38,8 @@ const MISSES: u32 = 2;
 /// Another way is preferred when it costs less than this share of the preferred one.
 const GAIN: f64 = 0.67;
 
-/// Round trips that are remembered: the shortest of them counts, because whatever else runs on the
-/// two machines only makes them longer.
+/// Round trips that are remembered: the shortest of them counts, because other programs on the two
+/// machines only make them longer.
 const KEPT: usize = 5;
 
 /// Bytes of an exchange whose time is a way's cost: the rows of a prompt's chunk of a small model.
@@ -70,7 +70,7 @@ pub struct Path {
 }
 
 impl Path {
-    /// Seconds of an exchange over it: what ways are compared by.
+    /// Seconds of an exchange over it, by which ways are compared.
     pub fn cost(&self) -> f64 {
         let bytes_per_s = self.bytes_per_s.map_or(UNMEASURED, |rate| rate as f64);
         self.latency_us as f64 / 1e6 + EXCHANGE_BYTES / bytes_per_s.max(1.0)
@@ -456,7 +456,7 @@ pub fn is_news(old: &[Path], new: &[Path]) -> bool {
 /// machines moves both by half at times, another cable or a halved link by this.
 pub const MOVED_TIMES: u64 = 2;
 
-/// Latencies that lie closer are the same: what [`is_news`] takes as noise.
+/// Latencies that lie closer are the same: [`is_news`] takes the difference as noise.
 const MOVED_US_MIN: u64 = 200;
 
 /// Whether the way of a pair of nodes is another one than before, or its latency or bandwidth is

@@ -5,7 +5,7 @@
 //! [`Stamp`]. A deleted key leaves a tombstone, which is forgotten after [`TOMBSTONE_MS`]. A node
 //! that was away for longer than that may bring a deleted entry back.
 //!
-//! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; what is over them is refused.
+//! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; writes over them are refused.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,7 @@ pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
 pub enum Key {
     /// Facts of a node, written by itself.
     Node(NodeId),
-    /// A wanted instance, written by whoever asks for it and by its successors.
+    /// A wanted instance, written by the node where a user asks for it, and by its successors.
     Instance(InstanceId),
     /// How an instance is, written by its owner.
     State(InstanceId),
@@ -149,7 +149,8 @@ impl Registers {
         });
     }
 
-    /// The map of these entries, such as ones that were saved. What breaks a bound is left out.
+    /// The map of these entries, such as ones that were saved. Entries that break a bound are left
+    /// out.
     pub fn from_entries(entries: impl IntoIterator<Item = (Key, Register)>) -> Self {
         let mut map = Self::default();
         for (key, register) in entries {

@@ -178,7 +178,7 @@ pub struct Own<'a> {
     pub key: &'a ClusterKey,
     /// Its description of itself.
     pub hello: &'a Hello,
-    /// Whom it lets in.
+    /// The judge that lets peers in or refuses them.
     pub judge: Judge<'a>,
 }
 

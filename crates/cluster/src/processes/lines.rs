@@ -19,7 +19,7 @@ pub struct Lines {
 
 impl Lines {
     /// Takes the next piece, and gives every line that it completes, without its end (newline, or
-    /// carriage return and newline). What is not UTF-8 becomes U+FFFD. Holds at most
+    /// carriage return and newline). Bytes that are not UTF-8 become U+FFFD. Holds at most
     /// [`LINE_TEXT_BYTES_MAX`] bytes.
     pub fn feed(&mut self, piece: &[u8], mut each: impl FnMut(&str)) {
         for part in piece.split_inclusive(|byte| *byte == b'\n') {

@@ -12,7 +12,7 @@ use rustix::process::{kill_process, kill_process_group, waitid};
 use super::Ending;
 
 /// How long the drop of a killed process waits for the kernel. A process ends within milliseconds
-/// of SIGKILL unless a device holds it; then it is left to whoever inherits it.
+/// of SIGKILL unless a device holds it; then it is left to the process that inherits it.
 const KILLED_LIMIT: Duration = Duration::from_secs(2);
 
 /// How often it looks.
@@ -103,7 +103,7 @@ impl Process {
     }
 
     /// Kills it and what it started, and reaps it. Waits 2 s at most for the kernel; a process that
-    /// a device holds longer is left to whoever inherits it.
+    /// a device holds longer is left to the process that inherits it.
     pub fn kill(&mut self) {
         if self.ending.is_some() {
             return;

@@ -37,8 +37,8 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Finds the cables. One that only one end reports counts; one to a host that is not listed
-    /// does not.
+    /// Finds the cables. A cable that only one end reports counts; a cable to a host that is not
+    /// listed does not.
     ///
     /// # Errors
     /// [`Error::SameMachine`].

@@ -122,7 +122,7 @@ fn wait_until(limit: Duration, what: &str, mut done: impl FnMut() -> bool) -> Du
     start.elapsed()
 }
 
-/// Not a test of its own: what this binary does when a test starts it with a role.
+/// Not a test of its own: it runs a role when a test starts this binary with it.
 #[test]
 fn role() {
     if let Ok(role) = std::env::var(ROLE) {

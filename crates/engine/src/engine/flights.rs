@@ -6,10 +6,10 @@
 //! ```
 //!
 //! All ranks compute batches in the order in which they were planned. So a page may get another
-//! owner while a batch that uses it is under way: what that one writes comes later. What a batch
-//! reads and writes is copied when it is planned, because sequences go on meanwhile. Sequences with
-//! rows under way keep their pages: they are not preempted, and those that are cancelled are
-//! dropped when their rows are computed.
+//! owner while a batch that uses it is under way: the new owner writes later. Everything that a
+//! batch reads and writes is copied when it is planned, because sequences go on meanwhile.
+//! Sequences with rows under way keep their pages: they are not preempted, and those that are
+//! cancelled are dropped when their rows are computed.
 //!
 //! Where no other sequence wants rows, a sequence whose rows have guesses may have further windows
 //! of guesses behind them ([`chain`](crate::chain)). When a guess turns out wrong, the windows

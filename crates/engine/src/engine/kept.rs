@@ -76,7 +76,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Brings pages back that prompts begin with. Those that must wait for the next step hold.
+    /// Brings pages back that prompts begin with. Sequences that must wait for the next step hold.
     pub(super) fn recall(&mut self) -> Result<(), Error> {
         if self.compute.store().is_none() {
             return Ok(());

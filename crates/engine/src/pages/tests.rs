@@ -282,7 +282,7 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
 }
 
 /// Of states only few stay: one in so many, those at the end of the prompt, and where a sequence
-/// ended. One that goes on from a saved state leaves it there.
+/// ended. A sequence that goes on from a saved state leaves it there.
 #[test]
 fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     let window = WindowPool {

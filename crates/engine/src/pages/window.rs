@@ -103,7 +103,7 @@ impl Window {
         slot.of.take()
     }
 
-    /// A sequence gives a page back. What is known of it stays known until it is needed.
+    /// A sequence gives a page back. A known page stays known until it is needed.
     pub(super) fn release(&mut self, page: u32, now: u64) {
         let slot = &mut self.slots[page as usize];
         slot.users -= 1;

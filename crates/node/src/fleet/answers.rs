@@ -444,7 +444,7 @@ impl Entry {
         }
     }
 
-    /// All open requests, for a [`Relief`]. What it cannot place it returns by
+    /// All open requests, for a [`Relief`]. The relief returns requests that it cannot place by
     /// [`keep`](Self::keep).
     pub(super) fn give_up(&self) -> BTreeMap<Ticket, Asked> {
         std::mem::take(&mut lock(&self.state).requests)

@@ -12,7 +12,7 @@
 //! owner, service `file`, and checked by its SHA-256. Bytes that no node gives come from the hub
 //! (`hub`).
 //!
-//! What is kept: `SHA256.gguf`, complete copies, and the files of [`Partial`].
+//! Kept files: `SHA256.gguf`, complete copies, and the files of [`Partial`].
 
 mod asking;
 mod files;

@@ -56,8 +56,8 @@ impl Load {
 pub(super) struct Growth(BTreeMap<InstanceId, (Load, Instant)>);
 
 impl Growth {
-    /// Takes in the load of an instance; what it asks for by now. `added` says whether load had
-    /// added the instance.
+    /// Takes in the load of an instance; returns the verdict on it by now. `added` says whether
+    /// load had added the instance.
     fn look(&mut self, id: InstanceId, load: Load, added: bool, now: Instant) -> Option<Verdict> {
         let (before, since) = self.0.entry(id).or_insert((load, now));
         if *before != load {

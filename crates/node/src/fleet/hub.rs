@@ -123,7 +123,7 @@ pub(super) fn unavailable(
 /// many bytes were kept.
 ///
 /// # Errors
-/// Why the rest cannot be had. What was right is kept.
+/// Why the rest cannot be had. Bytes that were right are kept.
 pub(super) fn fill(
     hub: &dyn FromHub,
     origin: &Origin,

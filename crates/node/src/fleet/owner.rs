@@ -24,8 +24,8 @@ use crate::{Options, Prepared};
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
-/// How long an instance answers before it has spares that nobody asked for: what is loaded for a
-/// few questions needs none.
+/// How long an instance answers before it has spares that nobody asked for. An instance that is
+/// loaded for a few questions needs none.
 const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
 /// An instance of this node.
@@ -42,7 +42,7 @@ pub(super) struct Owned {
 }
 
 impl Owned {
-    /// Brings the instance up and reports how it goes; what answers for it.
+    /// Brings the instance up and reports how it goes. Returns the service that answers for it.
     pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
         let started = self.try_start(inner);
         match started {

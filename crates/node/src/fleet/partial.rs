@@ -5,8 +5,9 @@
 //! SHA256.have   a byte for each group: 1 where it is here. Workers read it while they load
 //! SHA256.tree   the leaves of its hash tree
 //! ```
-//! A group is checked by the tree before it is written, and told only after that. What an earlier
-//! process left is checked again: a power cut may keep what was told and lose what was written.
+//! A group is checked by the tree before it is written, and told only after that. Groups that an
+//! earlier process left are checked again: a power cut may keep the report of a group and lose its
+//! bytes.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -343,7 +343,7 @@ impl Fetching<'_> {
     /// Fetches runs of groups from all sources side by side; returns once they are here.
     ///
     /// # Errors
-    /// [`Short`]. What came is kept.
+    /// [`Short`]. Pieces that came are kept.
     pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), Short> {
         let shared = Shared {
             queue: Mutex::new(Queue::new(self.partial.groups(), wanted)),

@@ -38,9 +38,9 @@ const TOLD_LIMIT: Duration = Duration::from_secs(2);
 /// A way of loading a model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Proposal {
-    /// Names of its nodes, the owner first: what [`Ask::nodes`] takes.
+    /// Names of its nodes, the owner first, as [`Ask::nodes`] takes them.
     pub nodes: Vec<String>,
-    /// How the model is cut: what [`Ask::split`] takes.
+    /// How the model is cut, as [`Ask::split`] takes it.
     pub split: String,
     /// Tokens a second of one answer alone.
     pub decode_tok_s: f64,

@@ -55,7 +55,7 @@ impl Groups {
         self.bytes.div_ceil(self.each).max(1)
     }
 
-    /// The groups that a range of bytes touches; what lies outside of the file is left out.
+    /// The groups that a range of bytes touches; bytes outside of the file are left out.
     pub(crate) fn around(self, range: &Range<u64>) -> Range<u64> {
         let end = range.end.min(self.bytes);
         if range.start >= end {

@@ -18,8 +18,9 @@ const VERSION: u32 = 7;
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
 
-/// A run that is further off than this from what facts alone predict casts doubt on them: what the
-/// bars of the project allow. The host may have given less while they were measured, or less now.
+/// A run that is further off than this from what facts alone predict casts doubt on them. The bars
+/// of the project allow as much. The host may have given less while they were measured, or less
+/// now.
 const DOUBT: f64 = 0.2;
 
 /// How much of a new ratio goes into the kept one: half, so that one disturbed run does not decide.

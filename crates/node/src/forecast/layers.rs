@@ -51,7 +51,7 @@ impl Job {
     }
 }
 
-/// Half of a layer: what comes before its sum over ranks, and that.
+/// Half of a layer: the operations before its sum over ranks, and that sum.
 pub(super) struct Half {
     pub(super) jobs: Vec<Job>,
     /// Each root of this rank's leaves; no matrices where experts are summed.

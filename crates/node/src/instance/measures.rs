@@ -97,7 +97,7 @@ impl Instance {
         &self.shared.traces
     }
 
-    /// Ends a trace; what each rank recorded, in rank order. Blocks for up to 20 s.
+    /// Ends a trace; returns the recordings of each rank, in rank order. Blocks for up to 20 s.
     ///
     /// # Errors
     /// [`Error::NotTraced`] when a rank did not tell, as after a failure in the meantime.

@@ -1,8 +1,8 @@
 //! A short look at an instance's ranks: where their time goes while the instance computes for any
 //! client.
 //!
-//! A look begins and ends with steps of the leader: what it recorded of a step that began before,
-//! or ends after, is left out. So the parts of the look add up as those of an answer do.
+//! A look begins and ends with steps of the leader. Its records of a step that began before, or
+//! ends after, are left out. So the parts of the look add up as those of an answer do.
 
 use std::time::Duration;
 

@@ -38,7 +38,7 @@ const MEET_LIMIT: Duration = Duration::from_secs(5);
 /// How often a giver that has nothing to send says so.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// Longest wait for a giver's next message: ten beats. One that is gone is found within 2 s.
+/// Longest wait for a giver's next message: ten beats. A giver that is gone is found within 2 s.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Longest time for a page of some 10 MB over a link of 10 Mbit/s.

@@ -20,7 +20,7 @@ impl Tickets {
         lock(&self.0)
     }
 
-    /// Hands a request to the engine; what it says against it is told to the instance.
+    /// Hands a request to the engine; the engine's objections are told to the instance.
     pub(super) fn start(
         &self,
         channel: &Channel,

@@ -181,7 +181,8 @@ impl Agent {
 }
 
 impl Inner {
-    /// Connects to a control port: what was found on the way, and the session if there is one.
+    /// Connects to a control port. Tells `found` the findings on the way; returns the session if
+    /// there is one.
     fn knock(&self, place: SocketAddr, found: &mut dyn FnMut(Finding)) -> Option<Session> {
         let seen: Mutex<Option<Hello>> = Mutex::default();
         let judge = |id, hello: &Hello| {

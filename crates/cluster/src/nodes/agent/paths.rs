@@ -74,8 +74,8 @@ impl Agent {
         self.measure_within(nodes, wanted, MEASURE_LIMIT + LIMIT * 3);
     }
 
-    /// As [`measure`](Self::measure), and waits for `limit` at most: what takes longer goes on, and
-    /// is told in the shared map.
+    /// As [`measure`](Self::measure), and waits for `limit` at most. Measurements that take longer
+    /// go on, and are told in the shared map.
     pub fn measure_within(&self, nodes: &[NodeId], wanted: Wanted, limit: Duration) {
         let own = self.id();
         thread::scope(|scope| {

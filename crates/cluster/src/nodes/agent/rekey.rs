@@ -429,8 +429,8 @@ impl Inner {
         let _ = channel.send(&[1]);
     }
 
-    /// Takes revocations in, then the key if it replaces the present one: whoever is revoked must
-    /// not get it from this node.
+    /// Takes revocations in, then the key if it replaces the present one: a revoked node must not
+    /// get it from this node.
     fn learn_key(
         self: &Arc<Self>,
         news: &News,

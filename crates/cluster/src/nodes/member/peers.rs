@@ -219,7 +219,7 @@ impl Peers {
         }
     }
 
-    /// Something came from a node: it answered whatever it was asked.
+    /// Something came from a node: it answered all questions.
     pub(super) fn heard(&mut self, id: NodeId) {
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.ping = None;
@@ -300,7 +300,7 @@ impl Peers {
         self.peers.values().filter_map(of).min()
     }
 
-    /// Takes a rumour in; what the node's life is now, if that changed.
+    /// Takes a rumour in. Returns the node's life now, if that changed.
     pub(super) fn hear(&mut self, rumour: Rumour, now: Duration) -> Option<Life> {
         let news = 3 + self.scale();
         let peer = self.peers.get_mut(&rumour.id)?;

@@ -1,4 +1,4 @@
-//! Grammars of calls: what a family's reader takes for a call passes, and nothing else does.
+//! Grammars of calls: text that a family's reader takes for a call passes, and nothing else does.
 
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tools::{CallGrammar, CallRules, Event, Family, ReaderOptions, Syntax};

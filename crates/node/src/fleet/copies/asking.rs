@@ -109,8 +109,8 @@ pub(in crate::fleet) fn ensure_while(
     Err("its copy of the model is not complete in time".to_owned())
 }
 
-/// The nodes, of those given, that have the model of an instance. One that does not say so within
-/// `limit` counts as one that lacks it.
+/// The nodes, of those given, that have the model of an instance. A node that does not say so
+/// within `limit` counts as one that lacks it.
 pub(in crate::fleet) fn holders(
     agent: &Agent,
     nodes: &[NodeId],
