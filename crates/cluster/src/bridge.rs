@@ -44,13 +44,13 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Bytes that are passed on at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Runs `script`, which has to become a worker that prints the line `greeting` first, on `host`,
-/// and passes on what it and the parent of this process say to each other. Blocks until the shell
-/// ends, which is when the worker or the parent does.
+/// Runs `script` on `host`. The script has to become a worker that prints the line `greeting`
+/// first. Passes on the messages between the worker and the parent of this process. Blocks until
+/// the shell ends, which is when the worker or the parent does.
 ///
 /// # Errors
 /// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the shell cannot be
-/// started, or the greeting does not come in 30 s. What `ssh` says goes to standard error.
+/// started, or the greeting does not come in 30 s. Messages of `ssh` go to standard error.
 pub fn run(reach: &Reach, host: &str, script: &str, greeting: &str) -> Result<Ending, Error> {
     let control = take_stdin().map_err(|source| Error::NoControl { source })?;
     let broken = |source| Error::Remote {
@@ -153,8 +153,8 @@ fn pass_worker(mut from: ChildStdout, started: &Sender<()>, mut to: UnixStream) 
     }
 }
 
-/// Reads up to a line and its newline, and whether it came within the first 64 KiB; byte by byte:
-/// what follows is another's.
+/// Reads up to a line and its newline, and whether it came within the first 64 KiB. Reads byte by
+/// byte, since the bytes that follow are another's.
 pub fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
     let mut line = Vec::new();
     let mut byte = [0];

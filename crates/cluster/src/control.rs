@@ -43,10 +43,10 @@ type Hook = Box<dyn FnOnce() + Send>;
 
 /// The control channel of this process. `In` comes from the parent, `Out` goes to it.
 ///
-/// Once taken, the process lives as long as its parent: a thread of its own waits for the end of
+/// Once taken, the process lives as long as its parent. A thread of its own waits for the end of
 /// the channel and exits with [`EXIT_CODE_PARENT_GONE`], whatever the other threads compute. That
 /// stays so after the value is dropped. On Linux the kernel also kills the process when the parent
-/// dies, which even ends one that is stopped; elsewhere a stopped orphan ends when it is continued.
+/// dies, even a stopped one. Elsewhere a stopped orphan ends when it is continued.
 ///
 /// Another thread sends a beat every [`BEAT`]. It says that the process is scheduled and not
 /// stopped, *not* that its computation makes progress: deadlines of the computation's own say that.
@@ -82,7 +82,7 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
 
     /// Takes standard input and output as the control channel, as a worker has them that was
     /// started through [`bridge`](crate::bridge) on this machine. Prints `greeting` as a line
-    /// first. What is printed afterwards goes nowhere.
+    /// first. Output that is printed afterwards goes nowhere.
     ///
     /// # Errors
     /// [`Error::NoControl`] when nobody takes the greeting; [`Error::Resource`].
@@ -118,8 +118,8 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
 
     /// Has `hook` run before the process ends because the parent closed the channel.
     ///
-    /// It gets half a second. It does not run when a signal ends the process, and on Linux that is
-    /// what a parent's sudden death does: nothing may depend on it. Replaces an earlier hook.
+    /// It gets half a second. It does not run when a signal ends the process. On Linux a parent's
+    /// sudden death is such a signal, so nothing may depend on the hook. Replaces an earlier hook.
     pub fn on_end(&self, hook: impl FnOnce() + Send + 'static) {
         *lock(&self.shared.hook) = Some(Box::new(hook));
     }

@@ -1,4 +1,4 @@
-//! What goes wrong between a parent and its children.
+//! Errors between a parent and its children.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,17 +13,17 @@ pub enum Error {
     Start {
         /// Whose process it was to be.
         rank: Rank,
-        /// What was to be run.
+        /// The program that was to run.
         program: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A socket pair or a thread cannot be had; no process is left.
     #[error("cannot make {what}: {source}")]
     Resource {
-        /// What was asked for.
+        /// The resource that was asked for.
         what: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The rank is not one of the workers.
@@ -37,7 +37,7 @@ pub enum Error {
     /// A message cannot be written as JSON; nothing was sent.
     #[error("a message cannot be written as JSON: {reason}")]
     Unencodable {
-        /// What the encoder says.
+        /// The encoder's error.
         reason: String,
     },
     /// A message is too long; nothing was sent.
@@ -49,7 +49,7 @@ pub enum Error {
     /// A child did not read a message in time. The channel to it is of no use any more.
     #[error("{rank} took {written} of {bytes} bytes of a message in {limit:?}")]
     Stuck {
-        /// Who does not read.
+        /// The rank that does not read.
         rank: Rank,
         /// Bytes that went into the channel.
         written: usize,
@@ -69,7 +69,7 @@ pub enum Error {
     /// [`Workers`]: crate::workers::Workers
     #[error("standard input is not a control channel: {source}")]
     NoControl {
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// No worker could be started on another machine.
@@ -91,7 +91,7 @@ pub enum Garbage {
     /// A line is not the JSON of a message.
     #[error("{excerpt} is not a message: {reason}")]
     Malformed {
-        /// What the decoder says, shortened.
+        /// The decoder's error, shortened.
         reason: String,
         /// The line, shortened, what is not printable ASCII escaped.
         excerpt: String,

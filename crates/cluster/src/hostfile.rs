@@ -24,7 +24,7 @@ pub const FILE_BYTES_MAX: u64 = 64 << 20;
 /// Most hosts of a file; a rank each.
 pub const HOSTS_MAX: usize = 4096;
 
-/// What a hostfile says.
+/// The contents of a hostfile.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Hostfile {
     /// The backend to be used, as MLX names them; empty when it is left open.
@@ -38,7 +38,7 @@ pub struct Hostfile {
 /// A rank's host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Host {
-    /// What `ssh` calls it.
+    /// Its name for `ssh`.
     pub ssh: String,
     /// Its addresses for data, without ports.
     pub ips: Vec<String>,
@@ -55,7 +55,7 @@ pub struct Host {
 pub enum Devices {
     /// No cable goes there, or it is the rank itself.
     None,
-    /// One.
+    /// A single device.
     One(String),
     /// Several cables, a device each.
     Many(Vec<String>),
@@ -69,7 +69,7 @@ pub enum Error {
     Read {
         /// Which.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The file cannot be written.
@@ -77,7 +77,7 @@ pub enum Error {
     Write {
         /// Which.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// It is far larger than a hostfile can be.
@@ -91,7 +91,7 @@ pub enum Error {
     /// It is not JSON.
     #[error("hostfile is not JSON: {reason}")]
     NotJson {
-        /// What the parser says, with line and column.
+        /// The parser's error, with line and column.
         reason: String,
     },
     /// A part of it is something else than it should be.
@@ -99,9 +99,9 @@ pub enum Error {
     Shape {
         /// Which part.
         at: String,
-        /// What it is.
+        /// Its value.
         got: String,
-        /// What it should be.
+        /// The expected value.
         expected: &'static str,
     },
     /// It names no host.
@@ -118,7 +118,7 @@ pub enum Error {
     Name {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The problem with the name.
         problem: &'static str,
     },
 }
@@ -211,14 +211,14 @@ impl Hostfile {
         })
     }
 
-    /// The devices' format: what `MLX_IBV_DEVICES` names a file of.
+    /// The devices' format, for the file that `MLX_IBV_DEVICES` names.
     pub fn devices_json(&self) -> String {
         let devices: Vec<&[Devices]> = self.hosts.iter().map(|host| &host.rdma[..]).collect();
         json::one_line(&devices)
     }
 }
 
-/// The ring's format: what `MLX_HOSTFILE` names a file of. `addresses` are by rank.
+/// The ring's format, for the file that `MLX_HOSTFILE` names. `addresses` are by rank.
 pub fn ring_json(addresses: &[Vec<String>]) -> String {
     json::one_line(&addresses)
 }
@@ -332,7 +332,7 @@ impl Devices {
     }
 }
 
-/// What `value` is when present and not null, else the default.
+/// The parsed `value` when it is present and not null, else the default.
 fn optional<'a, T: Default>(
     value: Option<&'a Value>,
     at: &str,

@@ -1,4 +1,4 @@
-//! One program on many machines, started and ended as one.
+//! Launches a program on many machines, started and ended as one.
 //!
 //! ```text
 //!  hostfile ──plan──▶ environment of each rank
@@ -8,11 +8,11 @@
 //!  their lines, prefixed ◀┴▶ how it went: nothing, or the first thing that went wrong
 //! ```
 //!
-//! What is promised:
+//! Promises:
 //! - Whole lines, each with its rank before it, standard output and error apart.
-//! - The first rank that fails ends all others, by SIGTERM and after [`Limits::grace`] by SIGKILL,
-//!   together with what they started, as long as it stays in their process group. Its exit code is
-//!   the launch's ([`Error::exit_code`]).
+//! - The first rank that fails ends all others, by SIGTERM and after [`Limits::grace`] by SIGKILL.
+//!   Processes that they started end too, as long as these stay in their process group. Its exit
+//!   code is the launch's ([`Error::exit_code`]).
 //! - A rank that ends well while others run for longer than [`Limits::linger`] ends them too.
 //! - However the launcher ends, and when a connection breaks, the programs are ended, on all
 //!   machines, and their temporary files removed.
@@ -48,7 +48,7 @@ pub use plan::{Backend, Options, PlanError, RankPlan, plan};
 pub use scratch::folder;
 pub use session::run;
 
-/// What is to be started.
+/// The program and machines of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// By rank; at least one.
@@ -57,7 +57,7 @@ pub struct Launch {
     pub command: Vec<String>,
     /// The folder to start in.
     pub place: Place,
-    /// Who gets standard input.
+    /// The ranks that get standard input.
     pub stdin: StdinTo,
     /// How lines are told apart.
     pub tags: Tags,
@@ -74,7 +74,7 @@ pub enum Place {
     IfThere(String),
 }
 
-/// Who gets standard input.
+/// The ranks that get standard input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StdinTo {
     /// The first rank.

@@ -1,9 +1,9 @@
-//! Processes that work together: started, watched and ended as one.
+//! Starts, watches and ends processes that work together as one.
 //!
-//! For ranks that are ours, on one machine: a parent starts one process per rank and holds a
-//! *control channel* to each: a Unix socket pair whose other end is the child's standard input.
-//! Messages are JSON, one a line, in both directions; the child also says every 200 ms that it
-//! lives. For programs that know nothing of us, on many machines: [`launch`].
+//! Ranks that are paceline's own run on one machine. A parent starts one process per rank and holds
+//! a *control channel* to each. The channel is a Unix socket pair whose other end is the child's
+//! standard input. Messages are JSON, one a line, in both directions. The child also says every 200
+//! ms that it lives. [`launch`] starts programs that know nothing of paceline, on many machines.
 //!
 //! ```text
 //!  parent                                              child of rank r
@@ -49,18 +49,18 @@
 //! ```
 //!
 //! In reading order:
-//! - [`workers`]: the parent's side, and which promises hold when something dies.
+//! - [`workers`]: the parent's side, and the promises that hold when something dies.
 //! - [`Control`]: the child's side.
-//! - [`processes`]: one process with its group, how processes ended, whole lines of many.
+//! - [`processes`]: a process with its group, how processes ended, whole lines of many.
 //! - [`sandbox`]: rights that children give up.
-//! - [`hostfile`]: which machines, in MLX's formats.
+//! - [`hostfile`]: lists of machines, in MLX's formats.
 //! - [`remote`]: shells on other machines.
 //! - [`bridge`]: a control channel to a worker on another machine.
-//! - [`launch`]: one program on many machines.
+//! - [`launch`]: a program on many machines.
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
-//! - [`machine`]: what this machine has.
-//! - [`network`]: what of this machine keeps others away.
+//! - [`machine`]: this machine's memory, GPUs and programs.
+//! - [`network`]: this machine's networks, and its settings that keep others away.
 //! - [`telemetry`]: how loaded, full and hot this machine is.
 //! - [`Error`].
 //!

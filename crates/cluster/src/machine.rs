@@ -1,4 +1,4 @@
-//! What this machine has: memory, GPUs, programs. Asked, never assumed; every answer may be absent.
+//! This machine's memory, GPUs and programs. Asked, never assumed; every answer may be absent.
 
 use std::io::Read;
 use std::path::Path;
@@ -28,7 +28,7 @@ pub fn give_back_free_memory() {
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub const fn give_back_free_memory() {}
 
-/// What `program` prints to standard output, if it ends well and in time. It works in an empty
+/// Output of `program` on standard output, if it ends well and in time. It works in an empty
 /// folder: in the user's, Python would take a folder `pip/` for pip.
 pub fn ask(program: &str, arguments: &[&str]) -> Option<String> {
     let folder = tempfile::tempdir().ok()?;
@@ -91,7 +91,7 @@ pub fn memory_bytes() -> Option<u64> {
 pub struct Memory {
     /// All of it.
     pub total: Bytes,
-    /// What programs can still have, where the system says.
+    /// Memory that programs can still have, where the system says.
     pub available: Option<Bytes>,
 }
 

@@ -17,7 +17,7 @@ pub(crate) fn token() -> String {
     format!("{:016x}{:016x}", random(), random())
 }
 
-/// What a stream is made of.
+/// A part of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Piece<'a> {
     /// Output of some program.

@@ -17,8 +17,8 @@ pub fn ignores(signal: c_int) -> bool {
 }
 
 /// Ends this process when its parent is gone, however that ended. The parent holds the other end of
-/// standard input, writes nothing there, and started this process from a thread that lasts: on
-/// Linux that thread's end kills this process, because one that is stopped does not see its input
+/// standard input and writes nothing there. It started this process from a thread that lasts. On
+/// Linux that thread's end kills this process, because a stopped process does not see its input
 /// end.
 ///
 /// # Errors
@@ -39,8 +39,8 @@ pub fn end_with_parent() -> io::Result<()> {
 /// in its place, or removed it.
 ///
 /// On Linux this is the kernel's own link to the running program. Elsewhere it is a second name of
-/// the file, made the first time this is called, or the file itself where that cannot be had (the
-/// folder for temporary files is on another disk).
+/// the file, made the first time this is called. Where that cannot be had (the folder for temporary
+/// files is on another disk), it is the file itself.
 ///
 /// # Errors
 /// What the system says when it does not know the running program.

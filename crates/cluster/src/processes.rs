@@ -1,6 +1,6 @@
-//! One process and its group, how processes end, and whole lines of many.
+//! A process and its group, how processes end, and whole lines of many.
 //!
-//! What [`workers`](crate::workers) is built of, and of use for any set of processes:
+//! The parts that [`workers`](crate::workers) is built of, of use for any set of processes:
 //! - [`Process`]: a child that does not outlive its owner, nor leave children of its own behind.
 //! - [`Ending`], [`Endings`]: how it ended; which of many failed first.
 //! - [`Lines`], [`Tail`], [`Prefixed`]: whole lines from pieces, the last of them, and many

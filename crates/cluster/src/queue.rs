@@ -14,9 +14,9 @@ pub(crate) const BYTES_MAX: usize = crate::LINE_BYTES_MAX;
 
 /// A queue with several senders, in order of arrival.
 ///
-/// The queue itself refuses nothing: whoever reads a socket asks [`Queue::is_full`] before it
-/// reads on, so that a flood stays in the sender's process. A sender may therefore be over its
-/// bound by what one read brings.
+/// The queue itself refuses nothing: the reader of a socket asks [`Queue::is_full`] before it reads
+/// on, so that a flood stays in the sender's process. A sender may therefore be over its bound by
+/// what one read brings.
 #[derive(Debug)]
 pub(crate) struct Queue<E> {
     inner: Mutex<Inner<E>>,

@@ -1,12 +1,12 @@
 //! Shells on other machines, by the system's `ssh`, and on this one.
 //!
-//! Every command of this crate that runs elsewhere is a script for a POSIX shell that reads it
-//! from its standard input. So nothing needs quoting for the shell that somebody logs in with, no
-//! argument is too long, and no value can be seen in the other machine's list of processes.
+//! Every command of this crate that runs elsewhere is a script for a POSIX shell that reads it from
+//! its standard input. So nothing needs quoting for the user's login shell, and no argument is too
+//! long. No value can be seen in the other machine's list of processes.
 //!
 //! `ssh` brings the user's configuration, keys and known hosts. It is never asked to ask: a host
 //! that wants a password is an error. The connection is shared where a folder for its socket is
-//! given: one session leads, the others join it, or connect by themselves when it is gone.
+//! given. One session leads, and the others join it, or connect by themselves when it is gone.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ pub enum Sharing {
     Joins(usize),
 }
 
-/// What a script printed, and how it ended.
+/// The output of a script, and how it ended.
 #[derive(Debug)]
 pub struct Answer {
     /// Standard output, at most 8 MiB of it.
@@ -72,9 +72,9 @@ pub enum Error {
     /// `ssh` or the shell cannot be started.
     #[error("cannot start {}: {source}", program.display())]
     Start {
-        /// What was to be run.
+        /// The program that was to run.
         program: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// It took too long and was ended.

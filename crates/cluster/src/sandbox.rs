@@ -10,10 +10,10 @@
 //! that lacks Landlock or seccomp enforces what it can, and [`Enforced`] says what that is.
 //!
 //! **Workers share one domain.** A process in a Landlock domain cannot look into a process outside
-//! of it or in another one, so ranks with a domain each could not open each other's shared memory
-//! or read lent memory (`process_vm_readv`). A domain belongs to a thread and is inherited, so the
+//! of it or in another one. So ranks with a domain each could not open each other's shared memory
+//! or read lent memory (`process_vm_readv`). A domain belongs to a thread and is inherited. The
 //! monitor thread of [`Workers`](crate::workers::Workers) enters it once, before it starts
-//! children: they all share it, and the parent's other threads keep their rights.
+//! children. They all share it, and the parent's other threads keep their rights.
 
 use std::path::PathBuf;
 

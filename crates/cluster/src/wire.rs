@@ -17,8 +17,8 @@ use crate::{Error, Garbage};
 /// the rest is room.
 pub const LINE_BYTES_MAX: usize = 64 << 20;
 
-/// How often a child says that it lives: seven times in the default 1.5 s of silence that a parent
-/// bears, so that no scheduling hiccup of a busy machine looks like death. Costs one byte each.
+/// How often a child says that it lives. This is seven times in the default 1.5 s of silence that a
+/// parent bears. So no scheduling hiccup of a busy machine looks like death. Costs one byte each.
 pub const BEAT: Duration = Duration::from_millis(200);
 
 /// The line that is a beat.
@@ -117,7 +117,7 @@ impl Assembler {
     /// without beats. Holds at most one line. Cost: one pass over `piece`.
     ///
     /// # Errors
-    /// [`Garbage::TooLong`]: what follows cannot be told apart any more.
+    /// [`Garbage::TooLong`]: later lines cannot be told apart any more.
     pub(crate) fn feed(
         &mut self,
         piece: &[u8],

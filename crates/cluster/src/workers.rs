@@ -1,6 +1,6 @@
-//! The parent's side: children that are one group's ranks.
+//! The parent's side: starts, watches and ends child processes, which are the ranks of one group.
 //!
-//! What is promised when something dies, and by what:
+//! Promises when something dies:
 //!
 //! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
 //!   Its end of the channel closes; a look every 50 ms finds it when somebody holds that open.
@@ -14,11 +14,11 @@
 //! - **The parent is suspended and resumed:** nothing. Only the monitor's waking time counts as
 //!   silence.
 //!
-//! After a failure the others still run: what to do is the caller's decision, usually
+//! After a failure the others still run. The caller decides about them, usually by
 //! [`Workers::stop`].
 //!
-//! **The terminal.** Children have no terminal among their standard streams (input is the channel,
-//! output is `/dev/null`, errors are a pipe) and are not in its foreground group
+//! **The terminal.** Children have no terminal among their standard streams: input is the channel,
+//! output is `/dev/null`, errors are a pipe. They are not in its foreground group either
 //! ([`Process`](crate::processes::Process) says why). They cannot leave it in a strange state, so
 //! there is nothing to restore when they are killed.
 //!
@@ -60,7 +60,7 @@ const ORDER_LIMIT: Duration = Duration::from_secs(5);
 /// Takes whole lines of standard error, without their newline. May block.
 pub type LineSink = Box<dyn FnMut(Rank, &str) + Send>;
 
-/// What to start.
+/// The program to start, and how.
 pub struct Spec {
     /// The program, a path or a name to look up.
     pub program: PathBuf,
@@ -132,19 +132,19 @@ impl Default for Limits {
     }
 }
 
-/// What a child did. Prints as a sentence that names its rank.
+/// An event of a child. Prints as a sentence that names its rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event<T> {
     /// It sent a message.
     Message {
-        /// Who.
+        /// The rank that sent it.
         rank: Rank,
-        /// What.
+        /// The message.
         message: T,
     },
     /// It ended and is reaped. Its last event.
     Exited {
-        /// Who.
+        /// The rank that ended.
         rank: Rank,
         /// How.
         ending: Ending,
@@ -153,7 +153,7 @@ pub enum Event<T> {
     },
     /// Nothing came from it for longer than allowed. Comes again only when it was heard between.
     Silent {
-        /// Who.
+        /// The silent rank.
         rank: Rank,
         /// For how long.
         silence: Duration,
@@ -161,14 +161,14 @@ pub enum Event<T> {
     /// It sent what is not a message. Nothing more is read from it, and of its events only
     /// [`Event::Exited`] will come.
     Garbled {
-        /// Who.
+        /// The rank that sent it.
         rank: Rank,
-        /// What came.
+        /// The bytes that came.
         garbage: Garbage,
     },
     /// Its machine is out of reach. Never of a child: for crews that span machines.
     Gone {
-        /// Who.
+        /// The lost rank.
         rank: Rank,
         /// The machine, and what happened.
         reason: String,
@@ -212,8 +212,9 @@ impl<T> fmt::Display for Event<T> {
     }
 }
 
-/// The line of a child's `tail` that says best why it ended: that memory could not be had, behind
-/// which Rust's runtime prints a backtrace or a note about one; else the last.
+/// The line of a child's `tail` that says best why it ended. A line that memory could not be had
+/// comes first: behind it Rust's runtime prints a backtrace or a note about one. Else it is the
+/// last line.
 pub fn last_words(tail: &[String]) -> Option<&str> {
     let memory = |line: &&String| line.contains("memory allocation of");
     let line = tail.iter().find(memory).or_else(|| tail.last());
@@ -238,7 +239,8 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
     /// Starts all children. Returns when all programs run, not when they are ready.
     ///
     /// # Errors
-    /// [`Error::Start`], [`Error::Resource`]. What was started before is killed and reaped.
+    /// [`Error::Start`], [`Error::Resource`]. Children that were started before are killed and
+    /// reaped.
     pub fn spawn(spec: Spec) -> Result<Self, Error> {
         let resource = |what| move |source| Error::Resource { what, source };
         let limits = spec.limits;
@@ -385,7 +387,7 @@ impl<To, From> Workers<To, From> {
     /// [`Control`](crate::Control) obeys at once; SIGTERM after half of `grace`; SIGKILL after
     /// `grace`, or at once for those that are silent.
     ///
-    /// Returns when none is left, after `grace` and the few milliseconds that the kernel takes; a
+    /// Returns when none is left, after `grace` and the few milliseconds that the kernel takes. A
     /// process that the kernel cannot end is given up after 5 s. Events that are not taken stay,
     /// endings are added. A second call waits for the first.
     pub fn stop(&self, grace: Duration) {
@@ -413,7 +415,7 @@ impl<To, From> fmt::Debug for Workers<To, From> {
     }
 }
 
-/// What the monitor reports.
+/// A report of the monitor.
 #[derive(Debug)]
 enum Report {
     Line {
@@ -438,7 +440,7 @@ enum Report {
 /// A child's channel and process id.
 type Child = (Arc<Channel>, u32);
 
-/// What becomes of one child.
+/// A change to a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     Kill,
@@ -453,7 +455,7 @@ struct Order {
     answer: SyncSender<Result<Option<Child>, Error>>,
 }
 
-/// What the monitor is told.
+/// Orders to the monitor.
 #[derive(Debug)]
 struct Orders {
     waker: UnixStream,

@@ -1,4 +1,5 @@
-//! How many windows of guesses of one sequence are under way at once, and how long each is. Pure.
+//! Decides how many windows of guesses of one sequence are under way at once, and how long each is.
+//! Pure.
 //!
 //! A *window* is the rows of one step that check guesses. In a pipeline with slow links a step is
 //! on its way for long and in a stage for a short while. Meanwhile further windows follow it: each
@@ -10,8 +11,9 @@
 //! chosen                     a b c   d x       the third window is stale; the next begins at x
 //! ```
 //!
-//! With acceptance `a`, windows of `r` rows, and `q = a^r` the chance that a window is right to the
-//! end, a run of windows up to the first wrong guess gives `1 / (1 - a)` tokens. It takes:
+//! Let `a` be the acceptance, `r` the rows of a window, and `q = a^r` the chance that a window is
+//! right to the end. A run of windows up to the first wrong guess then gives `1 / (1 - a)` tokens.
+//! It takes:
 //!
 //! ```text
 //! round(r)                     until the first window is back

@@ -27,14 +27,15 @@ pub struct EngineConfig {
     /// How long a step with rows of prompts may take while answers are decoded. Kept only where the
     /// owner tells how long steps took ([`Engine::took`](crate::Engine::took)).
     pub pace: Pace,
-    /// Most tokens of a sequence that are guessed and checked in one step, by what the text repeats
-    /// or by a draft model ([`Engine::guess_with`](crate::Engine::guess_with)), where it pays; 0
-    /// for none. Answers do not depend on it.
+    /// Most tokens of a sequence that are guessed and checked in one step; 0 for none. Guesses come
+    /// from what the text repeats, or from a draft model
+    /// ([`Engine::guess_with`](crate::Engine::guess_with)), where they pay. Answers do not depend
+    /// on it.
     pub drafts: usize,
 }
 
-/// The rows of a step unless told otherwise. On two threads (EPYC VM, November 2026) SmolLM2 and
-/// Gemma 3 270M read prompts within a tenth of their full speed from 128 rows a step on; this
+/// Default rows of a step. Measured on two threads of an EPYC VM, November 2026. From 128 rows a
+/// step on, SmolLM2 and Gemma 3 270M read prompts within a tenth of their full speed. The default
 /// leaves room for more cores. The buffers of an 8B model are some 300 KB a row.
 const DEFAULT_ROWS: usize = 512;
 

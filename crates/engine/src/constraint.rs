@@ -1,4 +1,4 @@
-//! Answers that must match a grammar: which tokens may come next.
+//! Answers that must match a grammar: the tokens that may come next.
 //!
 //! ```text
 //! Constraint --Grammars--> Guide --prepare (beside the forward pass)--> mask --> sampler
@@ -45,7 +45,7 @@ pub enum ConstraintError {
     /// A schema is not JSON.
     #[error("the schema is not JSON: {reason}")]
     NotJson {
-        /// What is wrong.
+        /// The parser's error.
         reason: String,
     },
     /// A keyword of a schema that cannot be followed.
@@ -62,7 +62,7 @@ pub enum ConstraintError {
     /// The compiler refuses the grammar, or it is too large.
     #[error("the grammar cannot be used: {reason}")]
     Grammar {
-        /// What the compiler says.
+        /// The compiler's error.
         reason: String,
     },
 }
@@ -171,7 +171,7 @@ impl Grammars {
     }
 }
 
-/// What can be said without compiling.
+/// Checks the bounds that need no compiler.
 fn check_sizes(constraint: &Constraint) -> Result<(), ConstraintError> {
     let (got, most) = (constraint.grammar.size(), MAX_GRAMMAR_BYTES);
     if got > most {
@@ -252,13 +252,13 @@ fn schema_of(text: &str) -> Result<serde_json::Value, ConstraintError> {
     Ok(strict(&schema)?)
 }
 
-/// One of `texts` as Lark.
+/// A choice of `texts` as a Lark grammar.
 fn choice(texts: &[String]) -> String {
     let quoted = texts.iter().map(|text| json!(text).to_string());
     format!("start: {}", quoted.collect::<Vec<_>>().join(" | "))
 }
 
-/// What may come next.
+/// The tokens that may come next.
 #[derive(Debug)]
 pub(crate) enum Allowed<'a> {
     /// Anything.
@@ -271,7 +271,7 @@ pub(crate) enum Allowed<'a> {
     Broken,
 }
 
-/// One answer on its way through a grammar.
+/// The state of an answer in its grammar.
 pub(crate) struct Guide {
     constraint: Constraint,
     /// The grammar at its start.
@@ -279,7 +279,7 @@ pub(crate) struct Guide {
     /// Looks for the beginning; `None` from [`Start::Now`].
     watch: Option<Watch>,
     state: State,
-    /// What may come next, once it was computed.
+    /// The tokens that may come next, once they were computed.
     mask: Option<SimpleVob>,
     /// Text that must come next, once it was computed.
     ahead: Option<Vec<u8>>,
@@ -351,7 +351,7 @@ impl Guide {
         }
     }
 
-    /// What may come next, of a vocabulary of `vocab` tokens.
+    /// The tokens that may come next, of a vocabulary of `vocab` tokens.
     pub(crate) fn allowed(&mut self, vocab: usize) -> Allowed<'_> {
         self.prepare();
         match (&self.state, &self.mask) {
@@ -462,7 +462,7 @@ impl Guide {
     }
 }
 
-/// What of a text that must come follows a token; `None` where that is to be computed anew.
+/// The rest of a text that must come, behind a token. `None` where that is to be computed anew.
 fn behind(ahead: &[u8], token: &[u8]) -> Option<Vec<u8>> {
     let rest = ahead.strip_prefix(token)?;
     let is_known = !token.is_empty() && !rest.is_empty();

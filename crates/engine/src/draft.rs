@@ -8,9 +8,10 @@
 //! accepted as long as the choice is the draft's token; the first other choice counts too
 //! ```
 //!
-//! The answer is the same with and without drafts, greedy and sampled: every token is chosen by the
+//! The answer is the same with and without drafts, greedy and sampled. Every token is chosen by the
 //! logits after the tokens before it, in the same order, with the same random numbers. A row of a
-//! draft that was not accepted leaves keys behind that no row looks at before they are overwritten.
+//! draft that was not accepted leaves keys behind. No row looks at them before they are
+//! overwritten.
 //!
 //! A draft model, which is another way to guess, is in [`drafter`](crate::drafter).
 //!
@@ -40,8 +41,8 @@ pub(crate) const LEAST_GAIN: f64 = 1.1;
 /// Rows up to which durations are kept.
 const ROWS_KNOWN: usize = 64;
 
-/// What a row more costs, as a share of a step of one row, until it is measured: little, so that
-/// drafts are tried once.
+/// Estimated cost of one more row, as a share of a step of one row, until it is measured. The
+/// estimate is low, so that drafts are tried once.
 pub(crate) const FIRST_GUESS: f64 = 0.15;
 
 /// Weight of the last step in the duration of a number of rows.
@@ -114,8 +115,8 @@ impl Drafts {
     }
 }
 
-/// Tokens that a draft of so many guesses is expected to give beside the first: each counts only
-/// when those before it are right, which each is with a chance of `acceptance`.
+/// Tokens that a draft of so many guesses is expected to give beside the first. A guess counts only
+/// when all guesses before it are right; each is right with a chance of `acceptance`.
 pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
     let mut chance = 1.0;
     let of_one = |_| {
@@ -160,8 +161,8 @@ impl Costs {
         self.seconds.get(rows - 1).copied().flatten()
     }
 
-    /// Seconds of a step of `rows` rows, 1 or more, by the nearest number of rows that was
-    /// measured; what further rows cost is a guess.
+    /// Seconds of a step of `rows` rows, 1 or more. The nearest number of rows that was measured
+    /// counts; the cost of further rows is a guess.
     pub(crate) fn about(&self, rows: usize) -> Option<f64> {
         let measured = |n: usize| Some((n, self.seconds(n)?));
         let fewer = (1..=rows).rev().find_map(measured);

@@ -7,11 +7,11 @@
 //! next     C D F: D was right   the draft's keys of C and D stay, the row of E is written over
 //! ```
 //!
-//! The draft runs on the leader alone, whole, whatever the split of the model: a guess costs no
-//! exchange, and a step of several guesses has as many exchanges as a step of one token. It has a
-//! cache of its own, with pages of its own. A guess is drawn by a copy of the sequence's sampler,
-//! with the random numbers that the choice itself will take, so sampled answers are guessed as
-//! well. The answer never depends on a guess: see [`draft`](crate::draft).
+//! The draft runs on the leader alone, whole, whatever the split of the model. A guess costs no
+//! exchange, and a step of several guesses has as many exchanges as a step of one token. The draft
+//! has a cache of its own, with pages of its own. A guess is drawn by a copy of the sequence's
+//! sampler, with the random numbers that the choice itself will take. So sampled answers are
+//! guessed as well. The answer never depends on a guess: see [`draft`](crate::draft).
 //!
 //! In a pipeline it goes on behind its guesses while they are on their way: see
 //! [`chain`](crate::chain).
@@ -46,12 +46,12 @@ const FIRST_ACCEPTANCE: f64 = 0.6;
 /// Weight of the last guess in the acceptance that new sequences begin with: of many answers.
 const ALL_WEIGHT: f64 = 0.01;
 
-/// A pass of the draft model, as a share of a plain step, until one is measured: a draft is about a
+/// A pass of the draft model, as a share of a plain step, until one is measured. A draft is about a
 /// quarter of its model, or less.
 const FIRST_PASS: f64 = 0.25;
 
-/// Tokens that the draft may be behind and still guess at once: what a step adds. Beyond it catches
-/// up first.
+/// Tokens that the draft may be behind and still guess at once, as many as a step adds. Beyond that
+/// it catches up first.
 const FEW: usize = 8;
 
 /// Rows of a pass that catches up. Weights are unpacked once for all of them; more would hold up
@@ -62,8 +62,8 @@ const CATCH_UP_ROWS: usize = 128;
 /// an answer will be; of the requests of chats few stay below it.
 const LOOK_AHEAD: usize = 256;
 
-/// Share of the time of plain steps that trials of a draft that does not pay may take: a draft that
-/// is of no use costs 5 % at most, the first guesses included.
+/// Share of the time of plain steps that trials of a draft may take while it does not pay. A draft
+/// that is of no use costs 5 % at most, the first guesses included.
 const TRIAL_SHARE: f64 = 0.03;
 
 /// Plain steps whose time trials may save up.
@@ -72,8 +72,8 @@ const SAVED_STEPS: f64 = 8.0;
 /// Weight of the last pass in the time of a row that catches up.
 const ROW_WEIGHT: f64 = 0.5;
 
-/// A token of the draft's vocabulary may have so many more or fewer than the model's: vocabularies
-/// are padded to multiples of 128 (Qwen 2.5 has 151,936 and 152,064). The bound of llama.cpp.
+/// Largest difference between the draft's and the model's vocabulary, in tokens. Vocabularies are
+/// padded to multiples of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
 const PADDING: usize = 128;
 
 /// A small model that guesses for [`Engine::guess_with`](crate::Engine::guess_with).
@@ -118,7 +118,7 @@ pub(crate) struct Wish<'a> {
     pub(crate) room: usize,
 }
 
-/// What the draft has of a sequence.
+/// The draft's state of a sequence.
 #[derive(Debug)]
 struct Held {
     pages: Owned,
@@ -131,9 +131,9 @@ struct Held {
 }
 
 impl Held {
-    /// Takes in what became of the last guesses: calls `judge` for each that was checked. Those
-    /// `ahead` of the tokens are checked in windows under way: where they are this draft's, it
-    /// goes on behind them.
+    /// Takes in the outcome of the last guesses: calls `judge` for each that was checked. Those
+    /// `ahead` of the tokens are checked in windows under way: where they are this draft's, it goes
+    /// on behind them.
     fn settle(&mut self, tokens: &[u32], ahead: &[u32], mut judge: impl FnMut(bool)) {
         let guessed = std::mem::take(&mut self.guessed);
         let chosen = tokens.get(self.computed..).unwrap_or_default();
@@ -191,7 +191,7 @@ pub(crate) struct Drafter {
     row_s: Option<f64>,
     /// Seconds that trials may take.
     allowance: f64,
-    /// What the last step spent here.
+    /// The time that the last step spent in the drafter.
     spent: Duration,
 }
 
@@ -235,7 +235,7 @@ impl Drafter {
     }
 
     /// Takes in how long a step without prompts took that had no guesses of this draft, or some.
-    /// What of it was spent here, which is no time of the model.
+    /// Returns the part that was spent here, which is no time of the model.
     pub(crate) fn took(&mut self, is_plain: bool, duration: Duration) -> Duration {
         let spent = std::mem::take(&mut self.spent);
         if is_plain {
@@ -246,9 +246,9 @@ impl Drafter {
         spent
     }
 
-    /// Guesses for the sequences of a step, in the order of `wishes`; nothing where no depth is
-    /// expected to give `least` times the tokens a second of a plain step, and no trial is due.
-    /// What it has of the others that are `running` stays.
+    /// Guesses for the sequences of a step, in the order of `wishes`. There are none where no depth
+    /// is expected to give `least` times the tokens a second of a plain step, unless a trial is
+    /// due. The draft's state of the other `running` sequences stays.
     ///
     /// Blocks for a pass of the draft per guess, and for one that catches up.
     ///
@@ -383,8 +383,8 @@ impl Drafter {
         Ok(true)
     }
 
-    /// Whether what the draft is expected to save of the rest of an answer is more than it costs to
-    /// read `behind` tokens; or a trial may take that.
+    /// Whether the draft is expected to save more of the rest of an answer than it costs to read
+    /// `behind` tokens. True as well where a trial may take that cost.
     fn is_worth(&mut self, wish: &Wish<'_>, behind: usize, outlook: &Outlook<'_>) -> bool {
         let (acceptance, room) = self.chances(wish);
         if room == 0 {
@@ -477,8 +477,8 @@ impl Drafter {
         }
     }
 
-    /// Up to `most` guesses behind those of a sequence that are checked in windows under way; none
-    /// where these are not all of this draft, or it is too far behind.
+    /// Up to `most` guesses behind the guesses of a sequence that are checked in windows under way.
+    /// There are none where these are not all of this draft, or where it is too far behind.
     ///
     /// Blocks for a pass of the draft per guess.
     ///
@@ -602,7 +602,7 @@ impl Drafter {
         self.pages.leave(&mut held.pages, computed, prompt);
     }
 
-    /// One pass of the draft: tokens of sequences, each from a position on.
+    /// A pass of the draft: tokens of sequences, each from a position on.
     fn pass(&mut self, parts: &[(SequenceId, &[u32], usize)], logits: Logits) -> Result<(), Error> {
         let held = parts.iter().map(|(id, ..)| &self.held[id].pages);
         let windows: Vec<Vec<WindowPages<'_>>> = held
@@ -647,7 +647,7 @@ impl Drafter {
 mod tests {
     use super::*;
 
-    /// What is computed and how the guesses were judged, after `chosen` followed 3 tokens.
+    /// The computed positions and how the guesses were judged, after `chosen` followed 3 tokens.
     fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
         let mut held = Held {
             pages: Owned::default(),

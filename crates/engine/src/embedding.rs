@@ -1,4 +1,4 @@
-//! Texts to vectors, seen from above: what a [`Service`] may do besides generating.
+//! Turns texts into vectors, which a [`Service`] may do besides generating.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};

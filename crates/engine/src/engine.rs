@@ -1,4 +1,5 @@
-//! The scheduler.
+//! The scheduler: [`Engine`] holds sequences in queues, and computes a batch of their rows in each
+//! step.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -159,9 +160,9 @@ impl Engine {
         self.waiting.len()
     }
 
-    /// Tokens so far that did not have to be computed, because another sequence, or the same one
-    /// before it gave up its pages, had begun with the same ones, or the store had them: whole
-    /// pages of 64.
+    /// Tokens so far that did not have to be computed: whole pages of 64. Another sequence had
+    /// begun with the same ones, or the same sequence before it gave up its pages, or the store had
+    /// them.
     pub const fn n_reused(&self) -> u64 {
         self.reused
     }
@@ -367,20 +368,20 @@ impl Engine {
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row, and more for guesses and for
-    /// tokens that its grammar left no choice of. Prompts get what
-    /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
-    /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
-    /// when none is free makes the youngest give up its pages and wait; that one computes them
-    /// again later and loses nothing. The oldest never gives up, so every sequence ends.
+    /// Every running sequence that is past its prompt gets one row. It gets more for guesses and
+    /// for tokens that its grammar left no choice of. Prompts get what [`EngineConfig::pace`]
+    /// allows of the remaining [`EngineConfig::max_rows`]. At least half of that goes to the oldest
+    /// prompt, and the shortest comes before others. A sequence that needs a page when none is free
+    /// makes the youngest give up its pages and wait. The youngest computes them again later and
+    /// loses nothing. The oldest never gives up, so every sequence ends.
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
     /// were planned behind the one that this step ends. A batch has its share of the sequences
     /// then, and the next rows of a prompt follow those under way. So do windows of guesses of one
     /// sequence, where they pay.
     ///
-    /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
-    /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
+    /// The forward pass allocates a few words per sequence and layer and nothing per row. Besides,
+    /// a step allocates its plan and its events with their texts. It also copies the tokens of each
     /// sequence that penalises repetition.
     ///
     /// # Errors
@@ -473,8 +474,8 @@ impl Engine {
         self.find_again(index);
     }
 
-    /// Gives a sequence all known pages that it begins with. What it gives back for that stays
-    /// known and is found again at once.
+    /// Gives a sequence all known pages that it begins with. Pages that it gives back for that stay
+    /// known and are found again at once.
     fn find_again(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let at = sequence.computed;
@@ -490,8 +491,8 @@ impl Engine {
         self.reused += tokens as u64;
     }
 
-    /// Whether a sequence waits for a page of its prompt that an older one is about to compute: of
-    /// several answers to one prompt, the first one computes it.
+    /// Whether a sequence waits for a page of its prompt that an older one is about to compute. Of
+    /// several answers to one prompt, the first one computes the page.
     fn waits(&self, index: usize) -> bool {
         let own = &self.running[index];
         let is_at_page = own.computed == own.pages.len() * PAGE && own.pages.is_known();
@@ -505,7 +506,7 @@ impl Engine {
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
-    /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
+    /// Rows for each running sequence. Each that decodes gets one, so that long prompts do not
     /// stall answers; then come forced tokens, then prompts.
     fn wanted_rows(&self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
@@ -531,8 +532,8 @@ impl Engine {
     }
 
     /// Leaves a batch its share of the sequences, where several batches are under way. Sequences
-    /// without rows under way come first: the next rows of a long prompt could follow those in
-    /// every batch, and take the turns of others.
+    /// without rows under way come first. The next rows of a long prompt could follow earlier ones
+    /// in every batch, and take the turns of others.
     fn deal(&self, rows: &mut [usize]) {
         let most = self.running.len().div_ceil(self.compute.depth());
         let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
@@ -541,8 +542,7 @@ impl Engine {
     }
 
     /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is
-    /// left
-    /// for these; what is left then.
+    /// left for these. Returns the room that is left then.
     fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
         let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
         for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {
@@ -659,9 +659,9 @@ impl Engine {
         self.pages.leave(&mut sequence.pages, computed, prompt);
     }
 
-    /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
-    /// further ones, as long as the token before was guessed; then what is forced. How many guesses
-    /// were right.
+    /// Chooses the next token of a sequence by the logits in `row`. The rows after it give further
+    /// tokens, as long as the token before was guessed; then forced tokens follow. Returns how many
+    /// guesses were right.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
         let mut is_own = true; // the guesses of its own text were right so far

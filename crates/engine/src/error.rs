@@ -1,4 +1,4 @@
-//! Why a request is refused.
+//! Errors of the engine.
 
 use paceline_formats::text;
 
@@ -165,7 +165,7 @@ pub enum Error {
         setting: &'static str,
         /// Its value.
         got: usize,
-        /// What would be accepted.
+        /// The accepted values.
         expected: &'static str,
     },
     /// The draft model and the model do not mean the same by a token.

@@ -1,4 +1,4 @@
-//! Requests in, text out: batches, sampling, sequences and their snapshots.
+//! Generates text for requests: batches, sampling, sequences and their snapshots.
 //!
 //! ```text
 //! Request --submit--> waiting --admitted--> running --step--> Event::Token ... Event::Finished
@@ -15,15 +15,15 @@
 //! it, in whole pages: the next turn of a chat reads only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
-//! - [`Draft`]: a small model that guesses what the engine's model will say.
-//! - [`Order`]: whose turn it is.
+//! - [`Draft`]: a small model that guesses the tokens of the engine's model.
+//! - [`Order`]: the order in which requests get their turns.
 //! - [`Pace`]: how long other answers may pause while a prompt is read.
-//! - [`SamplingParams`]: from logits to a token, seeded per request.
-//! - [`Grammars`]: which tokens keep an answer within a grammar.
+//! - [`SamplingParams`]: how a token is drawn from logits, seeded per request.
+//! - [`Grammars`]: the tokens that keep an answer within a grammar.
 //! - [`AdaptedService`]: a service's answers with one of its model's adapters.
 //! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
-//! - [`Snapshot`]: everything of a sequence but its cache, which the numerics rule lets any engine
-//!   of the same kernel class compute again to the bit.
+//! - [`Snapshot`]: everything of a sequence but its cache. By the numerics rule any engine of the
+//!   same kernel class can compute the cache again to the bit.
 //!
 //! ```no_run
 //! use std::sync::Arc;

@@ -1,5 +1,4 @@
-//! How many rows of prompts a step may have, so that answers keep their pace while prompts are
-//! read.
+//! Limits the rows of prompts in a step, so that answers keep their pace while prompts are read.
 //!
 //! ```text
 //! step time = base(decoding rows) + prompt rows x cost of a row
@@ -227,7 +226,7 @@ const fn place(decoding: usize) -> usize {
 
 /// Shares `budget` rows among prompts of which `left` rows are to be read, oldest first.
 ///
-/// The prompt with the fewest rows left gets up to half of the budget: a short question does not
+/// The prompt with the fewest rows left gets up to half of the budget. So a short question does not
 /// wait until a long document is read. All that remains goes to the oldest: it gets at least half,
 /// so every prompt is read in the end.
 pub(crate) fn share(left: &[usize], budget: usize) -> Vec<usize> {

@@ -1,10 +1,10 @@
-//! Who has which page of the cache, and what is in the pages that nobody has.
+//! The pages of the cache: which sequence has which, and the contents of pages that none has.
 //!
-//! A page that is full holds keys and values of 64 tokens, and by the numerics rule these follow
-//! from the tokens, from those before them and from the sequence's adapter, to the bit. So a page
-//! is *known* by the 64 tokens in it and the known page before it. Any sequence that starts with
-//! the same tokens and has the same adapter can have it instead of computing it: the next turn of a
-//! chat, a system prompt that all share, a sequence that gave up its pages.
+//! A full page holds keys and values of 64 tokens. By the numerics rule these follow to the bit
+//! from the tokens, from those before them and from the sequence's adapter. So a page is *known* by
+//! the 64 tokens in it and the known page before it. Any sequence that starts with the same tokens
+//! and has the same adapter can have it instead of computing it. Examples are the next turn of a
+//! chat, a system prompt that all share, and a sequence that gave up its pages.
 //!
 //! ```text
 //! free --grow--> had by one --learn--> known, had by any number --release--> known, unused
@@ -14,9 +14,9 @@
 //! ```
 //!
 //! Layers that look at a window only, or keep a state, have pages of their own for the same
-//! positions ([`Window`]): a sequence gives them back when no row looks at them any more. Those of
-//! known pages stay until they are needed, so a beginning can be reused as far as the pages are
-//! there that the row behind it looks at.
+//! positions ([`Window`]). A sequence gives them back when no row looks at them any more. Pages of
+//! windows of known pages stay until they are needed. So a beginning can be reused as far as there
+//! are the pages that the row behind it looks at.
 //!
 //! Known pages are compared by their tokens, not by a hash alone: nobody can make a prompt that
 //! finds another one's keys. Only whole pages that are full are shared, so nobody writes to one.
@@ -34,7 +34,7 @@ mod window;
 
 use window::{Held, Window};
 
-/// What makes a known page: the one before it, or the root of its sequence, and its tokens.
+/// The key of a known page: the page before it, or the root of its sequence, and its tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Key {
     before: u64,
@@ -49,7 +49,7 @@ impl Key {
     }
 }
 
-/// What is in a page.
+/// The contents of a page.
 #[derive(Clone, Debug)]
 struct Known {
     /// Never used twice, so that nothing follows a page that is forgotten.
@@ -63,8 +63,8 @@ struct Known {
     rank: u64,
     /// The highest rank of a page behind it: it is forgotten after all of those.
     least_rank: u64,
-    /// The page of each window with the same positions, where it is still there. Whoever has one
-    /// of these has this page.
+    /// The page of each window with the same positions, where it is still there. A sequence that
+    /// has one of these has this page.
     windows: Vec<Option<u32>>,
 }
 
@@ -85,7 +85,7 @@ pub(crate) struct Owned {
     n_known: usize,
     /// Number of the last known one; the root before there is one.
     last_known: u64,
-    /// What its first page follows: sequences of another root share nothing with it.
+    /// The root that its first page follows. Sequences of another root share nothing with it.
     root: u64,
     /// Pages of each window.
     windows: Vec<Held>,
@@ -134,8 +134,8 @@ impl Owned {
     }
 }
 
-/// The tokens of the page behind those that `owned` has, where they fill it and are not the last of
-/// `tokens`: the logits after the last one are to be computed.
+/// The tokens of the page behind those that `owned` has. They must fill the page and not be the
+/// last of `tokens`: the logits after the last one are to be computed.
 fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
     let begin = owned.n_known * PAGE;
     let page = tokens.get(begin..begin + PAGE)?;
@@ -143,7 +143,7 @@ fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
 }
 
 /// Whether `older`, a sequence of `tokens`, is on its way to the page that the sequence of `own`
-/// needs next: both have the same pages so far, and the tokens of the next page are the same.
+/// needs next. Both have the same pages so far, and the tokens of the next page are the same.
 /// `owned` has known pages only.
 pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], &Owned)) -> bool {
     let n = owned.n_known;
@@ -167,9 +167,9 @@ pub(crate) struct Pages {
     /// given back before the one that it follows, and has no higher rank, so none stays behind that
     /// cannot be found.
     unused: BTreeMap<(u64, u64), u32>,
-    /// Rank of the page that was forgotten last: what is given back now ranks above it by its cost.
-    /// Of pages that cost the same the one unused longest goes first (Cao and Irani, GreedyDual,
-    /// USITS 1997).
+    /// Rank of the page that was forgotten last: a page that is given back now ranks above it by
+    /// its cost. Of pages that cost the same the one unused longest goes first (Cao and Irani,
+    /// GreedyDual, USITS 1997).
     level: u64,
     /// Nanoseconds that a page costs now.
     cost: u64,
@@ -206,9 +206,8 @@ impl Pages {
         self.free.len() + self.unused.len()
     }
 
-    /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when
-    /// there are not enough. What is unused and ranks lowest is forgotten for it when no page is
-    /// free.
+    /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when there
+    /// are not enough. The unused page that ranks lowest is forgotten for it when no page is free.
     pub(crate) fn grow(&mut self, owned: &mut Owned, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());
         owned.windows.resize_with(self.windows.len(), Held::default);
@@ -253,9 +252,9 @@ impl Pages {
     }
 
     /// Takes the pages of windows back that no row from `position` on looks at. All of them are
-    /// known. States go for good, but for those near the end of the `prompt` tokens that the
-    /// sequence began with, and one in so many: the next turn of a chat begins like this one as far
-    /// as its prompt went, some tokens less.
+    /// known. Most states go for good: one in so many stays, and those near the end of the `prompt`
+    /// tokens that the sequence began with. The next turn of a chat begins like this one as far as
+    /// its prompt went, some tokens less.
     pub(crate) fn leave(&mut self, owned: &mut Owned, position: usize, prompt: usize) {
         let windows = self.windows.iter_mut().zip(&mut owned.windows);
         for (i, (window, held)) in windows.enumerate() {
@@ -272,7 +271,7 @@ impl Pages {
         }
     }
 
-    /// Takes all pages back. What is known of them stays known until they are needed.
+    /// Takes all pages back. Known pages among them stay known until they are needed.
     pub(crate) fn release(&mut self, owned: &mut Owned) {
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
             for page in held.drain() {
@@ -300,11 +299,11 @@ impl Pages {
         *owned = Owned::rooted(owned.root);
     }
 
-    /// Gives `owned`, which has no page, the known pages that `tokens` start with; returns how many
-    /// tokens they hold, less than all: the logits after the last one are to be computed.
+    /// Gives `owned`, which has no page, the known pages that `tokens` start with. Returns how many
+    /// tokens they hold. These are less than all: the logits after the last one are to be computed.
     ///
-    /// Cost: a hash of 64 tokens per page that is found, and one more; with windows, a look at the
-    /// pages of each for every page that cannot be the last.
+    /// Cost: a hash of 64 tokens per page that is found, and one more. With windows, it also looks
+    /// at the pages of each for every page that cannot be the last.
     pub(crate) fn reuse(&mut self, tokens: &[u32], owned: &mut Owned) -> usize {
         let (_, before_last) = tokens.split_last().expect("a sequence has tokens");
         let mut found = Vec::new();
@@ -366,7 +365,7 @@ impl Pages {
         }
     }
 
-    /// One more sequence has this page; returns its number among the known.
+    /// Counts another sequence that has this page; returns the page's number among the known.
     fn take_known(&mut self, page: u32) -> u64 {
         let page = &mut self.pages[page as usize];
         let known = page.known.as_ref().expect("found among the known");

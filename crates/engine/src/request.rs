@@ -1,4 +1,4 @@
-//! What goes into the engine and what comes out.
+//! Requests that go into the engine, and events that come out.
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::text::StopMatcher;
@@ -33,7 +33,7 @@ pub struct Request {
     /// the prompt are computed then, those of known pages too.
     #[serde(default)]
     pub prompt_logprobs: bool,
-    /// What the answer must match; `None` for any text.
+    /// The constraint that the answer must match; `None` for any text.
     pub constraint: Option<Constraint>,
     /// Control tokens whose names are part of the text, ascending; others give no text. For
     /// readers of tool calls (`paceline_formats::tools::Syntax::shown_tokens`).
@@ -124,13 +124,13 @@ pub(crate) const fn check_logprobs(asked: Option<usize>) -> Result<(), Error> {
 /// Most alternatives that [`Request::logprobs`] may ask for: the bound of the OpenAI API.
 pub const MAX_LOGPROBS: usize = 20;
 
-/// Most log-probabilities of a prompt ([`Request::prompt_logprobs`]), alternatives included: they
-/// are told at once. 2^20 are some 24 MB as JSON, under the 64 MiB of a message between processes,
-/// and enough for 131,072 tokens with 7 alternatives each.
+/// Most log-probabilities of a prompt ([`Request::prompt_logprobs`]), alternatives included. All of
+/// them are told at once. As JSON, 2^20 are some 24 MB, under the 64 MiB of a message between
+/// processes. They are enough for 131,072 tokens with 7 alternatives each.
 pub const MAX_PROMPT_LOGPROBS: usize = 1 << 20;
 
 /// Log-probabilities at one position, of the softmax over the model's logits before bias,
-/// penalties, temperature and the other filters. Finite, at least -9999: what is less probable has
+/// penalties, temperature and the other filters. Finite, at least -9999: less probable tokens have
 /// this value too. Equal logits give equal bits on every machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
@@ -161,7 +161,7 @@ pub enum Finish {
 pub enum Resumed {
     /// It goes on as this sequence.
     Goes(SequenceId),
-    /// Those tokens were the whole answer: only its end was not told.
+    /// The caller's tokens were the whole answer: only its end was not told.
     Over {
         /// Text that was held back and is certain now.
         text: String,

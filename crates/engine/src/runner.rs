@@ -6,8 +6,8 @@
 //!    +------------------------------ sinks, outside of any lock ------------------+
 //! ```
 //!
-//! What is wrong with a request is said on the caller's thread, before the engine sees it. A
-//! request takes a place of [`EngineConfig::max_waiting`](crate::EngineConfig::max_waiting) from
+//! A request is checked on the caller's thread, before the engine sees it. A request takes a place
+//! of [`EngineConfig::max_waiting`](crate::EngineConfig::max_waiting) from
 //! [`submit`](Service::submit) on, so the inbox needs no bound of its own.
 //!
 //! When the engine fails or panics, or the runner is dropped, every request that is open gets
@@ -29,7 +29,7 @@ use driver::Driver;
 /// Costs a wake of some microseconds each time; short beside any deadline of a network.
 const IDLE_INTERVAL: Duration = Duration::from_millis(250);
 
-/// What time it is, for durations.
+/// The current time, for durations.
 pub(crate) type Now = fn() -> Instant;
 
 /// An engine on its own thread. Dropping it waits for the step that runs and ends the thread.
@@ -75,8 +75,8 @@ impl Runner {
         self.driver.take_all()
     }
 
-    /// Goes on with a request that was taken out of a runner of the same model. What is wrong with
-    /// a snapshot comes as [`Reply::Failed`](crate::Reply::Failed).
+    /// Goes on with a request that was taken out of a runner of the same model. Errors of a
+    /// snapshot come as [`Reply::Failed`](crate::Reply::Failed).
     ///
     /// # Errors
     /// [`Failure::Unavailable`] when the engine is gone.
@@ -84,9 +84,9 @@ impl Runner {
         self.driver.resume(snapshot, sink)
     }
 
-    /// Goes on with a request of whose answer the caller has `tokens` already: what follows them is
-    /// what would have followed without the interruption. [`Engine::resume`] says how. What is
-    /// wrong with it comes as [`Reply::Failed`](crate::Reply::Failed).
+    /// Goes on with a request of whose answer the caller has `tokens` already. The tokens that
+    /// follow are the same as without the interruption. [`Engine::resume`] says how. Errors of the
+    /// request come as [`Reply::Failed`](crate::Reply::Failed).
     ///
     /// # Errors
     /// [`Failure::Unavailable`] when the engine is gone.

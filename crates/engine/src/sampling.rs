@@ -1,9 +1,9 @@
-//! From logits to a token.
+//! Draws a token from logits.
 //!
-//! Order: bias, penalties, temperature, then top-k, top-p and min-p, each on what the one before
-//! left, then one draw. (From the penalties on, transformers does the same; llama.cpp divides by
-//! the temperature last, which is another distribution.) Everything is a fixed sequence of
-//! operations on the logits and the request's own random numbers, so equal seeds give equal answers
+//! Order: bias, penalties and temperature, then top-k, top-p and min-p, then one draw. Each works
+//! on what the one before left. From the penalties on, transformers does the same. In llama.cpp the
+//! temperature comes last, which gives another distribution. Everything is a fixed sequence of
+//! operations on the logits and the request's own random numbers. So equal seeds give equal answers
 //! whatever else the engine does.
 
 use std::ops::RangeInclusive;
@@ -51,7 +51,8 @@ pub struct SamplingParams {
 }
 
 /// Highest temperature, as a power of two, at which top-k is known to take its tokens from the
-/// [`TopLogits`]: a bound for the proof at [`SamplingParams::top`], far above what is asked for.
+/// [`TopLogits`]. It bounds the proof at [`SamplingParams::top`], and is far above what is asked
+/// for.
 const TOP_TEMPERATURE_MAX: i8 = 4;
 
 /// Logits that are further apart than the temperature by 2 to this power have unlike weights.
@@ -79,8 +80,8 @@ impl SamplingParams {
         top.map_or(Logits::Last, Logits::Top)
     }
 
-    /// The `n` largest logits, which top-k keeps, and all that may equal them. Those that are
-    /// forbidden count, so that enough of the others are among them.
+    /// The `n` largest logits, which top-k keeps, and all that may equal them. Forbidden tokens
+    /// count, so that enough of the others are among them.
     ///
     /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t`
     /// the logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on.
@@ -125,7 +126,7 @@ pub struct ParamError {
     pub name: &'static str,
     /// Its value.
     pub got: f32,
-    /// What would be accepted.
+    /// The accepted values.
     pub expected: &'static str,
 }
 
@@ -170,7 +171,7 @@ impl SamplingParams {
     }
 
     /// Checks the bias for a model of `vocab` tokens. A token that comes twice is refused, not
-    /// added up or overwritten: whoever made the list meant one of them.
+    /// added up or overwritten: the author of the list meant one of them.
     ///
     /// # Errors
     /// [`Error::BiasCount`] before anything of the list is looked at, [`Error::BiasToken`],
@@ -211,7 +212,7 @@ fn check(
     })
 }
 
-/// What a token is chosen by, besides the logits.
+/// The inputs to the choice of a token, besides the logits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Asked<'a> {
     pub(crate) history: History<'a>,
@@ -234,7 +235,8 @@ pub(crate) struct Sampler {
     rng: Pcg64Mcg,
 }
 
-/// What is serialised. The generator can be wound forward, so a count stands for its state.
+/// The serialised form of a [`Sampler`]. The generator can be wound forward, so a count stands for
+/// its state.
 #[derive(Serialize, Deserialize)]
 struct State {
     params: SamplingParams,
@@ -310,9 +312,9 @@ pub(crate) struct Choice {
     pub(crate) logprobs: Option<TokenLogprobs>,
 }
 
-/// How many candidates top-p sorts at first, doubled until they are enough. For top-p 0.95 on 256
-/// tokens of Austen's prose SmolLM2 needs no more at 96 % of the positions at temperature 0.7, and
-/// at 57 % at temperature 1 (`engine::tests::smollm2` counts them).
+/// How many candidates top-p sorts at first, doubled until they are enough. Measured for top-p 0.95
+/// on 256 tokens of Austen's prose (`engine::tests::smollm2` counts them). SmolLM2 needs no more at
+/// 96 % of the positions at temperature 0.7, and at 57 % at temperature 1.
 const FIRST_CUT: usize = 256;
 
 /// Values that are looked at together before it is asked which one it was.
@@ -478,7 +480,7 @@ impl Sampler {
         }
     }
 
-    /// One token by its weight.
+    /// Draws a token by its weight.
     fn draw(&mut self, weights: &[f32]) -> usize {
         // Only a forged count gets to the end of the range.
         self.draws = self.draws.wrapping_add(1);
@@ -536,7 +538,8 @@ fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = Candidat
 }
 
 /// A value that at least `n` (1 or more) of `values` reach, so that the `n` largest can be found
-/// among those: the n-th largest of the largest of each chunk; `None` when there are fewer chunks.
+/// among those. It is the n-th largest of the largest of each chunk; `None` when there are fewer
+/// chunks.
 fn reached_by(values: &[f32], n: usize) -> Option<f32> {
     let mut peaks: Vec<f32> = values.chunks(CHUNK).map(largest).collect();
     let most = |a: &f32, b: &f32| b.total_cmp(a);

@@ -38,7 +38,7 @@ pub(crate) struct Adapted {
 }
 
 impl Adapted {
-    /// What the first page of its sequences follows in a store.
+    /// The name that the first page of its sequences follows in a store.
     fn root(self, store: &dyn PageStore) -> PageName {
         let (words, _) = self.digest.as_chunks::<4>();
         let words: Vec<u32> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
@@ -306,7 +306,7 @@ impl Sequence {
     }
 
     /// Takes in that `right` of the `drafted` guesses of a window were right, the next token being
-    /// chosen: windows behind it go on if they begin with that token, else they are stale.
+    /// chosen. Windows behind it go on if they begin with that token, else they are stale.
     pub(crate) fn settle(&mut self, drafted: usize, right: usize) {
         let follows = self.ahead.get(drafted);
         if right == drafted && follows.is_some() && follows == self.tokens.last() {
@@ -445,7 +445,7 @@ impl Sequence {
         }
     }
 
-    /// What `token` adds to the text.
+    /// The bytes that `token` adds to the text.
     fn bytes_of<'a>(&self, token: u32, tokenizer: &'a Tokenizer) -> &'a [u8] {
         if self.shown.binary_search(&token).is_ok() {
             return tokenizer.token_text(token).unwrap_or_default().as_bytes();

@@ -1,5 +1,5 @@
-//! What answers requests, seen from above: an engine on a thread of this process, or workers in
-//! other processes. Both are a [`Service`], so that a command line, a bench and an HTTP server
+//! The trait of everything that answers requests: an engine on a thread of this process, or workers
+//! in other processes. Both are a [`Service`], so that a command line, a bench and an HTTP server
 //! need not know which.
 
 use serde::{Deserialize, Serialize};
@@ -26,8 +26,8 @@ pub trait Service: Send + Sync + std::fmt::Debug {
         self.submit_after(request, Vec::new(), sink)
     }
 
-    /// Takes a request of whose answer its caller has `tokens` already, from this service or
-    /// another one of the same model and kernel class: the replies are those that follow.
+    /// Takes a request of whose answer its caller has `tokens` already. They are from this service,
+    /// or from another one of the same model and kernel class. The replies are those that follow.
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
@@ -105,13 +105,13 @@ pub enum Failure {
         /// Positions of a sequence.
         context: usize,
     },
-    /// The request cannot be computed: what the engine says about it.
+    /// The request cannot be computed, as the engine says.
     #[error("{reason}")]
     Invalid {
         /// The engine's error.
         reason: String,
     },
-    /// What computed the answer is gone or cannot go on.
+    /// The engine or worker that computed the answer is gone or cannot go on.
     #[error("the answer was lost: {reason}")]
     Lost {
         /// Which rank failed, and how.
@@ -126,7 +126,7 @@ pub enum Failure {
 }
 
 impl From<Error> for Failure {
-    /// What the engine says against a request, for whoever made it.
+    /// The engine's error about a request, as its caller gets it.
     fn from(error: Error) -> Self {
         match error {
             Error::Busy { waiting, .. } => Self::Busy { waiting },

@@ -13,7 +13,7 @@ use crate::{Error, Order};
 /// same model and kernel class computes them again to the bit.
 ///
 /// Continuing a snapshot gives the same tokens and text as if the sequence had never been taken
-/// out. Serialises with serde, a few bytes per token; what comes from outside is checked when it is
+/// out. Serialises with serde, a few bytes per token; a snapshot from outside is checked when it is
 /// read and when it is restored.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Snapshot {

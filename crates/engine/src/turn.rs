@@ -1,20 +1,21 @@
-//! Whose turn it is: which waiting request gets the next place, and whose prompt is read first.
+//! The order of turns: the waiting request that gets the next place, and the prompt that is read
+//! first.
 //!
 //! ```text
 //! passed over too often > priority > client with the fewest places > what had a place before
 //!                       > least served client > earliest deadline > oldest
 //! ```
 //!
-//! Clients have places alike, as far as each wants them: a place that is free goes to the client
-//! that has the fewest, and where none is free the client with the most gives one up to a client
-//! that has two fewer ([`gives_way`]). So no number of requests of one client keeps another's
-//! waiting, and a client that is alone has all places. A client that has given one up keeps one at
-//! least, for its oldest sequence: each ends.
+//! Clients have equally many places, as far as each wants them. A place that is free goes to the
+//! client that has the fewest. Where none is free, the client with the most gives one up to a
+//! client that has two fewer ([`gives_way`]). So no number of requests of one client keeps
+//! another's waiting, and a client that is alone has all places. A client that has given one up
+//! keeps at least one, for its oldest sequence: each ends.
 //!
-//! Of clients with as many places, and of those whose prompts are read, the one is next that was
-//! served least: each computed row counts for its client, and a client that comes after it had
-//! nothing to do begins at the least count of those that are there, so that nobody saves up.
-//! Priorities are strict, but a request that others passed [`PASSED_MAX`] times goes before all: so
+//! Of clients with as many places, the client that was served least is next; so it is of clients
+//! whose prompts are read. Each computed row counts for its client. A client that comes after it
+//! had nothing to do begins at the least count of those that are there. So nobody saves up.
+//! Priorities are strict, but a request that others passed [`PASSED_MAX`] times goes before all. So
 //! nothing starves. All of this is pure; it decides when a row is computed, never what it gives.
 
 use std::cmp::Reverse;
@@ -23,7 +24,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// What a request's turn depends on.
+/// The properties that decide a request's turn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     /// Requests of a higher priority get their places before others.
@@ -39,7 +40,7 @@ pub struct Order {
 /// while a prompt gets none. With 4 places and answers of 200 tokens of 20 ms these are a minute.
 const PASSED_MAX: u32 = 64;
 
-/// One that waits.
+/// A waiting request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Turn {
     /// How often others went before it.
@@ -83,9 +84,10 @@ pub(crate) fn in_order(turns: impl Iterator<Item = Turn>) -> Vec<usize> {
     keys.into_iter().map(|(place, _)| place).collect()
 }
 
-/// Which of the `running` sequences, oldest first, gives its place to the one that is `next`: the
-/// youngest of the client with the most places, of no higher priority; `None` while that would not
-/// be fairer. What gives way comes behind `next` in the order of turns.
+/// Index of the one of the `running` sequences, oldest first, that gives its place to the one that
+/// is `next`. It is the youngest of the client with the most places, of no higher priority. `None`
+/// while that would not be fairer. The sequence that gives way comes behind `next` in the order of
+/// turns.
 pub(crate) fn gives_way(running: &[Order], next: Order) -> Option<usize> {
     let places = |client: u64| running.iter().filter(|of| of.client == client).count();
     let most = running.iter().map(|of| places(of.client)).max()?;

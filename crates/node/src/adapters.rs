@@ -16,7 +16,7 @@ pub struct AdapterOf {
     pub name: String,
     /// Where it lies, on the machine that is told.
     pub(crate) path: PathBuf,
-    /// SHA-256 of its numbers: what lies there later may be another one.
+    /// SHA-256 of its numbers: another adapter may lie there later.
     pub(crate) digest: [u8; 32],
 }
 

@@ -1,5 +1,5 @@
-//! Prompts that ranks of their own read for the ranks that decode: what is done with each, as a
-//! pure state machine.
+//! Prompts that ranks of their own read for the ranks that decode. A pure state machine decides
+//! about each.
 //!
 //! ```text
 //! submitted --short, or slower there-----------------------------------> Go: to the decoding ranks
@@ -11,8 +11,8 @@
 //!         ^----------------- a rank or a connection is lost, a deadline passes ----'
 //! ```
 //!
-//! The decoding ranks compute whatever does not come: by the numerics rule the answer is the same.
-//! So nothing here can lose a request, and every wait ends. [`Apart`] has no clock, thread or
+//! The decoding ranks compute all pages that do not come: by the numerics rule the answer is the
+//! same. So nothing here can lose a request, and every wait ends. [`Apart`] has no clock, thread or
 //! process; `instance/apart.rs` is the shell that has.
 
 use std::collections::VecDeque;
@@ -37,8 +37,8 @@ pub const HAND_LIMIT: Duration = Duration::from_secs(10);
 /// Longest time to read a prompt whose time nobody knows: a request has as long.
 const READ_LIMIT: Duration = Duration::from_secs(600);
 
-/// A prompt that takes so many times what it was expected to take, and as much longer as this, is
-/// read by the ranks that decode after all.
+/// How many times its expected time a prompt may take, and [`READ_SPARE`] more. Beyond that the
+/// ranks that decode read it after all.
 const READ_TIMES: f64 = 4.0;
 const READ_SPARE: Duration = Duration::from_secs(10);
 
@@ -129,7 +129,7 @@ pub enum Action {
         /// By rank for prompts, of each decoding rank.
         addrs: Vec<Vec<SocketAddr>>,
     },
-    /// Tell whoever watches.
+    /// Tell the observer.
     Tell(News),
 }
 
@@ -145,7 +145,7 @@ pub enum News {
         /// Prompts.
         under_way: usize,
     },
-    /// One prompt is read by the decoding ranks.
+    /// A prompt is read by the decoding ranks.
     Late {
         /// Why.
         reason: String,
@@ -262,7 +262,7 @@ impl Apart {
         self.prompts.len()
     }
 
-    /// What became of prompts so far.
+    /// The outcomes of prompts so far.
     pub const fn counts(&self) -> Counts {
         self.counts
     }
@@ -291,7 +291,7 @@ impl Apart {
         prompts.chain(link).min()
     }
 
-    /// Takes in an event; what to do about it.
+    /// Takes in an event; returns the actions.
     pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
         match event {
             Event::Submit { ticket, tokens } => self.submit(ticket, tokens),
@@ -427,7 +427,7 @@ impl Apart {
         self.out.push(Action::Go(ticket));
     }
 
-    /// A group has begun a new epoch: what was connected is not any more.
+    /// A group has begun a new epoch: connections of the epoch before are gone.
     fn renew(&mut self, now: Duration) {
         if !matches!(self.link, Link::Down { .. }) {
             self.down(now, "a group of nodes started again");
@@ -494,7 +494,7 @@ impl Apart {
         self.out.push(Action::Tell(News::Up));
     }
 
-    /// What is due by now, and what has room.
+    /// Handles deadlines that are over, and begins prompts that have room.
     fn tick(&mut self, now: Duration) {
         match &self.link {
             Link::Down { again } if *again <= now => self.listen(now),

@@ -95,7 +95,7 @@ fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Part> {
     parts
 }
 
-/// What is known of a file that arrives.
+/// The state of a file that arrives.
 struct Arriving {
     file: String,
     groups: Groups,

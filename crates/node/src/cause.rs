@@ -1,4 +1,4 @@
-//! Which of several failures was the first.
+//! Finds the first of several failures.
 //!
 //! When one rank dies, all others fail as well, within moments and in any order. The user wants
 //! to read about the one that died.
@@ -12,7 +12,7 @@ use paceline_cluster::workers::{Event, last_words};
 
 use crate::messages::FromWorker;
 
-/// One sign that something is wrong.
+/// A sign that something is wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Sign {
     /// A process ended.

@@ -1,4 +1,4 @@
-//! What computes on each node: an engine and, with it, a kernel class.
+//! The engine that computes on each node and, with it, the kernel class.
 
 use std::fmt;
 use std::str::FromStr;

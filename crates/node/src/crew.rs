@@ -25,7 +25,7 @@ use crate::messages::{FromWorker, ToWorker};
 
 pub use environment::for_workers;
 
-/// A worker's place: what only its machine knows.
+/// A worker's place, which only its machine knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Post {
     /// Where it is to listen for the other ranks; port 0 takes a free one.
@@ -98,7 +98,7 @@ pub trait Crew: Send + Sync + fmt::Debug {
         false
     }
 
-    /// What a rank's machine says of its place.
+    /// The place of a rank, as its machine describes it.
     fn post(&self, rank: Rank) -> Post;
 
     /// Where a rank is to listen for ranks of another crew; port 0 takes a free one.

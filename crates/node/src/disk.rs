@@ -5,11 +5,11 @@
 //! prefixes/{space}/{name}-{pool}     a page: header, bytes, SHA-256 of both
 //! ```
 //!
-//! A *space* is everything that decides which bytes a page has, besides its tokens: the model, the
-//! revision and class of the numbers, and the rank's shard. Files are written under another name,
-//! by a thread of their own, and then renamed. So a process may be killed at any time, and several
-//! may share the folder: whatever is not whole, or is of something else, is ignored with a line in
-//! the log, and computed again.
+//! A *space* is everything that decides which bytes a page has, besides its tokens. It is the
+//! model, the revision and class of the numbers, and the rank's shard. Files are written under
+//! another name, by a thread of their own, and then renamed. So a process may be killed at any
+//! time, and several may share the folder. A file that is not whole, or is of something else, is
+//! ignored with a line in the log. Its page is computed again.
 //!
 //! Prompts can be read out of these files. The folder is the user's alone (0700).
 
@@ -31,7 +31,7 @@ use tracing::{debug, warn};
 /// Revision of the files.
 const VERSION: u32 = 1;
 
-/// What a file begins with.
+/// The beginning of a file.
 const MAGIC: &[u8; 8] = b"plpage\r\n";
 
 /// Bytes of a header: magic, version, space, name, pool and length.
@@ -46,15 +46,15 @@ const NAME_AT: usize = SPACE_AT + 16;
 const POOL_AT: usize = NAME_AT + 32;
 
 /// Most bytes of pages that wait to be written. A prompt of 2,000 tokens of a 0.5B model is 25 MB,
-/// which take a second to compute; what comes faster than the disk writes is not kept.
+/// which take a second to compute. Pages that come faster than the disk writes are not kept.
 const QUEUE_BYTES: u64 = 64 << 20;
 
 /// Most pages that wait to be written.
 const QUEUE_PAGES: usize = 4096;
 
-/// A page counts as used so much earlier for each page before it: pages further behind are of no
-/// use without those before, so they are removed first. Longer than a page takes to compute at 7
-/// tokens a second.
+/// A page counts as used so much earlier for each page before it. Pages further behind are of no
+/// use without the pages before, so they are removed first. Longer than a page takes to compute at
+/// 7 tokens a second.
 const AGE: Duration = Duration::from_secs(10);
 
 /// A file that was not renamed for so long is nobody's.
@@ -71,8 +71,8 @@ pub struct DiskCache {
 }
 
 impl DiskCache {
-    /// Makes the folder, for the user alone. Before workers are started: what is not there then
-    /// cannot be opened to them in their sandbox.
+    /// Makes the folder, for the user alone. Called before workers are started: a folder that is
+    /// not there then cannot be opened to them in their sandbox.
     ///
     /// # Errors
     /// What the system says.
@@ -319,8 +319,8 @@ impl Writer {
         written
     }
 
-    /// Removes the files that were used longest ago until all take seven eighths of the limit: two
-    /// sixteenths are for what processes write before they look again.
+    /// Removes the files that were used longest ago until all take seven eighths of the limit. Two
+    /// sixteenths are for pages that processes write before they look again.
     fn sweep(&mut self) {
         self.written = 0;
         let mut files = files(&self.root);

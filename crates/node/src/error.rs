@@ -1,4 +1,4 @@
-//! Why an instance cannot be started.
+//! Errors of instances and their workers.
 
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::InitError;
@@ -22,7 +22,7 @@ pub enum Error {
     /// A placement has more than workers execute.
     #[error("an instance computes one pipeline of layers in memory, and this placement has {part}")]
     Placement {
-        /// What it has.
+        /// The part that workers do not execute.
         part: &'static str,
     },
     /// MLX computes few rows no faster than one by one, so guesses would cost and give nothing.
@@ -61,10 +61,10 @@ pub enum Error {
         /// Class of another.
         b: KernelClass,
     },
-    /// What came from a rank that reads prompts is no page for this one.
+    /// Bytes from a rank that reads prompts are no page for this one.
     #[error("a page of a prompt was refused: {what}")]
     BadPage {
-        /// What is wrong.
+        /// The problem with the page.
         what: &'static str,
     },
     /// Packed weights cannot be taken into another epoch.
@@ -75,7 +75,7 @@ pub enum Error {
     Worker {
         /// The rank that caused it.
         rank: Rank,
-        /// What happened, with the rank's name.
+        /// The failure, with the rank's name.
         reason: String,
     },
     /// A worker on another machine cannot be started or reached.
@@ -99,7 +99,7 @@ pub enum Error {
     /// The engine of this worker cannot go on.
     #[error("{reason}")]
     Stopped {
-        /// What it says.
+        /// The engine's error.
         reason: String,
         /// Whose fault it is, if another rank's.
         blamed: Option<Rank>,
@@ -107,9 +107,9 @@ pub enum Error {
     /// The parent speaks another protocol than this worker.
     #[error("the parent sent {got} where {expected} was due: are they of one version?")]
     Protocol {
-        /// What came.
+        /// The message that came.
         got: &'static str,
-        /// What should have come.
+        /// The message that should have come.
         expected: &'static str,
     },
     /// This rank computes and does not get on, in a kernel or a driver.
@@ -186,9 +186,9 @@ pub enum Error {
     /// The system refuses threads, sockets or random numbers.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The action that was tried.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }

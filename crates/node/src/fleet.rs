@@ -11,14 +11,14 @@
 //! - [`Fleet`]: starts it all beside an agent.
 //! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
 //! - [`lent`]: instances for programs of this machine's user.
-//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
+//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): requests of users.
 //! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
 //!   which nodes compute them. `widen`: nodes that come, or come back.
-//! - `replicas`, `choice`, `prefixes`: which replica answers a request.
+//! - `replicas`, `choice`, `prefixes`: the choice of the replica that answers a request.
 //! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute
 //!   it. `hub`: bytes that no node has.
-//! - `stores`: which node has what of which model, and what its disk may hold. `stale`: records
-//!   that nobody needs any more.
+//! - `stores`: the models on each node's disk, and their limits. `stale`: records that no node
+//!   needs any more.
 //! - `opening`: doors that are being opened, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
@@ -107,7 +107,7 @@ const SPEED: &str = "speed";
 /// How often duties are looked at although nothing changed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Between two tries to get the beginning of a model's file, of 4 MB and more: the root of a large
+/// Between two tries to get the beginning of a model's file, of 4 MB and more. The root of a large
 /// file is signed some time after it was loaded.
 const PART_EVERY: Duration = Duration::from_secs(5);
 
@@ -139,8 +139,8 @@ pub trait Doors: Send + Sync {
     /// Answers with it no more.
     fn close(&self, key: &str);
 
-    /// The journal of a streamed answer of this node, which stops answering it: its client, who has
-    /// the key with this id, goes on at another node.
+    /// The journal of a streamed answer of this node, which stops answering it. Its client, which
+    /// has the key with this id, goes on at another node.
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
 }
 
@@ -153,7 +153,7 @@ pub type Find = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
 /// Makes kernels on so many threads.
 pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
 
-/// What a fleet needs of the program around it.
+/// The parts that a fleet needs of the program around it.
 pub struct FleetSpec {
     /// Starts workers: program and arguments.
     pub program: (PathBuf, Vec<std::ffi::OsString>),
@@ -191,7 +191,7 @@ impl fmt::Debug for FleetSpec {
     }
 }
 
-/// What somebody wants to have loaded.
+/// A user's request to load a model.
 #[derive(Clone, Debug)]
 pub struct Ask {
     /// The user's name for the model.
@@ -235,7 +235,7 @@ pub struct Ask {
 pub struct View {
     /// Its id.
     pub id: String,
-    /// What its user calls the model.
+    /// The model's name, as its user gave it.
     pub model: String,
     /// How it is; `waiting` before its owner says.
     pub state: String,
@@ -437,8 +437,8 @@ impl Fleet {
         traced::trace(&self.inner, ask)
     }
 
-    /// Has the node that owns an instance, which goes by its id or model, look for some seconds at
-    /// where the time of its ranks goes. Blocks as long.
+    /// Has the node that owns an instance look for some seconds at where the time of its ranks
+    /// goes. The instance goes by its id or model. Blocks as long.
     ///
     /// # Errors
     /// No such instance, one that does not answer, another trace of it that runs.
@@ -446,10 +446,10 @@ impl Fleet {
         traced::stages(&self.inner, name)
     }
 
-    /// Moves what this node computes to others, before it goes: the instances answer all the while.
-    /// Waits until others answer with them, at most `limit`; `wait` is called about once a second.
-    /// Names of the models that could not be moved; none where no other node lives, or where all
-    /// that live leave as well, which is told.
+    /// Moves everything that this node computes to other nodes, before it goes. The instances
+    /// answer all the while. Waits until others answer with them, at most `limit`; `wait` is called
+    /// about once a second. Returns the names of the models that could not be moved. There are none
+    /// where no other node lives, or where all that live leave as well, which is told.
     pub fn leave(&self, limit: Duration, wait: &mut dyn FnMut()) -> Vec<String> {
         self.inner.leave(limit, wait)
     }
@@ -470,8 +470,8 @@ impl Fleet {
         journals::find(&self.inner, id, key)
     }
 
-    /// The idlest instance of a name or id that answers, if this node can tell its tokens: it needs
-    /// the beginning of the model's file for that, which it fetches once it knows the instance.
+    /// The idlest instance of a name or id that answers, if this node can tell its tokens. For that
+    /// it needs the beginning of the model's file, which it fetches once it knows the instance.
     pub fn using(&self, model: &str) -> Option<Using> {
         let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
         let all = self.list().into_iter().filter(is_it);
@@ -809,8 +809,8 @@ impl Inner {
         *seen = settled.map(|(_, id)| id).collect();
     }
 
-    /// Opens a door on a thread of its own, unless one does so: what lies here of a file is hashed
-    /// first, and duties of this node do not wait for that.
+    /// Opens a door on a thread of its own, unless one does so. The parts of a file that lie here
+    /// are hashed first, and duties of this node do not wait for that.
     fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
         if !lock(&self.opening).begin(name, Instant::now()) {
             return;
@@ -863,7 +863,7 @@ impl Inner {
         ready.map(|(id, _, wanted)| (id, wanted)).collect()
     }
 
-    /// Fetches the beginning of a model's file on a thread of its own, so that this node can tell
+    /// Fetches the beginning of a model's file on a thread of its own. With it this node can tell
     /// the tokens of an instance that it computes nothing of. A later look opens the door.
     fn get_part(self: &Arc<Self>, id: InstanceId, wanted: &Wanted) {
         let (now, last) = (Instant::now(), lock(&self.tried).get(&id).copied());
@@ -1067,7 +1067,7 @@ fn new_id() -> Result<InstanceId, String> {
     Ok(InstanceId(u64::from_le_bytes(number)))
 }
 
-/// What the owner of an instance says of it.
+/// An owner's report of its instance.
 fn report(map: &paceline_cluster::nodes::Registers, id: InstanceId) -> Option<Report> {
     serde_json::from_str(map.get(&Key::State(id))?).ok()
 }

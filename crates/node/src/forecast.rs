@@ -1,5 +1,5 @@
-//! What runs on this machine will do: measured facts, a prediction from them, and what was learned
-//! from earlier runs.
+//! A forecast of runs on this machine: measured facts, a prediction from them, and corrections
+//! learned from earlier runs.
 //!
 //! ```text
 //! probe (kernels, wire)  ->  measured.json  ->  plan::predict  x  learned ratio  ->  tok/s
@@ -41,7 +41,7 @@ use crate::{Cut, Error};
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What a run is about.
+/// The model, engine and connections that a forecast is about.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting<'a> {
     /// The model's files.
@@ -102,7 +102,7 @@ impl<'a> Probes<'a> {
         })
     }
 
-    /// What this machine can do now with `split`: measured, and kept nowhere.
+    /// Forecast of this machine with `split` now: measured, and kept nowhere.
     ///
     /// # Errors
     /// What the system refuses.
@@ -405,8 +405,8 @@ impl Forecast {
         }
     }
 
-    /// This machine as nodes, of which `at_once` compute at the same time, with what a row of a
-    /// layer's products takes, and what they cost each other.
+    /// This machine as nodes, of which `at_once` compute at the same time. Each has the time of a
+    /// row of a layer's products, and the slowdown that the nodes cause each other.
     fn cluster(&self, split: &Split, at_once: usize, row: Row) -> Result<(Cluster, Calibration)> {
         // Ranks that have more threads than there are cores take turns.
         let crowd = ((at_once * self.threads) as f64 / cores() as f64).max(1.0);
@@ -426,8 +426,8 @@ impl Forecast {
         Ok((cluster, calibration))
     }
 
-    /// What was measured of ranks that compute one after the other, for a split into stages of one:
-    /// each sleeps until the one before is done.
+    /// Measurements of ranks that compute one after the other, for a split into stages of one. Each
+    /// rank sleeps until the one before is done.
     fn in_turn(&self, split: &Split) -> Option<&Together> {
         known_for(&self.together, split.ranks()).filter(|_| split.tensor_ranks() == 1)
     }
@@ -535,9 +535,9 @@ fn together(
     Ok(all)
 }
 
-/// How much longer `ranks` take for their products than if each were alone, where `part` says what
-/// share of the whole's time a rank's part takes beside the others: as measured, or as the most
-/// ranks that were; more do no more work together.
+/// How much longer `ranks` take for their products than if each were alone. `part` says what share
+/// of the whole's time a rank's part takes beside the others. That is as measured, or as the most
+/// ranks that were measured; more do no more work together.
 fn sharing(
     together: &BTreeMap<u32, Together>,
     ranks: u32,
@@ -546,7 +546,7 @@ fn sharing(
     Some(f64::from(ranks) * part(known_for(together, ranks)?))
 }
 
-/// What was measured for so many ranks, or for the most below; nothing for one.
+/// Measurements of so many ranks, or of the most below; nothing for one.
 fn known_for(together: &BTreeMap<u32, Together>, ranks: u32) -> Option<&Together> {
     let known = together.range(..=ranks).next_back();
     known.filter(|_| ranks > 1).map(|(_, known)| known)
@@ -563,8 +563,8 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Two ranks of stages of `ranks`. What exchanges inside a stage cost is measured whole, beside the
-/// bytes; a stage waits for the one before.
+/// Two ranks of stages of `ranks`. The cost of exchanges inside a stage is measured whole, beside
+/// the bytes; a stage waits for the one before.
 fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
     Link {
         a,

@@ -1,14 +1,16 @@
-//! Which model some files are: a hash that differs when another file lies in the model's place.
+//! The identity of a model's files: a hash that differs when another file lies in the model's
+//! place.
 //!
 //! An instance takes the identity of the files that it was loaded from. Each worker compares it
-//! with that of the files that it has opened, before it computes anything: a worker that starts
-//! again after the file was replaced refuses it. Clients see it in `system_fingerprint`.
+//! with that of the files that it has opened, before it computes anything. So a worker that starts
+//! again after the file was replaced refuses it. Clients see the identity in `system_fingerprint`.
 //!
-//! Hashed are, of each weight file, its length, everything before its weights (in a GGUF file that
-//! is also the tokenizer and the chat template), and [`SAMPLES`] pages of its weights: another
-//! training of the same shape has another tensor table in no byte, and other weights in all. Of a
-//! folder also the small files that decide about text and numbers. A file that differs in single
-//! weights only is told apart by its full hash alone, which `paceline pull` checks.
+//! Three things are hashed of each weight file: its length, everything before its weights, and
+//! [`SAMPLES`] pages of its weights. In a GGUF file the part before the weights also has the
+//! tokenizer and the chat template. Another training of the same shape has the same tensor table to
+//! the byte, and other weights throughout. Of a folder, the small files that decide about text and
+//! numbers are hashed too. A file that differs in single weights only is told apart by its full
+//! hash alone, which `paceline pull` checks.
 
 use std::fs::File;
 use std::io::{self, Read as _};

@@ -55,7 +55,7 @@ const READY_LOOK: Duration = Duration::from_millis(200);
 const GRACE: Duration = Duration::from_millis(300);
 
 /// Longest wait of a rank for another's part of a step, in seconds. A step of 512 rows of an 8B
-/// model takes minutes on a slow machine; one that died or is stopped is found in 2 s.
+/// model takes minutes on a slow machine. A rank that died or is stopped is found in 2 s.
 const PATIENCE_S: u64 = 600;
 
 /// Longest wait for a rank's message. A wake, or a message, ends it sooner.
@@ -67,7 +67,7 @@ pub type SharedForecast = Arc<Mutex<Forecast>>;
 /// Hears the news of an instance and which ways it may use, on its thread: must not block.
 pub type Observer = Box<dyn FnMut(&Notice, &[Cut]) + Send>;
 
-/// What to compute, and how.
+/// Specification of an instance: its model, ranks and engine.
 pub struct InstanceSpec {
     /// Shape of the model.
     pub config: Config,
@@ -216,7 +216,7 @@ pub struct Instance {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What callers and the thread share.
+/// State that callers and the thread share.
 struct Shared {
     crew: Box<dyn Crew>,
     commands: Mutex<VecDeque<Command>>,
@@ -254,8 +254,8 @@ struct View {
 }
 
 impl Instance {
-    /// Starts the workers of `crew`; `observer` hears how they load and whatever happens later.
-    /// Returns at once: [`ready`](Self::ready) waits.
+    /// Starts the workers of `crew`; `observer` hears how they load and all later events. Returns
+    /// at once: [`ready`](Self::ready) waits.
     ///
     /// # Errors
     /// What the system refuses; no worker is left then.
@@ -384,7 +384,7 @@ impl Instance {
         &self.cuts
     }
 
-    /// What is executed now: one pipeline, with the epoch's number.
+    /// The placement in use: one pipeline, with the epoch's number.
     pub fn placement(&self) -> Placement {
         let view = lock(&self.shared.view);
         let own = self.cuts[view.way].placement.clone();
@@ -414,7 +414,7 @@ impl Instance {
     }
 
     /// Decode tokens a second that 2, 4, 8 and more answers were expected to get together by the
-    /// split in use; empty where nothing was measured.
+    /// split in use. Empty where nothing was measured.
     pub fn predicted_together(&self) -> &[(u32, f64)] {
         &self.together[lock(&self.shared.view).way]
     }
@@ -444,7 +444,7 @@ impl Instance {
         lock(&self.shared.view).epoch
     }
 
-    /// What the ranks of the last epoch said when they were ready, in rank order.
+    /// The facts of the last epoch's ranks when they were ready, in rank order.
     pub fn facts(&self) -> Vec<RankFacts> {
         lock(&self.shared.view).facts.clone()
     }
@@ -645,7 +645,8 @@ impl Shell {
         self.hear_of_pages(event);
     }
 
-    /// What a worker says about pages of prompts is for those who hear; all else is an event.
+    /// Passes a worker's messages about pages of prompts to the hook that hears them; all else is
+    /// an event.
     fn hear_of_pages(&mut self, event: CrewEvent<FromWorker>) {
         let event = match (event, &self.spec.hears) {
             (CrewEvent::Message { rank, message }, Some(hears)) => {
@@ -721,7 +722,7 @@ impl Shell {
         view.n_changes = supervisor.changes();
     }
 
-    /// Does one thing; what came of it, where that is an event.
+    /// Does an action; returns its outcome, where that is an event.
     fn act(&mut self, action: Action) -> Option<Event> {
         self.log(&action);
         match action {
@@ -887,7 +888,8 @@ impl Shell {
         (self.observer)(notice, &self.spec.cuts);
     }
 
-    /// Has second workers wait from now on. One that cannot be had is missed when it is needed.
+    /// Has second workers wait from now on. A worker that cannot be had is missed when it is
+    /// needed.
     fn keep_spares(&mut self, epoch: u64, way: usize) {
         let Some(after) = self.spec.spares else {
             return;

@@ -6,16 +6,17 @@
 //!                                    └── text, Failure ─────────┘
 //! ```
 //!
-//! A template is a program that came with a model. Its interpreter counts steps and output, but
-//! `x * 1000000000`, `replace`, `sort` or a deep value take memory, time or stack within one step.
-//! So the template runs in a process of its own, which has 192 MiB of memory beside the program
-//! itself, 0.9 to 1.9 s of computing per rendering, no core dumps, no environment, and no right to
-//! open a file or a socket (`paceline_cluster::sandbox`). The process is started when the model is
-//! opened, and stays. When a template breaks it, the conversation gets a [`Failure`] that says how,
-//! and the next conversation gets a new process.
+//! A template is a program that came with a model. Its interpreter counts steps and output,
+//! but `x * 1000000000`, `replace`, `sort` or a deep value take memory, time or stack within one
+//! step. So the template runs in a process of its own. The process has 192 MiB of memory beside the
+//! program itself, and 0.9 to 1.9 s of computing per rendering. It has no core dumps, no
+//! environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
+//!
+//! The process is started when the model is opened, and stays. When a template breaks it, the
+//! conversation gets a [`Failure`] that says how, and the next conversation gets a new process.
 //!
 //! Cost of a rendering beside the template's own: the conversation as JSON in both directions and
-//! two changes of thread, 0.1 ms for 2 KB (docs/measurements.md).
+//! two changes of thread. These take 0.1 ms for 2 KB (docs/measurements.md).
 
 mod child;
 mod limits;
@@ -258,7 +259,7 @@ fn slow(limit: Duration) -> Failure {
     Failure::TooSlow { limit_ms }
 }
 
-/// Which limit ended the child: what the kernel or Rust's runtime says shows it.
+/// The limit that ended the child, by the words of the kernel or of Rust's runtime.
 fn cause(ending: Ending, tail: &[String]) -> Failure {
     let says = |words: &str| tail.iter().any(|line| line.contains(words));
     if ending == Ending::Signal(Signal::XCPU.as_raw()) {

@@ -8,32 +8,32 @@
 //!                          Service: submit, cancel, status           leader: Engine         |
 //! ```
 //!
-//! The supervisor gives each worker its part of an *epoch*: which shard, and where the others
-//! listen. From then on it talks to the *leader* only (the rank that gets the logits and plans the
+//! The supervisor gives each worker its part of an *epoch*: its shard, and the addresses of the
+//! others. From then on it talks to the *leader* only (the rank that gets the logits and plans the
 //! steps). The workers talk to one another directly: plans, activations and logits pass no third
 //! process.
 //!
 //! When a worker ends, crashes, is stopped or falls silent, the epoch ends. The other workers keep
 //! their processes and weights for the next one. There open answers go on after the tokens that
-//! their callers have, with the same bits; on MLX, which is not exact, they end with
+//! their callers have, with the same bits. On MLX, which is not exact, they end with
 //! [`Failure::Lost`](paceline_engine::Failure::Lost) and the rank that caused it. When the
-//! instance's process ends, by whatever, local workers end themselves.
+//! instance's process ends, for any reason, local workers end themselves.
 //!
-//! - [`Prepared`], [`Loaded`]: from files to something that answers.
+//! - [`Prepared`], [`Loaded`]: a model from its files, until it answers.
 //! - [`Instance`], [`supervisor`]: a model over workers.
 //! - [`apart`]: prompts that nodes of their own read for an instance.
-//! - [`placing`]: from a placement to what each worker holds.
-//! - [`crew`]: where workers run; [`worker`]: what a worker process runs; [`messages`] between
-//!   them.
+//! - [`placing`]: from a placement to each worker's part of the model.
+//! - [`crew`]: the machines that run workers; [`worker`]: the program of a worker process;
+//!   [`messages`] between them.
 //! - [`fleet`]: instances over the nodes of a cluster.
-//! - [`forecast`]: how fast each split will be on this machine.
+//! - [`forecast`]: the predicted speed of each split on this machine.
 //! - [`room`]: how long a model's conversations may be here.
 //! - [`service`]: a node that the operating system starts.
-//! - [`trace`]: where the time of an answer went, over all ranks.
+//! - [`trace`]: the parts of an answer's time, over all ranks.
 //! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
 //!   of its own.
 //! - [`tunnel`]: bytes between programs on two machines.
-//! - [`identity`]: which model some files are.
+//! - [`identity`]: a hash that tells models' files apart.
 //! - [`launched`]: the wires that a launcher's environment names.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.

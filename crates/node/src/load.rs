@@ -11,7 +11,7 @@ use paceline_model::{
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
 
-/// What is to be loaded, and how.
+/// The part of a model to load, and how.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted<'a> {
     pub(crate) source: &'a Arc<Source>,

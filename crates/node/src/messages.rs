@@ -1,4 +1,4 @@
-//! What an instance and its workers say to each other.
+//! Messages between an instance and its workers.
 //!
 //! ```text
 //! Assign(epoch 1) -> Listening   Join -> Loading... Ready   Submit -> Reply...   Leave -> Left
@@ -30,14 +30,14 @@ pub enum ToWorker {
     Prepare(Box<Job>),
     /// Where all ranks listen, in rank order; the second message of an epoch.
     Join {
-        /// One address for each rank.
+        /// An address for each rank.
         addrs: Vec<SocketAddr>,
     },
     /// A request, to the leader.
     Submit {
         /// Its name.
         ticket: Ticket,
-        /// What to compute.
+        /// The request to compute.
         request: Box<Request>,
         /// Tokens of the answer that the caller has already.
         tokens: Vec<u32>,
@@ -95,7 +95,8 @@ impl ToWorker {
 pub struct Job {
     pub(crate) epoch: u64,
     pub(crate) rank: u32,
-    /// Who holds what, as the instance's owner has decided: a worker checks it and derives nothing.
+    /// The parts of all ranks, as the instance's owner has decided: a worker checks it and derives
+    /// nothing.
     pub(crate) split: Split,
     pub(crate) model: PathBuf,
     /// Which model that is to be.
@@ -143,7 +144,7 @@ pub(crate) enum Hands {
 /// How ranks of two groups recognise each other, another way for each round of connections.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Round {
-    /// Its number: what is said of an earlier one is late.
+    /// Its number: messages about an earlier round are late.
     pub(crate) number: u64,
     /// Names the pairs of ranks.
     pub(crate) group: [u8; 16],
@@ -151,21 +152,21 @@ pub(crate) struct Round {
     pub(crate) key: Option<EpochKey>,
 }
 
-/// What a rank that decodes needs to take pages.
+/// Order to a rank that decodes: take pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Receive {
     pub(crate) round: Round,
-    /// Who holds what among the ranks that read prompts.
+    /// The parts of the ranks that read prompts.
     pub(crate) from: Split,
     /// Where to listen for them.
     pub(crate) listen: SocketAddr,
 }
 
-/// What a rank that reads prompts needs to give pages away.
+/// Order to a rank that reads prompts: give pages away.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HandTo {
     pub(crate) round: Round,
-    /// Who holds what among the ranks that decode.
+    /// The parts of the ranks that decode.
     pub(crate) to: Split,
     /// Where each of them listens for this rank.
     pub(crate) addrs: Vec<SocketAddr>,
@@ -233,7 +234,7 @@ pub enum FromWorker {
     Reply {
         /// Its name.
         ticket: Ticket,
-        /// What.
+        /// The reply.
         reply: Reply,
     },
     /// The answer to `Measure`.
@@ -242,7 +243,7 @@ pub enum FromWorker {
         moved: RankMoved,
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,
-        /// Bytes that it has sent to each rank in its epoch so far, by rank; empty where its groups
+        /// Bytes that it has sent to each rank in its epoch so far, by rank. Empty where its groups
         /// do not say, and from earlier versions.
         #[serde(default)]
         sent_to: Vec<u64>,
@@ -254,7 +255,7 @@ pub enum FromWorker {
     Busy {
         /// The epoch's number.
         epoch: u64,
-        /// What steps of the rank computed for in it.
+        /// Steps of the rank in it, and their computing time.
         busy: Busy,
     },
     /// The answer to `Trace` that ends one.
@@ -263,7 +264,7 @@ pub enum FromWorker {
     Left {
         /// The epoch's number.
         epoch: u64,
-        /// What it had sent in it.
+        /// Bytes that it had moved in it.
         moved: RankMoved,
     },
     /// The answer to `Receive`.
@@ -302,7 +303,7 @@ pub enum FromWorker {
     },
 }
 
-/// What a worker says of itself when it is ready.
+/// A worker's facts about itself when it is ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankFacts {
     /// Its process.

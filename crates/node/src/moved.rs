@@ -1,20 +1,20 @@
-//! What the ranks of an instance have moved.
+//! Bytes that the ranks of an instance have moved.
 
 use paceline_base::Bytes;
 use paceline_model::Weights;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// What ranks have moved since they started.
+/// Bytes that ranks have moved since they started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
     /// Sent to other ranks.
     pub sent: Bytes,
     /// Activations on MLX, sent and received, that were read and written where its arrays are.
     pub in_place: Bytes,
-    /// Those that crossed to another stage in another type.
+    /// Activations that crossed to another stage in another type.
     pub converted: Bytes,
-    /// Those that were copied for the exchange alone.
+    /// Activations that were copied for the exchange alone.
     pub staged: Bytes,
 }
 
@@ -29,7 +29,7 @@ impl Moved {
         }
     }
 
-    /// What was moved after `before`.
+    /// The bytes that were moved after `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         self.with(before, u64::saturating_sub)
@@ -76,7 +76,7 @@ impl std::iter::Sum for Moved {
     }
 }
 
-/// What the ranks of an instance have sent each other in its epoch so far.
+/// Bytes that the ranks of an instance have sent each other in its epoch so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exchanged {
     /// The instance's id.

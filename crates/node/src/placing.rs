@@ -1,4 +1,4 @@
-//! From a placement to what each worker holds.
+//! Turns a placement into the part of the model that each worker holds.
 //!
 //! ```text
 //! --split, --shares --asked--.
@@ -6,7 +6,7 @@
 //! the planner ---------------'                        whole numbers                check them
 //! ```
 //! An instance executes one pipeline of a [`Placement`]. Its owner rounds the shares once, in
-//! [`Cut::new`]: what is predicted, shown, and sent to workers is the same [`Split`].
+//! [`Cut::new`]. The same [`Split`] is predicted, shown, and sent to workers.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use crate::Error;
 /// Most parts in which shares are looked for as whole numbers: `--shares 1000,1` has 1,001.
 const PARTS_MAX: u32 = 4096;
 
-/// Parts of shares that are no whole numbers of fewer, such as a planner's: none is off by more
+/// Parts of shares that are no whole numbers of fewer, such as a planner's. None is off by more
 /// than a millionth, where the finest sum of a known model has 4,096 leaves.
 const PARTS: f64 = (1 << 20) as f64;
 

@@ -1,4 +1,5 @@
-//! An instance as a dashboard shows it: who holds what, and the prediction beside the measurement.
+//! An instance as a dashboard shows it: each rank's part, and the prediction beside the
+//! measurement.
 
 use serde::Serialize;
 
@@ -54,7 +55,7 @@ pub struct Prompts {
     pub shards: Vec<Shard>,
 }
 
-/// What a rank holds.
+/// The part of a model that a rank holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Shard {
     /// The rank.

@@ -1,4 +1,5 @@
-//! From a model's files and a wish to something that answers: in this process, or by workers.
+//! Prepares a model from its files and the user's options, and loads it, in this process or in
+//! workers.
 //!
 //! ```text
 //! Prepared (files, shape, ways to cut it) --here--> Loaded: an engine in this process
@@ -37,8 +38,8 @@ use crate::supervisor::Change;
 use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
 use crate::{identity, load_whole, texts};
 
-/// Guesses of a draft model that a step checks at most, where nobody says: beyond eight few are
-/// right together (0.8 of each gives 0.17 of all eight).
+/// Default for the guesses of a draft model that a step checks at most. Beyond eight few are right
+/// together (0.8 of each gives 0.17 of all eight).
 pub const DRAFTS: usize = 8;
 
 /// Tokens of the prompt by which the speed of reading is predicted.
@@ -87,7 +88,7 @@ impl Options {
     }
 }
 
-/// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
+/// A model that was opened and cut, and is not loaded yet: its errors are known.
 #[derive(Debug)]
 pub struct Prepared {
     source: Arc<Source>,
@@ -184,9 +185,9 @@ impl Prepared {
         &self.adapters
     }
 
-    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode: prompts
-    /// of which `from` tokens are to be read, or those that are read sooner there. Their model is
-    /// cut by the planner's default.
+    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode. They
+    /// read prompts of which `from` tokens are to be read, or those that are read sooner there.
+    /// Their model is cut by the planner's default.
     ///
     /// # Errors
     /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
@@ -330,7 +331,7 @@ impl Prepared {
         self.successors = successors;
     }
 
-    /// What a forecast is about.
+    /// The setting of a forecast.
     pub fn setting(&self, backend: Backend) -> Setting<'_> {
         Setting {
             source: &self.source,
@@ -364,7 +365,7 @@ impl Prepared {
     }
 
     /// Keeps a second copy of each shard packed on another machine than the first, where there is
-    /// one, once an epoch has answered for `after`: recovery needs no loading then.
+    /// one. This begins once an epoch has answered for `after`. Recovery needs no loading then.
     pub const fn keep_spares(&mut self, after: Duration) {
         self.spares = Some(after);
     }
@@ -385,8 +386,8 @@ impl Prepared {
         self.steers &= !self.follows;
     }
 
-    /// The ways to cut it that may be used: all if it steers, and those of less for one rank if its
-    /// shares follow what ranks take.
+    /// The ways to cut it that may be used. These are all if it steers. If its shares follow what
+    /// ranks take, they are the ways with less for one rank.
     fn cuts(&self) -> Vec<Cut> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let mut cuts = Vec::new();
@@ -451,8 +452,8 @@ impl Prepared {
         instance.with_prompts(prompts, heard, readers)
     }
 
-    /// What is predicted of the ranks that decode and of those that read prompts, before prompts
-    /// show it: of nodes of one machine, which are measured.
+    /// The predicted speeds of the ranks that decode and of those that read prompts, before prompts
+    /// show them. They are of nodes of one machine, which are measured.
     fn readers(&self, of_prompts: &Self) -> Readers {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let tok_s = |split: &Split| {
@@ -688,7 +689,7 @@ impl Loaded {
         }
     }
 
-    /// What the nodes have moved so far; `None` for one node, or when one does not say.
+    /// Bytes that the nodes have moved so far; `None` for one node, or when one does not say.
     pub fn moved(&self) -> Option<Moved> {
         match &self.computing {
             Computing::Here { .. } | Computing::Elsewhere { .. } => None,
@@ -705,7 +706,7 @@ impl Loaded {
         }
     }
 
-    /// Ends a trace; what each rank recorded, in rank order.
+    /// Ends a trace; returns the recordings of each rank, in rank order.
     ///
     /// # Errors
     /// As [`Instance::traced`].

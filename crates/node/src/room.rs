@@ -1,5 +1,5 @@
-//! How many positions a model gets where nobody says: as many as it was trained for, as far as
-//! memory has room for them.
+//! Default number of positions for a model: as many as it was trained for, as far as memory has
+//! room for them.
 //!
 //! Memory of positions is taken only as they are used, so this is a bound and no cost. A long
 //! conversation may have all of the room, or several have a part each.
@@ -11,8 +11,8 @@ use paceline_engine::EngineConfig;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
 
-/// What a model gets in any case, if it was trained for as many: some pages of text, on machines
-/// that say nothing about their memory too.
+/// Positions that a model gets in any case, if it was trained for as many. They are some pages of
+/// text, on machines that say nothing about their memory too.
 pub(crate) const LEAST: usize = 8192;
 
 /// Share of the memory beside the weights that positions may take: the rest is for buffers, the
@@ -25,7 +25,7 @@ pub(crate) const WEIGHTS: f64 = 1.2;
 /// Multiples that a bound by memory is rounded down to.
 const STEP: usize = 1024;
 
-/// What positions there are.
+/// The positions of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Of one sequence, in positions.

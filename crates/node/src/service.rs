@@ -5,12 +5,12 @@
 //! ```
 //!
 //! Linux has systemd units, macOS has launchd's property lists. A service of the user needs no root
-//! and ends with the login session unless the user may linger; a service of the system starts with
+//! and ends with the login session unless the user may linger. A service of the system starts with
 //! the machine. Nothing here reads the environment: callers name the folders.
 //!
-//! - [`Service`]: what is started, and for whom.
+//! - [`Service`]: the program that is started, and its user.
 //! - [`Manager`]: the program that starts it; [`Folders`]: where its files belong.
-//! - [`State`]: what the manager says of it.
+//! - [`State`]: the service's state, as the manager says.
 
 mod launchd;
 mod systemd;

@@ -12,7 +12,7 @@
 //!                       +--> Ended (when nothing is to be started again)
 //! ```
 //! The supervisor owns the open requests with the tokens that were answered so far. A new *epoch*
-//! (another set of processes, another split, or both) goes on from those, so nothing has to be
+//! (another set of processes, another split, or both) goes on from those. So nothing has to be
 //! asked of a worker that is dead. Workers that live keep their processes and, where their shard
 //! stays the same, their packed weights.
 //!
@@ -47,7 +47,7 @@ pub const SIGNS_WITHIN: Duration = Duration::from_millis(150);
 /// Longest wait for workers to listen: they have to start and to read the model's header.
 pub const LISTEN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Longest wait for a rank to leave an epoch: it ends its step, or sees within 2 s that a rank it
+/// Longest wait for a rank to leave an epoch. It ends its step, or sees within 2 s that a rank it
 /// waits for is silent. Later it is replaced.
 pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 
@@ -58,17 +58,17 @@ pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 
 /// Failures of workers that had a request, without a token in between: with so many it is lost. A
-/// request that itself ends the workers must not end them for ever. One more than the losses after
-/// which a machine is left out, so that the request is tried once without that machine. Workers
-/// that cannot start have no request, and it waits for them.
+/// request that itself ends the workers must not end them for ever. It is one more than the losses
+/// after which a machine is left out, so that the request is tried once without that machine.
+/// Workers that cannot start have no request, and it waits for them.
 pub const FAILURES_MAX: u32 = 4;
 
 /// How long a request waits for workers that cannot start, where machines may come back: as long
 /// as entries wait for an owner.
 pub const HELD_LIMIT: Duration = Duration::from_secs(120);
 
-/// The same where all workers are of one machine, whose files do not come back by themselves: with
-/// waits that double from [`FIRST_WAIT`], time for four more starts that fail at once.
+/// The same where all workers are of one machine, whose files do not come back by themselves. With
+/// waits that double from [`FIRST_WAIT`], it is time for four more starts that fail at once.
 pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Starts that fail before a request is lost, within [`HELD_LIMIT`]: a large model loads for longer
@@ -78,7 +78,7 @@ pub const STARTS_MIN: u32 = 3;
 /// Longest such wait.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// What is learned from answers is told at most this often, and at the end.
+/// Facts that are learned from answers are told at most this often, and at the end.
 const LEARN_EVERY: Duration = Duration::from_secs(60);
 
 /// A way to compute the model.
@@ -90,11 +90,11 @@ pub struct Way {
     pub leader: Rank,
     /// Decode tokens a second, as predicted and corrected by earlier runs; finite, above 0.
     pub tok_s: f64,
-    /// What it takes to change to it; `None` where it was never loaded: as long as the first way.
+    /// Time of a change to it; `None` where it was never loaded: as long as the first way.
     pub change: Option<Duration>,
 }
 
-/// What an instance does about failures, and how much it holds.
+/// The rules of an instance about failures, and how much it holds.
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
     /// Whether a new epoch is started after a failure, once the first one was ready or where the
@@ -187,7 +187,7 @@ pub enum Action {
     Join {
         /// The rank.
         rank: Rank,
-        /// One address for each rank.
+        /// An address for each rank.
         addrs: Vec<SocketAddr>,
     },
     /// Have a rank leave the epoch.
@@ -230,7 +230,7 @@ pub enum Action {
         /// How long.
         took: Duration,
     },
-    /// Tell whoever watches.
+    /// Tell the observer.
     Tell(Notice),
     /// End all workers; nothing else comes.
     End,
@@ -254,7 +254,7 @@ pub enum Notice {
         epoch: u64,
         /// Place of its way.
         way: usize,
-        /// What each rank said of itself.
+        /// The ranks' facts about themselves.
         facts: Vec<RankFacts>,
         /// Whether it follows a failure.
         again: bool,
@@ -265,7 +265,7 @@ pub enum Notice {
     Failed {
         /// The rank that caused it.
         rank: Rank,
-        /// What happened, with the rank's name.
+        /// The failure, with the rank's name.
         reason: String,
         /// Until the next epoch starts; `None` when none will.
         again_in: Option<Duration>,
@@ -284,7 +284,7 @@ pub enum Stand {
     Ready,
     /// The last epoch failed; says why, and whether another one follows.
     Failed {
-        /// What happened.
+        /// The failure.
         reason: String,
         /// Whether another epoch follows.
         again: bool,
@@ -323,7 +323,7 @@ struct Pending {
     back: bool,
 }
 
-/// What follows when all ranks have left.
+/// The action once all ranks have left.
 #[derive(Clone, Debug)]
 enum Then {
     Begin(usize, Why),

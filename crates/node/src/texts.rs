@@ -1,4 +1,4 @@
-//! What of a model's files is about text.
+//! The parts of a model's files that are about text.
 
 use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
 use paceline_formats::tokenizer::{Error, Tokenizer};
@@ -19,7 +19,7 @@ pub fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
 }
 
 /// The chat template of a model, in a process of its own by `program`; `None` when the model has
-/// none. What is wrong with one matters only to callers that use it.
+/// none. Errors of a template matter only to callers that use it.
 ///
 /// Cost: the start of a process.
 pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplate, ChatError>> {
@@ -37,8 +37,8 @@ pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplat
     }
 }
 
-/// The model's own description of its answers. One that cannot be used is left out, with a warning:
-/// the chat template shows the form of calls, too.
+/// The model's own description of its answers. A description that cannot be used is left out, with
+/// a warning: the chat template shows the form of calls, too.
 fn response(source: &Source) -> Option<ResponseTemplate> {
     let Source::Hf(folder) = source else {
         return None;

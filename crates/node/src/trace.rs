@@ -1,4 +1,4 @@
-//! Where the time of an answer went: the spans of all ranks on one clock, and what they add up to.
+//! Accounts for the time of an answer: the spans of all ranks on one clock, and their sums.
 //!
 //! ```text
 //! Recording: RankTrace of every rank --align--> one clock --match exchanges--> Timeline
@@ -255,7 +255,7 @@ fn aligned(trace: &RankTrace, start: i64) -> Vec<Aligned> {
 }
 
 /// Moves each rank's times by the least amount for which no message of the leader arrives before it
-/// was sent, nor one to it; how far each was moved.
+/// was sent. The same holds for messages to the leader. Returns how far each rank was moved.
 ///
 /// Of each step: a rank has its plan after the leader began to announce it, and began its last
 /// exchange before the leader's step ended.

@@ -116,8 +116,8 @@ pub fn lead(
 }
 
 /// A line to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`] or
-/// [`ARRAYS`]; the node with its files at `home` leads there. It ends with either program and with
-/// either node. Blocks for up to 15 s.
+/// [`ARRAYS`]. The node with its files at `home` leads there. The line ends with either program and
+/// with either node. Blocks for up to 15 s.
 ///
 /// # Errors
 /// What that node says, or that it does not lead there in time.

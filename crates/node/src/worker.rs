@@ -1,4 +1,4 @@
-//! What a worker process runs: one rank of an instance, through any number of epochs.
+//! The program of a worker process: one rank of an instance, through any number of epochs.
 //!
 //! Its main thread reads the control channel. The leader's engine runs on a thread of its own; so
 //! does the loop of the other ranks. An epoch that fails is told, and the worker waits for another
@@ -67,7 +67,7 @@ pub struct Settings {
 }
 
 /// Runs a worker on the control channel that is this process's standard input, until its instance
-/// ends it or is gone; returns only when the channel is of no use.
+/// ends it or is gone. Returns only when the channel is of no use.
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wire` finds the wire of a
 /// backend that is neither memory nor sockets.
@@ -114,7 +114,7 @@ struct Kept {
     weights: Arc<dyn Weights>,
 }
 
-/// What decides whether packed weights serve another epoch.
+/// The properties that decide whether packed weights serve another epoch.
 #[derive(Clone, Debug, PartialEq)]
 struct Identity {
     model: PathBuf,
@@ -330,7 +330,7 @@ impl Worker<'_> {
         epoch.map(Some)
     }
 
-    /// The draft of a job. One that cannot be loaded any more is no reason to lose answers: the
+    /// The draft of a job. A draft that cannot be loaded any more is no reason to lose answers: the
     /// epochs after the first go on without.
     fn draft(&mut self, job: &Job, kernels: &Arc<Kernels>) -> Result<Option<Draft>, Error> {
         match self.drafting.of(job, kernels, &self.mlx) {
@@ -444,8 +444,8 @@ impl Worker<'_> {
         Ok(Some(Links::new(world, stage, patience)))
     }
 
-    /// The next message that is no question to an epoch: the instance may ask every rank at any
-    /// time, and one without an epoch has no answer. `None` where none comes in time.
+    /// The next message that is no question to an epoch. The instance may ask every rank at any
+    /// time, and a rank without an epoch has no answer. `None` where none comes in time.
     fn hear_join(&self) -> Result<Option<ToWorker>, Error> {
         let until = Instant::now() + START_LIMIT;
         loop {
@@ -516,8 +516,8 @@ impl Worker<'_> {
         }
     }
 
-    /// Leaves the epoch, if there is one, after the step that is under way; keeps the weights. What
-    /// this rank has sent in it.
+    /// Leaves the epoch, if there is one, after the step that is under way; keeps the weights.
+    /// Returns the bytes that this rank has moved in it.
     fn leave(&mut self) -> RankMoved {
         let Some(epoch) = self.epoch.take() else {
             return RankMoved::default();
@@ -598,7 +598,7 @@ fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
     }
 }
 
-/// What tells an instance that an epoch cannot go on.
+/// The message to an instance that an epoch cannot go on.
 fn failed(epoch: u64, error: &Error) -> FromWorker {
     FromWorker::Failed {
         epoch,

@@ -1,9 +1,13 @@
-//! What must never be, and what must be in the end.
+//! Checks of a run: states that must never be, and the state that must be in the end.
 //!
 //! *Never*: a node runs an instance of an older epoch than it ran before (`world` looks at each
-//! step). *In the end*, twenty seconds after the last fault: all living nodes have equal maps and
-//! see exactly the living as alive, or for a moment suspect; each wanted instance runs at exactly
-//! one node, and answers; none that is unwanted runs. `serving` has what must never be of answers.
+//! step).
+//!
+//! *In the end*, twenty seconds after the last fault, four things hold. All living nodes have equal
+//! maps. They see exactly the living as alive, or for a moment suspect. Each wanted instance runs
+//! at exactly one node, and answers; no unwanted one runs.
+//!
+//! `serving` says what must never be of answers.
 
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{InstanceId, Key};

@@ -1,4 +1,4 @@
-//! What happens in a run, drawn from a seed.
+//! The course of a run, drawn from a seed.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ impl Random {
 /// Something that happens to nodes or the network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The process of a node ends without a word; what it saved stays.
+    /// The process of a node ends without a word; its saved state stays.
     Crash(usize),
     /// A node hands on what it owns or computes; it ends some seconds later.
     Leave(usize),
@@ -54,14 +54,14 @@ pub enum Fault {
 pub struct Happening {
     /// Virtual time.
     pub at: Duration,
-    /// What.
+    /// The fault.
     pub fault: Fault,
 }
 
 /// All that a run is made of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scenario {
-    /// What it was drawn from, and what the run's own randomness starts with.
+    /// The seed that it was drawn from, and that the run's own randomness starts with.
     pub seed: u64,
     /// Nodes.
     pub nodes: usize,
@@ -75,7 +75,7 @@ pub struct Scenario {
     pub delay: (Duration, Duration),
     /// How far the wall clock of each node is ahead, in milliseconds.
     pub skew_ms: Vec<u64>,
-    /// What happens, in order.
+    /// The faults and their times, in order.
     pub happenings: Vec<Happening>,
 }
 

@@ -5,14 +5,16 @@
 //!                \-- a copy of each token on another node, before the client gets it
 //! ```
 //! The [`Supervisor`] is the one that nodes run. Workers, entries and clients are played by the
-//! rules of `node::worker`, `node::fleet::answers` and `node::fleet::journals`: a worker's line
-//! breaks after 1.5 s without a word, an entry asks the next owner when its line is cut, and a
-//! client whose entry is gone goes on at a node that finds a copy.
+//! rules of `node::worker`, `node::fleet::answers` and `node::fleet::journals`. A worker's line
+//! breaks after 1.5 s without a word. An entry asks the next owner when its line is cut. A client
+//! whose entry is gone goes on at a node that finds a copy.
 //!
-//! *Never*: a token that is wrong, lost or doubled. *In the end*: each wanted instance is ready,
-//! and each answer that was asked for in time is whole, unless all nodes that had it were lost.
+//! *Never*: a token that is wrong, lost or doubled.
 //!
-//! What happens here is drawn from random numbers of its own: it changes nothing of the rest of a
+//! *In the end*: each wanted instance is ready. Each answer that was asked for in time is whole,
+//! unless all nodes that had it were lost.
+//!
+//! Events here are drawn from random numbers of their own: they change nothing of the rest of a
 //! run.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -57,11 +59,11 @@ const AGAIN_MAX: u8 = 3;
 /// For a second node to have a token before the client gets it all the same.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
 
-/// An answer that is asked for in the last seconds of a run need not be whole: a recovery, a load
-/// from a slow disk, and the answer itself.
+/// An answer that is asked for in the last seconds of a run need not be whole. The limit covers a
+/// recovery, a load from a slow disk, and the answer itself.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// What is due.
+/// An event that is due.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Due {
     /// A client asks for something.
@@ -88,7 +90,7 @@ pub(crate) enum Due {
     Told(usize, u64, usize, bool),
 }
 
-/// What is due later.
+/// Events that are due later.
 pub(crate) type Later = Vec<(Duration, Due)>;
 
 /// The nodes and what passes between them, at a moment.
@@ -159,14 +161,14 @@ struct Seat {
 /// An instance on the node that owns it, by one record.
 ///
 /// As in `node::fleet`, the instance of the record before answers until that of the next record
-/// does: on the same node, and on a node that hands it on and leaves.
+/// does. That holds on the same node, and on a node that hands it on and leaves.
 #[derive(Debug)]
 struct Owner {
     node: usize,
     id: InstanceId,
     epoch: u64,
     /// It was begun before, by an earlier record or by an earlier process of its node, and nothing
-    /// answers in its place: a failure while it loads must not be its end.
+    /// answers in its place. A failure while it loads must not be its end.
     goes_on: bool,
     nodes: Vec<usize>,
     supervisor: Supervisor,
@@ -209,7 +211,7 @@ struct Asked {
     since: Duration,
     /// `None` while the client looks for a node.
     entry: Option<Entry>,
-    /// Counts entries: what an earlier one sent does not arrive.
+    /// Counts entries: messages of an earlier one do not arrive.
     entries: u64,
     /// Tokens that the client has.
     have: usize,
@@ -236,8 +238,8 @@ pub(crate) struct Serving {
     last_life: u64,
     /// Records whose instance was ready once: nodes that know none of them answer no client.
     answered: BTreeSet<(InstanceId, u64)>,
-    /// Records that a node has begun, as its reports in the shared map say. One that could not be
-    /// loaded is none of them.
+    /// Records that a node has begun, as its reports in the shared map say. A record that could not
+    /// be loaded is none of them.
     begun: BTreeSet<(usize, InstanceId, u64)>,
     asked: Vec<Asked>,
     /// How long each node takes to read a model.
@@ -255,7 +257,7 @@ fn token(asked: usize, i: usize) -> u32 {
 }
 
 impl Serving {
-    /// What happens in a run of this scenario, beside what happens to its nodes.
+    /// The serving part of this scenario, beside what happens to its nodes, and its first events.
     pub(crate) fn new(scenario: &Scenario) -> (Self, Later) {
         let mut random = Random::new(scenario.seed ^ 0xa45_e4ed);
         let disk = |_| Duration::from_millis([50, 300, 2500][random.below(3) as usize]);
@@ -320,8 +322,8 @@ impl Serving {
         }
     }
 
-    /// A node's instances are these now. What answered by an earlier record is kept until its
-    /// successor answers: see [`bridges`](Self::bridges).
+    /// A node's instances are these now. An owner that answered by an earlier record is kept until
+    /// its successor answers: see [`bridges`](Self::bridges).
     pub(crate) fn owns(
         &mut self,
         node: usize,
@@ -396,7 +398,8 @@ impl Serving {
         self.step(life, Event::Begin, net, later);
     }
 
-    /// A node's process ends without a word: what it owned, computed, took and kept is gone.
+    /// A node's process ends without a word. Everything that it owned, computed, took and kept is
+    /// gone.
     pub(crate) fn crash(&mut self, node: usize) {
         self.owners.retain(|_, owner| owner.node != node);
         for owner in self.owners.values_mut() {
@@ -480,7 +483,7 @@ impl Serving {
         self.obey(life, order.0, net, later);
     }
 
-    /// An instance is ready: what answered for it on its node ends.
+    /// An instance is ready: its earlier owner on its node ends.
     fn follow(&mut self, life: u64) {
         let Some(owner) = self.owners.get(&life) else {
             return;
@@ -777,7 +780,7 @@ impl Serving {
     }
 
     /// A client asks a node that lives for an instance that the node knows, and that was ready
-    /// once: before that no node answers as its model.
+    /// once. Before that no node answers as its model.
     fn ask(&mut self, net: &Net<'_>, later: &mut Later) {
         let alive: Vec<usize> = (0..net.nodes.len())
             .filter(|node| net.lives(*node))
@@ -1071,7 +1074,7 @@ impl Serving {
 
 impl Owner {
     /// Starts a worker on the first node of the record that is reached, from the rank's own on.
-    /// Those that leave come last.
+    /// Nodes that leave come last.
     fn start(&mut self, rank: Rank, net: &Net<'_>) {
         let (first, count) = (rank.0 as usize, self.nodes.len());
         let places = (0..count).map(|i| self.nodes[(first + i) % count]);
@@ -1083,7 +1086,7 @@ impl Owner {
         (seat.at, seat.alive) = (at, true);
     }
 
-    /// Ends a worker; what it says no more arrives.
+    /// Ends a worker; its messages no more arrive.
     fn stop(&mut self, rank: Rank) {
         let seat = &mut self.seats[rank.0 as usize];
         *seat = Seat {

@@ -26,10 +26,10 @@ const WALL_MS: u64 = 1_800_000_000_000;
 /// have taken over meanwhile.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What came of a run.
+/// The outcome of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// What must not be, in the order in which it was seen; none is as it should be.
+    /// Violations, in the order in which they were seen; none if all is as it should be.
     pub violations: Vec<String>,
     /// Events that were played.
     pub events: u64,
@@ -47,7 +47,7 @@ pub struct Outcome {
     pub resumed: u64,
 }
 
-/// What is due.
+/// An event that is due.
 #[derive(Clone, Debug, PartialEq)]
 enum Due {
     Tick(usize),
@@ -67,7 +67,7 @@ enum Due {
         to: usize,
         life: u64,
     },
-    /// One end learns that the link is gone.
+    /// The end at `at` learns that the link is gone.
     Broken {
         at: usize,
         from: usize,
@@ -84,7 +84,7 @@ enum Due {
 pub(crate) struct Node {
     pub(crate) id: NodeId,
     pub(crate) member: Option<Member>,
-    /// What is on its disk.
+    /// The registers on its disk.
     saved: Registers,
     /// Counts its processes.
     life: u64,
@@ -280,7 +280,7 @@ impl World {
         }
     }
 
-    /// One end closes a link; the other learns of it, if anything gets through.
+    /// Node `from` closes a link; the other end learns of it, if anything gets through.
     fn cut(&mut self, from: usize, other: usize) {
         let Some(link) = self.links.remove(&pair(from, other)) else {
             return;
@@ -590,7 +590,7 @@ impl World {
         );
     }
 
-    /// What the node runs from now on.
+    /// Sets what the node runs from now on.
     fn duties(&mut self, node: usize) {
         let own = &self.nodes[node];
         let Some(member) = &own.member else { return };

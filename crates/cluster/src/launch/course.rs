@@ -1,4 +1,4 @@
-//! What happens when, without a process in sight: events in, orders out.
+//! The course of a launch as a state machine, without a process in sight: events in, orders out.
 //!
 //! ```text
 //!  Starting ──all ranks ready and guarded──▶ Running ──all ended──▶ over
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! No program runs before all can, so a host that is switched off does not cost the others a
-//! half-started job. The first thing that goes wrong is the cause; what follows from it is not
+//! half-started job. The first thing that goes wrong is the cause; its consequences are not
 //! reported as another.
 
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::processes::{Ending, Signal};
 /// program's group may hold its output open.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// What happened.
+/// An event of a launch.
 #[derive(Debug)]
 pub(super) enum Event {
     /// The keeper of a host is there.
@@ -44,7 +44,7 @@ pub(super) enum Event {
     Cancel,
 }
 
-/// What to do.
+/// An order to the sessions.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// Start the sessions of this host's ranks.
@@ -84,7 +84,7 @@ enum Phase {
     Running,
     /// A rank has ended well; when, and which.
     Lingering(Instant, usize),
-    /// What to send when, latest first; `None` abandons.
+    /// The signals to send and when, latest first; `None` abandons.
     Ending(Vec<(Instant, Option<Signal>)>),
 }
 
@@ -133,7 +133,7 @@ impl Course {
         self.cause.map_or(Ok(()), Err)
     }
 
-    /// What is to be told, each once.
+    /// Takes the notices that are to be told, each once.
     pub(super) fn take_notices(&mut self) -> Vec<Notice> {
         std::mem::take(&mut self.notices)
     }
@@ -249,7 +249,7 @@ impl Course {
     }
 
     /// Whether the failure that was heard of first was only the work of the keeper of the host that
-    /// was lost: without a connection, it ends its programs.
+    /// was lost. Without a connection, a keeper ends its programs.
     fn ended_by_keeper(&self, lost: &Error) -> bool {
         let (Some(Error::Failed { host, ending, .. }), Error::HostLost { host: lost, .. }) =
             (&self.cause, lost)

@@ -1,4 +1,4 @@
-//! What a launch can fail of.
+//! Errors of a launch.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ pub enum Error {
     /// Some hosts were not ready in time; no program was started.
     #[error("not ready within {limit:?}: {}", hosts.join(", "))]
     StartLate {
-        /// Those that were not.
+        /// The hosts that were not ready.
         hosts: Vec<String>,
         /// How long they were given.
         limit: Duration,
@@ -76,9 +76,9 @@ pub enum Error {
         running.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     )]
     Lingered {
-        /// Who ended.
+        /// The rank that ended.
         ended: Rank,
-        /// Who did not.
+        /// The ranks that did not end.
         running: Vec<Rank>,
         /// How long they were given.
         limit: Duration,

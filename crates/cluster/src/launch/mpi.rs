@@ -8,7 +8,7 @@ use std::path::Path;
 use super::plan::RankPlan;
 use super::{Launch, Limits, Place, StdinTo, Tags};
 
-/// What `mpirun` is to do.
+/// The task of `mpirun`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mpirun {
     /// The program, an absolute path.

@@ -74,7 +74,7 @@ fn is_executable(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|facts| facts.is_file() && facts.permissions().mode() & 0o111 != 0)
 }
 
-/// What a program prints, waited for with a limit.
+/// The output of a program, waited for with a limit.
 fn said(program: &str, arg: &str) -> Result<String, RemoteError> {
     let words = format!("'{}' '{arg}' </dev/null", program.replace('\'', "'\\''"));
     let Answer { stdout, .. } = Reach::new("ssh", None).ask("127.0.0.1", &words, LIMIT)?;

@@ -1,8 +1,8 @@
 //! Streams that were opened not to block.
 //!
-//! Whether reads and writes wait is a property of the open file, which all processes share that
-//! have it: the program before in a pipeline, or the one that had the terminal last, may have
-//! switched it off. Then "would block" is neither the end of the input nor a lost reader.
+//! Whether reads and writes wait is a property of the open file, which all processes that have it
+//! share. The program before in a pipeline may have switched waiting off, or the program that had
+//! the terminal last. Then "would block" is neither the end of the input nor a lost reader.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsFd;

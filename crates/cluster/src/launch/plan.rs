@@ -1,4 +1,4 @@
-//! What each rank is given: the environment and files that MLX's backends read.
+//! The plan for each rank: the environment and files that MLX's backends read.
 //!
 //! | backend | variables beside `MLX_RANK` | when verbose |
 //! |---|---|---|
@@ -66,10 +66,10 @@ impl fmt::Display for Backend {
     }
 }
 
-/// What is given to a rank.
+/// Environment and files for a rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankPlan {
-    /// What `ssh` calls its host.
+    /// Name of its host for `ssh`.
     pub host: String,
     /// Variables and their values, in the order in which they are set.
     pub env: Vec<(String, String)>,
@@ -114,7 +114,7 @@ pub enum PlanError {
     /// No such backend.
     #[error("backend is {name:?}, expected one of {}", Backend::NAMES.join(", "))]
     Backend {
-        /// What was asked for.
+        /// The name that was asked for.
         name: String,
     },
     /// A rank of a ring has no address.
@@ -128,7 +128,7 @@ pub enum PlanError {
     NoCoordinator {
         /// The host of rank 0.
         host: String,
-        /// What needs it.
+        /// The backend that needs the address.
         backend: Backend,
     },
     /// MLX's ring splits addresses at the first colon.
@@ -147,10 +147,10 @@ pub enum PlanError {
         /// How many are wanted.
         count: usize,
     },
-    /// What is no `NAME=VALUE`.
+    /// A text is no `NAME=VALUE`.
     #[error("environment variable {text:?}: the name is not letters, digits and underscores")]
     Env {
-        /// What was given.
+        /// The text.
         text: String,
     },
     /// Devices and hosts do not match.
@@ -184,7 +184,7 @@ fn join(pairs: &[(String, String)]) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// What each rank is given, by rank. For `mpi`, that is the environment alone.
+/// The environment and files of each rank, by rank. For `mpi`, that is the environment alone.
 ///
 /// # Errors
 /// When hosts or settings do not fit the backend.

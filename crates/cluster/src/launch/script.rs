@@ -11,7 +11,7 @@
 //! A program starts only after the keeper has noted its group, so none is ever unguarded.
 //!
 //! The *rank's shell* says `ready GROUP`, waits for `go`, runs the program with its own streams,
-//! says `exit CODE`, and ends what the program left behind in its group, itself included.
+//! and says `exit CODE`. Then it ends what the program left behind in its group, itself included.
 
 use super::plan::RankPlan;
 use super::{Launch, Place};

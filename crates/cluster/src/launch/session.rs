@@ -39,7 +39,7 @@ const EVENTS_MAX: usize = 256;
 ///
 /// # Errors
 /// The first thing that went wrong; nothing runs any more then either, unless a host is lost:
-/// what runs there ends by itself.
+/// programs there end by themselves.
 pub fn run(
     launch: &Launch,
     reach: &Reach,
@@ -333,7 +333,7 @@ impl<'a> Sessions<'a> {
         });
     }
 
-    /// What has happened since, at most a short while later.
+    /// Waits a short while at most; returns the events since the last call.
     fn wait(&mut self) -> Vec<Event> {
         let mut events = match self.events.recv_timeout(LOOK_EVERY) {
             Ok(event) => vec![event],

@@ -1,8 +1,8 @@
 //! A hybrid logical clock: stamps that follow the wall clock and never run backwards.
 //!
 //! A [`Stamp`] is milliseconds since 1970, a count within the millisecond, and the node that made
-//! it; stamps of one cluster are totally ordered. A clock that has seen a stamp gives only later
-//! ones, so a write that was made after another was seen wins over it, whatever the wall clocks
+//! it. Stamps of one cluster are totally ordered. A clock that has seen a stamp gives only later
+//! ones. So a write that was made after another was seen wins over it, whatever the wall clocks
 //! say. Source: Kulkarni and others, "Logical Physical Clocks", OPODIS 2014.
 
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub struct Stamp {
     pub node: NodeId,
 }
 
-/// What a node knows of the time.
+/// A node's readings of the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Now {
     /// Since some moment of this process; never runs backwards, and stands still in no sleep.

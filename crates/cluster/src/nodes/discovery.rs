@@ -1,9 +1,9 @@
-//! Finding nodes of the same cluster on the networks that this machine is on.
+//! Finds nodes of the same cluster on the networks that this machine is on.
 //!
-//! Each node says on every interface, over IPv6 (link-local multicast) and IPv4 (multicast), who it
-//! is and on which port: at once, some times within the first second, then every five seconds, and
-//! in answer to a beacon of a node that it has not heard yet. No address has to be configured: the
-//! link-local ones of IPv6 do.
+//! Each node says on every interface who it is and on which port, over IPv6 (link-local multicast)
+//! and IPv4 (multicast). It does so at once, some times within the first second, then every five
+//! seconds. It also answers a beacon of a node that it has not heard yet. No address has to be
+//! configured: the link-local ones of IPv6 do.
 //!
 //! ```text
 //! beacon   0 PLbeac1 and a kind   8 nonce (8)   16 node id (16)   32 port (u16, little-endian)
@@ -40,7 +40,7 @@ pub const BEACON_BYTES: usize = 50;
 
 const MAGIC: [u8; 7] = *b"PLbeac1";
 
-/// What a node says that awaits a newcomer; its port follows (u16, little-endian).
+/// First bytes of a node that awaits a newcomer; its port follows (u16, little-endian).
 const INVITATION: [u8; 8] = *b"PLcode1\n";
 
 /// Between two invitations.
@@ -229,7 +229,7 @@ impl Beacons {
         }
     }
 
-    /// What keeps beacons from going out, by interface.
+    /// Reasons why beacons do not go out, by interface.
     pub fn blocked(&self) -> Vec<String> {
         let of = |(way, blocked): (&Way, &Option<String>)| {
             let blocked = blocked.as_ref()?;
@@ -348,8 +348,8 @@ impl Probe {
         }
     }
 
-    /// Sends one test out of every interface; the first that the system refuses to send, as macOS
-    /// does for programs that may not use the local network.
+    /// Sends one test out of every interface. Returns the error of the first that the system
+    /// refuses to send, as macOS does for programs that may not use the local network.
     pub fn refused(&self) -> Option<io::Error> {
         let beacons = &self.0;
         let mut bytes = TEST.to_vec();
@@ -383,7 +383,7 @@ impl Probe {
     }
 }
 
-/// The first node that is heard to await a newcomer within `wait`; nobody vouches for it but the
+/// The first node that is heard to await a newcomer within `wait`. Nobody vouches for it but the
 /// code, which it cannot learn from a try.
 ///
 /// # Errors
@@ -422,9 +422,9 @@ pub fn addresses() -> Vec<std::net::IpAddr> {
     found
 }
 
-/// Where a program that keeps to an interface listens, port 0: the interface's first address, those
-/// that mean something without it first; without an interface everywhere, over both families where
-/// the machine has both.
+/// Where a program that keeps to an interface listens, port 0. This is the interface's first
+/// address; addresses that mean something without it come first. Without an interface it listens
+/// everywhere, over both families where the machine has both.
 ///
 /// # Errors
 /// An interface that is not there or has no address.

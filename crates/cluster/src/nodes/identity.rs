@@ -1,4 +1,4 @@
-//! Who a node is: a static key pair that lives as long as the node's home.
+//! A node's identity: a static key pair that lives as long as the node's home.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -22,7 +22,7 @@ pub enum Error {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The file cannot be written.
@@ -30,7 +30,7 @@ pub enum Error {
     Write {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The file is not what was written.
@@ -48,7 +48,7 @@ pub enum Error {
     Mode {
         /// The file.
         path: PathBuf,
-        /// What it has.
+        /// Its mode.
         mode: u32,
     },
     /// The system has no random numbers.
@@ -95,7 +95,7 @@ impl Identity {
         Ok(made)
     }
 
-    /// What others call this node.
+    /// The node's id, by which others know it.
     pub fn id(&self) -> NodeId {
         id_of(&self.public)
     }

@@ -1,7 +1,8 @@
-//! The secret that makes a cluster: who has it is in, and nobody else sees anything of it.
+//! The secret that makes a cluster: a node that has it is a member, and no other machine sees
+//! anything of it.
 //!
 //! A *token* is its form for people and scripts: `plc1-`, 64 hexadecimal digits, `-` and 8 digits
-//! of a checksum, so that a token that was cut or mistyped is refused for what it is.
+//! of a checksum. So a token that was cut or mistyped is refused for what it is.
 
 use std::fmt;
 use std::io;
@@ -13,7 +14,7 @@ use zeroize::Zeroizing;
 use super::identity::{Error, read_secret, write_secret};
 use super::{hex, unhex};
 
-/// What every token begins with.
+/// The beginning of every token.
 pub const TOKEN_PREFIX: &str = "plc1-";
 
 /// A cluster's key. Overwritten when dropped, and never printed but as a token that is asked for.

@@ -1,8 +1,8 @@
-//! Multicast DNS as a second way to find nodes: networks that filter unknown multicast groups often
+//! Multicast DNS as a second way to find nodes. Networks that filter unknown multicast groups often
 //! let this one pass, because printers and televisions need it.
 //!
 //! Each node announces the service [`SERVICE`] by its id. The record's text has a beacon (see
-//! [`discovery`](super::discovery)), so that only members of a cluster believe it and it says
+//! [`discovery`](super::discovery)), so that only members of a cluster believe it. The record says
 //! nothing of the cluster but that it is there. Link-local addresses are left to beacons, which
 //! know the interface that they came over.
 

@@ -1,21 +1,21 @@
-//! One node's part in a cluster: who lives, what they say, which sessions there should be.
+//! A node's part in a cluster: the nodes that live, the messages between them, and their sessions.
 //!
 //! [`Member::step`] takes an event and says what to do; it waits for nothing and knows no clock but
-//! its argument. Whoever drives it calls it with [`Event::Tick`] at [`Member::next_wake`].
+//! its argument. Its driver calls it with [`Event::Tick`] at [`Member::next_wake`].
 //!
-//! **Who lives.** SWIM (Das, Gupta, Motivala, DSN 2002) over the sessions: each period one node is
-//! pinged, round robin in shuffled order; without an answer others are asked to ping it; then it is
+//! **Lives.** SWIM (Das, Gupta, Motivala, DSN 2002) over the sessions. Each period one node is
+//! pinged, round robin in shuffled order. Without an answer others are asked to ping it. Then it is
 //! *suspect*, and *dead* when it does not object in time by raising its incarnation. Changes travel
 //! with pings and to a few nodes at once.
 //!
-//! **What they say.** Pings carry the map's root. Unlike roots make two nodes exchange marks, then
+//! **Messages.** Pings carry the map's root. Unlike roots make two nodes exchange marks, then
 //! the entries that differ. A write goes to all linked nodes at once.
 //!
 //! **Sessions.** Every two nodes should have one. The one with the lower id dials first; failed
 //! attempts are repeated with growing pauses, to dead nodes too, so that partitions heal.
 //!
-//! Bounds: [`PEERS_MAX`] nodes, lists in messages as their constants say. What another member sends
-//! can make this node forget nothing and hold no more.
+//! Bounds: [`PEERS_MAX`] nodes, lists in messages as their constants say. Messages of another
+//! member can make this node forget nothing and hold no more.
 
 mod dials;
 mod messages;
@@ -60,10 +60,11 @@ impl Pace {
 }
 
 impl Default for Pace {
-    /// In clusters of up to four a node is known as dead within 2 s of its last word: it is pinged
-    /// within 600 ms, since a node visits all others in turn, then suspect after 400 ms and dead
-    /// after a second. With 400 ms between pings an owner's silence was told after 2.04 s. Answers
-    /// take a moment longer than the longest time that a loaded machine keeps a thread waiting.
+    /// In clusters of up to four a node is known as dead within 2 s of its last word. It is pinged
+    /// within 600 ms, since a node visits all others in turn. After 400 ms it is suspect, and after
+    /// another second dead. With 400 ms between pings an owner's silence was told after 2.04 s.
+    /// Answers take a moment longer than the longest time that a loaded machine keeps a thread
+    /// waiting.
     fn default() -> Self {
         Self {
             period: Duration::from_millis(300),
@@ -86,21 +87,21 @@ pub enum Event {
     Linked {
         /// With whom.
         id: NodeId,
-        /// What was dialled.
+        /// The target that was dialled.
         target: Option<Target>,
     },
     /// The session with a node is gone.
     Unlinked(NodeId),
     /// A message came over the session with `from`.
     Received {
-        /// Who sent it.
+        /// The sender.
         from: NodeId,
-        /// What.
+        /// The message.
         message: Message,
     },
     /// This node writes to the map.
     Write {
-        /// What it is about.
+        /// The key of the entry.
         key: Key,
         /// As of [`Register`].
         epoch: u64,
@@ -120,7 +121,7 @@ pub enum Action {
     Send {
         /// To whom.
         to: NodeId,
-        /// What.
+        /// The message.
         message: Message,
     },
     /// End the session with a node that is dead or gone.
@@ -131,7 +132,7 @@ pub enum Action {
     Life(NodeId, Life),
 }
 
-/// One node's part in a cluster.
+/// A node's part in a cluster.
 #[derive(Clone, Debug)]
 pub struct Member {
     own: NodeId,
@@ -155,8 +156,8 @@ const COMPARE_EVERY: Duration = Duration::from_millis(300);
 
 /// How far a node's incarnation may be ahead of this machine's clock, in milliseconds, in what
 /// others say. It begins as the time at the node's start: its clock and the other's may each be
-/// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed.
-/// One that started with a wrong clock has a higher one, by its own word.
+/// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed. A
+/// node that started with a wrong clock has a higher one, by its own word.
 const INCARNATION_AHEAD_MAX: u64 = 2 * SKEW_MAX.as_millis() as u64;
 
 /// Up to here a node exceeds any incarnation that others say it has, such as that of an earlier
@@ -211,7 +212,7 @@ impl Member {
         self.peers.views()
     }
 
-    /// Whether a node lives; this one does. One that nothing is known of is dead.
+    /// Whether a node lives; this one does. A node that nothing is known of is dead.
     pub fn life(&self, id: NodeId) -> Life {
         match id == self.own {
             true if self.left => Life::Left,
@@ -374,7 +375,7 @@ impl Member {
         }
     }
 
-    /// What to tell `id`: what is wrong about it first, so that it can object.
+    /// The rumours for `id`, with what is wrong about `id` itself first, so that it can object.
     fn rumours_for(&mut self, id: NodeId) -> Vec<Rumour> {
         let mut rumours = self.peers.rumours();
         let own = Rumour {
@@ -678,7 +679,7 @@ impl Member {
         actions.extend(self.peers.linked().map(Action::Unlink));
     }
 
-    /// How far a peer's clock may be ahead or behind, for whoever judges its hello.
+    /// How far a peer's clock may be ahead or behind, for the judge of its hello.
     pub fn is_skewed(own_wall_ms: u64, their_wall_ms: u64) -> bool {
         own_wall_ms.abs_diff(their_wall_ms) > SKEW_MAX.as_millis() as u64
     }

@@ -1,4 +1,4 @@
-//! Machines that form a cluster without a master.
+//! A cluster of machines without a master.
 //!
 //! ```text
 //!  discovery, peers ── Found ──▶ ┌────────────────┐ ── Dial, Send, Close ──▶ sessions
@@ -7,15 +7,15 @@
 //! ```
 //!
 //! All decisions are in [`Member`], which has no clock, no sockets and no randomness but what it is
-//! given, so that the crate `sim` runs whole clusters of it in virtual time. Around it:
+//! given. So the crate `sim` runs whole clusters of it in virtual time. Around it:
 //!
-//! - [`identity`]: who a node is, for as long as its home lives.
-//! - [`signature`]: what a node says through others, signed.
+//! - [`identity`]: a node's identity, for as long as its home lives.
+//! - [`signature`]: signatures of a node on messages that others pass on.
 //! - [`key`]: the secret that makes a cluster, and its form for people.
 //! - [`session`]: encrypted, authenticated messages over TCP.
 //! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
-//! - [`Member`]: who lives, what they say, which sessions there should be.
-//! - [`placement`]: who owns an instance, by the map alone.
+//! - [`Member`]: the nodes that live, their messages, and the sessions that there should be.
+//! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
 //! - [`paths`]: ways to other nodes, measured, and which of them is used.
 //! - `revocation`: entries of the map that cut a node off, signed.
 //! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same
@@ -72,7 +72,7 @@ pub fn parse_all(bytes: &[u8]) {
     }
 }
 
-/// Who a node is: the beginning of SHA-256 of its static public key.
+/// A node's id: the beginning of SHA-256 of its static public key.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub [u8; 16]);
 

@@ -1,8 +1,9 @@
-//! Letting a machine in by a short code that is read on one screen and typed at another.
+//! Lets a machine in by a short code that is read on one screen and typed at another.
 //!
-//! The code is the password of SPAKE2 (RFC 9382, crate `spake2`): whoever listens or guesses gets
-//! one try for each run, and an [`Invitation`] has three within five minutes. What both sides then
-//! share is the pre-shared key of a Noise handshake, `NNpsk0`; the cluster key goes in its answer.
+//! The code is the password of SPAKE2 (RFC 9382, crate `spake2`). A listener or guesser gets one
+//! try for each run, and an [`Invitation`] has three within five minutes. The secret that both
+//! sides then share is the pre-shared key of a Noise handshake, `NNpsk0`. The cluster key goes in
+//! its answer.
 //!
 //! ```text
 //! newcomer -> preface (8)   SPAKE2 message (33)
@@ -23,7 +24,7 @@ use zeroize::Zeroizing;
 
 use super::ClusterKey;
 
-/// What a newcomer says first.
+/// The first bytes of a newcomer.
 pub const PREFACE: [u8; 8] = *b"PLpair1\n";
 
 /// How long a code counts.

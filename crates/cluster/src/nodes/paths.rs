@@ -20,15 +20,15 @@ use serde::{Deserialize, Serialize};
 use super::NodeId;
 use super::member::PEERS_MAX;
 
-/// Addresses of a node that are measured at most, as many as the address book keeps of one, twice:
-/// those that were heard and those that the node tells.
+/// Addresses of a node that are measured at most. This is twice as many as the address book keeps
+/// of a node: addresses that were heard, and addresses that the node tells.
 const ADDRESSES_MAX: usize = 16;
 
 /// Between two measurements of a way that answers: some twenty packets a minute.
 pub const EVERY: Duration = Duration::from_secs(60);
 
-/// Pauses of a way that does not answer. One that has answered before is a cable that somebody is
-/// about to plug in again; one that never has is an address that leads nowhere from here.
+/// Pauses of a way that does not answer. A way that has answered before is a cable that somebody is
+/// about to plug in again. A way that never has is an address that leads nowhere from here.
 const AGAIN: Duration = Duration::from_secs(5);
 const NEVER_YET: Duration = Duration::from_secs(300);
 
@@ -38,8 +38,8 @@ const MISSES: u32 = 2;
 /// Another way is preferred when it costs less than this share of the preferred one.
 const GAIN: f64 = 0.67;
 
-/// Round trips that are remembered: the shortest of them counts, because whatever else runs on the
-/// two machines only makes them longer.
+/// Round trips that are remembered: the shortest of them counts, because other programs on the two
+/// machines only make them longer.
 const KEPT: usize = 5;
 
 /// Bytes of an exchange whose time is a way's cost: the rows of a prompt's chunk of a small model.
@@ -70,7 +70,7 @@ pub struct Path {
 }
 
 impl Path {
-    /// Seconds of an exchange over it: what ways are compared by.
+    /// Seconds of an exchange over it, by which ways are compared.
     pub fn cost(&self) -> f64 {
         let bytes_per_s = self.bytes_per_s.map_or(UNMEASURED, |rate| rate as f64);
         self.latency_us as f64 / 1e6 + EXCHANGE_BYTES / bytes_per_s.max(1.0)
@@ -456,7 +456,7 @@ pub fn is_news(old: &[Path], new: &[Path]) -> bool {
 /// machines moves both by half at times, another cable or a halved link by this.
 pub const MOVED_TIMES: u64 = 2;
 
-/// Latencies that lie closer are the same: what [`is_news`] takes as noise.
+/// Latencies that lie closer are the same: [`is_news`] takes the difference as noise.
 const MOVED_US_MIN: u64 = 200;
 
 /// Whether the way of a pair of nodes is another one than before, or its latency or bandwidth is

@@ -1,11 +1,12 @@
-//! Who owns an instance: decided by everybody alone, from the map and who lives.
+//! The owner of an instance: each node decides alone, from the map and the lives of nodes.
 //!
 //! An instance's record names its nodes, the leader's first, and an order of *successors*. The
-//! owner is the first node of the record. When it is dead the first successor that lives writes a
-//! record of the next epoch in which it is the owner itself. No vote is needed: of two records of
-//! one epoch, such as from two halves of a network, the later write wins wherever they meet, and
-//! whoever finds itself owner no more ends its workers. An unwanted instance has a tombstone of the
-//! highest epoch, so that no takeover brings it back.
+//! owner is the first node of the record. When the owner is dead, the first successor that lives
+//! writes a record of the next epoch. In that record it is the owner itself.
+//!
+//! No vote is needed. Two halves of a network may write two records of one epoch; the later write
+//! wins wherever they meet. A node that finds itself owner no more ends its workers. An unwanted
+//! instance has a tombstone of the highest epoch, so that no takeover brings it back.
 //!
 //! A node may *lend* an instance to a program of its machine. Nobody needs the instance after the
 //! node is dead: see [`abandoned`].
@@ -30,7 +31,7 @@ pub const NODES_MAX: usize = 64;
 /// A wanted instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
-    /// What its user calls the model.
+    /// The model's name, as its user gave it.
     pub model: String,
     /// SHA-256 of the model's file, in hexadecimal digits.
     pub sha256: String,
@@ -38,7 +39,7 @@ pub struct Wanted {
     pub bytes: u64,
     /// Whose workers compute it, in rank order; the first is the owner.
     pub nodes: Vec<NodeId>,
-    /// Who owns it next, the first that lives.
+    /// The nodes that own it next; the first that lives takes over.
     pub successors: Vec<NodeId>,
     /// Whether its user named the nodes, so that those that were left out for their losses are
     /// taken back.
@@ -67,7 +68,7 @@ pub struct Wanted {
     #[serde(default)]
     pub source: Option<NodeId>,
     /// The node that lends it to a program of its machine, until the program ends. `None` where it
-    /// stays until it is unloaded, and in records of versions that do not know lenders: those
+    /// stays until it is unloaded, and in records of versions that do not know lenders. Those
     /// versions drop a lender when they write the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeId>,
@@ -105,11 +106,12 @@ pub struct Wanted {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Weights {
-    /// All of a small file. Of a large one what each computes with; once the instance answers, the
-    /// first successor gets the rest, so that the loss of the owner loses nothing.
+    /// All of a small file. Of a large file, each node gets the part that it computes with. Once
+    /// the instance answers, the first successor gets the rest, so that the loss of the owner loses
+    /// nothing.
     #[default]
     Auto,
-    /// What each node computes with, and nothing else.
+    /// The part that each node computes with, and nothing else.
     Shard,
     /// All of it, before it is loaded.
     Whole,
@@ -159,7 +161,7 @@ impl std::str::FromStr for Weights {
 /// A small model that guesses what the model of an instance will answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DraftOf {
-    /// What its user calls it.
+    /// The model's name, as its user gave it.
     pub model: String,
     /// SHA-256 of its file, in hexadecimal digits.
     pub sha256: String,
@@ -182,7 +184,7 @@ pub struct AdapterFile {
 }
 
 impl Wanted {
-    /// What an adapter of this model is called.
+    /// The name of an adapter of this model.
     pub fn adapted(&self, adapter: &str) -> String {
         format!("{}:{adapter}", self.model)
     }
@@ -245,7 +247,7 @@ pub enum State {
     Failed,
 }
 
-/// What an owner tells of its instance.
+/// An owner's report of its instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Of the record that it is about.
@@ -258,7 +260,7 @@ pub struct Report {
     pub reason: Option<String>,
 }
 
-/// What a node has to do about instances.
+/// A task of a node about an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Duty {
     /// Own it: keep it running as the record says.
@@ -312,7 +314,7 @@ pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Ve
         .collect()
 }
 
-/// The lent instances whose lender is dead or has left, and which `own` has to unload: it owns
+/// The lent instances whose lender is dead or has left, and which `own` has to unload. It owns
 /// them, or is the first successor that lives. In order of ids.
 pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<InstanceId> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);

@@ -1,11 +1,11 @@
 //! The map that all nodes of a cluster share: registers in which the last writer wins.
 //!
 //! Merging is commutative, associative and idempotent, so copies that saw the same writes in any
-//! order are equal. Of two writes to one key the one with the higher *epoch* wins, then the later
-//! [`Stamp`]. A deleted key leaves a tombstone, which is forgotten after [`TOMBSTONE_MS`]; a node
+//! order are equal. Of two writes to one key the write with the higher *epoch* wins, then the later
+//! [`Stamp`]. A deleted key leaves a tombstone, which is forgotten after [`TOMBSTONE_MS`]. A node
 //! that was away for longer than that may bring a deleted entry back.
 //!
-//! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; what is over them is refused.
+//! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; writes over them are refused.
 
 use std::collections::BTreeMap;
 
@@ -26,12 +26,12 @@ pub const NAME_BYTES_MAX: usize = 128;
 /// How long it is remembered that something was deleted: a week.
 pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
 
-/// What a register is about.
+/// The subject of a register.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Key {
     /// Facts of a node, written by itself.
     Node(NodeId),
-    /// A wanted instance, written by whoever asks for it and by its successors.
+    /// A wanted instance, written by the node where a user asks for it, and by its successors.
     Instance(InstanceId),
     /// How an instance is, written by its owner.
     State(InstanceId),
@@ -67,7 +67,7 @@ pub struct Register {
 }
 
 impl Register {
-    /// What decides between two writes.
+    /// The order by which one of two writes wins.
     fn rank(&self) -> (u64, Stamp) {
         (self.epoch, self.stamp)
     }
@@ -149,7 +149,8 @@ impl Registers {
         });
     }
 
-    /// The map of these entries, such as ones that were saved. What breaks a bound is left out.
+    /// The map of these entries, such as ones that were saved. Entries that break a bound are left
+    /// out.
     pub fn from_entries(entries: impl IntoIterator<Item = (Key, Register)>) -> Self {
         let mut map = Self::default();
         for (key, register) in entries {

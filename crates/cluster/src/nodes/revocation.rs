@@ -9,8 +9,8 @@
 //! repeated entry changes nothing.
 //!
 //! Nodes are forgotten and revocations are not. A member that has a revocation whose signer is
-//! forgotten signs it again, so that newcomers take it. So are those that earlier versions wrote,
-//! which had no signature: what is on a node's own disk counts without one.
+//! forgotten signs it again, so that newcomers take it. So are revocations that earlier versions
+//! wrote, which had no signature: on a node's own disk they count without one.
 
 use super::identity::{Error, Identity};
 use super::{Key, NodeId, Registers, Signature};

@@ -12,15 +12,15 @@
 //! message             its length (u32, little-endian) and bytes, cut into records
 //! ```
 //!
-//! `psk0` and not `psk3`: with the key in the first message the acceptor says nothing at all, not
-//! even who it is, to somebody without it; with `psk3` its static key goes out before. What `psk3`
-//! proves holds as well, since every later key depends on the first.
+//! The handshake uses `psk0` and not `psk3`. With the key in the first message, the acceptor says
+//! nothing at all to a dialler without the key. With `psk3` its static key goes out before. The
+//! proofs of `psk3` hold as well, since every later key depends on the first.
 //!
 //! A recorded first message gets an answer that only its maker can read. Nonces count records, so
 //! one that is lost, repeated, moved or cut ends the session.
 //!
-//! Bounds: a handshake message has at most [`HELLO_BYTES_MAX`] and the whole handshake a deadline;
-//! a message has the length that its reader allows, and memory grows as its bytes come.
+//! Bounds: a handshake message has at most [`HELLO_BYTES_MAX`] and the whole handshake a deadline.
+//! A message has the length that its reader allows, and memory grows as its bytes come.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -40,7 +40,8 @@ const PATTERN: &str = "Noise_XXpsk0_25519_AESGCM_SHA256";
 /// Longest message of a handshake: keys, tags and a hello.
 pub const HELLO_BYTES_MAX: usize = 4096;
 
-/// What the two sides agree on before anything else: the last digit is the protocol's version.
+/// The bytes that both sides agree on before anything else: the last digit is the protocol's
+/// version.
 const MAGIC: [u8; 7] = *b"PLnode1";
 
 /// Most payload of a record.
@@ -54,9 +55,9 @@ const VERDICT_BYTES_MAX: usize = 1024;
 /// How long a write may wait for a peer that does not read.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a session may be silent before its system asks the other system whether it is there,
-/// and how long each of the [`PROBES`] waits. Of a cable that is pulled while other cables lead to
-/// the peer nothing else tells.
+/// How long a session may be silent before its system asks the other system whether it is there.
+/// Each of the [`PROBES`] waits for [`PROBE_EVERY`]. Nothing else tells of a cable that is pulled
+/// while other cables lead to the peer.
 const PROBE_AFTER: Duration = Duration::from_secs(2);
 
 /// See [`PROBE_AFTER`].
@@ -65,7 +66,7 @@ const PROBE_EVERY: Duration = Duration::from_secs(1);
 /// Unanswered probes that end a session: three, so that two lost packets do not.
 const PROBES: u32 = 3;
 
-/// What a session is for.
+/// The purpose of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Purpose {
@@ -83,7 +84,7 @@ impl Purpose {
     }
 }
 
-/// What a node says of itself when a session begins.
+/// A node's description of itself when a session begins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Its host's name.
@@ -96,7 +97,8 @@ pub struct Hello {
     pub wall_ms: u64,
     /// Version of the program.
     pub build: String,
-    /// What determines bits besides the kernel class: unlike ones share no instance.
+    /// Revision of the numbers' definition, which determines bits besides the kernel class. Nodes
+    /// with unlike revisions share no instance.
     pub numerics: u32,
 }
 
@@ -108,7 +110,7 @@ pub enum Error {
     Connect {
         /// Where.
         addr: SocketAddr,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The connection broke.
@@ -134,7 +136,7 @@ pub enum Error {
     Refused {
         /// The peer's name.
         name: String,
-        /// What it says.
+        /// The reason that it gives.
         reason: String,
     },
     /// This node will not have it.
@@ -167,16 +169,16 @@ impl From<io::Error> for Error {
 /// Says why a peer is not wanted, if so.
 pub type Judge<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
 
-/// What this side brings.
+/// The identity, key and rules of this side.
 #[derive(Clone, Copy)]
 pub struct Own<'a> {
-    /// Who it is.
+    /// Its identity.
     pub identity: &'a Identity,
     /// Which cluster.
     pub key: &'a ClusterKey,
-    /// What it says of itself.
+    /// Its description of itself.
     pub hello: &'a Hello,
-    /// Whom it lets in.
+    /// The judge that lets peers in or refuses them.
     pub judge: Judge<'a>,
 }
 
@@ -464,17 +466,17 @@ impl Session {
         serde_json::from_slice(&theirs).map_err(|_| Error::Protocol)
     }
 
-    /// Who is at the other end: the owner of a static key, proven.
+    /// The node at the other end: the owner of a static key, proven.
     pub const fn peer(&self) -> NodeId {
         self.peer
     }
 
-    /// What the other end said of itself.
+    /// The other end's description of itself.
     pub const fn hello(&self) -> &Hello {
         &self.hello
     }
 
-    /// What it is for.
+    /// The session's purpose.
     pub const fn purpose(&self) -> Purpose {
         self.purpose
     }

@@ -1,8 +1,8 @@
 //! Signatures by a node's static key, for what it says through others, such as in the shared map.
 //!
-//! A static key is one of X25519, which agrees on secrets and signs nothing by itself. XEdDSA
-//! signs with it: the same secret number on the Edwards form of the curve, whose point is the one
-//! with an even x, and a signature that Ed25519's equation checks.
+//! A static key is one of X25519, which agrees on secrets and signs nothing by itself. XEdDSA signs
+//! with it. It uses the same secret number on the Edwards form of the curve, whose point is the one
+//! with an even x. Ed25519's equation checks the signature.
 //!
 //! ```text
 //! public  32 bytes, of which the node's id is a hash
@@ -19,7 +19,7 @@ use zeroize::Zeroizing;
 use super::identity::{Error, Identity, id_of};
 use super::{NodeId, hex, unhex};
 
-/// What separates the hash of a nonce from other hashes: 2^256 - 2, little-endian.
+/// The prefix that separates the hash of a nonce from other hashes: 2^256 - 2, little-endian.
 const NONCE_PREFIX: [u8; 32] = {
     let mut prefix = [0xff; 32];
     prefix[0] = 0xfe;

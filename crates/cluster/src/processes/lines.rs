@@ -19,7 +19,7 @@ pub struct Lines {
 
 impl Lines {
     /// Takes the next piece, and gives every line that it completes, without its end (newline, or
-    /// carriage return and newline). What is not UTF-8 becomes U+FFFD. Holds at most
+    /// carriage return and newline). Bytes that are not UTF-8 become U+FFFD. Holds at most
     /// [`LINE_TEXT_BYTES_MAX`] bytes.
     pub fn feed(&mut self, piece: &[u8], mut each: impl FnMut(&str)) {
         for part in piece.split_inclusive(|byte| *byte == b'\n') {
@@ -56,7 +56,7 @@ impl Lines {
     }
 }
 
-/// Where the last whole character of `bytes` ends; all of them when that is further than a
+/// Where the last whole character of `bytes` ends. All of them when that is further than a
 /// character is long, since it is no text then.
 fn character_end(bytes: &[u8]) -> usize {
     let start = bytes.iter().rposition(|byte| byte & 0xc0 != 0x80);
@@ -98,7 +98,7 @@ impl Tail {
     }
 }
 
-/// One output for whole lines of many processes, each with its rank before it.
+/// An output for whole lines of many processes, each with its rank before it.
 ///
 /// A line is written in one piece under a lock, so lines never mix, from whatever thread they come.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use rustix::process::{kill_process, kill_process_group, waitid};
 use super::Ending;
 
 /// How long the drop of a killed process waits for the kernel. A process ends within milliseconds
-/// of SIGKILL unless a device holds it; then it is left to whoever inherits it.
+/// of SIGKILL unless a device holds it; then it is left to the process that inherits it.
 const KILLED_LIMIT: Duration = Duration::from_secs(2);
 
 /// How often it looks.
@@ -20,13 +20,14 @@ const KILLED_PAUSE: Duration = Duration::from_millis(2);
 
 /// A child process in a process group of its own. Dropping it kills and reaps it.
 ///
-/// **Why a group of its own.** Ctrl-C at a terminal goes to the whole foreground group. Children
-/// in it would die before the parent can end them in order, each with its own complaint, and the
-/// parent could not tell that from a crash. So the parent alone gets Ctrl-C, and ends the others.
-/// Ctrl-Z likewise stops the parent alone: children go on until they wait for it, and never find,
+/// **Why a group of its own.** Ctrl-C at a terminal goes to the whole foreground group. Children in
+/// it would die before the parent can end them in order, each with its own complaint. The parent
+/// could not tell that from a crash. So the parent alone gets Ctrl-C, and ends the others.
+///
+/// Ctrl-Z likewise stops the parent alone: children go on until they wait for it. They never find,
 /// on `fg`, that a deadline ran out on all of them while they were stopped in mid-exchange. A
-/// hangup reaches the parent too; however the parent ends, its children's control channels end
-/// with it. The group also holds whatever the child starts, so that ending reaches it as well.
+/// hangup reaches the parent too; however the parent ends, its children's control channels end with
+/// it. The group also holds whatever the child starts, so that ending reaches it as well.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
@@ -36,7 +37,7 @@ pub struct Process {
 impl Process {
     /// Starts `command`.
     ///
-    /// The thread that calls this should outlive the process: on Linux, a child that asked to be
+    /// The thread that calls this should outlive the process. On Linux, a child that asked to be
     /// killed with its parent is killed with the *thread* that started it.
     ///
     /// # Errors
@@ -102,7 +103,7 @@ impl Process {
     }
 
     /// Kills it and what it started, and reaps it. Waits 2 s at most for the kernel; a process that
-    /// a device holds longer is left to whoever inherits it.
+    /// a device holds longer is left to the process that inherits it.
     pub fn kill(&mut self) {
         if self.ending.is_some() {
             return;

@@ -1,9 +1,9 @@
-//! How loaded, full and hot this machine is, sampled cheaply.
+//! Load, memory and heat of this machine, sampled cheaply.
 //!
 //! [`Sampler::sample`] reads some twenty small files of `/proc` and `/sys`, which takes well below
-//! a millisecond. Rates are means since the previous sample, so the first one has none. What a
-//! system does not tell is absent, never zero. Macs are asked
-//! through IOReport and SMC, which takes a tenth of a second of waiting.
+//! a millisecond. Rates are means since the previous sample, so the first one has none. Values that
+//! a system does not tell are absent, never zero. Macs are asked through IOReport and SMC, which
+//! takes a tenth of a second of waiting.
 //!
 //! The files are read below a root folder, so that recordings of other machines test the reader.
 

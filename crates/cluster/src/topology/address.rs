@@ -95,8 +95,9 @@ impl Addresses {
     /// Gives each cable the first free network of 192.168.0.0/16, four addresses each: `from` has
     /// the second of them, `to` the third.
     ///
-    /// Free is what no machine uses on an interface that stays as it is. MLX does not look, and
-    /// takes 192.168.0.1 and on whatever the home's router has; its setup then cuts machines off.
+    /// A network is free when no machine uses it on an interface that stays as it is. MLX does not
+    /// look, and takes 192.168.0.1 and on whatever the home's router has; its setup then cuts
+    /// machines off.
     ///
     /// # Errors
     /// [`Error::NoNetworks`].

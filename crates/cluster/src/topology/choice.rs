@@ -1,4 +1,4 @@
-//! Which backend, and its hostfile.
+//! Chooses a backend by the cables, and makes its hostfile.
 
 use super::{Addresses, Error, Graph, Machine, Ring, best_ring, missing_for_ring};
 use crate::hostfile::{Devices, Host, Hostfile};
@@ -15,8 +15,8 @@ pub struct Choice {
 
 /// Chooses a backend, or checks the one that is asked for, and makes its hostfile.
 ///
-/// Without a wish it is jaccl where all have RDMA and a cable to all, jaccl-ring where all have
-/// RDMA and there is a ring, else ring. `hosts` are as the user named them, with the addresses
+/// Without a wish it is jaccl where all have RDMA and a cable to all. It is jaccl-ring where all
+/// have RDMA and there is a ring, else ring. `hosts` are as the user named them, with the addresses
 /// that they have from there.
 ///
 /// # Errors

@@ -1,8 +1,8 @@
-//! Why there is no topology, or none that serves.
+//! Errors of finding a topology that serves.
 
 use std::time::Duration;
 
-/// What went wrong, and where.
+/// Errors of finding a topology, with the host where they occurred.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A host cannot be reached.
@@ -26,7 +26,7 @@ pub enum Error {
     NoThunderbolt {
         /// The host.
         host: String,
-        /// What `system_profiler` did instead.
+        /// The output or ending of `system_profiler` instead.
         why: String,
     },
     /// The description of a host's ports is not what it should be.
@@ -36,7 +36,7 @@ pub enum Error {
         host: String,
         /// The port's identifier.
         port: String,
-        /// What is missing.
+        /// The missing part.
         what: &'static str,
     },
     /// A connected port has no network interface.
@@ -50,7 +50,7 @@ pub enum Error {
     /// Two hosts are one machine.
     #[error("{first} and {second} are the same machine")]
     SameMachine {
-        /// One name.
+        /// The first name.
         first: String,
         /// Another.
         second: String,

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::{Error, Port};
 
-/// One end of a cable.
+/// An end of a cable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct End {
     /// Index of the host.
@@ -26,7 +26,7 @@ pub struct Cable {
 /// Hosts, their ports, and the cables between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Graph {
-    /// What `ssh` calls the hosts.
+    /// The names of the hosts for `ssh`.
     pub hosts: Vec<String>,
     /// Ports of each host.
     pub ports: Vec<Vec<Port>>,
@@ -37,8 +37,8 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Finds the cables. One that only one end reports counts; one to a host that is not listed
-    /// does not.
+    /// Finds the cables. A cable that only one end reports counts; a cable to a host that is not
+    /// listed does not.
     ///
     /// # Errors
     /// [`Error::SameMachine`].

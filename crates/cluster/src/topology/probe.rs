@@ -1,4 +1,4 @@
-//! What machines say of themselves, asked in one session each, all at once.
+//! Machines' descriptions of themselves, asked in one session each, all at once.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -12,7 +12,7 @@ use crate::remote::{Error as RemoteError, Reach};
 /// lead nowhere.
 const VIRTUAL: [&str; 7] = ["lo", "docker", "br-", "veth", "virbr", "cni", "flannel"];
 
-/// What to ask for.
+/// The facts to ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// Addresses only.
@@ -21,7 +21,7 @@ pub enum Wanted {
     Thunderbolt,
 }
 
-/// What a machine said.
+/// The answer of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
     /// Its Thunderbolt ports.

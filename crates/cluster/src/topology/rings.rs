@@ -1,8 +1,8 @@
-//! A way round all hosts.
+//! Finds a way round all hosts.
 //!
-//! Up to [`HOSTS_EXACT`] hosts the search is exact: over sets of visited hosts, not over paths, so
-//! that its time does not depend on the cables. Beyond that it follows paths, up to a number of
-//! steps.
+//! Up to [`HOSTS_EXACT`] hosts the search is exact. It runs over sets of visited hosts, not over
+//! paths, so that its time does not depend on the cables. Beyond that it follows paths, up to a
+//! number of steps.
 
 use super::{Error, Graph};
 
@@ -76,8 +76,9 @@ fn round(
     Ok((total == 0).then_some(order))
 }
 
-/// The cheapest way round `count` hosts from host 0, 2 to [`HOSTS_EXACT`] of them, and its cost,
-/// at most [`NEVER`]; of several, the one whose order comes first. `cost` is symmetric.
+/// The cheapest way round `count` hosts from host 0, 2 to [`HOSTS_EXACT`] of them. Returns its cost
+/// too, at most [`NEVER`]. Of several ways, the one whose order comes first is taken. `cost` is
+/// symmetric.
 ///
 /// `rest[visited][at]` is the cost of the way on from `at` through all that are not visited, and
 /// back to host 0 (Held and Karp, 1962).

@@ -31,8 +31,8 @@ pub fn undo(graph: &Graph, addresses: &Addresses, host: usize) -> Vec<String> {
     all
 }
 
-/// A script that runs `commands`, shows what they print, and fails when one other than a `route`
-/// does: that one fails where the system has made the route by itself.
+/// A script that runs `commands` and shows what they print. It fails when a command other than a
+/// `route` does. A `route` fails where the system has made the route by itself.
 pub fn script(commands: &[String]) -> String {
     let mut text = String::from("{\nexec </dev/null\nfailed=0\n");
     for command in commands {

@@ -23,7 +23,7 @@ pub struct Port {
 /// `networksetup -listallhardwareports`. A peer is found behind hubs too.
 ///
 /// # Errors
-/// When a connected port cannot be told from the texts. One that is not connected and has no
+/// When a connected port cannot be told from the texts. A port that is not connected and has no
 /// service is left out: a person may have deleted it.
 pub fn ports(host: &str, profiler: &str, hardware: &str) -> Result<Vec<Port>, Error> {
     let silent = |why: String| Error::NoThunderbolt {

@@ -57,7 +57,7 @@ pub(super) struct Monitor {
     buffer: Vec<u8>,
 }
 
-/// One child.
+/// The monitor's state of a child.
 struct Worker {
     rank: Rank,
     process: Process,
@@ -73,7 +73,7 @@ struct Worker {
     tail: Tail,
 }
 
-/// What may still come over a child's channel.
+/// The state of a child's channel, as far as the monitor reads from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Hearing {
     Open,

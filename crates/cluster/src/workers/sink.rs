@@ -9,7 +9,7 @@ use paceline_base::Rank;
 use super::LineSink;
 
 /// Lines that wait for a sink. More come only from a child that floods or to a sink that is held
-/// up; then lines are left out and counted, since a log must not stop the work.
+/// up. Then lines are left out and counted, since a log must not stop the work.
 const LINES_MAX: usize = 1024;
 
 /// How long the end waits for the sink to take what is left.

@@ -79,7 +79,8 @@ fn exit(workers: &Ours) -> (Rank, Ending, Vec<String>) {
 }
 
 /// Checks that a silence was reported when it became longer than `limit`, as the monitor counts
-/// time, however late that was for others: it takes no turn for longer than a fifth of a second.
+/// time, however late that was for others. The monitor takes no turn for longer than a fifth of a
+/// second.
 fn check_silence(silence: Duration, limit: Duration) {
     let turn = Duration::from_millis(200);
     assert!(
@@ -121,7 +122,7 @@ fn wait_until(limit: Duration, what: &str, mut done: impl FnMut() -> bool) -> Du
     start.elapsed()
 }
 
-/// Not a test of its own: what this binary does when a test starts it with a role.
+/// Not a test of its own: it runs a role when a test starts this binary with it.
 #[test]
 fn role() {
     if let Ok(role) = std::env::var(ROLE) {

@@ -1,4 +1,4 @@
-//! What this binary does when a test starts it again.
+//! The roles of this binary when a test starts it again.
 
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;

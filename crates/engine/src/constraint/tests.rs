@@ -1,4 +1,4 @@
-//! What grammars let through, without a model.
+//! The tokens that grammars let through, tested without a model.
 
 use paceline_formats::grammar::Span;
 use paceline_formats::tokenizer::Specials;

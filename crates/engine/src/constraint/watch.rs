@@ -1,4 +1,4 @@
-//! Where in a generated text a grammar begins.
+//! Finds the place in a generated text where a grammar begins.
 
 use paceline_formats::grammar::Start;
 

@@ -1,9 +1,9 @@
-//! How many guesses of a draft model pay, by measured times. Pure.
+//! Decides by measured times how many guesses of a draft model pay. Pure.
 
 use crate::chain::{Chance, Pipeline};
 use crate::draft::{Bounds, Costs, expected};
 
-/// What is known of the times of a step.
+/// The known times of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Outlook<'a> {
     /// Seconds of a step without guesses, above 0.

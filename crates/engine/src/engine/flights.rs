@@ -6,16 +6,16 @@
 //! ```
 //!
 //! All ranks compute batches in the order in which they were planned. So a page may get another
-//! owner while a batch that uses it is under way: what that one writes comes later. What a batch
-//! reads and writes is copied when it is planned, because sequences go on meanwhile. Sequences with
-//! rows under way keep their pages: they are not preempted, and those that are cancelled are
-//! dropped when their rows are computed.
+//! owner while a batch that uses it is under way: the new owner writes later. Everything that a
+//! batch reads and writes is copied when it is planned, because sequences go on meanwhile.
+//! Sequences with rows under way keep their pages: they are not preempted, and those that are
+//! cancelled are dropped when their rows are computed.
 //!
 //! Where no other sequence wants rows, a sequence whose rows have guesses may have further windows
 //! of guesses behind them ([`chain`](crate::chain)). When a guess turns out wrong, the windows
-//! behind it are *stale*: they are computed, as all ranks know of them, and nothing is chosen by
-//! them. Their rows in the cache are written over by the rows that follow the right token, which
-//! were planned later and are computed later on every rank. No row looks at them before.
+//! behind it are *stale*. They are computed, as all ranks know of them, and nothing is chosen by
+//! them. Their rows in the cache are written over by the rows that follow the right token. These
+//! were planned later and are computed later on every rank. No row looks at the stale rows before.
 
 use paceline_model::trace::Kind;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages};
@@ -149,7 +149,7 @@ impl Engine {
         Ok(behind.map(|part| (vec![part], true)))
     }
 
-    /// What is planned, with everything that the model needs for it.
+    /// Makes a plan a flight, with everything that the model needs for it.
     fn flight(&mut self, mut plan: Vec<PlannedRows>) -> Flight {
         let composition = self.composition_of(&plan);
         let (mut rows, mut logits_row) = (Vec::with_capacity(plan.len()), 0);
@@ -244,8 +244,8 @@ impl Engine {
         }
     }
 
-    /// Whether all that is under way is stale, and the next step is to have no guesses: what it
-    /// takes is known only of one that has the pipeline for itself.
+    /// Whether all that is under way is stale, and the next step is to have no guesses. The time of
+    /// a step is known only if it has the pipeline for itself.
     fn is_to_measure(&self) -> bool {
         let live = self.running.iter().any(|s| s.flying > 0 && !s.gone);
         self.wants_plain_step() && !live
@@ -275,8 +275,8 @@ impl Engine {
     }
 }
 
-/// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one
-/// takes some 20 us, a mask up to milliseconds.
+/// Runs `compute`, and prepares `guides` on a thread of its own when there are any. Starting a
+/// thread takes some 20 us, a mask up to milliseconds.
 fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
     if guides.is_empty() {
         return compute();

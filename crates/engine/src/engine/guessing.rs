@@ -14,15 +14,15 @@ use crate::drafter::{Draft, Drafter, Wish};
 use crate::sequence::{Guesser, Sequence};
 use crate::{Error, GuessCounts, SequenceId};
 
-/// Steps that check guesses before one that checks none: times change with the length of the text
-/// and with what else the machine does, and a gain is known beside fresh times only. One step in 65
+/// Steps that check guesses before one that checks none. Times change with the length of the text
+/// and with other work of the machine. A gain is known beside fresh times only. One step in 65
 /// costs 1 % where guesses give twice as much.
 const PLAIN_EVERY: usize = 64;
 
 impl Engine {
-    /// Has a small model guess tokens, up to [`drafts`](crate::EngineConfig::drafts) in a step,
-    /// where measured times and the share of guesses that were right say that it pays. Answers do
-    /// not depend on it. Reserves memory for a cache of the draft's own.
+    /// Has a small model guess tokens, up to [`drafts`](crate::EngineConfig::drafts) in a step. It
+    /// guesses where measured times and the share of guesses that were right say that it pays.
+    /// Answers do not depend on it. Reserves memory for a cache of the draft's own.
     ///
     /// # Errors
     /// [`Error::DraftVocabulary`] for a model of another vocabulary, [`Error::Model`] when memory
@@ -64,10 +64,10 @@ impl Engine {
         }
     }
 
-    /// Adds guesses to the rows of sequences that decode, where they are expected to pay: those of
-    /// their own text, or those of the draft model where more is expected of them. Where a grammar
-    /// binds they spell what it says must come: a mask beyond that, between two steps, would cost
-    /// more than most guesses give.
+    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. The
+    /// guesses come from the sequence's own text, or from the draft model where more is expected of
+    /// it. Where a grammar binds, they spell what it says must come. A mask beyond that, between
+    /// two steps, would cost more than most guesses give.
     pub(super) fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
         let mut is_drafted = false;
         if self.drafts() {
@@ -86,7 +86,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Positions of a sequence's last page that no guess may have: states of recurrent layers
+    /// Positions of a sequence's last page that no guess may have. States of recurrent layers
     /// change with the last row of a page and cannot go back.
     fn kept(&self) -> usize {
         usize::from(!self.compute.windows().is_empty())
@@ -142,8 +142,8 @@ impl Engine {
         Ok(true)
     }
 
-    /// Looks for guesses in the sequences' own texts; how many of them each is to check, and how
-    /// many times the tokens of a plain step are expected of that.
+    /// Looks for guesses in the sequences' own texts. Returns the expected gain, in times the
+    /// tokens of a plain step, and how many guesses each sequence is to check.
     fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
         let (kept, bounds) = (self.kept(), self.bounds(plan));
         for part in &mut *plan {
@@ -220,8 +220,8 @@ impl Engine {
     }
 
     /// A window of guesses behind those of a sequence that are under way, as if all of these were
-    /// right; of several sequences, for the one with the fewest windows. `None` where no further
-    /// window is expected to pay.
+    /// right. Of several sequences, the one with the fewest windows gets it. `None` where no
+    /// further window is expected to pay.
     ///
     /// # Errors
     /// [`Error::Model`] when a pass of the draft fails.

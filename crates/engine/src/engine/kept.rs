@@ -44,9 +44,9 @@ impl Engine {
         }
     }
 
-    /// Whether prompts are computed from their beginning, whatever the cache has: the store's pages
-    /// are for others, who need those of windows and states on the way too, and of a prefix the
-    /// cache has the last ones only.
+    /// Whether prompts are computed from their beginning, whatever the cache has. The store's pages
+    /// are then for other nodes, which need those of windows and states on the way too. Of a prefix
+    /// the cache has only the last of these.
     pub(super) fn reads_all(&self) -> bool {
         let wants = self
             .compute
@@ -76,7 +76,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Brings pages back that prompts begin with. Those that must wait for the next step hold.
+    /// Brings pages back that prompts begin with. Sequences that must wait for the next step hold.
     pub(super) fn recall(&mut self) -> Result<(), Error> {
         if self.compute.store().is_none() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Places, deadlines, and what clients were served.
+//! Places, deadlines, and the rows that clients were served.
 
 use std::time::Duration;
 
@@ -20,8 +20,9 @@ impl Engine {
     }
 
     /// Moves sequences to the running ones, in the order of their turns ([`turn`]), while all their
-    /// tokens fit in the pages that are neither taken nor still needed for tokens of running ones.
-    /// Pages that another sequence filled with the same beginning are shared.
+    /// tokens fit in the pages that are left. Pages that are taken, or still needed for tokens of
+    /// running sequences, are not left. Pages that another sequence filled with the same beginning
+    /// are shared.
     pub(crate) fn admit(&mut self) {
         self.make_way();
         let reads_all = self.reads_all();

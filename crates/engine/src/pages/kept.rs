@@ -7,9 +7,9 @@ use super::window::Held;
 use super::{Owned, Pages};
 
 impl Pages {
-    /// The parts of known page `index` of a sequence that are worth to be kept, as pools with page
-    /// numbers: those of windows as long as the sequence has them, and states only where they stay
-    /// in the cache too. The sequence began with `prompt` tokens.
+    /// The parts of known page `index` of a sequence that are worth keeping, as pools with page
+    /// numbers. Parts of windows are kept as long as the sequence has them, and states only where
+    /// they stay in the cache too. The sequence began with `prompt` tokens.
     pub(crate) fn parts(
         &self,
         owned: &Owned,
@@ -25,8 +25,8 @@ impl Pages {
         all.into_iter().chain(windows)
     }
 
-    /// What a sequence that has known pages only needs to go on behind page `end`: pools with
-    /// places among its pages, those of all positions first.
+    /// The parts that a sequence with known pages only needs to go on behind page `end`. They are
+    /// pools with places among its pages, those of all positions first.
     pub(crate) fn missing_parts(
         &self,
         owned: &Owned,

@@ -35,8 +35,8 @@ impl Pages {
         (0..self.windows.len()).for_each(|i| self.check_window(i));
     }
 
-    /// A sequence has the pages of windows that its next row looks at, each together with the page
-    /// of all positions that it is known with.
+    /// A sequence has the pages of windows that its next row looks at. Each is known together with
+    /// its page of all positions.
     fn check_held(&self, owned: &Owned, computed: usize) {
         for (i, held) in owned.windows().enumerate() {
             let window = &self.windows[i];
@@ -244,7 +244,7 @@ fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
     }
 }
 
-/// What was let go is found again only as far as the windows reach back.
+/// Pages that were let go are found again only as far as the windows reach back.
 #[test]
 fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
     let window = WindowPool {
@@ -282,7 +282,7 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
 }
 
 /// Of states only few stay: one in so many, those at the end of the prompt, and where a sequence
-/// ended. One that goes on from a saved state leaves it there.
+/// ended. A sequence that goes on from a saved state leaves it there.
 #[test]
 fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     let window = WindowPool {

@@ -61,7 +61,7 @@ impl Window {
         (page, slot.of.take())
     }
 
-    /// One more sequence has a known page.
+    /// Counts another sequence that has a known page.
     pub(super) fn share(&mut self, page: u32) {
         let slot = &mut self.slots[page as usize];
         if slot.users == 0 {
@@ -82,7 +82,8 @@ impl Window {
     }
 
     /// Whether page `index` of a sequence whose prompt has so many tokens is kept when it is let
-    /// go: all are but states, of which one in `every`, and the last two within the prompt.
+    /// go. All pages are kept but those of states. Of states one in `every` is kept, and the last
+    /// two within the prompt.
     pub(super) const fn saves(&self, index: usize, prompt: usize) -> bool {
         let full = prompt.saturating_sub(1) / PAGE;
         let at_end = index < full && index + 2 >= full;
@@ -102,7 +103,7 @@ impl Window {
         slot.of.take()
     }
 
-    /// A sequence gives a page back. What is known of it stays known until it is needed.
+    /// A sequence gives a page back. A known page stays known until it is needed.
     pub(super) fn release(&mut self, page: u32, now: u64) {
         let slot = &mut self.slots[page as usize];
         slot.users -= 1;
@@ -131,7 +132,7 @@ impl Window {
 pub(super) struct Held {
     /// Pages that it has given back.
     first: usize,
-    /// Those behind, in order of position.
+    /// The pages behind, in order of position.
     pages: Vec<u32>,
 }
 

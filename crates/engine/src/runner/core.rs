@@ -1,4 +1,4 @@
-//! What a runner needs of an engine, so that tests can put in one that fails on command.
+//! The part of an engine that a runner needs, so that tests can put in one that fails on command.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub(super) trait Core: Send + 'static {
     fn load(&self) -> Load;
 }
 
-/// What a request is checked against.
+/// The limits that a request is checked against.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Tokens of the model.

@@ -19,7 +19,7 @@ pub(super) struct Submission {
     pub(super) sink: Sink,
 }
 
-/// What a submission asks for.
+/// The task of a submission.
 pub(super) enum Work {
     Begin(Request),
     GoOn(Box<Snapshot>),
@@ -27,14 +27,14 @@ pub(super) enum Work {
     Resume(Request, Vec<u32>),
 }
 
-/// Whoever takes all sequences out of the engine.
+/// The channel of a caller that takes all sequences out of the engine.
 pub(super) type Taker = mpsc::SyncSender<Vec<(Ticket, Snapshot)>>;
 
 /// Something to be done with the engine; its asker waits for it, so there is at most one per
 /// thread.
 pub(super) type Question<C> = Box<dyn FnOnce(&C) + Send>;
 
-/// What callers and the engine's thread share, under one lock that nobody holds for long.
+/// State that callers and the engine's thread share, under one lock that nobody holds for long.
 pub(super) struct Inbox<C> {
     pub(super) state: State,
     /// The runner is being dropped.

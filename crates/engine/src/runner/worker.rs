@@ -11,7 +11,7 @@ use super::core::{Core, Load};
 use super::driver::{Question, Shared, Submission, Taker, Work};
 use crate::{Error, Event, Failure, Reply, Resumed, SequenceId, Sink, Snapshot, State, Ticket};
 
-/// What came in since the last step.
+/// Everything that came in since the last step.
 struct Mail<C> {
     submissions: Vec<Submission>,
     cancels: Vec<Ticket>,

@@ -1,4 +1,4 @@
-//! Log-probabilities: what the model thought of a token, whatever was drawn.
+//! Log-probabilities of the model for a token, whatever was drawn.
 //!
 //! Of the softmax over the logits as the forward pass gave them. With m the largest logit,
 //!
@@ -16,14 +16,15 @@ use paceline_tensor::Kernels;
 use super::{Candidate, Scratch, largest, reached_by, sort_first, total};
 use crate::TokenLogprobs;
 
-/// What is told instead of anything lower, and of a logit that is no number: the API of OpenAI uses
+/// Lowest log-probability that is told, also for a logit that is no number. The API of OpenAI uses
 /// this value for tokens that are very unlikely, and JSON has no infinity.
 const LEAST: f32 = -9999.0;
 
-/// Those of `token` and of the `n` most probable tokens. `logits` is `(vocabulary,)`.
+/// The log-probabilities of `token` and of the `n` most probable tokens. `logits` is
+/// `(vocabulary,)`.
 ///
 /// The list has fewer only when the vocabulary has, or logits are NaN. Cost: four passes over the
-/// logits, one of them with an exponential, and a sort of `n`; allocates the list and a number per
+/// logits, one of them with an exponential, and a sort of `n`. Allocates the list and a number per
 /// 64 tokens of the vocabulary.
 pub(crate) fn logprobs(
     kernels: &Kernels,
@@ -41,7 +42,7 @@ pub(crate) fn logprobs(
     }
 }
 
-/// What turns a logit into a log-probability.
+/// The constants that turn a logit into a log-probability.
 struct Scale {
     largest: f32,
     log_sum: f64,

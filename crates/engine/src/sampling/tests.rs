@@ -4,7 +4,7 @@ use paceline_tensor::InstructionSet;
 
 use super::*;
 
-/// What the sampler needs besides its own state.
+/// The sampler's inputs besides its own state.
 struct Bench {
     kernels: Kernels,
     scratch: Scratch,

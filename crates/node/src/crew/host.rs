@@ -6,8 +6,8 @@
 //! owner -> Worker(message), Beat    passed on to the worker
 //! owner <- Event(...), Beat         passed on from the worker
 //! ```
-//! What the worker wants of the model's file the machine fetches itself. The worker ends with the
-//! line, and when the owner is silent.
+//! The machine itself fetches the parts of the model's file that the worker wants. The worker ends
+//! with the line, and when the owner is silent.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -140,7 +140,7 @@ pub type BringParts =
     dyn Fn(&ModelName, &Parts, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
 
 /// Wishes of a worker that wait to be fetched: it waits for one before it has the next, beside
-/// those that it has announced. What lies in an earlier wish is no new one.
+/// those that it has announced. A range within an earlier wish is no new one.
 const WISHES_MAX: usize = 64;
 
 /// Earlier wishes that are remembered: more than a worker announces.
@@ -296,7 +296,7 @@ fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<()
     Ok(())
 }
 
-/// Fetches what the worker wants, until the line ends. What cannot be had ends the worker.
+/// Fetches what the worker wants, until the line ends. A part that cannot be had ends the worker.
 fn supply(
     line: &dyn Line,
     spec: &HostSpec,
@@ -318,8 +318,8 @@ fn supply(
     }
 }
 
-/// Passes on what the worker says and does, until the line ends. What it wants of the model's file
-/// goes to `wishes`.
+/// Passes on what the worker says and does, until the line ends. Its wishes for the model's file go
+/// to `wishes`.
 fn tell_owner(
     line: &dyn Line,
     crew: &LocalCrew,

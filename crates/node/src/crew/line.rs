@@ -108,7 +108,7 @@ pub(crate) fn hear<T: DeserializeOwned>(
     message.map(read).transpose().map_err(Broken::new)
 }
 
-/// One direction of a line inside this process.
+/// A direction of a line inside this process.
 #[derive(Default)]
 struct Lane {
     state: Mutex<(VecDeque<Vec<u8>>, bool)>,

@@ -33,7 +33,7 @@ const HELD_MAX: usize = 4096;
 /// A machine that can run a worker.
 #[derive(Debug)]
 pub struct Place {
-    /// What people call the machine.
+    /// The machine's name for people.
     pub name: String,
     /// Its node.
     pub node: NodeId,
@@ -43,9 +43,9 @@ pub struct Place {
 
 /// Machines for workers.
 pub trait Places: Send + Sync + fmt::Debug {
-    /// A fresh line to the machine of a rank: the one that the placement names, or another one in
-    /// its stead where that one is gone. Called when a worker is to be started; blocks for a
-    /// bounded time.
+    /// A fresh line to the machine of a rank. This is the machine that the placement names, or
+    /// another one in its stead where that one is gone. Called when a worker is to be started;
+    /// blocks for a bounded time.
     ///
     /// # Errors
     /// Why there is none.
@@ -77,9 +77,9 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// The first group over `nodes` uses the ways that are known now.
     fn trust(&self, nodes: &[NodeId]);
 
-    /// Looks which ways between `nodes` answer, before a group over them follows a broken one: all
-    /// anew where one of them is `doubted`, else those only that were not measured or used before.
-    /// Blocks for a bounded time.
+    /// Looks which ways between `nodes` answer, before a group over them follows a broken one. All
+    /// are measured anew where one of the nodes is `doubted`. Else only ways that were not measured
+    /// or used before are. Blocks for a bounded time.
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]);
 }
 
@@ -193,7 +193,7 @@ impl RemoteCrew {
         self
     }
 
-    /// What people call the machine of each rank; empty where there is none now.
+    /// Names of the machine of each rank, for people; empty where there is none now.
     pub fn machines(&self) -> Vec<String> {
         let name = |seat: &Mutex<Option<Seat>>| {
             lock(seat)
@@ -339,8 +339,8 @@ impl RemoteCrew {
         is_kept
     }
 
-    /// Address for the worker on the owner's own machine: the one by which another machine of the
-    /// crew reaches it, or loopback where all ranks are here.
+    /// Address for the worker on the owner's own machine. This is the address by which another
+    /// machine of the crew reaches it, or loopback where all ranks are here.
     fn own_listen(&self) -> SocketAddr {
         let known = self.own_addr();
         known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
@@ -539,7 +539,7 @@ impl Crew for RemoteCrew {
     }
 
     /// Machines give their workers the grace that they have themselves. A spare that is being
-    /// started is not waited for: the thread that starts it ends it, within the time that a machine
+    /// started is not waited for. The thread that starts it ends it, within the time that a machine
     /// has to start a worker.
     fn end(&self, _grace: Duration) {
         self.over.store(true, Ordering::SeqCst);
@@ -737,7 +737,7 @@ mod tests {
     use super::*;
     use crate::crew::line::MemoryLine;
 
-    /// One machine at a time: hands out the ends of lines whose other ends the test has.
+    /// Machines, one at a time. They hand out the ends of lines whose other ends the test has.
     #[derive(Debug)]
     struct Lines {
         lines: Mutex<VecDeque<MemoryLine>>,

@@ -38,8 +38,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// of a large model from disk.
 const OWNERLESS_LIMIT: Duration = Duration::from_secs(120);
 
-/// An owner that goes gives its requests back first. One that still answers by then does not go:
-/// it looks every [`LOOK_EVERY`] whether it is still the one to ask, and closes the line if not.
+/// Time after which an owner that gave a request back, and still answers, does not go. An owner
+/// that goes gives its requests back first. It looks every [`LOOK_EVERY`] whether it is still the
+/// one to ask, and closes the line if not.
 const SETTLED_AFTER: Duration = Duration::from_secs(1);
 
 /// How often a request is asked again of an owner that gives it back, and answers others.
@@ -329,7 +330,7 @@ impl Asked {
         }
     }
 
-    /// Whether it was given back so long ago that the owner which did so does not go; an answer
+    /// Whether it was given back so long ago that the owner which did so does not go. An answer
     /// that has begun and cannot go on elsewhere does not wait for another owner.
     fn is_settled(&self, answers: bool, goes_on: bool) -> bool {
         let limit = match answers || (self.has_begun() && !goes_on) {
@@ -443,7 +444,7 @@ impl Entry {
         }
     }
 
-    /// All open requests, for a [`Relief`]. What it cannot place it returns by
+    /// All open requests, for a [`Relief`]. The relief returns requests that it cannot place by
     /// [`keep`](Self::keep).
     pub(super) fn give_up(&self) -> BTreeMap<Ticket, Asked> {
         std::mem::take(&mut lock(&self.state).requests)

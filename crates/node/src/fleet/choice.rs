@@ -1,7 +1,7 @@
-//! Which replica of a model answers a request.
+//! Chooses the replica of a model that answers a request.
 //!
-//! The replica that has the longest prefix of the prompt in its cache, unless it is busier than the
-//! idlest one by more than a margin. Without a known prefix the idlest.
+//! The replica that has the longest prefix of the prompt in its cache answers. The idlest replica
+//! answers instead when that one is busier by more than a margin, and when no prefix is known.
 
 use std::cmp::Reverse;
 
@@ -39,10 +39,10 @@ pub(super) fn choose(replicas: &[Candidate]) -> Option<usize> {
 
 /// By how many requests the replica with the longer prefix may be busier and is still chosen.
 ///
-/// One request for each block that need not be read, [`Candidate::parallel`] at most. Both bounds
-/// are estimates and not measured. To read a block holds the other answers of a replica up for one
-/// step of 64 rows, which costs them about what one more answer beside them does. With `parallel`
-/// more requests, a request waits until a whole answer has ended: that takes longer than to read a
+/// A request for each block that need not be read, [`Candidate::parallel`] at most. Both bounds are
+/// estimates and not measured. To read a block holds the other answers of a replica up for one step
+/// of 64 rows. That costs them about as much as one more answer beside them. With `parallel` more
+/// requests, a request waits until a whole answer has ended: that takes longer than to read a
 /// prompt.
 fn margin(warm: &Candidate, idle: &Candidate) -> usize {
     warm.blocks.saturating_sub(idle.blocks).min(warm.parallel)

@@ -6,12 +6,13 @@
 //! node  -> pieces: see `pieces`
 //! node  <- {"done":N} while it fetches, then {"ready":true} or {"refused":"why"}
 //! ```
-//! With `asks` a node that lacks the file refuses instead. With `parts` it fetches what it needs to
-//! open the file, and its workers ask for the rest. Every group is checked by the root of the
-//! file's hash tree (`rooted`); a file whose root nobody has signed is copied whole from the owner,
-//! service `file`, and checked by its SHA-256. Bytes that no node gives come from the hub (`hub`).
+//! With `asks` a node that lacks the file refuses instead. With `parts` it fetches the groups that
+//! it needs to open the file, and its workers ask for the rest. Every group is checked by the root
+//! of the file's hash tree (`rooted`). A file whose root nobody has signed is copied whole from the
+//! owner, service `file`, and checked by its SHA-256. Bytes that no node gives come from the hub
+//! (`hub`).
 //!
-//! What is kept: `SHA256.gguf`, complete copies, and the files of [`Partial`].
+//! Kept files: `SHA256.gguf`, complete copies, and the files of [`Partial`].
 
 mod asking;
 mod files;
@@ -226,8 +227,8 @@ impl Copies {
         kept.map(|()| sum).map_err(failed)
     }
 
-    /// The whole file of a model on this machine: a copy of just this content, or the store's model
-    /// of this name where it has the content.
+    /// The whole file of a model on this machine. This is a copy of just this content, or the
+    /// store's model of this name where it has the content.
     pub(super) fn find(&self, model: &ModelName) -> Result<PathBuf, String> {
         let copy = self.place(model, "gguf")?;
         if copy.is_file() {
@@ -510,9 +511,9 @@ impl Copies {
         Ok(tree)
     }
 
-    /// Nodes that may have parts of a model: those given, those of its instances, where these got
-    /// it, and all others, which may have been sent a copy. Only those that live and gave no wrong
-    /// bytes so far.
+    /// Nodes that may have parts of a model: the given nodes, the instances' nodes, their sources,
+    /// and all others. The others may have been sent a copy. Only nodes that live and gave no wrong
+    /// bytes so far count.
     fn sources(
         &self,
         agent: &Agent,
@@ -615,7 +616,7 @@ impl Copies {
         self.fetch_groups((agent, model), &held, &wanted, &|_| goes_on())
     }
 
-    /// Makes a file all of whose groups are here a copy: its SHA-256 is checked as well, in case
+    /// Makes a file all of whose groups are here a copy. Its SHA-256 is checked as well, in case
     /// the root was signed for another file.
     fn seal(&self, agent: &Agent, model: &ModelName, held: &Held) -> Result<(), String> {
         let path = &held.partial.path;

@@ -1,4 +1,4 @@
-//! Which nodes compute which replica of a model.
+//! Deals nodes to the replicas of a model.
 //!
 //! Replicas are on nodes of their own while there are enough; then they share nodes, as long as
 //! memory lasts. Pure: memory and the order of nodes are arguments.

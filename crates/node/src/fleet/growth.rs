@@ -1,9 +1,9 @@
 //! Replicas that come and go by load, where the user allowed it.
 //!
-//! The owner of the instance that was loaded adds a replica when more requests are open there than
-//! it computes at a time, for [`ADD_AFTER`]: requests go to the replica with the fewest, so the
-//! others have as many. A replica that was added ends by its own owner when it had no request for
-//! [`REMOVE_AFTER`]. Nobody needs to know how the others stand, so no node is asked.
+//! The owner of the instance that was loaded may add a replica. It does so when more requests are
+//! open there than it computes at a time, for [`ADD_AFTER`]. Requests go to the replica with the
+//! fewest, so the others have as many. An added replica is ended by its own owner when it had no
+//! request for [`REMOVE_AFTER`]. Nobody needs to know how the others stand, so no node is asked.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use super::{Answers, Inner, naming, report};
 /// are patient.
 const ADD_AFTER: Duration = Duration::from_secs(5);
 
-/// How long a replica must be idle before it ends: a pause between two questions of a chat is
+/// How long a replica must be idle before it ends. A pause between two questions of a chat is
 /// shorter, and to load it again costs seconds to minutes.
 const REMOVE_AFTER: Duration = Duration::from_secs(120);
 
@@ -56,8 +56,8 @@ impl Load {
 pub(super) struct Growth(BTreeMap<InstanceId, (Load, Instant)>);
 
 impl Growth {
-    /// Takes in the load of an instance; what it asks for by now. `added` says whether load had
-    /// added the instance.
+    /// Takes in the load of an instance; returns the verdict on it by now. `added` says whether
+    /// load had added the instance.
     fn look(&mut self, id: InstanceId, load: Load, added: bool, now: Instant) -> Option<Verdict> {
         let (before, since) = self.0.entry(id).or_insert((load, now));
         if *before != load {
@@ -109,8 +109,8 @@ impl Inner {
         }
     }
 
-    /// Loads one more replica like `wanted` on nodes that compute nothing, if there are some and no
-    /// replica of the model is still on its way.
+    /// Loads one more replica like `wanted` on nodes that compute nothing, if there are some. Does
+    /// nothing while a replica of the model is still on its way.
     fn add_replica(&self, wanted: &Wanted) {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();

@@ -4,7 +4,7 @@
 //! hub/SHA256 -> {"repo":"owner/name","revision":"COMMIT","file":"m.gguf","bytes":N,"sha256":".."}
 //! ```
 //! A node that loads a model from its store tells the cluster where the file came from. A node that
-//! needs bytes which no other node gives reads them from the same commit, and checks them as those
+//! needs bytes which no other node gives reads them from the same commit. It checks them as those
 //! of any other source: groups by the hash tree, a whole file by its SHA-256.
 
 use std::fmt;
@@ -123,7 +123,7 @@ pub(super) fn unavailable(
 /// many bytes were kept.
 ///
 /// # Errors
-/// Why the rest cannot be had. What was right is kept.
+/// Why the rest cannot be had. Bytes that were right are kept.
 pub(super) fn fill(
     hub: &dyn FromHub,
     origin: &Origin,

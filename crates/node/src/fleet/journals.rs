@@ -6,12 +6,12 @@
 //! any   --journal: {"id":..,"key":..}--> every node: the longest of its own and its shelf's
 //!       <-BYTES, none for nothing-
 //! ```
-//! The longest copy counts, of this node's shelf and of all others: a node that kept copies for a
+//! The longest copy counts, of this node's shelf and of all others. A node that kept copies for a
 //! while, before another one was taken, has the beginning only.
 //!
-//! One thread sends what all streams of this node want kept. What gathers while it waits for an
-//! answer goes out together, so the rate of tokens is bound by no round trip. Another node than the
-//! last is taken when that one is dead or silent; it answers `Gap` and gets all.
+//! A thread sends all pieces that streams of this node want kept. Pieces that gather while it waits
+//! for an answer go out together, so the rate of tokens is bound by no round trip. Another node
+//! than the last is taken when that one is dead or silent; it answers `Gap` and gets all.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};

@@ -1,4 +1,4 @@
-//! A node that goes: its work moves first.
+//! Moves the work of a node to others before the node goes.
 //!
 //! ```text
 //! leaver   says so in its facts                 others hand nothing to it
@@ -11,7 +11,7 @@
 //! hand-over and not for a load.
 //!
 //! Two nodes that leave at once may hand their work to each other before either reads the other's
-//! facts. So the leaver follows each instance until another node answers with it: it hands an
+//! facts. So the leaver follows each instance until another node answers with it. It hands an
 //! instance on again whose owner died, and gives up at once where no node is left that stays.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -195,8 +195,8 @@ impl Inner {
         }
     }
 
-    /// Other nodes that live and stay, and that compute as this one does or are part of the
-    /// instance already: the same numbers come of them.
+    /// Other nodes that live and stay. They compute as this one does or are part of the instance
+    /// already, so that they give the same numbers.
     fn heirs(&self, wanted: &Wanted) -> Vec<NodeId> {
         let (own, nodes) = (self.agent.id(), self.agent.nodes());
         let (mut heirs, _) = self.ranked();

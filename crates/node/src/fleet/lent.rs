@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 
 use super::{Ask, Fleet, Inner, LOOK_EVERY, new_id};
 
-/// Replies that wait for a program. One that is behind by more loses its answer.
+/// Replies that wait for a program. A program that is behind by more loses its answer.
 const REPLIES_MAX: usize = 16_384;
 
 /// How often the node says that it is still there, and so sees that the program is not.

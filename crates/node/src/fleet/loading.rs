@@ -128,7 +128,7 @@ impl Inner {
         }
     }
 
-    /// Signs the root of a model that this node computes alone, on a thread of its own: others
+    /// Signs the root of a model that this node computes alone, on a thread of its own. Others
     /// fetch the beginning of its file to answer with it.
     fn sign_meanwhile(&self, record: &Wanted, path: &Path) {
         let (copies, agent) = (Arc::clone(&self.copies), self.agent.clone());
@@ -213,7 +213,7 @@ impl Inner {
         Ok(record)
     }
 
-    /// Tells the cluster from which file of the hub the file at `path` came, if that is known: a
+    /// Tells the cluster from which file of the hub the file at `path` came, if that is known. A
     /// node that no other node gives bytes of it asks the hub.
     pub(super) fn tell_origin(&self, sha256: &str, path: &Path) {
         let origin = self.spec.hub.origin(path);

@@ -1,4 +1,4 @@
-//! Which instances a model's name stands for, and how they are told apart.
+//! The instances that a model's name stands for, and how they are told apart.
 //!
 //! ```text
 //! smollm2 ──▶ replica 1: instance 5f..   on n0     one door on every node that has the file

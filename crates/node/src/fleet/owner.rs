@@ -24,8 +24,8 @@ use crate::{Options, Prepared};
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
-/// How long an instance answers before it has spares that nobody asked for: what is loaded for a
-/// few questions needs none.
+/// How long an instance answers before it has spares that nobody asked for. An instance that is
+/// loaded for a few questions needs none.
 const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
 /// An instance of this node.
@@ -36,13 +36,13 @@ pub(super) struct Owned {
     pub(super) wanted: Wanted,
     /// Workers that each of its nodes has lost so far.
     pub(super) flaps: Arc<Flaps>,
-    /// It was begun before, by an earlier record or by an earlier process of this node: clients may
+    /// It was begun before, by an earlier record or by an earlier process of this node. Clients may
     /// have answers of it, so that a failure while it loads is not its end.
     pub(super) goes_on: bool,
 }
 
 impl Owned {
-    /// Brings the instance up and reports how it goes; what answers for it.
+    /// Brings the instance up and reports how it goes. Returns the service that answers for it.
     pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
         let started = self.try_start(inner);
         match started {
@@ -124,7 +124,7 @@ impl Owned {
         RemoteCrew::new(Box::new(places), model, ranks, None)
     }
 
-    /// Those of the record's successors that compute the instance, by their places.
+    /// The record's successors that compute the instance, by their places.
     fn successors(&self) -> Vec<usize> {
         let nodes = &self.wanted.nodes;
         let place = |id: &NodeId| nodes.iter().position(|node| node == id);
@@ -271,8 +271,9 @@ impl Owned {
         })
     }
 
-    /// What becomes of a node that does not get the model. An instance that goes on does without:
-    /// the node may have been lost after its record was written, and its ranks run on others then.
+    /// Decides about a node that does not get the model. An instance that goes on does without it.
+    /// The node may have been lost after its record was written, and its ranks run on others then.
+    /// Any other instance fails with `reason`.
     fn do_without(&self, inner: &Inner, reason: String) -> Result<(), String> {
         if !self.goes_on {
             return Err(reason);

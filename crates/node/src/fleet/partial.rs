@@ -5,8 +5,9 @@
 //! SHA256.have   a byte for each group: 1 where it is here. Workers read it while they load
 //! SHA256.tree   the leaves of its hash tree
 //! ```
-//! A group is checked by the tree before it is written, and told only after that. What an earlier
-//! process left is checked again: a power cut may keep what was told and lose what was written.
+//! A group is checked by the tree before it is written, and told only after that. Groups that an
+//! earlier process left are checked again: a power cut may keep the report of a group and lose its
+//! bytes.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -29,8 +30,8 @@ pub(crate) const HAVE: &str = "have";
 /// Ending of the name of the file of leaves.
 pub(super) const TREE: &str = "tree";
 
-/// When the file was changed last, as its facts say: bytes that come change no byte that was read,
-/// and a worker keeps packed weights of a file as long as it did not change.
+/// When the file was changed last, as its facts say. Bytes that come change no byte that was read.
+/// A worker keeps packed weights of a file as long as the file did not change.
 const CHANGED: Duration = Duration::from_secs(1_000_000_000);
 
 /// Consecutive groups that are told as a whole.

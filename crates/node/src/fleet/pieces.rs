@@ -72,7 +72,7 @@ pub(super) fn parse(bytes: &[u8]) {
     }
 }
 
-/// What a node can give of a file.
+/// The parts of a file that a node can give.
 pub(super) trait Stock {
     /// Runs of groups that are here.
     fn runs(&self) -> Vec<Run>;
@@ -133,7 +133,7 @@ pub(super) fn answer(
     channel.close();
 }
 
-/// What a fetcher asks for; nothing where it is not here, or more than a piece.
+/// The bytes that a fetcher asks for; nothing where they are not here, or are more than a piece.
 fn of(stock: &dyn Stock, asked: &ToSource) -> io::Result<Option<Vec<u8>>> {
     match *asked {
         ToSource::Groups(start, end) => {
@@ -161,7 +161,7 @@ fn of(stock: &dyn Stock, asked: &ToSource) -> io::Result<Option<Vec<u8>>> {
 #[derive(Clone, Debug)]
 pub(super) struct Source {
     pub(super) id: NodeId,
-    /// What people call it.
+    /// The node's name for people.
     pub(super) name: String,
 }
 
@@ -241,11 +241,11 @@ struct Piece {
     tried: BTreeSet<NodeId>,
 }
 
-/// What a source is to do.
+/// The next action of a source.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
     Fetch(Piece),
-    /// What others fetch now may come back.
+    /// Pieces that others fetch now may come back.
     Wait,
     /// Nothing is left that it could give.
     Over,
@@ -343,7 +343,7 @@ impl Fetching<'_> {
     /// Fetches runs of groups from all sources side by side; returns once they are here.
     ///
     /// # Errors
-    /// [`Short`]. What came is kept.
+    /// [`Short`]. Pieces that came are kept.
     pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), Short> {
         let shared = Shared {
             queue: Mutex::new(Queue::new(self.partial.groups(), wanted)),

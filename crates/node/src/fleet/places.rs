@@ -1,5 +1,5 @@
-//! Where an instance's workers run: on the nodes that its record names, or on others of them when
-//! one is gone.
+//! The places of an instance's workers: the nodes that its record names, or others of them when one
+//! is gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -29,8 +29,8 @@ const AUTO_USABLE: f64 = 0.5;
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Longest wait for the measurement of a pair that nothing is known of: a way that answers takes
-/// some milliseconds, and one that does not costs a measurement 1.5 s. A recovery waits for it.
+/// Longest wait for the measurement of a pair that nothing is known of. A way that answers takes
+/// some milliseconds. A way that does not costs a measurement 1.5 s. A recovery waits for it.
 const NEW_LIMIT: Duration = Duration::from_secs(2);
 
 /// The ways of pairs of nodes, as they were measured or used in this process' life.
@@ -52,10 +52,10 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    /// The nodes to try for a rank: its own, then the others that live, each rank from another one
-    /// on, so that the ranks of a lost node are shared out. Those that do not answer come last: a
-    /// frozen machine takes a connection, and says nothing for [`OPEN_LIMIT`]. Before them come
-    /// those that leave, and those that lose workers again and again.
+    /// The nodes to try for a rank: its own, then the others that live. Each rank begins at another
+    /// one of them, so that the ranks of a lost node are shared out. Nodes that do not answer come
+    /// last: a frozen machine takes a connection, and says nothing for [`OPEN_LIMIT`]. Before them
+    /// come nodes that leave, and nodes that lose workers again and again.
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());

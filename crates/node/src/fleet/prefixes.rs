@@ -1,4 +1,4 @@
-//! Which replica has read which beginnings of prompts.
+//! The beginnings of prompts that each replica has read.
 //!
 //! An entry remembers what it sent where, in blocks of [`BLOCK`] tokens. It does not know what a
 //! replica's cache still has, nor what other entries sent: a wrong guess costs the reading of a
@@ -15,8 +15,8 @@ pub(crate) const BLOCK: usize = paceline_tensor::PAGE;
 /// count as equal.
 const BLOCKS_OF_ONE: usize = 1024;
 
-/// Most blocks that are remembered: 4,096 requests of 1,024 tokens. Full, that is about 4 MB: 24
-/// bytes for the key and the number in a tree that is half empty, and as much in the queue.
+/// Most blocks that are remembered: 4,096 requests of 1,024 tokens. Full, that is about 4 MB. The
+/// key and the number take 24 bytes in a tree that is half empty, and as much in the queue.
 const BLOCKS_MAX: usize = 65_536;
 
 /// FNV-1a's offset and prime for 64 bits, here over tokens and not bytes. Source: RFC 9923. Equal

@@ -38,9 +38,9 @@ const TOLD_LIMIT: Duration = Duration::from_secs(2);
 /// A way of loading a model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Proposal {
-    /// Names of its nodes, the owner first: what [`Ask::nodes`] takes.
+    /// Names of its nodes, the owner first, as [`Ask::nodes`] takes them.
     pub nodes: Vec<String>,
-    /// How the model is cut: what [`Ask::split`] takes.
+    /// How the model is cut, as [`Ask::split`] takes it.
     pub split: String,
     /// Tokens a second of one answer alone.
     pub decode_tok_s: f64,
@@ -135,9 +135,9 @@ impl Inner {
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }
 
-    /// Living nodes that compute as this one does and do not leave, this one first, then those that
-    /// are reached best; of those that are reached alike, the one with the most memory. Also which
-    /// were left out.
+    /// Living nodes that compute as this one does and do not leave. This one is first, then the
+    /// nodes that are reached best. Of nodes that are reached alike, the one with the most memory
+    /// comes first. Also returns which were left out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
         let own = all

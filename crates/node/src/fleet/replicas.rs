@@ -5,9 +5,9 @@
 //!                └──────────────▶ entry of replica 2 ──▶ its owner
 //! ```
 //! Each request goes to one replica: [`choose`] says which. The entry of a replica that is lost, or
-//! that recovers, hands its open requests to the other replicas, which go on behind the tokens that
-//! the client has. What lies with a request (its journal, the stored response that it follows) is
-//! kept by this node for all replicas, so a client that comes back finds it whichever answers.
+//! that recovers, hands its open requests to the other replicas. These go on behind the tokens that
+//! the client has. This node keeps the data of a request (its journal, the stored response that it
+//! follows) for all replicas. So a client that comes back finds it whichever answers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

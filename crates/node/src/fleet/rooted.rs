@@ -4,7 +4,7 @@
 //! weights/SHA256 -> {"bytes":N,"header":N,"root":"..","by":"node","signature":{..}}
 //! ```
 //! The hub gives a file's SHA-256 only, which says nothing of a part. The node that has the file,
-//! and has checked it, computes the root and signs it: every other one fetches ranges from
+//! and has checked it, computes the root and signs it. Every other node fetches ranges from
 //! whichever node has them, and checks each by the root.
 
 use paceline_cluster::nodes::agent::Agent;
@@ -36,7 +36,7 @@ pub(super) fn key(sha256: &str) -> Key {
     Key::Named(format!("weights/{sha256}"))
 }
 
-/// What is signed: the file, its length, and its root.
+/// The signed message: the file, its length, and its root.
 fn message(sha256: &str, (bytes, header): (u64, u64), root: &str) -> Vec<u8> {
     format!("paceline weights 1\n{sha256}\n{bytes}\n{header}\n{root}\n").into_bytes()
 }

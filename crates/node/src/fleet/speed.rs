@@ -1,4 +1,4 @@
-//! How fast this machine reads memory and computes, measured once, for nodes that plan.
+//! This machine's speed of reading memory and computing, measured once, for nodes that plan.
 
 use std::io;
 use std::sync::{Arc, Mutex};

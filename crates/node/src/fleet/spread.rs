@@ -1,9 +1,9 @@
 //! Replicas over the nodes that live: placements with predictions, and whether memory has room for
 //! all of them together.
 //!
-//! A replica has as many nodes as `--nodes N` says, or an equal share of the named ones. What it
-//! needs of each node is the forecast's for the first group of nodes; [`deal`](super::deal) decides
-//! by that. Weights of what is loaded already count as taken.
+//! A replica has as many nodes as `--nodes N` says, or an equal share of the named ones. Its needs
+//! of each node are the forecast's for the first group of nodes; [`deal`](super::deal) decides by
+//! that. Weights of what is loaded already count as taken.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -68,8 +68,8 @@ impl Inner {
         Ok((proposals.into_iter().map(|it| it.1).collect(), notes))
     }
 
-    /// Groups of nodes with what is predicted of them, the fastest first, for replicas of any of
-    /// these numbers of nodes; and why there are no others.
+    /// Groups of nodes with what is predicted of them, the fastest first. They are for replicas of
+    /// any of these numbers of nodes. Also returns why there are no others.
     fn spread_over(
         &self,
         ask: &Ask,

@@ -1,11 +1,12 @@
-//! Records of the shared map that nobody needs any more, which are removed: the map is bounded.
+//! Removes records of the shared map that no node needs any more: the map is bounded.
 //!
 //! - `weights/SHA256` and `hub/SHA256`, roots and origins of files that no instance wants and no
 //!   node that lives has. A node that comes back with the file tells them again when it loads it.
 //! - Reports on instances that are unloaded.
 //!
 //! The first node that lives looks some times an hour. A record goes only if it was as useless, and
-//! the same write, at the look before: a load tells roots first and is wanted a moment later.
+//! the same write, at the look before. A load tells roots first, and its record is wanted a moment
+//! later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, TryLockError};

@@ -1,4 +1,4 @@
-//! What a node gives of models to others: whole files, and files of which parts are here.
+//! Models that a node gives to others: whole files, and files of which parts are here.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,4 +1,4 @@
-//! Which node has what of which model, what its disk may hold, and what is removed on demand.
+//! The stores of models on all nodes: their contents, their limits, and removal on demand.
 //!
 //! ```text
 //! asker -> stores: "List", {"Remove":"name"} or {"Has":["SHA256",..]}
@@ -36,10 +36,10 @@ const ADVICE_MAX: usize = 3;
 /// How often it is told how far copies are.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 
-/// What a node has of a model.
+/// A model, or a part of it, on a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holding {
-    /// What its user calls the model.
+    /// The model's name, as its user gave it.
     pub name: String,
     /// Length of its files.
     pub bytes: u64,
@@ -67,7 +67,7 @@ pub struct Holding {
 pub struct Store {
     /// The node's name.
     pub node: String,
-    /// What it has, by name.
+    /// Its models, by name.
     pub models: Vec<Holding>,
     /// Bytes that its disk has free.
     pub free_bytes: Option<u64>,
@@ -78,7 +78,7 @@ pub struct Store {
     pub problem: Option<String>,
 }
 
-/// What became of a node's copy.
+/// The outcome of a node's copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Outcome {
     /// The node's name.
@@ -255,7 +255,7 @@ fn copies_in(folder: &Path) -> Vec<Holding> {
 }
 
 impl Inner {
-    /// What this node has.
+    /// The models of this node.
     pub(super) fn own_store(&self) -> Store {
         let store = &self.spec.store;
         let mut models = all(store, &self.copies.folder, &used(&self.agent));
@@ -383,7 +383,7 @@ impl Inner {
 }
 
 impl Fleet {
-    /// What each node that lives has, this one first.
+    /// The models of each node that lives, this one first.
     pub fn stores(&self) -> Vec<Store> {
         let inner = &self.inner;
         let nodes = inner.nodes_named(&[]).unwrap_or_default();

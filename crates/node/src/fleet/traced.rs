@@ -1,4 +1,4 @@
-//! Where the time of an answer of a loaded model goes: its owner traces it, whichever node asks.
+//! Traces of an answer of a loaded model: the owner traces it, whichever node asks.
 
 use std::sync::Arc;
 use std::time::Duration;

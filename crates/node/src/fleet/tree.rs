@@ -1,8 +1,8 @@
 //! The hash tree of a model's file: which bytes are the right ones, range by range.
 //!
 //! A file's root is its BLAKE3 hash, as `b3sum` prints it. The leaves here are *groups* of a power
-//! of two of bytes, each the root of the subtree below it: whoever trusts the root can check the
-//! list of leaves at once, and then each group by itself, in any order.
+//! of two of bytes, each the root of the subtree below it. A node that trusts the root can check
+//! the list of leaves at once. Then it can check each group by itself, in any order.
 //!
 //! ```text
 //!                 root                  signed into the shared map
@@ -20,8 +20,8 @@ use std::ops::Range;
 use blake3::hazmat::{HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 use blake3::{Hash, Hasher};
 
-/// Smallest group. A split cuts every matrix once or twice, and each cut costs half a group: with
-/// 64 KiB some 10 MB of a model of 150 matrices.
+/// Smallest group. A split cuts every matrix once or twice, and each cut costs half a group. With
+/// 64 KiB these are some 10 MB of a model of 150 matrices.
 const GROUP_BYTES_MIN: u64 = 64 << 10;
 
 /// Most groups of a file: 8 MiB of leaves, for files from 16 GiB on.
@@ -55,7 +55,7 @@ impl Groups {
         self.bytes.div_ceil(self.each).max(1)
     }
 
-    /// The groups that a range of bytes touches; what lies outside of the file is left out.
+    /// The groups that a range of bytes touches; bytes outside of the file are left out.
     pub(crate) fn around(self, range: &Range<u64>) -> Range<u64> {
         let end = range.end.min(self.bytes);
         if range.start >= end {

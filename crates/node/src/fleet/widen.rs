@@ -1,4 +1,4 @@
-//! Nodes that come, or come back, are used at the next quiet moment.
+//! Gives instances new nodes, or nodes that came back, at the next quiet moment.
 //!
 //! ```text
 //! a node dies      its ranks run on the nodes that are left    it comes back, or an idle one is
@@ -32,7 +32,7 @@ use crate::Instance;
 use crate::forecast::Forecast;
 use crate::forecast::across::Machine;
 
-/// How long no request is open before a placement changes: the next question of a chat may take
+/// How long no request is open before a placement changes. The next question of a chat may take
 /// longer, and then it waits for a hand-over.
 const QUIET: Duration = Duration::from_secs(10);
 
@@ -145,8 +145,8 @@ impl Inner {
         answering.collect()
     }
 
-    /// Nodes that could compute an instance in place of those that do: a rank's own node that is
-    /// back, an idle one in place of one that is dead, or as many as were asked for.
+    /// Nodes that could compute an instance in place of its present nodes. A rank's own node may be
+    /// back, an idle node may replace a dead one, or fewer nodes compute than were asked for.
     fn chance(
         &self,
         owned: &Owned,

@@ -1,5 +1,5 @@
-//! Forecast of a split over several machines: this machine's measured kernels, scaled by how fast
-//! the others read memory and compute, and the measured ways between them.
+//! Forecast of a split over several machines. It takes this machine's measured kernels, scaled by
+//! how fast the others read memory and compute, and the measured ways between them.
 
 use paceline_model::{Config, Split};
 use paceline_plan::{

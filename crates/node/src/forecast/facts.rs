@@ -1,4 +1,4 @@
-//! What was measured and learned, in `measured.json` of paceline's home.
+//! Measured and learned facts, in `measured.json` of paceline's home.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -18,8 +18,9 @@ const VERSION: u32 = 7;
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
 
-/// A run that is further off than this from what facts alone predict casts doubt on them: what the
-/// bars of the project allow. The host may have given less while they were measured, or less now.
+/// A run that is further off than this from what facts alone predict casts doubt on them. The bars
+/// of the project allow as much. The host may have given less while they were measured, or less
+/// now.
 const DOUBT: f64 = 0.2;
 
 /// How much of a new ratio goes into the kept one: half, so that one disturbed run does not decide.
@@ -63,7 +64,7 @@ pub(super) fn key(setting: Setting<'_>) -> String {
 }
 
 impl Facts {
-    /// What is kept under `home`; nothing when there is no such file, or one that does not read.
+    /// The facts under `home`; nothing when there is no such file, or one that does not read.
     pub(super) fn load(home: &Path) -> Self {
         let path = home.join("measured.json");
         let text = std::fs::read(&path).unwrap_or_default();

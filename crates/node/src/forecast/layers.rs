@@ -1,5 +1,5 @@
-//! Packs what a probe measures: a rank's part of the matrices of some layers, as the model packs
-//! and multiplies them.
+//! Packs the weights that a probe measures: a rank's part of the matrices of some layers, as the
+//! model packs and multiplies them.
 //!
 //! Of each kind of layer that the model has at least one is packed. A layer with experts has as
 //! many of them as a row uses, from all over the layer, which is what a decoding step reads.
@@ -16,8 +16,8 @@ use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
 use super::{Result, Setting};
 use crate::Error;
 
-/// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
-/// cache of the machines at hand (32 MiB), so that they come from where the model's would.
+/// Bytes of weights that are packed for a probe, or all of a smaller model. This is several times
+/// the last cache of the machines at hand (32 MiB). So they come from where the model's would.
 const PROBED_BYTES: u64 = 160 << 20;
 
 /// Products with one input.
@@ -34,7 +34,7 @@ impl Job {
         self.matrices.iter().map(|(_, matrix)| matrix.rows()).sum()
     }
 
-    /// One job for each width of `matrices`.
+    /// A job for each width of `matrices`.
     fn by_width(matrices: Vec<Packed>) -> Vec<Self> {
         let mut jobs: Vec<Self> = Vec::new();
         for matrix in matrices {
@@ -51,7 +51,7 @@ impl Job {
     }
 }
 
-/// Half of a layer: what comes before its sum over ranks, and that.
+/// Half of a layer: the operations before its sum over ranks, and that sum.
 pub(super) struct Half {
     pub(super) jobs: Vec<Job>,
     /// Each root of this rank's leaves; no matrices where experts are summed.
@@ -86,7 +86,7 @@ impl Layer {
     }
 }
 
-/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
+/// Weights that are read in turn, as a step reads them. Measured alone, a head that fits in the
 /// last cache would be faster than it ever is between layers.
 pub(super) struct Weights {
     pub(super) layers: Vec<Layer>,
@@ -131,7 +131,8 @@ impl Weights {
     }
 }
 
-/// What makes a layer's matrices: layers that differ in nothing else take equally long.
+/// The properties that make a layer's matrices: layers that differ in nothing else take equally
+/// long.
 fn kind(layer: &LayerShape) -> LayerShape {
     LayerShape {
         window: None,
@@ -142,9 +143,9 @@ fn kind(layer: &LayerShape) -> LayerShape {
     }
 }
 
-/// Layers of a shard that are probed, each with how many it stands for: as many of the first as
-/// [`PROBED_BYTES`] allows for all stages, at least one, and the first of each other kind. Ranks of
-/// a stage choose the same.
+/// Layers of a shard that are probed, each with how many it stands for. They are as many of the
+/// first as [`PROBED_BYTES`] allows for all stages, at least one, and the first of each other kind.
+/// Ranks of a stage choose the same.
 fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64)> {
     let most = (PROBED_BYTES / shard.stages as u64) as f64;
     let of = |index: usize| kind(&config.layers[index]);
@@ -168,7 +169,7 @@ fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64
         .collect()
 }
 
-/// What packs a rank's part of a model as the model does.
+/// Packs a rank's part of a model as the model does.
 struct Packing<'a> {
     setting: Setting<'a>,
     kernels: &'a Kernels,
@@ -176,8 +177,9 @@ struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// What `cut` makes of a tensor that has the rows and columns up to `least`. Gives the file's
-    /// pages back, as the model's loader does: a probe is to need no more memory than the model.
+    /// The result of `cut` on a tensor that has the rows and columns up to `least`. Gives the
+    /// file's pages back, as the model's loader does: a probe is to need no more memory than the
+    /// model.
     fn packed<T>(
         &self,
         role: Role,
@@ -427,7 +429,7 @@ impl Packing<'_> {
 }
 
 /// How many of a rank's `own` routed experts are packed, and how many a rank has of a row's on
-/// average over these: all of a row's by one rank, and by several their part in whole experts, of
+/// average over these. One rank has all of a row's. Several have their part in whole experts, of
 /// which the shared one counts as many as it is wide.
 fn some_of(of: Experts, ranks: usize, own: usize) -> (usize, f64) {
     if ranks == 1 {

@@ -1,5 +1,5 @@
-//! Measures what a token costs one rank on this machine: the products of some of a model's own
-//! layers, the operations around them, attention and the output head.
+//! Measures the cost of a token for a rank on this machine. It covers the products of some of a
+//! model's own layers, the operations around them, attention and the output head.
 //!
 //! A probe takes a few tenths of a second. It runs the kernels that a step runs, in its order,
 //! on weights of the file; it does not run the model.
@@ -29,36 +29,37 @@ const PROMPT_ROWS: usize = 64;
 const FEW_ROWS: usize = 8;
 
 /// Positions of the two attention probes; their difference is the price of a key. So many keys of
-/// all probed layers are more than the last cache holds (SmolLM2 47 MB, Gemma 3 270M 37 MB), as
-/// those of a long answer are: hot in cache a key of SmolLM2 took half as long as it does at 7,900.
+/// all probed layers are more than the last cache holds (SmolLM2 47 MB, Gemma 3 270M 37 MB). The
+/// keys of a long answer are more too: hot in cache a key of SmolLM2 took half as long as it does
+/// at 7,900.
 const POSITIONS: [usize; 2] = [64, 2048];
 
-/// Most passes of each measurement, of which the mean counts: what runs beside this now will run
-/// beside the model too, and take as large a part of its time.
+/// Most passes of each measurement, of which the mean counts. Programs that run beside this now
+/// will run beside the model too, and take as large a part of its time.
 pub(super) const PASSES: usize = 64;
 
-/// A measurement ends after the pass in which this time is over: the portable kernels are a hundred
-/// times slower than others, and whoever uses them waits for an answer too.
+/// A measurement ends after the pass in which this time is over. The portable kernels are a hundred
+/// times slower than others, and their users wait for an answer too.
 pub(super) const ENOUGH: Duration = Duration::from_millis(200);
 
-/// What was measured, in seconds; for one kernel class and number of threads.
+/// Measured times in seconds, for one kernel class and number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Measured {
     /// A layer's products for one row.
     pub(super) products: f64,
-    /// What else a layer costs for one row, without its keys.
+    /// The rest of a layer's cost for one row, without its keys.
     pub(super) other: f64,
-    /// One key in one layer that attends.
+    /// A key in one layer that attends.
     pub(super) key: f64,
     /// The output head's product for one row.
     pub(super) head: f64,
-    /// What a step costs besides: the last norm, the token chosen from the logits.
+    /// The rest of a step: the last norm, the token chosen from the logits.
     pub(super) step: f64,
     /// A layer's products but for experts', for each of [`FEW_ROWS`] rows together.
     pub(super) few_row: f64,
     /// The same for a row of a prompt.
     pub(super) prompt_row: f64,
-    /// What experts take of a layer's products for one row; 0 without experts.
+    /// The experts' part of a layer's products for one row; 0 without experts.
     pub(super) experts: f64,
     /// The experts of a row in a layer, where each has [`FEW_ROWS`] rows.
     pub(super) few_expert: f64,
@@ -95,8 +96,9 @@ impl Measured {
     }
 }
 
-/// Seconds for each of `rows` rows, from those of one, of each of [`FEW_ROWS`] and of a prompt: all
-/// rows in proportion between what was measured, and as in a prompt beyond.
+/// Seconds for each of `rows` rows, from the times of one, of each of [`FEW_ROWS`] and of a prompt.
+/// The time of all rows is in proportion between measured numbers of rows, and as in a prompt
+/// beyond.
 fn between([one, few, many]: [f64; 3], rows: f64) -> f64 {
     let (few_rows, many_rows) = (FEW_ROWS as f64, PROMPT_ROWS as f64);
     let (few, prompt) = ((few_rows, few_rows * few), (many_rows, many_rows * many));
@@ -163,8 +165,8 @@ impl<'a> Probe<'a> {
         })
     }
 
-    /// Measures what decoding takes, and takes rows together to be no cheaper. Half of it in a
-    /// thread of its own, as a model has one: threads stay where they are, and the host does not
+    /// Measures the times of decoding, and takes rows together to be no cheaper. Half of it runs in
+    /// a thread of its own, as a model has one. Threads stay where they are, and the host does not
     /// lend all cores alike (one thread 25 % below another for a minute was seen).
     ///
     /// # Errors
@@ -239,8 +241,8 @@ pub(super) fn timed(f: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// What `f` measures: the mean of each of its figures over as many passes as [`ENOUGH`] allows,
-/// after one to warm up.
+/// The mean of each figure that `f` measures, over as many passes as [`ENOUGH`] allows, after one
+/// to warm up.
 fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     let began = Instant::now();
     let (first, mut passes) = (f(), Vec::new());
@@ -268,7 +270,7 @@ impl Took {
     }
 }
 
-/// What products of a width read.
+/// The input of products of a width.
 struct Input {
     /// Columns, and those of a leaf.
     of: (usize, usize),
@@ -283,7 +285,7 @@ pub(super) struct Step<'k> {
     attention: LayerShape,
     /// The residual's first.
     inputs: Vec<Input>,
-    /// What products give.
+    /// Output of products.
     room: Vec<f32>,
     /// A row each, of the widest input.
     wide: [Vec<f32>; 3],
@@ -372,7 +374,7 @@ impl<'k> Step<'k> {
         &mut self.logits[..n]
     }
 
-    /// What comes before the head and after it.
+    /// Runs the operations before the head and after it.
     fn last(&mut self) {
         self.norm();
         let greedy = SamplingParams::default();
@@ -429,9 +431,9 @@ impl<'k> Step<'k> {
         }
     }
 
-    /// The products of `layers` for `rows` rows, what experts do with theirs, and `between`, which
-    /// comes after each half of a layer with the room of its sum, in which this rank's roots are.
-    /// Every expert has all rows. Seconds of a mean layer.
+    /// Computes the products of `layers` for `rows` rows, and those of experts. Calls `between`
+    /// after each half of a layer with the room of its sum, in which this rank's roots are. Every
+    /// expert has all rows. Returns the seconds of a mean layer.
     pub(super) fn products(
         &mut self,
         layers: &[Layer],
@@ -599,7 +601,7 @@ fn attending(config: &Config) -> Result<LayerShape> {
     })
 }
 
-/// One for each width that products of `layers` read, and for the residual.
+/// An input for each width that products of `layers` read, and for the residual.
 fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
     let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
     let jobs = layers.iter().flat_map(Layer::jobs).map(|job| job.input);

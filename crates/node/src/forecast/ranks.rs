@@ -1,5 +1,5 @@
-//! Measures what ranks on this machine cost each other, between threads that compute and exchange
-//! as ranks do. What else runs takes its part of the cores here as it will there.
+//! Measures the cost of ranks to each other on this machine, between threads that compute and
+//! exchange as ranks do. Other programs take their part of the cores here as they will there.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub(super) struct Wire {
     pub(super) wake: f64,
 }
 
-/// What ranks take that have a part each of every matrix, in seconds.
+/// Seconds that ranks take which have a part each of every matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Together {
     /// A layer's products by one, while the others compute theirs.
@@ -43,8 +43,8 @@ pub(super) struct Together {
     pub(super) synced: f64,
     /// The ranks' parts of the head, and bringing their logits together.
     pub(super) head: f64,
-    /// A whole layer's products by a rank whose turn it is while the others wait for theirs: those
-    /// of a pipeline, whose cores and caches the host lends to others meanwhile.
+    /// A whole layer's products by a rank whose turn it is while the others wait for theirs. Such
+    /// ranks are those of a pipeline, whose cores and caches the host lends to others meanwhile.
     pub(super) turns: f64,
     /// From the end of a rank's turn to the next one's start.
     pub(super) hop: f64,
@@ -79,8 +79,8 @@ pub(super) struct Splits {
 }
 
 impl Splits {
-    /// Those over two and more ranks, as far as there are heads and layers to share. For more
-    /// ranks, what the most measured is taken.
+    /// Splits over two and more ranks, as far as there are heads and layers to share. More ranks
+    /// count as the most that were measured.
     pub(super) fn up_to(nodes: u32, config: &Config) -> impl Iterator<Item = Self> {
         let split = |kind, ranks| Split::plan(config, kind, ranks, &[]).ok();
         (2..=nodes).map_while(move |ranks| {
@@ -152,9 +152,10 @@ impl<'a> Team<'a> {
     }
 }
 
-/// Seconds of a layer without exchanges, of one with them, of the head and bringing its logits
-/// together, of one of this rank's own when it is its turn, of that turn, and until all had theirs;
-/// until the first rank says that it is enough.
+/// Measures passes until the first rank says that it is enough. Returns seconds of a layer without
+/// exchanges, of a layer with them, and of the head with bringing its logits together. The other
+/// three are of turns: of one of this rank's own layers in its turn, of that turn, and until all
+/// had theirs.
 fn passes(
     group: &dyn Group,
     member: &Member,
@@ -288,7 +289,7 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(60))
 }
 
-/// What `run` gives at each of so many ranks, threads of this process.
+/// The results of `run` at each of so many ranks, threads of this process.
 fn joined<T: Send>(
     ranks: usize,
     backend: Backend,

@@ -5,7 +5,7 @@
 //!                                  ^        |                 --> workers of both: pages, links
 //!  workers of both, news of both --+        '--> the decoding ranks' thread: the request
 //! ```
-//! The ranks for prompts are an [`Instance`] too, with a supervisor of its own: a rank that is lost
+//! The ranks for prompts are an [`Instance`] too, with a supervisor of its own. A rank that is lost
 //! there is started again, and costs the decoding ranks nothing.
 
 use std::collections::HashMap;
@@ -52,7 +52,7 @@ pub(crate) enum Side {
     There,
 }
 
-/// What the thread hears.
+/// A message to the thread.
 pub(super) enum Signal {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
     Cancel(Ticket),
@@ -224,7 +224,7 @@ impl Prompts {
         lock(&self.view).held
     }
 
-    /// What they execute, on nodes behind the `first` that decode.
+    /// The pipeline that reads prompts, on nodes behind the `first` that decode.
     pub(super) fn pipeline(&self, first: usize) -> Pipeline {
         let mut pipeline = self.instance.placement().replicas.swap_remove(0);
         let stages = pipeline.stages.iter_mut();

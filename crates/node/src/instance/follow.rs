@@ -1,8 +1,9 @@
 //! Has the shares of an instance's ranks follow what the ranks take.
 //!
-//! While answers are computed every rank is asked once a second what its steps took. What follows
-//! from that is [`paceline_plan::follow`]'s to say; here are the questions, and the ways: the split
-//! that was asked for, and splits that give one rank less, which are tried in no other case.
+//! While answers are computed every rank is asked once a second what its steps took.
+//! [`paceline_plan::follow`] draws the conclusions. This module asks the questions, and has the
+//! ways. They are the split that was asked for, and splits that give one rank less, which are tried
+//! in no other case.
 
 use std::time::Duration;
 
@@ -83,11 +84,11 @@ pub(super) struct Follower {
     follow: Follow,
     /// When the ranks were asked last.
     asked: Duration,
-    /// What each rank said last, and at the look before.
+    /// The last report of each rank, and its report at the look before.
     told: Vec<Option<Busy>>,
     before: Vec<Option<Busy>>,
     epoch: u64,
-    /// What the last start of an epoch took.
+    /// Duration of the last start of an epoch.
     change: Duration,
 }
 
@@ -174,7 +175,7 @@ mod tests {
         follower
     }
 
-    /// What comes of looks at which each rank has computed ten more steps of so many ms.
+    /// The moves after looks at which each rank has computed ten more steps of so many ms.
     fn looks(follower: &mut Follower, (epoch, ms): (u64, [u64; 2]), n: u64) -> Vec<Option<Move>> {
         let look = |look: u64| {
             let busy = |ms: u64| Busy {

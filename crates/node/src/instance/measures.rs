@@ -1,5 +1,5 @@
-//! What the ranks of an instance tell when they are asked: what they moved and chose, and what they
-//! recorded.
+//! Measurements that the ranks of an instance tell when they are asked: bytes moved, experts
+//! chosen, and recordings.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
@@ -33,7 +33,8 @@ pub(super) struct Measured {
 }
 
 impl Instance {
-    /// What all ranks together have moved so far; `None` when one does not say within a second.
+    /// Bytes that all ranks together have moved so far; `None` when one does not say within a
+    /// second.
     pub fn moved(&self) -> Option<Moved> {
         let ranks = self.measure(MEASURE_LIMIT)?;
         let now = ranks.into_iter().map(|rank| rank.moved).sum();
@@ -41,8 +42,8 @@ impl Instance {
         Some([before, now].into_iter().sum())
     }
 
-    /// How often the experts of each layer were chosen since the weights were loaded; none without
-    /// experts, or when a rank does not say within a second.
+    /// How often the experts of each layer were chosen since the weights were loaded. There are
+    /// none without experts, or when a rank does not say within a second.
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
         let ranks = self.measure(MEASURE_LIMIT).unwrap_or_default().into_iter();
         let mut uses: Vec<ExpertUses> = ranks.flat_map(|rank| rank.uses).collect();
@@ -96,7 +97,7 @@ impl Instance {
         &self.shared.traces
     }
 
-    /// Ends a trace; what each rank recorded, in rank order. Blocks for up to 20 s.
+    /// Ends a trace; returns the recordings of each rank, in rank order. Blocks for up to 20 s.
     ///
     /// # Errors
     /// [`Error::NotTraced`] when a rank did not tell, as after a failure in the meantime.

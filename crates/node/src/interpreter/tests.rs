@@ -260,7 +260,7 @@ fn peak_bytes(id: u32) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// What became of a template, and at what cost.
+/// The outcome of a template, and its cost.
 #[cfg(target_os = "linux")]
 #[derive(Default)]
 struct Trial {

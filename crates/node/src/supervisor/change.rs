@@ -27,7 +27,7 @@ pub struct Change {
 }
 
 impl Change {
-    /// One line for people.
+    /// The change as a line for people.
     pub fn line(&self) -> String {
         let Self { from, to, .. } = self;
         let (measured, expected) = (self.measured, self.expected);

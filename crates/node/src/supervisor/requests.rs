@@ -53,7 +53,7 @@ impl Requests {
     }
 }
 
-/// What becomes of a request that comes now.
+/// The treatment of a request that comes now.
 enum Door {
     Open,
     /// The split is being changed, or answers wait to go on.
@@ -210,7 +210,8 @@ impl Supervisor {
         }
     }
 
-    /// An epoch begins, which has no request yet: what ends it before says nothing about them.
+    /// An epoch begins, which has no request yet. A failure that ends it before says nothing about
+    /// requests.
     pub(super) fn rest(&mut self, now: Duration) {
         for open in self.requests.0.values_mut() {
             if std::mem::take(&mut open.in_work) {

@@ -57,7 +57,7 @@ struct Worker {
     answers: BTreeMap<Ticket, usize>,
 }
 
-/// What happens at a time.
+/// An event that is planned for a time.
 #[derive(Clone, Debug)]
 enum Plan {
     /// A worker's message, if its process is the same by then.
@@ -95,7 +95,7 @@ impl Ord for Timed {
     }
 }
 
-/// What a caller has heard.
+/// The replies that a caller has heard.
 #[derive(Debug, Default)]
 struct Heard {
     tokens: usize,
@@ -118,7 +118,7 @@ struct World {
     last_ticket: u64,
     faults: bool,
     over: bool,
-    /// What was seen, over all seeds.
+    /// Situations that were seen, over all seeds.
     seen: BTreeSet<&'static str>,
 }
 

@@ -1,7 +1,8 @@
-//! Where the time of an instance's ranks goes while it computes for whoever asks: a short look.
+//! A short look at an instance's ranks: where their time goes while the instance computes for any
+//! client.
 //!
-//! A look begins and ends with steps of the leader: what it recorded of a step that began before,
-//! or ends after, is left out. So the parts of the look add up as those of an answer do.
+//! A look begins and ends with steps of the leader. Its records of a step that began before, or
+//! ends after, are left out. So the parts of the look add up as those of an answer do.
 
 use std::time::Duration;
 
@@ -138,7 +139,7 @@ impl RankLine {
 }
 
 impl Shares {
-    /// What took most of each piece of `within`.
+    /// The activity that took most of each piece of `within`.
     fn lane(&self, within: Interval) -> String {
         let (from, to) = within;
         if from >= to {

@@ -98,7 +98,7 @@ impl Epoch {
         }
     }
 
-    /// What the rank has sent so far.
+    /// The message with the rank's measurements so far.
     pub(super) fn measured(&self) -> FromWorker {
         FromWorker::Measured {
             moved: RankMoved::of(&*self.weights),
@@ -117,7 +117,7 @@ impl Epoch {
         sent.iter().map(|sent| sent.0).collect()
     }
 
-    /// What its steps computed for.
+    /// The message about the time of its steps.
     pub(super) fn busy(&self, epoch: u64) -> FromWorker {
         let links = self.weights.links();
         let busy = links.map(|links| links.progress.busy()).unwrap_or_default();

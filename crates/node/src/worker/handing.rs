@@ -7,8 +7,9 @@
 //! ```
 //!
 //! A page travels as it is kept on disk: header, bytes, SHA-256 of both. Each giver sends each
-//! taker the layers and heads that the taker holds, as [`handed`] says; a page is there when all
-//! givers have sent their part. What does not come in time is computed by the ranks that decode.
+//! taker the layers and heads that the taker holds, as [`handed`] says. A page is there when all
+//! givers have sent their part. Pages that do not come in time are computed by the ranks that
+//! decode.
 
 mod incoming;
 mod outgoing;
@@ -37,7 +38,7 @@ const MEET_LIMIT: Duration = Duration::from_secs(5);
 /// How often a giver that has nothing to send says so.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// Longest wait for a giver's next message: ten beats. One that is gone is found within 2 s.
+/// Longest wait for a giver's next message: ten beats. A giver that is gone is found within 2 s.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Longest time for a page of some 10 MB over a link of 10 Mbit/s.
@@ -111,8 +112,8 @@ pub(super) struct Giver {
 type Store = Option<Box<dyn PageStore>>;
 
 impl Handing {
-    /// The part that `job` gives a rank with these weights, and the store of its engine: with
-    /// pages that come before those of `disk`, or one that gives all away.
+    /// The part that `job` gives a rank with these weights, and the store of its engine. The store
+    /// has pages that come before those of `disk`, or it gives all away.
     ///
     /// # Errors
     /// [`Error::PromptsOnMlx`], whose pages lie in arrays of its own.
@@ -292,7 +293,7 @@ fn connect(
     Ok(())
 }
 
-/// What two ranks know of each other: the name of their group, and how it is protected.
+/// The facts that two ranks know of each other: the name of their group, and how it is protected.
 fn pair(round: &Round, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
     let mut id = round.group;
     for (byte, of) in id.iter_mut().zip([giver, taker]) {

@@ -1,4 +1,4 @@
-//! What open requests are called inside a leader's engine.
+//! Names of open requests inside a leader's engine.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,7 +20,7 @@ impl Tickets {
         lock(&self.0)
     }
 
-    /// Hands a request to the engine; what it says against it is told to the instance.
+    /// Hands a request to the engine; the engine's objections are told to the instance.
     pub(super) fn start(
         &self,
         channel: &Channel,

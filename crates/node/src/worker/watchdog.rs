@@ -1,4 +1,4 @@
-//! Whether a rank that computes goes on.
+//! Detects whether a rank that computes goes on.
 
 use std::time::{Duration, Instant};
 

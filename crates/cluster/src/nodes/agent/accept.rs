@@ -36,7 +36,7 @@ pub(super) struct Counts {
     pub(super) local: Arc<AtomicUsize>,
 }
 
-/// One of a bounded number of places; free again when dropped.
+/// A place of a bounded number; free again when dropped.
 pub(super) struct Place(Arc<AtomicUsize>);
 
 impl Place {

@@ -10,8 +10,8 @@
 //!   Hear(nonce)    listen for such datagrams            <- Said, later Heard
 //!   Bulk(bytes)    take and send back so many bytes     <- Segment
 //! ```
-//! A node that keeps data to one interface listens at that interface's address, and not at the one
-//! that its control session has: it names the address, as its workers do.
+//! A node that keeps data to one interface listens at that interface's address, and not at the
+//! control session's. It names the address, as its workers do.
 //!
 //! Nothing is changed on either machine. Each test has a deadline; all of them together take some
 //! ten seconds where everything is blocked.
@@ -181,7 +181,8 @@ impl Agent {
 }
 
 impl Inner {
-    /// Connects to a control port: what was found on the way, and the session if there is one.
+    /// Connects to a control port. Tells `found` the findings on the way; returns the session if
+    /// there is one.
     fn knock(&self, place: SocketAddr, found: &mut dyn FnMut(Finding)) -> Option<Session> {
         let seen: Mutex<Option<Hello>> = Mutex::default();
         let judge = |id, hello: &Hello| {
@@ -345,9 +346,9 @@ impl Inner {
         Ok((listener, addr))
     }
 
-    /// A data address of the peer as this machine reaches it. A link-local one needs an interface,
-    /// whose number is another one on each machine: the one that this node keeps data to, else that
-    /// of the channel.
+    /// A data address of the peer as this machine reaches it. A link-local address needs an
+    /// interface, whose number is another one on each machine. It is the interface that this node
+    /// keeps data to, else that of the channel.
     fn by_own_interface(
         &self,
         channel: &Channel,

@@ -28,7 +28,7 @@ const MAP_BYTES_MAX: u64 = 128 << 20;
 /// Longest file of former keys that is read.
 const FORMER_BYTES_MAX: u64 = 4096;
 
-/// Tries to take the lock, with pauses between them: a process that was just forked holds copies of
+/// Tries to take the lock, with pauses between them. A process that was just forked holds copies of
 /// its parent's files until it runs its own program.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -40,7 +40,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Those of the node whose home is `home`.
+    /// The folder of the node whose home is `home`.
     pub(super) fn new(home: &Path) -> Self {
         Self {
             folder: home.join("node"),

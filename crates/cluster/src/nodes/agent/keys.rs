@@ -1,8 +1,8 @@
 //! API keys of all nodes, kept equal by the shared map.
 //!
 //! The file of each node and the map hold the same entries. A key that appears in the file is
-//! written to the map, a key that disappears from it is deleted there, and the other way round.
-//! The entries have hashes only; the agent does not look into them.
+//! written to the map. A key that disappears from it is deleted there. Changes of the map reach the
+//! file likewise. The entries have hashes only; the agent does not look into them.
 
 use std::collections::BTreeMap;
 use std::io;

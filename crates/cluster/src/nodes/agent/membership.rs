@@ -1,4 +1,4 @@
-//! Which cluster a node is in: invited, joined, left, forgotten; while it runs and at rest.
+//! The cluster that a node is in: invited, joined, left, forgotten; while it runs and at rest.
 
 use std::net::SocketAddr;
 use std::path::Path;

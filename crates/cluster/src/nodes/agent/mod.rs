@@ -13,13 +13,13 @@
 //! - [`Agent::write`], [`Agent::map`], [`Agent::watch`]: the map that all nodes share.
 //! - [`Agent::nodes`]: the cluster as this node sees it.
 //! - [`Agent::route`], [`Agent::measure`]: the measured ways between nodes.
-//! - [`Agent::examine`]: what keeps this node and another one apart.
-//! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: which cluster it is in.
+//! - [`Agent::examine`]: a diagnosis of why this node and another one do not reach each other.
+//! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: the cluster that it is in.
 //! - [`local`]: the socket by which the command line reaches the node of its home.
 //!
-//! Threads: a timer, an acceptor, one for beacons and files, one for the local socket, one that
-//! measures ways to other nodes, two for each link, one for each handshake, attempt and served
-//! channel. All have bounds and deadlines.
+//! Threads: a timer, an acceptor, a thread for beacons and files, a thread for the local socket,
+//! and one that measures ways to other nodes. There are two more for each link, and one for each
+//! handshake, attempt and served channel. All have bounds and deadlines.
 //!
 //! The agent knows nothing about models or instances. A crate above registers services and local
 //! commands, and reads [`placement`](super::placement) from the map.

@@ -60,10 +60,10 @@ impl Agent {
         lock(&self.inner.state).paths(from)
     }
 
-    /// Where `from` best connects to `to`, with `to`'s control port: over the preferred way that
-    /// `from` has measured, else back over the one that `to` has. Ways that either keeps apart from
-    /// data ([`Config::data_interface`](super::Config::data_interface)) are left out. `None` where
-    /// nothing was measured.
+    /// Where `from` best connects to `to`, with `to`'s control port. This is over the preferred way
+    /// that `from` has measured, else back over the one that `to` has. Ways that either keeps apart
+    /// from data ([`Config::data_interface`](super::Config::data_interface)) are left out. `None`
+    /// where nothing was measured.
     pub fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
         lock(&self.inner.state).route(from, to)
     }
@@ -74,8 +74,8 @@ impl Agent {
         self.measure_within(nodes, wanted, MEASURE_LIMIT + LIMIT * 3);
     }
 
-    /// As [`measure`](Self::measure), and waits for `limit` at most: what takes longer goes on, and
-    /// is told in the shared map.
+    /// As [`measure`](Self::measure), and waits for `limit` at most. Measurements that take longer
+    /// go on, and are told in the shared map.
     pub fn measure_within(&self, nodes: &[NodeId], wanted: Wanted, limit: Duration) {
         let own = self.id();
         thread::scope(|scope| {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::super::{pairing, session};
 
 /// How often the same refusal is told. At 130 bytes a line and seventeen lines for each of six
-/// causes, strangers write less than 14 KB an hour: of a log of 4 MiB they push nothing out within
+/// causes, strangers write less than 14 KB an hour. Of a log of 4 MiB they push nothing out within
 /// twelve days.
 const EVERY: Duration = Duration::from_secs(3600);
 

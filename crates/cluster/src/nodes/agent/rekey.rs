@@ -11,8 +11,8 @@
 //!
 //! Sessions go on: only handshakes use the key. Each node keeps the last [`FORMER_MAX`] keys to
 //! know nodes that were away, which must be members that it knows. Of two keys that were drawn at
-//! the same time the higher one stays. Its node draws one more if the other one's revocation was
-//! news to it, since it may have told the key to the node that is revoked there.
+//! the same time the higher one stays. Its node draws one more if the other key's revocation was
+//! news to it. It may have told the key to the node that is revoked there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -196,8 +196,8 @@ impl Inner {
         Some(OUTDATED.to_owned())
     }
 
-    /// Opens something at another node by `open`; again once this node has a newer key, where the
-    /// other one refuses the present key as outdated and hands the newer one over.
+    /// Opens something at another node by `open`. Where the other node refuses the present key as
+    /// outdated, it hands the newer key over. Then this function opens again with that key.
     pub(super) fn with_newest_key<T>(
         &self,
         deadline: Instant,
@@ -321,8 +321,8 @@ impl Inner {
         }
     }
 
-    /// Tells the node at a place the present key, over a session by whichever key it has; the count
-    /// of the key that it was told.
+    /// Tells the node at a place the present key, over a session by whichever key it has. Returns
+    /// the count of the key that it was told.
     fn hand_key_at(
         &self,
         place: SocketAddr,
@@ -429,8 +429,8 @@ impl Inner {
         let _ = channel.send(&[1]);
     }
 
-    /// Takes revocations in, then the key if it replaces the present one: whoever is revoked must
-    /// not get it from this node.
+    /// Takes revocations in, then the key if it replaces the present one: a revoked node must not
+    /// get it from this node.
     fn learn_key(
         self: &Arc<Self>,
         news: &News,

@@ -166,7 +166,7 @@ fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
     assert_eq!(nodes[2].agent.token(), old, "three is told nothing");
 }
 
-/// A member with a former key may hand a key over, and nothing else; no other node is told even the
+/// A member with a former key may hand a key over, and nothing else. No other node is told even the
 /// name of the node that answers.
 #[test]
 fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
@@ -649,8 +649,8 @@ fn two_nodes_that_reach_each_other_have_open_ports() {
     assert_eq!((found.len(), found[0].test), (1, Test::Address));
 }
 
-/// The loopback interface stands for an interface of data: data ports are at its first address,
-/// and the control ports are reached at another address of it.
+/// The loopback interface stands for an interface of data. Data ports are at its first address, and
+/// the control ports are reached at another address of it.
 #[test]
 fn data_ports_are_tested_at_the_interface_for_data() {
     if !cfg!(target_os = "linux") {

@@ -1,5 +1,5 @@
-//! Beacons, multicast DNS, changed addresses, and files that follow the state: all that comes
-//! around some times a second.
+//! Periodic work, some times a second: beacons, multicast DNS, changed addresses, and files that
+//! follow the state.
 
 use std::sync::Arc;
 use std::thread;
@@ -12,7 +12,7 @@ use super::super::mdns::Mdns;
 use super::super::member::{Event, Target};
 use super::{Discovery, Inner, keys, random};
 
-/// One round.
+/// Length of a round.
 const ROUND: Duration = Duration::from_millis(200);
 
 /// The map is saved at most this often.

@@ -1,4 +1,4 @@
-//! Whom to dial, and when again.
+//! The targets to dial, and the time of the next attempt for each.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,7 +12,7 @@ const TARGETS_MAX: usize = 2048;
 /// somebody repeats cost an attempt a second.
 const PAUSE_LONG: Duration = Duration::from_secs(1);
 
-/// Who may be dialled.
+/// A target that may be dialled.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Target {
     /// A node whose addresses are known from discovery or its facts.
@@ -26,7 +26,7 @@ struct Dial {
     /// When next; `None` while there is a session.
     at: Option<Duration>,
     pause: Duration,
-    /// Who answered there.
+    /// The node that answered there.
     id: Option<NodeId>,
 }
 

@@ -1,4 +1,4 @@
-//! What members say to each other over their sessions.
+//! The messages between members over their sessions.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,14 +11,14 @@ pub const RUMOURS_MAX: usize = 16;
 /// Most entries of the map in a message; further ones are not read.
 pub const ENTRIES_MAX: usize = 64;
 
-/// What is said of a node's life.
+/// News of a node's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rumour {
     /// Whose.
     pub id: NodeId,
     /// Which of its lives: it alone raises the number, to object.
     pub incarnation: u64,
-    /// What is said.
+    /// The state that it is said to have.
     pub life: Life,
 }
 
@@ -31,7 +31,7 @@ pub enum Message {
         seq: u64,
         /// Root of the sender's map.
         root: u64,
-        /// What the sender heard lately.
+        /// The news that the sender heard lately.
         rumours: Vec<Rumour>,
     },
     /// Yes.
@@ -40,7 +40,7 @@ pub enum Message {
         seq: u64,
         /// Root of the sender's map.
         root: u64,
-        /// What the sender heard lately.
+        /// The news that the sender heard lately.
         rumours: Vec<Rumour>,
     },
     /// Ask this node, which does not answer the sender.
@@ -50,19 +50,19 @@ pub enum Message {
     },
     /// Are you there, asks `asker`?
     PingFrom {
-        /// Who wants to know.
+        /// The node that wants to know.
         asker: NodeId,
     },
     /// `id` answered, for `asker`.
     Lives {
-        /// Who lives.
+        /// The node that lives.
         id: NodeId,
-        /// Who wanted to know.
+        /// The node that wanted to know.
         asker: NodeId,
     },
     /// News.
     Gossip {
-        /// What the sender heard.
+        /// The news that the sender heard.
         rumours: Vec<Rumour>,
     },
     /// The marks of all entries of the sender's map: send what is not among them.

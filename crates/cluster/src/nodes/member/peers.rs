@@ -1,4 +1,4 @@
-//! The other nodes as one sees them, and which of them lives.
+//! The other nodes as one node sees them, and which of them live.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -107,7 +107,7 @@ struct Ping {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers {
     peers: BTreeMap<NodeId, Peer>,
-    /// Who is to be pinged next, from the back.
+    /// The nodes that are to be pinged next, from the back.
     round: Vec<NodeId>,
 }
 
@@ -219,7 +219,7 @@ impl Peers {
         }
     }
 
-    /// Something came from a node: it answered whatever it was asked.
+    /// Something came from a node: it answered all questions.
     pub(super) fn heard(&mut self, id: NodeId) {
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.ping = None;
@@ -300,7 +300,7 @@ impl Peers {
         self.peers.values().filter_map(of).min()
     }
 
-    /// Takes a rumour in; what the node's life is now, if that changed.
+    /// Takes a rumour in. Returns the node's life now, if that changed.
     pub(super) fn hear(&mut self, rumour: Rumour, now: Duration) -> Option<Life> {
         let news = 3 + self.scale();
         let peer = self.peers.get_mut(&rumour.id)?;
@@ -320,7 +320,7 @@ impl Peers {
         changed.then_some(rumour.life)
     }
 
-    /// What is new, the newest first, for one message.
+    /// The news for one message, the newest first.
     pub(super) fn rumours(&mut self) -> Vec<Rumour> {
         let mut fresh: Vec<(u32, NodeId)> = self
             .peers

@@ -1,4 +1,4 @@
-//! One member, stepped by hand; whole clusters of them are in the crate `sim`.
+//! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
 use super::super::{Identity, InstanceId, Stamp};
 use super::*;

@@ -159,7 +159,7 @@ fn a_refused_peer_that_leaves_early_is_refused_by_name() {
     assert_eq!(accepted.unwrap_err().to_string(), "refused one: gone");
 }
 
-/// A listener that `bytes` come to; what it said.
+/// Sends `bytes` to a listener; returns what it said.
 fn answer_to(bytes: &[u8]) -> (Outcome, Vec<u8>) {
     let side = Side::new("one", 7);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -209,7 +209,8 @@ fn strangers_are_told_nothing() {
     }
 }
 
-/// Whoever records a handshake and sends it again gets one message that he cannot read.
+/// An eavesdropper that records a handshake and sends it again gets one message that it cannot
+/// read.
 #[test]
 fn a_replayed_handshake_makes_no_session() {
     let side = Side::new("two", 7);

@@ -1,4 +1,4 @@
-//! Grammars of calls: what a family's reader takes for a call passes, and nothing else does.
+//! Grammars of calls: text that a family's reader takes for a call passes, and nothing else does.
 
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tools::{CallGrammar, CallRules, Event, Family, ReaderOptions, Syntax};
@@ -182,8 +182,8 @@ const ENDS: [&str; 6] = [
     "\"}",
 ];
 
-/// The next byte or control token: what was begun goes on, else chance decides; marks are likelier,
-/// since texts go on for ever when each byte is as probable as the others.
+/// The next byte or control token. An ending that was begun goes on; else chance decides. Marks are
+/// likelier, since texts go on for ever when each byte is as probable as the others.
 fn choose(allowed: &[u32], begun: &mut Vec<u8>, state: &mut u64) -> u32 {
     if begun.is_empty() && draw(state, 8) == 0 {
         *begun = ENDS[draw(state, ENDS.len())].bytes().rev().collect();

@@ -33,9 +33,9 @@ const REFUSED: [(&str, usize); 14] = [
     ("uniqueItems", 3),
 ];
 
-/// Most schemas that are refused, by keyword or by the compiler (references to other documents,
-/// `oneOf` and `patternProperties` that overlap, schemas without a valid document): counted on
-/// 2026-11-26 with `llguidance` 1.9.1.
+/// Most schemas that are refused, by keyword or by the compiler. Refused are references to other
+/// documents, `oneOf` and `patternProperties` that overlap, and schemas without a valid document.
+/// Counted on 2026-11-26 with `llguidance` 1.9.1.
 const MAX_REFUSED: usize = 207;
 
 /// Values with several spellings (JSON Schema core 4.2.2: numbers are compared as numbers, objects
@@ -53,8 +53,8 @@ const SPELT_OTHERWISE: [&str; 10] = [
     "integer type matches integers / a float with zero fractional part is an integer",
 ];
 
-/// Valid documents that are masked because no claim is made for them: formats are checked, which
-/// the specification allows (validation 7.2.1), and a dialect that `$schema` names is not fetched.
+/// Valid documents that are masked because no claim is made for them. Formats are checked, which
+/// the specification allows (validation 7.2.1). A dialect that `$schema` names is not fetched.
 const NOT_CLAIMED: [&str; 11] = [
     "date format / invalid date string is only an annotation by default",
     "date-time format / invalid date-time string is only an annotation by default",

@@ -1,4 +1,4 @@
-//! What comes of a request does not depend on strangers, chunks, threads, order or memory.
+//! The outcome of a request does not depend on strangers, chunks, threads, order or memory.
 
 use paceline_tensor::{InstructionSet, PAGE};
 
@@ -15,7 +15,7 @@ const CONTEXT: usize = 3 * PAGE;
 enum Order {
     AllAtOnce,
     Reversed,
-    /// One more after every third step.
+    /// Another request after every third step.
     Staggered,
 }
 

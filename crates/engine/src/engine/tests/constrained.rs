@@ -44,7 +44,7 @@ fn answers_match_and_end() {
     assert!(texts.len() > 5, "{texts:?}");
 }
 
-/// What comes of a request that is alone, and the steps it took. Further rows of a step cost
+/// The outcome of a request that is alone, and the steps it took. Further rows of a step cost
 /// nothing, so that guesses pay.
 fn run(tiny: &Tiny, wanted: &Request, sizes: EngineConfig) -> (Outcome, usize) {
     let mut rig = Rig::new(tiny, sizes);

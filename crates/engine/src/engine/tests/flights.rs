@@ -307,7 +307,7 @@ pub(super) fn calls() -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec((0..100usize, 0..15usize, 0..6u8), 1..25)
 }
 
-/// Cancels or moves some of what is open; what was asked and is left.
+/// Cancels or moves one of the open requests; `asked` keeps the requests that are left.
 pub(super) fn disturb(
     rig: &mut Rig,
     asked: &mut Vec<(SequenceId, usize)>,

@@ -31,7 +31,7 @@ fn snapshot(tiny: &Tiny) -> Value {
     serde_json::to_value(rig.engine.take_snapshot(id).unwrap()).unwrap()
 }
 
-/// Reads and restores a snapshot; what is said against it.
+/// Reads and restores a snapshot; returns the objection to it.
 fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
     let snapshot: Snapshot = serde_json::from_value(value).map_err(|e| e.to_string())?;
     rig.engine

@@ -227,8 +227,8 @@ fn answers_go_on_while_a_long_prompt_is_recalled() {
     }
 }
 
-/// Requests that begin alike, an engine that is made anew at times, caches that are too small for
-/// all, and a store that loses a page now and then.
+/// Requests begin alike, and the engine is made anew at times. The caches are too small for all,
+/// and the store loses a page now and then.
 #[test]
 fn no_answer_depends_on_what_a_store_has() {
     for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(1)] {

@@ -1,4 +1,4 @@
-//! The engine on a simulated machine: the tiny model computes, and each step takes as long as its
+//! The engine on a simulated machine. The tiny model computes, and each step takes as long as its
 //! rows would on a machine of fixed speed.
 
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ impl Simulation {
         }
     }
 
-    /// One step; its rows.
+    /// Runs a step; returns its rows.
     fn step(&mut self) -> Composition {
         let events = self.rig.step();
         let step = self.rig.engine.composition;
@@ -87,8 +87,8 @@ fn sizes(pace: Pace) -> EngineConfig {
     }
 }
 
-/// Four streams, and a prompt of 4,000 tokens after 100 steps of them: the time to its first token
-/// alone and beside them, and the longest gaps of the streams without and with it.
+/// Four streams, and a prompt of 4,000 tokens after 100 steps of them. Returns the time to its
+/// first token alone and beside them, and the longest gaps of the streams without and with it.
 fn long_beside_streams(pace: Pace) -> ([f64; 2], [f64; 2]) {
     let tiny = Tiny::new(1);
     let mut simulation = Simulation::new(&tiny, sizes(pace));

@@ -131,7 +131,7 @@ impl Rig {
         (snapshot, self.outcomes.remove(&id).unwrap())
     }
 
-    /// One step; every sequence that decodes moves on or gives up its pages.
+    /// Runs a step; every sequence that decodes moves on or gives up its pages.
     pub(super) fn step(&mut self) -> Vec<Event> {
         let ids = |s: &[Sequence]| s.iter().map(|s| s.id).collect::<Vec<_>>();
         let running = &self.engine.running;
@@ -162,7 +162,7 @@ impl Rig {
         events
     }
 
-    /// What holds between any two calls.
+    /// Checks the invariants that hold between any two calls.
     fn check(&self) {
         let engine = &self.engine;
         let config = &engine.config;
@@ -218,7 +218,7 @@ impl Rig {
     }
 }
 
-/// What comes of a request that is alone, its prompt read in one chunk.
+/// The outcome of a request that is alone, its prompt read in one chunk.
 pub(super) fn alone(tiny: &Tiny, request: &Request, context: usize) -> Outcome {
     let mut rig = Rig::new(tiny, EngineConfig::single("tiny", context));
     let id = rig.submit(request);

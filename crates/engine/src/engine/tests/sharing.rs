@@ -61,8 +61,8 @@ fn check_chat(tiny: &Tiny, least: u64) {
     assert!(rig.engine.n_reused() >= least * PAGE as u64);
 }
 
-/// An agent's next turn begins with the last one's prompt, and with the answer in another form:
-/// what a model thought is left out. States are saved near the end of each prompt.
+/// An agent's next turn begins with the last one's prompt, and with the answer in another form: the
+/// model's thoughts are left out. States are saved near the end of each prompt.
 #[test]
 fn an_agents_second_turn_reuses_its_prefix() {
     let tiny = Tiny::delta_net(2);

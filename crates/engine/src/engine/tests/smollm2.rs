@@ -228,7 +228,7 @@ fn log_probabilities_agree_with_numpy() {
     assert_eq!(told.logprob, told.top[1].1);
 }
 
-/// The same source: what the first 256 tokens of Austen cost.
+/// The same source: negative log-probabilities of the first 256 tokens of Austen.
 #[test]
 fn log_probabilities_of_a_text_agree_with_numpy() {
     let Some(path) = path("log_probabilities_of_a_text_agree_with_numpy") else {

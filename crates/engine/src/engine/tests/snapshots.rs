@@ -24,7 +24,7 @@ fn other_sizes() -> EngineConfig {
     }
 }
 
-/// What is half seen when a snapshot is taken.
+/// Parts that were half seen when a snapshot was taken, counted.
 #[derive(Debug, Default)]
 struct Seen {
     prompts: usize,

@@ -16,8 +16,9 @@ use toy::{config_of, toy};
 
 use crate::{Engine, EngineConfig};
 
-/// Token ids: letters, a space, the bytes of two characters of three and four bytes and pieces of
-/// them, so that characters and stop strings are often cut, and a token that ends the answer.
+/// Token ids: letters, a space, two characters of three and four bytes, and a token that ends the
+/// answer. The characters' bytes and pieces of them are tokens too, so that characters and stop
+/// strings are often cut.
 const TOKENS: [&[u8]; 31] = [
     b"a",
     b"b",
@@ -198,8 +199,8 @@ fn adapter(name: &str) -> Adapter {
     }
 }
 
-/// The bytes as a byte-level vocabulary spells them: what is no printable Latin-1 character is
-/// moved behind it (`bytes_to_unicode` of GPT-2).
+/// The bytes as a byte-level vocabulary spells them: a byte that is no printable Latin-1 character
+/// is moved behind it (`bytes_to_unicode` of GPT-2).
 fn spell(bytes: &[u8]) -> String {
     let is_printable = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let moved = |b: u8| 256 + (0..b).filter(|b| !is_printable(*b)).count() as u32;

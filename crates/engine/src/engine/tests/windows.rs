@@ -1,5 +1,5 @@
-//! Several windows of guesses of one sequence under way: what they change, which is no answer, and
-//! what they gain in virtual time over slow links.
+//! Several windows of guesses of one sequence under way. They change no answer; the tests show what
+//! they gain in virtual time over slow links.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -210,8 +210,8 @@ fn on_a_line(tiny: &Tiny, drafts: usize, hop_ms: u64) -> Rig {
     rig_of(tiny, config, (4, 9), Some(Line::new(4, hop_ms)))
 }
 
-/// The answer to a request alone, how long it takes, its guesses, and the most windows of it that
-/// were under way after a step: none without guesses.
+/// The answer to a request alone, how long it takes, and its guesses. The last number is the most
+/// windows of it that were under way after a step: none without guesses.
 fn answer(rig: &mut Rig, request: &Request) -> (Outcome, Duration, Guesses, usize) {
     let (began, id) = (CLOCK.get(), rig.submit(request));
     let mut most = 0;

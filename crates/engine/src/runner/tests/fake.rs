@@ -1,4 +1,4 @@
-//! What a runner promises, shown with an engine that waits for the test at every step.
+//! The promises of a runner, shown with an engine that waits for the test at every step.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use crate::{
     Status, Ticket,
 };
 
-/// What the engine is to do in a step.
+/// An order to the engine for a step.
 #[derive(Debug)]
 enum Act {
     /// A token for every sequence.
@@ -23,7 +23,7 @@ enum Act {
     Panic,
 }
 
-/// What the engine did.
+/// An action of the engine.
 #[derive(Debug, PartialEq)]
 enum Did {
     /// Began a step with the sequences of these prompts.
@@ -171,7 +171,7 @@ impl Stage {
         self.acts.send(act).unwrap();
     }
 
-    /// What the engine does next, other than idling.
+    /// The engine's next action other than idling.
     fn did(&self) -> Did {
         loop {
             match self.did.recv_timeout(PATIENCE).expect("something done") {

@@ -30,7 +30,7 @@ fn sizes() -> EngineConfig {
     }
 }
 
-/// What the engine says to a request that is alone.
+/// The engine's replies to a request that is alone.
 fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
     let mut engine = tiny.engine(EngineConfig::single("tiny", CONTEXT));
     engine.submit(request.clone()).unwrap();
@@ -220,7 +220,7 @@ fn replies_and_failures_survive_json() {
 }
 
 /// Takes all requests out of a runner once `n` replies came, and goes on with them in another.
-/// What each request's sinks heard, by its place in `requests`.
+/// Returns the replies to each request's sinks, by its place in `requests`.
 fn moved(tiny: &Tiny, requests: &[Request], n: usize) -> Vec<Vec<Reply>> {
     let (sender, replies) = mpsc::channel();
     let sink = |i: usize| -> Sink {

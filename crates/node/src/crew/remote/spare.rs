@@ -91,8 +91,8 @@ impl Slot {
         }
     }
 
-    /// Takes a spare out that can take its rank's place now; `lives` says so of its node. One that
-    /// cannot stays.
+    /// Takes a spare out that can take its rank's place now; `lives` says so of its node. A spare
+    /// that cannot stays.
     pub(super) fn take_packed(&mut self, lives: impl Fn(NodeId) -> bool) -> Option<Spare> {
         let is_packed = |spare: &Spare| spare.is_packed() && lives(spare.seat.node);
         let is_ready = match self {
@@ -102,8 +102,8 @@ impl Slot {
         if is_ready { self.take() } else { None }
     }
 
-    /// Whether a spare is to be started, or to be told to prepare for `tag`. One at the node of the
-    /// rank's worker would be lost with it.
+    /// Whether a spare is to be started, or to be told to prepare for `tag`. A spare at the node of
+    /// the rank's worker would be lost with it.
     pub(super) fn lacks(&self, tag: u64, worker_at: Option<NodeId>) -> bool {
         match self {
             Self::Empty => true,

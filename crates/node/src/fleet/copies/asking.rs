@@ -1,4 +1,4 @@
-//! What an owner and the nodes of its instance say about copies.
+//! Messages about copies between an owner and the nodes of its instance.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(in crate::fleet) struct Fetch {
     /// A node that lacks it is to say so, and copies nothing. Earlier versions copy it.
     #[serde(default)]
     pub(in crate::fleet) asks: bool,
-    /// What its workers need is enough. Earlier versions copy all of it.
+    /// The parts that its workers need are enough. Earlier versions copy all of it.
     #[serde(default)]
     pub(in crate::fleet) parts: bool,
     /// The root of its hash tree, as the map of the asking node has it: that of the node that is
@@ -32,7 +32,7 @@ pub(in crate::fleet) struct Fetch {
     pub(in crate::fleet) rooted: Option<Rooted>,
 }
 
-/// What a node says of its copy.
+/// A node's report of its copy.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Told {
     /// Bytes that it has.
@@ -89,8 +89,8 @@ fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<(), String> {
     }
 }
 
-/// As [`ensure`], but waits only as long as `goes_on`, which is asked some times a second, and no
-/// longer than `limit` for the node to answer at all.
+/// As [`ensure`], but waits only as long as `goes_on`, which is asked some times a second. The node
+/// has `limit` to answer at all.
 pub(in crate::fleet) fn ensure_while(
     agent: &Agent,
     node: NodeId,
@@ -109,8 +109,8 @@ pub(in crate::fleet) fn ensure_while(
     Err("its copy of the model is not complete in time".to_owned())
 }
 
-/// The nodes, of those given, that have the model of an instance. One that does not say so within
-/// `limit` counts as one that lacks it.
+/// The nodes, of those given, that have the model of an instance. A node that does not say so
+/// within `limit` counts as one that lacks it.
 pub(in crate::fleet) fn holders(
     agent: &Agent,
     nodes: &[NodeId],

@@ -1,4 +1,4 @@
-//! One worker that fails, or is to compute another way: waits, requests that end it, moves.
+//! A worker that fails, or is to compute another way: waits, requests that end it, moves.
 
 use super::*;
 

@@ -367,7 +367,7 @@ mod tests {
         }
     }
 
-    /// What one of two givers gives: half of an eight-byte page of the first pool, nothing of the
+    /// The part of one of two givers: half of an eight-byte page of the first pool, nothing of the
     /// second.
     fn half(giver: usize) -> Handed {
         let run = paceline_model::Run {

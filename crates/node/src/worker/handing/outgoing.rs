@@ -12,8 +12,9 @@ use paceline_model::{Handed, KeptPage, PageName, PageStore};
 use super::{BEAT, NO_POOL, PAGE_LIMIT, TAG, TAKER, within};
 use crate::{Error, disk};
 
-/// Most bytes that wait for a taker. As much as the disk's queue has: some thousand tokens of a
-/// small model, and a few hundred of an 8B one, which take longer to compute than to be sent.
+/// Most bytes that wait for a taker, as much as the disk's queue has. These are some thousand
+/// tokens of a small model, and a few hundred of an 8B one. They take longer to compute than to be
+/// sent.
 const QUEUE_BYTES: u64 = 64 << 20;
 
 /// Most pages that wait for a taker.
