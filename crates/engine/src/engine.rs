@@ -13,6 +13,7 @@ use paceline_tensor::PAGE;
 use crate::constraint::{Grammars, Guide};
 use crate::draft::Costs;
 use crate::drafter::Drafter;
+use crate::fair::Leeway;
 use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
@@ -61,6 +62,7 @@ pub struct Engine {
     drafted_steps: usize,
     guesses: GuessCounts,
     shares: Shares,
+    leeway: Leeway,
     /// Of all steps so far.
     elapsed: Duration,
     /// Of the last step.
@@ -108,6 +110,7 @@ impl Engine {
             drafted_steps: 0,
             guesses: GuessCounts::default(),
             shares: Shares::default(),
+            leeway: Leeway::default(),
             elapsed: Duration::ZERO,
             composition: Composition::default(),
             measures: Measures::default(),
@@ -361,6 +364,7 @@ impl Engine {
         let mut sequence = self.running.remove(index);
         self.pages.release(&mut sequence.pages);
         sequence.computed = 0;
+        sequence.withheld = 0;
         sequence.holds = false;
         sequence
     }
@@ -368,7 +372,8 @@ impl Engine {
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
     /// Every running sequence that is past its prompt gets one row, and more for guesses and for
-    /// tokens that its grammar left no choice of. Prompts get what
+    /// tokens that its grammar left no choice of; of a client with more of them than others, as
+    /// many as slow the others little. Prompts get what
     /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
     /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
     /// when none is free makes the youngest give up its pages and wait; that one computes them
@@ -438,6 +443,8 @@ impl Engine {
         }
         if is_whole {
             self.pacer.took(step, duration);
+            self.leeway
+                .took(is_plain.then_some(step.decoding), duration);
             self.pages.set_cost(self.pacer.page_nanos());
         }
     }
@@ -500,14 +507,17 @@ impl Engine {
         }
         let goes_before = |older: &Sequence| {
             let is_reading = !older.is_decoding();
-            is_reading && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
+            let (client, of_older) = (own.order.client, older.order.client);
+            is_reading
+                && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
+                && (client == of_older || !self.pressed().contains(&of_older)) // it waits long
         };
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
     /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
     /// stall answers; then come forced tokens, then prompts.
-    fn wanted_rows(&self) -> Vec<usize> {
+    fn wanted_rows(&mut self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
         let pending = |index: usize| {
             let sequence = &self.running[index];
@@ -517,32 +527,33 @@ impl Engine {
             }
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        self.deal(&mut rows);
+        let live = self.withhold(&mut rows);
+        self.deal(&mut rows, live);
         let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
         let room = self.config.max_rows.saturating_sub(decoding);
         let room = self.grant_forced(&mut rows, room);
-        let left: Vec<usize> = prompts.iter().map(|index| rows[*index]).collect();
-        let shares = share(&left, self.pacer.budget(decoding, room));
-        for (index, share) in prompts.into_iter().zip(shares) {
+        let (now, budget) = self.read_now(&prompts, (decoding, room));
+        let left: Vec<usize> = now.iter().map(|index| rows[*index]).collect();
+        prompts.iter().for_each(|index| rows[*index] = 0);
+        for (index, share) in now.into_iter().zip(share(&left, budget)) {
             rows[index] = share;
         }
         rows
     }
 
-    /// Leaves a batch its share of the sequences, where several batches are under way. Sequences
+    /// Leaves a batch its share of the `live` sequences, where several batches are under way. Those
     /// without rows under way come first: the next rows of a long prompt could follow those in
     /// every batch, and take the turns of others.
-    fn deal(&self, rows: &mut [usize]) {
-        let most = self.running.len().div_ceil(self.compute.depth());
+    fn deal(&self, rows: &mut [usize], live: usize) {
+        let most = live.div_ceil(self.compute.depth());
         let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
         wanting.sort_by_key(|at| self.running[*at].flights); // stable: of equal ones the oldest
         wanting.iter().skip(most).for_each(|at| rows[*at] = 0);
     }
 
     /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is
-    /// left
-    /// for these; what is left then.
+    /// left for these; what is left then.
     fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
         let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
         for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {

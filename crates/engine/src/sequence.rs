@@ -74,6 +74,8 @@ pub(crate) struct Sequence {
     pub(crate) due: Option<Duration>,
     /// How often others were admitted before it, or got rows while its prompt got none.
     pub(crate) passed: u32,
+    /// Steps since its last row in which others had the rows that it wanted ([`fair`](crate::fair)).
+    pub(crate) withheld: u32,
     /// Batches under way that have rows of it, and these rows.
     pub(crate) flights: usize,
     pub(crate) flying: usize,
@@ -131,6 +133,7 @@ impl Sequence {
             order: request.order,
             due: None,
             passed: 0,
+            withheld: 0,
             flights: 0,
             flying: 0,
             ahead: Vec::new(),
@@ -518,6 +521,7 @@ impl Sequence {
             order: snapshot.order,
             due: None,
             passed: 0,
+            withheld: 0,
             flights: 0,
             flying: 0,
             ahead: Vec::new(),

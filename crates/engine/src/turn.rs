@@ -15,7 +15,7 @@
 //! served least: each computed row counts for its client, and a client that comes after it had
 //! nothing to do begins at the least count of those that are there, so that nobody saves up.
 //! Priorities are strict, but a request that others passed [`PASSED_MAX`] times goes before all: so
-//! nothing starves. All of this is pure; it decides when a row is computed, never what it gives.
+//! nothing starves. A request of a client with fewer places passes nobody. All of this is pure; it decides when a row is computed, never what it gives.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub struct Order {
 
 /// How often younger requests may be admitted before a waiting one, or rows of others be computed
 /// while a prompt gets none. With 4 places and answers of 200 tokens of 20 ms these are a minute.
-const PASSED_MAX: u32 = 64;
+pub(crate) const PASSED_MAX: u32 = 64;
 
 /// One that waits.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +92,14 @@ pub(crate) fn gives_way(running: &[Order], next: Order) -> Option<usize> {
     let is_of_most = |of: &Order| of.priority <= next.priority && places(of.client) == most;
     let is_fairer = most >= places(next.client) + 2;
     is_fairer.then(|| running.iter().rposition(is_of_most))?
+}
+
+/// Whether the `older` request of two is passed over when the `next` one gets a place. It is not
+/// when its client has more places than the other one: that is fair, and it has places to come.
+/// Else a client with many requests would soon have some that go before those of all others.
+/// `places` are those that a client has, without the one that `next` gets.
+pub(crate) fn passes(next: Order, older: Order, places: impl Fn(u64) -> usize) -> bool {
+    next.priority > older.priority || places(next.client) >= places(older.client)
 }
 
 /// How many rows were computed for each client that has requests.

@@ -162,6 +162,7 @@ impl Engine {
         let take_off = |mut part: PlannedRows| {
             let sequence = &mut self.running[part.index];
             sequence.flights += 1;
+            sequence.withheld = 0;
             part.course = sequence.course;
             if part.is_behind {
                 sequence.ahead.extend_from_slice(&part.checked);
