@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::machine::{give_back_free_memory, memory_bytes};
+use paceline_cluster::machine::{give_back_free_memory, keep_no_large_blocks, memory_bytes};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
@@ -223,6 +223,7 @@ impl Board {
                 }
             })?;
         }
+        keep_no_large_blocks();
         let inner = Arc::clone(&self.0);
         watching.spawn("memory", move || inner.give_back_memory())?;
         match Audit::open(&home) {

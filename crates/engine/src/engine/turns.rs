@@ -24,6 +24,7 @@ impl Engine {
     /// Moves sequences to the running ones, in the order of their turns ([`turn`]), while all their
     /// tokens fit in the pages that are neither taken nor still needed for tokens of running ones.
     /// Pages that another sequence filled with the same beginning are shared.
+    /// Where no place is free, clients with few get some of those with many.
     pub(crate) fn admit(&mut self) {
         self.fill();
         while self.make_way() {
@@ -31,6 +32,7 @@ impl Engine {
         }
     }
 
+    /// Gives out free places.
     fn fill(&mut self) {
         let reads_all = self.reads_all();
         while self.running.len() < self.config.max_running {

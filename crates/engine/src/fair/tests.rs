@@ -43,7 +43,7 @@ fn rows_beyond_the_equal_ones_are_bounded() {
     (all[2].wants, all[2].is_under_way) = (false, true);
     assert_eq!(granted(&all, 0), [2, 3, 5]);
     all[3].wants = false; // nothing to do
-    assert_eq!(granted(&all, 0), [2, 5], "of two clients");
+    assert_eq!(granted(&all, 0), [2, 4, 5, 6], "two each of two clients");
 }
 
 proptest! {
@@ -78,12 +78,12 @@ proptest! {
             if step >= 2 * PROBE_EVERY {
                 most = most.max(rows);
                 let factor = seconds(rows) / seconds(equal);
-                prop_assert!(factor < FACTOR + 1e-6, "{rows} rows take {factor} times as long");
+                prop_assert!(factor < FACTOR + 1e-3, "{rows} rows take {factor} times as long");
             }
             leeway.took(Some(rows), Duration::from_secs_f64(seconds(rows)));
         }
         let next = seconds(most + 1) / seconds(equal);
-        prop_assert!(most == streams || next > FACTOR - 1e-6, "{most} rows of {streams}: {next}");
+        prop_assert!(most == streams || next > FACTOR - 1e-3, "{most} rows of {streams}: {next}");
     }
 }
 
