@@ -63,6 +63,8 @@ pub struct Engine {
     guesses: GuessCounts,
     shares: Shares,
     leeway: Leeway,
+    /// The last [`Sequence::ticket`].
+    tickets: u64,
     /// Of all steps so far.
     elapsed: Duration,
     /// Of the last step.
@@ -111,6 +113,7 @@ impl Engine {
             guesses: GuessCounts::default(),
             shares: Shares::default(),
             leeway: Leeway::default(),
+            tickets: 0,
             elapsed: Duration::ZERO,
             composition: Composition::default(),
             measures: Measures::default(),
@@ -364,7 +367,7 @@ impl Engine {
         let mut sequence = self.running.remove(index);
         self.pages.release(&mut sequence.pages);
         sequence.computed = 0;
-        sequence.withheld = 0;
+        sequence.withheld = false;
         sequence.holds = false;
         sequence
     }

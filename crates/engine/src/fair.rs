@@ -10,15 +10,14 @@
 //!
 //! Each client gets as many rows as the client with the fewest streams wants: the *equal* rows.
 //! Rows beyond these come round by round, while the time that they are expected to take is within
-//! [`FACTOR`]. In a round, and among the streams of a client, the stream that was withheld longest
-//! comes first. So each stream of a client with `n` goes on in one of `n` steps at least. Nothing
+//! [`FACTOR`]. In a round, and among the streams of a client, the stream comes first that had its
+//! last row before the others. So each stream of a client with `n` goes on in one of `n` steps at least. Nothing
 //! changes where all clients have as many streams, or there is one client.
 //!
 //! A row is expected to take what it took in the last steps ([`Leeway`]). Before rows were
 //! measured, all clients together get twice the equal rows. All of this is pure; it decides when a
 //! row is computed, never what it gives.
 
-use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -52,8 +51,8 @@ pub(crate) struct Wish {
     pub(crate) wants: bool,
     /// Whether a batch under way has rows of it.
     pub(crate) is_under_way: bool,
-    /// Steps since its last row in which it wanted one and was not granted it.
-    pub(crate) withheld: u32,
+    /// Lower where its last row came before that of others.
+    pub(crate) ticket: u64,
 }
 
 /// Which of the sequences, oldest first, have rows in the next step or are under way. `beyond` is
@@ -62,7 +61,7 @@ pub(crate) fn grant(wishes: &[Wish], beyond: impl FnOnce(usize) -> usize) -> Vec
     let is_live = |at: &usize| wishes[*at].wants || wishes[*at].is_under_way;
     let mut order: Vec<usize> = (0..wishes.len()).filter(is_live).collect();
     // Stable: of equal ones the oldest first.
-    order.sort_by_key(|at| (!wishes[*at].is_under_way, Reverse(wishes[*at].withheld)));
+    order.sort_by_key(|at| (!wishes[*at].is_under_way, wishes[*at].ticket));
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     let round_of = |at: usize| {
         let count = counts.entry(wishes[at].client).or_default();

@@ -152,6 +152,7 @@ impl Engine {
     /// What is planned, with everything that the model needs for it.
     fn flight(&mut self, mut plan: Vec<PlannedRows>) -> Flight {
         let composition = self.composition_of(&plan);
+        self.note_rows(&plan);
         let (mut rows, mut logits_row) = (Vec::with_capacity(plan.len()), 0);
         for part in &mut plan {
             let own = self.rows(part);
@@ -162,7 +163,6 @@ impl Engine {
         let take_off = |mut part: PlannedRows| {
             let sequence = &mut self.running[part.index];
             sequence.flights += 1;
-            sequence.withheld = 0;
             part.course = sequence.course;
             if part.is_behind {
                 sequence.ahead.extend_from_slice(&part.checked);

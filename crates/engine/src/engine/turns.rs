@@ -58,7 +58,7 @@ impl Engine {
             (next.computed, next.reused) = (reused, reused);
             self.reused += reused as u64;
             let order = next.order;
-            next.passed = 0;
+            (next.passed, next.ticket) = (0, self.tickets); // behind others of its client
             self.running.extend(queue.remove(at));
             self.note_known();
             self.pass(order, place);
@@ -124,7 +124,7 @@ impl Engine {
 
     /// Clients with sequences whose rows wait for those of others.
     pub(super) fn pressed(&self) -> BTreeSet<u64> {
-        let withheld = self.running.iter().filter(|s| s.withheld > 0);
+        let withheld = self.running.iter().filter(|s| s.withheld);
         withheld.map(|s| s.order.client).collect()
     }
 
@@ -136,7 +136,7 @@ impl Engine {
             client: sequence.order.client,
             wants: *rows > 0,
             is_under_way: sequence.flights > 0 && !sequence.gone,
-            withheld: sequence.withheld,
+            ticket: sequence.ticket,
         };
         let wishes: Vec<Wish> = self.running.iter().zip(&*rows).map(wish).collect();
         let depth = self.compute.depth(); // a batch of a pipeline has its share of the rows
@@ -148,7 +148,7 @@ impl Engine {
         for ((sequence, rows), granted) in self.running.iter_mut().zip(&mut *rows).zip(&granted) {
             if *rows > 0 && !granted {
                 *rows = 0;
-                sequence.withheld = sequence.withheld.saturating_add(1);
+                sequence.withheld = true;
             }
         }
         let pressed = self.pressed();
@@ -159,6 +159,18 @@ impl Engine {
             }
         }
         granted.into_iter().filter(|granted| *granted).count()
+    }
+
+    /// Those that have rows in a plan come behind the others of their clients, in the order in which
+    /// they were.
+    pub(super) fn note_rows(&mut self, plan: &[PlannedRows]) {
+        let mut places: Vec<usize> = plan.iter().map(|part| part.index).collect();
+        places.sort_by_key(|index| self.running[*index].ticket);
+        for index in places {
+            self.tickets += 1;
+            let sequence = &mut self.running[index];
+            (sequence.withheld, sequence.ticket) = (false, self.tickets);
+        }
     }
 
     /// Which of the `prompts`, in the order of their turns, are read in the next step, and how many

@@ -4,13 +4,13 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Sequences that all want rows, of these clients.
+/// Sequences that all want rows, of these clients; none had one.
 fn wishes(clients: &[u64]) -> Vec<Wish> {
     let wish = |client: &u64| Wish {
         client: *client,
         wants: true,
         is_under_way: false,
-        withheld: 0,
+        ticket: 1,
     };
     clients.iter().map(wish).collect()
 }
@@ -37,8 +37,8 @@ fn rows_beyond_the_equal_ones_are_bounded() {
     // Round by round: the second of client 2 before the third of client 9.
     assert_eq!(granted(&all, 2), [0, 1, 3, 5, 6]);
     assert_eq!(granted(&all, usize::MAX), [0, 1, 2, 3, 4, 5, 6]);
-    all[4].withheld = 1;
-    assert_eq!(granted(&all, 0), [3, 4, 5], "withheld longest");
+    all[4].ticket = 0;
+    assert_eq!(granted(&all, 0), [3, 4, 5], "its last row came first");
     // What is under way in another batch is its client's first.
     (all[2].wants, all[2].is_under_way) = (false, true);
     assert_eq!(granted(&all, 0), [2, 3, 5]);
@@ -53,14 +53,17 @@ proptest! {
         clients in prop::collection::vec(0..5u64, 1..40), beyond in 0..6usize,
     ) {
         let mut all = wishes(&clients);
-        for _ in 0..100 {
+        let mut withheld = vec![0; all.len()];
+        for step in 0..100 {
             let granted = grant(&all, |_| beyond);
-            for (wish, granted) in all.iter_mut().zip(granted) {
-                wish.withheld = if granted { 0 } else { wish.withheld + 1 };
-            }
-            for wish in &all {
-                let own = all.iter().filter(|other| other.client == wish.client).count();
-                prop_assert!((wish.withheld as usize) < own, "{wish:?} of {own}");
+            for (at, granted) in granted.into_iter().enumerate() {
+                if granted {
+                    (all[at].ticket, withheld[at]) = (2 + step, 0);
+                } else {
+                    withheld[at] += 1;
+                }
+                let own = all.iter().filter(|other| other.client == all[at].client).count();
+                prop_assert!(withheld[at] < own, "{:?} of {own}", all[at]);
             }
         }
     }

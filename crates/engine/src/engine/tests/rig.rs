@@ -148,7 +148,7 @@ impl Rig {
         self.preemptions += running.iter().filter(|id| is_preempted(id)).count();
         let is_withheld = |id: &SequenceId| {
             let running = &self.engine.running;
-            running.iter().any(|s| s.id == *id && s.withheld > 0)
+            running.iter().any(|s| s.id == *id && s.withheld)
         };
         // Of a pipeline a step ends the rows of some, and those of what was cancelled.
         let is_deep = self.engine.compute.depth() > 1;
