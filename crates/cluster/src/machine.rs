@@ -15,11 +15,11 @@ const POLL: Duration = Duration::from_millis(10);
 /// Most of its answer that is read.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
-/// Least block that the C library maps on its own once told to, and most that it keeps at the end of
-/// an arena. Left to itself it learns from the first block of 8 MB that is freed to keep such
-/// blocks: six requests of 8 MB left 47 MB, of which a trim gave back 14. Told so they left 13, of
-/// which a trim gave back all (two cores, November 2026). A mapping costs a page fault for each
-/// 4 KiB, so smaller blocks have none.
+/// Least block that the C library maps on its own, and most that it keeps at the end of an arena.
+/// By default it learns from the first freed block of 8 MB to keep such blocks. Six requests of
+/// 8 MB left 50 MB then, of which a trim gave back 14; with this bound they left 13, and a trim gave
+/// all back (two cores, November 2026). Smaller blocks are not mapped: each 4 KiB of a mapping
+/// costs a page fault.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const LARGE_BYTES: i32 = 1 << 20;
 

@@ -11,8 +11,8 @@
 //! Each client gets as many rows as the client with the fewest streams wants: the *equal* rows.
 //! Rows beyond these come round by round, while the time that they are expected to take is within
 //! [`FACTOR`]. In a round, and among the streams of a client, the stream comes first that had its
-//! last row before the others. So each stream of a client with `n` goes on in one of `n` steps at least. Nothing
-//! changes where all clients have as many streams, or there is one client.
+//! last row before the others. So each stream of a client with `n` has a row in `n` steps at least.
+//! Nothing changes where all clients have as many streams, or there is one client.
 //!
 //! A row is expected to take what it took in the last steps ([`Leeway`]). Before rows were
 //! measured, all clients together get twice the equal rows. All of this is pure; it decides when a

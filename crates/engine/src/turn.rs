@@ -15,7 +15,9 @@
 //! served least: each computed row counts for its client, and a client that comes after it had
 //! nothing to do begins at the least count of those that are there, so that nobody saves up.
 //! Priorities are strict, but a request that others passed [`PASSED_MAX`] times goes before all: so
-//! nothing starves. A request of a client with fewer places passes nobody. All of this is pure; it decides when a row is computed, never what it gives.
+//! nothing starves. A request passes none of a client that has more places than its own: else a
+//! client with many requests soon had some that go before those of all others. All of this is pure;
+//! it decides when a row is computed, never what it gives.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -95,9 +97,8 @@ pub(crate) fn gives_way(running: &[Order], next: Order) -> Option<usize> {
 }
 
 /// Whether the `older` request of two is passed over when the `next` one gets a place. It is not
-/// when its client has more places than the other one: that is fair, and it has places to come.
-/// Else a client with many requests would soon have some that go before those of all others.
-/// `places` are those that a client has, without the one that `next` gets.
+/// where its client has more places: it gets its turn when one of these is free. `places` are those
+/// that a client has, without the one that `next` gets.
 pub(crate) fn passes(next: Order, older: Order, places: impl Fn(u64) -> usize) -> bool {
     next.priority > older.priority || places(next.client) >= places(older.client)
 }

@@ -161,8 +161,7 @@ impl Engine {
         granted.into_iter().filter(|granted| *granted).count()
     }
 
-    /// Those that have rows in a plan come behind the others of their clients, in the order in which
-    /// they were.
+    /// Puts the sequences of a plan behind the others of their clients, in the order that they had.
     pub(super) fn note_rows(&mut self, plan: &[PlannedRows]) {
         let mut places: Vec<usize> = plan.iter().map(|part| part.index).collect();
         places.sort_by_key(|index| self.running[*index].ticket);

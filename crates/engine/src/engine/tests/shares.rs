@@ -92,7 +92,7 @@ fn many_streams_of_a_client_slow_others_little() {
     for seed in [1000, 2000] {
         let quiet = latencies(&tiny, seed, 0, 80);
         let disturbed = latencies(&tiny, seed, 50, 80);
-        let ratios = [40, 79].map(|at| disturbed[at] / quiet[at]);
+        let ratios = [40_usize, 79].map(|at| disturbed[at] / quiet[at]);
         assert!(ratios[0] < 1.6 && ratios[1] < 2.0, "{seed}: {ratios:?}");
     }
 }
@@ -124,9 +124,13 @@ fn streams_take_turns() {
         outcomes.map(|outcome| outcome.tokens.len()).collect()
     };
     simulation.rig.submit(&stream(1, prompt(9, 1), 300));
-    (0..30).for_each(|_| drop(simulation.step()));
+    for _ in 0..30 {
+        simulation.step();
+    }
     let before = tokens(&simulation);
-    (0..140).for_each(|_| drop(simulation.step()));
+    for _ in 0..140 {
+        simulation.step();
+    }
     let after = tokens(&simulation);
     let more: Vec<usize> = after.iter().zip(&before).map(|(a, b)| a - b).collect();
     let (least, most) = (more.iter().min().unwrap(), more.iter().max().unwrap());
@@ -185,7 +189,9 @@ fn nothing_starves_and_no_answer_changes() {
             let order = Order { client, ..Order::default() };
             let request = Request { order, ..requests[which].clone() };
             asked.push((simulation.rig.submit(&request), which));
-            (0..steps).for_each(|_| drop(simulation.step()));
+            for _ in 0..steps {
+                simulation.step();
+            }
         }
         // More than all rows one by one, each computed twice, in steps of the least rows.
         let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
