@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::machine::{give_back_free_memory, memory_bytes};
+use paceline_cluster::machine::{give_back_free_memory, keep_no_large_blocks, memory_bytes};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
@@ -33,6 +33,7 @@ use serde_json::{Value, json};
 
 use crate::changes::{self, Changes};
 use crate::downloads::{Downloads, Source};
+use crate::heap::Heap;
 use crate::label::label;
 use crate::peers::Peers;
 use crate::traffic::Traffic;
@@ -41,11 +42,8 @@ use crate::{Error, Tell, links, peers, traffic};
 /// Between looks for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Looks between two at the memory of the process: 4 s.
+/// Looks between two at the memory of the process: 4 s. A trim takes a millisecond or so.
 const LOOKS_AT_MEMORY: u32 = 20;
-
-/// Growth of its memory since the least, before the heap is told to give back what is free.
-const GROWTH_BYTES: u64 = 16 << 20;
 
 /// Between samples of the machine. Two seconds smooth a decode step's pauses.
 const SAMPLE_EVERY: Duration = Duration::from_secs(2);
@@ -226,6 +224,7 @@ impl Board {
                 }
             })?;
         }
+        keep_no_large_blocks();
         let inner = Arc::clone(&self.0);
         watching.spawn("memory", move || inner.give_back_memory())?;
         match Audit::open(&home) {
@@ -355,7 +354,7 @@ impl Inner {
 
     /// Gives memory back that long requests have left, until the end.
     fn give_back_memory(&self) {
-        let mut low = memory_bytes();
+        let mut heap = memory_bytes().map(Heap::new);
         for look in 1_u32.. {
             if self.is_over() {
                 return;
@@ -364,15 +363,13 @@ impl Inner {
             if !look.is_multiple_of(LOOKS_AT_MEMORY) {
                 continue;
             }
-            let now = memory_bytes();
-            let grown = now.zip(low).map_or(0, |(now, low)| now.saturating_sub(low));
-            if grown > GROWTH_BYTES {
-                give_back_free_memory();
-            }
-            low = match grown > GROWTH_BYTES {
-                true => memory_bytes(),
-                false => low.min(now),
+            let (Some(heap), Some(before)) = (&mut heap, memory_bytes()) else {
+                continue; // a system that does not say
             };
+            if heap.is_due(before) {
+                give_back_free_memory();
+                heap.trimmed(before, memory_bytes().unwrap_or(before));
+            }
         }
     }
 

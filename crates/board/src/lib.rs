@@ -47,6 +47,7 @@ pub mod findings;
 pub mod fits;
 mod fleet;
 pub mod foreseen;
+mod heap;
 pub mod holds;
 mod hub;
 mod label;

@@ -15,6 +15,29 @@ const POLL: Duration = Duration::from_millis(10);
 /// Most of its answer that is read.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
+/// Least block that the C library maps on its own, and most that it keeps at the end of an arena.
+/// By default it learns from the first freed block of 8 MB to keep such blocks. Six requests of
+/// 8 MB left 50 MB then, and a trim gave back 14; with this bound they left 13, and a trim gave
+/// all back (two cores, November 2026). Smaller blocks are not mapped: each 4 KiB of a mapping
+/// costs a page fault.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const LARGE_BYTES: i32 = 1 << 20;
+
+/// Has large blocks go back to the system when they are freed. For a process that serves others,
+/// whose requests may be large; to be called once, at its start.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn keep_no_large_blocks() {
+    // SAFETY: takes no pointers; the allocator locks its own state.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, LARGE_BYTES);
+    }
+}
+
+/// Other systems do so by themselves.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub const fn keep_no_large_blocks() {}
+
 /// Gives memory that this process has freed back to the system. The C library keeps what lies
 /// between blocks in use, tens of megabytes after long requests. Cost: a walk over free blocks, a
 /// millisecond or so.

@@ -14,6 +14,7 @@ use paceline_tensor::PAGE;
 use crate::constraint::{Grammars, Guide};
 use crate::draft::Costs;
 use crate::drafter::Drafter;
+use crate::fair::Leeway;
 use crate::pace::{Composition, Pacer, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
@@ -62,6 +63,9 @@ pub struct Engine {
     drafted_steps: usize,
     guesses: GuessCounts,
     shares: Shares,
+    leeway: Leeway,
+    /// The last [`Sequence::ticket`].
+    tickets: u64,
     /// Of all steps so far.
     elapsed: Duration,
     /// Of the last step.
@@ -109,6 +113,8 @@ impl Engine {
             drafted_steps: 0,
             guesses: GuessCounts::default(),
             shares: Shares::default(),
+            leeway: Leeway::default(),
+            tickets: 0,
             elapsed: Duration::ZERO,
             composition: Composition::default(),
             measures: Measures::default(),
@@ -362,6 +368,7 @@ impl Engine {
         let mut sequence = self.running.remove(index);
         self.pages.release(&mut sequence.pages);
         sequence.computed = 0;
+        sequence.withheld = false;
         sequence.holds = false;
         sequence
     }
@@ -369,11 +376,12 @@ impl Engine {
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
     /// Every running sequence that is past its prompt gets one row. It gets more for guesses and
-    /// for tokens that its grammar left no choice of. Prompts get what [`EngineConfig::pace`]
-    /// allows of the remaining [`EngineConfig::max_rows`]. At least half of that goes to the oldest
-    /// prompt, and the shortest comes before others. A sequence that needs a page when none is free
-    /// makes the youngest give up its pages and wait. The youngest computes them again later and
-    /// loses nothing. The oldest never gives up, so every sequence ends.
+    /// for tokens that its grammar left no choice of. A client with more sequences than others gets
+    /// as many rows as slow the others little. Prompts get what [`EngineConfig::pace`] allows of the
+    /// remaining [`EngineConfig::max_rows`]. At least half of that goes to the oldest prompt, and
+    /// the shortest comes before others. A sequence that needs a page when none is free makes the
+    /// youngest give up its pages and wait. The youngest computes them again later and loses
+    /// nothing. The oldest never gives up, so every sequence ends.
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
     /// were planned behind the one that this step ends. A batch has its share of the sequences
@@ -439,6 +447,8 @@ impl Engine {
         }
         if is_whole {
             self.pacer.took(step, duration);
+            self.leeway
+                .took(is_plain.then_some(step.decoding), duration);
             self.pages.set_cost(self.pacer.page_nanos());
         }
     }
@@ -501,14 +511,17 @@ impl Engine {
         }
         let goes_before = |older: &Sequence| {
             let is_reading = !older.is_decoding();
-            is_reading && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
+            let (client, of_older) = (own.order.client, older.order.client);
+            is_reading
+                && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
+                && (client == of_older || !self.pressed().contains(&of_older)) // it waits long
         };
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
     /// Rows for each running sequence. Each that decodes gets one, so that long prompts do not
     /// stall answers; then come forced tokens, then prompts.
-    fn wanted_rows(&self) -> Vec<usize> {
+    fn wanted_rows(&mut self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
         let pending = |index: usize| {
             let sequence = &self.running[index];
@@ -518,24 +531,26 @@ impl Engine {
             }
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        self.deal(&mut rows);
+        let live = self.withhold(&mut rows);
+        self.deal(&mut rows, live);
         let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
         let room = self.config.max_rows.saturating_sub(decoding);
         let room = self.grant_forced(&mut rows, room);
-        let left: Vec<usize> = prompts.iter().map(|index| rows[*index]).collect();
-        let shares = share(&left, self.pacer.budget(decoding, room));
-        for (index, share) in prompts.into_iter().zip(shares) {
+        let (now, budget) = self.read_now(&prompts, (decoding, room));
+        let left: Vec<usize> = now.iter().map(|index| rows[*index]).collect();
+        prompts.iter().for_each(|index| rows[*index] = 0);
+        for (index, share) in now.into_iter().zip(share(&left, budget)) {
             rows[index] = share;
         }
         rows
     }
 
-    /// Leaves a batch its share of the sequences, where several batches are under way. Sequences
-    /// without rows under way come first. The next rows of a long prompt could follow earlier ones
-    /// in every batch, and take the turns of others.
-    fn deal(&self, rows: &mut [usize]) {
-        let most = self.running.len().div_ceil(self.compute.depth());
+    /// Leaves a batch its share of the `live` sequences, where several batches are under way.
+    /// Sequences without rows under way come first. The next rows of a long prompt could follow
+    /// earlier ones in every batch, and take the turns of others.
+    fn deal(&self, rows: &mut [usize], live: usize) {
+        let most = live.div_ceil(self.compute.depth());
         let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
         wanting.sort_by_key(|at| self.running[*at].flights); // stable: of equal ones the oldest
         wanting.iter().skip(most).for_each(|at| rows[*at] = 0);

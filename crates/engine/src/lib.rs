@@ -69,6 +69,7 @@ mod drafter;
 mod embedding;
 mod engine;
 mod error;
+mod fair;
 mod follower;
 mod guesses;
 mod pace;

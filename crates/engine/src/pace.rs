@@ -22,6 +22,7 @@ use paceline_tensor::PAGE;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::fair::FACTOR;
 
 /// The pace that answers keep while prompts are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -151,6 +152,17 @@ impl Pacer {
 
     /// Prompt rows that a step with `decoding` rows may have, of the `room` that is left for them.
     pub(crate) fn budget(&self, decoding: usize, room: usize) -> usize {
+        self.budget_of(decoding, room, f64::INFINITY)
+    }
+
+    /// The same for prompts of a client that has more to compute than others: the step takes at
+    /// most [`FACTOR`] times as long as one without them.
+    pub(crate) fn scant(&self, decoding: usize, room: usize) -> usize {
+        self.budget_of(decoding, room, FACTOR)
+    }
+
+    /// For a step that takes at most `factor` times as long as one without prompts.
+    fn budget_of(&self, decoding: usize, room: usize, factor: f64) -> usize {
         if decoding == 0 || !self.is_told || self.pace == Pace::Off {
             return room;
         }
@@ -162,6 +174,7 @@ impl Pacer {
             Pace::Millis(ms) => f64::from(ms) / 1e3,
             Pace::Auto | Pace::Off => base * AUTO_FACTOR,
         };
+        let target = target.min(base * factor);
         let guess = self.row_alone_s.map(|row| row * FIRST_GUESS);
         let Some(row) = self.row_s.or(guess) else {
             return LEAST_ROWS.min(room);

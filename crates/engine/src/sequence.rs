@@ -74,6 +74,10 @@ pub(crate) struct Sequence {
     pub(crate) due: Option<Duration>,
     /// How often others were admitted before it, or got rows while its prompt got none.
     pub(crate) passed: u32,
+    /// Whether others had the rows that it wanted since its last ones ([`fair`](crate::fair)).
+    pub(crate) withheld: bool,
+    /// The least has the next rows of its client.
+    pub(crate) ticket: u64,
     /// Batches under way that have rows of it, and these rows.
     pub(crate) flights: usize,
     pub(crate) flying: usize,
@@ -131,6 +135,8 @@ impl Sequence {
             order: request.order,
             due: None,
             passed: 0,
+            withheld: false,
+            ticket: 0,
             flights: 0,
             flying: 0,
             ahead: Vec::new(),
@@ -518,6 +524,8 @@ impl Sequence {
             order: snapshot.order,
             due: None,
             passed: 0,
+            withheld: false,
+            ticket: 0,
             flights: 0,
             flying: 0,
             ahead: Vec::new(),

@@ -16,7 +16,9 @@
 //! whose prompts are read. Each computed row counts for its client. A client that comes after it
 //! had nothing to do begins at the least count of those that are there. So nobody saves up.
 //! Priorities are strict, but a request that others passed [`PASSED_MAX`] times goes before all. So
-//! nothing starves. All of this is pure; it decides when a row is computed, never what it gives.
+//! nothing starves. A request passes none of a client that has more places than its own: else a
+//! client with many requests soon had some that go before those of all others. All of this is pure;
+//! it decides when a row is computed, never what it gives.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -38,7 +40,7 @@ pub struct Order {
 
 /// How often younger requests may be admitted before a waiting one, or rows of others be computed
 /// while a prompt gets none. With 4 places and answers of 200 tokens of 20 ms these are a minute.
-const PASSED_MAX: u32 = 64;
+pub(crate) const PASSED_MAX: u32 = 64;
 
 /// A waiting request.
 #[derive(Clone, Copy, Debug)]
@@ -94,6 +96,13 @@ pub(crate) fn gives_way(running: &[Order], next: Order) -> Option<usize> {
     let is_of_most = |of: &Order| of.priority <= next.priority && places(of.client) == most;
     let is_fairer = most >= places(next.client) + 2;
     is_fairer.then(|| running.iter().rposition(is_of_most))?
+}
+
+/// Whether the `older` request of two is passed over when the `next` one gets a place. It is not
+/// where its client has more places: it gets its turn when one of these is free. `places` are those
+/// that a client has, without the one that `next` gets.
+pub(crate) fn passes(next: Order, older: Order, places: impl Fn(u64) -> usize) -> bool {
+    next.priority > older.priority || places(next.client) >= places(older.client)
 }
 
 /// How many rows were computed for each client that has requests.

@@ -152,6 +152,7 @@ impl Engine {
     /// Makes a plan a flight, with everything that the model needs for it.
     fn flight(&mut self, mut plan: Vec<PlannedRows>) -> Flight {
         let composition = self.composition_of(&plan);
+        self.note_rows(&plan);
         let (mut rows, mut logits_row) = (Vec::with_capacity(plan.len()), 0);
         for part in &mut plan {
             let own = self.rows(part);

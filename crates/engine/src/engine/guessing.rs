@@ -104,7 +104,7 @@ impl Engine {
     /// Has the draft model guess, if more than `least` times the tokens of a plain step are
     /// expected of that; whether it did.
     fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
-        let (kept, bounds) = (self.kept(), self.bounds(plan));
+        let (kept, bounds, pressed) = (self.kept(), self.bounds(plan), self.pressed());
         let running: Vec<SequenceId> = self.running.iter().map(|s| s.id).collect();
         let (windows, rows) = (self.windows_max(), self.window_rows());
         let pipeline = self.may_be_followed(plan).then_some(Pipeline {
@@ -121,7 +121,8 @@ impl Engine {
             let sequence = &self.running[part.index];
             let is_bound = sequence.guide.as_ref().is_some_and(|it| !it.is_free());
             let is_forced = sequence.pending().len() > 1;
-            let room = match is_bound || is_forced {
+            let is_pressed = pressed.contains(&sequence.order.client);
+            let room = match is_bound || is_forced || is_pressed {
                 true => 0,
                 false => sequence.draft_room().saturating_sub(kept),
             };
@@ -145,11 +146,11 @@ impl Engine {
     /// Looks for guesses in the sequences' own texts. Returns the expected gain, in times the
     /// tokens of a plain step, and how many guesses each sequence is to check.
     fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
-        let (kept, bounds) = (self.kept(), self.bounds(plan));
+        let (kept, bounds, pressed) = (self.kept(), self.bounds(plan), self.pressed());
         for part in &mut *plan {
             let sequence = &mut self.running[part.index];
-            if sequence.pending().len() > 1 {
-                continue; // forced tokens, whose logits nobody needs
+            if sequence.pending().len() > 1 || pressed.contains(&sequence.order.client) {
+                continue; // forced tokens, whose logits nobody needs; or others wait for the rows
             }
             part.guesses = match &mut sequence.guide {
                 Some(guide) if !guide.is_free() => guide.guesses(bounds.most),
@@ -249,7 +250,8 @@ impl Engine {
         let guesser = sequence.guesser.filter(|_| sequence.may_go_on())?;
         let last = sequence.ahead.last();
         let ends = last.is_some_and(|token| self.tokenizer.is_end_of_generation(*token));
-        if ends || sequence.is_to_end(self.elapsed) {
+        let is_pressed = || self.pressed().contains(&sequence.order.client);
+        if ends || sequence.is_to_end(self.elapsed) || is_pressed() {
             return None;
         }
         let shape = match guesser {

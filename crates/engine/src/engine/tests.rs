@@ -14,6 +14,7 @@ pub(crate) mod requests;
 mod rig;
 mod schedules;
 mod scores;
+mod shares;
 mod sharing;
 pub(crate) mod smollm2;
 mod snapshots;

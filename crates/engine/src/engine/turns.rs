@@ -1,10 +1,12 @@
-//! Places, deadlines, and the rows that clients were served.
+//! Places, rows and deadlines between clients, and the rows that each was served.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::{Engine, PlannedRows};
+use crate::fair::{self, Wish};
 use crate::sequence::Sequence;
-use crate::turn::{self, Turn};
+use crate::turn::{self, PASSED_MAX, Turn};
 use crate::{Event, Finish, Order};
 
 impl Engine {
@@ -22,9 +24,16 @@ impl Engine {
     /// Moves sequences to the running ones, in the order of their turns ([`turn`]), while all their
     /// tokens fit in the pages that are left. Pages that are taken, or still needed for tokens of
     /// running sequences, are not left. Pages that another sequence filled with the same beginning
-    /// are shared.
+    /// are shared. Where no place is free, clients with few get some of those with many.
     pub(crate) fn admit(&mut self) {
-        self.make_way();
+        self.fill();
+        while self.make_way() {
+            self.fill();
+        }
+    }
+
+    /// Gives out free places.
+    fn fill(&mut self) {
         let reads_all = self.reads_all();
         while self.running.len() < self.config.max_running {
             let Some(place) = self.next_in_line() else {
@@ -48,12 +57,24 @@ impl Engine {
             }
             (next.computed, next.reused) = (reused, reused);
             self.reused += reused as u64;
-            next.passed = 0;
+            let order = next.order;
+            (next.passed, next.ticket) = (0, self.tickets); // behind others of its client
             self.running.extend(queue.remove(at));
             self.note_known();
-            let queued = self.resuming.iter_mut().chain(&mut self.waiting);
-            let passed = queued.take(place);
-            passed.for_each(|older| older.passed = older.passed.saturating_add(1));
+            self.pass(order, place);
+        }
+    }
+
+    /// Counts for the first `n` that wait whether the one that was just admitted passed them.
+    fn pass(&mut self, next: Order, n: usize) {
+        let places = |client: u64| {
+            let own = self.running.iter().filter(|s| s.order.client == client);
+            own.count() - usize::from(client == next.client)
+        };
+        let queued = self.resuming.iter_mut().chain(&mut self.waiting);
+        for older in queued.take(n) {
+            let is_passed = turn::passes(next, older.order, places);
+            older.passed = older.passed.saturating_add(u32::from(is_passed));
         }
     }
 
@@ -75,28 +96,100 @@ impl Engine {
 
     /// Where all places are taken, takes one from the client with the most if that is fairer to the
     /// one that is next. The youngest sequence of that client waits like one that gave up its
-    /// pages; while it has rows under way, these are ended first. One at a time.
-    fn make_way(&mut self) {
+    /// pages; while it has rows under way, these are ended first. Whether a place is free now. Each
+    /// time the numbers of places are closer to each other, so this comes to an end.
+    fn make_way(&mut self) -> bool {
         let is_full = self.running.len() >= self.config.max_running;
         if !is_full || self.running.iter().any(|s| s.gone) {
-            return;
+            return false;
         }
         let Some(place) = self.next_in_line() else {
-            return;
+            return false;
         };
         let mut queued = self.resuming.iter().chain(&self.waiting);
         let next = queued.nth(place).map(|s| s.order);
         let running: Vec<Order> = self.running.iter().map(|s| s.order).collect();
         let Some(at) = next.and_then(|next| turn::gives_way(&running, next)) else {
-            return;
+            return false;
         };
         if self.running[at].flights > 0 {
             self.starves = true;
-            return;
+            return false;
         }
         let mut youngest = self.stop_running(at);
         youngest.passed = 0; // it goes behind the one that it makes way for
         self.resuming.push_back(youngest);
+        true
+    }
+
+    /// Clients with sequences whose rows wait for those of others.
+    pub(super) fn pressed(&self) -> BTreeSet<u64> {
+        let withheld = self.running.iter().filter(|s| s.withheld);
+        withheld.map(|s| s.order.client).collect()
+    }
+
+    /// Takes the rows of sequences that are to wait for those of other clients ([`fair`]); how many
+    /// sequences are left that have rows in this step or under way. A client whose sequences wait
+    /// gets no forced tokens beside a row.
+    pub(super) fn withhold(&mut self, rows: &mut [usize]) -> usize {
+        let wish = |(sequence, rows): (&Sequence, &usize)| Wish {
+            client: sequence.order.client,
+            wants: *rows > 0,
+            is_under_way: sequence.flights > 0 && !sequence.gone,
+            ticket: sequence.ticket,
+        };
+        let wishes: Vec<Wish> = self.running.iter().zip(&*rows).map(wish).collect();
+        let depth = self.compute.depth(); // a batch of a pipeline has its share of the rows
+        let beyond = |equal: usize| {
+            let of_batch = self.leeway.beyond(equal.div_ceil(depth));
+            of_batch.saturating_mul(depth)
+        };
+        let granted = fair::grant(&wishes, beyond);
+        for ((sequence, rows), granted) in self.running.iter_mut().zip(&mut *rows).zip(&granted) {
+            if *rows > 0 && !granted {
+                *rows = 0;
+                sequence.withheld = true;
+            }
+        }
+        let pressed = self.pressed();
+        let is_bound = |s: &Sequence| s.is_decoding() && pressed.contains(&s.order.client);
+        for (sequence, rows) in self.running.iter().zip(rows) {
+            if is_bound(sequence) {
+                *rows = (*rows).min(1);
+            }
+        }
+        granted.into_iter().filter(|granted| *granted).count()
+    }
+
+    /// Puts the sequences of a plan behind the others of their clients, in the order that they had.
+    pub(super) fn note_rows(&mut self, plan: &[PlannedRows]) {
+        let mut places: Vec<usize> = plan.iter().map(|part| part.index).collect();
+        places.sort_by_key(|index| self.running[*index].ticket);
+        for index in places {
+            self.tickets += 1;
+            let sequence = &mut self.running[index];
+            (sequence.withheld, sequence.ticket) = (false, self.tickets);
+        }
+    }
+
+    /// Which of the `prompts`, in the order of their turns, are read in the next step, and how many
+    /// rows they have, of the `room` that is left beside `decoding` ones. Prompts of clients whose
+    /// sequences wait for others are read after those of other clients, and with fewer rows.
+    pub(super) fn read_now(
+        &self,
+        prompts: &[usize],
+        (decoding, room): (usize, usize),
+    ) -> (Vec<usize>, usize) {
+        let pressed = self.pressed();
+        let is_free = |index: &usize| {
+            let sequence = &self.running[*index];
+            sequence.passed >= PASSED_MAX || !pressed.contains(&sequence.order.client)
+        };
+        let free: Vec<usize> = prompts.iter().copied().filter(is_free).collect();
+        match free.is_empty() {
+            true => (prompts.to_vec(), self.pacer.scant(decoding, room)),
+            false => (free, self.pacer.budget(decoding, room)),
+        }
     }
 
     /// Ends the sequences whose deadline is over, with what they have.
@@ -135,7 +228,7 @@ impl Engine {
             self.shares.charge(sequence.order.client, part.rows);
         }
         for (sequence, has_rows) in self.running.iter_mut().zip(has_rows) {
-            if reads && !has_rows {
+            if reads && !has_rows && !sequence.is_decoding() {
                 sequence.passed = sequence.passed.saturating_add(1);
             }
         }

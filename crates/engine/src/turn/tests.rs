@@ -100,6 +100,19 @@ fn nothing_gives_way_to_a_lower_priority() {
     assert_eq!(gives_way(&orders([(1, 5), (1, 0), (1, 5)]), same), Some(1));
 }
 
+/// Else a client with many requests would soon have some that go before all others, whose places
+/// they would take one after the other.
+#[test]
+fn fair_turns_pass_nobody() {
+    let places = |client: u64| client as usize; // client 4 has 4
+    let [two, three] = clients([2, 3]);
+    assert!(!passes(two, three, places));
+    assert!(passes(three, two, places));
+    assert!(passes(two, two, places), "its own requests");
+    let [high] = orders([(2, 1)]);
+    assert!(passes(high, three, places), "a priority is not fair");
+}
+
 #[test]
 fn a_client_saves_nothing_up() {
     let mut shares = Shares::default();

@@ -20,16 +20,19 @@ fn step_ms(step: Composition) -> f64 {
 }
 
 /// A rig with a clock.
-struct Simulation {
-    rig: Rig,
-    now_ms: f64,
+pub(super) struct Simulation {
+    pub(super) rig: Rig,
+    pub(super) now_ms: f64,
     /// When each token of each sequence came.
     came_ms: BTreeMap<SequenceId, Vec<f64>>,
 }
 
 impl Simulation {
     fn new(tiny: &Tiny, config: EngineConfig) -> Self {
-        let rig = Rig::new(tiny, config);
+        Self::of(Rig::new(tiny, config))
+    }
+
+    pub(super) fn of(rig: Rig) -> Self {
         Self {
             rig,
             now_ms: 0.0,
@@ -38,7 +41,7 @@ impl Simulation {
     }
 
     /// Runs a step; returns its rows.
-    fn step(&mut self) -> Composition {
+    pub(super) fn step(&mut self) -> Composition {
         let events = self.rig.step();
         let step = self.rig.engine.composition;
         let ms = step_ms(step);

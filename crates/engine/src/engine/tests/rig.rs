@@ -131,7 +131,8 @@ impl Rig {
         (snapshot, self.outcomes.remove(&id).unwrap())
     }
 
-    /// Runs a step; every sequence that decodes moves on or gives up its pages.
+    /// Runs a step. Every sequence that decodes moves on, gives up its pages, or leaves its row to
+    /// another client.
     pub(super) fn step(&mut self) -> Vec<Event> {
         let ids = |s: &[Sequence]| s.iter().map(|s| s.id).collect::<Vec<_>>();
         let running = &self.engine.running;
@@ -145,12 +146,16 @@ impl Rig {
         }
         let is_preempted = |id: &SequenceId| self.engine.resuming.iter().any(|s| s.id == *id);
         self.preemptions += running.iter().filter(|id| is_preempted(id)).count();
+        let is_withheld = |id: &SequenceId| {
+            let running = &self.engine.running;
+            running.iter().any(|s| s.id == *id && s.withheld)
+        };
         // Of a pipeline a step ends the rows of some, and those of what was cancelled.
         let is_deep = self.engine.compute.depth() > 1;
         for id in decoding {
             let moved_on = events.iter().any(|event| id_of(event) == id);
             assert!(
-                is_deep || moved_on || is_preempted(&id),
+                is_deep || moved_on || is_preempted(&id) || is_withheld(&id),
                 "{id:?} was stalled"
             );
         }

@@ -1,0 +1,206 @@
+//! Clients on a simulated machine: one with many streams beside others with one each.
+
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::flights::rig_of;
+use super::paced::Simulation;
+use super::requests::{mixed, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::{END, Tiny};
+use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
+
+const CONTEXT: usize = 8 * PAGE;
+
+/// Running sequences at most, as `up` has.
+const RUNNING: usize = 32;
+
+/// The client with many streams.
+const GREEDY: u64 = 99;
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        cache_positions: (RUNNING + 1) * CONTEXT,
+        max_running: RUNNING,
+        max_waiting: 100,
+        ..EngineConfig::single("tiny", CONTEXT)
+    }
+}
+
+/// An answer of exactly `n` tokens for `client`.
+fn stream(client: u64, prompt: Vec<u32>, n: usize) -> Request {
+    let sampling = SamplingParams {
+        logit_bias: vec![(END, -100.0)],
+        ..SamplingParams::default()
+    };
+    Request {
+        order: Order {
+            client,
+            ..Order::default()
+        },
+        ..request(prompt, n, sampling)
+    }
+}
+
+/// An engine in which the greedy client has so many streams, with the prompts of the running ones
+/// read.
+fn beside(tiny: &Tiny, streams: u32) -> Simulation {
+    let mut simulation = Simulation::of(Rig::new(tiny, sizes()).unordered());
+    for i in 0..streams {
+        simulation.rig.submit(&stream(GREEDY, prompt(90, i), 400));
+    }
+    simulation.step();
+    let reads = |rig: &Rig| rig.engine.running.iter().any(|s| !s.is_decoding());
+    while reads(&simulation.rig) {
+        simulation.step();
+        assert!(simulation.rig.n_steps < 200, "prompts take long");
+    }
+    simulation
+}
+
+/// How long answers to `n` requests of four clients take, sorted, in milliseconds. Each client asks
+/// again a step after its last answer, when another sequence has its place.
+fn latencies(tiny: &Tiny, seed: u32, streams: u32, n: usize) -> Vec<f64> {
+    let mut simulation = beside(tiny, streams);
+    let mut open: [Option<(SequenceId, f64)>; 4] = [None; 4];
+    let (mut asked, mut took) = (seed, Vec::new());
+    while took.len() < n {
+        let rests: Vec<bool> = open.iter().map(Option::is_none).collect();
+        simulation.step();
+        for (client, (open, rests)) in (1..).zip(open.iter_mut().zip(rests)) {
+            if rests {
+                asked += 1;
+                let request = stream(client, prompt(20, asked), 30);
+                *open = Some((simulation.rig.submit(&request), simulation.now_ms));
+            }
+            let ended = open.filter(|(id, _)| simulation.rig.outcomes[id].finish.is_some());
+            if let Some((_, since_ms)) = ended {
+                took.push(simulation.now_ms - since_ms);
+                *open = None;
+            }
+        }
+    }
+    took.sort_by(f64::total_cmp);
+    took
+}
+
+/// 32 rows take twice as long as 4 on this machine, besides prompts. There are more requests than
+/// may pass one that waits.
+#[test]
+fn many_streams_of_a_client_slow_others_little() {
+    let tiny = Tiny::new(1);
+    for seed in [1000, 2000] {
+        let quiet = latencies(&tiny, seed, 0, 80);
+        let disturbed = latencies(&tiny, seed, 50, 80);
+        let ratios = [40_usize, 79].map(|at| disturbed[at] / quiet[at]);
+        assert!(ratios[0] < 1.6 && ratios[1] < 2.0, "{seed}: {ratios:?}");
+    }
+}
+
+#[test]
+fn a_client_alone_has_all_rows() {
+    let tiny = Tiny::new(1);
+    let mut simulation = beside(&tiny, 28);
+    for _ in 0..40 {
+        assert_eq!(simulation.step().decoding, 28);
+    }
+    // A client that leaves gives its rows back.
+    let id = simulation.rig.submit(&stream(1, prompt(9, 1), 10));
+    while simulation.rig.outcomes[&id].finish.is_none() {
+        simulation.step();
+    }
+    for _ in 0..40 {
+        assert_eq!(simulation.step().decoding, 28);
+    }
+}
+
+/// Every stream of the greedy client goes on, though few of them in each step.
+#[test]
+fn streams_take_turns() {
+    let tiny = Tiny::new(1);
+    let mut simulation = beside(&tiny, 28);
+    let tokens = |simulation: &Simulation| -> Vec<usize> {
+        let outcomes = simulation.rig.outcomes.values().take(28);
+        outcomes.map(|outcome| outcome.tokens.len()).collect()
+    };
+    simulation.rig.submit(&stream(1, prompt(9, 1), 300));
+    for _ in 0..30 {
+        simulation.step();
+    }
+    let before = tokens(&simulation);
+    for _ in 0..140 {
+        simulation.step();
+    }
+    let after = tokens(&simulation);
+    let more: Vec<usize> = after.iter().zip(&before).map(|(a, b)| a - b).collect();
+    let (least, most) = (more.iter().min().unwrap(), more.iter().max().unwrap());
+    assert!(*least >= 5, "a row each in 28 steps at least: {more:?}");
+    assert!(*most < 100 && most - least <= 2, "in turn: {more:?}");
+}
+
+#[test]
+fn requests_of_several_clients_get_places_at_once() {
+    let tiny = Tiny::new(1);
+    let mut simulation = beside(&tiny, 50);
+    let ids = [1_u64, 2, 3, 4].map(|client| {
+        let request = stream(client, prompt(9, client as u32), 10);
+        simulation.rig.submit(&request)
+    });
+    simulation.step();
+    let running = &simulation.rig.engine.running;
+    for id in ids {
+        assert!(running.iter().any(|s| s.id == id), "{id:?} waits");
+    }
+}
+
+/// A request, its client, and steps before it.
+type Arrival = (usize, u64, usize);
+
+fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
+    // Most are of one client.
+    let client = prop_oneof![3 => Just(GREEDY), 1 => 0..3u64];
+    prop::collection::vec((0..100usize, client, 0..12usize), 1..40)
+}
+
+/// Whatever is withheld goes on in the end, alone and in a pipeline, with guesses and without.
+#[test]
+fn nothing_starves_and_no_answer_changes() {
+    const CONTEXT: usize = 3 * PAGE;
+    let tiny = Tiny::new(1);
+    let requests = mixed(&tiny);
+    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    let config = ProptestConfig::with_cases(40);
+    let sizes_of = (1..4usize, 2..9usize, 0..10usize, 0..5usize);
+    proptest!(config, |(arrivals in arrivals(), sizes_of in sizes_of)| {
+        let (depth, max_running, pages, drafts) = sizes_of;
+        let sizes = EngineConfig {
+            cache_positions: CONTEXT + pages * PAGE,
+            max_running,
+            max_waiting: 100,
+            max_rows: 40,
+            drafts,
+            ..EngineConfig::single("tiny", CONTEXT)
+        };
+        let rig = rig_of(&tiny, sizes, (depth, depth), None).unordered();
+        let mut simulation = Simulation::of(rig);
+        let mut asked = Vec::new();
+        for (which, client, steps) in arrivals {
+            let which = which % requests.len();
+            let order = Order { client, ..Order::default() };
+            let request = Request { order, ..requests[which].clone() };
+            asked.push((simulation.rig.submit(&request), which));
+            for _ in 0..steps {
+                simulation.step();
+            }
+        }
+        // More than all rows one by one, each computed twice, in steps of the least rows.
+        let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
+        while !simulation.rig.engine.is_idle() {
+            simulation.step();
+            prop_assert!(simulation.rig.n_steps <= limit, "not at an end after {limit} steps");
+        }
+        for (id, which) in asked {
+            prop_assert_eq!(&simulation.rig.outcomes[&id], &expected[which]);
+        }
+    });
+}
