@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 /// Counts the time in which its owner was awake, who looks at least so often.
 ///
-/// Where it was away, whether suspended, asleep with its machine or without a core, a short time
-/// passes only: others may have been away with it, and are heard when they are back. So nobody is
-/// accused of the owner's own absence. It reads no clock: whoever looks says what time it is.
+/// An absence of the owner adds only a short time, whether it was suspended, asleep with its
+/// machine or without a core. Others may have been away with it, and are heard when they are back.
+/// So nobody is accused of the owner's own absence. `Awake` reads no clock: the caller passes the
+/// time.
 #[derive(Clone, Copy, Debug)]
 pub struct Awake {
     looked: Instant,

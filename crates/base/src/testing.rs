@@ -19,8 +19,9 @@ static NAPS_SINCE: AtomicU64 = AtomicU64::new(0);
 /// Microseconds that naps before it took beyond [`NAP_MAX`].
 static WITHHELD: AtomicU64 = AtomicU64::new(0);
 
-/// Measures what passes less what was withheld: a bar for an idle machine is one for a busy machine
-/// too, and stays as it is where nobody else wants the cores.
+/// Measures elapsed time, less the time in which this process waited for a core. A time limit made
+/// for an idle machine therefore holds on a busy machine too. On an idle machine nothing is
+/// subtracted.
 ///
 /// The ruler is a thread that sleeps and yields, and looks how late it goes on. It sees that
 /// threads wait for a core, not that those which have one share it. Yields are seen because ranks
@@ -50,7 +51,7 @@ impl Stopwatch {
         self.without_withheld(self.since.elapsed())
     }
 
-    /// What is left of `took`, measured otherwise since the start, without what was withheld.
+    /// Subtracts from `took`, measured otherwise since the start, the time withheld since then.
     pub fn without_withheld(&self, took: Duration) -> Duration {
         let gone = withheld(Instant::now()).saturating_sub(self.withheld);
         took.saturating_sub(gone)
@@ -61,7 +62,7 @@ fn micros(at: Instant) -> u64 {
     u64::try_from(at.saturating_duration_since(*START).as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What was withheld until `now`, with the nap under way.
+/// Time withheld until `now`, with the nap under way.
 fn withheld(now: Instant) -> Duration {
     let before = WITHHELD.load(Ordering::Acquire);
     let nap = micros(now).saturating_sub(NAPS_SINCE.load(Ordering::Acquire));
