@@ -15,7 +15,7 @@ pub enum Dtype {
     Bool,
     /// Bytes.
     U8,
-    /// What quantised weights are packed into.
+    /// The integers that hold packed quantised weights.
     U32,
     /// IEEE half.
     F16,
@@ -23,7 +23,7 @@ pub enum Dtype {
     F32,
     /// The upper half of a single.
     BF16,
-    /// One that is not used here.
+    /// A type that this crate does not use, by its number.
     Other(c_int),
 }
 
@@ -78,7 +78,7 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// One of MLX's arrays: values, or how to compute them. Clones are the same array.
+/// An array of MLX: values, or how to compute them. Clones are the same array.
 pub struct Array {
     library: Library,
     pub(crate) handle: Handle,
@@ -124,7 +124,7 @@ impl Array {
         }
     }
 
-    /// What `call` writes.
+    /// The array that `call` writes.
     pub(crate) fn made_by(
         library: &Library,
         name: &'static str,
@@ -181,7 +181,7 @@ impl Array {
         })
     }
 
-    /// The memory of a computed array, rows one after the other, in its own place: nothing is
+    /// The memory of a computed array, rows one after the other, in its own place. Nothing is
     /// copied where the device shares the machine's memory ([`Stream::shares_memory`]).
     ///
     /// # Errors
