@@ -2,7 +2,7 @@
 //! measurements, and a solver on top of it.
 //!
 //! Pure: no files, no clock, no threads. Facts come in as values ([`Cluster`], [`ModelShape`],
-//! [`Workload`]) or as TOML text ([`catalogue`]); a [`Placement`] and its [`Prediction`] come out,
+//! [`Workload`]) or as TOML text ([`catalogue`]). A [`Placement`] and its [`Prediction`] come out,
 //! or an [`Error`] that says why there is none.
 //!
 //! ```
