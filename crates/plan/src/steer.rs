@@ -5,8 +5,8 @@
 //! seconds lost. It orders a change once they exceed what the change costs, doubled with each
 //! change.
 //!
-//! That is the rule of renting skis until the rent is their price. (Karlin, Manasse, Rudolph,
-//! Sleator, Algorithmica 3, 1988.) Whatever the truth, at most about as much is lost to changes as
+//! That is the rule of renting skis until the rent is their price: Karlin, Manasse, Rudolph,
+//! Sleator, Algorithmica 3, 1988. Whatever the truth, at most about as much is lost to changes as
 //! to staying. A way that turned out worse than another's measured speed is left by the same rule:
 //! that is the roll-back.
 //!
@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use crate::Error;
 
-/// Factor by which another way must be better. 15 % is the spread between two runs of one split
-/// that the project's performance bars allow as noise.
+/// Factor by which another way must be better. Two runs of one split differ by up to 15 %: that
+/// noise is what the project's performance bars allow.
 pub const NOISE: f64 = 0.15;
 
 /// Tokens at one way before anything is concluded: a few times the spikes of a busy machine.

@@ -96,7 +96,7 @@ impl HardwareEntry {
         })
     }
 
-    /// Share of memory that a model may use. macOS lets a GPU wire about three quarters of the
+    /// Share of memory that a model may use. On macOS a GPU may wire about three quarters of the
     /// memory of machines above 36 GB, and two thirds below. `iogpu.wired_limit_mb` raises it; the
     /// defaults are from users' reports. Discrete cards lose some hundred MB to the driver; on
     /// processors the system needs its share.

@@ -197,8 +197,8 @@ where
 mod tests {
     use super::*;
 
-    /// The two Macs of distilp's test profile, Llama 70B in 4 bits, cache in 8. 13 and 36 layers
-    /// fit, a streamed one takes 136 and 117 ms.
+    /// The two Macs of distilp's test profile, Llama 70B in 4 bits, cache in 8. Memory fits 13 and
+    /// 36 layers; a streamed one takes 136 and 117 ms.
     fn online() -> ([Streamer; 2], f64) {
         let mac = |seconds, layers: f64, ms: f64| Streamer {
             seconds,
