@@ -1,9 +1,9 @@
 //! How deep a template may nest, counted before it is parsed.
 //!
-//! minijinja bounds brackets and blocks (150 levels), but its parser, its compiler and the drop of
-//! its tree recurse once for each operator of a chain (`- - - x`, `a if b else a if b else ...`,
-//! `a + a + ...`) and for each `elif`. Without these bounds 64 KB of text overflow a thread's
-//! stack.
+//! minijinja bounds brackets and blocks (150 levels). But its parser, its compiler and the drop of
+//! its tree recurse once for each `elif` and for each operator of a chain. Such chains are
+//! `- - - x`, `a if b else a if b else ...` and `a + a + ...`. Without these bounds 64 KB of text
+//! overflow a thread's stack.
 
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;

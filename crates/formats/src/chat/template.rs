@@ -21,7 +21,7 @@ pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
 
 const NAME: &str = "chat";
 
-/// What a template says with `raise_exception`.
+/// Message that a template passes to `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -58,8 +58,8 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     Ok(env)
 }
 
-/// As Jinja's test. minijinja calls `none` iterable, and templates that ask `tools is iterable and
-/// tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
+/// As Jinja's test. For minijinja `none` is iterable. Templates that ask
+/// `tools is iterable and tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }

@@ -9,7 +9,7 @@ use super::object::Object;
 /// Longest name of a tool or of a parameter, in bytes. OpenAI allows 64 characters.
 pub(super) const MAX_NAME_BYTES: usize = 512;
 
-/// What was read of a call.
+/// A piece of a call that was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Piece {
     /// Comes once, first.
