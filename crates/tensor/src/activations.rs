@@ -1,15 +1,16 @@
 //! Activations as the integer kernels read them: integers with a scale per *span* of columns.
 //!
 //! For a span of row `t`, with `m = max |x|` over its values and `n` steps (below):
-//! `scale = m / n`, `q[k] = round_ties_even(x[k] * (n / m))`, all in f32 (both 0 when `m` is not
-//! above [`SMALLEST`] or not finite). The sums of `q` over each half chunk of 16 go with it: weight
-//! types with a zero offset or a min need them. A span has 256 columns, or as many as divide that
-//! and the leaves of the products that will read them ([`crate::packed::span`]), so that a rank
-//! knows all of each; the last may have fewer. A row is quantised once however many matrices read
-//! it.
+//! `scale = m / n`, `q[k] = round_ties_even(x[k] * (n / m))`, all in f32. Both are 0 when `m` is
+//! not above [`SMALLEST`] or not finite. The sums of `q` over each half chunk of 16 go with it:
+//! weight types with a zero offset or a min need them.
 //!
-//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes,
-//! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63: a product takes two byte
+//! A span has 256 columns, or as many as divide that and the leaves of the products that will read
+//! them ([`crate::packed::span`]). So a rank knows all of each span. The last may have fewer
+//! columns. A row is quantised once however many matrices read it.
+//!
+//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes. They are
+//! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63. A product takes two byte
 //! products, and its rounding is too small to change an answer. [`Precision::Eight`] has n = 127
 //! and keeps one byte.
 
@@ -65,8 +66,8 @@ pub(crate) struct Meta {
     pub(crate) scale: f32,
     /// Sums of the bytes of `q`, high and low (or all of it and 0), over each half of 16.
     pub(crate) sums: [[i32; 2]; 2],
-    /// Those over both halves, [small](Isa::small), for types with mins. (In copies for panels of
-    /// words: as these [want it](crate::batch::words::copied).)
+    /// The sums over both halves, [small](Isa::small), for types with mins. (In copies for panels
+    /// of words: as these [want it](crate::batch::words::copied).)
     pub(crate) small: [i32; 2],
     /// Minus 8 times the same, for nibbles: both ready to be loaded.
     pub(crate) eight_less: [i32; 2],
@@ -84,7 +85,7 @@ impl Meta {
 // SAFETY: numbers all, for which zeros are values.
 unsafe impl Zeroed for Meta {}
 
-/// What products read of activations, beside their f32.
+/// Forms of activations that products read, beside their f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reads {
     /// Integers, so fine.
@@ -558,7 +559,7 @@ unsafe fn store_terms<S: Isa, const TERMS: usize>(
     }
 }
 
-/// What integers are made of: `128 high + low`, or the only byte.
+/// The integer that two terms stand for: `128 high + low`, or the only byte.
 #[inline(always)]
 pub(crate) const fn joined<const TERMS: usize>([high, low]: [i32; 2]) -> i32 {
     if TERMS == 2 { 128 * high + low } else { high }

@@ -6,11 +6,11 @@
 //! a[p % 4] = fma(w[k], x[k], fma(w[k + 1], x[k + 1], a[p % 4]))       leaf = (a0 + a1) + (a2 + a3)
 //! ```
 //!
-//! and `fma(w[k], x[k], a)` for a last column without a neighbour. That is what `vdpbf16ps` does,
-//! two for the time of one, but that it takes denormal numbers for zeros (Intel SDM volume 2: the
-//! odd element first, each sum rounded once, to nearest even; on Zen 4 equal to the bit for 22
-//! million random ones). So it is used where there can be none ([`SMALLEST`]); elsewhere and on
-//! other machines one `fma` follows the other.
+//! A last column without a neighbour is `fma(w[k], x[k], a)`. The instruction `vdpbf16ps` does the
+//! same, two for the time of one, except that it takes denormal numbers for zeros. By the Intel
+//! SDM, volume 2, the odd element is first, each sum rounded once, to nearest even. On Zen 4 it is
+//! equal to the bit for 22 million random numbers. So it is used where there can be no denormal
+//! numbers ([`SMALLEST`]). Elsewhere and on other machines one `fma` follows the other.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -19,9 +19,9 @@ use crate::isa::{BF16_COLUMN, Isa, Pairs};
 use crate::matmul::{Ahead, GroupArgs, Leaf, tiles};
 
 /// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
-/// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
-/// nothing on the way is denormal. Activations below it are taken as 0; a matrix with weights below
-/// it is multiplied without `vdpbf16ps`.
+/// 8 bits. Products, and sums of them however rounded, are whole multiples of 2^-126, the smallest
+/// normal f32. So nothing on the way is denormal. Activations below it are taken as 0; a matrix
+/// with weights below it is multiplied without `vdpbf16ps`.
 pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 56) << 23);
 
 /// The bits of the bf16 that stands for an activation: the nearest, ties to even, or 0.
