@@ -3,9 +3,9 @@
 //! Files are mapped, not read. Opening costs no memory for weights, and a process that uses some
 //! layers touches only those.
 //!
-//! **The files must not change while they are open.** A writer that truncates or rewrites a mapped
-//! model makes the process see other weights or die of a bus error. Nothing in this crate can
-//! prevent that, so model stores replace files by renaming.
+//! Warning: **the files must not change while they are open**. A writer that truncates or rewrites
+//! a mapped model makes the process see other weights or die of a bus error. Nothing in this crate
+//! can prevent that, so model stores replace files by renaming.
 //!
 //! The exception is a file whose bytes arrive while it is open: its [`Arrivals`] say which are
 //! there, and no byte is read before.

@@ -1,6 +1,6 @@
-//! Over RDMA, what ranks of a split exchange in a step is read from where it was computed and put
-//! where it is added up: nothing is copied on the way. Real ranks over the software verbs library,
-//! loaded as the system's.
+//! Over RDMA, values that ranks of a split exchange in a step are read from where they were
+//! computed. They are put where they are added up: nothing is copied on the way. Real ranks over
+//! the software verbs library, loaded as the system's.
 
 #![allow(
     clippy::unwrap_used,
@@ -112,7 +112,7 @@ fn load(path: &Path, split: &Split, rank: Rank, links: Option<Links>) -> Model {
     }
 }
 
-/// What each of two ranks copied in each step; the logits are those of one rank.
+/// Bytes that each of two ranks copied in each step; the logits are those of one rank.
 fn copied(
     path: &Path,
     tokens: &[u32],

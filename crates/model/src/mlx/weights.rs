@@ -250,7 +250,7 @@ pub(super) struct Loader<'a> {
     pub(super) dtype: Dtype,
     /// Whether ranks have rows of every matrix, so that each of their products is whole.
     pub(super) by_outputs: bool,
-    /// What others are converted from, until they are: MLX would write the results to their
+    /// Arrays that others are converted from, until they are. MLX would write the results to their
     /// memory when nobody else has them, and that is the file's.
     pub(super) kept: RefCell<Vec<Array>>,
     /// Matrices of types that MLX has no form for, by type.

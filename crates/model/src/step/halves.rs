@@ -19,8 +19,8 @@ use super::{Batch, BatchSequence};
 use crate::Error;
 
 /// Rows from which a step is cut in two: halves have a block of the kernels then. A block of a
-/// small model (width 576) is some ms of work in each layer, and the thread of a half takes some
-/// tens of microseconds to start, once in a step.
+/// small model (width 576) is some ms of work in each layer. The thread of a half takes some tens
+/// of microseconds to start, once in a step.
 pub(crate) const HALVES_FROM: usize = 2 * BLOCK;
 
 /// Rows of the first half of `rows`: whole blocks, so that no more blocks are begun than in one.
@@ -58,7 +58,7 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
     halves
 }
 
-/// What both halves look at.
+/// State that both halves look at.
 #[derive(Debug)]
 pub(crate) struct Turns {
     /// The longest wait of a half for the other.

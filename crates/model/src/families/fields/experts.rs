@@ -204,8 +204,8 @@ impl Fields<'_> {
         )
     }
 
-    /// Whether the weights of the chosen experts are divided by their sum, `gguf` in GGUF files,
-    /// whose families have no choice; the default of transformers is not to.
+    /// Whether the weights of the chosen experts are divided by their sum. In GGUF files, whose
+    /// families have no choice, it is `gguf`. The default of transformers is not to.
     pub(crate) fn normalises_experts(&self, gguf: bool) -> Result<bool, Error> {
         match self {
             Self::Gguf { .. } => Ok(gguf),
