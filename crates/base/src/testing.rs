@@ -1,5 +1,5 @@
-//! For tests: whether the slow proofs are wanted, and a clock that stands still while the machine
-//! gives nobody a core.
+//! For tests: whether the slow proofs are wanted, and a clock that stands still while the process
+//! waits for a core.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Once};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const NAP: Duration = Duration::from_millis(2);
 
 /// The longest nap of an idle machine: timers and a switch of tasks take some tenths of a
-/// millisecond. What a nap takes beyond it was withheld from this process.
+/// millisecond. Time of a nap beyond it was withheld from this process.
 const NAP_MAX: Duration = Duration::from_millis(5);
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
@@ -25,8 +25,8 @@ static WITHHELD: AtomicU64 = AtomicU64::new(0);
 ///
 /// The ruler is a thread that sleeps and yields, and looks how late it goes on. It sees that
 /// threads wait for a core, not that those which have one share it. Yields are seen because ranks
-/// that wait for each other yield: a scheduler may let who does wait for a slice of all who
-/// compute.
+/// that wait for each other yield. A scheduler may let a thread that yields wait for a time slice
+/// of every thread that computes.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch {
     since: Instant,
@@ -46,7 +46,7 @@ impl Stopwatch {
         Self { since, withheld }
     }
 
-    /// Time since the start in which there was a core for who wanted one.
+    /// Time since the start in which a thread that wanted a core had one.
     pub fn elapsed(&self) -> Duration {
         self.without_withheld(self.since.elapsed())
     }

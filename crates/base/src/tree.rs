@@ -1,4 +1,4 @@
-//! The canonical summation tree: one order of additions, whoever does them.
+//! The canonical summation tree: one order of additions, on any number of ranks and threads.
 //!
 //! A float sum depends on its order. Every sum that a split may cut over ranks is therefore defined
 //! as a binary tree over `n` logical blocks. The blocks are the *leaves*, in order; ranks, threads
@@ -223,8 +223,8 @@ fn add(left: &mut [f32], right: &[f32]) {
 /// Evaluates the tree over a range of leaves that are pushed in order, like a binary counter.
 ///
 /// Holds at most `2 * ceil(log2(n)) + 1` vectors of `width` floats, allocated by [`Stack::new`] and
-/// kept over [`Stack::reset`]. What it holds after the leaves of a range are the values of
-/// [`roots`] of that range.
+/// kept over [`Stack::reset`]. After the leaves of a range it holds the values of [`roots`] of that
+/// range.
 ///
 /// ```
 /// use paceline_base::tree::{Stack, combine, roots};

@@ -46,8 +46,8 @@ pub struct Absent {
 /// Says which bytes of a file are there while others are still being fetched.
 pub trait Arrivals: Send + Sync + fmt::Debug {
     /// Returns once all bytes of `range`, counted from the start of the file, are there; they do
-    /// not change any more then. Has them fetched if nobody does yet. Blocks a bounded time from
-    /// the last byte that came.
+    /// not change any more then. Has them fetched if they are not being fetched yet. Blocks a
+    /// bounded time from the last byte that came.
     ///
     /// # Errors
     /// [`Absent`].
@@ -163,7 +163,7 @@ impl MappedBytes {
     /// `len` bytes of memory as `fill` leaves them; they are zero before.
     ///
     /// # Errors
-    /// What the system says when it refuses the memory.
+    /// Reason of the system for refusing the memory.
     pub fn filled(len: usize, fill: impl FnOnce(&mut [u8])) -> std::io::Result<Self> {
         let mut map = MmapMut::map_anon(len)?;
         fill(&mut map);

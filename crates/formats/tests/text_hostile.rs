@@ -378,7 +378,7 @@ fn mutate(json: &mut Json, random: &mut SplitMix64, lies: &[Json]) {
     }
 }
 
-/// Longest time for one tokenizer, measured while nobody else wants the cores.
+/// Longest time for one tokenizer, measured on an idle machine.
 const TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Memory of each is bounded by [`outcome`].

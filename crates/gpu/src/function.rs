@@ -15,7 +15,7 @@ use crate::Error;
 /// Longest text in bytes, as of expressions.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Most expressions. What writes a function recurses into them.
+/// Most expressions. The writer of a function recurses into them.
 const EXPRESSIONS_MAX: usize = 1000;
 
 /// Deepest nesting of braces and brackets of any kind.

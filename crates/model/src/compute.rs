@@ -86,7 +86,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
     }
 
     /// How often the experts of its layers were chosen since it was loaded; none where there are
-    /// none, or nobody counts.
+    /// none, or none are counted.
     fn expert_uses(&self) -> Vec<ExpertUses> {
         Vec::new()
     }

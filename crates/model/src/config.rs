@@ -726,7 +726,7 @@ const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
     leaf
 }
 
-/// Weights of the longest block of the down projections. What is missing is reported when it is
+/// Weights of the longest block of the down projections. A missing weight is reported when it is
 /// loaded.
 fn longest_down_block(source: &Source, config: &Config) -> usize {
     let len = |layer| {

@@ -73,8 +73,8 @@ pub trait PageStore: fmt::Debug + Send {
     /// lost. It is put again when it was computed.
     fn forget(&mut self, page: &KeptPage);
 
-    /// Whether it is put pages too that a prompt found in the cache: what it keeps is for others,
-    /// who lack them. Only for engines of one sequence at a time.
+    /// Whether it is put pages too that a prompt found in the cache: the pages that it keeps are
+    /// for nodes that lack them. Only for engines of one sequence at a time.
     fn wants_known(&self) -> bool {
         false
     }

@@ -55,7 +55,7 @@ pub struct Links {
     /// One half is computed while the sums of the other are exchanged, or next stages compute the
     /// other. It changes no bit.
     pub overlap: bool,
-    /// Records how long exchanges take, where somebody asks.
+    /// Records how long exchanges take, where a trace is asked for.
     pub trace: Tracer,
     /// Where this rank is in a step. Steps on MLX are not counted.
     pub progress: Progress,

@@ -1,4 +1,4 @@
-//! Where a rank is in a step, for whoever watches that it goes on.
+//! Place of a rank in a step, for a watcher that checks that it goes on.
 //!
 //! The threads that compute count every layer and every exchange; another thread looks. A rank
 //! that computes and counts nothing hangs in a kernel or a driver. One that waits for another rank

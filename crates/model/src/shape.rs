@@ -71,7 +71,7 @@ pub enum Error {
 /// stores.
 ///
 /// # Errors
-/// What is wrong with the files, by name.
+/// Faults of the files, by name.
 pub fn from_files(path: &Path, bits: Option<f64>) -> Result<ModelShape, Error> {
     let mut shape = if path.is_dir() {
         from_folder(path)?

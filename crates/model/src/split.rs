@@ -232,8 +232,8 @@ pub enum Error {
     },
 }
 
-/// A model cut over ranks: who holds what. Serialises as whole numbers, so that every rank cuts at
-/// the same places; a split from outside is [checked](Self::check) first.
+/// A model cut over ranks, with the parts that each holds. Serialises as whole numbers, so that
+/// every rank cuts at the same places; a split from outside is [checked](Self::check) first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Split {
     stages: Vec<Stage>,

@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(steps, [(Kind::Plan, 1), (Kind::Plan, 2), (Kind::Step, 1)]);
     }
 
-    /// A follower waits for its plan for long before somebody traces it.
+    /// A follower waits for its plan for long before a trace begins.
     #[test]
     fn a_step_is_recorded_from_its_plan_on() {
         let tracer = Tracer::default();

@@ -796,7 +796,7 @@ impl Loader<'_> {
     }
 
     /// Finds a matrix, checks its shape, has the rows of `part` packed and lets go of the file's
-    /// pages. What is packed has all columns, or those of `part` where it had to be joined.
+    /// pages. The packed matrix has all columns, or those of `part` where it had to be joined.
     fn packed<T>(
         &self,
         role: Role,

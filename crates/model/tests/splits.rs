@@ -750,7 +750,7 @@ fn smollm2_gives_the_bits_of_one_rank() {
     ]);
 }
 
-/// A leader that ends takes nobody with it into a hang.
+/// A leader that ends leaves no other rank hanging.
 #[test]
 fn followers_hear_of_a_leader_that_is_gone() {
     let dir = tempfile::tempdir().unwrap();

@@ -18,7 +18,7 @@ fn fits(costs: &Costs<'_>, cluster: &Cluster, model: &ModelShape, workload: Work
 }
 
 /// A quick test for a placement: layers dealt greedily to single nodes, largest first, or all on
-/// one group of all nodes. What passes has a placement.
+/// one group of all nodes. A cluster that passes has a placement.
 pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     let mut order: Vec<usize> = (0..costs.cluster.nodes.len()).collect();
     order.sort_by(|&a, &b| {

@@ -27,8 +27,8 @@ pub enum Backend {
     Cpu,
 }
 
-/// Arithmetic rates of a node by kernel class, in operations a second as quoted or measured.
-/// What fraction of them programs reach is the calibration's business.
+/// Arithmetic rates of a node by kernel class, in operations a second as quoted or measured. The
+/// fraction of them that programs reach is in the calibration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// Dense products with many rows.

@@ -29,7 +29,7 @@ const SHARE_NOISE: f64 = 0.05;
 /// The constants of `start` moved to the `fit` rows of `published`.
 ///
 /// # Errors
-/// What is wrong with the catalogue.
+/// Faults of the catalogue.
 pub fn fit(published: &Published, start: &Calibration) -> Result<Calibration, Error> {
     let catalogue = published.catalogue()?;
     let rows: Vec<&Row> = published

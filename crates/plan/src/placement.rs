@@ -35,7 +35,7 @@ pub struct Member {
     pub streamed: u32,
 }
 
-/// Consecutive layers and who has them.
+/// Consecutive layers and the nodes that have them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
     /// Which layers.

@@ -67,7 +67,7 @@ fn published_orders_are_mostly_kept() {
     );
 }
 
-/// Rows that are in no file here, from reports (docs/planner.md names them): nobody fitted them.
+/// Rows that are in no file here, from reports (docs/planner.md names them): no fit used them.
 #[test]
 fn rows_from_elsewhere_are_met() {
     let text = r#"

@@ -230,8 +230,8 @@ impl Activations {
         self.writers([false; Form::ALL.len()]).0
     }
 
-    /// As [`writer`](Self::writer), and who makes the rows in the forms that panels want; the
-    /// writer does not quantise what lies in [tiles](Form::tiled).
+    /// As [`writer`](Self::writer), and writers that make the rows in the forms that panels want.
+    /// The first writer does not quantise rows that lie in [tiles](Form::tiled).
     pub(crate) fn writers(
         &mut self,
         forms: [bool; Form::ALL.len()],

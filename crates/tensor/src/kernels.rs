@@ -82,7 +82,7 @@ impl Kernels {
     /// The fastest instruction set of this machine, on `threads` threads.
     ///
     /// # Errors
-    /// What the system says when it refuses a thread.
+    /// The system refuses a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
         let best = InstructionSet::available()
             .pop()
@@ -116,7 +116,7 @@ impl Kernels {
     /// The same with threads that stay where `pinning` says.
     ///
     /// # Errors
-    /// What the system says when it refuses a thread.
+    /// The system refuses a thread.
     pub fn pinned(self, pinning: Pinning) -> std::io::Result<Self> {
         Ok(Self {
             pool: ThreadPool::with_pinning(self.pool.threads(), pinning)?,

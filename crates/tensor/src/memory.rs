@@ -242,7 +242,7 @@ mod tests {
         }
     }
 
-    /// Side by side, in several regions, given up in between: nobody sees another's bytes.
+    /// Side by side, in several regions, given up in between: none sees another's bytes.
     #[test]
     fn small_memory_is_zeroed_and_nobody_elses() {
         let mut kept = Vec::new();

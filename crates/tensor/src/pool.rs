@@ -185,7 +185,7 @@ impl ThreadPool {
     /// as 1.
     ///
     /// # Errors
-    /// What the system says when it refuses a thread.
+    /// The system refuses a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
         Self::with_pinning(threads, Pinning::Free)
     }

@@ -17,7 +17,7 @@ pub(super) const TAG_TOKENS_MAX: usize = 1000;
 /// Most `elif` of a template. The golden templates have 12 at most.
 pub(super) const ELIFS_MAX: usize = 250;
 
-/// Refuses `source` if it nests too deep. What is no token is left to the parser to refuse.
+/// Refuses `source` if it nests too deep. Text that is no token is left to the parser to refuse.
 ///
 /// Cost: one pass over the text.
 ///

@@ -1,9 +1,9 @@
 //! Turns of a conversation, and the form in which templates look at them.
 //!
 //! Templates are written for the dictionaries of `transformers`: `content`, `tool_calls` with
-//! `function.name` and `function.arguments`, a name of their own for reasoning. What they accept
-//! differs: arguments as an object or as text, content that may be null or not. [`Shape`] is what
-//! a template wants, found out by rendering two small conversations.
+//! `function.name` and `function.arguments`, a name of their own for reasoning. Templates accept
+//! different forms: arguments as an object or as text, content that may be null or not. [`Shape`]
+//! is the form that a template wants, found by rendering two small conversations.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};

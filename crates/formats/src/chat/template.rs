@@ -28,7 +28,7 @@ struct Raised(String);
 
 /// Compiles `source`.
 ///
-/// What `transformers` sets: `trim_blocks`, `lstrip_blocks`, loop controls, no escaping, undefined
+/// Set as in `transformers`: `trim_blocks`, `lstrip_blocks`, loop controls, no escaping, undefined
 /// values print as nothing, `raise_exception`, `tojson` without HTML escapes; methods of Python's
 /// strings, lists and dictionaries; `{% generation %}` (which marks what a model wrote, for
 /// training) is accepted and means nothing. There is no loader: a template sees no file.

@@ -222,8 +222,8 @@ fn push_byte_level(out: &mut Vec<u8>, text: &str) {
 
 /// Ids by text, for the tokens that ordinary text may become.
 ///
-/// Open addressing over ids, so that no text is stored twice. The hash is keyed by chance: texts
-/// come from a stranger's file, who could otherwise make them collide. No order of the table ever
+/// Open addressing over ids, so that no text is stored twice. The hash is keyed by chance. Texts
+/// come from a stranger's file, which could otherwise make them collide. No order of the table ever
 /// shows.
 #[derive(Debug)]
 pub(super) struct TextIndex {

@@ -44,8 +44,8 @@ const MAX_BYTES: usize = 64 << 10;
 /// Most fields of a template. Known ones have three.
 const MAX_FIELDS: usize = 32;
 
-/// Tokens of a prompt in which the last anchor is looked for. What follows it in the prompt is the
-/// beginning of the answer, a tag or a few words.
+/// Tokens of a prompt in which the last anchor is looked for. The text after it in the prompt is
+/// the beginning of the answer, a tag or a few words.
 const ANCHOR_TOKENS: usize = 512;
 
 const KEYS: [&str; 5] = [

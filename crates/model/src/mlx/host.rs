@@ -1,4 +1,4 @@
-//! The thread that MLX computes on, and who watches it.
+//! The thread that MLX computes on, and the watch over its evaluations.
 //!
 //! MLX's arrays and queues belong to one thread, and a GPU that hangs never lets that thread go. So
 //! everything of MLX lives on a thread of its own, which runs the closures that it is given. A
@@ -19,7 +19,7 @@ use paceline_base::lock;
 
 use crate::Error;
 
-/// How often somebody who waits looks at the watch.
+/// How often a waiting caller looks at the watch.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Longest wait for a thread that was told to end: it frees arrays.
@@ -144,7 +144,7 @@ impl<S: 'static> Host<S> {
     /// Starts a thread whose state `make` makes, on it.
     ///
     /// # Errors
-    /// What `make` says; [`Error::Thread`].
+    /// Errors of `make`; [`Error::Thread`].
     pub fn start<M>(patience: Patience, make: M) -> Result<Self, Error>
     where
         M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,

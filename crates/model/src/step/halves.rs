@@ -1,13 +1,13 @@
-//! Two halves of a step in turns: while what one has computed is exchanged, the other is computed.
+//! Two halves of a step in turns: while the sums of one are exchanged, the other is computed.
 //!
 //! ```text
 //! first    compute | exchange . . . | compute | exchange . . . |
 //! second             compute | exchange . . . | compute | exchange . . .
 //! ```
 //!
-//! Both parts of the order are fixed, whatever takes how long: who computes next, and whose
-//! exchange is next. So all ranks exchange the same in the same order, and the second half finds
-//! the keys and values of the first in the cache.
+//! Two orders are fixed, whatever the times: which half computes next, and which exchanges next. So
+//! all ranks exchange the same in the same order, and the second half finds the keys and values of
+//! the first in the cache.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -72,7 +72,7 @@ pub(crate) struct Turns {
 struct Next {
     compute: u64,
     exchange: u64,
-    /// A half has ended: the other waits for nobody.
+    /// A half has ended: the other waits for no turn.
     alone: bool,
 }
 

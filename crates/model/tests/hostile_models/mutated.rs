@@ -15,7 +15,7 @@ use super::hf::Folder;
 use crate::common::runner::Runner;
 use crate::common::{kernels, try_load};
 
-/// Longest time for one, measured while nobody else wants the cores.
+/// Longest time for one, measured on an idle machine.
 const TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Most memory of a process that tries all of them, one after the other. The models have half a

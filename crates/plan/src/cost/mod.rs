@@ -93,7 +93,7 @@ impl<'a> Costs<'a> {
     /// Looks up speeds and links.
     ///
     /// # Errors
-    /// What is wrong with cluster, model or workload.
+    /// Faults of cluster, model or workload.
     pub fn new(
         cluster: &'a Cluster,
         model: &'a ModelShape,

@@ -2,7 +2,7 @@
 //!
 //! High and low bytes of activations are multiplied apart, and so are the halves of types whose
 //! halves have scales of their own. [`Tiles`] multiplies: i8mm ([`crate::batch::smmla`]) two rows
-//! of activations at once. What is done with the integers is the same for all of them:
+//! of activations at once. The work on the integers is the same for all of them:
 //!
 //! ```text
 //! for each tile of rows, each group, each span:      totals in registers, (rows, 2, 16)

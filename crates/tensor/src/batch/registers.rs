@@ -21,7 +21,7 @@ pub(crate) const TILE_BYTES: usize = TILE_ROWS * LINE;
 pub(crate) trait Registers {
     /// Configures all of them.
     unsafe fn configured() -> Self;
-    /// Registers as [`configured`](Self::configured) left them, by whoever
+    /// Registers as [`configured`](Self::configured) left them, for a caller that
     /// [`forgot`](std::mem::forget) them.
     unsafe fn left() -> Self;
     /// Loads tile `T` from rows one behind the other, `N` times `UNIT` bytes from here. A place

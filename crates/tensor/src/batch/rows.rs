@@ -111,7 +111,8 @@ pub(crate) struct PanelRows {
 }
 
 impl PanelRows {
-    /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that nobody reads.
+    /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that no kernel
+    /// reads.
     pub(crate) fn new(max_rows: usize, cols: usize, span: usize, form: Form) -> Self {
         let max_rows = max_rows.next_multiple_of(TILE_ROWS);
         let (tiles, spans) = (max_rows / TILE_ROWS, cols.div_ceil(span));
@@ -318,7 +319,8 @@ impl PanelWriter<'_> {
     /// Copies row `t`, which was quantised, in [`Form::Words`].
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and nobody else's at the time.
+    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and no other thread has it at the
+    /// time.
     #[inline(always)]
     pub(crate) unsafe fn words<S: Words>(&self, t: usize) {
         for c in 0..self.cols / CHUNK {
@@ -361,7 +363,7 @@ impl PanelWriter<'_> {
     /// [`Form::SmallTiles`] for one.
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, and nobody else's at the time.
+    /// As [`Isa`](crate::isa::Isa); the row is there, and no other thread has it at the time.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) unsafe fn tiles<S: BytePlanes, const BYTES: usize>(&self, t: usize) {

@@ -303,7 +303,7 @@ impl Head<'_> {
     /// `sum += factors[i] * deltas[i]` for the first `n` in order.
     ///
     /// # Safety
-    /// So many deltas are there, which nobody writes.
+    /// So many deltas are there, which no thread writes.
     unsafe fn add_deltas(
         &self,
         factors: &[f32; PAGE],

@@ -40,7 +40,7 @@ mod tests;
 
 /// Chunks of a unit.
 pub(crate) const UNIT_CHUNKS: usize = 8;
-/// Columns of a unit: their weights have a step in common, so who packs some needs all of them.
+/// Columns of a unit: their weights have a step in common, so packing some needs all of them.
 pub const UNIT: usize = UNIT_CHUNKS * Chunk::LEN;
 
 /// Largest magnitude of a weight in steps.

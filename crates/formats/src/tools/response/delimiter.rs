@@ -42,7 +42,7 @@ pub(super) enum Seen {
 
 impl Delimiter {
     /// # Errors
-    /// What the compiler says.
+    /// Message of the compiler.
     pub(super) fn pattern(pattern: &str) -> Result<Self, String> {
         // The end of a text in Python's spelling.
         let pattern = pattern.replace("\\Z", "\\z");

@@ -73,7 +73,7 @@ impl Fields<'_> {
         Ok(experts)
     }
 
-    /// Whether weights are divided by their sum. What is not said is no in GGUF files, as in
+    /// Whether weights are divided by their sum. Without a field it is no in GGUF files, as in
     /// llama.cpp, and `usual` in folders.
     pub(super) fn says_normalised(&self, usual: bool) -> Result<bool, Error> {
         match self {
