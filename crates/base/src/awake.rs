@@ -1,12 +1,13 @@
-//! Time in which somebody who listens was there to hear.
+//! Elapsed time without the observer's own suspension.
 
 use std::time::{Duration, Instant};
 
-/// Counts the time in which its owner was awake, who looks at least so often.
+/// Counts the time in which its owner, which looks at least so often, was awake.
 ///
-/// Where it was away, whether suspended, asleep with its machine or without a core, a short time
-/// passes only: others may have been away with it, and are heard when they are back. So nobody is
-/// accused of the owner's own absence. It reads no clock: whoever looks says what time it is.
+/// An absence of the owner adds only a short time, whether it was suspended, asleep with its
+/// machine or without a core. Others may have been away with it, and are heard when they are back.
+/// So no peer is accused of the owner's own absence. `Awake` reads no clock: the caller passes the
+/// time.
 #[derive(Clone, Copy, Debug)]
 pub struct Awake {
     looked: Instant,

@@ -9,9 +9,9 @@ use std::fmt;
 /// Byte layouts: `ggml/src/ggml-common.h` of llama.cpp; decoded in `paceline-tensor::stored`.
 ///
 /// The types from `AFFINE2_F16` on are those of MLX's folders, where integers, scales and biases
-/// are tensors of their own: a block here is 32 columns of all three, joined when the model is
-/// opened (`paceline-formats::mlx`). `MXFP4` has the order of nibbles of MLX and Hugging Face,
-/// `MXFP4_SPLIT` that of GGUF files; both are computed as [`MXFP4`](Self::MXFP4).
+/// are separate tensors. A block here is 32 columns of all three, joined when the model is opened
+/// (`paceline-formats::mlx`). `MXFP4` has the order of nibbles of MLX and Hugging Face,
+/// `MXFP4_SPLIT` that of GGUF files. Both are computed as [`MXFP4`](Self::MXFP4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(
     missing_docs,

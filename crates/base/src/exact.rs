@@ -3,7 +3,7 @@
 //! [`ExactSum`] holds the exact sum of any number of finite values as an integer in units of
 //! 2^-2176. [`ExactSum::value`] rounds it once, to the nearest f64, ties to even: for f64 values
 //! that is what Python's `math.fsum` gives. Merging is integer addition, so the result depends on
-//! the values alone: not on their order, nor on how they were split, nor on what computed them.
+//! the values alone. Their order, how they were split and the processor do not matter.
 //!
 //! ```text
 //! slice       0           1                 68                      135
@@ -209,9 +209,9 @@ impl ExactSum {
         (negative, limbs)
     }
 
-    /// The one encoding of the sum: equal sums have equal bytes. Usually about 20 bytes, at most
-    /// 551: flags (bit 7 is the sign), the first slice that is not 0, and 32-bit pieces from there
-    /// on, little-endian.
+    /// The one encoding of the sum: equal sums have equal bytes. It takes about 20 bytes usually,
+    /// 551 at most. First come flags (bit 7 is the sign), then the index of the first slice that is
+    /// not 0. The 32-bit pieces from there on follow, little-endian.
     pub fn to_bytes(&self) -> Vec<u8> {
         let (negative, limbs) = self.magnitude();
         let first = limbs.iter().take_while(|limb| **limb == 0).count();

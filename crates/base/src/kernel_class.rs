@@ -3,23 +3,24 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// A kernel class: results of one class are bit-identical however they were computed (any batch,
-/// threads, instruction set, split); results of different classes agree only approximately.
+/// A kernel class. Results of one class are bit-identical however they were computed (any batch,
+/// threads, instruction set, split). Results of different classes agree only approximately.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KernelClass {
-    /// Weights as stored; for quantised weights activations are rounded to 15 bits per 256 values,
-    /// too finely to change an answer; keys and values in f16. The default.
+    /// The default: weights as stored, keys and values in f16. For quantised weights, activations
+    /// are rounded to 15 bits per 256 values, too finely to change an answer.
     #[default]
     Cpu,
-    /// As `Cpu` with activations rounded to 8 bits, as other engines do (for BF16 weights to bf16):
-    /// prefill of BF16 weights is faster, of others mostly slower, and the most probable token
-    /// differs at 2 to 4 of 100 positions (docs/numerics.md).
+    /// As `Cpu` with activations rounded to 8 bits, as other engines do (to bf16 for BF16 weights).
+    /// Prefill of BF16 weights is faster, of others mostly slower. The most probable token differs
+    /// at 2 to 4 of 100 positions (docs/numerics.md).
     CpuQ8,
     /// Weights decoded to f32, activations and cache in f32: four to eight times the memory; the
     /// reference that `Cpu` is measured against.
     CpuF32,
-    /// MLX, with activations and cache in the type of the model's floats: the same bits run after
-    /// run and for pipeline splits, not for other batches or tensor splits (docs/numerics.md).
+    /// MLX, with activations and cache in the type of the model's floats. Bits are the same run
+    /// after run and for pipeline splits, not for other batches or tensor splits
+    /// (docs/numerics.md).
     Mlx,
     /// MLX with activations, scales and cache in f32: slower and nearer to `CpuF32`.
     MlxF32,

@@ -6,9 +6,9 @@
 //! - [`KernelClass`]: which definition of the numbers a result belongs to.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
-//! - [`Awake`]: time in which somebody who listens was there to hear.
-//! - [`lock`]: a lock, whatever became of its last holder.
-//! - [`whole_pages`]: what of a mapping can be given back to the system.
+//! - [`Awake`]: elapsed time without the observer's own suspension.
+//! - [`lock`]: a lock, even if its last holder panicked.
+//! - [`whole_pages`]: the part of a mapping that can be given back to the system.
 //! - [`SplitMix64`]: random numbers for choices that need no secrecy.
 //! - [`printable`]: text from outside, without orders to a terminal.
 //! - [`exact`]: sums that are exact, whatever the order.

@@ -5,9 +5,9 @@ use std::ops::Range;
 /// The largest run of whole pages inside `range`, in offsets into a mapping; empty when there is
 /// none.
 ///
-/// Mappings start on a page border. 64 KiB is the largest base page of the systems we run on
-/// (Linux on arm64 and ppc64) and a multiple of the others (4 KiB, 16 KiB on Apple silicon), so
-/// rounding to it is right for all, and weights are far larger.
+/// Mappings start on a page border. 64 KiB is the largest base page of the systems we run on (Linux
+/// on arm64 and ppc64). It is a multiple of the others (4 KiB, 16 KiB on Apple silicon), so
+/// rounding to it is right for all. Weights are far larger.
 pub fn whole_pages(range: &Range<usize>) -> Range<usize> {
     const PAGE: usize = 64 << 10;
     let start = range

@@ -1,5 +1,5 @@
-//! For tests: whether the slow proofs are wanted, and a clock that stands still while the machine
-//! gives nobody a core.
+//! For tests: whether the slow proofs are wanted, and a clock that stands still while the process
+//! waits for a core.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Once};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const NAP: Duration = Duration::from_millis(2);
 
 /// The longest nap of an idle machine: timers and a switch of tasks take some tenths of a
-/// millisecond. What a nap takes beyond it was withheld from this process.
+/// millisecond. Time of a nap beyond it was withheld from this process.
 const NAP_MAX: Duration = Duration::from_millis(5);
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
@@ -19,13 +19,14 @@ static NAPS_SINCE: AtomicU64 = AtomicU64::new(0);
 /// Microseconds that naps before it took beyond [`NAP_MAX`].
 static WITHHELD: AtomicU64 = AtomicU64::new(0);
 
-/// Measures what passes less what was withheld: a bar for an idle machine is one for a busy machine
-/// too, and stays as it is where nobody else wants the cores.
+/// Measures elapsed time, less the time in which this process waited for a core. A time limit made
+/// for an idle machine therefore holds on a busy machine too. On an idle machine nothing is
+/// subtracted.
 ///
 /// The ruler is a thread that sleeps and yields, and looks how late it goes on. It sees that
 /// threads wait for a core, not that those which have one share it. Yields are seen because ranks
-/// that wait for each other yield: a scheduler may let who does wait for a slice of all who
-/// compute.
+/// that wait for each other yield. A scheduler may let a thread that yields wait for a time slice
+/// of every thread that computes.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch {
     since: Instant,
@@ -45,12 +46,12 @@ impl Stopwatch {
         Self { since, withheld }
     }
 
-    /// Time since the start in which there was a core for who wanted one.
+    /// Time since the start in which a thread that wanted a core had one.
     pub fn elapsed(&self) -> Duration {
         self.without_withheld(self.since.elapsed())
     }
 
-    /// What is left of `took`, measured otherwise since the start, without what was withheld.
+    /// Subtracts from `took`, measured otherwise since the start, the time withheld since then.
     pub fn without_withheld(&self, took: Duration) -> Duration {
         let gone = withheld(Instant::now()).saturating_sub(self.withheld);
         took.saturating_sub(gone)
@@ -61,7 +62,7 @@ fn micros(at: Instant) -> u64 {
     u64::try_from(at.saturating_duration_since(*START).as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What was withheld until `now`, with the nap under way.
+/// Time withheld until `now`, with the nap under way.
 fn withheld(now: Instant) -> Duration {
     let before = WITHHELD.load(Ordering::Acquire);
     let nap = micros(now).saturating_sub(NAPS_SINCE.load(Ordering::Acquire));

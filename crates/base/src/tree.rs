@@ -1,10 +1,10 @@
-//! The canonical summation tree: one order of additions, whoever does them.
+//! The canonical summation tree: one order of additions, on any number of ranks and threads.
 //!
-//! A float sum depends on its order. Every sum that a split may cut over ranks is therefore
-//! defined as a binary tree over `n` logical blocks (the *leaves*, in order), and never over
-//! ranks, threads or chunks. The node at level `l` and index `i` covers the leaves
-//! `[i * 2^l, min((i + 1) * 2^l, n))`; its value is left child + right child, and a node whose
-//! right child is empty *is* its left child (nothing is added). For n = 6:
+//! A float sum depends on its order. Every sum that a split may cut over ranks is therefore defined
+//! as a binary tree over `n` logical blocks. The blocks are the *leaves*, in order; ranks, threads
+//! and chunks play no part. The node at level `l` and index `i` covers the leaves
+//! `[i * 2^l, min((i + 1) * 2^l, n))`. Its value is left child + right child. A node whose right
+//! child is empty *is* its left child (nothing is added). For n = 6:
 //!
 //! ```text
 //! level 3                [0,6)            = [0,4) + [4,6)
@@ -13,11 +13,12 @@
 //! level 0   0   1   2   3     4   5
 //! ```
 //!
-//! A rank that owns a contiguous range of leaves computes the values of the fewest subtrees that
-//! make up its range ([`roots`]), all ranks gather those values in rank order, and each adds what
+//! A rank owns a contiguous range of leaves. It computes the values of the fewest subtrees that
+//! make up its range ([`roots`]). All ranks gather those values in rank order, and each adds what
 //! is left of the tree ([`combine`]). All ranks then hold the bits that one rank would get alone.
-//! Worked example, n = 6 cut into 0..3 and 3..6: rank 0 sends `[0,2)` and leaf 2, rank 1 sends
-//! leaf 3 and `[4,6)`; both compute `([0,2) + (2 + 3)) + [4,6)`. A cut at a power of two costs one
+//!
+//! Worked example, n = 6 cut into 0..3 and 3..6. Rank 0 sends `[0,2)` and leaf 2, rank 1 sends leaf
+//! 3 and `[4,6)`. Both compute `([0,2) + (2 + 3)) + [4,6)`. A cut at a power of two costs one
 //! vector per rank.
 //!
 //! [`sum_all`] is the definition; [`Stack`] evaluates any range with O(log n) storage. Kernels
@@ -28,8 +29,8 @@ use std::ops::Range;
 
 /// A node of the tree, named by the lowest level at which it appears.
 ///
-/// So two nodes are equal exactly when they cover the same leaves (of the same `n`), and every
-/// node above level 0 has two children that are not empty.
+/// So two nodes are equal exactly when they cover the same leaves (of the same `n`). Every node
+/// above level 0 has two children that are not empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Node {
     level: u32,
@@ -64,7 +65,7 @@ impl Node {
 
     /// The parent of `self` and `right` if they are its two children in a tree over `n` leaves.
     ///
-    /// This rule alone gives the order of all sums: keep values on a stack, and after each push
+    /// This rule alone gives the order of all sums. Keep values on a stack, and after each push
     /// replace the top two by their sum for as long as they join.
     pub fn join(self, right: Self, n: usize) -> Option<Self> {
         let middle = self.start() + (1 << self.level);
@@ -222,8 +223,8 @@ fn add(left: &mut [f32], right: &[f32]) {
 /// Evaluates the tree over a range of leaves that are pushed in order, like a binary counter.
 ///
 /// Holds at most `2 * ceil(log2(n)) + 1` vectors of `width` floats, allocated by [`Stack::new`] and
-/// kept over [`Stack::reset`]. What it holds after the leaves of a range are the values of
-/// [`roots`] of that range.
+/// kept over [`Stack::reset`]. After the leaves of a range it holds the values of [`roots`] of that
+/// range.
 ///
 /// ```
 /// use paceline_base::tree::{Stack, combine, roots};
@@ -332,7 +333,7 @@ mod tests {
         Node { level, index }
     }
 
-    /// What a rank does for its share.
+    /// The part of a sum that a rank computes for its own range of leaves.
     fn partial(leaves: &[&[f32]], range: Range<usize>, stack: &mut Stack) -> Vec<f32> {
         stack.reset(range.start);
         leaves[range.clone()]

@@ -1,4 +1,4 @@
-//! What a constrained answer must match, as data.
+//! Rules that a constrained answer must match, as data.
 //!
 //! A [`Constraint`] travels with a request to the process that samples, and with the snapshot of a
 //! sequence to the next one. The engine compiles it. Nothing here looks into a grammar; the sizes
@@ -29,7 +29,7 @@ pub enum Grammar {
     JsonObject,
     /// A regular expression, anchored at both ends.
     Regex(String),
-    /// One of these texts, which are not empty.
+    /// A choice among these texts, which are not empty.
     Choice(Vec<String>),
     /// A grammar in the Lark dialect of `llguidance`; control tokens are written `<name>`.
     Lark(String),
@@ -78,10 +78,10 @@ pub struct Span {
     pub is_open: bool,
 }
 
-/// What an answer must match, and from where on.
+/// The grammar that an answer must match, and from where on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Constraint {
-    /// What.
+    /// The grammar.
     pub grammar: Grammar,
     /// From where on.
     pub start: Start,

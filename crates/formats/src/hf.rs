@@ -93,7 +93,7 @@ pub enum Error {
         path: PathBuf,
         /// The field.
         field: &'static str,
-        /// What it may be.
+        /// Types that the field may have.
         expected: &'static str,
     },
     /// A folder without weights that paceline reads.
@@ -137,9 +137,9 @@ pub enum Error {
         tensor: String,
         /// The field.
         field: &'static str,
-        /// What is there.
+        /// Value that is there.
         got: String,
-        /// What may be.
+        /// Values that the field may have.
         expected: &'static str,
     },
     /// A part of a quantised matrix has another type than its scheme wants.
@@ -174,7 +174,7 @@ pub enum Error {
     Memory {
         /// The matrix.
         tensor: String,
-        /// What the system said.
+        /// Error of the system.
         error: io::Error,
     },
     /// A file of weights is broken, or lacks a tensor that the index puts into it.

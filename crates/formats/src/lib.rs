@@ -19,10 +19,13 @@
 //! # Ok::<(), paceline_formats::gguf::Error>(())
 //! ```
 //!
-//! Invariants: every count, length and offset of a file is checked against the bytes that are
-//! there before anything is allocated for it; bad input is an error that names the place and the
-//! values, never a panic; nothing that comes with a model is executed (chat templates run in a
-//! sandboxed interpreter with a limit on steps and output).
+//! Invariants:
+//!
+//! - Every count, length and offset of a file is checked against the bytes that are there before
+//!   anything is allocated for it.
+//! - Bad input is an error that names the place and the values, never a panic.
+//! - Nothing that comes with a model is executed. Chat templates run in a sandboxed interpreter
+//!   with a limit on steps and output.
 
 pub mod chat;
 pub mod gguf;

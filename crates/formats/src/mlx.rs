@@ -13,10 +13,11 @@
 //! means the same and is read where the first is absent.
 //!
 //! The kernels want a row in one piece. [`Quantised`] joins 32 columns of the three tensors to a
-//! block of [`BlockType`], the scale of a longer group once for each. A joined matrix takes up to
-//! a third more than its parts (12 bytes for 9, at 2 bits in groups of 128; at 4 bits in groups of
-//! 64 it is a ninth), and is a copy: it goes when the kernels have packed it. Embeddings, which
-//! are read row by row, are never joined as a whole.
+//! block of [`BlockType`], and repeats the scale of a longer group in each. A joined matrix takes
+//! up to a third more than its parts: 12 bytes for 9, at 2 bits in groups of 128. At 4 bits in
+//! groups of 64 it is a ninth. It is a copy, and goes when the kernels have packed it.
+//!
+//! Embeddings, which are read row by row, are never joined as a whole.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -90,7 +91,7 @@ pub struct Misfit {
     pub scheme: Scheme,
 }
 
-/// One of a matrix's tensors, before it is checked.
+/// A tensor of a quantised matrix, before it is checked.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     pub(crate) dtype: String,
@@ -105,7 +106,7 @@ const BLOCK: usize = 32;
 pub const BLOCK_BYTES_MAX: usize = BlockType::AFFINE8_F16.bytes();
 
 impl Scheme {
-    /// What `config` says of the module `name`.
+    /// Scheme that `config` gives for the module `name`.
     pub(crate) fn of(
         config: &Value,
         name: &str,
@@ -180,7 +181,7 @@ fn shortened(value: &Value) -> String {
     text
 }
 
-/// What the parts of a matrix are held against.
+/// Facts that the parts of a matrix are checked against.
 struct Checks<'a> {
     name: &'a str,
     scheme: Scheme,

@@ -1,15 +1,15 @@
 //! Safetensors: the weight format of Hugging Face.
 //!
-//! A file is the length of the header (u64, little endian), the header (JSON: tensor name to
-//! dtype, shape and range), and the data that the ranges count into. As the format demands, the
-//! ranges must cover the data without gap or overlap, so nothing can hide in a file and it has
-//! exactly one expected length.
+//! A file has three parts: the length of the header (u64, little endian), the header, and the data.
+//! The header is JSON: tensor name to dtype, shape and range, which counts into the data. As the
+//! format demands, the ranges must cover the data without gap or overlap. So nothing can hide in a
+//! file and it has exactly one expected length.
 //!
 //! Any dtype opens, and so does an empty tensor; both are refused when asked for.
 //!
-//! The header is read by our own code rather than by the `safetensors` crate, because that refuses
-//! a whole file for one unknown dtype, takes the last of several tensors with one name, and does
-//! not say which values disagree. Its writer is what the tests read.
+//! The header is read by our own code, not by the `safetensors` crate. That crate refuses a whole
+//! file for one unknown dtype and takes the last of several tensors with one name. It does not say
+//! which values disagree. Its writer is what the tests read.
 //!
 //! Source: the format section of the `safetensors` README.
 
@@ -35,7 +35,7 @@ pub enum Error {
     InFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         error: Box<Error>,
     },
     /// The file cannot be opened or mapped.
@@ -44,7 +44,7 @@ pub enum Error {
     /// The file is of another format.
     #[error("not a safetensors file: {looks_like}")]
     NotSafetensors {
-        /// What it seems to be.
+        /// Kind of file that it seems to be.
         looks_like: LooksLike,
     },
     /// The header goes on past the end of the file.
@@ -153,7 +153,7 @@ impl Error {
     }
 }
 
-/// One tensor of a file: name, dtype and place.
+/// A tensor of a file: name, dtype and place.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
     name: String,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a file that is not of the wanted format seems to be.
+/// Kind of file that one of another format than wanted seems to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LooksLike {

@@ -1,9 +1,11 @@
 //! A weight tensor as it lies in a mapped file.
 //!
-//! Files are mapped, not read: opening costs no memory for weights, and a process that uses some
-//! layers touches only those. **The files must not change while they are open.** A writer that
-//! truncates or rewrites a mapped model makes the process see other weights or die of a bus
-//! error; nothing in this crate can prevent that, so model stores replace files by renaming.
+//! Files are mapped, not read. Opening costs no memory for weights, and a process that uses some
+//! layers touches only those.
+//!
+//! Warning: **the files must not change while they are open**. A writer that truncates or rewrites
+//! a mapped model makes the process see other weights or die of a bus error. Nothing in this crate
+//! can prevent that, so model stores replace files by renaming.
 //!
 //! The exception is a file whose bytes arrive while it is open: its [`Arrivals`] say which are
 //! there, and no byte is read before.
@@ -44,16 +46,16 @@ pub struct Absent {
 /// Says which bytes of a file are there while others are still being fetched.
 pub trait Arrivals: Send + Sync + fmt::Debug {
     /// Returns once all bytes of `range`, counted from the start of the file, are there; they do
-    /// not change any more then. Has them fetched if nobody does yet. Blocks a bounded time from
-    /// the last byte that came.
+    /// not change any more then. Has them fetched if they are not being fetched yet. Blocks a
+    /// bounded time from the last byte that came.
     ///
     /// # Errors
     /// [`Absent`].
     fn wait(&self, range: Range<usize>) -> Result<(), Absent>;
 }
 
-/// A run of bytes of a mapped file, or of memory of our own that was filled once; clones share
-/// the mapping, which lives as long as the last.
+/// A run of bytes of a mapped file, or of memory of our own that was filled once. Clones share the
+/// mapping, which lives as long as the last.
 ///
 /// The start has no particular alignment: GGUF files choose their own and safetensors has none.
 ///
@@ -161,7 +163,7 @@ impl MappedBytes {
     /// `len` bytes of memory as `fill` leaves them; they are zero before.
     ///
     /// # Errors
-    /// What the system says when it refuses the memory.
+    /// Reason of the system for refusing the memory.
     pub fn filled(len: usize, fill: impl FnOnce(&mut [u8])) -> std::io::Result<Self> {
         let mut map = MmapMut::map_anon(len)?;
         fill(&mut map);

@@ -11,8 +11,8 @@ use paceline_formats::gguf::{Array, Header};
 use paceline_formats::safetensors;
 
 /// Memory that a reader may take for a file: some for error texts and empty tables, and six times
-/// the file. An empty string takes 8 bytes in a file and 24 in memory, the smallest tensor of a
-/// safetensors header 50 and 80, twice that while the list grows; the worst that the test of
+/// the file. An empty string takes 8 bytes in a file and 24 in memory. The smallest tensor of a
+/// safetensors header takes 50 and 80, twice that while the list grows. The worst that the test of
 /// dense headers finds is 4.6.
 fn allowed(file: &[u8]) -> usize {
     4096 + 6 * file.len()
@@ -147,7 +147,7 @@ impl Raw {
         self
     }
 
-    /// One F32 tensor called `t`, dimensions innermost first.
+    /// A single F32 tensor called `t`, dimensions innermost first.
     fn tensor(self, dims: &[u64], offset: u64) -> Self {
         let raw = self.text("t").u32(dims.len() as u32);
         dims.iter()
@@ -406,7 +406,7 @@ fn safetensors_shapes_that_lie_are_refused() {
     ]);
 }
 
-/// Those that nest without end neither overflow the stack nor take long.
+/// Headers that nest without end neither overflow the stack nor take long.
 #[test]
 fn safetensors_headers_that_are_no_table_are_refused() {
     let nested = |before: &str, open: &str| format!("{before}{}", open.repeat(100_000));

@@ -1,6 +1,6 @@
-//! Tokenizers and templates that lie: every cut and every flipped bit of a small `tokenizer.json`,
-//! files made to break the crate that reads them, and metadata that contradicts itself. Each is
-//! refused or read, without a panic, and with memory in proportion to the file.
+//! Tokenizers and templates that lie. The inputs are cuts and flipped bits of a small
+//! `tokenizer.json`, all of them, files made to break its reader, and metadata that contradicts
+//! itself. Each is refused or read, without a panic, and with memory in proportion to the file.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -16,8 +16,8 @@ use std::time::Duration;
 use paceline_base::SplitMix64;
 use paceline_base::testing::{Stopwatch, mutations};
 
-/// Memory for a file of a few kilobytes: the classes of letters of a compiled pattern take 1 to 5
-/// MB, whatever the file; everything else grows with the file.
+/// Memory for a file of a few kilobytes. The classes of letters of a compiled pattern take 1 to 5
+/// MB, whatever the file. Everything else grows with the file.
 const ALLOWED_BYTES: usize = 32 << 20;
 
 /// A byte-level vocabulary with one of everything.
@@ -78,8 +78,8 @@ thread_local! {
 }
 
 /// Runs without a report of the panics on this thread. The library catches those of the crate that
-/// reads tokenizers, but where RUST_BACKTRACE is set the report comes first and takes 60 MB for
-/// the symbols of this test program.
+/// reads tokenizers. But where RUST_BACKTRACE is set the report comes first. It takes 60 MB for the
+/// symbols of this test program.
 fn without_backtraces<T>(run: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -378,7 +378,7 @@ fn mutate(json: &mut Json, random: &mut SplitMix64, lies: &[Json]) {
     }
 }
 
-/// Longest time for one tokenizer, measured while nobody else wants the cores.
+/// Longest time for one tokenizer, measured on an idle machine.
 const TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Memory of each is bounded by [`outcome`].

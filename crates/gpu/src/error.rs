@@ -16,7 +16,7 @@ pub enum Error {
     Refused {
         /// The adapter.
         label: String,
-        /// What the driver says.
+        /// Message of the driver.
         reason: String,
     },
     /// The device is gone, or its driver failed: compute elsewhere.
@@ -24,7 +24,7 @@ pub enum Error {
     Lost {
         /// The device.
         label: String,
-        /// What is known.
+        /// Reason, as far as it is known.
         reason: String,
     },
     /// The device did not end in time, and is not used again.
@@ -40,7 +40,7 @@ pub enum Error {
     Bytes {
         /// The device.
         label: String,
-        /// What was to be computed.
+        /// Size of the buffer that was asked for.
         bytes: u64,
         /// The adapter's limit.
         most: u64,
@@ -52,18 +52,18 @@ pub enum Error {
         label: String,
         /// Its name.
         kernel: String,
-        /// What it says.
+        /// Message of the driver.
         reason: String,
     },
     /// The text of a user's function is refused.
     #[error("the WGSL function is refused: {reason}")]
     Function {
-        /// What is wrong with it.
+        /// Fault in the text.
         reason: String,
     },
 }
 
-/// What was found, for a sentence.
+/// Names of the adapters found, as the end of a sentence.
 fn but(seen: &[String]) -> String {
     match seen {
         [] => String::new(),

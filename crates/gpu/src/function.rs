@@ -15,7 +15,7 @@ use crate::Error;
 /// Longest text in bytes, as of expressions.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Most expressions. What writes a function recurses into them.
+/// Most expressions. The writer of a function recurses into them.
 const EXPRESSIONS_MAX: usize = 1000;
 
 /// Deepest nesting of braces and brackets of any kind.
@@ -61,9 +61,9 @@ impl Scalar {
 }
 
 impl Function {
-    /// Checks a text: exactly one function, of one to four arguments of type `f32`, `i32` or `u32`
-    /// and such a result; no globals, entry points, overrides, arrays, loops, or features of a
-    /// device. Its values are numbers and vectors.
+    /// Checks a text: exactly one function of one to four arguments. Arguments and result are of
+    /// type `f32`, `i32` or `u32`. Globals, entry points, overrides, arrays, loops and features of
+    /// a device are refused. Values are numbers and vectors.
     ///
     /// # Errors
     /// [`Error::Function`] says what is wrong.

@@ -1,4 +1,4 @@
-//! What a device computes of rows.
+//! Kernels over rows, as the methods of a device.
 
 use paceline_base::exact::ExactSum;
 use wgpu::Buffer;
@@ -55,7 +55,7 @@ pub struct Rows<'a> {
     pub count: u64,
     /// Number of the first.
     pub first: u64,
-    /// One to four columns.
+    /// Columns, one to four of them.
     pub columns: &'a [Column<'a>],
     /// Statements of WGSL that compute `value` of `x`, `y`, `z`, `w` and `i` by the functions of
     /// `wgsl/float.wgsl`. Never a user's text.
@@ -73,7 +73,7 @@ pub struct Extremes {
     pub has_nan: bool,
 }
 
-/// What is computed of which buffer.
+/// A run of a kernel: its parameters, workgroups and size of result.
 struct Job<'a> {
     kernel: Kernel<'a>,
     params: &'a [u32],
@@ -170,9 +170,9 @@ impl Gpu {
         Ok(all)
     }
 
-    /// How many of the rows' values lie between ascending edges, of which there are two or more:
-    /// bin `k` has `edges[k] <= x < edges[k + 1]`, the last one its right edge too. After the bins
-    /// come the counts below, above, and of NaN.
+    /// Counts the rows' values between ascending edges, of which there are two or more. Bin `k` has
+    /// `edges[k] <= x < edges[k + 1]`; the last bin also has its right edge. After the bins come
+    /// the counts below, above, and of NaN.
     ///
     /// # Errors
     /// As of [`values`](Self::values).

@@ -8,7 +8,7 @@ use crate::library::{done, failed};
 use crate::table::Handle;
 use crate::{Dtype, Error, Library, Stream};
 
-/// One of MLX's arrays: values, or how to compute them. Clones are the same array.
+/// An array of MLX: values, or how to compute them. Clones are the same array.
 pub struct Array {
     library: Library,
     pub(crate) handle: Handle,
@@ -54,7 +54,7 @@ impl Array {
         }
     }
 
-    /// What `call` writes.
+    /// The array that `call` writes.
     pub(crate) fn made_by(
         library: &Library,
         name: &'static str,
@@ -111,7 +111,7 @@ impl Array {
         })
     }
 
-    /// The memory of a computed array, rows one after the other, in its own place: nothing is
+    /// The memory of a computed array, rows one after the other, in its own place. Nothing is
     /// copied where the device shares the machine's memory ([`Stream::shares_memory`]).
     ///
     /// # Errors

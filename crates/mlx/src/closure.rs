@@ -1,8 +1,8 @@
 //! Functions of arrays that MLX calls: their gradients, and their compiled form.
 //!
-//! MLX calls such a function with arrays that stand for values which are not there yet, so a
-//! function must not look at values and must not evaluate. A panic does not cross MLX: it is kept,
-//! MLX is told that the function failed, and the panic goes on behind MLX's call.
+//! MLX calls such a function with arrays whose values are not there yet. A function must therefore
+//! not look at values and must not evaluate. A panic does not cross MLX: it is kept, and MLX is
+//! told that the function failed. The panic goes on after MLX's call has returned.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};

@@ -22,7 +22,7 @@ pub enum Error {
     Read {
         /// The library.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// The library's file ends before what its headers describe.
@@ -49,7 +49,7 @@ pub enum Error {
     Load {
         /// The library.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: libloading::Error,
     },
     /// The library lacks a function.
@@ -65,7 +65,7 @@ pub enum Error {
     Version {
         /// The library.
         path: PathBuf,
-        /// What it says.
+        /// The version that it states.
         got: String,
         /// Major and minor version that the table is for.
         expected: &'static str,
@@ -81,7 +81,7 @@ pub enum Error {
     Call {
         /// The function.
         call: &'static str,
-        /// What MLX said.
+        /// Message of MLX.
         message: String,
     },
     /// The bytes of an array are not as many as its shape says.
@@ -99,9 +99,9 @@ pub enum Error {
     /// An array's memory was asked for as another type, or is not one run of rows.
     #[error("mlx: memory of an array as {asked}: it is {dtype}, rows one after the other: {rows}")]
     Memory {
-        /// What was asked for.
+        /// The type that was asked for.
         asked: Dtype,
-        /// What it is.
+        /// The type that it has.
         dtype: Dtype,
         /// Whether its rows follow one another.
         rows: bool,
@@ -109,14 +109,14 @@ pub enum Error {
     /// A thread cannot be started.
     #[error("mlx: start a thread: {0}")]
     Thread(std::io::Error),
-    /// What is to be computed needs more memory than there is.
+    /// The computation needs more memory than there is.
     #[error("mlx: {needed} are needed ({what}), the device has {available}")]
     OutOfMemory {
-        /// What takes it, with figures.
+        /// Its parts, with figures.
         what: String,
         /// All of it.
         needed: Bytes,
-        /// What the device has.
+        /// Memory of the device.
         available: Bytes,
     },
 }

@@ -12,8 +12,8 @@
 //! - [`Stream::vjp`]: gradients of a function of arrays. [`Compiled`]: such a function with its
 //!   elementwise operations in one kernel.
 //!
-//! **Threads.** MLX's streams belong to the thread that made them, and nothing here is `Send` but
-//! [`Library`]: whoever computes with MLX does so on one thread.
+//! **Threads.** MLX's streams belong to the thread that made them. Nothing here is `Send` but
+//! [`Library`], so a program computes with MLX on one thread.
 //!
 //! **Errors.** The C API's default on an error is to end the process. [`Library::open`] replaces
 //! that by one that keeps the message for the thread that failed; calls return [`Error::Call`].

@@ -14,7 +14,7 @@ use crate::{Device, Error, Places, Stream, whole};
 const BESIDE: [&str; 2] = ["libmlx.so", "libmlx.dylib"];
 
 thread_local! {
-    /// What the last call that failed on this thread said. The handler is called by the call
+    /// Message of the last call that failed on this thread. The handler is called by the call
     /// itself, before it returns.
     static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
 }
@@ -127,7 +127,7 @@ impl Library {
         Ok(count > 0)
     }
 
-    /// What computes on `device`: `metal`, `cuda` or `cpu`.
+    /// Name of the backend that computes on `device`: `metal`, `cuda` or `cpu`.
     ///
     /// # Errors
     /// [`Error::Call`].
@@ -197,7 +197,7 @@ fn check_version(got: &str, path: &Path) -> Result<(), Error> {
     })
 }
 
-/// What a call returned, as a result.
+/// The return code of a call, as a result.
 pub(crate) fn done(call: &'static str, code: c_int) -> Result<(), Error> {
     if code == 0 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What MLX may use of the device's memory, and uses.
+//! Limits on MLX's memory, and how much it uses.
 
 use std::ffi::c_int;
 
@@ -7,18 +7,18 @@ use paceline_base::Bytes;
 use crate::library::done;
 use crate::{Device, Error, Library, Stream};
 
-/// What MLX may use.
+/// Limits on MLX's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// All arrays together; MLX frees what it keeps, then waits, before it takes more.
     pub memory: Bytes,
     /// Memory that is kept for reuse after arrays were freed.
     pub cache: Bytes,
-    /// What stays resident: Metal only, no effect elsewhere.
+    /// Memory that stays resident: Metal only, no effect elsewhere.
     pub wired: Bytes,
 }
 
-/// What MLX uses.
+/// Memory that MLX uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
     /// By arrays.
@@ -70,7 +70,7 @@ impl Library {
         Ok(Bytes(bytes as u64))
     }
 
-    /// What is in use.
+    /// Memory in use.
     ///
     /// # Errors
     /// [`Error::Call`].

@@ -107,8 +107,8 @@ impl Stream {
         self.device
     }
 
-    /// Whether the device computes in the machine's own memory, so that arrays are read and
-    /// written by the processor where they are: not a CUDA card, whose driver moves them.
+    /// Whether the device computes in the machine's own memory, so that the processor reads and
+    /// writes arrays in place. A CUDA card does not: its driver moves them.
     ///
     /// # Errors
     /// [`Error::Call`].
@@ -116,7 +116,7 @@ impl Stream {
         Ok(self.library.backend(self.device)? != "cuda")
     }
 
-    /// What the device says of itself under one of `keys`, the first that it knows: a number.
+    /// A number that the device states of itself under one of `keys`: the first that it knows.
     pub(crate) fn fact(&self, keys: &[&str]) -> Option<u64> {
         let table = self.library.table();
         let on = DeviceHandle::new(&self.library, self.device);

@@ -1,9 +1,9 @@
 //! The C functions that are used, with their types.
 //!
-//! Version 4 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
-//! version of its own to ask for, so what is checked at load is MLX's. All of mlx-c's handles are
-//! structures of one pointer, passed by value; functions return 0, or another number after the
-//! error handler was called.
+//! Version 4 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). The API states no
+//! version of its own, so MLX's is checked at load. All of mlx-c's handles are structures of one
+//! pointer, passed by value. Functions return 0, or another number after the error handler was
+//! called.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::path::Path;
@@ -52,7 +52,7 @@ pub(crate) struct OptionalDtype {
 /// `mlx_error_handler_func`
 pub(crate) type ErrorHandler = extern "C" fn(*const c_char, *mut c_void);
 
-/// What gives memory back that an array was made of.
+/// A function that frees the memory that an array was made of.
 pub(crate) type Destructor = extern "C" fn(*mut c_void);
 
 /// A function of arrays, for MLX to call: its results, its inputs, its payload.

@@ -1,9 +1,9 @@
 //! Whether a shared library's file is as long as its headers say.
 //!
-//! The loader maps what the headers describe and checks little: a file that was cut off behind its
-//! headers ends the process with a bus error when its functions are first used. So this looks
-//! first, at the program headers of ELF files and the segments of Mach-O files, 64 bits and little
-//! endian: the systems that MLX is for. Source: `elf.h`, `mach-o/loader.h`.
+//! The loader maps what the headers describe and checks little. A file cut off behind its headers
+//! ends the process with a bus error when its functions are first used. So this module looks first:
+//! at the program headers of ELF files and the segments of Mach-O files. Both are 64 bits and
+//! little endian, as on the systems that MLX is for. Source: `elf.h`, `mach-o/loader.h`.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};

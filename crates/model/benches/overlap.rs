@@ -1,5 +1,5 @@
-//! Prompts of a split, whole and in halves, of which one is computed while the sums of the other
-//! are exchanged: one rank of it, on this machine or another.
+//! Times prompts of a split, whole and in halves. One half is computed while the sums of the other
+//! are exchanged. This program is one rank of the split, on this machine or another.
 //!
 //! ```text
 //! cargo bench -p paceline-model --bench overlap -- \

@@ -4,10 +4,10 @@
 //! y = W x + bias + scale B (A x)     A (r, in), B (out, r)
 //! ```
 //! **Definition.** An element of `A x` is a chain of fused multiply-adds over the inputs from 0, in
-//! f32, whatever the kernel class. Where ranks share the inputs (attention output, down) there is
-//! a chain for each leaf of the sum, and the tree adds them, so ranks send `r` numbers more for
-//! each row and root. The scaled sum goes on from `y` as a chain over `r`. Threads, batch, split
-//! and instruction set change no bit.
+//! f32, whatever the kernel class. Where ranks share the inputs (attention output, down) there is a
+//! chain for each leaf of the sum, and the tree adds them. So ranks send `r` numbers more for each
+//! row and root. The scaled sum goes on from `y` as a chain over `r`. Threads, batch, split and
+//! instruction set change no bit.
 //!
 //! Adapters that belong to one base are numbered from 1; 0 is the base alone. Rows of a batch may
 //! have different ones ([`BatchSequence::adapter`](crate::BatchSequence::adapter)).
@@ -46,7 +46,7 @@ pub struct Adapter {
     pub pairs: Vec<AdapterPair>,
 }
 
-/// What tells an adapter apart from others.
+/// Identity of an adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterId {
     /// The name that requests choose it by.
@@ -101,7 +101,7 @@ pub(crate) struct Adapters {
 }
 
 impl Adapters {
-    /// What a rank needs of adapters.
+    /// The parts of `adapters` that a rank needs.
     ///
     /// # Errors
     /// [`Error::Adapter`] for one that does not fit the model, [`Error::Adapters`] for too many.

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The bits of a f32 carry places and counts. The leader puts NaN for the logits that it does not
-//! get: no search for the largest takes one, and its weight is 0 when a token is drawn. So the
+//! get. No search for the largest takes one, and its weight is 0 when a token is drawn. So the
 //! leader chooses the same token as from whole rows. A row whose short form has as many words as
 //! its logits is sent whole.
 //!
@@ -184,8 +184,8 @@ fn first_largest(row: &[f32]) -> usize {
     best.1
 }
 
-/// Where logits are of which none is NaN and none is further below the last of the largest than
-/// [`TopLogits`] says, ascending; all numbers if there are fewer. Not more than one above `room`.
+/// Places, ascending, of the logits that are not NaN and not further below the last of the largest
+/// than [`TopLogits`] says. All numbers if there are fewer. Not more than one above `room`.
 fn largest(row: &[f32], top: TopLogits, room: usize) -> Vec<usize> {
     let n = usize::from(top.n);
     let least = reached_by(row, n);
@@ -198,8 +198,8 @@ fn largest(row: &[f32], top: TopLogits, room: usize) -> Vec<usize> {
     places.map(|(place, _)| place).take(room + 1).collect()
 }
 
-/// A value that at least `n` (1 or more) of a row reach: the n-th largest of the largest of each
-/// chunk; minus infinity where there are fewer chunks.
+/// A value that at least `n` (1 or more) of a row reach. It is the n-th largest of the largest of
+/// each chunk; minus infinity where there are fewer chunks.
 fn reached_by(row: &[f32], n: usize) -> f32 {
     let larger = |a: f32, b: &f32| if *b > a { *b } else { a };
     let peak = |chunk: &[f32]| chunk.iter().fold(f32::NEG_INFINITY, larger);

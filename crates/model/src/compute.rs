@@ -1,4 +1,4 @@
-//! What an engine needs of a model, whatever computes it: the CPU's kernels or MLX.
+//! Interface of a model for an engine, whatever computes it: the CPU's kernels or MLX.
 //!
 //! ```text
 //! dyn Weights  --reserve(sizes)-->  dyn Compute  --forward(batch)-->  rows of logits
@@ -36,7 +36,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// The shape.
     fn config(&self) -> &Config;
 
-    /// What it holds.
+    /// The layers and parts that it holds.
     fn shard(&self) -> &Shard;
 
     /// The definition of the numbers.
@@ -54,7 +54,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// The CPU's kernels, with which tokens are chosen, whatever computes logits.
     fn kernels(&self) -> &Kernels;
 
-    /// What computes: an instruction set, or a device.
+    /// The hardware that computes: an instruction set, or a device.
     fn device(&self) -> String;
 
     /// The groups it was linked with.
@@ -75,7 +75,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
         None
     }
 
-    /// What it has exchanged with other ranks in MLX's arrays.
+    /// Activations exchanged with other ranks in MLX's arrays.
     fn exchanged(&self) -> Exchanged {
         Exchanged::default()
     }
@@ -86,7 +86,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
     }
 
     /// How often the experts of its layers were chosen since it was loaded; none where there are
-    /// none, or nobody counts.
+    /// none, or none are counted.
     fn expert_uses(&self) -> Vec<ExpertUses> {
         Vec::new()
     }
@@ -105,9 +105,9 @@ pub trait Weights: fmt::Debug + Send + Sync {
 /// A model with the memory to compute steps.
 ///
 /// Pages of the cache are numbered from 0, in each kind of layers, and hold
-/// [`PAGE`](paceline_tensor::PAGE) positions each. What a sequence has in a page is found again
-/// by whoever names that page: full pages may be shared, moved between sequences and overwritten,
-/// as the caller says with each batch.
+/// [`PAGE`](paceline_tensor::PAGE) positions each. The contents of a page are found again by its
+/// number. Full pages may be shared, moved between sequences and overwritten, as the caller says
+/// with each batch.
 pub trait Compute: fmt::Debug + Send {
     /// Pages of the cache for layers that look at all positions.
     fn pages(&self) -> usize;

@@ -1,4 +1,4 @@
-//! What a model file says about its shape.
+//! The shape of a model, as its file states it.
 
 use std::borrow::Cow;
 
@@ -17,7 +17,7 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// What a layer keeps of the positions before.
+/// Contents of the cache of a layer.
 #[derive(Clone, Copy, Debug)]
 pub enum LayerCache {
     /// Keys and values of each position.
@@ -49,8 +49,8 @@ pub enum HeadOrder {
     Interleaved,
 }
 
-/// Most inputs of a convolution, four times those of published models: fewer than a page has
-/// positions, so that those of the page before are enough.
+/// Most inputs of a convolution, four times those of published models. They are fewer than a page
+/// has positions, so that those of the page before are enough.
 pub(crate) const MAX_TAPS: usize = 16;
 
 impl PartialEq for LayerCache {
@@ -93,7 +93,7 @@ pub enum Gating {
 pub struct Experts {
     /// Experts that the router chooses from.
     pub count: usize,
-    /// Those that it chooses for each row.
+    /// Experts that it chooses for each row.
     pub used: usize,
     /// Width of the feed-forward of each.
     pub width: usize,
@@ -202,11 +202,11 @@ impl Experts {
     }
 }
 
-/// The shape of a layer. Letters: H query heads, K KV heads, D and E elements of a key and of a
-/// value as they are kept, F the width of the feed-forward.
+/// The shape of a layer. The letters are H query heads, K KV heads, D and E elements of a key and
+/// of a value as they are kept. F is the width of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerShape {
-    /// What it keeps of the positions before.
+    /// Contents of its cache.
     pub cache: LayerCache,
     /// How many positions a query sees, itself included; `None` for all before it.
     pub window: Option<usize>,
@@ -272,8 +272,9 @@ impl LayerShape {
     }
 
     /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps
-    /// it all along, so that a sequence leaves the state of its last full page to the next one.
+    /// all. A state looks at the page before its own, when that begins. The state of a delta net
+    /// keeps that page all along. So a sequence leaves the state of its last full page to the next
+    /// one.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
@@ -367,10 +368,10 @@ pub struct Config {
     pub indexed: Option<usize>,
     /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
-    /// Columns of a logical block of the feed-forward's sum: at least 128 and whole blocks of
-    /// every layer's down projection, doubled until there are at most 32. A tensor split cuts the
-    /// feed-forward there. Smaller leaves split more evenly (SmolLM2's 1536 columns give 12),
-    /// larger ones cost fewer additions.
+    /// Columns of a logical block of the feed-forward's sum. They are at least 128 and whole blocks
+    /// of every layer's down projection, doubled until there are at most 32 blocks. A tensor split
+    /// cuts the feed-forward there. Smaller leaves split more evenly (SmolLM2's 1536 columns give
+    /// 12), larger ones cost fewer additions.
     pub ffn_leaf: usize,
     /// Rows of the embedding (V).
     pub vocab: usize,
@@ -391,7 +392,7 @@ pub struct Config {
     pub activation: Activation,
     /// Rotary embeddings in use.
     pub ropes: Vec<Rope>,
-    /// One entry per layer.
+    /// Shapes of the layers, in order.
     pub layers: Vec<LayerShape>,
     /// Width of the embeddings that every layer has of its own (P); 0 for none.
     pub per_layer: usize,
@@ -509,8 +510,8 @@ impl Config {
         Ok(())
     }
 
-    /// MLX's folders of delta nets have norm weights as they are, not as offsets from 1: told by
-    /// their convolutions, whose taps lie before the 1.
+    /// MLX's folders of delta nets have norm weights as they are, not as offsets from 1. The
+    /// convolutions tell them apart: their taps lie before the 1.
     fn find_norm_form(&mut self, source: &Source) -> Result<(), Error> {
         let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
         let Some(layer) = self.layers.iter().position(is_net) else {
@@ -762,7 +763,7 @@ const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
     leaf
 }
 
-/// Weights of the longest block of the down projections. What is missing is reported when it is
+/// Weights of the longest block of the down projections. A missing weight is reported when it is
 /// loaded.
 fn longest_down_block(source: &Source, config: &Config) -> usize {
     let len = |layer| {

@@ -1,4 +1,4 @@
-//! What can go wrong when a model is loaded.
+//! Errors of loading and computing a model.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -41,19 +41,19 @@ pub enum Error {
     FieldType {
         /// Name of the field.
         field: String,
-        /// What was expected.
+        /// The expected value.
         expected: &'static str,
-        /// What is there.
+        /// The value that is there.
         got: String,
     },
     /// A value that no model of this family has, or that paceline cannot compute with.
     #[error("{field} is {got}, expected {expected}")]
     Value {
-        /// What the value describes.
+        /// Meaning of the value.
         field: &'static str,
         /// The value.
         got: String,
-        /// What would be accepted.
+        /// Values that would be accepted.
         expected: Cow<'static, str>,
     },
     /// A weight has another shape than the configuration says.
@@ -87,7 +87,7 @@ pub enum Error {
     Layer {
         /// Which.
         layer: usize,
-        /// What is wrong with it.
+        /// The fault.
         what: &'static str,
     },
     /// A kernel class is for models whose layers are all alike and dense.
@@ -98,7 +98,7 @@ pub enum Error {
     FamilyClass {
         /// The name of the family.
         family: &'static str,
-        /// What was asked for.
+        /// The class that was asked for.
         class: KernelClass,
     },
     /// An adapter is for another model, or for matrices that nothing can be added to.
@@ -106,7 +106,7 @@ pub enum Error {
     Adapter {
         /// Its name.
         name: String,
-        /// What does not fit.
+        /// The part that does not fit.
         reason: String,
     },
     /// More adapters than a model may have beside it.
@@ -164,9 +164,9 @@ pub enum Error {
     /// A kernel class of another engine.
     #[error("kernel class {class} is not one of engine {engine}")]
     Class {
-        /// What was asked for.
+        /// The class that was asked for.
         class: KernelClass,
-        /// Who was asked.
+        /// The engine that was asked.
         engine: &'static str,
     },
     /// A rank's columns of a matrix begin or end within a group of quantised values.
@@ -195,7 +195,7 @@ pub enum Error {
     /// The system refuses a thread: that which MLX computes on, or that which exchanges sums.
     #[error("start a thread: {0}")]
     Thread(std::io::Error),
-    /// One half of a step, which takes turns with the other, does not come.
+    /// A half of a step, which takes turns with the other, does not come.
     #[error("the {half} half of the step did not come within {} s", limit.as_secs_f64())]
     HalfLate {
         /// Which: first or second.
@@ -223,17 +223,17 @@ pub enum Error {
     Stage {
         /// The first rank of the stage.
         first: Rank,
-        /// What failed.
+        /// The error of the group.
         source: paceline_comm::Error,
     },
     /// The leader asked for a step that does not fit this rank's sizes.
     #[error("plan of a step: {what} is {got}, expected at most {limit}")]
     Plan {
-        /// What does not fit.
+        /// The size that does not fit.
         what: &'static str,
-        /// What the leader asked for.
+        /// Size that the leader asked for.
         got: usize,
-        /// What would fit.
+        /// The most that fits.
         limit: usize,
     },
     /// A layer whose pages the ranks of one split cannot give those of another.

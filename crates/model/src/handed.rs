@@ -6,7 +6,7 @@
 //! runs (from, to, bytes)                 (2, 0, 2)       (6, 2, 2)
 //! ```
 //!
-//! By the numerics rule a head of a layer has the same bytes on any rank that holds it, so pages
+//! By the numerics rule a head of a layer has the same bytes on any rank that holds it. So pages
 //! that one group of ranks has computed serve another. A head that several givers hold comes from
 //! the first of them. A gated delta net lies in one piece in a page: giver and taker must hold the
 //! same heads of it.
@@ -29,7 +29,7 @@ pub struct Run {
     pub len: usize,
 }
 
-/// What one rank gives another of each page.
+/// The bytes of each page that one rank gives another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handed {
     /// For each pool of pages, in order of the taker's bytes.
@@ -74,7 +74,7 @@ impl Handed {
     }
 }
 
-/// What a rank keeps of a layer in the pages of a pool.
+/// The part of a layer that a rank keeps in the pages of a pool.
 struct Piece {
     layer: usize,
     pool: usize,
@@ -115,8 +115,8 @@ fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Pi
     (pieces, page_bytes)
 }
 
-/// What rank `from` gives rank `to`, each of a split of its own; `kv` is how both keep keys and
-/// values.
+/// Bytes that rank `from` gives rank `to`, each of a split of its own; `kv` is how both keep keys
+/// and values.
 ///
 /// # Errors
 /// [`Error::NotHanded`] for a layer of the taker that no giver holds as the taker does.

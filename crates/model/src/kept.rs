@@ -33,15 +33,15 @@ const RECALL: u32 = 4;
 const FIRST: usize = 4;
 const EACH: usize = 11;
 
-/// What a page holds: a hash of its tokens and of the name before it. The first page of a sequence
-/// follows the default name.
+/// Name of a page's contents: a hash of its tokens and of the name before it. The first page of a
+/// sequence follows the default name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageName(pub [u32; 8]);
 
 /// A page of the cache under its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptPage {
-    /// What it holds.
+    /// Name of its contents.
     pub name: PageName,
     /// Its place among the pages of a sequence.
     pub index: u32,
@@ -69,12 +69,12 @@ pub trait PageStore: fmt::Debug + Send {
     /// there any more; then `into` may hold anything.
     fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool;
 
-    /// It is not to be had, here or at another rank, or not without pages that are lost: it is put
-    /// again when it was computed.
+    /// Forgets a page that is not to be had, here or at another rank, or not without pages that are
+    /// lost. It is put again when it was computed.
     fn forget(&mut self, page: &KeptPage);
 
-    /// Whether it is put pages too that a prompt found in the cache: what it keeps is for others,
-    /// who lack them. Only for engines of one sequence at a time.
+    /// Whether it is put pages too that a prompt found in the cache: the pages that it keeps are
+    /// for nodes that lack them. Only for engines of one sequence at a time.
     fn wants_known(&self) -> bool {
         false
     }

@@ -1,8 +1,8 @@
 //! Kinds of layers by what they need of a sequence's pages, and how many pages each kind gets.
 //!
-//! A layer that looks at all positions before a row needs all pages; one with a window, or with a
-//! state, lets pages go that its next row does not look at. Layers that look equally far back are
-//! one kind: they share the pages of a sequence, which have numbers of their own in each kind.
+//! A layer that looks at all positions before a row needs all pages. A layer with a window, or with
+//! a state, lets pages go that its next row does not look at. Layers that look equally far back are
+//! one kind. They share the pages of a sequence, which have numbers of their own in each kind.
 
 use paceline_base::Bytes;
 use paceline_tensor::{KvType, PAGE};
@@ -11,16 +11,16 @@ use crate::config::store;
 use crate::step::BatchSize;
 use crate::{Config, LayerCache};
 
-/// Of the pages for all positions, one in so many is kept by each kind that lets pages go, beyond
-/// those that its sequences need: for sequences that begin as others did. Gemma 3 270M at 32768
-/// positions keeps 64 pages more than the 18 it needs, the ends of some seven answers, and has
-/// 0.30 of the cache of full layers.
+/// Of the pages for all positions, each kind that lets pages go keeps one in so many, beyond those
+/// that its sequences need. They are for sequences that begin as others did. Gemma 3 270M at 32768
+/// positions keeps 64 pages more than the 18 it needs, the ends of some seven answers. Its cache is
+/// 0.30 of that of full layers.
 const KEPT: usize = 8;
 
-/// Of the pages with states of delta nets that a sequence lets go, one in so many is kept, besides
-/// those at the ends of prompts: a page is as large as the keys and values of thousands of
-/// positions (some 170 MB of Qwen3.5-35B-A3B), and one in 2048 positions is what a prefix that
-/// another sequence shares in part loses at most.
+/// Pages with states of delta nets that a sequence lets go, of which one is kept, besides those at
+/// the ends of prompts. A page is as large as the keys and values of thousands of positions (some
+/// 170 MB of Qwen3.5-35B-A3B). So one is kept in 2048 positions: a prefix that another sequence
+/// shares in part loses at most that.
 const SAVED_EVERY: usize = 32;
 
 /// States kept for each sequence besides: of the end of its prompt, and of the one before.
@@ -43,8 +43,8 @@ pub struct WindowPool {
     pub back: usize,
     /// Pages there are.
     pub pages: usize,
-    /// Of the pages that a sequence lets go, one in so many is kept for others, besides those at
-    /// the end of its prompt; 1 where all are.
+    /// Of the pages that a sequence lets go, one in so many is kept for others; 1 where all are.
+    /// The pages at the end of its prompt are kept besides.
     pub every: usize,
 }
 

@@ -13,11 +13,11 @@
 //! A model knows nothing of requests, sampling or text. Which pages of the cache belong to which
 //! sequence is told with each [`BatchSequence`].
 //!
-//! **Numerics rule.** A logit depends on the model, the tokens before it and the kernel class.
-//! [`Model::forward`] gives the same bits for a position whether it comes in a chunk of 1 or 500
-//! rows, alone or among strangers, on any number of threads. The sums over attention heads and
+//! **Numerics rule.** A logit depends on the model, the tokens before it and the kernel class. The
+//! bits of a position in [`Model::forward`] are the same in a chunk of 1 or 500 rows, alone or
+//! among strangers. They are the same on any number of threads. The sums over attention heads and
 //! over the feed-forward width are canonical trees ([`LayerShape::attention_leaf`],
-//! [`Config::ffn_leaf`]), so that a tensor split can give them too.
+//! [`Config::ffn_leaf`]). So a tensor split can give the same bits too.
 
 mod adapter;
 mod candidates;

@@ -36,8 +36,9 @@ const RECALLED: u32 = 4;
 const RESIDUALS: usize = 2;
 
 /// Most steps of a pipeline under way at once. The leader receives nothing while it waits until a
-/// rank takes a plan. The residuals of all other steps must have room with it meanwhile: else the
-/// stage before it takes no plan either, and both wait for ever. 9 with 16 messages held.
+/// rank takes a plan. The residuals of all other steps must have room with it meanwhile. Without
+/// room the stage before it takes no plan either, and both wait for ever. It is 9 with 16 messages
+/// held.
 pub(crate) const STEPS_MAX: usize = 1 + MESSAGES_HELD / RESIDUALS;
 
 /// The groups that a rank of a split model computes with.
@@ -50,11 +51,11 @@ pub struct Links {
     /// Longest wait for another rank's part of a step. A rank that is gone or silent is found
     /// sooner, by the group.
     pub patience: Duration,
-    /// Whether a step of many rows is computed in two halves, one while the sums of the other are
-    /// exchanged, or next stages compute the other: the same on all ranks of the world. It changes
-    /// no bit.
+    /// Whether a step of many rows is computed in two halves: the same on all ranks of the world.
+    /// One half is computed while the sums of the other are exchanged, or next stages compute the
+    /// other. It changes no bit.
     pub overlap: bool,
-    /// Records how long exchanges take, where somebody asks.
+    /// Records how long exchanges take, where a trace is asked for.
     pub trace: Tracer,
     /// Where this rank is in a step. Steps on MLX are not counted.
     pub progress: Progress,
@@ -62,9 +63,9 @@ pub struct Links {
 
 impl LeafCut {
     /// Completes the sum over the ranks that it is cut over. `sum` has room for n values for each
-    /// of [`all_roots`](Self::all_roots), of which this rank's are in their place, behind those of
-    /// the ranks before; the n of the whole sum are left at its start. `counts` is scratch.
-    /// Collective. Cost: an all-gather of `sum`, and an addition of n values for each root but one.
+    /// of [`all_roots`](Self::all_roots). This rank's are in their place, behind those of the ranks
+    /// before. The n of the whole sum are left at its start. `counts` is scratch. Collective. Cost:
+    /// an all-gather of `sum`, and an addition of n values for each root but one.
     ///
     /// # Errors
     /// That of the gather; the sum is to be computed anew then.
@@ -85,8 +86,8 @@ impl LeafCut {
 }
 
 impl Links {
-    /// Groups of ranks that overlap computing and exchanges where some of them wait for a wire:
-    /// where they wait for one another's processors alone, there is no time to win.
+    /// Groups of ranks that overlap computing and exchanges where some of them wait for a wire.
+    /// Where they wait for one another's processors alone, there is no time to win.
     pub fn new(world: Box<dyn Group>, stage: Box<dyn Group>, patience: Duration) -> Self {
         let overlap = world.tuning().wire;
         Self {
@@ -125,8 +126,9 @@ impl Links {
         }
     }
 
-    /// What the stage exchanges from now on belongs to layer `index` of the model, counted from 0.
-    /// Ranks that are in different layers are told so: mark n is the n-th layer, counted from 1.
+    /// Marks the exchanges of the stage from now on as those of layer `index` of the model, counted
+    /// from 0. Ranks that are in different layers are told so: mark n is the n-th layer, counted
+    /// from 1.
     fn enter(&self, index: usize) {
         self.stage.mark(index as u64 + 1);
     }
@@ -173,7 +175,7 @@ impl Links {
     }
 
     /// As [`announce`](Self::announce), of the step that is so many `ahead` of the last one that
-    /// the trace has counted: it counts a step when it is computed.
+    /// the trace has counted. The trace counts a step when it is computed.
     pub(crate) fn announce_step(&self, words: &[u32], ahead: u64) -> Result<(), Error> {
         let began = self.trace.begin();
         self.announce_ahead(words)?;
@@ -245,8 +247,8 @@ impl Links {
         Ok(())
     }
 
-    /// Completes a sum of layer `index` over the stage: `sum` has room for the roots of all ranks,
-    /// `(n,)` each, of which this rank's are in their place; the sum over all is left at its start.
+    /// Completes a sum of layer `index` over the stage. `sum` has room for the roots of all ranks,
+    /// `(n,)` each, of which this rank's are in their place. The sum over all is left at its start.
     pub(crate) fn sum(
         &self,
         index: usize,
@@ -422,7 +424,7 @@ mod tests {
 
     use super::*;
 
-    /// Plans of two messages, pages to keep behind each step, and steps in two halves: a stage that
+    /// Plans of two messages, pages to keep behind each step, and steps in two halves. A stage that
     /// is ahead of the leader and the leader wait for each other's room in turns.
     #[test]
     fn the_leader_announces_no_more_steps_than_residuals_have_room() {

@@ -52,7 +52,7 @@ pub struct Model {
     adapters: Adapters,
 }
 
-/// What [`Model::follow`] did.
+/// Result of [`Model::follow`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Followed {
     /// Computed a step.
@@ -99,7 +99,7 @@ impl Model {
     }
 
     /// As [`load_shard`](Self::load_shard), by a configuration of the caller's instead of the
-    /// source's own: of a model whose layers differ in ways that no family's files say.
+    /// source's own. It is for a model whose layers differ in ways that no family's files say.
     ///
     /// # Errors
     /// As [`load`](Self::load); [`Error::Layer`] for layers that cannot be computed.
@@ -210,7 +210,7 @@ impl Model {
         self.links.as_ref()
     }
 
-    /// What it holds.
+    /// The layers and parts that it holds.
     pub const fn shard(&self) -> &Shard {
         &self.shard
     }
@@ -330,7 +330,7 @@ impl Model {
         KvCache::new(&layers.collect::<Vec<_>>(), pages).map_err(Error::Cache)
     }
 
-    /// What a layer of this rank keeps.
+    /// Cache of a layer of this rank.
     fn store(&self, layer: usize) -> LayerStore {
         let cut = self.shard.layer(layer);
         let heads = (cut.heads.len(), cut.kv_heads.len());
@@ -482,7 +482,7 @@ impl Model {
         }
     }
 
-    /// One pass through all layers, of a step or of the half whose turn is `turn`.
+    /// A pass through all layers, of a step or of the half whose turn is `turn`.
     fn whole<'m>(
         &'m self,
         batch: &Batch<'_>,

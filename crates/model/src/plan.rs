@@ -1,4 +1,5 @@
-//! What the leader of a split model tells the other ranks before each step, as words of 32 bits:
+//! The plan that the leader of a split model sends the other ranks before each step, as words of 32
+//! bits:
 //!
 //! ```text
 //! length in words | kind | sequences | windows, then for each sequence:
@@ -18,7 +19,7 @@ use crate::WindowPages;
 use crate::Error;
 use crate::step::{Batch, BatchSequence, Limits, Logits};
 
-/// Words of the message that every plan starts with: a decode step of one sequence of 8192
+/// Words of the message that every plan starts with. A decode step of one sequence of 8192
 /// positions, or of 30 short ones, needs no second message.
 pub(crate) const HEADER_WORDS: usize = 256;
 

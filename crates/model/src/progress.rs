@@ -1,11 +1,11 @@
-//! Where a rank is in a step, for whoever watches that it goes on.
+//! Place of a rank in a step, for a watcher that checks that it goes on.
 //!
 //! The threads that compute count every layer and every exchange; another thread looks. A rank
 //! that computes and counts nothing hangs in a kernel or a driver. One that waits for another rank
 //! does not: that one hangs, or is found silent.
 //!
 //! A step of many rows runs as two [halves](crate::step::halves) on two threads. The rank computes
-//! while at least one half does: it waits for others only while every half that runs is in an
+//! while at least one half does. It waits for others only while every half that runs is in an
 //! exchange, or waits for its turn.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -40,8 +40,9 @@ pub struct Place {
 /// Counts layers and exchanges. Cost: some nanoseconds each.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// In one word, so that a look sees one moment: from the lowest bits, open exchanges, halves
-    /// that run, steps under way (0 or 1) of [`FIELD_BITS`] each, and the count.
+    /// All counts are in one word, so that a look sees one moment. From the lowest bits it has open
+    /// exchanges, halves that run and steps under way (0 or 1), of [`FIELD_BITS`] each. Then
+    /// follows the count.
     word: AtomicU64,
     /// The layer, and in the lower half the rows.
     place: AtomicU64,
@@ -57,7 +58,7 @@ pub struct Progress {
     halted: AtomicBool,
 }
 
-/// What steps of a few rows, which decode, computed for since the rank was linked.
+/// Time that steps of a few rows, which decode, computed for since the rank was linked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Busy {
     /// Nanoseconds, exchanges with other ranks left out.
@@ -105,7 +106,7 @@ impl Progress {
         }
     }
 
-    /// What it computed for so far.
+    /// Time that it computed for so far.
     pub fn busy(&self) -> Busy {
         Busy {
             ns: self.busy_ns.load(Ordering::Relaxed),
@@ -207,7 +208,7 @@ pub(crate) struct Stepping<'p> {
     begun: Instant,
     /// Layers times rows.
     parts: u64,
-    /// What exchanges took before it began; nothing where it does not count for [`Busy`].
+    /// Time of all exchanges before it began; nothing where it does not count for [`Busy`].
     waited_ns: Option<u64>,
 }
 

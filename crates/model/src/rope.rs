@@ -1,7 +1,7 @@
 //! Rotary position embeddings: frequencies and angles.
 //!
-//! Angles are computed in f64 with the pure-Rust `libm`, so that every platform gives the same
-//! bits (system math libraries differ), and rounded to f32 once.
+//! Angles are computed in f64 with the pure-Rust `libm` and rounded to f32 once. So every platform
+//! gives the same bits (system math libraries differ).
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ pub(crate) const MAX_PAIRS: usize = 1 << 12;
 /// the highest frequency is 1000 radians a position, whose angles f64 still tells apart.
 pub(crate) const MIN_DIVISOR: f64 = 1e-3;
 
-/// One set of rotary frequencies.
+/// A set of rotary frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     /// Which elements turn together.

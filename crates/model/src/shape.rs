@@ -1,6 +1,6 @@
-//! The shape of a model for planning: [`of`] a configuration that the engine computes, and
-//! [`from_files`], from a GGUF header or a `config.json`, experts and low ranks included: more than
-//! the engine can compute, since a plan only needs sizes.
+//! The shape of a model for planning. [`of`] reads it from a configuration that the engine
+//! computes. [`from_files`] reads it from a GGUF header or a `config.json`, experts and low ranks
+//! included. That is more than the engine can compute, since a plan only needs sizes.
 
 use std::fs::File;
 use std::io::Read;
@@ -50,7 +50,7 @@ pub enum Error {
     Json {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and where.
+        /// The fault and its place.
         source: serde_json::Error,
     },
     /// The configuration cannot be read.
@@ -58,7 +58,7 @@ pub enum Error {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A size that no model can have.
@@ -66,11 +66,12 @@ pub enum Error {
     Plan(#[from] paceline_plan::Error),
 }
 
-/// Reads the shape of the model at `path`: a folder is read in the Hugging Face layout, a `.json`
-/// file as its configuration alone, anything else as GGUF. `bits` replaces what the file stores.
+/// Reads the shape of the model at `path`. A folder is read in the Hugging Face layout, a `.json`
+/// file as its configuration alone, anything else as GGUF. `bits` replaces the bits that the file
+/// stores.
 ///
 /// # Errors
-/// What is wrong with the files, by name.
+/// Faults of the files, by name.
 pub fn from_files(path: &Path, bits: Option<f64>) -> Result<ModelShape, Error> {
     let mut shape = if path.is_dir() {
         from_folder(path)?
@@ -226,8 +227,8 @@ impl Fields<'_> {
             .unwrap_or(own)
     }
 
-    /// Bytes of a gated delta net's state in one layer: two pages of a sequence, each with the
-    /// state at its start, the inputs of its convolution, keys and what changed.
+    /// Bytes of a gated delta net's state in one layer: two pages of a sequence. Each has the state
+    /// at its start, the inputs of its convolution, keys and the differences.
     fn state_bytes(&self) -> Option<f64> {
         const PAGE: f64 = 64.0;
         let [key, heads, key_heads, value] = self.delta_sizes()?;
@@ -675,7 +676,7 @@ mod tests {
         assert!(shape.can_cut(13) && !shape.can_cut(14));
     }
 
-    /// Of 40 layers ten keep keys and values; a page of the others has 2 MiB of state, 2.5 MiB of
+    /// Of 40 layers ten keep keys and values. A page of the others has 2 MiB of state, 2.5 MiB of
     /// inputs and keys and 1 MiB of differences.
     #[test]
     fn states_are_counted() {

@@ -18,7 +18,7 @@ use crate::role::{Nth, Part, Role};
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
 pub enum Source {
-    /// One file, or several that belong together.
+    /// A single file, or several that belong together.
     Gguf(Gguf),
     /// A folder with `config.json` and safetensors.
     Hf(HfFolder),
@@ -137,8 +137,8 @@ impl Source {
         }
     }
 
-    /// A matrix of DBRX that lies in one with others: queries, keys and values behind each other,
-    /// and in folders that MLX did not write the experts of a layer. `None` for other weights.
+    /// A matrix of DBRX that lies in one with others: queries, keys and values. The experts of
+    /// a layer lie so too, in folders that MLX did not write. `None` for other weights.
     fn joined(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
         if let Some((parts, own)) = self.joined_parts(family, role)? {
             let name = match (self, role) {
@@ -240,9 +240,9 @@ impl Source {
         ))
     }
 
-    /// The matrix of an expert out of a folder that has those of all experts as one tensor, the
-    /// rows of up behind those of gate: of Gemma 4 always, of others perhaps, as transformers 5
-    /// writes them. `None` for other folders and weights.
+    /// The matrix of an expert out of a folder that has those of all experts as one tensor. There
+    /// the rows of up lie behind those of gate. Folders of Gemma 4 always have that form, others
+    /// perhaps, as transformers 5 writes them. `None` for other folders and weights.
     fn behind(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return Ok(None);
@@ -267,8 +267,8 @@ impl Source {
         }
     }
 
-    /// The biases of all experts of a layer for `role`, `(experts, n)`; and of those of an expert,
-    /// which belong to `role`: the first, and from one to the next. `None` when the file has none.
+    /// The biases of all experts of a layer, `(experts, n)`. The numbers beside say which belong to
+    /// `role`: the first, and the distance from one to the next. `None` when the file has none.
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
@@ -376,7 +376,7 @@ impl Source {
     }
 }
 
-/// `name` as it is in `folder`: a decoder that was saved without its head, as those that make
+/// `name` as it is in `folder`. A decoder that was saved without its head, as those that make
 /// embeddings are, has no `model.` before its names.
 fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
     let bare = name.strip_prefix("model.").filter(|bare| folder.has(bare));
@@ -566,8 +566,8 @@ impl Part {
     }
 }
 
-/// The matrix of an expert in a GGUF file whose layers have their experts in unusual tensors: one
-/// for each, as early ones of Mixtral, or gate and up behind each other.
+/// The matrix of an expert in a GGUF file whose layers have their experts in unusual tensors.
+/// Either each expert has one, as in early files of Mixtral, or gate and up lie behind each other.
 fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
     let (name, half) = match part {
         Part::ExpertGate(_) => ("gate", Some(0)),

@@ -1,6 +1,6 @@
 //! How a model is cut over the ranks of a group.
 //!
-//! A *stage* holds consecutive layers; the ranks of a stage share every layer of it (a tensor
+//! A *stage* holds consecutive layers. The ranks of a stage share every layer of it (a tensor
 //! split), and the stages follow one another (a pipeline). Ranks are numbered stage by stage:
 //!
 //! ```text
@@ -16,20 +16,20 @@
 //! ```
 //!
 //! Within a stage a rank owns the columns of the output projections that belong to whole *leaves*
-//! of the canonical sum ([`paceline_base::tree`]), and the rows of the other matrices that feed
-//! them. So the sum over all ranks has the bits of one rank.
+//! of the canonical sum ([`paceline_base::tree`]). It also owns the rows of the other matrices that
+//! feed them. So the sum over all ranks has the bits of one rank.
 //!
-//! **KV heads are replicated** where a cut falls between the query heads of one KV head: both
-//! sides hold it. The other way, to cut between KV heads only, would leave SmolLM2 (3 of them) at
-//! most 3 ranks, of which 2 would carry 6 and 3 query heads. Replication costs one head's keys
-//! and values (computed and cached twice) for each such cut and balances to one query head.
+//! **KV heads are replicated** where a cut falls between the query heads of one KV head: both sides
+//! hold it. The other way would be to cut between KV heads only. It would leave SmolLM2 (3 of them)
+//! at most 3 ranks, and 2 ranks would carry 6 and 3 query heads. Replication costs one head's
+//! keys and values (computed and cached twice) for each such cut. It balances to one query head.
 //!
 //! **Attention can be repeated** on all ranks of a stage, which then share the experts alone
-//! ([`StageKind::Experts`]): one exchange a layer instead of two, and every rank computes and
+//! ([`StageKind::Experts`]). A layer takes one exchange instead of two, and every rank computes and
 //! caches all heads.
 //!
 //! **Shares are rounded once**, where a split is made, at each cut, so no rank is off by more than
-//! a leaf. From then on the split has whole numbers of leaves: a worker that is sent one checks
+//! a leaf. From then on the split has whole numbers of leaves. A worker that is sent a split checks
 //! that they are those of its model, and rounds nothing.
 
 mod error;
@@ -150,8 +150,8 @@ struct Stage {
     kind: StageKind,
     /// How much each rank was to get, relative to the others of the stage.
     shares: Vec<u32>,
-    /// What each rank gets, for every number of leaves that the stage's layers have. None in a
-    /// split of a version that left the rounding to workers: it is refused.
+    /// Leaves that each rank gets, for every number of leaves that the stage's layers have. None in
+    /// a split of a version that left the rounding to workers: it is refused.
     #[serde(default)]
     dealt: Vec<Dealt>,
 }
@@ -345,13 +345,13 @@ impl Split {
             .unwrap_or(1)
     }
 
-    /// The rank that gets the logits, chooses tokens and tells the others what to compute: the
-    /// first of the last stage, so that a token has the shortest way.
+    /// The rank that gets the logits, chooses tokens and tells the others what to compute. It is
+    /// the first of the last stage, so that a token has the shortest way.
     pub fn leader(&self) -> Rank {
         Rank(self.stages.last().map_or(0, |stage| stage.first_rank))
     }
 
-    /// What `rank` holds.
+    /// The part of the model that `rank` holds.
     ///
     /// # Panics
     /// If there is no such rank, or it is no [split of](Self::check) `config`.
@@ -509,8 +509,8 @@ impl Sum {
     }
 }
 
-/// How many leaves the sums of some layers have, and of a layer of the usual sizes, and how many
-/// blocks the rows have that ranks share: each number once.
+/// Numbers of leaves of the sums of some layers, and of a layer of the usual sizes. Numbers of
+/// blocks of the rows that ranks share are among them too. Each number occurs once.
 fn leaf_counts(config: &Config, layers: &Range<usize>) -> BTreeSet<usize> {
     let own = config.layers.get(layers.clone()).unwrap_or_default();
     let usual = config.usual_layer();

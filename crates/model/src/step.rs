@@ -1,4 +1,4 @@
-//! One step: a batch of rows through all layers, in buffers that were allocated once.
+//! Steps: a batch of rows through all layers, in buffers that were allocated once.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -88,7 +88,7 @@ pub struct Workspace {
     own_logits: Memory<f32>,
     /// `(R, vocabulary)`; at the leader.
     logits: Vec<f32>,
-    /// One rank's logits; at the leader.
+    /// Logits of one rank; at the leader.
     received: Memory<f32>,
     wanted: Vec<usize>,
     /// Whether wanted rows are normed and have no logits.
@@ -256,8 +256,8 @@ fn activations<'a>(
     kernels.activations(max_rows, cols, model.precision(), matrices)
 }
 
-/// Memory for `len` values that ranks send to each other or receive: registered with their groups,
-/// so that devices that can do so move it without a copy.
+/// Memory for `len` values that ranks send to each other or receive. It is registered with their
+/// groups, so that devices that can do so move it without a copy.
 fn exchanged(model: &Model, len: usize) -> Memory<f32> {
     Memory::new(model.links().map(|links| &*links.world), len)
 }
@@ -305,7 +305,7 @@ pub(crate) struct Step<'m, 'b> {
     ws: &'b mut Workspace,
     /// Used by one half at a time, in turn.
     cache: &'b Mutex<&'m mut KvCache>,
-    /// Those of the batch, for each kind of layers.
+    /// The sequences of the batch, for each kind of layers.
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
     /// Rows that have adapters.

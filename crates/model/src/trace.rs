@@ -6,8 +6,8 @@
 //! ```
 //!
 //! A [`Tracer`] that is off costs a relaxed load and a branch for each span, and reads no clock.
-//! Compute time is not recorded: it is what a [`Kind::Step`] has beside the spans within it.
-//! Times count from the start of the trace, which [`RankTrace::start_unix_ns`] places on the
+//! Compute time is not recorded: it is the time of a [`Kind::Step`] beside the spans within it.
+//! Times count from the start of the trace. [`RankTrace::start_unix_ns`] places that on the
 //! machine's clock, so that the traces of several processes can be put side by side.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(steps, [(Kind::Plan, 1), (Kind::Plan, 2), (Kind::Step, 1)]);
     }
 
-    /// A follower waits for its plan for long before somebody traces it.
+    /// A follower waits for its plan for long before a trace begins.
     #[test]
     fn a_step_is_recorded_from_its_plan_on() {
         let tracer = Tracer::default();

@@ -31,7 +31,8 @@ pub(crate) struct Linear {
 /// A matrix whose input dimension is cut over the ranks of a stage: `(C, in)`.
 #[derive(Debug)]
 pub(crate) struct Summed {
-    /// One matrix for each root of this rank's leaves, with its first column in this rank's input.
+    /// Matrices, one for each root of this rank's leaves, with its first column in this rank's
+    /// input.
     pub(crate) roots: Vec<(usize, Packed)>,
     /// `(C,)`: added to the sum over all ranks.
     pub(crate) bias: Option<Vec<f32>>,
@@ -149,7 +150,7 @@ pub(crate) struct Experts {
     pub(crate) experts: Vec<Expert>,
 }
 
-/// One expert.
+/// Matrices of an expert.
 #[derive(Debug)]
 pub(crate) struct Expert {
     pub(crate) gate: Linear,
@@ -737,8 +738,8 @@ impl Loader<'_> {
         })
     }
 
-    /// Refuses a matrix of an expert whose weights are not all numbers: a row that chose it would
-    /// be none, and others, in its batch or not, would not tell.
+    /// Refuses a matrix of an expert whose weights are not all numbers. A row that chose it would
+    /// be none. Other rows, in its batch or not, would not tell.
     fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.names.as_stored(role, shape)?;
         match stored.not_finite(self.pool) {
@@ -795,7 +796,7 @@ impl Loader<'_> {
     }
 
     /// Finds a matrix, checks its shape, has the rows of `part` packed and lets go of the file's
-    /// pages. What is packed has all columns, or those of `part` where it had to be joined.
+    /// pages. The packed matrix has all columns, or those of `part` where it had to be joined.
     fn packed<T>(
         &self,
         role: Role,

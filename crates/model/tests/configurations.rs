@@ -1,5 +1,5 @@
-//! What files say about a model becomes these numbers: the parts of a configuration that no golden
-//! model has, in both layouts.
+//! The reading of configurations: facts in a model's files become these numbers. Covered are the
+//! parts that no golden model has, in both layouts.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 

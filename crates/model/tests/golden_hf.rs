@@ -48,7 +48,7 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
 }
 
 /// `transformers` and we do the same operations in f32 in another order, as its own run with
-/// products in f64 does: distances of that size, several times it for the worst logit.
+/// products in f64 does. Distances are of that size, several times it for the worst logit.
 #[test]
 fn class_cpu_f32_agrees_with_transformers() {
     for name in FOLDERS
@@ -65,8 +65,8 @@ fn class_cpu_f32_agrees_with_transformers() {
     }
 }
 
-/// Float weights are used as stored, so class `cpu` differs by its f16 keys and values alone;
-/// the recorded distance is that of one such run, ours rounds slightly different numbers.
+/// Float weights are used as stored, so class `cpu` differs by its f16 keys and values alone. The
+/// recorded distance is that of one such run; ours rounds slightly different numbers.
 #[test]
 fn class_cpu_agrees_but_for_keys_and_values_in_f16() {
     for name in FOLDERS

@@ -46,8 +46,9 @@ fn every_scheme_decodes_as_in_mlx() {
     );
 }
 
-/// Compares logits at every position of the prompt with those of MLX in float32, and the greedy
-/// continuation up to the first id that stands above the second by less than `2 * tolerance`.
+/// Compares logits at every position of the prompt with those of MLX in float32. Compares the
+/// greedy continuation up to the first id that stands above the second by less than
+/// `2 * tolerance`.
 fn check(name: &str, class: KernelClass, tolerance: f64) {
     let json = golden_json(&format!("mlx/{name}.golden.json"));
     let (prompt, greedy) = (ids(&json, "prompt"), ids(&json, "greedy"));
@@ -82,8 +83,8 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
     assert_eq!(got[..sure], greedy[..sure], "{name} {class}, greedy");
 }
 
-/// The same operations in f32 in another order: up to 3.2e-5 apart in the models that these were
-/// made from (`f64_matmul` of `golden_hf.rs`), here up to 8e-5.
+/// The same operations in f32 in another order. They are up to 3.2e-5 apart in the models that
+/// these were made from (`f64_matmul` of `golden_hf.rs`), here up to 8e-5.
 #[test]
 fn class_cpu_f32_agrees_with_mlx() {
     for name in MLX_FOLDERS.into_iter().chain(MLX_EXPERT_FOLDERS) {
@@ -91,7 +92,7 @@ fn class_cpu_f32_agrees_with_mlx() {
     }
 }
 
-/// Activations of 15 bits, and keys and values in f16; the latter alone move logits of the models
+/// Activations of 15 bits, and keys and values in f16. The latter alone move logits of the models
 /// that these were made from by up to 0.039 (`kv_f16`).
 #[test]
 fn class_cpu_agrees_but_for_its_roundings() {
@@ -100,8 +101,8 @@ fn class_cpu_agrees_but_for_its_roundings() {
     }
 }
 
-/// SmolLM2 by `mlx_lm.convert`: each of 32 ids that MLX in float32 takes after a question, but for
-/// those that stand above the second by less than what the roundings of class `cpu` may move.
+/// SmolLM2 by `mlx_lm.convert` takes each of 32 ids that MLX in float32 takes after a question. Ids
+/// that stand above the second by less than the roundings of class `cpu` may move are left out.
 #[test]
 fn smollm2_in_mlx_form_goes_on_as_in_mlx() {
     const NAME: &str = "SmolLM2-135M-Instruct-mlx-4bit";

@@ -1,14 +1,16 @@
 //! SmolLM2 and Gemma 3 on 256 tokens of Austen against llama.cpp and a numpy reference
 //! (`tests-data/golden/llama_cpp`, `tests-data/golden/numpy`).
 //!
-//! Three recorded readings of each text: llama.cpp on *widened* weights and numpy round activations
-//! to f32 only; llama.cpp on the weights *as stored* rounds them to 8 bits, as our class `cpu-q8`
-//! does in runs of its own. Where first and second logit nearly tie, that changes the winner:
-//! llama.cpp as stored agrees with itself on widened weights at 253 (SmolLM2) and 246 (Gemma) of
-//! 256 positions, so an exact engine misses 98 % of the latter.
+//! Three recorded readings of each text. Two round activations to f32 only: llama.cpp on *widened*
+//! weights, and numpy. The third is llama.cpp on the weights *as stored*. It rounds activations to
+//! 8 bits, as our class `cpu-q8` does in runs of its own.
+//!
+//! Where first and second logit nearly tie, that changes the winner. On 256 positions llama.cpp as
+//! stored agrees with itself on widened weights at 253 (SmolLM2) and 246 (Gemma). So an exact
+//! engine misses 98 % of the latter.
 //!
 //! The bar of 98 % therefore stands over all positions against the widened run, and for SmolLM2
-//! against the stored one as well; for Gemma as stored it stands over the positions that are no
+//! against the stored one as well. For Gemma as stored it stands over the positions that are no
 //! near tie. Every position where winners differ is printed.
 
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
@@ -34,7 +36,7 @@ const NLL_BAR: f64 = 0.02;
 /// 6); that llama.cpp as stored turned over: 0.37 (Gemma, position 31).
 const NEAR_TIE: f64 = 0.2;
 
-/// What an engine said after each token of a text.
+/// Readings of an engine after each token of a text.
 #[derive(Debug)]
 struct Reading {
     /// Mean of `nlls`.
@@ -179,7 +181,7 @@ fn check_f32(path: &Path, name: &str, golden: &Golden) {
     check_widened(name, KernelClass::CpuF32, golden, &ours);
 }
 
-/// Class `cpu` answers as if nothing were rounded; against llama.cpp as stored, `all` says whether
+/// Class `cpu` answers as if nothing were rounded. Against llama.cpp as stored, `all` says whether
 /// the bar stands over all positions or over those that are no near tie.
 fn check_cpu(path: &Path, name: &str, golden: &Golden, all: bool) {
     let ours = Reading::ours(path, KernelClass::Cpu, &golden.tokens);
@@ -198,9 +200,9 @@ fn check_kv_bytes(path: &Path, name: &str, golden: &Golden) {
     assert!(widened.nll.abs() <= NLL_BAR, "{widened:?}");
 }
 
-/// Class `cpu-q8` rounds as llama.cpp as stored does, but other runs of values: both turn near ties
-/// over, each its own, so that [`TOP1_BAR`] is for positions that are none. (Of all 256 positions
-/// SmolLM2 agrees at 250 with llama.cpp as stored, which agrees at 253 with itself widened.)
+/// Class `cpu-q8` rounds as llama.cpp as stored does, but other runs of values. Both turn near ties
+/// over, each its own, so that [`TOP1_BAR`] is for positions that are none. Of all 256 positions
+/// SmolLM2 agrees at 250 with llama.cpp as stored. That run agrees at 253 with itself widened.
 fn check_q8(path: &Path, name: &str, golden: &Golden) {
     let ours = Reading::ours(path, KernelClass::CpuQ8, &golden.tokens);
     check_stored(name, KernelClass::CpuQ8, golden, &ours, false);

@@ -169,7 +169,7 @@ fn class_mlx_agrees_within_the_rounding_of_activations() {
 }
 
 /// The same of layers with experts and states. A rounded activation may turn a choice of experts,
-/// which moves all of a row: so it is the row in the middle that is held to the rounding.
+/// which moves all of a row. So the row in the middle is held to the rounding.
 #[test]
 fn class_mlx_agrees_within_the_rounding_of_activations_with_experts() {
     let Some(library) = library("class mlx with experts agrees with transformers") else {
@@ -342,7 +342,8 @@ fn the_same_bits_run_after_run_and_on_any_pages() {
     assert_eq!(run(&[4, 5, 6]), first, "other pages");
 }
 
-/// What the numerics rule promises on the CPU and MLX does not: measured, and bounded.
+/// Batches and chunks, for which the numerics rule holds on the CPU and not on MLX: measured, and
+/// bounded.
 #[test]
 fn batches_and_chunks_stay_within_rounding() {
     let Some(library) = library("mlx batches and chunks") else {
@@ -439,7 +440,7 @@ fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Ve
     leaders.next().unwrap()
 }
 
-/// What the leader computed, and what each rank exchanged, in rank order.
+/// Logits that the leader computed, and bytes that each rank exchanged, in rank order.
 fn ranks(
     path: &Path,
     kind: &str,
@@ -554,9 +555,9 @@ fn splits_agree_with_one_rank() {
     }
 }
 
-/// Experts, latent attention, states and layers of many sizes: two stages give the bits of one
-/// rank, two ranks of a stage its logits but for the order of their sums, and a stage on the CPU
-/// what class `cpu-f32` gives.
+/// Experts, latent attention, states and layers of many sizes. Two stages give the bits of one
+/// rank. Two ranks of a stage give its logits but for the order of their sums. A stage on the CPU
+/// gives those of class `cpu-f32`.
 #[test]
 fn splits_of_every_kind_of_layer_agree_with_one_rank() {
     use KernelClass::{CpuF32, MlxF32};
@@ -686,7 +687,7 @@ fn class_mlx_exact_is_refused_by_name_where_layers_differ() {
     }
 }
 
-/// What class `mlx-exact` pays for: the bits of one rank and of rows alone, whatever the batch,
+/// The promise of class `mlx-exact`: the bits of one rank and of rows alone, whatever the batch,
 /// the chunks and the split.
 #[test]
 fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
@@ -728,7 +729,7 @@ fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
     }
 }
 
-/// Where the device shares the machine's memory, nothing is copied for an exchange; residuals of
+/// Where the device shares the machine's memory, nothing is copied for an exchange. Residuals of
 /// another type than f32 are converted, since the next stage may be another engine's.
 #[test]
 fn exchanges_read_and_write_the_arrays_own_memory() {

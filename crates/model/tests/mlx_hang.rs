@@ -71,7 +71,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
     })
 }
 
-/// What the process does that the test below starts; nothing without its variables.
+/// The process that the test below starts; nothing without its variables.
 #[test]
 fn the_process_whose_device_hangs() {
     let (Some(model), Some(library)) = (variable(MODEL), variable(SHIM)) else {

@@ -14,14 +14,17 @@ use paceline_base::{BlockType, KernelClass};
 use paceline_model::Family;
 use serde_json::Value;
 
-/// How far a class may be from `cpu-f32` on a [`Tiny`] model for each of its layers, as the root of
-/// the mean square over all logits, in units of that of the logits.
+/// How far a class may be from `cpu-f32` on a [`Tiny`] model for each of its layers. The distance
+/// is the root of the mean square over all logits, in units of that of the logits.
 ///
-/// Keys and values in f16 move a model of floats by up to 0.03 % a layer, activations rounded to
-/// 15 bits add little: seen up to 0.045 %. Rounding to 8 bits moves the input of a product by 0.5 %
-/// of its size (uniform over steps of 1/127 of the largest of 32 values, about 2.2 standard
-/// deviations); four products in a row, gated ones twice, make 1 % of that: seen 0.1 to 1.1 %.
-/// Rounding to bf16 moves it by 0.1 % of each value: seen 0.2 to 0.3 %.
+/// Keys and values in f16 move a model of floats by up to 0.03 % a layer, and activations rounded
+/// to 15 bits add little. Seen: up to 0.045 %.
+///
+/// Rounding to 8 bits moves the input of a product by 0.5 % of its size. That is uniform over steps
+/// of 1/127 of the largest of 32 values, about 2.2 standard deviations. Four products in a row,
+/// gated ones twice, make 1 % of that. Seen: 0.1 to 1.1 %.
+///
+/// Rounding to bf16 moves it by 0.1 % of each value. Seen: 0.2 to 0.3 %.
 const fn tolerance(block_type: BlockType, class: KernelClass) -> f64 {
     match class {
         KernelClass::CpuQ8 if !block_type.is_float() => 0.015,
@@ -88,10 +91,10 @@ fn check_recorded(path: &Path, json: &Value, class: KernelClass, tolerance: f64)
     );
 }
 
-/// All classes. `f32_tolerance` bounds what other orders of f32 sums do; the other classes round
-/// keys, values and activations besides, in about the way of the reference's runs that were
-/// recorded (`tests-data/golden/README.md`), and twice their distance is allowed. A step of 15 bits
-/// is a 128th of one of 8; `q8` is what these move logits by.
+/// All classes. `f32_tolerance` bounds the effect of other orders of f32 sums. The other classes
+/// round keys, values and activations besides. They do so in about the way of the reference's runs
+/// that were recorded (`tests-data/golden/README.md`), and twice their distance is allowed. A step
+/// of 15 bits is a 128th of one of 8; `q8` is the amount by which these move logits.
 fn check_classes(path: &Path, json: &Value, f32_tolerance: f64, q8: f64) {
     let kv = number(json, &["max_abs_diff", "kv_f16"]);
     for (class, rounded) in [
@@ -117,8 +120,9 @@ fn every_storage_type_agrees_with_numpy() {
     }
 }
 
-/// What activations of 8 bits move logits by. For BF16 weights they are rounded to bf16, which the
-/// reference's runs do not: by 0.1 % of each, where 8 bits move the same model's by 0.5 % of 32.
+/// Amount by which activations of 8 bits move logits. For BF16 weights they are rounded to bf16,
+/// which the reference's runs do not do. That moves each by 0.1 %, where 8 bits move the same
+/// model's by 0.5 % of 32.
 fn rounding_to_eight(types: &serde_json::Map<String, Value>, name: &str) -> f64 {
     let recorded = |name: &str| number(&types[name], &["max_abs_diff", "act_q8"]);
     if name == "BF16" {

@@ -1,5 +1,5 @@
-//! The same bits from any number of ranks: splits of every family over threads, each rank with a
-//! shard of its own, against one rank that has it all.
+//! The same bits from any number of ranks. Splits of every family run over threads, each rank with
+//! a shard of its own, against one rank that has it all.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
@@ -28,7 +28,7 @@ const STEPS: [[usize; 2]; 5] = [[70, 3], [30, 0], [1, 1], [1, 90], [1, 1]];
 /// The wanted logits of the sequences, but for tests of that.
 const WANTED: [Logits; 2] = [Logits::Last, Logits::All];
 
-/// What every rank of a test is told.
+/// Input of every rank of a test.
 #[derive(Clone, Copy)]
 struct Case<'a> {
     path: &'a Path,
@@ -40,7 +40,7 @@ struct Case<'a> {
     adapters: &'a [Adapter],
 }
 
-/// What came of a split.
+/// Results of a split.
 struct Ran {
     /// The leader's.
     logits: Vec<Vec<u32>>,
@@ -257,7 +257,7 @@ fn every_family_gives_the_bits_of_one_rank() {
     }
 }
 
-/// Every logit that may be among the 5 largest has the bits of one rank, over 1 to 4 ranks; others
+/// Every logit that may be among the 5 largest has the bits of one rank, over 1 to 4 ranks. Others
 /// may be left out, and are not where nearly all may be among them.
 #[test]
 fn the_largest_logits_are_those_of_one_rank() {
@@ -650,7 +650,7 @@ fn steps_are_cut_from_two_blocks_on_where_they_may() {
     assert!(least.is_multiple_of(2 * 2 * tiny.layers as u64), "{least}");
 }
 
-/// What fails beside the computing is what the step says.
+/// An error beside the computing is the error of the step.
 #[test]
 fn a_rank_that_leaves_during_an_overlapped_step_is_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -750,7 +750,7 @@ fn smollm2_gives_the_bits_of_one_rank() {
     ]);
 }
 
-/// A leader that ends takes nobody with it into a hang.
+/// A leader that ends leaves no other rank hanging.
 #[test]
 fn followers_hear_of_a_leader_that_is_gone() {
     let dir = tempfile::tempdir().unwrap();

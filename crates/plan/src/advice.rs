@@ -18,7 +18,7 @@ fn fits(costs: &Costs<'_>, cluster: &Cluster, model: &ModelShape, workload: Work
 }
 
 /// A quick test for a placement: layers dealt greedily to single nodes, largest first, or all on
-/// one group of all nodes. What passes has a placement.
+/// one group of all nodes. A cluster that passes has a placement.
 pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     let mut order: Vec<usize> = (0..costs.cluster.nodes.len()).collect();
     order.sort_by(|&a, &b| {
@@ -217,7 +217,7 @@ fn disk(costs: &Costs<'_>, _: &Options) -> Option<Change> {
 /// A change to the cluster and what it would do.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sensitivity {
-    /// What is changed.
+    /// The change, in words.
     pub change: String,
     /// New over old by the objective's figure; above 1 is better.
     pub gain: f64,
@@ -225,7 +225,7 @@ pub struct Sensitivity {
     pub decode_tok_s: f64,
 }
 
-/// What single changes would do: other links, one node more or less, faster parts.
+/// Gains of single changes: other links, one node more or less, faster parts.
 ///
 /// `links` are the kinds to try in place of the slowest kind that is used.
 ///

@@ -18,8 +18,8 @@ pub const LEAST: u32 = 256;
 /// Share of a new measurement in what is believed. The first one stands alone.
 const NEW: f64 = 0.3;
 
-/// Of the prompts that would lose by it, one in so many is read there: else a speed that once was
-/// low, while somebody used those machines, would never be measured again.
+/// Prompts that would lose by it are kept here, except one in so many. Without that try, a speed
+/// that was low while somebody used those machines would never be measured again.
 const TRY_EVERY: u32 = 16;
 
 /// A speed in tokens a second, as believed.
@@ -52,7 +52,7 @@ impl Speed {
     }
 }
 
-/// What is known of the two ways to read a prompt.
+/// Speeds, as far as known, of the two ways to read a prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Readers {
     here: Speed,
@@ -101,8 +101,8 @@ impl Readers {
         self.there.learn(tokens, seconds);
     }
 
-    /// Seconds until `tokens` of a prompt are in the cache here when they are read there, behind
-    /// `ahead` tokens of others, as a share of those when they are read here.
+    /// Seconds until `tokens` of a prompt, read there behind `ahead` tokens of others, are in the
+    /// cache here. The figure is a multiple of the seconds that reading them here takes.
     pub fn ratio(&self, tokens: u32, ahead: u32) -> Option<f64> {
         let there = self.there.seconds(tokens.saturating_add(ahead))?;
         Some(there / self.here.seconds(tokens)?)

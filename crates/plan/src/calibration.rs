@@ -1,9 +1,9 @@
 //! The constants that make a cost model a prediction: what share of a quoted rate programs reach,
 //! and what they spend besides.
 //!
-//! Every constant has a name, a prior with a spread (what one would guess before any row), and a
-//! value, which is the prior moved by the `fit` rows of `published.toml` ([`crate::fit`]). They lie
-//! in `data/calibration.toml`; a test fits them again and compares.
+//! Every constant has a name, a prior with a spread (a guess before any row is seen), and a value.
+//! The value is the prior moved by the `fit` rows of `published.toml` ([`crate::fit`]). They lie in
+//! `data/calibration.toml`; a test fits them again and compares.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub struct Parameter {
     pub spread: f64,
     /// The constant in use.
     pub value: f64,
-    /// What it is and where the prior comes from.
+    /// Meaning of the constant, and where the prior comes from.
     pub why: String,
 }
 
@@ -55,8 +55,8 @@ pub struct Engine {
     pub activation_bytes: f64,
     /// Whether a tensor split covers the output head too.
     pub head_split: bool,
-    /// Whether a tensor split deals whole experts too, the shared one to its last rank, and an
-    /// expert split also shares the head and the feed-forward of layers without experts.
+    /// Whether a tensor split deals whole experts too, the shared one to its last rank. An expert
+    /// split then also shares the head and the feed-forward of layers without experts.
     #[serde(default)]
     pub deals_experts: bool,
     /// Which `handover.*` constants exchanges pay, a prefix such as `gpu`.
@@ -165,7 +165,7 @@ impl Calibration {
         twin.unwrap_or(engine)
     }
 
-    /// What a node's quoted or measured rates are worth.
+    /// Rates of a node as the kernels reach them, from its quoted or measured rates.
     pub fn speed(&self, node: &Node) -> Speed {
         let engine = self.engine(&node.engine);
         let op = self.value(&format!("op.{}", engine.op), 6e-6);

@@ -37,7 +37,7 @@ pub use models::ModelEntry;
 
 use crate::Error;
 
-/// What the tree knows, and what a user's file adds.
+/// Machines, links and models that the tree knows, and those that a user's file adds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Catalogue {
     /// Machines.

@@ -14,7 +14,7 @@ pub const MAX_NODES: usize = 512;
 /// The most links: several for each pair of the most nodes.
 pub const MAX_LINKS: usize = 4 * MAX_NODES * (MAX_NODES - 1) / 2;
 
-/// What runs the kernels of a node.
+/// The backend that runs a node's kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Backend {
     /// Apple GPU.
@@ -27,8 +27,8 @@ pub enum Backend {
     Cpu,
 }
 
-/// Arithmetic rates of a node by kernel class, in operations a second as quoted or measured.
-/// What fraction of them programs reach is the calibration's business.
+/// Arithmetic rates of a node by kernel class, in operations a second as quoted or measured. The
+/// fraction of them that programs reach is in the calibration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// Dense products with many rows.
@@ -75,7 +75,7 @@ pub struct Node {
     pub load_w: Option<f64>,
     /// Price in dollars.
     pub price_usd: Option<f64>,
-    /// What computes.
+    /// The backend that computes.
     pub backend: Backend,
     /// Name of the engine whose constants apply.
     pub engine: String,
@@ -84,7 +84,7 @@ pub struct Node {
 /// A measured connection between two nodes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Link {
-    /// One end, index of a node.
+    /// An end of the link, index of a node.
     pub a: usize,
     /// The other end.
     pub b: usize,

@@ -1,9 +1,9 @@
-//! What can be wrong with an input, and why a model does not fit.
+//! Faults of an input, and reasons why a model does not fit.
 
 use paceline_base::Bytes;
 
-/// Why there is no plan. The texts say what was given and what was expected; advice belongs to
-/// the caller, which knows whether the numbers came from a file or from a measurement.
+/// Why there is no plan. The texts say what was given and what was expected. Advice belongs to the
+/// caller, which knows whether the numbers came from a file or from a measurement.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
     /// A number that no machine, link or model can have.
@@ -82,9 +82,9 @@ pub enum Error {
     /// A TOML text that cannot be read.
     #[error("{what}: {reason}")]
     Toml {
-        /// What the text is: a catalogue, a cluster, published rows.
+        /// Kind of text: a catalogue, a cluster, published rows.
         what: String,
-        /// What the parser says, with line and column.
+        /// Message of the parser, with line and column.
         reason: String,
     },
     /// The model does not fit, whatever the placement.
@@ -93,7 +93,7 @@ pub enum Error {
     /// The placement to predict does not suit model or cluster.
     #[error("placement: {problem}")]
     Placement {
-        /// What is wrong with it.
+        /// Fault of the placement.
         problem: String,
     },
     /// A linear program that the solver gave up on.
@@ -122,13 +122,13 @@ pub struct Infeasible {
     pub have: Bytes,
     /// Context per request times requests.
     pub context: u64,
-    /// What the totals do not say, starting with a comma; empty when they say all.
+    /// Facts that the totals leave out, starting with a comma; empty when there are none.
     pub detail: String,
     /// Changes of which each alone is enough, smallest first.
     pub changes: Vec<Change>,
 }
 
-/// One change that makes a plan possible.
+/// A single change that makes a plan possible.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
     /// A shorter context per request.

@@ -1,10 +1,14 @@
 //! Fits the constants to the `fit` rows: maximum a posteriori with log-normal priors.
 //!
-//! Minimised is the sum of squares of ln(predicted / published) / s over the complete `fit` rows,
-//! of ln of communication shares where they are published, and of ln(value / prior) / spread over
-//! the constants. s is 0.04, 0.08 or 0.2 for confidence high, medium, low. Levenberg-Marquardt on
-//! the logarithms, derivatives by differences; no randomness, so the same rows give the same
-//! constants.
+//! The fit minimises a sum of squares with three kinds of terms:
+//!
+//! - ln(predicted / published) / s over the complete `fit` rows, where s is 0.04, 0.08 or 0.2 for
+//!   confidence high, medium, low;
+//! - ln of communication shares where they are published;
+//! - ln(value / prior) / spread over the constants.
+//!
+//! The method is Levenberg-Marquardt on the logarithms, with derivatives by differences. There is
+//! no randomness, so the same rows give the same constants.
 
 use crate::published::{Published, Row};
 use crate::{Calibration, Catalogue, Error};
@@ -25,7 +29,7 @@ const SHARE_NOISE: f64 = 0.05;
 /// The constants of `start` moved to the `fit` rows of `published`.
 ///
 /// # Errors
-/// What is wrong with the catalogue.
+/// Faults of the catalogue.
 pub fn fit(published: &Published, start: &Calibration) -> Result<Calibration, Error> {
     let catalogue = published.catalogue()?;
     let rows: Vec<&Row> = published

@@ -2,8 +2,8 @@
 //!
 //! A machine that somebody uses computes slower, and all ranks of a stage wait for it. [`Follow`]
 //! gets what each rank computed a step for, waits left out, every second or so. Time over share is
-//! what a rank takes for all of the model; with that it says how long a step would take at each of
-//! the ways that an instance may use, and names a better one.
+//! what a rank takes for all of the model. From it [`Follow`] derives how long a step would take at
+//! each of the ways that an instance may use. It names a better one.
 //!
 //! ```text
 //! step of a way = sum over stages of the most over its ranks of (share x what the rank takes)
@@ -99,8 +99,8 @@ impl Follow {
         self.better = None;
     }
 
-    /// Takes in the seconds that each rank computed a step for since the last look; a better way,
-    /// where `change`, which a change takes, is worth it.
+    /// Takes in the seconds that each rank computed a step for since the last look. Returns a
+    /// better way that is worth `change`, the time that a change takes.
     pub fn look(&mut self, busy: &[f64], change: Duration) -> Option<Move> {
         let shares = &self.ways[self.at];
         for ((takes, busy), share) in self.takes.iter_mut().zip(busy).zip(shares) {
@@ -168,7 +168,7 @@ mod tests {
         Follow::new(ways(), std::iter::once(0..2).collect(), at)
     }
 
-    /// What the ranks of a way compute a step for, where they would take `takes` for all.
+    /// Seconds that the ranks of a way compute a step for, where they would take `takes` for all.
     fn busy(follow: &Follow, takes: [f64; 2]) -> Vec<f64> {
         let shares = &follow.ways[follow.at];
         shares

@@ -1,8 +1,8 @@
-//! Which machines, which split, how fast: a cost model that was compared with published
-//! measurements, and a solver on top of it.
+//! The planner: which machines, which split, how fast. A cost model that was compared with
+//! published measurements, and a solver on top of it.
 //!
 //! Pure: no files, no clock, no threads. Facts come in as values ([`Cluster`], [`ModelShape`],
-//! [`Workload`]) or as TOML text ([`catalogue`]); a [`Placement`] and its [`Prediction`] come out,
+//! [`Workload`]) or as TOML text ([`catalogue`]). A [`Placement`] and its [`Prediction`] come out,
 //! or an [`Error`] that says why there is none.
 //!
 //! ```

@@ -110,7 +110,7 @@ impl Bits {
     }
 }
 
-/// What the planner knows of a model.
+/// Sizes of a model, as far as the planner needs them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
     /// As people call it.

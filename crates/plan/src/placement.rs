@@ -1,6 +1,6 @@
-//! Who computes what.
+//! Placements: which nodes compute which layers.
 //!
-//! A placement is one or more *replicas*; a replica is a pipeline of *stages*; a stage is a range
+//! A placement is one or more *replicas*; a replica is a pipeline of *stages*. A stage is a range
 //! of layers on one node, or on a group that splits each layer. Example, four nodes, 94 layers:
 //!
 //! ```text
@@ -15,7 +15,7 @@ use crate::{Error, ModelShape};
 /// How the members of a stage share its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Split {
-    /// One node has the layers whole.
+    /// A single node has the layers whole.
     Whole,
     /// Every matrix is cut by heads or columns: two exchanges a layer.
     Tensor,
@@ -35,7 +35,7 @@ pub struct Member {
     pub streamed: u32,
 }
 
-/// Consecutive layers and who has them.
+/// Consecutive layers and the nodes that have them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
     /// Which layers.
@@ -154,7 +154,7 @@ impl Placement {
         }
     }
 
-    /// One copy, prompts included.
+    /// A single copy, prompts included.
     pub fn single(pipeline: Pipeline) -> Self {
         Self::new(vec![pipeline], None)
     }
@@ -168,8 +168,9 @@ impl Placement {
         nodes
     }
 
-    /// Whether each pipeline has every layer once, in order, on nodes that are there, with shares
-    /// that add up, no node serves two pipelines or stages, and successors are nodes, each once.
+    /// Checks that each pipeline has every layer once, in order, on nodes that are there, with
+    /// shares that add up. No node may serve two pipelines or stages. Successors must be nodes,
+    /// each once.
     ///
     /// # Errors
     /// [`Error::Placement`] with the first fault.

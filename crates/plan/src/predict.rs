@@ -1,11 +1,11 @@
-//! What a placement will do.
+//! Predicted speed, memory and power of a placement.
 
 use crate::cost::memory::{Usage, usage};
 use crate::cost::{Costs, PipelineTime};
 use crate::placement::{Pipeline, Placement, Stage};
 use crate::{Error, Link, Transport};
 
-/// Most steps of a pipeline under way at once, as our engine has them: more residuals than these
+/// Most steps of a pipeline under way at once, as our engine has them. More residuals than these
 /// have no room with the ranks that wait for them (`STEPS_MAX` of `model/src/links.rs`).
 pub const STEPS_MAX: usize = 9;
 
@@ -35,7 +35,7 @@ pub struct LinkUse {
     pub transport: Transport,
 }
 
-/// What to expect of a placement under the workload.
+/// Predicted figures of a placement under the workload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prediction {
     /// Seconds until the first token of one request; `None` where a node's arithmetic is unknown.
@@ -147,10 +147,10 @@ struct Load {
     time: PipelineTime,
 }
 
-/// Sequences are cut into as many micro-batches as stages, or fewer: then stages work at the same
+/// Sequences are cut into as many micro-batches as stages, or fewer. Then stages work at the same
 /// time, but each reads its weights once per micro-batch. The best number is taken, of at most
-/// [`STEPS_MAX`]. By Little's
-/// law a round takes the longer of one micro-batch's way and all of them at the slowest stage.
+/// [`STEPS_MAX`]. By Little's law a round takes the longer of one micro-batch's way and all of them
+/// at the slowest stage.
 fn full_load(costs: &Costs<'_>, placement: &Placement, replica: &Pipeline) -> Result<Load, Error> {
     let replicas = placement.replicas.len() as f64;
     let batch = (f64::from(costs.workload.concurrency) / replicas).max(1.0);

@@ -25,7 +25,7 @@ pub struct Machines {
     pub memory_gb: Option<f64>,
 }
 
-/// One published number.
+/// A published number.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 pub struct Row {
     /// Unique.
@@ -125,7 +125,7 @@ pub struct Published {
     model: Vec<ModelEntry>,
 }
 
-/// What the model says about a row.
+/// Figures that the model predicts for a row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Said {
     /// In the row's metric.
@@ -183,9 +183,8 @@ impl Published {
         parse(text, what)
     }
 
-    /// The tree's catalogue with the file's entries before it. The tree's own numbers for a link's
-    /// latency, a machine's backend and a model's groups of experts stay where the file has the
-    /// same entry without them.
+    /// The tree's catalogue with the file's entries before it. Where the file's entry lacks a
+    /// link's latency, a machine's backend or a model's groups of experts, the tree's number stays.
     pub fn catalogue(&self) -> Result<Catalogue, Error> {
         let mut all = Catalogue::builtin()?;
         let mut links = self.link.clone();
@@ -320,8 +319,8 @@ impl Row {
         Ok(nodes)
     }
 
-    /// A mesh. A link that is not named costs nothing here: what it costs is in the engine's
-    /// boundary constant, which was fitted on rows whose link is not named either.
+    /// A mesh. A link that is not named costs nothing here. Its cost is in the engine's boundary
+    /// constant, which was fitted on rows whose link is not named either.
     fn links(&self, catalogue: &Catalogue, n_nodes: usize) -> Vec<Link> {
         let free = Link {
             a: 0,

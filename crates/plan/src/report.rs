@@ -53,21 +53,21 @@ pub struct Question {
     pub model: ModelShape,
     /// Requests, and how long they are.
     pub workload: Workload,
-    /// What is best, and how long is looked for it.
+    /// The objective and the tolerance of the search.
     pub options: Options,
 }
 
 /// The best placement, others, and what would change it.
 #[derive(Debug)]
 pub struct Answer {
-    /// What the solver found.
+    /// Result of the solver.
     pub outcome: Outcome,
     /// Changes of the cluster, each with its gain.
     pub changes: Vec<Sensitivity>,
 }
 
 impl Question {
-    /// What the model costs on one of the clusters.
+    /// Costs of the model on one of the clusters.
     ///
     /// # Errors
     /// A cluster or a workload that cannot be planned for.
@@ -206,7 +206,7 @@ fn or_dash(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
-/// What nodes of their own for prompts give, beside the same nodes for answers without them.
+/// Gain of separate nodes for prompts, compared with the same nodes for answers without them.
 fn apart(costs: &Costs<'_>, best: &Candidate) -> String {
     let Some(alone) = without_prefill(costs, &best.placement) else {
         return String::new();
@@ -222,7 +222,7 @@ fn apart(costs: &Costs<'_>, best: &Candidate) -> String {
     )
 }
 
-/// What to expect of a placement whose answers' nodes read the prompts too; `None` where they do.
+/// Prediction for a placement whose answers' nodes read the prompts too; `None` where they do.
 fn without_prefill(costs: &Costs<'_>, placement: &Placement) -> Option<Prediction> {
     placement.prefill.as_ref()?;
     let alone = Placement {

@@ -1,12 +1,14 @@
 //! Which of the ways to compute a model goes on, decided while it answers.
 //!
 //! A plan says how fast each way is; live tokens say how fast the one in use is. [`Steering`]
-//! compares: where another way is believed to be faster by more than [`NOISE`], it counts the
-//! seconds lost, and orders a change once they exceed what the change costs, doubled with each
-//! change. That is the rule of renting skis until the rent is their price (Karlin, Manasse,
-//! Rudolph, Sleator, Algorithmica 3, 1988): whatever the truth, at most about as much is lost to
-//! changes as to staying. A way that turned out worse than another's measured speed is left by the
-//! same rule: that is the roll-back.
+//! compares them. Where another way is believed to be faster by more than [`NOISE`], it counts the
+//! seconds lost. It orders a change once they exceed what the change costs, doubled with each
+//! change.
+//!
+//! That is the rule of renting skis until the rent is their price: Karlin, Manasse, Rudolph,
+//! Sleator, Algorithmica 3, 1988. Whatever the truth, at most about as much is lost to changes as
+//! to staying. A way that turned out worse than another's measured speed is left by the same rule:
+//! that is the roll-back.
 //!
 //! Pure: times come in with the events. Only tokens of an answer that is computed alone count,
 //! since predictions are for one.
@@ -15,8 +17,8 @@ use std::time::Duration;
 
 use crate::Error;
 
-/// How much better another way must be. 15 % is the spread between two runs of one split that the
-/// bars of the project allow as noise.
+/// Factor by which another way must be better. Two runs of one split differ by up to 15 %: that
+/// noise is what the project's performance bars allow.
 pub const NOISE: f64 = 0.15;
 
 /// Tokens at one way before anything is concluded: a few times the spikes of a busy machine.
@@ -36,7 +38,7 @@ pub const MOST: u32 = 6;
 pub struct Way {
     /// Decode tokens a second, as predicted and corrected by earlier runs.
     pub tok_s: f64,
-    /// What it takes to change to it.
+    /// Time that a change to it takes.
     pub change: Duration,
 }
 
@@ -55,7 +57,7 @@ pub enum Event {
     Refused,
 }
 
-/// What to do, and why.
+/// A change to make, and why.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Order {
     /// Place of the way in use.
@@ -155,8 +157,8 @@ impl Steering {
     }
 
     /// Orders a change to way `to`, where `gain` times the tokens a second of the one in use are
-    /// expected; nothing while another change is made, or where `to` is in use or could not be
-    /// started before.
+    /// expected. Nothing is ordered while another change is made, or where `to` is in use or could
+    /// not be started before.
     pub fn order(&mut self, to: usize, gain: f64) -> Option<Order> {
         let way = self.ways.get(to)?;
         if self.ordered.is_some() || to == self.at || way.refused {

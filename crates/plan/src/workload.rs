@@ -1,4 +1,4 @@
-//! What is asked of a placement.
+//! The workload that a placement is planned for.
 
 use crate::Error;
 use crate::check::whole_in;
@@ -16,10 +16,10 @@ pub struct Workload {
     pub context: u32,
 }
 
-/// What is best.
+/// The figure that is to be best.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Objective {
-    /// One request answered soonest: time to first token plus the rest of the answer.
+    /// A single request answered soonest: time to first token plus the rest of the answer.
     #[default]
     Latency,
     /// Most tokens a second over all requests.
@@ -34,7 +34,7 @@ pub enum Objective {
 pub const CHUNK: u32 = 512;
 
 impl Workload {
-    /// One request with a short prompt and answer.
+    /// A single request with a short prompt and answer.
     pub const ONE: Self = Self {
         prompt: 512,
         output: 256,
@@ -52,7 +52,7 @@ impl Workload {
         u64::from(self.context) * u64::from(self.concurrency)
     }
 
-    /// Refuses what nobody can ask for.
+    /// Refuses a workload that no user can ask for.
     ///
     /// # Errors
     /// [`Error::Value`] with the field and its range.

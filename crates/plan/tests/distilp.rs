@@ -1,6 +1,6 @@
 //! The reference outputs of distilp 0.1.6, by our integer programs.
 //!
-//! `distilp.toml` holds the numbers of its test profiles (made by `distilp_profiles.py`); the
+//! `distilp.toml` holds the numbers of its test profiles (made by `distilp_profiles.py`). The
 //! expected values are those of `[[solver_reference]]` in `data/published.toml`, which SciPy gave,
 //! and the longer table of the same run.
 
@@ -78,8 +78,8 @@ fn profile(name: &str) -> (Model, Vec<Device>) {
     (model, p.device.into_iter().map(device).collect())
 }
 
-/// Profile, bytes of a cached number, then what distilp says: k, w and n by device, objective in
-/// seconds, bytes of a layer with its cache.
+/// Profile and bytes of a cached number, then the answer of distilp. The answer is k, w and n by
+/// device, the objective in seconds, and bytes of a layer with its cache.
 const REFERENCE: &str = "
     hermes_70b          0.5  40  2      29.64357  1968102604
     hermes_70b          1.0  40  2      29.64560  1968237772
@@ -155,8 +155,8 @@ fn every_number_of_rounds_has_the_reference_objective() {
     }
 }
 
-/// The disputed part: with memory for everything, distilp still charges half of the disk's time
-/// per round, and says that two rounds are six times slower than one.
+/// The disputed part. With memory for everything, distilp still charges half of the disk's time per
+/// round. It says that two rounds are six times slower than one.
 #[test]
 fn with_memory_to_spare_the_reference_model_still_pays_for_its_disk() {
     let (model, mut devices) = profile("llama_3_70b/online");

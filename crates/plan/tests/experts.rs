@@ -15,7 +15,7 @@ const BANDWIDTH: f64 = 1e9;
 const BETA: f64 = 1e12;
 
 /// Bytes of a layer's attention and router, of an expert, of the keys and values of 40 positions,
-/// and of the head: 8 bits a weight, 16 a cached value.
+/// and of the head. A weight has 8 bits, a cached value 16.
 const COMMON: f64 = 1024.0 * 64.0 * 2.0 * 24.0 + 1024.0 * 16.0;
 const ROUTER: f64 = 1024.0 * 16.0;
 const EXPERT: f64 = 3.0 * 1024.0 * 512.0;

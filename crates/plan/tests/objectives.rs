@@ -14,7 +14,7 @@ const ALL: [Objective; 4] = [
     Objective::Nodes,
 ];
 
-/// One fast node that burns, four slow ones that do not; each holds the model.
+/// A fast node that burns, and four slow ones that do not; each holds the model.
 fn hot_and_cool() -> Cluster {
     let hot = Node {
         load_w: Some(900.0),
@@ -106,7 +106,7 @@ fn unequal_stages_get_uneven_layers() {
     assert_eq!((layers(0), layers(1)), (Some(10), Some(2)), "{stages:?}");
 }
 
-/// What is proposed is enough, and a step less is not: by context, requests, bits and nodes.
+/// Every proposed change is enough, and a step less is not: by context, requests, bits and nodes.
 #[test]
 fn the_changes_that_make_it_fit_are_the_smallest_of_their_kind() {
     let nodes = vec![node(0, 4.0, 1e10), node(1, 4.0, 1e10)];

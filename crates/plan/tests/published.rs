@@ -67,7 +67,7 @@ fn published_orders_are_mostly_kept() {
     );
 }
 
-/// Rows that are in no file here, from reports (docs/planner.md names them): nobody fitted them.
+/// Rows that are in no file here, from reports (docs/planner.md names them): no fit used them.
 #[test]
 fn rows_from_elsewhere_are_met() {
     let text = r#"
@@ -119,8 +119,8 @@ fn rows_from_elsewhere_are_met() {
     }
 }
 
-/// A machine that the catalogue has with other memory, a prompt of no stated length, a model whose
-/// file says nothing of groups: what is known of their like stands in.
+/// The row names a machine that the catalogue has with other memory, or a prompt of no stated
+/// length. Or its model's file says nothing of groups. Facts known of their like stand in.
 #[test]
 fn what_a_row_leaves_out_is_taken_from_its_like() {
     let row = |id: &str, kind: &str, memory: &str, metric: &str| {

@@ -1,7 +1,7 @@
 //! Whatever the cluster, better facts never predict a worse answer, and nothing beats physics.
 //!
-//! Random models (dense, experts, low ranks), random machines, and every way to place the one on
-//! the other that a row of published numbers can have.
+//! Random models (dense, experts, low ranks) and random machines. Every way to place the one on the
+//! other that a row of published numbers can have.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use crate::small::{mesh, node};

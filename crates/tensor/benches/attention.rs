@@ -1,9 +1,10 @@
 //! Time of attention by depth: `cargo bench -p paceline-tensor --bench attention -- [THREADS]`.
 //!
-//! One decode row, then 512 rows of a prompt, behind so many positions; the shapes of real models,
-//! over as many layers as make the cache larger than a core's share of the last cache. Prints
-//! microseconds a layer (median, 10th and 90th percentile) and what that comes to: bytes of keys
-//! and values a second, multiplications and additions a second.
+//! The bench times one decode row, then 512 rows of a prompt, behind so many positions. The shapes
+//! are those of real models, over as many layers as make the cache larger than a core's share of
+//! the last cache. It prints microseconds a layer: median, 10th and 90th percentile. It also prints
+//! the rates that follow: bytes of keys and values a second, multiplications and additions a
+//! second.
 
 #![allow(clippy::print_stdout, reason = "a bench reports on standard output")]
 

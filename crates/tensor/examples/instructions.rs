@@ -1,7 +1,7 @@
 //! Work for `cargo xtask instructions`, which counts its instructions: `instructions WORK ROUNDS`.
 //!
-//! Every round does the same, on one thread of the AVX2 kernels (callgrind cannot run AVX-512 or
-//! AMX), so what more rounds take is what a round takes: starting and packing cancel out.
+//! Every round does the same, on one thread of the AVX2 kernels; callgrind cannot run AVX-512 or
+//! AMX. So the cost of more rounds is the cost of a round: starting and packing cancel out.
 
 use std::process::ExitCode;
 

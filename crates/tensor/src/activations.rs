@@ -8,8 +8,12 @@
 //! knows all of each; the last may have fewer. A row is quantised once however many matrices read
 //! it.
 //!
-//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes,
-//! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63: a product takes two byte
+//! A span has 256 columns, or as many as divide that and the leaves of the products that will read
+//! them ([`crate::packed::span`]). So a rank knows all of each span. The last may have fewer
+//! columns. A row is quantised once however many matrices read it.
+//!
+//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes. They are
+//! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63. A product takes two byte
 //! products, and its rounding is too small to change an answer. [`Precision::Eight`] has n = 127
 //! and keeps one byte.
 
@@ -21,7 +25,7 @@ pub use crate::quantised::{CHUNK, Precision};
 use crate::quantised::{Meta, Rounding, View};
 use crate::rounded::round;
 
-/// What products read of activations, beside their f32.
+/// Forms of activations that products read, beside their f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reads {
     /// Integers, so fine.
@@ -166,8 +170,8 @@ impl Activations {
         self.writers([false; Form::ALL.len()]).0
     }
 
-    /// As [`writer`](Self::writer), and who makes the rows in the forms that panels want; the
-    /// writer does not quantise what lies in [tiles](Form::tiled).
+    /// As [`writer`](Self::writer), and writers that make the rows in the forms that panels want.
+    /// The first writer does not quantise rows that lie in [tiles](Form::tiled).
     pub(crate) fn writers(
         &mut self,
         forms: [bool; Form::ALL.len()],

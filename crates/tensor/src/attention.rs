@@ -70,7 +70,7 @@ impl KvElement for f32 {
     }
 }
 
-/// One query against one page.
+/// A single query against one page.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Query {
     /// `(head_dim,)`, scaled.
@@ -103,9 +103,9 @@ pub(crate) struct PageView {
     pub(crate) head_dim: usize,
     /// Elements of a value, a multiple of 16.
     pub(crate) value_dim: usize,
-    /// Bytes from `keys` to the keys of the page that is read next, whose lines are asked for
-    /// into the second cache while this one is computed: a page ends before the processor has
-    /// noticed that it is read in order. 0 when none follows.
+    /// Bytes from `keys` to the keys of the page that is read next; 0 when none follows. Its lines
+    /// are asked for into the second cache while this one is computed. A page ends before the
+    /// processor has noticed that it is read in order.
     pub(crate) to_next: isize,
     /// As `to_next`, of the values: 0 where they were turned out of the keys.
     pub(crate) values_to_next: isize,
@@ -475,7 +475,7 @@ pub(crate) unsafe fn turn<E: Copy + Default>(keys: *const E, dim: usize, out: *m
 
 /// Merges the partial result of the next page into `into`; both are `m`, `l`, `o`.
 ///
-/// `m' = max(m, m2)`, `a = exp(m - m')`, `b = exp(m2 - m')`, then `l' = fma(l, a, l2 b)` and the
+/// `m' = max(m, m2)`, `a = exp(m - m')` and `b = exp(m2 - m')`. Then `l' = fma(l, a, l2 b)` and the
 /// same for every `o`.
 ///
 /// # Safety

@@ -1,9 +1,9 @@
 //! Products with many activation rows: weights unpacked once for all of them.
 //!
-//! With one row a product waits for memory; with many it waits for arithmetic, and what is not a
-//! dot product is lost time. So some chunks of neighbouring groups of 16 weight rows
-//! are unpacked into a *panel* in the form that the dot products want, small enough for the first
-//! cache, and every row of a block of [`ROWS`] meets it before the next panel:
+//! With one row a product waits for memory; with many it waits for arithmetic, and work that is not
+//! a dot product is lost time. So some chunks of neighbouring groups of 16 weight rows are unpacked
+//! into a *panel*. It has the form that the dot products want and is small enough for the first
+//! cache. Every row of a block of [`ROWS`] meets it before the next panel:
 //!
 //! ```text
 //! for each block of rows        sums of leaves and of the tree in memory, (groups, rows, 16)
@@ -60,12 +60,12 @@ impl Waiting {
     }
 }
 
-/// Most activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the
-/// speed, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's
+/// Most activation rows that meet a panel before the next one. Against 64 the speed is 1.02 to 1.03
+/// times as high, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K). Sums take memory of a thread's
 /// stack: 648 KiB with 128, of which two groups and one leaf touch 16.
 pub(crate) const ROWS: usize = 128;
-/// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. 8 are
-/// 0.5 to 2 % slower (Zen 4).
+/// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. With
+/// 8 it is 0.5 to 2 % slower (Zen 4).
 const PANEL_CHUNKS: usize = 16;
 /// Groups to a panel: each activation that is loaded meets all of them. With one more or less
 /// tiles lose 4 to 10 % (Intel Xeon): their activations and two groups fill the first cache.
@@ -90,7 +90,7 @@ pub(crate) struct Batch {
     pub(crate) from: usize,
     /// How it reads activations of each [`Precision`]; `None` for what has no panels.
     pub(crate) forms: [Option<Form>; 2],
-    /// Who makes rows in a [`Form`], by it; `None` for those that are not read.
+    /// The functions that make rows, by [`Form`]; `None` for forms that are not read.
     pub(crate) make_row: [Option<MakeRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::COMPUTED],
     /// By [`Precision`].
@@ -162,8 +162,8 @@ impl Unpack {
     }
 }
 
-/// Asks for the bytes of chunk `c` of the next panel: they arrive while this one is multiplied. (A
-/// group's last ask for those of its neighbour, and a matrix's last for nothing.)
+/// Asks for the bytes of chunk `c` of the next panel: they arrive while this one is multiplied. A
+/// group's last chunks ask for those of its neighbour, and a matrix's last for nothing.
 #[inline(always)]
 unsafe fn ask_for<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
     let place = layout.place(args.first + args.chunks + c);
@@ -185,7 +185,7 @@ pub(crate) unsafe fn no_panel(_: Unpack) {
     unreachable!("floats are multiplied as they are")
 }
 
-/// What is to be done around products that need nothing around them.
+/// No action, for products that need nothing around them.
 ///
 /// # Safety
 /// None is needed.
@@ -271,8 +271,8 @@ impl Segment<'_> {
     }
 }
 
-/// Floats from the sums of a group to those of the next: not a multiple of 4 KiB, or a processor
-/// takes a group's loads to be of what was just stored for the one before.
+/// Floats from the sums of a group to those of the next. The distance is not a multiple of 4 KiB: a
+/// processor would take a group's loads for those just stored for the one before.
 pub(crate) const GROUP_SUMS: usize = (ROWS + 16) * LANES;
 
 /// Bytes of a cache line.
@@ -345,10 +345,10 @@ pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
 /// Floats between rows of outputs that share sets of the first cache.
 const SHARED: usize = 4096 / size_of::<f32>();
 
-/// Ends the tree over `leaves` leaves and writes the outputs, past the caches where rows of them
-/// share sets and drive each other out, so that each store would wait for its line (12 % of a
-/// prompt's time on an Intel Xeon; elsewhere 5 % are lost so). A single leaf need not have been
-/// folded.
+/// Ends the tree over `leaves` leaves and writes the outputs. Where rows of outputs share sets of
+/// the caches and drive each other out, they are written past the caches. Each store would wait for
+/// its line otherwise (12 % of a prompt's time on an Intel Xeon). Elsewhere writing past the caches
+/// costs 5 %. A single leaf need not have been folded.
 ///
 /// # Safety
 /// Features of `S`; all leaves were folded; the outputs of `args` are there, `args.lanes` being
@@ -380,7 +380,7 @@ pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usi
     unsafe { S::fence() };
 }
 
-/// What is left of the tree's counter for vector `v`, lowest level first.
+/// Sum of the nodes left in the tree's counter for vector `v`, lowest level first.
 #[inline(always)]
 unsafe fn ended<S: Isa>(sums: Sums, v: usize, leaves: usize) -> S::F {
     let mut level = leaves.trailing_zeros() as usize;
@@ -398,8 +398,8 @@ unsafe fn ended<S: Isa>(sums: Sums, v: usize, leaves: usize) -> S::F {
 }
 
 impl Batch {
-    /// What products of `count` rows of a precision with a storage type need. `None` for floats,
-    /// for types that do better without panels, and for rows that are few.
+    /// Functions for products of `count` rows of a precision with a storage type. `None` for
+    /// floats, for types that do better without panels, and for rows that are few.
     pub(crate) fn functions(
         &'static self,
         block_type: BlockType,

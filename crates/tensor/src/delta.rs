@@ -14,7 +14,7 @@
 //!
 //! At the end of a page `S[d]` becomes `exp(f32(G[63])) S[d]`, then `+ c[i] k[i][d] delta[i]` for
 //! each i in order, with c of row 63. Every sum is one chain of fused multiply-adds from 0, or from
-//! what stands before it. So a row's bits depend on the rows before it alone: neither on who is in
+//! the value before it. So a row's bits depend on the rows before it alone: neither on the rest of
 //! the batch, nor on where a prompt was cut. [`naive`] is this as plain loops.
 //!
 //! All of these sums are of one form, [`accumulate`]: lanes are the elements of a value, or the

@@ -1,7 +1,7 @@
 //! The kernels compiled once per instruction set, as tables of functions.
 //!
 //! The `kernels!` macro makes a module per instruction set whose functions carry the target
-//! features and inline the generic code; a [`Table`] is chosen once, after detection.
+//! features and inline the generic code. A [`Table`] is chosen once, after detection.
 //! `batch_kernels!` makes one for a set that differs from another in its products of many rows
 //! only.
 
@@ -72,7 +72,7 @@ impl InstructionSet {
         }
     }
 
-    /// Those that this machine can run, slowest first.
+    /// The sets that this machine can run, slowest first.
     pub fn available() -> Vec<Self> {
         Self::ALL
             .into_iter()
@@ -204,7 +204,7 @@ unsafe fn exp_lanes<S: Isa>(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES]) 
     unsafe { S::store(out.as_mut_ptr(), isa::exp::<S>(S::load(x.as_ptr()))) }
 }
 
-/// One function with the given target features around an inlined generic one.
+/// A function with the given target features around an inlined generic one.
 macro_rules! kernel {
     ([$($feature:literal)?] $name:ident($($arg:ident: $t:ty),*) $(-> $out:ty)? = $body:expr) => {
         /// # Safety
@@ -267,9 +267,9 @@ macro_rules! multiply {
     };
 }
 
-/// A batch whose panels of so many groups `$unpack` makes: from so many rows on,
-/// with the forms and products for each [`Precision`], who makes rows in which [`Form`], the
-/// places of a chunk, and what is called around products.
+/// A batch whose panels of so many groups `$unpack` makes. The arguments are the rows from which it
+/// pays, the forms and products for each [`Precision`], and the functions that make rows, by
+/// [`Form`]. The places of a chunk and the functions that are called around products follow.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $forms:expr,
      $multiply:expr, $make_row:expr, $places:expr, $around:expr,

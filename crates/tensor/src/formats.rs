@@ -186,7 +186,7 @@ const fn largest(bits: u32, offset: i32) -> i32 {
     if above > offset { above } else { offset }
 }
 
-/// What the codes of [`Codes`] stand for.
+/// The values that the codes of [`Codes`] stand for.
 pub(crate) trait Codebook {
     const VALUES: [i8; 16];
 }
@@ -401,7 +401,7 @@ pub(crate) trait Scales {
     const NEVER_NEGATIVE: bool = false;
     /// Whether weights have 20 bits, and mins are 64 times what is read.
     const WIDE: bool = false;
-    /// What a header has that scales are multiplied by.
+    /// The factors in a header that scales are multiplied by.
     type Multipliers<S: Isa>: Copy;
     /// Reads them.
     unsafe fn multipliers<S: Isa>(header: *const u8) -> Self::Multipliers<S>;
@@ -653,7 +653,7 @@ impl Scales for NibbleHalves {
     }
 }
 
-/// What a product of a packed type has to do beside one scale for a chunk.
+/// The work of a product of a packed type beside one scale for a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Plain,
@@ -696,9 +696,9 @@ pub(crate) trait Format {
     const LAYOUT: Layout = Layout::new(Self::P::BYTES, Self::S::BYTES, Self::S::HEADER);
 }
 
-/// What planes hold more than [`Chunk`](crate::stored::Chunk) says, with the offset taken off:
-/// where nibbles are never negative 8 is taken off all the same, so that dot products have 16 bits,
-/// and 8 times the scale is added to the min.
+/// Amount that kernels take off the integers of planes beyond the offset in
+/// [`Chunk`](crate::stored::Chunk). Where nibbles are never negative 8 is taken off all the same,
+/// so that dot products have 16 bits. Then 8 times the scale is added to the min.
 pub(crate) const fn center(block_type: paceline_base::BlockType) -> i32 {
     use paceline_base::BlockType;
     match block_type {

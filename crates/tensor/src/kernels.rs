@@ -29,7 +29,7 @@ pub(crate) use self_test::same_products;
 /// Rows of activations that many are best cut in: so many meet a piece of the weights at once.
 pub const BLOCK: usize = batch::ROWS;
 
-/// Activation rows that a task multiplies with its groups before the next groups: their quantised
+/// Activation rows that a task multiplies with its groups before the next groups. Their quantised
 /// form (64 rows of 2048 columns are 128 KiB) stays in a second-level cache.
 const ROW_BLOCK: usize = 64;
 
@@ -37,8 +37,8 @@ const ROW_BLOCK: usize = 64;
 /// share to the others.
 const TASKS_PER_THREAD: usize = 8;
 
-/// Most products of one job: a rank of a tensor split has one for each root of its leaves, and some
-/// of 2^n leaves have at most 2 n roots: 10 of a feed-forward's 32, 14 of 128 heads.
+/// Most products of one job. A rank of a tensor split has one for each root of its leaves. Some of
+/// 2^n leaves have at most 2 n roots: 10 of a feed-forward's 32, 14 of 128 heads.
 pub const MAX_PRODUCTS: usize = 16;
 
 /// Asked for an instruction set that this machine lacks.
@@ -47,7 +47,7 @@ pub const MAX_PRODUCTS: usize = 16;
 pub struct Unavailable {
     /// The one asked for.
     pub wanted: InstructionSet,
-    /// Those that it has.
+    /// The sets that it has.
     pub available: Vec<InstructionSet>,
 }
 
@@ -82,7 +82,7 @@ impl Kernels {
     /// The fastest instruction set of this machine, on `threads` threads.
     ///
     /// # Errors
-    /// What the system says when it refuses a thread.
+    /// The system refuses a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
         let best = InstructionSet::available()
             .pop()
@@ -116,7 +116,7 @@ impl Kernels {
     /// The same with threads that stay where `pinning` says.
     ///
     /// # Errors
-    /// What the system says when it refuses a thread.
+    /// The system refuses a thread.
     pub fn pinned(self, pinning: Pinning) -> std::io::Result<Self> {
         Ok(Self {
             pool: ThreadPool::with_pinning(self.pool.threads(), pinning)?,
@@ -135,8 +135,8 @@ impl Kernels {
     }
 
     /// Room for `max_rows` rows of `cols` columns that products with `matrices` (and no others)
-    /// will read, and for no more than these read: as f32 only, or quantised or rounded to
-    /// `precision` too, or with copies for panels, whose making takes 1 to 2 % of a prompt.
+    /// will read. It has only the forms that these read: f32 only, quantised or rounded to
+    /// `precision` too, or with copies for panels. Making those takes 1 to 2 % of a prompt.
     ///
     /// # Panics
     /// If a matrix is quantised and `cols` is not a multiple of 32, or two are whose

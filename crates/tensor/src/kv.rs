@@ -8,17 +8,18 @@
 //! ```
 //!
 //! Layers may differ: each has a [`LayerStore`] of its own. Layers that need the same pages of a
-//! sequence share a *pool*: windowed ones need few pages of a long sequence, so their pool may be
-//! small. A page holds its positions in all layers of its pool, so a short sequence touches little
-//! memory, all of it
-//! together: in huge pages where the system has them, since attention at depth streams the cache
-//! as products stream weights. Which sequence owns which page is the caller's business; memory is
-//! touched (and so taken from the system) only when a page is first written.
+//! sequence share a *pool*. Windowed ones need few pages of a long sequence, so their pool may be
+//! small.
 //!
-//! [`KvType::Q8_0`] keeps 32 elements of a position as one byte each with a scale in f16,
-//! `scale = f16(max / 127)`, `q = round_ties_even(x / scale)`; keys and values are each followed by
-//! their scales, `(ceil(head_dim / 32), 64)`. What attention computes with is `scale * q`, rounded
-//! once to f32.
+//! A page holds its positions in all layers of its pool, so a short sequence touches little memory,
+//! all of it together. Pages are in huge pages where the system has them, since attention at depth
+//! streams the cache as products stream weights. The caller decides which sequence owns which page.
+//! Memory is touched (and so taken from the system) only when a page is first written.
+//!
+//! [`KvType::Q8_0`] keeps 32 elements of a position as one byte each with a scale in f16. There
+//! `scale = f16(max / 127)` and `q = round_ties_even(x / scale)`. Keys and values are each followed
+//! by their scales, `(ceil(head_dim / 32), 64)`. Attention computes with `scale * q`, rounded once
+//! to f32.
 //!
 //! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone, of which the first
 //! `value_dim` elements are the values.
@@ -134,8 +135,8 @@ impl KvShape {
     }
 }
 
-/// Shape of a layer's states: for each head and page the state before the page's first position,
-/// and the rows that came since, all in f32.
+/// Shape of a layer's states, all in f32. For each head and page it has the state before the page's
+/// first position, and the rows that came since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateShape {
     /// Heads held.
@@ -165,10 +166,10 @@ impl StateShape {
     }
 }
 
-/// Shape of a layer that is a gated delta net: in each page the state before its first position,
-/// and what later rows need of its own, all in f32 but for sums of decays in f64. Inputs of the
-/// convolution `(64, channels)`, keys `(key_heads, head_dim, 64)`; for each head the state
-/// `(head_dim, value_dim)`, differences `(64, value_dim)` and sums `(64,)`.
+/// Shape of a layer that is a gated delta net. Each page has the state before its first position,
+/// and the facts of its own positions that later rows need. All are in f32 but for sums of decays
+/// in f64. Inputs of the convolution are `(64, channels)`, keys `(key_heads, head_dim, 64)`. Each
+/// head has the state `(head_dim, value_dim)`, differences `(64, value_dim)` and sums `(64,)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaShape {
     /// Value heads held.
@@ -213,7 +214,7 @@ pub(crate) struct DeltaHead {
     pub(crate) sums: *mut f64,
 }
 
-/// What a layer keeps in a page.
+/// Contents of a layer in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerStore {
     /// Keys and values of each position.
@@ -432,7 +433,7 @@ impl KvCache {
         page * pool.page_bytes + place.start + head * place.head_bytes
     }
 
-    /// One head of a page; `next` are the page and the head that will be read after it. Values that
+    /// A head of a page; `next` are the page and the head that will be read after it. Values that
     /// are part of the keys lie as these do, `(value_dim, 64)`.
     pub(crate) fn page(
         &self,
@@ -535,7 +536,7 @@ impl Writer<'_> {
         }
     }
 
-    /// One head of a page of states: the state, then keys and values of the positions.
+    /// A head of a page of states: the state, then keys and values of the positions.
     ///
     /// # Safety
     /// While it is in use, no other thread writes this head of the page, and none reads it that

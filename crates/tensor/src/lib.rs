@@ -1,15 +1,19 @@
 //! CPU kernels: naive definitions and the fast versions that must equal them bit for bit.
 //!
-//! **Numerics rule.** A result depends on the weights, the activations and the kernel class,
-//! never on the batch, the threads, the instruction set or how a product was cut. So a register
-//! lane is always one row (or channel, or position), integer dot products are exact, and every
-//! float sum has one documented order: [`matmul`] for products, [`attention`] for attention,
+//! **Numerics rule.** A result depends on the weights, the activations and the kernel class. It
+//! never depends on the batch, the threads, the instruction set or how a product was cut. So a
+//! register lane is always one row (or channel, or position), and integer dot products are exact.
+//! Every float sum has one documented order: [`matmul`] for products, [`attention`] for attention,
 //! [`paceline_base::tree`] for the sums that a split may cut.
 //!
-//! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
-//! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
-//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`],
-//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls).
+//! Modules in reading order:
+//!
+//! - [`stored`]: blocks as files hold them; [`naive`]: definitions.
+//! - `isa`: sixteen lanes per instruction set.
+//! - `formats` and `packed`: weights repacked for the lanes.
+//! - [`matmul`]; `batch`: many activation rows.
+//! - [`vector`], [`attention`], [`kv`], [`pool`].
+//! - `dispatch`: functions per instruction set; [`kernels`]: functions that the model calls.
 //!
 //! ```
 //! use paceline_base::BlockType;

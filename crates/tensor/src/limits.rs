@@ -1,4 +1,4 @@
-//! What this machine can do at best: work whose speed a kernel's is compared with.
+//! The best that this machine can do: work whose speed a kernel's is compared with.
 //!
 //! A limit is a lower bound that this program can show, not a data sheet's figure: the best of
 //! loops that do nothing else. On virtual machines it changes within seconds as the host moves
@@ -99,10 +99,10 @@ pub(crate) unsafe fn read<S: Isa>(bytes: &[u8], ahead: usize) -> u64 {
     all.into_iter().map(u64::from).sum()
 }
 
-/// Does `count` dot products, rounded up to eight, on registers; returns the sum of their products,
-/// which are all 1. As many at once as keep two multipliers busy that take four cycles, which is as
-/// many as 16 registers of half the width hold; there each with activations of its own, or AVX2
-/// would multiply once for all.
+/// Does `count` dot products, rounded up to eight, on registers. Returns the sum of their products,
+/// which are all 1. So many are under way at once that two multipliers which take four cycles stay
+/// busy. That is as many as 16 registers of half the width hold. Each has activations of its own,
+/// or AVX2 would multiply once for all.
 ///
 /// # Safety
 /// The features of `S`.

@@ -20,11 +20,12 @@
 //! on the way does not matter: `H` and `L` do not depend on it. Of wide types, whose weights have
 //! 20 bits, each chunk's sum is cut at 14 bits before it is multiplied by its scale.
 //!
-//! and float weights: `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf, then
-//! `(a0 + a1) + (a2 + a3)`, then the tree (BF16 in class `cpu-q8`: `pairs`). Each lane of a
-//! register is one row, so these orders hold for any register width, any number of activation rows
-//! at once and any distribution of rows over threads. [`crate::naive`] computes the same from the
-//! stored blocks.
+//! For float weights the sum is `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf.
+//! Then come `(a0 + a1) + (a2 + a3)` and the tree (BF16 in class `cpu-q8`: `pairs`).
+//!
+//! Each lane of a register is one row. So these orders hold for any register width, any number of
+//! activation rows at once and any distribution of rows over threads. [`crate::naive`] computes the
+//! same from the stored blocks.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -45,7 +46,7 @@ const TILE: usize = 4;
 /// Deepest tree: 2^16 leaves.
 pub(crate) const LEVELS: usize = 17;
 
-/// One group of 16 rows of a packed matrix, and the activation rows to multiply it with.
+/// A group of 16 rows of a packed matrix, and the activation rows to multiply it with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupArgs<'a> {
     /// The group's packed bytes, from its first block on.
@@ -233,9 +234,9 @@ impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 const NEAR: usize = 512;
 const FAR: usize = 4096;
 
-/// Weights that a product will read, asked for a line at a time between its steps: all at once they
-/// fill what the core can wait for, and the products behind them wait too (there, one row: Q4_K
-/// 0.87, Q6_K 0.92 of the speed; four rows without asking: 0.6 to 0.75).
+/// Weights that a product will read, asked for a line at a time between its steps. All at once they
+/// fill the requests that the core can wait for, and the products behind them wait too. (There, one
+/// row: Q4_K 0.87, Q6_K 0.92 of the speed; four rows without asking: 0.6 to 0.75.)
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ahead {
     /// Where the product is.
@@ -525,7 +526,8 @@ impl<S: Isa> ChunkWeights<S> {
     }
 }
 
-/// What zero offset and sign bias add to dot products with activations of these sums, negative.
+/// The amount, negative, that zero offset and sign bias add to dot products with activations of
+/// these sums.
 #[inline(always)]
 unsafe fn less<S: Isa, F: Format, const TERMS: usize>(sums: [i32; 2]) -> [S::I; 2] {
     let offset = if F::P::SIGNED {
@@ -601,7 +603,7 @@ unsafe fn add_wide<S: Isa, F: Format>(
     }
 }
 
-/// One integer from its terms: `128 high + low`, or the only one.
+/// Joins terms to an integer: `128 high + low`, or the only one.
 #[inline(always)]
 unsafe fn join<S: Isa, const TERMS: usize>(terms: [S::I; TERMS]) -> S::I {
     if TERMS == 1 {

@@ -29,8 +29,8 @@ pub(crate) fn reserve(bytes: usize) -> Result<MmapMut, Error> {
 /// pages of 4 KiB cost TLB misses. SmolLM2, whose matrices have 69 to 553 KB, decodes 1.3 times as
 /// fast for it (docs/measurements.md).
 ///
-/// Small memory lies side by side in a mapping that it shares with others; large memory has one of
-/// its own, of which the rest behind the last whole huge page stays in small pages: it takes no
+/// Small memory lies side by side in a mapping that it shares with others. Large memory has one of
+/// its own, of which the rest behind the last whole huge page stays in small pages. So it takes no
 /// more than is used.
 pub(crate) struct HugeMap {
     region: Arc<Region>,
@@ -52,14 +52,14 @@ struct Shared {
     used: usize,
 }
 
-/// One for the process: what is packed one after another lies side by side.
+/// The process's shared region: memory packed one after another lies side by side.
 static SHARED: Mutex<Option<Shared>> = Mutex::new(None);
 
 /// Of a shared region. On average half a huge page is lost at its end: 1.6 %.
 const SHARED_BYTES: usize = 64 << 20;
 
-/// Memory of so many bytes and more has a mapping of its own: half a huge page in small ones is
-/// 6 % of it at most. So has all memory where huge pages cannot be asked for.
+/// Memory of so many bytes and more has a mapping of its own. Half a huge page in small ones is 6 %
+/// of it at most. All memory has its own mapping where huge pages cannot be asked for.
 const OWN_FROM: usize = if cfg!(target_os = "linux") {
     16 << 20
 } else {
@@ -166,10 +166,15 @@ unsafe impl Zeroed for f32 {}
 
 /// Zeroed values on pages of their own, from a chosen place of the first one on.
 ///
-/// Where the activations of a decode step lie decides how fast its weights are read. One row of
-/// 2048 columns against Q8_0 from memory, of plain reads (Zen 4): as malloc put its three parts
-/// 0.93, side by side on one page 0.83 to 0.92, on pages of their own but off cache lines 0.91, at
-/// cache lines 0.96 to 1.01. (Q5_0 0.82 to 0.90, Q6_K 0.57 to 0.66; the machine code is the same.)
+/// The place of a decode step's activations decides how fast its weights are read. Measured: one
+/// row of 2048 columns against Q8_0 from memory, as a share of plain reads (Zen 4).
+///
+/// - As malloc put its three parts: 0.93.
+/// - Side by side on one page: 0.83 to 0.92.
+/// - On pages of their own but off cache lines: 0.91.
+/// - At cache lines: 0.96 to 1.01.
+///
+/// (Q5_0 0.82 to 0.90, Q6_K 0.57 to 0.66; the machine code is the same.)
 pub(crate) struct Placed<T> {
     bytes: Vec<u8>,
     start: usize,
@@ -237,7 +242,7 @@ mod tests {
         }
     }
 
-    /// Side by side, in several regions, given up in between: nobody sees another's bytes.
+    /// Side by side, in several regions, given up in between: none sees another's bytes.
     #[test]
     fn small_memory_is_zeroed_and_nobody_elses() {
         let mut kept = Vec::new();

@@ -173,7 +173,7 @@ pub fn attention(
     o.iter().map(|o| o / l).collect()
 }
 
-/// One head of keys or values as a cache of [`KvType::Q8_0`](crate::KvType) gives it back.
+/// A head of keys or values as a cache of [`KvType::Q8_0`](crate::KvType) gives it back.
 pub fn q8_0(head: &[f32]) -> Vec<f32> {
     let run = |x: &[f32]| -> Vec<f32> {
         let largest = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
@@ -187,7 +187,7 @@ pub fn q8_0(head: &[f32]) -> Vec<f32> {
     head.chunks(32).flat_map(run).collect()
 }
 
-/// What one page contributes.
+/// The contribution of one page.
 struct Partial {
     m: f32,
     l: f32,

@@ -1,7 +1,7 @@
 //! Weight matrices repacked once at load for the kernels.
 //!
-//! A [`Packed`] matrix takes about as many bytes as the stored one (table in [`crate::formats`]):
-//! the file's pages can be dropped after packing, so memory holds one copy.
+//! A [`Packed`] matrix takes about as many bytes as the stored one (table in [`crate::formats`]).
+//! The file's pages can be dropped after packing, so memory holds one copy.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -64,7 +64,7 @@ pub struct Packed {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) leaf_cols: usize,
-    /// Chunks of the group before the first that counts: a range of columns may start within a
+    /// Chunks of the group before the first that counts. A range of columns may start within a
     /// stored block, of which the kernels need the header.
     pub(crate) first_chunk: usize,
     /// Chunks of its first unit that a group lacks.
@@ -223,7 +223,7 @@ impl Packed {
 const EIGHT_SPAN: usize = 32;
 
 /// Columns of activations that share a scale in products with leaves of so many columns, 0 for one
-/// leaf: the most that divide both a leaf and a unit of the weights, or [`EIGHT_SPAN`].
+/// leaf. They are the most that divide both a leaf and a unit of the weights, or [`EIGHT_SPAN`].
 pub(crate) const fn span(leaf_cols: usize, precision: Precision) -> usize {
     let most = match precision {
         Precision::Eight => EIGHT_SPAN,

@@ -1,12 +1,13 @@
 //! A small thread pool for kernels: numbered tasks, claimed one by one.
 //!
-//! Each thread has a *share* of a job's tasks, neighbours, and takes them one by one; who has none
-//! left takes those of the others, so a core that is slow or taken away by the system only delays
-//! the task it holds: the caller never waits for a worker that has claimed nothing. A share's state
-//! is an atomic word on a cache line of its own, which stays with its thread as long as nobody
-//! helps. (All threads at one word: its line went to and fro twice a task.) Workers spin for
-//! [`SPINS`] rounds between jobs, then sleep. Which thread runs a task never changes a result:
-//! tasks write disjoint outputs.
+//! Each thread has a *share* of a job's tasks, neighbours, and takes them one by one. A thread that
+//! has none left steals tasks of the others. So a core that is slow or taken away by the system
+//! only delays the task it holds. The caller never waits for a worker that has claimed nothing.
+//!
+//! A share's state is an atomic word on a cache line of its own. The line stays with its thread as
+//! long as no other thread helps. With all threads at one word, its line went to and fro twice a
+//! task. Workers spin for [`SPINS`] rounds between jobs, then sleep. Which thread runs a task never
+//! changes a result: tasks write disjoint outputs.
 
 use std::cell::Cell;
 use std::fmt;
@@ -17,9 +18,9 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// Rounds of spinning before a worker sleeps: about 50 µs on a 3 GHz x86 (a `pause` takes some
-/// 40 cycles there), several times the gap between two jobs of a decode step (a few µs), and short
-/// enough not to burn a core while a user types.
+/// Rounds of spinning before a worker sleeps: about 50 µs on a 3 GHz x86, where a `pause` takes
+/// some 40 cycles. That is several times the gap between two jobs of a decode step (a few µs). It
+/// is short enough not to burn a core while a user types.
 const SPINS: u32 = 4_000;
 
 type Task<'a> = &'a (dyn Fn(usize) + Sync);
@@ -48,9 +49,9 @@ impl Word {
 
 /// A thread's tasks of a job: what was claimed of them last.
 ///
-/// A [`Word`] of the next task that nobody has claimed, in the last job of which one was: in a
-/// later job none has been, and it need not be told. Claims check job and task at once, so that a
-/// thread that comes late gets nothing.
+/// The [`Word`] holds the next task that no thread has claimed, and the last job of which a thread
+/// claimed a task. In a later job none has been claimed, and the share need not be told of it.
+/// Claims check job and task at once, so that a thread that comes late gets nothing.
 #[derive(Debug)]
 #[repr(align(128))] // two lines of x86, which fetches pairs, or one of Apple's
 struct Share(AtomicU64);
@@ -88,10 +89,10 @@ pub enum Pinning {
     /// The system moves them as it likes.
     #[default]
     Free,
-    /// Each on a core of its own, in the order of the cores that this process may use: the caller
-    /// of [`ThreadPool::run`] on number `first`, counted from 0, from its first job on. Several
-    /// processes keep apart by different firsts. After the last core comes the first again. Where
-    /// the system has no such call (all but Linux) or refuses, as `Free`.
+    /// Each thread is on a core of its own, in the order of the cores that this process may use.
+    /// The caller of [`ThreadPool::run`] is on number `first`, counted from 0, from its first job
+    /// on. Several processes keep apart by different firsts. After the last core comes the first
+    /// again. Where the system has no such call (all but Linux) or refuses, as `Free`.
     Cores {
         /// Where the cores of this pool begin.
         first: usize,
@@ -143,7 +144,7 @@ fn stay(core: Option<usize>) {
     });
 }
 
-/// What the threads have in common. A job is published by its pointer and then `job`.
+/// State that the threads have in common. A job is published by its pointer and then `job`.
 #[derive(Debug)]
 struct Shared {
     /// The current job's [`Word`], with all of its tasks.
@@ -184,7 +185,7 @@ impl ThreadPool {
     /// as 1.
     ///
     /// # Errors
-    /// What the system says when it refuses a thread.
+    /// The system refuses a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
         Self::with_pinning(threads, Pinning::Free)
     }

@@ -24,8 +24,8 @@
 //! in `f32`, in any order. Types without a min therefore decode exactly. A type with a min adds two
 //! exact products, so its weights are rounded once. No order of evaluation can change a value.
 //!
-//! Nothing here checks bytes from outside: every bit pattern of a block is valid (a scale may be
-//! infinite or NaN, and then so are its weights), and whole blocks are the reader's duty.
+//! Nothing here checks bytes from outside. Every bit pattern of a block is valid: a scale may be
+//! infinite or NaN, and then so are its weights. Whole blocks are the reader's duty.
 
 mod finite;
 mod k_quants;
@@ -68,9 +68,9 @@ use mlx::is_brain;
 /// | AFFINE3, 6, 8 | -4..=3, -32..=31, -128..=127 | 1 | s | b + 4 s, 32 s, 128 s | 1 |
 /// | MXFP4, MXFP4_SPLIT | twice e2m1, -12..=12 | 1 | 2^(s - 128) | none | 0 |
 ///
-/// d, m and dmin are the block's halves, s and b the scale and bias of MLX's types. "None" is -0.0,
-/// the float that changes no sum. Kernels that treat types with and without a min differently
-/// should ask the type, not this number.
+/// The halves of the block are d, m and dmin; s and b are the scale and bias of MLX's types. A min
+/// of "none" is -0.0, the float that changes no sum. Kernels that treat types with and without a
+/// min differently should ask the type, not this number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chunk {
     /// The integers, with the type's fixed zero offset (where it has one) already subtracted.

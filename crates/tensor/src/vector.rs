@@ -1,8 +1,8 @@
 //! Row-wise operations: norms and gated activations, generic over the instruction set.
 //!
-//! Element-wise operations that need no exponential (residual sums, rotations) are plain Rust:
-//! the compiler may vectorise them but never reorders or fuses float operations, so they give
-//! the same bits everywhere. Rotations are compiled for each set, as most of theirs is shuffling.
+//! Element-wise operations that need no exponential (residual sums, rotations) are plain Rust. The
+//! compiler may vectorise them but never reorders or fuses float operations, so they give the same
+//! bits everywhere. Rotations are compiled for each set, as most of theirs is shuffling.
 
 use crate::isa::{self, Isa, LANES};
 
@@ -49,8 +49,8 @@ unsafe fn store_some<S: Isa>(p: *mut f32, len: usize, x: S::F) {
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`, all `(n,)`; `out` may be `x`.
 ///
-/// The sum of squares runs in 16 lanes (element `i` in lane `i % 16`), then lane `i` plus lane
-/// `i + 8`, 4, 2, 1.
+/// The sum of squares runs in 16 lanes (element `i` in lane `i % 16`). Then lane `i` is added to
+/// lane `i + 8`, 4, 2, 1.
 ///
 /// # Safety
 /// Features of `S`; `x` and `out` are good for `weight.len()` floats.

@@ -120,7 +120,7 @@ fn load(path: &Path, split: &Split, rank: Rank, links: Option<Links>) -> Model {
     }
 }
 
-/// What each of two ranks copied in each step; the logits are those of one rank.
+/// Bytes that each of two ranks copied in each step; the logits are those of one rank.
 fn copied(
     path: &Path,
     tokens: &[u32],

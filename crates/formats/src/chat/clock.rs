@@ -115,7 +115,7 @@ impl Civil {
 }
 
 /// `format` with the fields of the time `unix_s` (seconds since 1970, UTC), as Python's
-/// `datetime.strftime`; a field that is not known is left as it is. `%-d` has no leading zeros.
+/// `datetime.strftime`. Unknown fields are left as they are. `%-d` has no leading zeros.
 pub(super) fn strftime(unix_s: i64, format: &str) -> String {
     // Beyond year 9999 Python refuses; the nearest day it knows keeps the arithmetic in range.
     const YEAR_1: i64 = -62_135_596_800;

@@ -1,9 +1,9 @@
 //! How deep a template may nest, counted before it is parsed.
 //!
-//! minijinja bounds brackets and blocks (150 levels), but its parser, its compiler and the drop of
-//! its tree recurse once for each operator of a chain (`- - - x`, `a if b else a if b else ...`,
-//! `a + a + ...`) and for each `elif`. Without these bounds 64 KB of text overflow a thread's
-//! stack.
+//! minijinja bounds brackets and blocks (150 levels). But its parser, its compiler and the drop of
+//! its tree recurse once for each `elif` and for each operator of a chain. Such chains are
+//! `- - - x`, `a if b else a if b else ...` and `a + a + ...`. Without these bounds 64 KB of text
+//! overflow a thread's stack.
 
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
@@ -17,7 +17,7 @@ pub(super) const TAG_TOKENS_MAX: usize = 1000;
 /// Most `elif` of a template. The golden templates have 12 at most.
 pub(super) const ELIFS_MAX: usize = 250;
 
-/// Refuses `source` if it nests too deep. What is no token is left to the parser to refuse.
+/// Refuses `source` if it nests too deep. Text that is no token is left to the parser to refuse.
 ///
 /// Cost: one pass over the text.
 ///

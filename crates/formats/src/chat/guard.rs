@@ -1,26 +1,26 @@
 //! Keeping messages from becoming control tokens.
 //!
-//! Templates write control tokens by name, between messages that may contain the same names. Which
-//! of them the template wrote cannot be seen in the rendered text, so the messages are changed
-//! before the template sees them, and changed back in the text that is left between the control
+//! Templates write control tokens by name, between messages that may contain the same names. The
+//! rendered text does not show which of them the template wrote. So the messages are changed before
+//! the template sees them. They are changed back in the text that is left between the control
 //! tokens:
 //!
-//! - **marked**: a mark (a private-use character that occurs nowhere else) is put into each name in
-//!   a message, and at a border of a message where a name could reach across it;
+//! - **marked**: a mark is put into each name in a message, and at a border where a name could
+//!   reach across it. The mark is a private-use character that occurs nowhere else;
 //! - **disguised**: also, each character that a name begins or ends with, in upper or lower case,
-//!   is replaced by a private-use character of its own, so that no name can begin or end in a
-//!   message, wherever the template cuts it and whatever it joins it with.
+//!   is replaced by a private-use character. Each has one of its own. No name can then begin or end
+//!   in a message, wherever the template cuts it and whatever it joins it with.
 //!
 //! A template that looks for `</think>` in a message must find it, so the marked text is the one
 //! that counts. But where a template takes pieces out of a message, marks may not be enough:
-//! without `</think>`, `<|im_</think>end|>` is a name. So both are rendered, and the marked text
-//! counts only if it has the same control tokens in the same order as the disguised one; else the
+//! without `</think>`, `<|im_</think>end|>` is a name. So both are rendered. The marked text counts
+//! only if it has the same control tokens in the same order as the disguised one. Otherwise the
 //! disguised text counts. If no message has a character to disguise, one rendering does.
 //!
-//! What is left: a template that writes the first and the last character of a name itself, and
-//! right between them nothing but characters from the middle of a message. Such a template makes
-//! control tokens of messages on purpose. Roles are used in that way (`<|` + role + `|>`), so
-//! they are not disguised but must be known ones.
+//! A gap remains. A template may write the first and the last character of a name itself, and
+//! between them only characters from the middle of a message. Such a template makes control tokens
+//! of messages on purpose. Roles are used in that way (`<|` + role + `|>`), so they are not
+//! disguised but must be known ones.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -37,7 +37,7 @@ const PRIVATE_USE: [std::ops::RangeInclusive<char>; 3] = [
 
 /// Whether `c` is one of `ends`, or a template's `upper` or `lower` makes it one.
 ///
-/// It takes the characters of the messages, not the cases of the ends: the Kelvin sign becomes `k`
+/// It takes the characters of the messages, not the cases of the ends. The Kelvin sign becomes `k`
 /// by `lower`, but nothing makes a Kelvin sign of `k`.
 fn can_become(c: char, ends: &BTreeSet<char>) -> bool {
     let mut forms = std::iter::once(c)
@@ -53,7 +53,7 @@ pub(super) enum Guise {
     Disguised,
 }
 
-/// What a text of the conversation is.
+/// Kind of a text in the conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// The content of a message.
@@ -156,7 +156,8 @@ impl<'a> Guard<'a> {
         }
     }
 
-    /// What a text between control tokens stands for.
+    /// The original of a text between control tokens: stand-ins are replaced by the characters that
+    /// they disguise.
     pub(super) fn restore(&self, text: &str) -> String {
         let original: BTreeMap<char, char> = self
             .stand_ins
@@ -185,8 +186,8 @@ impl<'a> Guard<'a> {
         out
     }
 
-    /// Puts a mark before and after `inside`, where a name could reach over the border of `text`:
-    /// within the white space at the border, which a template may trim away.
+    /// Puts a mark before and after `inside`, where a name could reach over the border of `text`.
+    /// Marks lie within the white space at the border, which a template may trim away.
     fn mark_borders(&self, inside: &str, text: &str, place: Place) -> String {
         let core = text.trim();
         if core.is_empty() {

@@ -1,9 +1,9 @@
 //! Where a template runs: in this process, or wherever another [`Interpreter`] has it run.
 //!
 //! Both get the same [`Job`], which is plain JSON, so that a job can cross to another process. The
-//! interpreter of this process, [`Here`], bounds steps and output, but neither the memory of values
-//! that are never printed nor the time of one step. Programs that answer requests by templates of
-//! strangers run them in a child process with limits (`paceline_node::interpreter`).
+//! interpreter of this process, [`Here`], bounds steps and output. It bounds neither the memory of
+//! values that are never printed nor the time of one step. Programs that answer requests by
+//! templates of strangers run them in a child process with limits (`paceline_node::interpreter`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -114,8 +114,8 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether the template used up what it may have, or broke its process: no conversation
-    /// should do that, so it is the model's fault and not the client's.
+    /// Whether the template used up its limits, or broke its process. No conversation should do
+    /// that, so it is the model's fault and not the client's.
     pub const fn is_of_model(&self) -> bool {
         matches!(
             self,

@@ -1,22 +1,22 @@
 //! Turns of a conversation, and the form in which templates look at them.
 //!
 //! Templates are written for the dictionaries of `transformers`: `content`, `tool_calls` with
-//! `function.name` and `function.arguments`, a name of their own for reasoning. What they accept
-//! differs: arguments as an object or as text, content that may be null or not. [`Shape`] is what
-//! a template wants, found out by rendering two small conversations.
+//! `function.name` and `function.arguments`, a name of their own for reasoning. Templates accept
+//! different forms: arguments as an object or as text, content that may be null or not. [`Shape`]
+//! is the form that a template wants, found by rendering two small conversations.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};
 
-/// One turn of a conversation.
+/// A turn of a conversation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// Who speaks, one of [`ROLES`](super::ROLES).
+    /// The speaker, one of [`ROLES`](super::ROLES).
     pub role: String,
-    /// What is said; empty when a turn only calls tools.
+    /// Text of the turn; empty when it only calls tools.
     #[serde(default)]
     pub content: String,
-    /// What an assistant thought before it spoke, for templates that keep it.
+    /// Reasoning of an assistant before its text, for templates that keep it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reasoning: Option<String>,
     /// Tools that an assistant called, in order.
@@ -28,7 +28,7 @@ pub struct Message {
     /// The speaker, or the tool that answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// What else the template may look at.
+    /// Other fields that the template may look at.
     #[serde(flatten)]
     pub extra: Map<String, Json>,
 }
@@ -43,7 +43,7 @@ impl Message {
         }
     }
 
-    /// What a tool answered to the call `tool_call_id`.
+    /// The answer of a tool to the call `tool_call_id`.
     pub fn tool_result(tool_call_id: impl Into<String>, content: impl Into<String>) -> Self {
         Self {
             tool_call_id: Some(tool_call_id.into()),

@@ -5,14 +5,17 @@
 //!          --change the text fragments back, encode as ordinary text--> ids
 //! ```
 //!
-//! Invariants: the control tokens of a prompt are those that the template writes, and no text of a
-//! message becomes one (`guard` says how); a template runs in an interpreter without files,
-//! network or clock, and stops at a limit of steps and of output; its length and nesting are
-//! bounded before it is parsed (`depth`).
+//! Invariants:
 //!
-//! The interpreter of this process does not count the memory of values that a template makes and
+//! - The control tokens of a prompt are those that the template writes, and no text of a message
+//!   becomes one (`guard` says how).
+//! - A template runs in an interpreter without files, network or clock, and stops at a limit of
+//!   steps and of output.
+//! - A template's length and nesting are bounded before it is parsed (`depth`).
+//!
+//! The interpreter of this process counts neither the memory of values that a template makes and
 //! does not print, nor the time of one step. [`ChatTemplate::with`] takes an [`Interpreter`] that
-//! does: `paceline_node::interpreter` runs templates in a child process with limits.
+//! does. `paceline_node::interpreter` runs templates in a child process with limits.
 //!
 //! Not here: which template to use when a model has none. Such a model was not trained to chat.
 
@@ -53,7 +56,7 @@ pub enum Error {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A configuration file is not JSON of the expected form.
@@ -61,7 +64,7 @@ pub enum Error {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
     /// The file that holds the template is longer than any real one.
@@ -353,7 +356,7 @@ fn defaults() -> Map<String, Json> {
     ["tools", "documents"].map(none).into_iter().collect()
 }
 
-/// What the template calls BOS and EOS; empty if the model has none.
+/// Names by which the template calls BOS and EOS; empty if the model has none.
 struct Names<'a> {
     bos: &'a str,
     eos: &'a str,

@@ -21,14 +21,14 @@ pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
 
 const NAME: &str = "chat";
 
-/// What a template says with `raise_exception`.
+/// Message that a template passes to `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
 
 /// Compiles `source`.
 ///
-/// What `transformers` sets: `trim_blocks`, `lstrip_blocks`, loop controls, no escaping, undefined
+/// Set as in `transformers`: `trim_blocks`, `lstrip_blocks`, loop controls, no escaping, undefined
 /// values print as nothing, `raise_exception`, `tojson` without HTML escapes; methods of Python's
 /// strings, lists and dictionaries; `{% generation %}` (which marks what a model wrote, for
 /// training) is accepted and means nothing. There is no loader: a template sees no file.
@@ -58,8 +58,8 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     Ok(env)
 }
 
-/// As Jinja's test. minijinja calls `none` iterable, and templates that ask `tools is iterable and
-/// tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
+/// As Jinja's test. For minijinja `none` is iterable. Templates that ask
+/// `tools is iterable and tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }

@@ -6,8 +6,9 @@ use super::{Array, Error, Value, ValueType};
 /// tensor names is 64, some forks have more.
 const MAX_NAME_BYTES: u64 = u16::MAX as u64;
 
-/// Most elements of one array. The largest seen is a list of 514,906 merges; 2^24 leaves room for
-/// vocabularies 30 times as large and bounds an array of strings to 400 MB of pointers.
+/// Most elements of one array. The largest seen is a list of 514,906 merges. The limit of 2^24
+/// leaves room for vocabularies 30 times as large. It bounds an array of strings to 400 MB of
+/// pointers.
 const MAX_ARRAY_LEN: u64 = 1 << 24;
 
 /// Deepest nesting of arrays. No known writer nests at all and llama.cpp refuses it; the limit

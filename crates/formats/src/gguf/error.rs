@@ -1,4 +1,4 @@
-//! What can be wrong with a GGUF file.
+//! Faults of a GGUF file.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub enum Error {
     InFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         error: Box<Error>,
     },
     /// The file cannot be opened or mapped.
@@ -27,7 +27,7 @@ pub enum Error {
     /// The file is of another format.
     #[error("not a GGUF file: {looks_like}")]
     NotGguf {
-        /// What it seems to be.
+        /// Kind of file that it seems to be.
         looks_like: LooksLike,
     },
     /// The file has the byte order of big-endian machines.
@@ -48,7 +48,7 @@ pub enum Error {
          truncated, or the header lies"
     )]
     HeaderPastEnd {
-        /// What was being read.
+        /// Item that was being read.
         what: &'static str,
         /// Where it starts.
         offset: u64,
@@ -95,7 +95,7 @@ pub enum Error {
     /// A string that is not UTF-8.
     #[error("{what} at byte {offset} is not UTF-8")]
     NotUtf8 {
-        /// What the string is.
+        /// Meaning of the string.
         what: &'static str,
         /// Where it starts.
         offset: u64,

@@ -23,7 +23,7 @@ pub struct Gguf {
     index: NameIndex,
 }
 
-/// One file.
+/// A file of the model: the only one, or a part.
 #[derive(Debug)]
 struct Part {
     path: PathBuf,
@@ -33,7 +33,7 @@ struct Part {
 impl Gguf {
     /// Opens the model at `path`, which for a split model may be any of its parts.
     ///
-    /// A file is part of a split model when its metadata has a `split.count` above 1; all parts
+    /// A file is part of a split model when its metadata has a `split.count` above 1. All parts
     /// must then lie in one folder under the names that llama.cpp's splitter gives. A file that
     /// only has such a name is opened alone. Metadata are those of the first part.
     ///
@@ -53,8 +53,8 @@ impl Gguf {
         }
     }
 
-    /// Opens the file at `path`, of which everything before its weights is there, and weights
-    /// arrive while it is open: reading a weight waits for it.
+    /// Opens the file at `path`, of which everything before its weights is there. Weights arrive
+    /// while it is open: reading a weight waits for it.
     ///
     /// # Errors
     /// As [`open`](Self::open). A part of a split model lacks the tensors of the others.
@@ -165,8 +165,8 @@ impl Gguf {
     }
 
     /// The bytes of each file, in order of their parts, and how many of them come before its
-    /// weights: header, metadata (tokenizer and chat template among them) and tensor table. Waits
-    /// for none: weights that have not arrived are zero.
+    /// weights. Before the weights lie header, metadata (tokenizer and chat template among them)
+    /// and tensor table. Waits for none: weights that have not arrived are zero.
     pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
         self.parts.iter().enumerate().map(|(no, part)| {
             let own = self.tensors.iter().filter(|tensor| tensor.part == no);

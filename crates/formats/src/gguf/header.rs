@@ -33,8 +33,8 @@ impl Header {
     /// Reads the header of `file`, the bytes of a whole file, and checks the tensor table against
     /// its length.
     ///
-    /// Pure: reads nothing else. Time and memory are proportional to the header, up to n log n
-    /// in the number of names; memory is at most six times the size of the header, and a few KiB.
+    /// Pure: reads nothing else. Time and memory are proportional to the header, up to n log n in
+    /// the number of names. Memory is at most six times the size of the header, and a few KiB.
     ///
     /// # Errors
     /// Every [`Error`] but those about files and split models.

@@ -15,12 +15,13 @@
 //! and is pure; [`Gguf::open`] maps a file, or all parts of a split model, and hands out
 //! [`Tensor`](crate::tensor::Tensor)s.
 //!
-//! What is refused when a file is opened: everything that would make a later read ambiguous or
-//! reach outside the file. Names occur once; tensors lie inside the file, are aligned, have no
-//! dimension of 0 and do not overlap (so the sizes of all tensors add up to no more than the
-//! file). What is *not*: a storage type that paceline does not read. Such a tensor is refused, by
-//! name, by whoever asks for it ([`Gguf::tensor`]), so a model with an exotic tensor that nobody
-//! needs still runs.
+//! When a file is opened, everything is refused that would make a later read ambiguous or reach
+//! outside the file. Names occur once. Tensors lie inside the file, are aligned, have no dimension
+//! of 0 and do not overlap. So the sizes of all tensors add up to no more than the file.
+//!
+//! A storage type that paceline does not read is *not* refused then. [`Gguf::tensor`] refuses such
+//! a tensor, by name, when it is asked for. So a model with an exotic tensor that no layer needs
+//! still runs.
 //!
 //! Source: `docs/gguf.md` of ggml, and `gguf.cpp` of llama.cpp where the two differ.
 

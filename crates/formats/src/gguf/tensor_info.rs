@@ -14,7 +14,7 @@ const MAX_DIMS: u32 = 4;
 /// dimensions, storage type and offset.
 pub(super) const MIN_ENTRY_BYTES: usize = 8 + 1 + 4 + 4 + 8;
 
-/// One tensor of a file: name, storage and place.
+/// A tensor of a file: name, storage and place.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
     name: String,

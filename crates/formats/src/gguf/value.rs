@@ -82,7 +82,7 @@ impl fmt::Display for ValueType {
     }
 }
 
-/// One metadata value.
+/// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "the names are the format's own")]
 pub enum Value {

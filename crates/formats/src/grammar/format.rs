@@ -1,8 +1,8 @@
 //! Formats of which `llguidance` 1.9 knows only a part, as patterns.
 //!
-//! Its `email` has no quoted local part and no IPv6 literal, its `ipv6` no IPv4 at the end: valid
-//! documents of the JSON-Schema test suite (`optional/format`) would be masked. These patterns
-//! pass the suite's valid documents and none of its invalid ones.
+//! Its `email` has no quoted local part and no IPv6 literal, its `ipv6` no IPv4 at the end. Valid
+//! documents of the JSON-Schema test suite (`optional/format`) would be masked. These patterns pass
+//! the suite's valid documents and none of its invalid ones.
 
 const IPV4: &str = concat!(
     r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}",

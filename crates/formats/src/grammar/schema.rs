@@ -112,8 +112,8 @@ pub fn strict(schema: &Json) -> Result<Json, Unsupported> {
     dropped.into_iter().next().map_or(Ok(schema), Err)
 }
 
-/// `schema` without what says nothing and without what cannot be followed, and a list of the
-/// latter. What matches it may be invalid.
+/// `schema` without keywords that say nothing and without those that cannot be followed, and a list
+/// of the latter. A document that matches it may be invalid.
 pub fn relaxed(schema: &Json) -> (Json, Vec<Unsupported>) {
     let (mut schema, mut dropped) = clean_all(schema);
     if let Json::Object(map) = &mut schema {

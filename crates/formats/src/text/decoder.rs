@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 /// Turns the bytes of tokens into text without ever cutting a character.
 ///
-/// Over any way of cutting a byte string, the outputs of [`push`](Self::push) and
-/// [`finish`](Self::finish) joined together equal `String::from_utf8_lossy` of the whole: bytes
+/// A byte string may be cut in any way. The outputs of [`push`](Self::push) and
+/// [`finish`](Self::finish) joined together equal `String::from_utf8_lossy` of the whole. Bytes
 /// that are no UTF-8 become U+FFFD.
 ///
 /// At most 3 bytes are held back: the beginning of a character of at most 4 bytes.

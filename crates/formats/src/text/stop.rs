@@ -19,7 +19,7 @@ pub enum Error {
     },
 }
 
-/// What a step of a [`StopMatcher`] gives.
+/// Output of a step of a [`StopMatcher`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopOutput {
     /// Text that is no part of a stop string, to be shown now.
@@ -32,12 +32,12 @@ pub struct StopOutput {
 /// Finds stop strings in text that arrives in pieces, and never lets a part of one out.
 ///
 /// The text ends where the match with the *earliest beginning* begins, wherever the pieces were
-/// cut; of several stop strings that begin there, the shortest counts. What is held back is exactly
-/// the longest end of the text that may still become a stop string.
+/// cut. Of several stop strings that begin there, the shortest counts. The text held back is
+/// exactly the longest end of the text that may still become a stop string.
 ///
-/// Each stop string is followed by a Knuth-Morris-Pratt automaton, whose state is the length of the
+/// Each stop string is followed by a Knuth-Morris-Pratt automaton. Its state is the length of the
 /// longest end of the text that is a beginning of the stop string. Cost: O(stop strings) per byte,
-/// whatever they are; memory: two words per byte of stop string, and the text held back, at most
+/// whatever they are. Memory: two words per byte of stop string, and the text held back, at most
 /// the longest stop string and one piece.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(try_from = "State", into = "State")]
@@ -57,7 +57,7 @@ struct Match {
     which: usize,
 }
 
-/// What is serialised; the rest follows from it.
+/// Serialised fields; the rest follows from them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct State {
     stops: Vec<String>,

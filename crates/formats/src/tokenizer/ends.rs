@@ -1,9 +1,10 @@
 //! Which tokens end an answer.
 //!
 //! Files name one EOS, but a chat answer often ends with another token (`<|im_end|>`,
-//! `<end_of_turn>`, `<|eot_id|>`), so these are found by their names, as llama.cpp does
-//! (`src/llama-vocab.cpp`). Unlike there, names that are also ordinary markup (`</s>` closes
-//! struck-out text in Gemma's vocabulary) count only if the file calls the token a control token.
+//! `<end_of_turn>`, `<|eot_id|>`). These are found by their names, as llama.cpp does
+//! (`src/llama-vocab.cpp`). Unlike there, some names count only if the file calls the token a
+//! control token. They are names that are also ordinary markup: `</s>` closes struck-out text in
+//! Gemma's vocabulary.
 
 use super::vocab::Kind;
 

@@ -54,8 +54,8 @@ impl Special {
 
 /// Finds a set of tokens in text: the leftmost, and of those that begin there the longest.
 ///
-/// This is what the `tokenizers` crate does. llama.cpp looks for the longest token of all first,
-/// which differs only where two tokens overlap in a text.
+/// The `tokenizers` crate does the same. Unlike it, llama.cpp looks for the longest token of all
+/// first, which differs only where two tokens overlap in a text.
 #[derive(Debug)]
 pub(super) struct Cutter {
     automaton: AhoCorasick,

@@ -162,7 +162,7 @@ fn read_word_piece(metadata: &Metadata) -> Result<Tokenizer, Error> {
     json::read_bytes(text.to_string().as_bytes())
 }
 
-/// What holds when the file does not say.
+/// Defaults for facts that the file does not state.
 struct Flags {
     add_bos: bool,
     bos: Option<u32>,

@@ -1,16 +1,18 @@
 //! A tokenizer out of a Hugging Face folder, run by the `tokenizers` crate.
 //!
-//! The crate's own handling of special tokens is passed by: the text is cut by our
-//! [`Cutter`](super::fragments::Cutter), and the crate gets the fragments as parts of one text, so
-//! that rules about the beginning of a text still see it. Added tokens are looked for in the text
-//! as it is, before the normaliser.
+//! The crate's own handling of special tokens is passed by. The text is cut by our
+//! [`Cutter`](super::fragments::Cutter). The crate gets the fragments as parts of one text, so that
+//! rules about the beginning of a text still see it. Added tokens are looked for in the text as it
+//! is, before the normaliser.
 //!
 //! A `tokenizer.json` comes from strangers and the crate was written for friends: some malformed
-//! files make it panic. So its size and depth are limited before anything is parsed, ids are
-//! checked before they size an allocation, padding and truncation (which could ask for any amount
-//! of memory) are never run, and as a last line a panic of the crate is caught and becomes an
-//! error. (Its message goes where the program's panics go, unless the program's hook asks
-//! [`catches_panics`].)
+//! files make it panic. So:
+//!
+//! - The size and depth of the file are limited before anything is parsed.
+//! - Ids are checked before they size an allocation.
+//! - Padding and truncation, which could ask for any amount of memory, are never run.
+//! - As a last line, a panic of the crate is caught and becomes an error. Its message goes where
+//!   the program's panics go, unless the program's hook asks [`catches_panics`].
 
 use std::any::Any;
 use std::cell::Cell;
@@ -58,7 +60,7 @@ impl std::fmt::Debug for Pipeline {
     }
 }
 
-/// What the files beside `tokenizer.json` say.
+/// Facts from the files beside `tokenizer.json`.
 #[derive(Debug, Default)]
 struct Config {
     bos: Option<String>,
@@ -134,8 +136,8 @@ impl Pipeline {
 
     /// The ids of `fragments`; stops when there are more than `tokens_max`.
     ///
-    /// If the model makes a control token of text (a name that is in its own vocabulary), the name
-    /// is cut in two, so that it is spelt.
+    /// The model may make a control token of text, from a name that is in its own vocabulary. The
+    /// name is then cut in two, so that it is spelt.
     pub(super) fn encode(
         &self,
         fragments: &[Fragment<'_>],

@@ -94,7 +94,7 @@ pub enum Error {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A file is larger than any real one.
@@ -112,7 +112,7 @@ pub enum Error {
     Malformed {
         /// Which file.
         what: &'static str,
-        /// What the parser says.
+        /// Message of the parser.
         reason: String,
     },
     /// An id of a `tokenizer.json` is far outside the number of its tokens.
@@ -136,7 +136,7 @@ pub enum Error {
     /// The merges and tokens do not make a model.
     #[error("vocabulary and merges do not fit together: {reason}")]
     Model {
-        /// What the `tokenizers` crate says.
+        /// Message of the `tokenizers` crate.
         reason: String,
     },
     /// A text is longer than can be indexed.
@@ -160,7 +160,7 @@ pub enum Error {
     /// The `tokenizers` crate could not encode a text.
     #[error("encoding failed: {reason}")]
     Encode {
-        /// What the crate says.
+        /// Message of the crate.
         reason: String,
     },
     /// A `tokenizer.json` turns ordinary text into a control token and cannot be kept from it.
@@ -171,7 +171,7 @@ pub enum Error {
     },
 }
 
-/// What becomes of the names of special tokens in a text.
+/// Treatment of the names of special tokens in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Specials {
     /// Names of control tokens are ordinary text: for everything that a user wrote.
@@ -220,7 +220,7 @@ enum Algorithm {
     Json(Box<json::Pipeline>),
 }
 
-/// What a reader found out about a tokenizer.
+/// Parts of a tokenizer that a reader has found.
 struct Parts {
     vocab: Vocab,
     algorithm: Algorithm,
@@ -236,12 +236,12 @@ struct Parts {
 impl Tokenizer {
     /// The tokenizer in the metadata of a GGUF file.
     ///
-    /// Ids equal llama.cpp's (recorded in `tests/golden/text`), with these wanted differences:
-    /// control tokens never come out of ordinary text, and a missing BOS or EOS of a `gpt2`
-    /// vocabulary is none rather than id 11.
+    /// Ids equal llama.cpp's (recorded in `tests/golden/text`), with two wanted differences.
+    /// Control tokens never come out of ordinary text. A missing BOS or EOS of a `gpt2` vocabulary
+    /// is none rather than id 11.
     ///
-    /// Cost: about 30 ms for SmolLM2 (49,152 tokens) and 60 ms for Gemma (262,144) on one core of a
-    /// 2-core EPYC 9004 VM; memory a few times the texts.
+    /// Cost: about 30 ms for SmolLM2 (49,152 tokens) and 60 ms for Gemma (262,144), on one core of
+    /// a 2-core EPYC 9004 VM. Memory: a few times the texts.
     ///
     /// # Errors
     /// [`Error::Metadata`], [`Error::UnknownModel`], [`Error::UnknownPre`],

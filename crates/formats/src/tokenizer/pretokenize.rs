@@ -4,10 +4,10 @@
 //! name (`src/llama-vocab.cpp`), which stem from the models' own `tokenizer.json`.
 //!
 //! The patterns end in `\s+(?!\S)|\s+`: a run of white space leaves its last character to the word
-//! that follows. That look-ahead is the only thing in them that needs a backtracking engine, whose
-//! steps for a hostile text must be limited, with no good answer when the limit is reached. Here
-//! the rule is applied after the match, so that the `regex` crate's linear-time engine can do the
-//! rest: see [`trim_run`].
+//! that follows. That look-ahead is the only thing in them that needs a backtracking engine. The
+//! steps of such an engine for a hostile text must be limited, with no good answer at the limit.
+//! Here the rule is applied after the match, so that the `regex` crate's linear-time engine can do
+//! the rest. See [`trim_run`].
 
 use regex::Regex;
 
@@ -18,12 +18,12 @@ use super::Error;
 #[derive(Debug)]
 pub(super) struct PreTokenizer {
     patterns: Vec<Regex>,
-    /// Whether a run of white space with a line break ends at its last line break, so that only
-    /// what follows it is subject to [`trim_run`].
+    /// Whether a run of white space with a line break ends at its last line break. Only the
+    /// characters after it are then subject to [`trim_run`].
     line_breaks_end_runs: bool,
 }
 
-/// What a name in `tokenizer.ggml.pre` stands for.
+/// The rules that a name in `tokenizer.ggml.pre` stands for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scheme {
     patterns: &'static [&'static str],
@@ -231,11 +231,11 @@ impl PreTokenizer {
         }
     }
 
-    /// Applies `\s+(?!\S)|\s+` to a match of `\s+`: before other text a run of white space gives
-    /// up its last character, unless that is all it has.
+    /// Applies `\s+(?!\S)|\s+` to a match of `\s+`. Before other text a run of white space gives up
+    /// its last character, unless that is all it has.
     ///
-    /// Matches of other parts of the patterns are no white space only, but for `\s*[\r\n]+`, which
-    /// goes first and so leaves `\s+` only runs without line breaks.
+    /// Matches of other parts of the patterns are no white space only, except `\s*[\r\n]+`. That
+    /// part goes first and so leaves `\s+` only runs without line breaks.
     fn trim_run<'a>(&self, piece: &'a str, at_end: bool) -> &'a str {
         let Some(last) = piece.chars().next_back().filter(|c| c.is_whitespace()) else {
             return piece;

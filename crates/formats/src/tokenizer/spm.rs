@@ -1,17 +1,18 @@
 //! SentencePiece's byte-pair encoding by scores, as Llama and Gemma files carry it.
 //!
-//! Text begins as single characters. Of all neighbours whose texts joined are a token, the pair
-//! whose token has the highest score is joined, the leftmost of equals, until no pair is left. What
-//! is then no token is spelt in byte tokens.
+//! Text begins as single characters. Candidates are neighbours whose texts joined are a token. The
+//! pair whose token has the highest score is joined, the leftmost of equals, until no pair is left.
+//! Text that is then no token is spelt in byte tokens.
 //!
 //! The `tokenizers` crate cannot express this. Its BPE ranks *pairs*, each with a rank of its own,
-//! and both parts must be tokens; here the rank belongs to the *joined text*: pairs that give
-//! tokens of one score are equal and taken from the left, and a part need not be a token. Its
-//! Unigram maximises the sum of scores, which is another answer altogether. So this is an
+//! and both parts must be tokens. Here the rank belongs to the *joined text*. Pairs that give
+//! tokens of one score are equal and taken from the left, and a part need not be a token.
+//!
+//! Its Unigram maximises the sum of scores, which is another answer altogether. So this is an
 //! implementation of our own, compared with llama.cpp (`llm_tokenizer_spm`) on recorded ids.
 //!
-//! One difference is wanted: control, unknown and byte tokens are never the result of a join (in
-//! SentencePiece itself they are not either), so that no text can become a control token.
+//! One difference is wanted: control, unknown and byte tokens are never the result of a join, so
+//! that no text can become a control token. SentencePiece itself does not join them either.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -89,8 +90,8 @@ impl Spm {
         })
     }
 
-    /// Refuses a text that cannot be `tokens_max` tokens, whatever is joined: no token spells more
-    /// than the longest, and what is no token is one for each byte or character.
+    /// Refuses a text that cannot be `tokens_max` tokens, whatever is joined. No token spells more
+    /// than the longest, and text that is no token takes one for each byte or character.
     ///
     /// # Errors
     /// [`Error::TooManyTokens`].

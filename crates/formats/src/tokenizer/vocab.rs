@@ -2,7 +2,7 @@
 
 use std::hash::{BuildHasher, RandomState};
 
-/// What a token is.
+/// Kind of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A piece of text.
@@ -15,7 +15,7 @@ pub(super) enum Kind {
     UserDefined,
     /// Not in use by the model.
     Unused,
-    /// One byte, called `<0xNN>`.
+    /// A single byte, called `<0xNN>`.
     Byte,
     /// No token has this id.
     Hole,
@@ -180,8 +180,8 @@ pub(super) fn byte_token(text: &str) -> Option<u8> {
     u8::from_str_radix(digits, 16).ok()
 }
 
-/// The character that stands for `byte` in a byte-level vocabulary: printable characters of
-/// Latin-1 stand for themselves, the other 68 bytes are U+0100 and on, in order.
+/// The character that stands for `byte` in a byte-level vocabulary. Printable characters of Latin-1
+/// stand for themselves; the other 68 bytes are U+0100 and on, in order.
 ///
 /// Source: `bytes_to_unicode` of OpenAI's GPT-2 encoder.
 pub(super) const fn byte_level_char(byte: u8) -> char {
@@ -222,9 +222,9 @@ fn push_byte_level(out: &mut Vec<u8>, text: &str) {
 
 /// Ids by text, for the tokens that ordinary text may become.
 ///
-/// Open addressing over ids, so that no text is stored twice. The hash is keyed by chance, because
-/// texts come from a stranger's file who could otherwise make them collide; no order of the table
-/// ever shows.
+/// Open addressing over ids, so that no text is stored twice. The hash is keyed by chance. Texts
+/// come from a stranger's file, which could otherwise make them collide. No order of the table ever
+/// shows.
 #[derive(Debug)]
 pub(super) struct TextIndex {
     hasher: RandomState,

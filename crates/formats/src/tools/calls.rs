@@ -1,8 +1,8 @@
 //! Grammars of calls: what a model may write once it calls a tool.
 //!
-//! One description per family, in the Lark dialect of `llguidance`, from the same markers that the
-//! reader looks for. Where the model may also answer in words the grammar begins behind the marker
-//! and ends with the call; where it must call it is the whole answer.
+//! Each family has one description, in the Lark dialect of `llguidance`, from the same markers that
+//! the reader looks for. Where the model may also answer in words, the grammar begins behind the
+//! marker and ends with the call. Where it must call, the grammar is the whole answer.
 
 use std::fmt::Write as _;
 
@@ -14,7 +14,7 @@ use super::{Family, answer, elements, harmony};
 use crate::grammar::{Constraint, Grammar, Span, Start, Unsupported, relaxed, strict};
 use crate::tokenizer::{Fragment, Tokenizer};
 
-/// What calls a request allows.
+/// Calls that a request allows.
 #[derive(Clone, Copy, Debug)]
 pub struct CallRules<'a> {
     /// Tools that may be called: `{"type": "function", "function": {...}}` each. Arguments of
@@ -34,7 +34,7 @@ pub struct CallRules<'a> {
 /// A grammar of calls.
 #[derive(Clone, Debug)]
 pub struct CallGrammar {
-    /// What the answer must match, and from where on.
+    /// The grammar that the answer must match, and from where on.
     pub constraint: Constraint,
     /// Keywords of tools that are not strict, which do not count: the tool and the keyword.
     pub relaxed: Vec<(String, Unsupported)>,

@@ -55,7 +55,7 @@ pub(super) struct Elements {
     state: State,
     tool: String,
     key: String,
-    /// What the attributes say of the value: whether it is text.
+    /// Whether the value is text, as far as the attributes say.
     told: Option<bool>,
     types: Types,
     /// A value that is not passed on as it comes.

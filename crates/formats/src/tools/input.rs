@@ -11,7 +11,7 @@ pub(super) struct Input {
     read: Option<String>,
 }
 
-/// What a search for markers finds at the front of the unread text.
+/// Result of a search for markers at the front of the unread text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// So many bytes, and then the marker with this index.
@@ -54,7 +54,7 @@ impl Input {
         self.read = Some(String::new());
     }
 
-    /// What was read since [`remember`](Self::remember); keeps no more.
+    /// Text that was read since [`remember`](Self::remember); keeps no more.
     pub(super) fn recall(&mut self) -> String {
         self.read.take().unwrap_or_default()
     }

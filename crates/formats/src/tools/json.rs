@@ -3,7 +3,7 @@
 /// Deepest nesting of arguments.
 const MAX_DEPTH: usize = 128;
 
-/// What a character did.
+/// Effect of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The value goes on.
@@ -60,8 +60,8 @@ impl Default for Scanner {
 }
 
 impl Scanner {
-    /// Reads `c` and appends to `out` what stands for it: itself, or an escape for a control
-    /// character in a string, which JSON forbids and models write.
+    /// Reads `c` and appends its form in JSON to `out`. That is the character itself, or an escape
+    /// for a control character in a string, which JSON forbids and models write.
     pub(super) fn push(&mut self, c: char, out: &mut String) -> Step {
         if self.expect == Expect::Scalar && !is_scalar(c) {
             if !is_value(&self.scalar) {
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What is read of `text`, and whether it was complete; `None` if it is no JSON.
+    /// The part of `text` that is read, and whether it was complete; `None` if it is no JSON.
     fn read(text: &str) -> Option<(String, bool)> {
         let mut input = super::super::input::Input::default();
         input.push(text);

@@ -41,7 +41,7 @@ pub use detect::Syntax;
 pub use reader::{Reader, ReaderOptions};
 pub use response::{ResponseError, ResponseTemplate};
 
-/// What a piece of generated text turned out to be.
+/// Meaning of a piece of generated text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Part of the answer. Never empty.

@@ -1,5 +1,5 @@
-//! Answers that are cut, doubled and mixed by seeds: whatever a model writes, readers neither panic
-//! nor depend on the pieces, and what they call a call has JSON arguments.
+//! Answers that are cut, doubled and mixed by seeds. Whatever a model writes, readers neither panic
+//! nor depend on the pieces. Every call that they report has JSON arguments.
 
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ impl Random {
     }
 }
 
-/// What an answer came to.
+/// Everything that was read of an answer.
 #[derive(Debug, Default, PartialEq)]
 struct Outcome {
     text: String,

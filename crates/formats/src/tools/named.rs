@@ -4,7 +4,7 @@ use super::input::{Found, Input};
 use super::json::{Scanner, read_value};
 use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
 
-/// What stands before the arguments.
+/// Form of the text before the arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Header {
     /// `functions.NAME:0`, which is the id too.

@@ -28,7 +28,7 @@ pub(super) struct Object {
     state: State,
     /// Of the key or value that is being read.
     scanner: Scanner,
-    /// What of it has come and was not passed on.
+    /// Text of it that has come and was not passed on.
     text: String,
     key: String,
     /// Whether the value is passed on as it comes.

@@ -14,9 +14,12 @@
 //! [`content`] makes calls of the text of a region, [`Delimiter`] finds texts and regular
 //! expressions in text that arrives in pieces.
 //!
-//! Differences from transformers 5.23, whose reader this follows: text of several regions of one
-//! field is joined, as streams show it; without tools, calls are text; a call that cannot be read
-//! is text and counted; lookaround and back references are refused.
+//! Differences from transformers 5.23, whose reader this follows:
+//!
+//! - Text of several regions of one field is joined, as streams show it.
+//! - Without tools, calls are text.
+//! - A call that cannot be read is text and counted.
+//! - Lookaround and back references are refused.
 
 mod content;
 mod delimiter;
@@ -41,8 +44,8 @@ const MAX_BYTES: usize = 64 << 10;
 /// Most fields of a template. Known ones have three.
 const MAX_FIELDS: usize = 32;
 
-/// Tokens of a prompt in which the last anchor is looked for. What follows it in the prompt is the
-/// beginning of the answer, a tag or a few words.
+/// Tokens of a prompt in which the last anchor is looked for. The text after it in the prompt is
+/// the beginning of the answer, a tag or a few words.
 const ANCHOR_TOKENS: usize = 512;
 
 const KEYS: [&str; 5] = [

@@ -1,4 +1,4 @@
-//! What type a parameter has, for families that write values without types.
+//! The type of a parameter, for families that write values without types.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -5,7 +5,7 @@ use serde_json::{Value as Json, json};
 
 use super::*;
 
-/// What an answer came to.
+/// Everything that was read of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
     text: String,

@@ -123,8 +123,8 @@ pub(crate) fn metadata(entries: Vec<(&str, Value)>) -> Metadata {
     Metadata::from_entries(entries).unwrap()
 }
 
-/// A byte-level vocabulary of the 256 bytes (ids 0 to 255, by code of their character) followed by
-/// `special` control tokens; the first two are BOS and EOS.
+/// A byte-level vocabulary of the 256 bytes (ids 0 to 255, by code of their character), then
+/// `special` control tokens. The first two of these are BOS and EOS.
 pub(crate) fn tiny_tokenizer(special: &[&str]) -> paceline_formats::tokenizer::Tokenizer {
     let printable = |b: &u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let shifted = (0..=255u8).filter(|b| !printable(b)).count() as u32;

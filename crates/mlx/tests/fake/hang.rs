@@ -1,5 +1,5 @@
-//! MLX, but a device that hangs: once the file is there that `PACELINE_HANG` names, no evaluation
-//! ends, and the process does not end in order either. All else is the library's that
+//! MLX with a device that hangs. Once the file that `PACELINE_HANG` names is there, no evaluation
+//! ends, and the process does not end in order either. All else is from the library that
 //! `PACELINE_MLXC` names, which this one is linked with.
 
 use std::ffi::{CString, c_char, c_int, c_void};

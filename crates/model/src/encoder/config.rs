@@ -108,8 +108,8 @@ impl EncoderFamily {
 }
 
 impl EncoderConfig {
-    /// Whether `source` is an encoder: of a known `model_type` or architecture, or a decoder of
-    /// which the files say that its last row is a text's vector.
+    /// Whether `source` is an encoder. It is one by a known `model_type` or architecture, or it is
+    /// a decoder whose files say that its last row is a text's vector.
     pub fn is_encoder(source: &Source) -> bool {
         let is_bert = match source {
             Source::Hf(folder) => {

@@ -15,7 +15,7 @@ use crate::{
     Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, Model, Source, Workspace,
 };
 
-/// Most tokens of a text, whatever the model was trained for: the keys of a longer one would take
+/// Most tokens of a text, whatever the model was trained for. The keys of a longer one would take
 /// more than 0.9 GB of the smallest Qwen3 Embedding, in floats. OpenAI has 8,191.
 const CONTEXT_MAX: usize = 8192;
 

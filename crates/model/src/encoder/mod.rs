@@ -10,10 +10,10 @@
 //! A decoder runs its own layers ([`Model`](crate::Model)); the normed row of the last token is
 //! the vector.
 //!
-//! An encoder is small, so one node computes it, in floats. Texts share a step of
-//! up to [`ROWS`] rows; a row of a product does not depend on the other rows, and attention stays
-//! within a text. So a vector depends on its own tokens only: not on the texts beside it, not on
-//! threads, not on the instruction set.
+//! An encoder is small, so one node computes it, in floats. Texts share a step of up to [`ROWS`]
+//! rows. A row of a product does not depend on the other rows, and attention stays within a text.
+//! So a vector depends on its own tokens only: not on the texts beside it, not on threads, not on
+//! the instruction set.
 //!
 //! Sources: Devlin et al. 2018 (BERT), Reimers and Gurevych 2019 (Sentence-BERT),
 //! `modeling_bert.py` of transformers.

@@ -1,6 +1,6 @@
-//! DBRX: norms that take the mean away; queries, keys and values in one matrix, held within a
-//! limit; a softmax router, whose choice's weights then sum to 1.
-//! Source: `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
+//! DBRX. Norms take the mean away. Queries, keys and values are in one matrix, held within a limit.
+//! The router is a softmax, and its choice's weights then sum to 1. Source: `src/models/dbrx.cpp`
+//! of llama.cpp, `modeling_dbrx.py` of transformers.
 
 use paceline_tensor::RopePairs;
 

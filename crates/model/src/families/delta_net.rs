@@ -1,4 +1,4 @@
-//! Qwen3-Next and Qwen 3.5 to 3.8, text: most layers are gated delta nets, every fourth is
+//! Qwen3-Next and Qwen 3.5 to 3.8, text. Most layers are gated delta nets. Every fourth is
 //! attention whose heads have gates, with a part of each head turned. Dense, or experts with a
 //! shared one. Blocks that predict several tokens, and vision, are left out. Source: Yang, Kautz
 //! and Hatamizadeh 2024; `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp,
@@ -46,7 +46,7 @@ pub(super) fn config(family: Family, fields: &Fields<'_>) -> Result<Config, Erro
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     if step.is_delta_net(w) {

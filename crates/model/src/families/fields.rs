@@ -306,9 +306,9 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// What gemma divides scores by the root of: the head size unless said otherwise, but the width
-    /// per query head in the 27B model, which GGUF files tell by its number of layers only
-    /// (`src/models/gemma3.cpp` of llama.cpp).
+    /// The number whose root gemma divides scores by: the head size unless said otherwise. In the
+    /// 27B model it is the width per query head. GGUF files tell that model by its number of layers
+    /// only (`src/models/gemma3.cpp` of llama.cpp).
     pub(crate) fn gemma_query_scalar(&self, config: &Config) -> Result<f32, Error> {
         const LAYERS_27B: usize = 62;
         let scalar = match self.opt_float("attention.query_scalar", "query_pre_attn_scalar")? {

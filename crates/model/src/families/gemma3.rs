@@ -1,7 +1,7 @@
-//! Gemma 3, text: most layers see a window only and turn with a base of their own; norms on query
-//! and key heads; norms before and after each half; scaled embeddings; GELU.
-//! Source: Gemma Team 2025; `src/models/gemma3.cpp` of llama.cpp, `modeling_gemma3.py` of
-//! transformers.
+//! Gemma 3, text. Most layers see a window only and turn with a base of their own. Query and key
+//! heads have norms, and each half has norms before and after. Embeddings are scaled; the
+//! activation is GELU. Source: Gemma Team 2025; `src/models/gemma3.cpp` of llama.cpp,
+//! `modeling_gemma3.py` of transformers.
 
 use paceline_tensor::RopePairs;
 
@@ -48,7 +48,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)

@@ -1,6 +1,11 @@
-//! Gemma 4, text: layers with a window and layers that see all have heads of their own sizes;
-//! values have a norm without weights; the last layers use caches of earlier ones; each layer may
-//! have embeddings of its own, and experts beside its feed-forward; logits are capped.
+//! Gemma 4, text.
+//!
+//! - Layers with a window and layers that see all have heads of their own sizes.
+//! - Values have a norm without weights.
+//! - The last layers use caches of earlier ones.
+//! - Each layer may have embeddings of its own, and experts beside its feed-forward.
+//! - Logits are capped.
+//!
 //! Source: `src/models/gemma4.cpp` of llama.cpp, `modeling_gemma4.py` of transformers.
 
 use paceline_tensor::RopePairs;
@@ -81,7 +86,7 @@ fn share_caches(config: &mut Config, fields: &Fields<'_>, windowed: &[bool]) -> 
     Ok(())
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)

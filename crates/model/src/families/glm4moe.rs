@@ -1,5 +1,5 @@
-//! GLM 4.5 to 4.7: the first layers are dense; a sigmoid router with biases on its choice, and a
-//! shared expert without a gate; half of each head turns; some have norms on heads.
+//! GLM 4.5 to 4.7. The first layers are dense. The router is a sigmoid with biases on its choice,
+//! and a shared expert has no gate. Half of each head turns; some models have norms on heads.
 //! Source: GLM-4.5 Team 2025; `src/models/glm4-moe.cpp` of llama.cpp, `modeling_glm4_moe.py` of
 //! transformers.
 
@@ -36,7 +36,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases

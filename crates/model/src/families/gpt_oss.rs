@@ -37,7 +37,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases

@@ -1,6 +1,6 @@
-//! MiniMax M2 to M2.7: one norm over all query heads and one over all key heads; a part of each
-//! head turns; a sigmoid router with biases on its choice in every layer.
-//! Source: `src/models/minimax-m2.cpp` of llama.cpp, `modeling_minimax_m2.py` of transformers.
+//! MiniMax M2 to M2.7. One norm is over all query heads and one over all key heads. A part of each
+//! head turns. Every layer has a sigmoid router with biases on its choice. Source:
+//! `src/models/minimax-m2.cpp` of llama.cpp, `modeling_minimax_m2.py` of transformers.
 
 use paceline_tensor::RopePairs;
 
@@ -28,7 +28,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)

@@ -1,4 +1,4 @@
-//! One file per model family: how its configuration reads and what one layer computes.
+//! Model families, one file each: how a configuration reads and what one layer computes.
 //!
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
@@ -37,8 +37,8 @@ pub(crate) enum Half {
     Beside,
 }
 
-/// What layers are made of, on whatever computes them: a step in progress, whose rows are this
-/// rank's. A family says the order.
+/// The operations that layers are made of, on any engine. An implementation is a step in progress,
+/// whose rows are this rank's. A family says the order.
 ///
 /// Each operation fails only for its engine's reasons: the CPU's never but where ranks exchange.
 pub(crate) trait LayerStep {
@@ -63,7 +63,7 @@ pub(crate) trait LayerStep {
     /// Norms every head of v (T, K, D) in place, without weights.
     fn norm_values(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// Norms q (T, H D) over all heads, and k (T, K D) over all of theirs, in place; sums of
+    /// Norms q (T, H D) over all heads, and k (T, K D) over all of theirs, in place. Sums of
     /// squares are exchanged with the ranks of the stage.
     fn norm_projections(&mut self, w: &Self::Layer) -> Result<(), Error>;
 

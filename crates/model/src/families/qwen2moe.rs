@@ -1,6 +1,6 @@
-//! Qwen 1.5 and 2 with experts: Qwen 2's attention; the chosen experts' weights are those of the
-//! softmax over all, and a shared expert goes through a sigmoid gate of its own.
-//! Source: `src/models/qwen2moe.cpp` of llama.cpp, `modeling_qwen2_moe.py` of transformers.
+//! Qwen 1.5 and 2 with experts. Attention is Qwen 2's. The chosen experts' weights are those of the
+//! softmax over all. A shared expert goes through a sigmoid gate of its own. Source:
+//! `src/models/qwen2moe.cpp` of llama.cpp, `modeling_qwen2_moe.py` of transformers.
 
 use paceline_tensor::RopePairs;
 
@@ -20,7 +20,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases

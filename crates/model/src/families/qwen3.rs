@@ -1,6 +1,6 @@
-//! Qwen 3, dense: as Llama without biases, with an RMS norm on every query and key head before
-//! the rotation of halves; the head size is its own number.
-//! Source: Yang et al. 2025; `src/models/qwen3.cpp` of llama.cpp.
+//! Qwen 3, dense: as Llama without biases, with an RMS norm on every query and key head before the
+//! rotation of halves. The head size is its own number. Source: Yang et al. 2025;
+//! `src/models/qwen3.cpp` of llama.cpp.
 
 use paceline_tensor::RopePairs;
 
@@ -16,7 +16,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// One layer; shapes of one batch of T rows.
+/// Computes a layer; shapes of one batch of T rows.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)

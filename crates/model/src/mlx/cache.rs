@@ -1,11 +1,12 @@
-//! What layers keep of all pages, as MLX's arrays.
+//! Cache of all layers, in pages, as MLX's arrays.
 //!
-//! Of keys and values one pair of arrays per layer, `(1, K, pages * 64, D)`: position `i` of a page
-//! `p` is row `64 p + i`. Pages that follow one another are one run of rows, so a sequence that has
-//! such pages (the only one of an engine always does, at first) is read in place and written by one
-//! update; of others the rows are gathered. Whole pages move between sequences by their numbers
-//! alone, as everywhere. Latent attention keeps one such array, a gated delta net arrays for each
-//! page ([`DeltaPages`]).
+//! A layer's keys and values are one pair of arrays, `(1, K, pages * 64, D)`. Position `i` of a
+//! page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A sequence that
+//! has such pages is read in place and written by one update; of others the rows are gathered. An
+//! engine's only sequence always has such pages, at first.
+//!
+//! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
+//! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
 
 use std::ops::Range;
 
@@ -18,13 +19,13 @@ mod delta;
 
 pub(super) use delta::{DeltaPages, DeltaSizes};
 
-/// What all layers of a rank keep.
+/// Caches of all layers of a rank.
 #[derive(Debug)]
 pub(super) struct Cache {
     layers: Vec<Kept>,
 }
 
-/// What a layer keeps.
+/// Cache of a layer.
 #[derive(Debug)]
 enum Kept {
     /// Nothing: it looks at another's, or this rank has none of its heads.
@@ -36,7 +37,7 @@ enum Kept {
     Delta(DeltaPages),
 }
 
-/// What a cache is for.
+/// Sizes of a cache.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
     pub(super) layers: Vec<LayerSizes>,
@@ -108,7 +109,7 @@ impl Cache {
         }
     }
 
-    /// What a step must have evaluated at its end: all arrays, but those of delta nets' pages that
+    /// Arrays that a step must have evaluated at its end: all, but those of delta nets' pages that
     /// it did not write.
     pub(super) fn arrays(&self) -> Vec<&Array> {
         let mut all = Vec::new();
@@ -218,7 +219,7 @@ fn put(stream: &Stream, held: &mut Array, span: &Span, new: &Array) -> Result<()
 pub(super) struct Span {
     /// Rows of the cache that are written, in order of position.
     written: Vec<Range<usize>>,
-    /// What queries see, for each window of the model.
+    /// Keys that queries see, for each window of the model.
     pub(super) views: Vec<View>,
 }
 

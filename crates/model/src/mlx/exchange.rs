@@ -1,13 +1,13 @@
-//! What ranks of a stage gather from one another, from and to the memory of MLX's arrays.
+//! Gathers between the ranks of a stage, from and to the memory of MLX's arrays.
 //!
 //! ```text
 //! mine (T, n_r)  --evaluated-->  its own memory  --group-->  received (sum of T n_r)  --> views
 //! ```
 //!
 //! Values travel in the type of activations. They are copied for the exchange only where an array
-//! is not one run of rows, or the device has memory of its own, which the driver copies: counted,
-//! as *staged*. Residuals between stages are f32, since the stage after may be another engine's:
-//! of other types they are *converted*.
+//! is not one run of rows, or where the device has memory of its own. The driver copies that
+//! memory. Such bytes are counted as *staged*. Residuals between stages are f32, since the stage
+//! after may be another engine's. Residuals of other types are *converted*.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,8 +18,8 @@ use super::step::Step;
 use crate::compute::Exchanged;
 use crate::{Error, Links};
 
-/// Arrays that are kept to receive in: inputs and outputs of both halves of a layer, or a stage's
-/// residual beside the sums of prompts and of decoding.
+/// Arrays that are kept to receive in. They are inputs and outputs of both halves of a layer, or a
+/// stage's residual beside the sums of prompts and of decoding.
 const KEPT: usize = 4;
 
 /// Memory that other ranks' values are received in, as arrays.
@@ -97,10 +97,13 @@ impl Tally {
 }
 
 impl Step<'_> {
-    /// Gathers what the ranks of the stage hold, in `dtype`: `mine` is this rank's `(T,
-    /// columns[rank])`, none for no columns; the parts that are not empty, in rank order. They read
-    /// memory that the next exchange writes: what is made of them has to be evaluated before it,
-    /// and is, as part of the next one's `mine`, of the residual or of what is set aside.
+    /// Gathers the parts of all ranks of the stage, in `dtype`. `mine` is this rank's
+    /// `(T, columns[rank])`, none for no columns. Returns the parts that are not empty, in rank
+    /// order.
+    ///
+    /// The parts read memory that the next exchange writes, so values made of them have to be
+    /// evaluated before it. They are, as part of the next exchange's `mine`, of the residual or of
+    /// the arrays that are set aside.
     pub(super) fn gather_columns(
         &mut self,
         links: &Links,

@@ -1,9 +1,9 @@
 //! The function on gates, times up: as operations, or compiled into one kernel.
 //!
-//! MLX runs each operation as a kernel of its own; its compiler makes one of a chain of elementwise
+//! MLX runs each operation as a kernel of its own. Its compiler makes one of a chain of elementwise
 //! ones, which mlx-lm uses for these same functions (`mlx_lm/models/activations.py`). Whether that
 //! is faster depends on the device, so both are timed when a model is loaded. The compiled form is
-//! used only if it is faster and gives the same bits on a sample: machines of one class may choose
+//! used only if it is faster and gives the same bits on a sample. Machines of one class may choose
 //! differently, and must not differ in their answers.
 //!
 //! A whole decode step is not compiled. Its graph depends on pages and positions, and is cut where
@@ -184,8 +184,8 @@ pub(super) struct Gates {
 }
 
 impl Gates {
-    /// With a line for each function that says how it is computed; none on the CPU, where MLX
-    /// compiles through the system's C++ compiler and is a test bed.
+    /// With a line for each function that says how it is computed. There is none on the CPU, where
+    /// MLX compiles through the system's C++ compiler and is a test bed.
     pub(super) fn new(
         stream: &Stream,
         config: &Config,

@@ -1,10 +1,13 @@
-//! The thread that MLX computes on, and who watches it.
+//! The thread that MLX computes on, and the watch over its evaluations.
 //!
-//! MLX's arrays and queues belong to one thread, and a GPU that hangs never lets that thread go.
-//! So everything of MLX lives on a thread of its own, which does what it is handed; whoever waits
-//! for it looks now and then how long the evaluation that is under way has taken, and gives up by
-//! name. What hangs is left behind: the process is to end then. MLX waits for its devices when a
-//! process ends in order, so one that has not ended some time later is ended without.
+//! MLX's arrays and queues belong to one thread, and a GPU that hangs never lets that thread go. So
+//! everything of MLX lives on a thread of its own, which runs the closures that it is given. A
+//! caller that waits for it checks now and then how long the evaluation under way has taken. After
+//! a limit the caller gives up with an error that names it.
+//!
+//! A thread that hangs is left behind: the process is to end then. MLX waits for its devices when a
+//! process ends in order. So a process that has not ended some time later is ended without that
+//! wait.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,7 +19,7 @@ use paceline_base::lock;
 
 use crate::Error;
 
-/// How often somebody who waits looks at the watch.
+/// How often a waiting caller looks at the watch.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Longest wait for a thread that was told to end: it frees arrays.
@@ -141,7 +144,7 @@ impl<S: 'static> Host<S> {
     /// Starts a thread whose state `make` makes, on it.
     ///
     /// # Errors
-    /// What `make` says; [`Error::Thread`].
+    /// Errors of `make`; [`Error::Thread`].
     pub fn start<M>(patience: Patience, make: M) -> Result<Self, Error>
     where
         M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,

@@ -7,15 +7,20 @@
 //!                 <-- rows of logits --  exchanges with other ranks, through our groups
 //! ```
 //!
-//! **Numbers.** Kernel class `mlx` computes in the type of the model's floats, as `mlx-lm` does:
-//! the same bits run after run and for pipeline splits of it, since activations travel between
-//! stages without loss; not promised over batch shapes (MLX has kernels for one row, few and many)
-//! nor over tensor splits (ranks' parts are rounded before they are added). Class `mlx-f32` has
-//! activations, scales and cache in f32, and differs from naive kernels by their rounding alone.
-//! Class `mlx-exact` pays for the same bits over batches and tensor splits: every row is a
-//! sequence and a product of its own, and ranks share every matrix by its outputs, so that each
-//! dot product is whole; two gathers for each sum instead of one. It is there for dense models
-//! whose layers are all alike. States of delta nets and routers are f32 in every class.
+//! **Numbers.** Each kernel class has its own:
+//!
+//! - Class `mlx` computes in the type of the model's floats, as `mlx-lm` does. Bits are the same
+//!   run after run, and for pipeline splits, since activations travel between stages without loss.
+//!   They are not promised over batch shapes: MLX has kernels for one row, few and many. Nor are
+//!   they over tensor splits: ranks' parts are rounded before they are added.
+//! - Class `mlx-f32` has activations, scales and cache in f32, and differs from naive kernels by
+//!   their rounding alone.
+//! - Class `mlx-exact` pays for the same bits over batches and tensor splits. Every row is a
+//!   sequence and a product of its own. Ranks share every matrix by its outputs, so that each dot
+//!   product is whole; each sum takes two gathers instead of one. It is there for dense models
+//!   whose layers are all alike.
+//!
+//! States of delta nets and routers are f32 in every class.
 //!
 //! **Memory.** What weights and cache will take is known from the file's header and compared with
 //! the device before anything is loaded. Floats and MLX's own groups stay in the mapped file where
@@ -60,8 +65,8 @@ use weights::{Loader, Weights};
 pub use alone::{MlxForm, MlxMatrix, mlx_dtype};
 pub use host::{Host, Patience, Watch};
 
-/// Memory that MLX keeps for reuse: as much as a step takes, and not less than this, below which
-/// every step would ask the system again (64 MiB, a few layers' rows).
+/// Memory that MLX keeps for reuse: as much as a step takes, and not less than this. Below 64 MiB,
+/// a few layers' rows, every step would ask the system again.
 const CACHE_MIN: u64 = 64 << 20;
 
 /// How a model is loaded.
@@ -69,7 +74,7 @@ const CACHE_MIN: u64 = 64 << 20;
 pub struct MlxOptions {
     /// Where the library is.
     pub places: Places,
-    /// One of MLX's.
+    /// A kernel class of MLX.
     pub class: KernelClass,
     /// Positions of the caches that will be reserved, to know before loading whether all fits.
     pub positions: usize,
@@ -112,7 +117,7 @@ pub struct MlxModel {
     last_cache: AtomicU64,
 }
 
-/// What the thread `mlx` has.
+/// State of the thread `mlx`.
 struct Device {
     stream: Stream,
     watch: Watch,
@@ -268,8 +273,8 @@ impl MlxModel {
         })
     }
 
-    /// What its owner should know of it, a line each: weights that MLX holds in another form than
-    /// the file, a device that is a test bed, and whether gates are compiled.
+    /// Notes for its owner, a line each: weights that MLX holds in another form than the file, or a
+    /// device that is a test bed. Another says whether gates are compiled.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -305,7 +310,7 @@ fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
     Ok(())
 }
 
-/// What is known of a model once it is loaded.
+/// Facts of a loaded model.
 struct Facts {
     dtype: Dtype,
     weight_bytes: Bytes,
@@ -456,8 +461,8 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
     })
 }
 
-/// Values of a row in passing: the residual, its norm and sum; queries, keys, values and scores;
-/// gate, up and what comes of them, of every expert that a row has. Logits of one row for each
+/// Values of a row in passing: the residual, its norm and sum; queries, keys, values and scores.
+/// Gate, up and their product follow, of every expert that a row has. Logits of one row for each
 /// sequence are little beside.
 fn widest(c: &Config, shard: &Shard) -> usize {
     let shapes = c.layers[shard.layers.clone()].iter();
@@ -473,7 +478,7 @@ fn widest(c: &Config, shard: &Shard) -> usize {
     4 * c.width + widths.max().unwrap_or(0)
 }
 
-/// What the layers of `shard` keep, for steps of up to a size and so many positions.
+/// Sizes of the caches of `shard`'s layers, for steps of up to a size and so many positions.
 fn cache_shape(
     c: &Config,
     shard: &Shard,
@@ -491,7 +496,7 @@ fn cache_shape(
     }
 }
 
-/// What one layer keeps; `pages` are those of its kind.
+/// Sizes of one layer's cache; `pages` are those of its kind.
 const fn layer_sizes(shape: &LayerShape, cut: &LayerCut, pages: usize) -> LayerSizes {
     let (heads, kv_heads) = (
         cut.heads.end - cut.heads.start,

@@ -1,9 +1,9 @@
-//! One step on MLX: the operations of the families' layers, as a graph.
+//! A step on MLX: the operations of the families' layers, as a graph.
 //!
 //! Nothing is computed while the graph is made. It is cut where this rank must wait for others or
-//! they for it: before each exchange of a tensor split, at the borders of stages, and at the end,
-//! where the logits and the cache are evaluated together. Rows of all sequences go through the
-//! products together; attention is by sequence.
+//! they for it. That is before each exchange of a tensor split and at the borders of stages. The
+//! last cut is the end, where the logits and the cache are evaluated together. Rows of all
+//! sequences go through the products together; attention is by sequence.
 
 use paceline_mlx::{Array, Dtype, Stream};
 use paceline_tensor::RopePairs;
@@ -75,7 +75,7 @@ pub(super) struct Step<'a> {
     index: usize,
 }
 
-/// What a step works with.
+/// The objects that a step works with.
 pub(super) struct Parts<'a> {
     pub(super) model: &'a MlxModel,
     pub(super) stream: &'a Stream,
@@ -172,8 +172,8 @@ impl<'a> Step<'a> {
             .during(rows, || self.parts.stream.eval(all))?)
     }
 
-    /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
-    /// (R, V) in `logits` at the leader; returns R there.
+    /// Sends the residual stream (T, C) to the next stage. At the leader it turns the wanted rows
+    /// into logits (R, V) in `logits` instead, and returns R.
     pub(super) fn finish(self, logits: &mut Vec<f32>) -> Result<usize, Error> {
         let Some((norm, head)) = &self.parts.weights.head else {
             let rows = self.parts.stream.rows_f32(&self.residual)?;
@@ -296,8 +296,8 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Adds the parts (T, C) of all ranks of the stage, in their order, in f32; of one rank that
-    /// part, in the type of activations.
+    /// Adds the parts (T, C) of all ranks of the stage, in their order, in f32. With one rank it is
+    /// that part, in the type of activations.
     fn sum_parts(&mut self, mine: &Array) -> Result<Array, Error> {
         let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
         let links = self.parts.model.links.as_ref();

@@ -12,8 +12,8 @@
 //! | all other blocks | 8 bits in groups of 32: off by up to 1/510 of a group's range |
 //! | MLX's own groups | as stored, in place |
 //!
-//! All but the last two of GGUF's keep every weight ([`nearest`] tells them); scales and biases are
-//! halves, as in the file, but where `8 d` or `128 d` is beyond them, which no quantiser writes.
+//! All but the last two of GGUF's keep every weight ([`nearest`] tells them). Scales and biases are
+//! halves, as in the file, except where `8 d` or `128 d` is beyond them, which no quantiser writes.
 
 use std::ops::Range;
 
@@ -393,8 +393,8 @@ fn pack(bits: usize, values: &[u8; GROUP]) -> Vec<u8> {
     packed
 }
 
-/// Sixteen bytes whose low halves are values 0 to 15 and whose high halves are 16 to 31, as bytes
-/// of neighbours, the first in the low half.
+/// Bytes of neighbours, the first in the low half. The input is sixteen bytes whose low halves are
+/// values 0 to 15 and whose high halves are 16 to 31.
 fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let low = bytes
         .chunks_exact(2)
@@ -409,7 +409,7 @@ fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
 mod tests {
     use super::*;
 
-    /// What MLX computes of a group.
+    /// The values that MLX computes of a group.
     fn values(groups: &Groups) -> Vec<f32> {
         let half = |bytes: &[u8], i: usize| f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
         let bits = groups.form.bits();

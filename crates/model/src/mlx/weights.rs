@@ -250,8 +250,8 @@ pub(super) struct Loader<'a> {
     pub(super) dtype: Dtype,
     /// Whether ranks have rows of every matrix, so that each of their products is whole.
     pub(super) by_outputs: bool,
-    /// What others are converted from, until they are: MLX would write the results to their
-    /// memory when nobody else has them, and that is the file's.
+    /// Arrays that others are converted from, until they are. MLX would write the results to their
+    /// memory when nothing else holds them, and that is the file's.
     pub(super) kept: RefCell<Vec<Array>>,
     /// Matrices of types that MLX has no form for, by type.
     pub(super) nearest: RefCell<BTreeMap<&'static str, Nearest>>,
@@ -461,7 +461,7 @@ impl Loader<'_> {
         }
     }
 
-    /// Notes on the model's numbers and their speed for whoever loads it, a line each.
+    /// Notes on the model's numbers and their speed for the caller that loads it, a line each.
     pub(super) fn notes(&self) -> Vec<String> {
         let nearest = self.nearest.borrow();
         let lines = nearest.iter().map(|(name, Nearest { form, matrices })| {

@@ -1,4 +1,4 @@
-//! Every split gives each head, column, row and layer to somebody, as the documentation says.
+//! Every split gives each head, column, row and layer to some rank, as the documentation says.
 
 use super::*;
 use crate::config::{Activation, Experts, Gating, LayerCache};

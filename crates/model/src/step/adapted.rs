@@ -1,4 +1,4 @@
-//! What adapters add to the products of a layer; the definition is in [`crate::adapter`].
+//! Additions of adapters to the products of a layer; the definition is in [`crate::adapter`].
 //!
 //! ```text
 //! x (T, in) --A--> t (T, r) --scale, B--> added to y (T, out)
@@ -57,7 +57,7 @@ pub(super) fn runs(batch: &Batch<'_>) -> Vec<Run> {
     runs
 }
 
-/// What is added to the product with one matrix: rows, and the pair that they have.
+/// Additions to the product with one matrix: rows, and the pair that they have.
 #[derive(Debug)]
 pub(super) struct Beside<'a> {
     kernels: &'a Kernels,

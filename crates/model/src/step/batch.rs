@@ -1,4 +1,4 @@
-//! What a step is asked for: sequences with their pages, and how many there may be.
+//! Input of a step: sequences with their pages, and how many there may be.
 
 use paceline_tensor::{AttentionRows, PAGE};
 
@@ -31,7 +31,7 @@ pub enum Logits {
 pub struct TopLogits {
     /// How many, at least 1.
     pub n: u16,
-    /// Logits that are less than 2 to this power below the last of them are wanted too: weights in
+    /// Logits that are less than 2 to this power below the last of them are wanted too. Weights in
     /// f32 may be equal where logits are not.
     pub within: i8,
 }
@@ -119,7 +119,7 @@ impl TopLogits {
     }
 }
 
-/// One sequence's share of a batch: consecutive rows at consecutive positions.
+/// A sequence's share of a batch: consecutive rows at consecutive positions.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchSequence<'a> {
     /// The tokens, at least one.
@@ -134,7 +134,7 @@ pub struct BatchSequence<'a> {
     /// The adapter of its rows, counted from 1 in the order of
     /// [`Weights::adapters`](crate::Weights::adapters); 0 for none.
     pub adapter: u32,
-    /// What is wanted.
+    /// Logits that are wanted.
     pub logits: Logits,
 }
 
@@ -143,7 +143,7 @@ pub struct BatchSequence<'a> {
 pub struct WindowPages<'a> {
     /// How many pages of the sequence were let go.
     pub first_page: usize,
-    /// Those behind, in order of position, up to the last token's.
+    /// Pages behind those let go, in order of position, up to the last token's.
     pub pages: &'a [u32],
 }
 
@@ -172,7 +172,7 @@ impl<'a> BatchSequence<'a> {
     }
 }
 
-/// What a step computes: sequences that need not know of one another.
+/// Sequences that a step computes; they need not know of one another.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     /// In the order of their rows.
@@ -243,7 +243,7 @@ impl BatchSize {
     }
 }
 
-/// What a plan from another rank may ask for.
+/// Limits of a plan from another rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits<'a> {
     pub(crate) rows: usize,
@@ -252,7 +252,7 @@ pub(crate) struct Limits<'a> {
     pub(crate) context: usize,
     /// Pages of the layers that look at all positions.
     pub(crate) pages: usize,
-    /// Those of the others.
+    /// Pages of the other layers.
     pub(crate) windows: &'a [WindowPool],
     pub(crate) vocab: usize,
     pub(crate) adapters: usize,

@@ -7,8 +7,8 @@
 //! delta (T, C) = sum over the tree of experts of weight * y; who was not chosen adds nothing
 //! ```
 //!
-//! Only the weights of chosen experts are read. A leaf is `weight * y + 0`, which is never -0, so
-//! that a subtree without a chosen expert may be left out or be zeros: the bits are the same.
+//! Only the weights of chosen experts are read. A leaf is `weight * y + 0`, which is never -0. So a
+//! subtree without a chosen expert may be left out or be zeros: the bits are the same.
 
 use std::ops::Range;
 
@@ -196,7 +196,7 @@ impl Routed {
         }
     }
 
-    /// One expert on the rows that were gathered; its results go to `slot` and behind.
+    /// Computes an expert on the rows that were gathered; its results go to `slot` and behind.
     fn expert(&mut self, kernels: &Kernels, expert: &Expert, x: &Activations, slot: usize) {
         let Self {
             members, gate, up, ..
@@ -378,7 +378,7 @@ fn choose_row(
     choices.sort_unstable_by_key(|choice| choice.expert);
 }
 
-/// The groups, a bit each, whose scores are largest, by index where equal: the score of a group is
+/// The groups, a bit each, whose scores are largest, by index where equal. The score of a group is
 /// the sum of the largest `rank` of its experts, added from the largest on.
 fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u64 {
     let each = experts / groups.count;

@@ -1,13 +1,13 @@
-//! Two halves of a step in turns: while what one has computed is exchanged, the other is computed.
+//! Two halves of a step in turns: while the sums of one are exchanged, the other is computed.
 //!
 //! ```text
 //! first    compute | exchange . . . | compute | exchange . . . |
 //! second             compute | exchange . . . | compute | exchange . . .
 //! ```
 //!
-//! Both parts of the order are fixed, whatever takes how long: who computes next, and whose
-//! exchange is next. So all ranks exchange the same in the same order, and the second half finds
-//! the keys and values of the first in the cache.
+//! Two orders are fixed, whatever the times: which half computes next, and which exchanges next. So
+//! all ranks exchange the same in the same order, and the second half finds the keys and values of
+//! the first in the cache.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,8 +19,8 @@ use super::{Batch, BatchSequence};
 use crate::Error;
 
 /// Rows from which a step is cut in two: halves have a block of the kernels then. A block of a
-/// small model (width 576) is some ms of work in each layer, and the thread of a half takes some
-/// tens of microseconds to start, once in a step.
+/// small model (width 576) is some ms of work in each layer. The thread of a half takes some tens
+/// of microseconds to start, once in a step.
 pub(crate) const HALVES_FROM: usize = 2 * BLOCK;
 
 /// Rows of the first half of `rows`: whole blocks, so that no more blocks are begun than in one.
@@ -58,7 +58,7 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
     halves
 }
 
-/// What both halves look at.
+/// State that both halves look at.
 #[derive(Debug)]
 pub(crate) struct Turns {
     /// The longest wait of a half for the other.
@@ -72,7 +72,7 @@ pub(crate) struct Turns {
 struct Next {
     compute: u64,
     exchange: u64,
-    /// A half has ended: the other waits for nobody.
+    /// A half has ended: the other waits for no turn.
     alone: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Latent attention in its absorbed form: queries are brought to the latent numbers that all heads
-//! share, and what a head reads of these is expanded to its value.
+//! Latent attention in its absorbed form. Queries are brought to the latent numbers that all heads
+//! share. The latent numbers that a head reads are expanded to its value.
 //!
 //! ```text
 //! x (T, C) -> k (T, R + P) = norm(latent) | turned
@@ -8,9 +8,9 @@
 //! read (T, H, R) by attention over k -> attended (T, H, V) = values[h] (V, R) read
 //! ```
 //!
-//! H heads of this rank, A numbers of a compressed query, N plain elements of a query, P that turn,
+//! H heads of this rank, A numbers of a compressed query, N plain elements of a query, P that turn.
 //! R latent numbers, V elements of a value. A head's products are over one leaf: whole rows of its
-//! own matrices, so a rank's heads are those of one rank that has all.
+//! own matrices. So a rank's heads are those of one rank that has all.
 
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;

@@ -5,7 +5,7 @@
 //! a layer   residual += norm(output(gelu(gate residual) * e[layer]))
 //! ```
 //!
-//! Every rank computes all of it from the tokens for the layers that it holds: a stage of a
+//! Every rank computes all of it from the tokens for the layers that it holds. A stage of a
 //! pipeline needs nothing from the stage before, and ranks that share a layer exchange nothing.
 
 use paceline_comm::Memory;

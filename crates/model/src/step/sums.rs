@@ -40,8 +40,8 @@ impl Sums {
     }
 
     /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
-    /// roots of all ranks, marked as layer `index`; what adapters of `runs` add is in it. Where the
-    /// step has another half, that is computed meanwhile.
+    /// roots of all ranks. The exchange is marked as layer `index`. The additions by adapters of
+    /// `runs` are in the sum. Where the step has another half, that is computed meanwhile.
     pub(super) fn compute(
         &mut self,
         (model, index, runs): (&Model, usize, &[Run]),

@@ -1,6 +1,6 @@
 //! Names of golden folders, for tests inside the crate too.
 
-/// Those of `tests-data/golden/hf` without experts.
+/// Folders of `tests-data/golden/hf` without experts.
 pub(crate) const FOLDERS: [&str; 7] = [
     "llama-tied",
     "llama-untied-bf16",

@@ -6,7 +6,7 @@ use paceline_formats::safetensors::Safetensors;
 pub(crate) use super::folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS};
 use super::{golden, rows_of};
 
-/// Those of `tests-data/golden/mlx`, with logits of MLX.
+/// Folders of `tests-data/golden/mlx`, with logits of MLX.
 pub(crate) const MLX_FOLDERS: [&str; 6] = [
     "llama-4bit",
     "llama-tied-mixed",

@@ -1,5 +1,5 @@
-//! What the tests of this crate share: golden files, models of this machine, and a runner that
-//! feeds sequences to a model.
+//! Helpers that the tests of this crate share: golden files, models of this machine, and a runner
+//! that feeds sequences to a model.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]

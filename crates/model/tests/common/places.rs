@@ -9,7 +9,7 @@ use paceline_model::{Config, Links, Split};
 /// Longest wait of a test for another rank.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What one rank of a thread holds.
+/// The part of a split that a thread's rank holds.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) split: Split,

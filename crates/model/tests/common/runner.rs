@@ -52,8 +52,8 @@ impl Runner {
         self.step(tokens, position, Logits::Last).remove(0)
     }
 
-    /// As [`all`](Self::all), in chunks: calls `f` with a token's position and the logits after
-    /// it, and never holds more than 64 rows of logits (a row of Gemma's is 1 MiB).
+    /// As [`all`](Self::all), in chunks: calls `f` with a token's position and the logits after it.
+    /// Never holds more than 64 rows of logits (a row of Gemma's is 1 MiB).
     pub(crate) fn each(&mut self, tokens: &[u32], mut f: impl FnMut(usize, &[f32])) {
         for (i, chunk) in tokens.chunks(CHUNK).enumerate() {
             let rows = self.step(chunk, i * CHUNK, Logits::All);

@@ -20,18 +20,18 @@ pub(crate) fn bits(logits: &[f32]) -> Vec<u32> {
 pub(crate) enum Chunks {
     /// So many while there are.
     Always(usize),
-    /// One, so many, or any number between.
+    /// A single row, the most, or any number between.
     UpTo(usize),
 }
 
-/// What a schedule does and how often.
+/// Actions of a schedule and how often it takes them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mix {
     /// Most sequences in a step.
     pub(crate) sequences: usize,
     /// Rows of each.
     pub(crate) chunks: Chunks,
-    /// One step in so many loses the pages of a sequence; 0 for never.
+    /// Steps of which one, on average, loses the pages of a sequence; 0 for never.
     pub(crate) evict_every: usize,
 }
 
@@ -45,7 +45,7 @@ struct Sequence<'a> {
     pages: Vec<u32>,
 }
 
-/// One sequence's part of a step.
+/// A sequence's part of a step.
 #[derive(Clone, Copy)]
 struct Part {
     sequence: usize,

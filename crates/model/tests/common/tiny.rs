@@ -82,9 +82,9 @@ pub(crate) struct Tiny {
 }
 
 impl Tiny {
-    /// The shape that stands for a family: grouped heads everywhere; heads that make up more than
-    /// the width for qwen3 and gemma; for gemma enough layers that one is not windowed, and a
-    /// window that ends inside of pages.
+    /// The shape that stands for a family. Heads are grouped everywhere. For qwen3 and gemma heads
+    /// make up more than the width. For gemma there are enough layers that one is not windowed, and
+    /// a window that ends inside of pages.
     pub(crate) const fn new(family: Family, block_type: BlockType) -> Self {
         let (heads, kv_heads, head_dim, layers) = match family {
             Family::Llama | Family::Mixtral | Family::Dbrx | Family::GptOss => (8, 2, 32, 2),

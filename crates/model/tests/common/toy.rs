@@ -1,5 +1,5 @@
-//! A toy family whose layers all differ: full attention, a window over heads of other sizes, two
-//! layers that use the cache of one before them, and states that decay.
+//! A toy family whose layers all differ. It has full attention, a window over heads of other sizes,
+//! two layers that use the cache of one before them, and states that decay.
 
 use paceline_base::BlockType;
 use paceline_formats::gguf::{Gguf, testing::Writer};
@@ -11,7 +11,8 @@ const NAME: &str = "toy";
 const WIDTH: usize = 64;
 const TYPE: BlockType = BlockType::Q8_0;
 
-/// Linear attention: S = S / 2 + sum of k v^T at the end of a page, o = q S + sum of (q k) v.
+/// Linear attention: S = S / 2 + sum of k v^T at the end of a page. A row's output is o = q S + sum
+/// of (q k) v.
 #[derive(Debug)]
 struct Decay;
 

@@ -702,7 +702,7 @@ fn experts_that_are_not_numbers_are_refused() {
     }
 }
 
-/// What is wrong, and how tensor `i` is made so.
+/// Name of the fault, and how tensor `i` is given it.
 type Lie = (&'static str, fn(&mut TinyFile, usize));
 
 const LIES: [Lie; 6] = [
@@ -742,7 +742,7 @@ const LIES: [Lie; 6] = [
     }),
 ];
 
-/// One integer matrix among floats whose rows are not whole runs of 32, as a file may have.
+/// An integer matrix among floats whose rows are not whole runs of 32, as a file may have.
 #[test]
 fn odd_widths_beside_integer_weights_compute() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Configurations changed at random, the same for a seed, in both layouts: each is refused or the
+//! Configurations changed at random, the same for a seed, in both layouts. Each is refused or the
 //! model computes, without a panic, in bounded time and memory.
 
 use std::process::Command;
@@ -15,7 +15,7 @@ use super::hf::Folder;
 use crate::common::runner::Runner;
 use crate::common::{kernels, try_load};
 
-/// Longest time for one, measured while nobody else wants the cores.
+/// Longest time for one, measured on an idle machine.
 const TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Most memory of a process that tries all of them, one after the other. The models have half a
@@ -55,8 +55,8 @@ const FOLDERS: [&str; 25] = [
     "qwen35moe-bf16",
 ];
 
-/// The trials run in a process of their own: its memory is theirs alone, and one that aborts is a
-/// failure of this test and of no other.
+/// The trials run in a process of their own. Its memory is theirs alone, and a trial that aborts is
+/// a failure of this test and of no other.
 #[test]
 fn mutated_configurations_are_refused_or_compute() {
     let mut process = Command::new(std::env::current_exe().unwrap());
@@ -68,7 +68,7 @@ fn mutated_configurations_are_refused_or_compute() {
     eprintln!("{said}");
 }
 
-/// What the process does; nothing among the other tests.
+/// The trials of the process; nothing among the other tests.
 #[test]
 fn child() {
     if std::env::var_os(IS_CHILD).is_some() {

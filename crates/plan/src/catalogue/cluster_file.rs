@@ -30,7 +30,7 @@ pub struct ClusterFile {
     pub model: Vec<ModelEntry>,
 }
 
-/// Machines of one kind. What is stated here goes before the catalogue's facts.
+/// Machines of one kind. Facts stated here go before the catalogue's.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct NodeEntry {
@@ -81,7 +81,7 @@ pub struct LinkEntry {
 /// Reads a cluster file and adds its tables to `catalogue`.
 ///
 /// # Errors
-/// What is wrong with the text or a number in it; names that are not known.
+/// Faults of the text or a number in it; names that are not known.
 pub fn parse_cluster(text: &str, what: &str, catalogue: &mut Catalogue) -> Result<Cluster, Error> {
     let mut file: ClusterFile = parse(text, what)?;
     catalogue.add(Catalogue {

@@ -63,7 +63,7 @@ impl HardwareEntry {
         self.engine = self.engine.take().or_else(|| other.engine.clone());
     }
 
-    /// What computes on it: stated, or told from the name.
+    /// The backend that computes on it: stated, or told from the name.
     ///
     /// # Errors
     /// [`Error::Unknown`] for a backend of another name.
@@ -96,9 +96,9 @@ impl HardwareEntry {
         })
     }
 
-    /// Share of memory that a model may use. macOS lets a GPU wire about three quarters of the
-    /// memory of machines above 36 GB and two thirds below (`iogpu.wired_limit_mb` raises it; the
-    /// defaults are from users' reports). Discrete cards lose some hundred MB to the driver; on
+    /// Share of memory that a model may use. On macOS a GPU may wire about three quarters of the
+    /// memory of machines above 36 GB, and two thirds below. `iogpu.wired_limit_mb` raises it; the
+    /// defaults are from users' reports. Discrete cards lose some hundred MB to the driver; on
     /// processors the system needs its share.
     fn usable(&self, backend: Backend) -> f64 {
         self.usable_fraction.unwrap_or(match backend {

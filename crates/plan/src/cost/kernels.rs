@@ -1,5 +1,5 @@
 //! Roofline of a layer: each kernel class takes the longer of reading its bytes and doing its
-//! arithmetic (Williams, Waterman, Patterson, CACM 52, 2009), which overlap inside a kernel; the
+//! arithmetic. Both overlap inside a kernel (Williams, Waterman, Patterson, CACM 52, 2009). The
 //! classes follow each other; each launched operation costs a constant besides.
 
 use crate::calibration::Speed;
@@ -7,7 +7,7 @@ use crate::cost::moe;
 use crate::placement::Split;
 use crate::{Attention, Error, ModelShape};
 
-/// One step's rows in a layer.
+/// The rows of a step in a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rows {
     /// Tokens in the step.
@@ -202,13 +202,14 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
 ///
 /// - attention with grouped queries, 12: norm, q, k, v, two rotations, two cache writes, attention,
 ///   output, residual, and one of layout;
-/// - attention with low ranks, 24: three norms, five projections, two rotations, two cache writes,
-///   four of scores, two into and out of the latent space, output, residual, and layout;
+/// - attention with low ranks, 24: three norms, five projections, two rotations, two cache writes
+///   and four of scores. Two more lead into and out of the latent space, then output, residual, and
+///   layout;
 /// - dense feed-forward, 6: norm, gate, up, gated product, down, residual;
 /// - mixture, 14: norm, router, scores, selection, gather, sum, division, gate, up, gated product,
 ///   down, weighting, sum, residual;
 /// - shared experts, 5: gate, up, gated product, down, sum;
-/// - with low-rank attention scores have a bias and are negated for the selection, 1; where groups
+/// - with low-rank attention, 1: scores have a bias and are negated for the selection. Where groups
 ///   of experts are chosen first (`group_expert_select`), 6: the best two of each, their sum, the
 ///   selection, a copy and a scatter besides.
 pub fn operations(model: &ModelShape, index: u32) -> f64 {

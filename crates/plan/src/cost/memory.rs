@@ -5,7 +5,7 @@ use crate::placement::{Member, Split, Stage};
 use crate::workload::CHUNK;
 use crate::{ModelShape, Workload};
 
-/// What fills a node's memory.
+/// Bytes in a node's memory, by use.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Usage {
     /// Weights that stay in memory.
@@ -107,9 +107,9 @@ fn end_bytes(model: &ModelShape, part: Part, ends: Ends) -> f64 {
     tables * model.head_bytes() * share
 }
 
-/// Activations of a step in 32 bits: the residual stream and its norm, queries, keys, values, and
-/// the feed-forward's two halves for every row; logits for every request. With experts, the rows
-/// are gathered once per active expert.
+/// Activations of a step in 32 bits. Every row has the residual stream and its norm, queries, keys,
+/// values, and the feed-forward's two halves. Every request has logits. With experts, the rows are
+/// gathered once per active expert.
 fn buffers(model: &ModelShape, workload: &Workload) -> f64 {
     let rows = f64::from(workload.prompt.min(CHUNK).max(workload.concurrency));
     let heads = model.attention.heads();

@@ -19,7 +19,7 @@ use crate::placement::{Member, Pipeline, Split, Stage};
 use crate::workload::CHUNK;
 use crate::{Cluster, Error, Link, ModelShape, Network, Workload};
 
-/// What costs depend on, looked up once.
+/// Inputs of all costs, looked up once.
 #[derive(Debug)]
 pub struct Costs<'a> {
     /// Machines.
@@ -28,7 +28,7 @@ pub struct Costs<'a> {
     pub network: Network,
     /// The model.
     pub model: &'a ModelShape,
-    /// What is asked.
+    /// The work that is asked for.
     pub workload: Workload,
     calibration: &'a Calibration,
     speeds: Vec<Speed>,
@@ -93,7 +93,7 @@ impl<'a> Costs<'a> {
     /// Looks up speeds and links.
     ///
     /// # Errors
-    /// What is wrong with cluster, model or workload.
+    /// Faults of cluster, model or workload.
     pub fn new(
         cluster: &'a Cluster,
         model: &'a ModelShape,
@@ -160,7 +160,7 @@ impl<'a> Costs<'a> {
         Ok(time)
     }
 
-    /// What a layer costs besides when another node has the first layers.
+    /// Seconds that a layer costs besides when another node has the first layers.
     pub fn later_layer(&self, node: usize) -> f64 {
         self.calibration.remote_layer(self.engine(node))
     }
@@ -365,9 +365,9 @@ impl<'a> Costs<'a> {
         }
     }
 
-    /// Seconds until a prompt of `tokens` is computed: chunks follow each other through the
-    /// stages, so all but the first cost the slowest stage (pipeline fill: Huang et al., GPipe,
-    /// NeurIPS 2019).
+    /// Seconds until a prompt of `tokens` is computed. Chunks follow each other through the stages,
+    /// so all but the first cost the slowest stage. (Pipeline fill: Huang et al., GPipe, NeurIPS
+    /// 2019.)
     ///
     /// # Errors
     /// As [`pipeline`](Self::pipeline).

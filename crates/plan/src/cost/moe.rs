@@ -7,7 +7,7 @@ pub fn touched(experts: f64, active: f64, rows: f64) -> f64 {
 }
 
 /// Expected largest number of the `active` experts of one token that fall on one of `ranks` equal
-/// ranks: routing without replacement, so the numbers are multivariate hypergeometric.
+/// ranks. Routing is without replacement, so the numbers are multivariate hypergeometric.
 ///
 /// E[max] = sum over k of P(max > k). P(max <= k) counts choices with at most k on each rank: the
 /// coefficient of x^A in (sum_{j<=k} C(E/P, j) x^j)^P, over C(E, A). Where P does not divide E the
@@ -40,8 +40,8 @@ pub fn busiest((experts, active, shared): (u32, u32, u32), ranks: u32) -> f64 {
 /// those of published models.
 const EXACT_MAX: u32 = 128;
 
-/// The mean and `sqrt(2 ln P)` deviations, which the largest of P normal numbers is about, or what
-/// the last rank has on average where that is more.
+/// An estimate of the largest of P normal numbers: their mean and `sqrt(2 ln P)` deviations. The
+/// average of the last rank is returned where that is more.
 fn roughly_busiest((experts, active, shared): (u32, u32, u32), ranks: u32) -> f64 {
     let (e, a, p) = (f64::from(experts), f64::from(active), f64::from(ranks));
     let left = (e - a) / (e - 1.0).max(1.0);
@@ -78,11 +78,12 @@ fn at_most(n: u32, active: u32, (ranks, k): (u32, u32), last: u32) -> f64 {
     poly[a]
 }
 
-/// How much more the busiest of `ranks` has to do than the average one, for `rows` tokens at a
-/// time, of so many experts, active ones and shared ones, which the last rank has.
+/// Load of the busiest of `ranks` as a multiple of the average load, for `rows` tokens at a time.
+/// The first argument counts experts, active ones and shared ones; the last rank has the shared
+/// ones.
 ///
-/// For one row it is exact; the excess of a sum of `rows` independent draws over its mean grows
-/// with the square root, so relative to the mean it falls with it.
+/// For one row it is exact. The excess of a sum of `rows` independent draws over its mean grows
+/// with the square root. Relative to the mean, the excess falls with it.
 pub fn imbalance((experts, active, shared): (u32, u32, u32), ranks: u32, rows: f64) -> f64 {
     let each = f64::from(ranks.max(1));
     let (active_each, shared_each) = (f64::from(active) / each, f64::from(shared));
@@ -97,10 +98,11 @@ pub fn imbalance((experts, active, shared): (u32, u32, u32), ranks: u32, rows: f
     (1.0 + (one - 1.0) / rows.max(1.0).sqrt()).max(last)
 }
 
-/// Rows that experts compute for `rows` tokens when each expert's rows are padded to whole tiles:
-/// E times the expectation of tile * ceil(n / tile) with n binomial(rows, A/E). llama.cpp's Metal
-/// and CUDA kernels for mixtures (`mul_mm_id`) work on tiles of 32 rows. Few rows are sooner done
-/// without tiles, which is the caller's to choose.
+/// Rows that experts compute for `rows` tokens when each expert's rows are padded to whole tiles.
+/// With E experts of which A are active, it is E times the expectation of tile * ceil(n / tile).
+/// The number n is binomial(rows, A/E). llama.cpp's Metal and CUDA kernels for mixtures
+/// (`mul_mm_id`) work on tiles of 32 rows. Few rows are sooner done without tiles, which is the
+/// caller's to choose.
 pub fn padded_rows(experts: u32, active: u32, rows: u32) -> f64 {
     const TILE: f64 = 32.0;
     let (e, p) = (f64::from(experts), f64::from(active) / f64::from(experts));
@@ -140,8 +142,8 @@ mod tests {
         }
     }
 
-    /// Of 16 experts 4 are picked, 8 on each of two ranks, and the second has a shared one too: of
-    /// 1820 choices 70 have none on the first rank, 448 one, 784 two, 448 three and 70 four.
+    /// Of 16 experts, 8 on each of two ranks, 4 are picked; the second rank has a shared one too.
+    /// Of 1820 choices 70 have none on the first rank, 448 one, 784 two, 448 three and 70 four.
     #[test]
     fn a_shared_expert_is_one_more_of_the_last_rank() {
         let expected = (70.0 * 5.0 + 448.0 * 4.0 + 784.0 * 3.0 + 448.0 * 3.0 + 70.0 * 4.0) / 1820.0;

@@ -14,12 +14,12 @@ pub(super) struct Row {
     pub(super) name: String,
     /// Nodes in it.
     pub(super) nodes: usize,
-    /// What was found.
+    /// The placement that was found.
     pub(super) found: Result<Candidate, String>,
     json: Value,
 }
 
-/// One model on several clusters.
+/// Plans of one model on several clusters.
 #[derive(Debug)]
 pub struct Comparison<'a> {
     question: &'a Question,
@@ -41,7 +41,7 @@ impl<'a> Comparison<'a> {
         table(self.question, &self.rows).trim_end().to_owned()
     }
 
-    /// One object, for programs.
+    /// The comparison as one object, for programs.
     pub fn json(&self) -> Value {
         let rows: Vec<&Value> = self.rows.iter().map(|row| &row.json).collect();
         json!({ "model": self.question.model.name, "clusters": rows })

@@ -1,7 +1,7 @@
 //! Nodes that cannot be told apart.
 //!
 //! Two nodes are of one class when exchanging them changes nothing: same facts, same links to every
-//! other node. Placements that differ only by such an exchange are the same, so the solver counts
+//! other node. Placements that differ only by such an exchange are the same. So the solver counts
 //! nodes per class instead of naming them: eight equal machines have 9 subsets, not 256.
 
 use crate::{Cluster, Link, Network, Node};

@@ -6,8 +6,8 @@
 //! maximum (the slowest stage). The states are visited in order of nodes used, so every
 //! predecessor is final.
 //!
-//! Exact for the sum of stages and hops; what is not in the state is the way back of the token
-//! from the last stage to the first, which the caller adds when it compares whole placements.
+//! Exact for the sum of stages and hops. The token's way back from the last stage to the first is
+//! not in the state. The caller adds it when it compares whole placements.
 
 use std::collections::BTreeMap;
 
@@ -16,10 +16,10 @@ use super::groups::Group;
 use crate::cost::Costs;
 use crate::placement::Pipeline;
 
-/// What costs of stages add up to.
+/// The way in which costs of stages combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Combine {
-    /// One request passes all stages.
+    /// Sum of the stages, which one request passes.
     Sum,
     /// The slowest stage sets the pace.
     Max,
@@ -109,7 +109,7 @@ fn next_key(
         .map(|(key, &table)| (key.clone(), table))
 }
 
-/// One transition: the next group, from which state.
+/// A transition: the next group, from which state.
 #[derive(Clone, Copy, Debug)]
 struct Step<'a> {
     kind: usize,

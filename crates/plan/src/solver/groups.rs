@@ -23,13 +23,13 @@ pub(crate) struct Group {
     request: Vec<f64>,
     /// `step[l]`: seconds that layers `0..l` take for a decode step of the batch.
     step: Vec<f64>,
-    /// What a layer costs besides when it is not on the first stage, per request and per step.
+    /// Extra cost of a layer that is not on the first stage, per request and per step.
     later: (f64, f64),
     /// `reach[l]`: the largest end of a range that starts at `l` and fits.
     pub(crate) reach: Vec<u32>,
 }
 
-/// What ranges are costed for.
+/// The load for which ranges are costed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weights {
     /// Whether the prompt counts.
@@ -105,7 +105,7 @@ impl Group {
         )
     }
 
-    /// What each layer costs besides once it is not on the first stage.
+    /// Extra cost of each layer once it is not on the first stage.
     fn later_layer(&self, costs: &Costs<'_>) -> (f64, f64) {
         let each = costs.later_layer(self.nodes[0]);
         let chunks = costs.workload.prompt.div_ceil(CHUNK);

@@ -11,8 +11,8 @@ use crate::placement::Pipeline;
 /// Groups that may be left out between two that are used, where nothing was selected before.
 const SKIPS: usize = 2;
 
-/// Candidate pipelines: for groups of 1, 2, 4, ... nodes of one class, the groups that an integer
-/// program selects and all groups, by speed and by nearness.
+/// Candidate pipelines of groups of 1, 2, 4, ... nodes of one class. The groups are those that an
+/// integer program selects, and all groups, by speed and by nearness.
 pub(crate) fn pipelines(
     costs: &Costs<'_>,
     classes: &Classes,

@@ -1,8 +1,9 @@
 //! Integer programs, solved through good_lp.
 //!
-//! Two questions are asked this way: how many nodes of each kind to use when there are too many for
-//! the exact programme, and which layers to stream from disk. Each has a fixed answer to fall back
-//! on when the solver runs out of time, so that the same input gives the same plan.
+//! Two questions are asked this way. The first is how many nodes of each kind to use when there are
+//! too many for the exact programme. The second is which layers to stream from disk. Each has a
+//! fixed answer to fall back on when the solver runs out of time, so that the same input gives the
+//! same plan.
 
 use good_lp::{Expression, Solution, SolverModel, Variable, constraint, variable, variables};
 
@@ -12,8 +13,8 @@ use crate::Error;
 /// Seconds that a program may take. Those here take milliseconds; the limit is for the unforeseen.
 const SECONDS: f64 = 2.0;
 
-/// Seconds that a streamed layer counts for where time does not decide: far below any token, and
-/// ten times what HiGHS takes for nothing (its tolerance on reduced costs is 1e-7).
+/// Seconds that a streamed layer counts for where time does not decide. It is far below any token,
+/// and ten times HiGHS's tolerance on reduced costs, 1e-7.
 const TIE: f64 = 1e-6;
 
 /// Nodes that cannot be told apart, as the selection sees them.
@@ -27,8 +28,8 @@ pub struct Kind {
     pub seconds: f64,
 }
 
-/// How many nodes of each kind to use, and how many layers they get together: the least sum of
-/// layers' seconds and a hop per node after the first.
+/// How many nodes of each kind to use, and how many layers they get together. The sum of layers'
+/// seconds, and a hop per node after the first, is least.
 ///
 /// minimise sum_c (t_c X_c + h n_c) subject to sum X = L, n_c <= X_c <= cap_c n_c, n_c <= count_c.
 ///
@@ -110,8 +111,8 @@ pub struct Streamed {
 ///
 /// - T >= sum_m c_m x_m + h sum_m y_m, one token's compute and hops,
 /// - T >= (x_m - r_m) b / s_m for every m: disks read beside everything else,
-/// - r_m b + 2 b w_m + cache x_m + fixed y_m <= memory_m: w_m is 1 where anything is streamed,
-///   through a window of two layers,
+/// - r_m b + 2 b w_m + cache x_m + fixed y_m <= memory_m. The variable w_m is 1 where anything is
+///   streamed, through a window of two layers,
 /// - sum x = L, r_m <= x_m <= L y_m, x_m - r_m <= L w_m.
 ///
 /// `bytes` is b, a layer as stored. Returns T and the layers of each node.
@@ -196,8 +197,8 @@ where
 mod tests {
     use super::*;
 
-    /// The two Macs of distilp's test profile, Llama 70B in 4 bits, cache in 8: 13 and 36
-    /// layers fit, a streamed one takes 136 and 117 ms.
+    /// The two Macs of distilp's test profile, Llama 70B in 4 bits, cache in 8. Memory fits 13 and
+    /// 36 layers; a streamed one takes 136 and 117 ms.
     fn online() -> ([Streamer; 2], f64) {
         let mac = |seconds, layers: f64, ms: f64| Streamer {
             seconds,

@@ -4,8 +4,8 @@
 //! 2. Candidate groups are costed for every range of layers ([`groups`]): one node, or several that
 //!    split tensors or experts.
 //! 3. Small clusters: every sequence of groups and every cut ([`exact`]). Large ones: an integer
-//!    program says how many nodes of each kind are worth their hops ([`milp`]), and a dynamic
-//!    programme cuts the layers for a few fixed orders ([`ordered`]).
+//!    program says how many nodes of each kind are worth their hops ([`milp`]). A dynamic programme
+//!    then cuts the layers for a few fixed orders ([`ordered`]).
 //! 4. Replicas, and prompts on other nodes, are tried on top.
 //! 5. Every candidate is predicted in full; the objective chooses. Fewer nodes win ties.
 

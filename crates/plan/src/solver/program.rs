@@ -1,5 +1,5 @@
-//! Who solves integer programs: microlp, which is Rust, or HiGHS with the feature `highs`, which is
-//! faster on large ones and is compiled from C++. The one place that knows.
+//! The solver of integer programs: microlp, or HiGHS with the feature `highs`. microlp is Rust;
+//! HiGHS is faster on large programs and is compiled from C++. No other module knows which it is.
 
 #[cfg(not(feature = "highs"))]
 mod chosen {

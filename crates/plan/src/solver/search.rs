@@ -9,10 +9,10 @@ use crate::placement::{Pipeline, Placement, Split};
 use crate::predict::{Prediction, predict};
 use crate::{Error, Objective, advice};
 
-/// What the caller wants of the search.
+/// Settings of the search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// What is best.
+    /// The objective.
     pub objective: Objective,
     /// Relative difference that is not worth another node.
     pub tolerance: f64,
@@ -50,9 +50,9 @@ pub enum Family {
 /// A placement with what it will do.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Who computes what.
+    /// The nodes and the layers that each computes.
     pub placement: Placement,
-    /// What to expect.
+    /// Predicted figures.
     pub prediction: Prediction,
     /// The way it is placed.
     pub family: Family,
@@ -60,7 +60,7 @@ pub struct Candidate {
     pub score: f64,
 }
 
-/// What the search found.
+/// Result of the search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     /// The placement to take.

@@ -186,8 +186,8 @@ fn speeds_that_cannot_be_are_refused() {
     }
 }
 
-/// Whatever the predictions and the truth: few changes, nothing measured is better than what is
-/// kept by more than noise, and little time is lost against the best way that was tried.
+/// Whatever the predictions and the truth, there are few changes. Nothing measured is better than
+/// what is kept by more than noise. Little time is lost against the best way that was tried.
 #[test]
 fn simulated_machines_end_well() {
     let mut random = Random(4);

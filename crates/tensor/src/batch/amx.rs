@@ -1,8 +1,8 @@
 //! AMX: eight tile registers of 16 rows of 64 bytes, and a product of two of them.
 //!
-//! The intrinsics are not stable in Rust 1.95, so instructions are written as text. The system
-//! must be asked for the registers' space once per process; a machine that has them, gives them
-//! and then computes something else than AVX-512 is not used ([`state`]).
+//! The intrinsics are not stable in Rust 1.95, so instructions are written as text. The system must
+//! be asked for the registers' space once per process. A machine may have the registers, give them
+//! and then compute something else than AVX-512: it is not used ([`state`]).
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -24,8 +24,8 @@ pub enum AmxState {
     Ready,
 }
 
-/// What can be said about AMX here. The first call asks the system and runs `is_right`, which
-/// compares products; later ones remember.
+/// State of AMX on this machine. The first call asks the system and runs `is_right`, which compares
+/// products; later ones remember.
 pub(crate) fn state(is_right: fn() -> bool) -> AmxState {
     static STATE: OnceLock<AmxState> = OnceLock::new();
     *STATE.get_or_init(|| match () {
@@ -77,7 +77,7 @@ fn permitted() -> bool {
 #[derive(Debug)]
 pub(crate) struct Amx;
 
-/// What `ldtilecfg` reads (Intel SDM volume 1, table 18-2).
+/// The configuration that `ldtilecfg` reads (Intel SDM volume 1, table 18-2).
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -109,8 +109,8 @@ impl Configuration {
     }
 }
 
-/// One instruction with its operands. All may touch memory as far as the compiler is told, which
-/// keeps them in order and their memory written.
+/// A single instruction with its operands. All may touch memory as far as the compiler is told,
+/// which keeps them in order and their memory written.
 macro_rules! tile {
     (configure $cfg:expr) => {
         asm!("ldtilecfg [{cfg}]", cfg = in(reg) $cfg, options(nostack))

@@ -2,7 +2,7 @@
 //!
 //! High and low bytes of activations are multiplied apart, and so are the halves of types whose
 //! halves have scales of their own. [`Tiles`] multiplies: i8mm ([`crate::batch::smmla`]) two rows
-//! of activations at once. What is done with the integers is the same for all of them:
+//! of activations at once. The work on the integers is the same for all of them:
 //!
 //! ```text
 //! for each tile of rows, each group, each span:      totals in registers, (rows, 2, 16)
@@ -30,7 +30,7 @@ pub(crate) const TILE_ROWS: usize = 16;
 pub(crate) const LINE: usize = 4 * LANES;
 
 /// The integers of a chunk: by byte of the activations (high, low), and once more for the second
-/// half where it counts apart; then by row. Only what was stored is read.
+/// half where it counts apart. Within each they lie by row. Only values that were stored are read.
 #[repr(C, align(64))]
 pub(crate) struct Results(pub(crate) [[[i32; LANES]; TILE_ROWS]; 4]);
 
@@ -53,7 +53,7 @@ pub(crate) trait Tiles {
     /// For tiles of `rows` rows, at most [`ROWS`](Self::ROWS), and `depth` columns.
     unsafe fn configured(rows: usize, depth: usize) -> Self;
     /// Multiplies rows of activations by the quads of a chunk as [`Bytes::arranged`] left them, in
-    /// halves if `HALVES`, and writes the results, for as many rows as were configured.
+    /// halves if `HALVES`. Writes the results, for as many rows as were configured.
     unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results);
     /// Gives registers back.
     unsafe fn release(self);
@@ -190,8 +190,8 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
         }
     }
 
-    /// The floats of all chunks of a group with the tile at row `t`, the first chunk's results
-    /// being in `slot`; the slot after the last.
+    /// The floats of all chunks of a group with the tile at row `t`. The first chunk's results are
+    /// in `slot`. Returns the slot after the last.
     #[inline(always)]
     unsafe fn group<const FULL: bool>(&mut self, t: usize, g: usize, mut slot: usize) -> usize {
         let segment = self.segment;
@@ -283,7 +283,7 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
     }
 }
 
-/// Those of chunk `c` of group `g`.
+/// The factors of chunk `c` of group `g`.
 #[inline(always)]
 unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const Factors {
     // SAFETY: the caller names a chunk of the panel.

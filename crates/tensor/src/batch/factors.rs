@@ -1,4 +1,4 @@
-//! What a chunk of a panel has beside its integers, and how the two are added up.
+//! Factors of a panel's chunk beside its integers, and how the two are added up.
 
 use crate::formats::{Format, Scales};
 use crate::isa::{Isa, LANES};

@@ -1,9 +1,10 @@
 //! Tile registers of AMX.
 //!
-//! [`Registers`] is what AMX offers of them, one method for each instruction:
-//! `crate::batch::amx` is the processor's, and a test's emulation proves everything but the
-//! encodings. Weights of 64 columns are a tile, row `k / 4`, at `4 n + k % 4`, and activations, row
-//! `t`, at `k`, all bytes; results are i32, `(t, n)`.
+//! [`Registers`] is what AMX offers of them, one method for each instruction. `crate::batch::amx`
+//! is the processor's, and a test's emulation proves everything but the encodings. Weights of 64
+//! columns are a tile, all bytes. Column `k` of weight row `n` is byte `4 n + k % 4` of the tile's
+//! row `k / 4`. Activations of row `t` are row `t` of a tile, column `k` at byte `k`. Results are
+//! i32, `(t, n)`.
 
 use crate::batch::rows::{TILE_COLS, TILE_ROWS};
 
@@ -20,11 +21,11 @@ pub(crate) const TILE_BYTES: usize = TILE_ROWS * LINE;
 pub(crate) trait Registers {
     /// Configures all of them.
     unsafe fn configured() -> Self;
-    /// Registers as [`configured`](Self::configured) left them, by whoever
+    /// Registers as [`configured`](Self::configured) left them, for a caller that
     /// [`forgot`](std::mem::forget) them.
     unsafe fn left() -> Self;
-    /// Tile `T` from rows one behind the other, `N` times `UNIT` bytes from here. (A place that is
-    /// in the instruction needs none of its own.)
+    /// Loads tile `T` from rows one behind the other, `N` times `UNIT` bytes from here. A place
+    /// that is in the instruction needs no register of its own.
     unsafe fn load<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8);
     /// Tile `T` to its place in results, `(tiles, 16, 16)`.
     unsafe fn store<const T: u8>(&self, results: *mut i32);

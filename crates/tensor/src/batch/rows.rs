@@ -1,8 +1,8 @@
 //! Activation rows as panels meet them.
 //!
-//! Words and bytes are copies beside [`Activations`]' own integers: those stay as the kernels for
+//! Words and bytes are copies beside [`Activations`]' own integers. Those stay as the kernels for
 //! few rows read them, whose speed from memory hangs on their code. Tiles are made of the values
-//! and instead of those integers, which nobody reads then.
+//! instead of those integers, which no kernel reads then.
 //!
 //! [`Activations`]: crate::Activations
 
@@ -23,9 +23,9 @@ pub(crate) enum Form {
     /// In one i16 each. Of every four columns the middle two change places, as [`Words::widen`]
     /// gives weights.
     Words,
-    /// As tiles of 16 rows of 64 bytes: of each 64 columns of a span their high bytes, row by row,
-    /// then their low bytes, of `256 high + low`, both signed; then the next 64. Where a span ends
-    /// before a tile does there are zeros.
+    /// As tiles of 16 rows of 64 bytes. Of each 64 columns of a span come their high bytes, row by
+    /// row, then their low bytes, of `256 high + low`, both signed. Then come the next 64. Where a
+    /// span ends before a tile does there are zeros.
     Tiles,
     /// The same of rows of 8 bits, which have one byte.
     SmallTiles,
@@ -35,8 +35,8 @@ impl Form {
     /// Every one, in order.
     pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Tiles, Self::SmallTiles];
 
-    /// Activation rows of `cols` columns that meet a panel before the next one: so many that half
-    /// of a second-level cache of 2 MiB holds them, as they meet the next panel too.
+    /// Activation rows of `cols` columns that meet a panel before the next one. They are so many
+    /// that half of a second-level cache of 2 MiB holds them, as they meet the next panel too.
     pub(crate) fn block(self, cols: usize) -> usize {
         const BYTES: usize = 1 << 20;
         let rows = BYTES / (cols * self.column()).max(1);
@@ -56,7 +56,7 @@ impl Form {
         matches!(self, Self::Tiles | Self::SmallTiles)
     }
 
-    /// What the integers have that rows are copied of.
+    /// Precision of the integers that rows are copied of.
     pub(crate) const fn precision(self) -> Precision {
         match self {
             Self::Bytes | Self::Words | Self::Tiles => Precision::Fifteen,
@@ -111,7 +111,8 @@ pub(crate) struct PanelRows {
 }
 
 impl PanelRows {
-    /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that nobody reads.
+    /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that no kernel
+    /// reads.
     pub(crate) fn new(max_rows: usize, cols: usize, span: usize, form: Form) -> Self {
         let max_rows = max_rows.next_multiple_of(TILE_ROWS);
         let (tiles, spans) = (max_rows / TILE_ROWS, cols.div_ceil(span));
@@ -151,7 +152,8 @@ impl PanelRows {
         self.filled
     }
 
-    /// Who copies rows of `from`, whose length is `cols`, all of them if `filled` and else none.
+    /// A writer that copies rows of `from`, whose length is `cols`: all of them if `filled` and
+    /// else none.
     pub(crate) fn writer<'a>(
         &'a mut self,
         from: View<'a>,
@@ -252,7 +254,7 @@ impl PanelView<'_> {
     }
 
     /// The first tile of the span that begins with chunk `c`, of the 16 rows from `t` on, and the
-    /// scales of these rows, of rows in [`Form::Tiles`] or [`Form::SmallTiles`].
+    /// scales of these rows. The rows are in [`Form::Tiles`] or [`Form::SmallTiles`].
     ///
     /// # Safety
     /// Both lie within the rows, and `t` is a multiple of 16; spans have `span` columns.
@@ -317,7 +319,8 @@ impl PanelWriter<'_> {
     /// Copies row `t`, which was quantised, in [`Form::Words`].
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and nobody else's at the time.
+    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and no other thread has it at the
+    /// time.
     #[inline(always)]
     pub(crate) unsafe fn words<S: Words>(&self, t: usize) {
         for c in 0..self.cols / CHUNK {
@@ -360,7 +363,7 @@ impl PanelWriter<'_> {
     /// [`Form::SmallTiles`] for one.
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, and nobody else's at the time.
+    /// As [`Isa`](crate::isa::Isa); the row is there, and no other thread has it at the time.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) unsafe fn tiles<S: BytePlanes, const BYTES: usize>(&self, t: usize) {

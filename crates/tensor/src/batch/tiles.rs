@@ -1,17 +1,19 @@
 //! Panels of two planes of bytes, for AMX's products of these.
 //!
 //! A weight's integer of 16 bits ([`crate::stored::units`]) is a signed high byte and an unsigned
-//! low one, an activation's of 15 bits two signed ones: four products of tiles of 16 rows of 64
-//! bytes, each with sums of its own, over a whole span. Below 2^31 all are exact: put together they
-//! are `T` of [`crate::matmul`]. Weights of wide types, of 20 bits, have a third byte, and six
-//! products, of which two and two have sums in common. (Two of the four could; but a product waits
-//! 52 cycles for the one before into the same tile, and takes 16: Intel's optimization manual.)
+//! low one. An activation's of 15 bits is two signed bytes. That makes four products of tiles of 16
+//! rows of 64 bytes, each with sums of its own, over a whole span. Below 2^31 all are exact: put
+//! together they are `T` of [`crate::matmul`].
+//!
+//! Weights of wide types, of 20 bits, have a third byte, and six products, of which two and two
+//! have sums in common. Two of the four could too. But a product takes 16 cycles and waits 52 for
+//! the one before into the same tile (Intel's optimization manual).
 //!
 //! A *turn* is a span of a group with a tile of activation rows. While its first products are
-//! started the results of the turn before are stored, and beside the products between sums are made
-//! of those: processors do both at once. What is stored behind the last product of another result
-//! need not be waited for. A panel's last turn is left [`Waiting`] for the first of the next panel,
-//! which is unpacked meanwhile.
+//! started the results of the turn before are stored. Beside the products between, sums are made of
+//! those results: processors do both at once. Results stored behind the last product of another
+//! result need not be waited for. A panel's last turn is left [`Waiting`] for the first of the next
+//! panel, which is unpacked meanwhile.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -26,11 +28,11 @@ use crate::quantised::CHUNK;
 use crate::stored::units::WIDE_MIN;
 
 /// Rows from which panels pay: half a tile. Of the 1B model 8 rows take 153 ms without them, or 200
-/// (Q4_0, Q4_K_M), and 16 rows take 134 and 140 with them (`bench model --prompt`).
+/// (Q4_0, Q4_K_M). With them 16 rows take 134 and 140 (`bench model --prompt`).
 pub(crate) const FROM: usize = TILE_ROWS / 2;
 
-/// Where the steps of the rows are in the weights of 64 columns in a panel: behind a tile of their
-/// highest bytes and the tiles of the lower ones.
+/// Place of the rows' steps in the weights of 64 columns in a panel. They lie behind a tile of the
+/// weights' highest bytes and the tiles of the lower ones.
 const fn steps_at(wide: bool) -> usize {
     (2 + wide as usize) * TILE_BYTES
 }
@@ -159,8 +161,8 @@ pub(crate) unsafe fn end<R: Registers>() {
     unsafe { R::left().release() };
 }
 
-/// For [`crate::limits`]: as many products of tiles of ones as take about the time of `count` dot
-/// products of vectors, rounded up to four; returns the sum of the products. A product of tiles is
+/// For [`crate::limits`]: products of tiles of ones, as many as take about the time of `count` dot
+/// products of vectors, rounded up to four. Returns the sum of the products. A product of tiles is
 /// 256 of those and takes 16 cycles.
 ///
 /// # Safety
@@ -225,7 +227,7 @@ pub(crate) unsafe fn multiply<S: BytePlanes, R: Registers, const BYTES: usize, c
     }
 }
 
-/// Does the block for each row of a tile, `$i` being a constant: sums stay in registers, where a
+/// Does the block for each row of a tile, `$i` being a constant. Sums stay in registers, where a
 /// loop that is not unrolled keeps them in memory.
 macro_rules! each_row {
     ($i:ident $do:block) => {
@@ -287,8 +289,9 @@ struct Tiles<'a, S, R, const BYTES: usize, const WIDE: bool> {
     _isa: PhantomData<S>,
 }
 
-/// Activations are 2^8 `p` + `q` and weights 2^8 `h` + `l`: sums of `p h`, `p l`, `q h` and `q l`.
-/// Of wide weights, 2^16 `h` + 2^8 `m` + `l`: of `p h`, `p m + q h`, `p l + q m` and `q l`.
+/// Activations are 2^8 `p` + `q` and weights 2^8 `h` + `l`. The sums are those of `p h`, `p l`,
+/// `q h` and `q l`. Wide weights are 2^16 `h` + 2^8 `m` + `l`. Their sums are those of `p h`,
+/// `p m + q h`, `p l + q m` and `q l`.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct Results(MaybeUninit<[[[i32; LANES]; TILE_ROWS]; 4]>);
@@ -458,7 +461,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         self.whole(turn)
     }
 
-    /// Starts the products of 64 columns of a turn, its first if `K` is 0; with these the results
+    /// Starts the products of 64 columns of a turn, its first if `K` is 0. With these the results
     /// from the turn before are stored if `STORE`.
     #[inline(always)]
     unsafe fn step<const K: usize, const STORE: bool>(&mut self, turn: Turn) {

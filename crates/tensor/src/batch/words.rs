@@ -1,10 +1,11 @@
 //! Panels of 16-bit integers: weights widened.
 //!
-//! 16 bits hold the 15 of an activation, so one multiplication does what takes two of bytes, at
-//! half their rate. 16 pairs of columns of 16 rows make a chunk; pair `2 g + odd` is columns
-//! `4 g + odd` and `4 g + odd + 2` ([`Words::widen`]). Scales stay apart: with them in the words,
-//! high and low bytes of activations would have to be multiplied apart, which takes more than
-//! multiplying each chunk's sums.
+//! 16 bits hold the 15 of an activation. So one multiplication does the work of two multiplications
+//! of bytes, at half their rate. A chunk is 16 pairs of columns of 16 rows. Pair `2 g + odd` is
+//! columns `4 g + odd` and `4 g + odd + 2` ([`Words::widen`]).
+//!
+//! Scales stay apart. With them in the words, high and low bytes of activations would have to be
+//! multiplied apart, which takes more than multiplying each chunk's sums.
 
 use std::ops::Range;
 
@@ -33,10 +34,10 @@ pub(crate) struct PanelChunk {
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
 
-/// What a chunk has beside its integers, as pairs of words to be multiplied by pairs: scale and min
-/// of each half by the low part of a dot product and that of the sum of activations, and min and
-/// scale by the high parts, which lie the other way round. And the step of its unit: see
-/// [`crate::stored::units`].
+/// Factors of a chunk beside its integers, as pairs of words to be multiplied by pairs. The low
+/// part of a dot product and that of the sum of activations meet scale and min of each half. The
+/// high parts, which lie the other way round, meet min and scale. The step of its unit is here too:
+/// see [`crate::stored::units`].
 #[repr(C, align(64))]
 pub(crate) struct Factors {
     low: [[i32; LANES]; 2],
@@ -117,8 +118,8 @@ unsafe fn unpack_planes<S: Words, F: Format>(planes: *const u8, mut to: *mut u8)
     }
 }
 
-/// Multiplies a panel, `N` activation rows to a tile, of a type whose halves have scales of their
-/// own if `HALVES`, has mins if `MIN` and is wide if `WIDE`.
+/// Multiplies a panel, `N` activation rows to a tile. The type's halves have scales of their own if
+/// `HALVES`; it has mins if `MIN` and is wide if `WIDE`.
 ///
 /// # Safety
 /// Features of `S`; the segment's pointers cover its chunks, rows and sums.
@@ -305,8 +306,8 @@ unsafe fn dots<S: Words, const G: usize, const N: usize>(
     }
 }
 
-/// What panels read of a chunk of activations beside its integers: the sums over both halves lie
-/// ready to be multiplied.
+/// The sums of a chunk of activations as panels read them beside its integers: both halves' sums
+/// lie ready to be multiplied.
 #[inline(always)]
 pub(crate) fn copied(meta: Meta) -> Meta {
     Meta {
@@ -315,9 +316,10 @@ pub(crate) fn copied(meta: Meta) -> Meta {
     }
 }
 
-/// How dot products are cut into a high and a low part, of a type whose halves have scales of their
-/// own if `HALVES` and that is wide if `WIDE`: both have 16 bits, and the sums over a span of the
-/// low ones times their factors, of which scale and min together have as many bits as a weight, 31.
+/// The cut of dot products into a high and a low part. The type's halves have scales of their own
+/// if `HALVES`; it is wide if `WIDE`. Both parts have 16 bits. The sums over a span of the low ones
+/// times their factors have 31 bits. Of these factors, scale and min together have as many bits as
+/// a weight.
 struct Cut<const HALVES: bool, const WIDE: bool>;
 
 impl<const HALVES: bool, const WIDE: bool> Cut<HALVES, WIDE> {

@@ -29,7 +29,7 @@ pub fn conv(taps: &[f32], inputs: &[f32]) -> f32 {
     sum / (1.0 + exp(-sum))
 }
 
-/// What each of `rows` reads, `(value_dim,)` each.
+/// The value that each of `rows` reads, `(value_dim,)` each.
 pub fn read(rows: &[Row<'_>]) -> Vec<Vec<f32>> {
     let (d, e) = (rows[0].key.len(), rows[0].value.len());
     let mut state = vec![vec![0.0f32; e]; d];

@@ -258,8 +258,8 @@ impl Isa for Avx512 {
 
 /// `acc + sum of two products of words` per lane.
 ///
-/// As text: the compiler makes a multiplication and an addition of the intrinsic, which shortens a
-/// chain over one accumulator and costs a quarter of the speed with sixteen.
+/// Written as text. The compiler makes a multiplication and an addition of the intrinsic. That
+/// shortens a chain over one accumulator and costs a quarter of the speed with sixteen.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
 unsafe fn dpwssd(mut acc: __m512i, w: __m512i, x: __m512i) -> __m512i {

@@ -1,13 +1,13 @@
 //! Sixteen-lane arithmetic, once per instruction set.
 //!
-//! Every fast kernel is written once, generic over [`Isa`], and compiled per instruction set by
-//! the `kernels!` macro in [`crate::dispatch`]. A *lane* is one row of the weight matrix (or one
-//! channel, or one position): sums never cross lanes except in [`reduce_add`], so the order of
+//! Every fast kernel is written once, generic over [`Isa`], and compiled per instruction set by the
+//! `kernels!` macro in [`crate::dispatch`]. A *lane* is one row of the weight matrix (or one
+//! channel, or one position). Sums never cross lanes except in [`reduce_add`]. So the order of
 //! float operations within a lane is the same for 4-, 8- and 16-wide registers, and all
 //! implementations give the same bits. [`Scalar`] spells that order out.
 //!
 //! All methods are `inline(always)` and must be called from a function compiled with the target
-//! features of the implementation; only the entry points in `dispatch` do that, after detection.
+//! features of the implementation. Only the entry points in `dispatch` do that, after detection.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -115,9 +115,10 @@ pub(crate) trait Isa: Copy {
             Self::sar7_i(Self::add_i(products, Self::splat_i(64)))
         }
     }
-    /// Adds to each lane the [dot products](Self::dot_unsigned) of the first four and of the last
-    /// four registers with the 32 signed bytes at `x`, each times its factor. Weights are at most
-    /// `most`, which is at most 64; without `halves` both factors are the same.
+    /// Adds to each lane two [dot products](Self::dot_unsigned) with the 32 signed bytes at `x`,
+    /// each times its factor. The first is of the first four registers, the second of the last
+    /// four. Weights are at most `most`, which is at most 64; without `halves` both factors are the
+    /// same.
     #[inline(always)]
     unsafe fn dot_scaled(
         mut acc: Self::I,
@@ -183,12 +184,13 @@ pub(crate) trait Isa: Copy {
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     /// Low 32 bits of the product.
     unsafe fn mul_i(a: Self::I, b: Self::I) -> Self::I;
-    /// What is left of a number of 16 bits in [`small`](Self::small): all of it, or its low half.
+    /// The part of a number of 16 bits that [`small`](Self::small) keeps: all of it, or its low
+    /// half.
     const SMALL: i32 = -1;
     /// Numbers of 16 bits as [`mul_add_small`](Self::mul_add_small) takes its factors.
     unsafe fn small(x: Self::I) -> Self::I;
     /// `acc + a * b`, where `a` has 16 bits and `b` is [`small`](Self::small), or of 15 bits and
-    /// not negative: one instruction where a product of 32 bits takes two.
+    /// not negative. It is one instruction where a product of 32 bits takes two.
     unsafe fn mul_add_small(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
     /// Sixteen signed bytes, widened.
     unsafe fn load_i8(p: *const u8) -> Self::I;
@@ -274,7 +276,7 @@ pub(crate) trait Isa: Copy {
 }
 
 /// Products of 16-bit integers, where an instruction set has them at half the rate of bytes or
-/// better: an [`Isa::W`] as 32 words, words `2 * lane` and `2 * lane + 1` being lane `lane`'s.
+/// better. An [`Isa::W`] is 32 words; words `2 * lane` and `2 * lane + 1` are lane `lane`'s.
 ///
 /// # Safety
 /// As for [`Isa`].
@@ -317,12 +319,12 @@ pub(crate) trait BytePlanes: Words {
     unsafe fn mul_words(a: Self::W, b: Self::W) -> Self::W;
     /// Wrapping sum of words.
     unsafe fn add_words(a: Self::W, b: Self::W) -> Self::W;
-    /// What [`widen`](Words::widen) made words of, put together again: the high bytes of the words,
-    /// signed, and the low ones, unsigned.
+    /// The bytes that [`widen`](Words::widen) made words of, put together again: the high bytes of
+    /// the words, signed, and the low ones, unsigned.
     unsafe fn narrow(pair: [Self::W; 2]) -> [Self::W; 2];
 }
 
-/// What panels of signed bytes need, for sets that multiply matrices of them.
+/// Operations for panels of signed bytes, for sets that multiply matrices of them.
 ///
 /// # Safety
 /// As for [`Isa`].
@@ -356,7 +358,7 @@ pub(crate) trait Pairs<S: Isa>: Copy {
 /// Bytes of a column of BF16 weights.
 pub(crate) const BF16_COLUMN: usize = 2 * LANES;
 
-/// One column after the other, on any instruction set.
+/// Columns one after the other, on any instruction set.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct InTurn;
 
@@ -401,13 +403,13 @@ pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
     lanes[0]
 }
 
-/// e to the power of each lane, error below 2 units in the last place; 0 below -87.33, and
+/// e to the power of each lane, error below 2 units in the last place. It is 0 below -87.33, and
 /// inputs above 88.37 are taken as 88.37.
 ///
-/// Cody and Waite reduction with a polynomial of degree 6 (coefficients of Cephes `expf`,
-/// Moshier 1992). The rounding to an integer uses the constant 1.5 * 2^23, whose addition leaves
-/// the integer in the low mantissa bits: no conversion instruction is needed, so every
-/// instruction set does the same float operations.
+/// Cody and Waite reduction with a polynomial of degree 6 (coefficients of Cephes `expf`, Moshier
+/// 1992). The rounding to an integer uses the constant 1.5 * 2^23, whose addition leaves the
+/// integer in the low mantissa bits. No conversion instruction is needed, so every instruction set
+/// does the same float operations.
 ///
 /// # Safety
 /// As for [`Isa`].

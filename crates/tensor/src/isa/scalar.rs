@@ -8,7 +8,7 @@ use super::{Isa, LANES, Words};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scalar;
 
-/// The same as functions that are called, for emulated tiles in tests: inlined into every unpacker
+/// The same as functions that are called, for emulated tiles in tests. Inlined into every unpacker
 /// of every format, the loops took the compiler ten minutes.
 #[cfg(all(test, target_arch = "x86_64"))]
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
 //! Attention as the model calls it: a batch of rows over the pages of their sequences.
 //!
-//! A step is cut into tasks of some rows and one KV head, whose queries go through the pages
+//! A step is cut into tasks of some rows and one KV head. Its queries go through the pages
 //! together, so that a page is read once for all of them:
 //!
 //! ```text
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A decode row has too few such tasks for several threads. Then a task is a run of pages for one
-//! row and KV head, partial results are stored, and a second job merges them in order of position.
+//! row and KV head. Partial results are stored, and a second job merges them in order of position.
 //! Both ways do the same operations in the same order ([`crate::attention`]). Memory grows with
 //! rows x heads, and with pages only when a step is cut by page; never with positions squared.
 
@@ -22,17 +22,18 @@ use crate::dispatch::Table;
 use crate::kv::{KvCache, KvType};
 use crate::pool::DisjointMut;
 
-/// Queries that go through a page together: a multiple of the kernels' tiles (6 and 4), few enough
-/// that their running results (264 bytes each at 64 elements) stay in a first-level cache.
+/// Queries that go through a page together: a multiple of the kernels' tiles (6 and 4). They are
+/// few enough that their running results (264 bytes each at 64 elements) stay in a first-level
+/// cache.
 const QUERIES: usize = 24;
 
-/// As [`QUERIES`], where values are turned out of a page's keys first: 64 x 512 elements of GLM 4.7
-/// Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their results
-/// (2 x 2 KiB each) stay in a second-level cache of 1 MiB.
+/// As [`QUERIES`], where values are turned out of a page's keys first. That is 64 x 512 elements of
+/// GLM 4.7 Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their
+/// results (2 x 2 KiB each) stay in a second-level cache of 1 MiB.
 const LATENT_QUERIES: usize = 72;
 
-/// One sequence's share of an attention step: rows of the batch, behind those of the sequence
-/// before it.
+/// A sequence's share of an attention step: rows of the batch, behind those of the sequence before
+/// it.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionRows<'a> {
     /// Number of rows.
@@ -64,7 +65,7 @@ pub struct Attention<'a> {
     pub heads: usize,
     /// Query heads to a KV head.
     pub group: usize,
-    /// Query heads of the first KV head that come before those of this step: a rank of a tensor
+    /// Query heads of the first KV head that come before those of this step. A rank of a tensor
     /// split may start and end within a group.
     pub skipped: usize,
     /// How many positions a query sees, itself included; `None` for all.
@@ -82,8 +83,8 @@ pub struct Attention<'a> {
 pub struct AttentionScratch {
     /// Of a step that is cut by page, for each (row, head, page).
     partials: Vec<f32>,
-    /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer, and behind
-    /// them the values of a page, where these are part of the keys.
+    /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer. Behind them
+    /// lie the values of a page, where these are part of the keys.
     running: Vec<Mutex<Vec<f32>>>,
 }
 
@@ -108,9 +109,9 @@ impl AttentionScratch {
 
 impl Kernels {
     /// Working memory for up to `rows` rows of `heads` heads with values of `value_dim`, the most
-    /// of any layer, and sequences of up to `positions` positions. A step of few rows over many
-    /// pages is cut by page when its partial results fit here, so room for at least one row at
-    /// full length is kept.
+    /// of any layer. Sequences have up to `positions` positions. A step of few rows over many pages
+    /// is cut by page when its partial results fit here. So room for at least one row at full
+    /// length is kept.
     pub fn attention_scratch(
         &self,
         rows: usize,
@@ -127,9 +128,9 @@ impl Kernels {
         }
     }
 
-    /// Writes keys and values of a batch, `(rows, KV heads * head_dim)` and
-    /// `(rows, KV heads * value_dim)`, to a layer of the cache; rows in parallel. `values` are not
-    /// read where they are part of the keys.
+    /// Writes keys and values of a batch to a layer of the cache; rows in parallel. They are
+    /// `(rows, KV heads * head_dim)` and `(rows, KV heads * value_dim)`. `values` are not read
+    /// where they are part of the keys.
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.
@@ -192,7 +193,7 @@ impl Kernels {
     }
 }
 
-/// What the tasks of a step share.
+/// State that the tasks of a step share.
 struct Task<'a> {
     step: &'a Attention<'a>,
     plan: &'a Plan,
@@ -238,8 +239,8 @@ impl Task<'_> {
         }
     }
 
-    /// What a row reads behind page `index` of those it has `seen` of a KV head: the next of these,
-    /// or the first of the next head.
+    /// The page that a row reads behind page `index` of those it has `seen` of a KV head. It is the
+    /// next of these, or the first of the next head.
     fn behind(
         &self,
         sequence: &AttentionRows<'_>,

@@ -1,14 +1,14 @@
 //! A step over a layer that is a gated delta net ([`crate::delta`]).
 //!
 //! ```text
-//! rows in parallel                     inputs (q | k | v) -> convolution over the last ones ->
-//! silu q and k of each key head to length 1 sequences and heads in parallel      page by page: the
-//! state before it, then its rows in order
+//! rows in parallel                 inputs (q | k | v) -> convolution over the last ones -> silu
+//!                                  q and k of each key head to length 1
+//! sequences and heads in parallel  page by page: the state before it, then its rows in order
 //! ```
 //!
-//! A page keeps what later rows need: inputs of the convolution, keys, the differences that were
-//! taken in, sums of decays, and the state before its first position. Rows that are taken back are
-//! written again by the next step.
+//! A page keeps the facts that later rows need. They are inputs of the convolution, keys, the
+//! differences that were taken in, sums of decays, and the state before its first position. Rows
+//! that are taken back are written again by the next step.
 
 use super::{AttentionRows, Kernels};
 use crate::attention::PAGE;
@@ -19,8 +19,8 @@ use crate::pool::DisjointMut;
 /// Added to the sum of squares of a key or query, as transformers does.
 const EPS: f32 = 1e-6;
 
-/// Rows of a page that go through its state together: their results, `2 * ROWS * value_dim`
-/// floats, are 16 KiB at 128, half of a first-level cache.
+/// Rows of a page that go through its state together. Their results, `2 * ROWS * value_dim` floats,
+/// are 16 KiB at 128, half of a first-level cache.
 const ROWS: usize = 16;
 
 /// Longest value of which a row's query and key go through the state together: twice that of
@@ -303,7 +303,7 @@ impl Head<'_> {
     /// `sum += factors[i] * deltas[i]` for the first `n` in order.
     ///
     /// # Safety
-    /// So many deltas are there, which nobody writes.
+    /// So many deltas are there, which no thread writes.
     unsafe fn add_deltas(
         &self,
         factors: &[f32; PAGE],
@@ -473,7 +473,7 @@ impl Piece<'_> {
         }
     }
 
-    /// What a single row's query and key read, both at once: keys and state go by once.
+    /// Values that a single row's query and key read, both at once: keys and state go by once.
     ///
     /// # Safety
     /// As in [`compute`](Self::compute).
@@ -500,8 +500,8 @@ impl Piece<'_> {
         }
     }
 
-    /// What the rows' queries read, then their keys: of the page's keys to `scores`, of the state
-    /// to where results and differences will lie.
+    /// Values that the rows' queries read, then those of their keys. Those of the page's keys go to
+    /// `scores`, those of the state to where results and differences will lie.
     ///
     /// # Safety
     /// As in [`compute`](Self::compute).

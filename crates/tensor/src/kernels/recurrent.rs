@@ -7,8 +7,8 @@
 //! ```
 //!
 //! So a state changes at multiples of [`PAGE`] only and a row's result depends on neither chunks
-//! nor batches. A sequence needs the page that it writes and, at its beginning, the one before;
-//! whoever keeps an older full page can go on from there with another sequence.
+//! nor batches. A sequence needs the page that it writes and, at its beginning, the one before. A
+//! caller that keeps an older full page can go on from there with another sequence.
 
 use std::fmt;
 
@@ -50,8 +50,8 @@ pub trait Recurrence: fmt::Debug + Send + Sync {
     /// Takes the [`PAGE`] rows of a full page into `state`.
     fn advance(&self, state: &mut [f32], rows: HeadRows<'_>);
 
-    /// What `query` `(head_dim,)` reads from the state and from the page's `rows` up to its own:
-    /// `out` `(value_dim,)`.
+    /// The value that `query` `(head_dim,)` reads from the state and from the page's `rows` up to
+    /// its own: `out` `(value_dim,)`.
     fn read(&self, state: &[f32], rows: HeadRows<'_>, query: &[f32], out: &mut [f32]);
 }
 
@@ -59,7 +59,7 @@ pub trait Recurrence: fmt::Debug + Send + Sync {
 /// and of a value.
 #[derive(Clone, Copy, Debug)]
 pub struct Recurrent<'a> {
-    /// What the layer computes.
+    /// The recurrence of the layer.
     pub recurrence: &'a dyn Recurrence,
     /// Layer in the cache.
     pub layer: usize,

@@ -77,8 +77,8 @@ fn stored_rows(block_type: BlockType, rows: usize, cols: usize, seed: u64) -> Ve
     (0..rows).flat_map(row).collect()
 }
 
-/// Rows of activations for a matrix of so many rows: fewer than a panel takes, a tile and parts of
-/// it, and for some matrices more than a block. Several threads only share the groups.
+/// Rows of activations for a matrix of so many rows. They are fewer than a panel takes, a tile and
+/// parts of it, and for some matrices more than a block. Several threads only share the groups.
 fn batches(rows: usize, threads: usize) -> &'static [usize] {
     const ALL: [usize; 5] = [1, 2, 7, 35, 131];
     match (rows, threads) {
@@ -180,8 +180,8 @@ fn the_largest_products_equal_naive() {
     }
 }
 
-/// Rows of 256 columns of one block again and again, with activations of all magnitudes from 127
-/// times 128 down, of one sign and of the other.
+/// Rows of 256 columns of one block again and again. Activations have all magnitudes from 127 times
+/// 128 down, of one sign and of the other.
 fn check_repeated(block_type: BlockType, block: &[u8]) {
     let (rows, cols) = (17, 256);
     assert_eq!(block.len(), block_type.bytes());
@@ -206,7 +206,7 @@ fn check_repeated(block_type: BlockType, block: &[u8]) {
     }
 }
 
-/// A rank that owns columns `cut` computes one product for each root of its leaves; the canonical
+/// A rank that owns columns `cut` computes one product for each root of its leaves. The canonical
 /// tree over the roots of both sides of a cut must give the bits of the whole.
 fn check_column_cut(
     matrix: StoredMatrix<'_>,

@@ -9,8 +9,9 @@ use super::mlx::is_brain;
 /// below f32's 2^128.
 const LARGEST_SCALE: f32 = f32::from_bits((127 + 118) << 23);
 
-/// The first value of `bytes` that is infinite or NaN, a number of a float type or a scale or min
-/// of a block, or so large a scale that its weights could be. `None` where every weight is finite.
+/// The first value of `bytes` that is infinite or NaN, or so large a scale that its weights could
+/// be. A value is a number of a float type, or a scale or min of a block. `None` where every weight
+/// is finite.
 ///
 /// Reads the scales of whole blocks; a partial block at the end is not looked at. Cost: a load for
 /// each scale, so memory's speed.

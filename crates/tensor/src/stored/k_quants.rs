@@ -1,9 +1,9 @@
 //! The super-block types of 256 columns: eight chunks share the block's halves and hold their own
 //! integer scales.
 //!
-//! Layouts are written `field: type`, in file order without padding. `part` is the chunk's place
-//! in its super-block, 0..8; k is the column in the chunk, 0..32; s = 2 * part + k / 16 is the
-//! column's sub-block of 16, 0..16.
+//! Layouts are written `field: type`, in file order without padding. Index `part` is the chunk's
+//! place in its super-block, 0..8. Index k is the column in the chunk, 0..32. Index s = 2 * part +
+//! k / 16 is the column's sub-block of 16, 0..16.
 
 use paceline_base::BlockType;
 
@@ -26,8 +26,8 @@ pub(super) fn q2_k(block: &[u8; BlockType::Q2_K.bytes()], part: usize) -> Chunk 
 
 /// Q3_K: `hmask: [u8; 32], qs: [u8; 64], scales: [u8; 12], d: f16`.
 ///
-/// Bit `part` of `hmask[k]` is bit 2 of column k; for the lower two see [`crumbs`], for `scales`
-/// see [`q3_k_scale`]. weight = d * (scale - 32) * (value - 4).
+/// Bit `part` of `hmask[k]` is bit 2 of column k. For the lower two see [`crumbs`], for `scales`
+/// see [`q3_k_scale`]. The weight is d * (scale - 32) * (value - 4).
 pub(super) fn q3_k(block: &[u8; BlockType::Q3_K.bytes()], part: usize) -> Chunk {
     let hmask: &[u8; 32] = bytes_at(block, 0);
     let low = crumbs(bytes_at(block, 32), part);
@@ -58,9 +58,10 @@ pub(super) fn q5_k(block: &[u8; BlockType::Q5_K.bytes()], part: usize) -> Chunk 
 
 /// Q6_K: `ql: [u8; 128], qh: [u8; 64], scales: [i8; 16], d: f16`.
 ///
-/// Per half of 128 columns (64 bytes of `ql`, 32 of `qh`), chunks 0 and 1 are the low nibbles of
-/// the first and second 32 bytes of `ql`, chunks 2 and 3 the high nibbles; `qh[k]` holds the upper
-/// two bits of column k of chunk i at bits 2i and 2i + 1. weight = d * scale * (value - 32).
+/// Each half of 128 columns has 64 bytes of `ql` and 32 of `qh`. Chunks 0 and 1 are the low nibbles
+/// of the first and second 32 bytes of `ql`, chunks 2 and 3 the high nibbles. `qh[k]` holds the
+/// upper two bits of column k of chunk i at bits 2i and 2i + 1. The weight is d * scale * (value -
+/// 32).
 pub(super) fn q6_k(block: &[u8; BlockType::Q6_K.bytes()], part: usize) -> Chunk {
     let (half, quarter) = (part / 4, part % 4);
     let ql: &[u8; 32] = bytes_at(block, 64 * half + 32 * (quarter % 2));
@@ -122,7 +123,7 @@ pub(super) fn scale_and_min(packed: &[u8; 12], part: usize) -> (u8, u8) {
 
 /// The scale of sub-block `s` of a Q3_K block, -32..=31.
 ///
-/// Its lower four bits are nibble s of bytes 0..8 (all low nibbles first, then all high ones); its
+/// Its lower four bits are nibble s of bytes 0..8 (all low nibbles first, then all high ones). Its
 /// upper two bits are at bit 2 * (s / 4) of byte 8 + s % 4.
 fn q3_k_scale(packed: &[u8; 12], s: usize) -> i32 {
     let low = packed[s % 8] >> (4 * (s / 8)) & 15;
@@ -130,8 +131,8 @@ fn q3_k_scale(packed: &[u8; 12], s: usize) -> i32 {
     i32::from(low | high << 4) - 32
 }
 
-/// The 2-bit values of a chunk: per half of 128 columns (32 bytes), chunk i is at bits 2i and
-/// 2i + 1 of all its bytes.
+/// The 2-bit values of a chunk. Per half of 128 columns (32 bytes), chunk i is at bits 2i and 2i +
+/// 1 of all its bytes.
 fn crumbs(qs: &[u8; 64], part: usize) -> [u8; Chunk::LEN] {
     let bytes: &[u8; 32] = bytes_at(qs, 32 * (part / 4));
     bytes.map(|byte| byte >> (2 * (part % 4)) & 3)

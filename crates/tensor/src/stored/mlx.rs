@@ -7,11 +7,11 @@
 //! ```
 //!
 //! Integers follow one another without gaps, value k in the bits from b k on, least significant
-//! first (`mlx/backend/cpu/quantized.cpp`; the words of MLX's tensors are little-endian). e2m1 is
-//! 0, 1/2, 1, 3/2, 2, 3, 4, 6 and the same with a sign; a scale of 255 is NaN (OCP Microscaling
-//! Formats 1.0, section 5.4.1).
+//! first. The words of MLX's tensors are little-endian. Source: `mlx/backend/cpu/quantized.cpp`.
+//! Values of e2m1 are 0, 1/2, 1, 3/2, 2, 3, 4, 6 and the same with a sign. A scale of 255 is NaN
+//! (OCP Microscaling Formats 1.0, section 5.4.1).
 //!
-//! [`Chunk`] holds signed bytes, as the kernels want them: values of 3, 6 and 8 bits are moved down
+//! [`Chunk`] holds signed bytes, as the kernels want them. Values of 3, 6 and 8 bits are moved down
 //! by half their range, and the bias moved up by as many scales. That is one more rounding where
 //! the bias is smaller than a scale by more than 2^13, which no quantiser writes.
 
@@ -23,7 +23,7 @@ use super::{Chunk, bytes_at, legacy};
 /// The 16 values of an e2m1 code, doubled.
 pub(crate) const E2M1_DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// What is taken off the integers of a type, so that the kernels can read them.
+/// The amount taken off the integers of a type, so that the kernels can read them.
 pub(crate) const fn offset(bits: u32) -> i32 {
     match bits {
         3 | 6 | 8 => 1 << (bits - 1),

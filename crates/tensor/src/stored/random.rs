@@ -7,10 +7,10 @@ use super::is_brain;
 
 /// A row of `cols` random weights of any storage type, as a file would hold it.
 ///
-/// Decoded values have a mean near 0 and a standard deviation near 0.02, as trained weights do.
-/// In quantised blocks the integers and sub-scales are random bits under a block scale that varies
-/// by half up and down, so that a block's scale used for another is noticed. Floats are uniform.
-/// The same arguments give the same bytes on every machine.
+/// Decoded values have a mean near 0 and a standard deviation near 0.02, as trained weights do. In
+/// quantised blocks the integers and sub-scales are random bits. Their block scale varies by half
+/// up and down, so that a block's scale used for another is noticed. Floats are uniform. The same
+/// arguments give the same bytes on every machine.
 ///
 /// # Panics
 /// When `cols` is not a whole number of blocks.

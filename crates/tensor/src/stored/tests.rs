@@ -138,7 +138,7 @@ fn exact_super(block_type: BlockType, block: &[u8], k: usize) -> (f64, i32, f64,
     }
 }
 
-/// Column `k` of a block. The products and the sum fit 53 bits, so the result is exact; a product
+/// Column `k` of a block. The products and the sum fit 53 bits, so the result is exact. A product
 /// beyond f32, which only a scale in bfloat16 can reach, is infinite before anything is added.
 fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
     let f16_at = |at: usize| half_at(block, at);

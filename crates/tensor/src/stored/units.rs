@@ -1,8 +1,8 @@
 //! Weights as integers of 16 bits: what the integer kernels compute with.
 //!
 //! The chunks of 256 columns of a row are a *unit* (the last of a row may have fewer) and have one
-//! *step* in common. A weight is `step * (scale * q + min)`, where `q` are the integers of the file
-//! ([`Chunk`]) and scale and min are integers of each half chunk:
+//! *step* in common. A weight is `step * (scale * q + min)`. The integers of the file ([`Chunk`])
+//! are `q`; scale and min are integers of each half chunk:
 //!
 //! ```text
 //! Q3_K, Q6_K, IQ4_XS     step = d          scale = sub
@@ -12,14 +12,17 @@
 //!                                          min = round((m scale + min) / step) - m * its scale
 //! ```
 //!
-//! with steps so small that `scale * q + min` just fits 16 bits for every `q` that the type has,
-//! and multipliers too. So the scales of the last row have 12 bits where `q` has 4, which is all
-//! that halves have down to a quarter of the power of two above the largest (whose own `8 d` is one
-//! too many: then down to a half of it), and the others are exact. (Where no whole `k` is possible,
-//! `dmin` being much larger than `d`, scales are rounded as mins are.) Of `q` that are never
-//! negative `m` is the middle, which rounding does not move. *Wide* are types whose `q` have 6 bits
-//! or more; their sums have 20 bits, so that scales have 12 too, and mins are multiples of 64.
-//! Rounding is to nearest, ties to even. A unit of zeros has step 0, one with a scale that is no
+//! Steps are so small that `scale * q + min` just fits 16 bits for every `q` that the type has, and
+//! multipliers fit too. So the scales of the last row have 12 bits where `q` has 4. Halves have no
+//! more bits down to a quarter of the power of two above the largest. For that power itself `8 d`
+//! is one too many: then down to a half of it. The others are exact.
+//!
+//! Where no whole `k` is possible, `dmin` being much larger than `d`, scales are rounded as mins
+//! are. Of `q` that are never negative `m` is the middle, which rounding does not move. *Wide* are
+//! types whose `q` have 6 bits or more. Their sums have 20 bits, so that scales have 12 too, and
+//! mins are multiples of 64.
+//!
+//! Rounding is to nearest, ties to even. A unit of zeros has step 0. A unit with a scale that is no
 //! number has a step that is none, and so has every output of its row.
 //!
 //! Why: sums over 256 columns are integers then, exact in any order, and become floats once.
@@ -37,17 +40,17 @@ mod tests;
 
 /// Chunks of a unit.
 pub(crate) const UNIT_CHUNKS: usize = 8;
-/// Columns of a unit: their weights have a step in common, so who packs some needs all of them.
+/// Columns of a unit: their weights have a step in common, so packing some needs all of them.
 pub const UNIT: usize = UNIT_CHUNKS * Chunk::LEN;
 
 /// Largest magnitude of a weight in steps.
 const LARGEST: f32 = i16::MAX as f32;
 const LARGEST_WIDE: f32 = ((1 << 19) - 1) as f32;
 
-/// What rounding the min may move a weight by.
+/// The most that rounding the min may move a weight by.
 const ROUNDING: f32 = 1.0;
 
-/// What mins of wide types are multiples of.
+/// The number that mins of wide types are multiples of.
 pub(crate) const WIDE_MIN: i32 = 64;
 
 /// Largest weights below which a unit counts as zeros: its step would be no normal bf16.
@@ -60,7 +63,7 @@ pub(crate) struct Factors {
     pub(crate) min: [i32; 2],
 }
 
-/// What the weights of a unit have beside their integers.
+/// Factors of a unit's weights beside their integers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
     /// Value of one.
@@ -159,7 +162,7 @@ pub(crate) const fn is_wide(block_type: BlockType) -> bool {
     }
 }
 
-/// What mins of a type that has one scale for a chunk are multiples of.
+/// The number that mins of a type with one scale for a chunk are multiples of.
 pub(crate) const fn grain(block_type: BlockType) -> i32 {
     if is_wide(block_type) { WIDE_MIN } else { 1 }
 }

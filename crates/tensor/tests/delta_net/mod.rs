@@ -85,7 +85,7 @@ impl Inputs {
         rows.flat_map(row).copied().collect()
     }
 
-    /// What the definition gives, `(rows, heads, value_dim)`.
+    /// Result of the definition, `(rows, heads, value_dim)`.
     fn naive(&self, kernels: &Kernels) -> Vec<f32> {
         let DeltaShape {
             heads,
@@ -136,7 +136,7 @@ impl Inputs {
         out
     }
 
-    /// What the kernels give, in chunks that end at `ends`; behind each, some rows are computed
+    /// Result of the kernels, in chunks that end at `ends`; behind each, some rows are computed
     /// that are taken back.
     fn fast(&self, kernels: &Kernels, ends: &[usize], back: usize) -> Vec<f32> {
         let store = LayerStore::Delta(self.shape);

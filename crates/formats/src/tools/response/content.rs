@@ -1,4 +1,4 @@
-//! What the text of a region means: the parsers and transforms of response templates.
+//! The meaning of a region's text: the parsers and transforms of response templates.
 
 use std::collections::BTreeMap;
 
@@ -95,7 +95,7 @@ impl Content {
         !matches!(self, Self::Text { strips: false })
     }
 
-    /// What a region with this text says; `None` where it cannot be read.
+    /// The value of a region with this text; `None` where it cannot be read.
     pub(super) fn value(&self, text: &str) -> Option<Json> {
         match self {
             Self::Text { strips: true } => Some(text.trim().into()),
@@ -267,7 +267,7 @@ impl Lines {
     }
 }
 
-/// What the placeholders of a transform stand for, such as `{name}` and `{content.args}`.
+/// Values of the placeholders of a transform, such as `{name}` and `{content.args}`.
 pub(super) struct Placeholders(Map<String, Json>);
 
 impl Placeholders {
@@ -277,7 +277,7 @@ impl Placeholders {
         Self(scope)
     }
 
-    /// Those of an element of a list; `None` when it is no object.
+    /// Placeholders of an element of a list; `None` when it is no object.
     pub(super) fn of_item(captures: &BTreeMap<String, String>, item: &Json) -> Option<Self> {
         let mut scope = named(captures);
         scope.extend(item.as_object()?.clone());

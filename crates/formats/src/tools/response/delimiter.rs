@@ -14,10 +14,10 @@ use super::super::input::{Found, Input};
 /// Most bytes that a compiled expression may take. The largest known takes some 10 KiB.
 pub(super) const MAX_COMPILED_BYTES: usize = 1 << 20;
 
-/// What separates regions.
+/// The separator of regions.
 #[derive(Debug)]
 pub(super) enum Delimiter {
-    /// One of these; of two at one place the longer.
+    /// Any of these texts; of two at one place the longer.
     Texts(Vec<String>),
     Pattern(Pattern),
 }
@@ -31,7 +31,7 @@ pub(super) struct Pattern {
     dfa: Arc<DFA>,
 }
 
-/// What the front of unread text has of a delimiter.
+/// The part of a delimiter that the front of unread text has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Seen {
     /// It lies there; further text changes nothing.
@@ -42,7 +42,7 @@ pub(super) enum Seen {
 
 impl Delimiter {
     /// # Errors
-    /// What the compiler says.
+    /// Message of the compiler.
     pub(super) fn pattern(pattern: &str) -> Result<Self, String> {
         // The end of a text in Python's spelling.
         let pattern = pattern.replace("\\Z", "\\z");
@@ -173,7 +173,7 @@ impl Pattern {
     }
 }
 
-/// What comes of an expression at one place.
+/// Result of an expression at one place.
 enum Verdict {
     /// A match, which ends here.
     Match(usize),

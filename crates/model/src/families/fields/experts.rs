@@ -73,7 +73,7 @@ impl Fields<'_> {
         Ok(experts)
     }
 
-    /// Whether weights are divided by their sum. What is not said is no in GGUF files, as in
+    /// Whether weights are divided by their sum. Without a field it is no in GGUF files, as in
     /// llama.cpp, and `usual` in folders.
     pub(super) fn says_normalised(&self, usual: bool) -> Result<bool, Error> {
         match self {
@@ -204,8 +204,8 @@ impl Fields<'_> {
         )
     }
 
-    /// Whether the weights of the chosen experts are divided by their sum, `gguf` in GGUF files,
-    /// whose families have no choice; the default of transformers is not to.
+    /// Whether the weights of the chosen experts are divided by their sum. In GGUF files, whose
+    /// families have no choice, it is `gguf`. The default of transformers is not to.
     pub(crate) fn normalises_experts(&self, gguf: bool) -> Result<bool, Error> {
         match self {
             Self::Gguf { .. } => Ok(gguf),

@@ -7,7 +7,7 @@ use super::{Fields, field, wrong_type, wrong_value};
 use crate::rope::{Llama3Scaling, MAX_PAIRS, MIN_DIVISOR, Rope, Yarn};
 use crate::{Config, Error};
 
-/// What [`Fields::rope`] needs to know of the family.
+/// Facts of a family that [`Fields::rope`] needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RopeKind {
     /// Which elements turn together.

@@ -1,8 +1,8 @@
 //! Pages of a gated delta net: what the rows of a page leave for later ones.
 //!
-//! A page has arrays of its own: what a step reads of a page before it writes to it may cost a copy
-//! of that page, and of no other. Rows that are taken back are written again by the next step; the
-//! state behind a page is that of its last full set of rows.
+//! A page has arrays of its own. The rows that a step reads of a page before it writes to it may
+//! cost a copy of that page, and of no other. Rows that are taken back are written again by the
+//! next step. The state behind a page is that of its last full set of rows.
 
 use std::ops::Range;
 
@@ -42,7 +42,7 @@ pub(in crate::mlx) struct DeltaPages {
     written: Vec<usize>,
 }
 
-/// What is kept of a page, in f32.
+/// Contents of a page, in f32.
 #[derive(Debug)]
 struct Page {
     /// `(H, D, E)`: behind its last row.
@@ -187,7 +187,7 @@ impl DeltaPages {
         Ok(stream.reshape(&sums, &[heads, n as i32, 1])?)
     }
 
-    /// What the first `n` rows of a page took in, `(H, n, E)`; `None` of no rows.
+    /// The differences that the first `n` rows of a page took in, `(H, n, E)`; `None` of no rows.
     pub(in crate::mlx) fn deltas(
         &self,
         stream: &Stream,

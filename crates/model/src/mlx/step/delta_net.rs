@@ -1,7 +1,7 @@
 //! Gated delta nets: pages of rows at once, from the state behind the page before.
 //!
-//! The definition is that of the CPU's kernels (`paceline_tensor`, `delta.rs`): a state changes at
-//! the ends of pages only, and a row reads it and the page's rows before. Of a page, with G the
+//! The definition is that of the CPU's kernels (`paceline_tensor`, `delta.rs`). A state changes at
+//! the ends of pages only, and a row reads it and the page's rows before. In a page, G is the
 //! running sum of its decays, S the state before, and `c[t][i] = exp(G[t] - G[i])`:
 //!
 //! ```text
@@ -10,8 +10,9 @@
 //! S         = exp(G[63]) S + sum over i of c[63][i] k[i] delta[i]
 //! ```
 //!
-//! The inverse of `1 + L` is made of those of its diagonal blocks of 1, 2, 4, ... rows: a block
-//! below two of them is `-B L A`. As stable as rows one after the other, and a few products.
+//! The inverse of `1 + L` is made of those of its diagonal blocks of 1, 2, 4, ... rows. A block
+//! below two of them is `-B L A`. It is as stable as rows one after the other, and takes a few
+//! products.
 
 use std::ops::Range;
 
@@ -26,7 +27,7 @@ use crate::Error;
 /// Added to the sum of squares of a key or query, as transformers does.
 const EPS: f32 = 1e-6;
 
-/// What a step takes in, T rows, all in f32. Letters as in [`weights::DeltaNet`].
+/// Inputs of a step, T rows, all in f32. Letters as in [`weights::DeltaNet`].
 #[derive(Debug)]
 pub(super) struct NetRows {
     /// `(T, 2 K D + H E)`, not yet convolved.
@@ -137,7 +138,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// What the rows of one sequence read, (n, H, E).
+    /// Values that the rows of one sequence read, (n, H, E).
     fn net_sequence(
         &mut self,
         own: &weights::DeltaNet,
@@ -267,7 +268,7 @@ impl<'a> Step<'a> {
         ])
     }
 
-    /// What each value head has of its key head: `(n, K, D)` -> `(H, n, D)`.
+    /// Copies the rows of each key head to its value heads: `(n, K, D)` -> `(H, n, D)`.
     fn of_value_heads(&self, own: &weights::DeltaNet, x: &Array) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let each = stream.take(x, &own.key_heads, 1)?;
@@ -318,8 +319,8 @@ fn columns(stream: &Stream, x: &Array, of: Range<usize>) -> Result<Array, Error>
 }
 
 impl PageRows<'_> {
-    /// What new rows, of which the first is row `before` of the page, read, and what they take in:
-    /// `(H, n, E)` each.
+    /// Values that new rows read, and the differences that they take in: `(H, n, E)` each. The
+    /// first of the rows is row `before` of the page.
     fn read(&self, before: usize) -> Result<(Array, Array), Error> {
         let stream = self.stream;
         let (keys, sums) = (

@@ -15,8 +15,8 @@ use super::weights::{Experts, Routed, Shared, Stack};
 use crate::Error;
 use crate::config::{self, Gating, Groups, LEAST_SUM};
 
-/// Choices of a step from which rows are ordered by expert first, so that a matrix is read for all
-/// of its rows at once: mlx-lm's figure (`switch_layers.py`).
+/// Choices of a step from which rows are ordered by expert first. A matrix is then read for all of
+/// its rows at once: mlx-lm's figure (`switch_layers.py`).
 const ORDERED_FROM: usize = 64;
 
 /// Taken from the weights of experts in groups that are closed: far more than any weight.
@@ -208,7 +208,7 @@ impl Step<'_> {
         Ok(stream.add(&product, &biases)?)
     }
 
-    /// What goes into the down projection of an expert.
+    /// Input of the down projection of an expert.
     fn hidden_of(&self, gate: &Array, up: &Array) -> Result<Array, Error> {
         let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
         gates.of_expert(stream, gate, up)

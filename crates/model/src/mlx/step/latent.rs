@@ -1,5 +1,5 @@
-//! Latent attention in its absorbed form, as on the CPU: queries are brought to the latent numbers
-//! that all heads share, and what a head reads of these is expanded to its value.
+//! Latent attention in its absorbed form, as on the CPU. Queries are brought to the latent numbers
+//! that all heads share. The latent numbers that a head reads are expanded to its value.
 //!
 //! H heads of this rank, N plain elements of a query, P that turn, R latent numbers, V elements of
 //! a value.

@@ -14,7 +14,7 @@ use super::{Step, embed};
 use crate::Error;
 
 impl Step<'_> {
-    /// What the layers that this rank holds take, (T, N, P); none where a model has no such
+    /// Inputs of the layers that this rank holds, (T, N, P); none where a model has no such
     /// embeddings.
     pub(super) fn per_layer_inputs(&self) -> Result<Option<Array>, Error> {
         let parts = &self.parts;

@@ -1,6 +1,6 @@
 //! Norms over all query heads and over all key heads, whichever ranks hold them.
 //!
-//! Ranks of a stage gather the sums of squares of each head that they hold, in f32; a KV head that
+//! Ranks of a stage gather the sums of squares of each head that they hold, in f32. A KV head that
 //! two ranks hold counts once.
 
 use paceline_mlx::{Array, Dtype};

@@ -7,8 +7,8 @@ use super::Loader;
 use crate::weights::{PartRows, Places};
 use crate::{Error, Part, Role, config};
 
-/// Letters: H value heads of this rank, K key heads, D and E elements of a key and of a value; all
-/// but the first two in f32, whatever the activations are, since a state lives on all of them.
+/// Letters: H value heads of this rank, K key heads, D and E elements of a key and of a value. All
+/// but the first two are in f32, whatever the activations are, since a state lives on all of them.
 #[derive(Debug)]
 pub(in crate::mlx) struct DeltaNet {
     /// `(2 K D + H E, C)`: queries, keys and values.
@@ -27,8 +27,8 @@ pub(in crate::mlx) struct DeltaNet {
     pub(in crate::mlx) scale: Array,
     /// `(E,)`
     pub(in crate::mlx) norm: Array,
-    /// `(D,)` each: what norms of queries and keys are multiplied with, so that a key has length 1
-    /// and a query that over the root of D.
+    /// `(D,)` each: factors for the norms of queries and keys. A key then has length 1 and a query
+    /// that over the root of D.
     pub(in crate::mlx) lengths: [Array; 2],
     /// `(H,)`: the key head of each value head, among this rank's.
     pub(in crate::mlx) key_heads: Array,

@@ -1,4 +1,5 @@
-//! What a shard's weights will take, from the sizes in the file: told before anything is loaded.
+//! Memory that a shard's weights will take, from the sizes in the file: told before anything is
+//! loaded.
 
 use paceline_base::Bytes;
 use paceline_mlx::Dtype;

@@ -84,8 +84,8 @@ pub(crate) struct Vnni;
 impl Dots for Vnni {
     const SIGNED_BIAS: i32 = 128;
     /// Products as text cannot have an operand in memory, and the compiler spills accumulators in
-    /// the middle of the unrolled loop: 512 rows of Q6_K do 44 to 110 Gop/s, in a loop 130 to 152
-    /// (EPYC, Zen 5). AVX2 does 128, in a loop 115.
+    /// the middle of the unrolled loop. There 512 rows of Q6_K do 44 to 110 Gop/s, in a loop 130 to
+    /// 152 (EPYC, Zen 5). AVX2 does 128, in a loop 115.
     const ROLLED: bool = true;
 
     #[inline(always)]

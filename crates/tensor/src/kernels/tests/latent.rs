@@ -3,7 +3,7 @@
 use super::*;
 use crate::kv::LayerStore;
 
-/// The last `rows` of 150 rows, of `heads` heads of 48 elements over values of 32, which are the
+/// The last `rows` of 150 rows, of `heads` heads of 48 elements over values of 32. Values are the
 /// first of the keys: kept twice, or once.
 fn latent(
     kv_type: KvType,

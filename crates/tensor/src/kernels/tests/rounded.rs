@@ -18,8 +18,8 @@ fn numbers(n: usize, exponents: &Range<u64>, random: &mut Random) -> Vec<u16> {
     (0..n).map(|_| number()).collect()
 }
 
-/// From the smallest that `vdpbf16ps` is used for to products that nearly overflow; like weights;
-/// and down to denormal ones, which it would take for zeros.
+/// Exponents from the smallest that `vdpbf16ps` is used for to products that nearly overflow; like
+/// weights; and down to denormal ones. The instruction would take the denormal ones for zeros.
 #[test]
 fn rounded_products_equal_naive_whatever_the_exponents() {
     for (exponents, tiny) in [
