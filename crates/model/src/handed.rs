@@ -16,7 +16,8 @@ use std::ops::Range;
 use paceline_base::Rank;
 use paceline_tensor::{KvType, LayerStore};
 
-use crate::{Config, Error, Kinds, Split, kinds};
+use crate::config::store;
+use crate::{Config, Error, Kinds, Split};
 
 /// Bytes that lie together in a page of the giver and in that of the taker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +95,7 @@ fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Pi
     for layer in shard.layers.clone() {
         let cut = shard.layer(layer);
         let held = (cut.heads.len(), cut.kv_heads.len());
-        let store = kinds::store(&config.layers[layer], held, kv);
+        let store = store(&config.layers[layer], held, kv);
         let pool = kinds.of(layer);
         let (start, bytes) = (page_bytes[pool], store.page_bytes());
         page_bytes[pool] += bytes;
