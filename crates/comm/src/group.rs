@@ -64,7 +64,7 @@ pub struct Copies {
 /// **Deadlines.** Every call has one, and no call waits longer than that and the time it takes to
 /// copy its own data.
 ///
-/// **Poison.** After an error on any rank the group is poisoned. So it is after any rank dropped
+/// **Poison.** After an error on any rank the group is poisoned. It also is after any rank dropped
 /// its handle, as the end of its thread or process does, panic or not. Blocked calls on all ranks
 /// then return an error at once, and so does every later call. They report the first cause. Ranks
 /// do not agree on which call was the last to succeed. A rank whose peers have all arrived
@@ -143,8 +143,7 @@ pub trait Group: fmt::Debug + Send + Sync {
         deadline: Deadline,
     ) -> Result<(), Error>;
 
-    /// Bytes that this rank has sent and received so far, without groups split off
-    /// this one.
+    /// Bytes that this rank has sent and received so far, without groups split off this one.
     fn traffic(&self) -> Traffic;
 
     /// Bytes of that traffic sent to each rank, by rank; empty where a provider does not say.

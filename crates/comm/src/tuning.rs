@@ -72,7 +72,7 @@ pub struct Tuning {
     pub beta_ns: f64,
     /// Use this algorithm wherever the operation has it.
     pub force: Option<Algorithm>,
-    /// Whether a rank may wait for a wire, its processor idle. So it is if some pair is joined by a
+    /// Whether a rank may wait for a wire, its processor idle. It may if some pair is joined by a
     /// cable, or by a connection that leaves the machine. Then long exchanges gain by going on
     /// beside other work. Elsewhere they take processor time from it. No choice of an algorithm
     /// rests on it. Groups by the rules of others (MLX, MPI, NCCL), which agree on nothing, say no.

@@ -60,8 +60,8 @@ pub struct Config {
     /// Use this algorithm wherever an operation has it. What rank 0 says counts.
     pub force: Option<Algorithm>,
     /// TCP connections of each pair for collectives, and as many for messages, which take turns.
-    /// Use more than one for ranks with several addresses, each on a network of its own. Networks
-    /// that give one connection less than they have need more, too.
+    /// Use more than one for ranks with several addresses, each on a network of its own, or for
+    /// networks that limit a single connection.
     pub streams: NonZeroU8,
     /// The processes that may read and write what ranks send.
     pub protection: Protection,
