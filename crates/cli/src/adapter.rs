@@ -120,7 +120,7 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     }
 }
 
-/// What an adapter's GGUF file depends on, of a model.
+/// The parts of a model that an adapter's GGUF file depends on.
 fn base_of(model: &str, signals: &Signals) -> anyhow::Result<Base> {
     base_at(&pull::ensure(model, signals)?.path)
 }

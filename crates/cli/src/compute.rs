@@ -1,4 +1,5 @@
-//! What computes, and how: `--engine`, `--class`, `--threads`, `--kv`, `--pin`.
+//! Compute options: the engine and how it computes, by `--engine`, `--class`, `--threads`, `--kv`,
+//! `--pin`.
 
 use paceline_base::KernelClass;
 use paceline_node::classes::{self, Classes, Engines};

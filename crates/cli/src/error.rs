@@ -1,4 +1,4 @@
-//! What can go wrong in the commands themselves.
+//! Errors of the commands themselves.
 
 use std::path::PathBuf;
 
@@ -6,8 +6,8 @@ use paceline_base::KernelClass;
 use paceline_engine::ParamError;
 use paceline_serve::agent::Program;
 
-/// Largest prompt that is read from standard input: far above any context, so that a larger input
-/// is a mistake, such as a file of another kind.
+/// Largest prompt that is read from standard input. It is far above any context, so that a larger
+/// input is a mistake, such as a file of another kind.
 pub(crate) const PROMPT_BYTES_MAX: u64 = 16 << 20;
 
 /// Why a command ends early.
@@ -60,9 +60,9 @@ pub(crate) enum Error {
     /// Nothing answers as a server does.
     #[error("no paceline answers at {url}: {reason}")]
     NoServer {
-        /// What was asked.
+        /// The URL that was asked.
         url: String,
-        /// What came instead.
+        /// The outcome in place of an answer.
         reason: String,
     },
     /// The prompt leaves no room for an answer.
@@ -130,7 +130,7 @@ pub(crate) enum Error {
     /// Nodes that share layers would compute them by different rules.
     #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
     MixedStage {
-        /// One class of a stage.
+        /// A class of the stage.
         a: KernelClass,
         /// Another.
         b: KernelClass,
@@ -147,7 +147,7 @@ pub(crate) enum Error {
     /// A draft model guesses for one model.
     #[error("--draft is for one model that has guesses, and there is {with}")]
     DraftOf {
-        /// What there is instead.
+        /// The situation in place of one model with guesses.
         with: &'static str,
     },
     /// An argument that neither the command line nor a configuration has.
@@ -156,7 +156,7 @@ pub(crate) enum Error {
         /// The argument.
         name: &'static str,
     },
-    /// One adapter, and several models.
+    /// An adapter is given, and several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
     /// Two models that clients could not tell apart.

@@ -42,7 +42,7 @@ fn message(error: &anyhow::Error) -> String {
     text
 }
 
-/// What the user can do; of an error and its causes, the outermost that has advice gives it.
+/// Advice for the user. Of an error and its causes, the outermost that has advice gives it.
 fn hints(error: &anyhow::Error) -> Vec<String> {
     let of_cause = |cause: &(dyn std::error::Error + 'static)| {
         if let Some(error) = cause.downcast_ref::<StoreError>() {

@@ -23,7 +23,7 @@ use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token, find_mlx};
 use crate::error::Error;
 use crate::output::tell;
 
-/// What the store needs to know.
+/// Settings that the store needs.
 #[derive(Debug)]
 pub(crate) struct Settings {
     /// The folder that holds everything.

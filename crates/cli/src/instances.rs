@@ -108,7 +108,7 @@ pub(crate) struct LoadArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Replicas {
     Count(u16),
-    /// One, and more while requests wait.
+    /// A single copy, and more while requests wait.
     Auto,
 }
 

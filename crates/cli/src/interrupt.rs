@@ -33,7 +33,7 @@ pub(crate) struct Signals {
     came: Arc<AtomicBool>,
     /// Whether one other than Ctrl-C came.
     ended: Arc<AtomicBool>,
-    /// What a signal means now.
+    /// The current meaning of a signal.
     meaning: Arc<AtomicU8>,
 }
 

@@ -229,7 +229,7 @@ impl Opened {
         self.prepared.adapters()
     }
 
-    /// What a forecast is about.
+    /// The setting that a forecast is about.
     pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
         self.prepared.setting(backend)
     }
@@ -481,7 +481,7 @@ impl Deref for Loaded {
 }
 
 impl Loaded {
-    /// What is measured of it.
+    /// The subject of measurements.
     pub(crate) fn subject(&self) -> Subject<'_> {
         Subject {
             model: &self.model,

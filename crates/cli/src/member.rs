@@ -256,7 +256,7 @@ pub(crate) fn ask_within(
     Ok(local::ask(&home, command, arguments, limit, |_| {})?)
 }
 
-/// What the node of this home answers, or `None` where it does not run.
+/// The answer of this home's node, or `None` where it does not run.
 ///
 /// # Errors
 /// [`local::Error`], but not [`local::Error::NotUp`].
@@ -268,7 +268,7 @@ pub(crate) fn ask_if_up(command: &str, arguments: Value) -> anyhow::Result<Optio
     }
 }
 
-/// What the user can do about errors of the node.
+/// Advice for the user about errors of the node.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     if let Some(local::Error::NotUp) = cause.downcast_ref() {
         return Some("start it in another terminal, or in the background: paceline up".into());

@@ -20,8 +20,8 @@ static RUNNING: Mutex<()> = Mutex::new(());
 /// microseconds, unless it is stopped (Ctrl-S).
 const LAST_PIECE: Duration = Duration::from_millis(20);
 
-/// Before the process ends in the middle of an answer: lets no more of it come, and ends the line
-/// on a terminal, so that the shell's prompt gets one of its own.
+/// Stops the output before the process ends in the middle of an answer. Ends the line on a
+/// terminal, so that the shell's prompt gets one of its own.
 pub(crate) fn end_line() {
     let start = Instant::now();
     let guard = loop {

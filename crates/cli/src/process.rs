@@ -1,4 +1,4 @@
-//! What the system knows about this process.
+//! Facts that the system knows about this process.
 
 use std::ffi::OsString;
 use std::io;
@@ -13,8 +13,8 @@ pub(crate) fn worker_env() -> Vec<(OsString, OsString)> {
     for_workers(std::env::vars_os())
 }
 
-/// The environment of a process that stands between a job and its worker on a host: all of this
-/// process's, since `ssh` needs its agent and what the user's configuration names.
+/// The environment of a process that stands between a job and its worker on a host. It is all of
+/// this process's, since `ssh` needs its agent and what the user's configuration names.
 pub(crate) fn ssh_env() -> Vec<(OsString, OsString)> {
     std::env::vars_os().collect()
 }

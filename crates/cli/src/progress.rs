@@ -95,7 +95,7 @@ impl Drop for Bar {
     }
 }
 
-/// What is beside the label of a bar with speed and time left, and room for a bar of ten columns.
+/// Columns beside the label of a bar with speed and time left, and room for a bar of ten columns.
 const BESIDE: usize = 60;
 
 /// How a bar looks on a terminal of so many columns. It never takes more than a line: what does not

@@ -1,5 +1,5 @@
-//! Whether this machine's node answers instead of this process: by an instance that is loaded, or
-//! by one that it loads for as long as this command runs.
+//! The choice whether this machine's node answers instead of this process. It answers by an
+//! instance that is loaded, or by one that it loads for as long as this command runs.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -608,7 +608,7 @@ impl Args {
         }
     }
 
-    /// What the board writes.
+    /// Outputs of the board: its files, and warnings.
     fn watch(&self) -> anyhow::Result<Watch> {
         Ok(Watch {
             events: self.events.clone(),
@@ -617,7 +617,7 @@ impl Args {
         })
     }
 
-    /// What the node runs models of the cluster with.
+    /// The specification by which the node runs models of the cluster.
     fn node_spec(&self) -> anyhow::Result<commands::Spec> {
         let program = own_program().context("cannot find this program's own file")?;
         let [train_program, bench_program, array_program] = [(); 3].map(|()| program.clone());

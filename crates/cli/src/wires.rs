@@ -30,7 +30,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 /// Hint for a build without MPI.
 const BUILD_WITH_MPI: &str = "build paceline with `--features mpi`, which needs mpicc and libclang";
 
-/// What to do about a wire that is not there, or not to be trusted.
+/// Advice about a wire that is not there, or not to be trusted.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     let launched =
         "`paceline launch --backend ring|jaccl|nccl|mpi -- PROGRAM` sets it for its ranks";

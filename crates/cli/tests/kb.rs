@@ -47,7 +47,7 @@ impl World {
         self.command(args).output().unwrap()
     }
 
-    /// What a command that succeeds prints.
+    /// The output of a command that succeeds.
     fn says(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert!(
@@ -58,7 +58,7 @@ impl World {
         text(&output.stdout)
     }
 
-    /// What a command that fails with exit code 1 tells.
+    /// The complaint of a command that fails with exit code 1.
     fn fails(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let said = text(&output.stderr);
@@ -502,7 +502,7 @@ fn text_fits_the_width_and_has_no_colour_in_a_pipe() {
     }
 }
 
-/// What `command` shows on a terminal of `columns` columns.
+/// The output of `command` on a terminal of `columns` columns.
 fn on_terminal(mut command: Command, columns: u16) -> String {
     let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&person).unwrap();

@@ -1,5 +1,5 @@
-//! `paceline mapreduce` as a script calls it: the same bits over any number of worker processes,
-//! after a killed worker, and after a job that was killed and resumed.
+//! `paceline mapreduce` as a script calls it. The bits are the same over any number of worker
+//! processes, after a killed worker, and after a job that was killed and resumed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -116,7 +116,7 @@ fn object(child: Child) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// What a job prints, without the figures of the run.
+/// The output of a job, without the figures of the run.
 fn result(mut object: Value) -> Value {
     let fields = object.as_object_mut().unwrap();
     fields.retain(|name, _| !FIGURES.contains(&name.as_str()));

@@ -11,20 +11,23 @@
 //!
 //! Chunks have one length ([`chunks`](super::chunks)), and go round the cables. UC loses messages
 //! without a word, and the next ones then land each in the memory of the one before. So each has
-//! its number in its head, and what lies in a place that is not its own is copied aside, and back
-//! when its own place is free; but not the last two, which share bytes: they are asked for again.
-//! Memory is touched by the CPU only when its receive is over: a sender that hears of no progress
-//! sends *drains*, heads without a chunk, which end receives whose messages were lost; and when all
-//! are over the receiver asks for what is missing, which comes as *patches*, messages of the lane
-//! that are copied. A late message of an earlier transfer is a wrong number like any other.
+//! its number in its head. A chunk that lies in a place that is not its own is copied aside, and
+//! back when its own place is free. The last two share bytes, so they are not copied: they are
+//! asked for again.
+//!
+//! Memory is touched by the CPU only when its receive is over. A sender that hears of no progress
+//! sends *drains*, heads without a chunk, which end receives whose messages were lost. When all
+//! receives are over the receiver asks for what is missing. That comes as *patches*, messages of
+//! the lane that are copied. A late message of an earlier transfer is a wrong number like any
+//! other.
 //!
 //! There is one transfer at a time in each direction, of either lane. Of calls both ends know that
 //! there will be one. Messages are offered only to a peer that has said that it waits for one, with
-//! a place for it (*hungry*): it is looking, so the offer is answered at once, and a sender never
-//! waits for a receiver that computes.
+//! a place for it (*hungry*). Such a peer is looking, so it answers the offer at once, and a sender
+//! never waits for a receiver that computes.
 //!
 //! If a track fails, or drains do not get through, both ends give the tracks up for good
-//! (*abandoned*): receives are flushed, the rest of the transfer is patches, and later bodies are
+//! (*abandoned*). Receives are flushed, the rest of the transfer is patches, and later bodies are
 //! copied.
 
 use std::collections::BTreeMap;
@@ -53,7 +56,7 @@ pub(super) const NUMBER_BYTES: usize = 8;
 /// Both directions of a link.
 #[derive(Default)]
 pub(super) struct Bulk {
-    /// One for each cable; none if a device has no room for them.
+    /// A track for each cable; none if a device has no room for them.
     pub(super) tracks: Vec<Track>,
     abandoned: bool,
     /// Offers made and offers taken, of which the last may be under way.
@@ -215,7 +218,8 @@ impl Outgoing {
 }
 
 impl Incoming {
-    /// What is to come as patches, once no receive is under way: the first, and 64 from there on.
+    /// The chunks to come as patches, once no receive is under way: the first, and 64 from there
+    /// on.
     fn wanted(&self, abandoned: bool, tracks: &[Track]) -> (u64, u64) {
         let over = self.used == self.got.len() as u64 || abandoned;
         if !over || tracks.iter().any(Track::is_posted) {
@@ -458,7 +462,7 @@ impl Link {
         self.urgent = true;
     }
 
-    /// What a state of the peer says of transfers.
+    /// Takes the part of a peer's state that is about transfers.
     pub(super) fn bulk_states(
         &mut self,
         [flags, refused, granted, used, first, bits]: [u64; WORDS],

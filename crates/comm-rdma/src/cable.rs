@@ -1,4 +1,4 @@
-//! One cable: a queue pair with its slots.
+//! A cable: a queue pair with its slots.
 //!
 //! ```text
 //! slots of a cable, each as long as the longest message
@@ -6,9 +6,9 @@
 //! 32  sends: 14 of calls, 10 of messages, 8 of states
 //! ```
 //!
-//! A lane never has more messages under way than the peer has receives set aside for it, so the
-//! peer runs out of receives only by states, of which there are few; and then a message is lost
-//! and sent again.
+//! A lane never has more messages under way than the peer has receives set aside for it. So the
+//! peer runs out of receives only by states, of which there are few. Then a message is lost and
+//! sent again.
 
 use super::abi::{Sge, Wc};
 use super::error::RdmaError;
@@ -21,8 +21,8 @@ pub(super) const REQUESTS: usize = 32;
 
 /// Messages of a lane that may be under way on one cable: by lane.
 ///
-/// Calls have more, as they move more. Those of both lanes and the states fill the sends; what
-/// the lanes leave of the receives is for states and for what is sent twice.
+/// Calls have more, as they move more. Those of both lanes and the states fill the sends. The
+/// receives that the lanes leave are for states and for what is sent twice.
 pub(super) const WINDOW: [usize; 2] = [14, 10];
 
 /// Where the sends of each lane, then of states, begin.
@@ -34,7 +34,7 @@ const STATES: usize = REQUESTS - WINDOW[0] - WINDOW[1];
 const SEND: u64 = 1 << 16;
 const RECEIVE: u64 = 2 << 16;
 
-/// What a completion says.
+/// The event that a completion reports.
 pub(super) enum Done {
     /// A send slot is free again.
     Sent { in_place: bool },
@@ -193,7 +193,7 @@ impl Cable {
         self.owned[slot] = owned;
     }
 
-    /// What is in a send slot behind its head, up to byte `end`.
+    /// The bytes of a send slot behind its head, up to byte `end`.
     pub(super) fn payload(&self, slot: usize, end: usize) -> Vec<u8> {
         assert!(slot < REQUESTS && (HEAD_BYTES..=self.slot_bytes).contains(&end));
         let mut bytes = vec![0; end - HEAD_BYTES];

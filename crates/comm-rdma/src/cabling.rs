@@ -12,8 +12,8 @@ use super::matrix::Matrix;
 use super::memory::Registry;
 use super::verbs::{Adapter, Verbs};
 
-/// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
-/// little (32 KiB at 7 GB/s: 5 us), and 64 of them are 2 MiB for each cable.
+/// Longest message, unless [`Config`] says otherwise. Long enough that heads and completions cost
+/// little (32 KiB at 7 GB/s: 5 us). Sixty-four of them are 2 MiB for each cable.
 pub const MESSAGE_BYTES: u32 = 32 << 10;
 
 /// [`Config::in_place_bytes`], unless it says otherwise: agreeing takes some microseconds, in which
@@ -51,7 +51,7 @@ const MESSAGE_BYTES_MAX: u32 = 1 << 20;
 /// one device hangs on macOS (ml-explore/mlx #3245).
 pub(super) struct Host {
     verbs: Verbs,
-    /// What is registered, for all groups over these devices.
+    /// Memory that is registered, for all groups over these devices.
     pub(super) registry: Arc<Registry>,
     adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
 }

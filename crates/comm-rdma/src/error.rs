@@ -15,7 +15,7 @@ pub enum RdmaError {
     Library {
         /// File name or path that was tried.
         name: String,
-        /// What the loader said.
+        /// The loader's error.
         source: libloading::Error,
     },
     /// The library lacks a function.
@@ -37,7 +37,7 @@ pub enum RdmaError {
     /// The library has no list of devices: the system has no RDMA.
     #[error("list RDMA devices: {source}")]
     NoList {
-        /// What the library said.
+        /// The library's error.
         source: io::Error,
     },
     /// No device has this name.
@@ -138,7 +138,7 @@ pub enum RdmaError {
         /// Since when.
         millis: u128,
     },
-    /// One of several cables loses whatever is sent over it.
+    /// A cable, of several, loses whatever is sent over it.
     #[error("cable {cable} to {peer} loses whatever is sent over it")]
     Silent {
         /// The other end.
@@ -146,7 +146,7 @@ pub enum RdmaError {
         /// Which of the cables to it.
         cable: usize,
     },
-    /// One of several cables carries nothing any more, says the other end.
+    /// A cable, of several, carries nothing any more, says the other end.
     #[error("cable {cable} to {peer} was given up at the other end")]
     GivenUp {
         /// The other end.
@@ -160,9 +160,9 @@ pub enum RdmaError {
          is it the cable between these two?"
     )]
     Unwired {
-        /// Who hears nothing.
+        /// The rank that hears nothing.
         rank: Rank,
-        /// Who should be heard.
+        /// The rank that should be heard.
         peer: Rank,
         /// Which of the cables between them.
         cable: usize,
@@ -189,12 +189,12 @@ pub enum RdmaError {
     Side {
         /// The other end.
         peer: Rank,
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// What a rank said over the side channel makes no sense.
+    /// A rank's message over the side channel makes no sense.
     #[error("side channel: {rank} sent no address")]
     NoMeeting {
         /// The first such rank.

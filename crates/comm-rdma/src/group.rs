@@ -63,7 +63,7 @@ impl Placed for Settings {
     }
 }
 
-/// One rank of a group over RDMA. Dropping it ends the group for the others.
+/// A rank of a group over RDMA. Dropping it ends the group for the others.
 pub struct Rdma {
     // Dropped in this order: links before the memory of their slots.
     keeping: Keeping<Links>,
@@ -221,8 +221,8 @@ impl Rdma {
         self.keeping.linked().transport().devices()
     }
 
-    /// How many cables to `peer` carry something, 0 where there are none; and why the first of
-    /// those that do not any more is dead, whose share the others have taken.
+    /// How many cables to `peer` carry something, 0 where there are none. Also returns why the
+    /// first cable that does not any more is dead. The others have taken its share.
     pub fn cables(&self, peer: Rank) -> (usize, Option<Arc<RdmaError>>) {
         let known = peer.0 < self.size() && peer != self.rank();
         let links = self.keeping.linked().transport();

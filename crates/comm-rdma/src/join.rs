@@ -4,13 +4,13 @@
 //! that all know at once when one cannot go on:
 //!
 //! 1. *facts*: the addresses of each rank's devices, a random number, a check word over table and
-//!    options. Two ranks with several cables between them then agree which belong together: by
-//!    their subnets if every cable has one of its own (`mlx.distributed_config` makes it so), else
-//!    by their order.
+//!    options. Two ranks with several cables between them then agree which belong together. They go
+//!    by their subnets if every cable has one of its own (`mlx.distributed_config` makes it so),
+//!    else by their order.
 //! 2. *destinations*: a queue pair for each cable, described as JACCL does, in 32 bytes.
 //! 3. *connected*: every pair is ready to receive; only now may anybody send.
-//! 4. *hellos*, in rounds, until everybody has heard everybody over every cable: a cable that
-//!    leads elsewhere is found here and named, not later by a call that waits for ever.
+//! 4. *hellos*, in rounds, until everybody has heard everybody over every cable. A cable that leads
+//!    elsewhere is found here and named, not later by a call that waits for ever.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -56,7 +56,7 @@ const BROKEN: u32 = 2;
 /// Gathers the same number of bytes from every rank, in rank order. Collective.
 pub(super) type Gather<'a> = &'a mut dyn FnMut(&[u8]) -> Result<Vec<u8>, RdmaError>;
 
-/// What this rank has: its place, and its devices.
+/// The rank's place, and its devices.
 pub(super) struct Joining<'a> {
     pub(super) rank: usize,
     pub(super) cabling: &'a Cabling,
@@ -64,7 +64,7 @@ pub(super) struct Joining<'a> {
     pub(super) deadline: Deadline,
 }
 
-/// What came of it.
+/// The result: links, devices and slabs.
 pub(super) struct Wired {
     pub(super) links: Vec<Option<Link>>,
     pub(super) adapters: Vec<Arc<Adapter>>,
@@ -371,7 +371,7 @@ fn broken(wired: &mut Wired) -> Option<RdmaError> {
     links.find_map(Link::take_broken)
 }
 
-/// What all ranks said first.
+/// The first bytes that all ranks said.
 struct Facts<'a> {
     all: &'a [u8],
     /// Bytes of one rank.
@@ -392,8 +392,9 @@ impl Facts<'_> {
     }
 }
 
-/// For each of the first rank's cables, which of the second's it is: the one in the same network
-/// of four addresses, if that settles all of them, else the one at the same place.
+/// The pairing of cables: for each of the first rank's cables, which of the second's it is. It is
+/// the cable in the same network of four addresses, if that settles all of them, else the cable at
+/// the same place.
 fn pairing(first: &[Gid], second: &[Gid]) -> Vec<usize> {
     let network = |gid: &Gid| (gid.0[..15].to_vec(), gid.0[15] & !3);
     let place = |gid: &Gid| {

@@ -1,15 +1,15 @@
 //! Ranks that reach each other over RDMA: Thunderbolt cables between Macs, RoCE or InfiniBand.
 //!
 //! [`Wire`] is for the list of providers of [`paceline_comm::init`]; [`join`] makes a group
-//! directly. Of `comm` the crate uses what [`paceline_comm::provider`] publishes: the ranks meet by
+//! directly. Of `comm` the crate uses what [`paceline_comm::provider`] publishes. The ranks meet by
 //! TCP, and the links over cables are a transport below the same collectives and messages.
 //!
 //! The verbs library is opened at run time; nothing has to be there to build. Queue pairs are of
-//! kind UC and messages two-sided, which is all that Apple's devices have, and as JACCL (MLX's
-//! library for them) uses them; its device file, environment and side channel are understood
-//! ([`Matrix`], [`Settings`], [`Side`]). What goes over the cables is paceline's own: the frames
-//! of every transport, in numbered and acknowledged messages, so that what UC loses without a word
-//! is sent again.
+//! kind UC and messages are two-sided, which is all that Apple's devices have. JACCL, MLX's library
+//! for these devices, uses them in the same way. The crate understands JACCL's device file,
+//! environment and side channel ([`Matrix`], [`Settings`], [`Side`]). The protocol on the cables is
+//! paceline's own: the frames of every transport, in numbered and acknowledged messages. So
+//! messages that UC loses without a word are sent again.
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};

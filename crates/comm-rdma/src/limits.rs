@@ -1,4 +1,4 @@
-//! What a device can hold. Known for Apple's; elsewhere the device says no by itself.
+//! The limits of a device. Known for Apple's; elsewhere the device says no by itself.
 
 /// Memory regions of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl Limits {
         work_requests: WorkRequests(32),
     };
 
-    /// Those of the system this was compiled for.
+    /// The limits of the system this was compiled for.
     pub const fn of_this_system() -> Self {
         if cfg!(target_os = "macos") {
             Self::APPLE

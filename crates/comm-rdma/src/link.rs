@@ -1,16 +1,17 @@
 //! All cables between two ranks, as two lanes of ordered bytes.
 //!
-//! UC drops a message that is damaged, or meets no posted receive, and tells nobody. So messages
-//! of a lane are numbered; cables take turns, and whatever order messages come in, they are handed
-//! on in the order of their numbers, each once. The receiver says in every
-//! message of its own what it has (`received`) and what it has read (`consumed`, which is the
-//! sender's credit); if it has nothing to say it sends a *state*: at once when a message is missing
-//! or came twice or much has been read, else a little later. The sender repeats what a state says
-//! is missing, and the oldest message when nothing is heard for [`REPEAT_FIRST`], then twice as
-//! long, and so on.
+//! UC drops a message that is damaged, or meets no posted receive, and tells nobody. So messages of
+//! a lane are numbered. Cables take turns. Messages are handed on in the order of their numbers,
+//! each once, whatever order they come in.
 //!
-//! A cable that fails, or loses message after message, is given up at both ends, and what was under
-//! way on it goes over the others. Only with the last one the link breaks.
+//! The receiver says in every message of its own what it has (`received`) and what it has read
+//! (`consumed`, which is the sender's credit). If it has nothing to say it sends a *state*. It does
+//! so at once when a message is missing or came twice or much has been read, else a little later.
+//! The sender repeats what a state says is missing. It repeats the oldest message when nothing is
+//! heard for [`REPEAT_FIRST`], then twice as long, and so on.
+//!
+//! A cable that fails, or loses message after message, is given up at both ends. Messages that were
+//! under way on it go over the others. The link breaks only with the last cable.
 //!
 //! This is a state machine without threads: whoever looks at a link moves it.
 
@@ -35,8 +36,8 @@ use super::memory::Registry;
 use super::message::{HEAD_BYTES, Head, Kind, STATE_BYTES, WORDS};
 use super::track::Track;
 
-/// How long the sender waits before it repeats: against some 10 us that an answer takes, and some
-/// ms that a rank without a core may be away.
+/// How long the sender waits before it repeats. An answer takes some 10 us, and a rank without a
+/// core may be away for some ms.
 pub(super) const REPEAT_FIRST: Duration = Duration::from_millis(3);
 
 /// And at most. A peer that computes looks every 100 ms (comm's `keeping::control`).
@@ -99,7 +100,7 @@ pub(super) struct Link {
     pub(super) reading: usize,
     /// A long message was sent in place, and its memory may still be read.
     mailed: bool,
-    /// Whoever waits for a message has read all that came, and has a place for a long one.
+    /// The thread that waits for a message has read all that came, and has a place for a long one.
     waiting: bool,
     /// The same at the other end, once it had read so many messages of the lane.
     hungry: Option<u64>,
@@ -442,7 +443,7 @@ impl Link {
         Ok(())
     }
 
-    /// What time brings: repetitions and acknowledgements.
+    /// Does what is due by time: repetitions and acknowledgements.
     fn tend(&mut self, moved: bool) -> Result<(), RdmaError> {
         let missing = std::mem::take(&mut self.suspect)
             && self.incoming.iter().any(|incoming| incoming.bits() != 0);

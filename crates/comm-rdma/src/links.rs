@@ -1,7 +1,7 @@
 //! The links of one rank as a [`Transport`]: cables where there are some, else TCP.
 //!
-//! Verbs have no descriptor to wait for without a completion channel (which JACCL does not use
-//! either), so whoever waits looks, naps in `poll` on the sockets, and looks again.
+//! Verbs have no descriptor to wait for without a completion channel, which JACCL does not use
+//! either. So a waiting thread looks, naps in `poll` on the sockets, and looks again.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,9 +19,9 @@ use super::link::Link;
 use super::memory::{Registration, Registry};
 use super::verbs::Adapter;
 
-/// First nap of a rank that waits, doubled up to the last: what a message takes, and what is lost
-/// in the noise of a call that has waited that long. A look costs about 0.1 us for each peer, so
-/// even the first naps leave the core to others.
+/// First nap of a rank that waits, doubled up to the last. The first is the time that a message
+/// takes. The last is lost in the noise of a call that has waited that long. A look costs about 0.1
+/// us for each peer, so even the first naps leave the core to others.
 const NAP_FIRST: Duration = Duration::from_micros(20);
 const NAP_LAST: Duration = Duration::from_millis(1);
 
@@ -38,7 +38,7 @@ pub(super) struct Links {
     devices: Devices,
 }
 
-/// What memory of callers is registered with.
+/// The devices and the registry that memory of callers is registered with.
 pub(super) struct Devices {
     pub(super) adapters: Vec<Arc<Adapter>>,
     pub(super) registry: Arc<Registry>,

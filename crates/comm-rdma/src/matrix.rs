@@ -6,13 +6,13 @@
 //!  [["rdma_en4", "rdma_en6"], null,  null           ]]
 //! ```
 //!
-//! Row i has the devices of rank i, by the rank they lead to: null for none, a name, or a list
-//! with one name for each cable.
+//! Row i has the devices of rank i, by the rank they lead to. An entry is null for none, a name, or
+//! a list with one name for each cable.
 
 use serde_json::Value;
 
-/// Cables of a link: four Thunderbolt cables between two machines are what JACCL allows; and the
-/// messages of a lane under way have to fit into the 64 bits of a state.
+/// Cables of a link. JACCL allows four Thunderbolt cables between two machines. The messages of a
+/// lane under way also have to fit into the 64 bits of a state.
 pub const CABLES_MAX: usize = 4;
 
 /// Why a table of devices is none.

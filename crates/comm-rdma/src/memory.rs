@@ -11,11 +11,11 @@ use std::sync::{Arc, PoisonError, RwLock};
 use super::error::RdmaError;
 use super::verbs::{Adapter, Region};
 
-/// What is registered, by all who send.
+/// The registered memory, for all senders.
 #[derive(Default)]
 pub(super) struct Registry(RwLock<Vec<Arc<Registered>>>);
 
-/// One piece of memory, registered with every device of a rank.
+/// A piece of memory, registered with every device of a rank.
 struct Registered {
     start: usize,
     bytes: usize,

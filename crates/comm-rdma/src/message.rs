@@ -1,4 +1,4 @@
-//! What is sent over a cable: one message per work request, with a head of 64 bytes.
+//! Messages over a cable: one message per work request, with a head of 64 bytes.
 //!
 //! ```text
 //!  0  "PLr3"     4  kind: 0 calls, 1 messages, 2 state, 3 hello, 4 ask, 5 offer, 6 patch,
@@ -12,10 +12,12 @@
 //! ```
 //!
 //! An *ask* is a state that wants one back. Chunks and drains travel on tracks of their own and
-//! acknowledge nothing. `received` and `consumed` count the sender's view of the other direction:
-//! all messages below `received` are there, and all below `consumed` have been read, so that their
-//! memory is free. Every message carries both; a *state* carries nothing else. A message of another
-//! session (of an earlier group, or over a cable that leads elsewhere) is dropped.
+//! acknowledge nothing.
+//!
+//! `received` and `consumed` count the sender's view of the other direction. All messages below
+//! `received` are there. All below `consumed` have been read, so that their memory is free. Every
+//! message carries both; a *state* carries nothing else. A message of another session (of an
+//! earlier group, or over a cable that leads elsewhere) is dropped.
 
 use paceline_comm::provider::Lane;
 
@@ -23,13 +25,13 @@ use paceline_comm::provider::Lane;
 pub(super) const HEAD_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"PLr3";
 
-/// What a state says of transfers, in this order: see `Bulk::words`.
+/// The words of a state about transfers, in this order: see `Bulk::words`.
 pub(super) const WORDS: usize = 6;
 
 /// Bytes of a state's payload.
 pub(super) const STATE_BYTES: usize = 8 * (2 + WORDS);
 
-/// What a message is for.
+/// The purpose of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Data(Lane),
@@ -70,7 +72,7 @@ pub(super) struct Head {
     pub(super) bytes: u32,
     /// The sender waits for its memory.
     pub(super) asks: bool,
-    /// Whoever waits for a message has read all that came, and has a place for a long one.
+    /// The thread that waits for a message has read all that came, and has a place for a long one.
     pub(super) waits: bool,
     pub(super) done: u32,
 }

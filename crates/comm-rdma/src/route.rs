@@ -1,7 +1,7 @@
 //! Which way a ring goes over the cables that are there.
 //!
 //! JACCL wants a mesh of at most eight ranks, or cables from every rank to the next in rank order.
-//! Here the ring is looked for: the order in which it passes the fewest pairs without a cable,
+//! Here the ring is searched for. It is the order that passes the fewest pairs without a cable, and
 //! none if there is such an order at all. Those pairs, and what is no ring, go over TCP.
 
 use super::matrix::Matrix;
@@ -10,8 +10,8 @@ use super::matrix::Matrix;
 /// is found by then, which is the first for any cabling a person would make.
 const STEPS: usize = 500_000;
 
-/// Ranks in the order of a ring with as few pairs without a cable as possible: of equally good
-/// ones the first that is found, which is the same on all ranks.
+/// Ranks in the order of a ring with as few pairs without a cable as possible. Of equally good
+/// orders the first that is found, which is the same on all ranks.
 pub(super) fn ring(matrix: &Matrix) -> Vec<usize> {
     let size = matrix.size();
     let rank_order: Vec<usize> = (0..size).collect();

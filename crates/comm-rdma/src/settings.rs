@@ -30,7 +30,7 @@ pub enum SettingsError {
     Number {
         /// The variable.
         name: &'static str,
-        /// What it holds.
+        /// The variable's value.
         value: String,
         /// Why that is none.
         source: ParseIntError,
@@ -40,7 +40,7 @@ pub enum SettingsError {
     Address {
         /// The variable.
         name: &'static str,
-        /// What it holds.
+        /// The variable's value.
         value: String,
     },
     /// The rank has no row in the device file.
@@ -56,7 +56,7 @@ pub enum SettingsError {
     Matrix(#[from] MatrixError),
 }
 
-/// What JACCL's environment says.
+/// The settings of JACCL's environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The own rank.

@@ -1,10 +1,15 @@
 //! JACCL's side channel: TCP through rank 0, by which ranks tell each other their queue pairs.
 //!
 //! Rank 0 listens at the coordinator's address; every other rank connects and sends its rank, an
-//! `int` of 4 bytes. A gather of n bytes: every rank sends n bytes to rank 0, which reads them in
-//! rank order and sends all of them to each. A container: its length (4 bytes) is gathered first,
-//! then as many elements as the longest has, padded. A barrier: two gathers of 4 bytes. All
-//! numbers are little-endian. No frame, no version: a disagreement shows as a wrong length only.
+//! `int` of 4 bytes. All numbers are little-endian.
+//!
+//! - A gather of n bytes: every rank sends n bytes to rank 0. It reads them in rank order and sends
+//!   all of them to each.
+//! - A container: its length (4 bytes) is gathered first, then as many elements as the longest has,
+//!   padded.
+//! - A barrier: two gathers of 4 bytes.
+//!
+//! There is no frame and no version: a disagreement shows as a wrong length only.
 //!
 //! Ours differs where nobody can tell: every wait has a deadline, and connections that send no
 //! rank that is missing are turned away.
@@ -227,7 +232,7 @@ fn receive(stream: &mut TcpStream, into: &mut [u8], by: Deadline) -> io::Result<
     Ok(())
 }
 
-/// What rank 0 does: one connection for each other rank, in rank order.
+/// Rank 0's part: one connection for each other rank, in rank order.
 fn accept(at: SocketAddr, size: usize, by: Deadline) -> Result<Vec<TcpStream>, Failure> {
     let listener = TcpListener::bind(at).map_err(|error| (Rank(0), "listen as", error))?;
     let mut streams: Vec<Option<TcpStream>> = (1..size).map(|_| None).collect();
@@ -334,7 +339,7 @@ mod tests {
         }
     }
 
-    /// What a JACCL rank puts on the wire, byte by byte, beside a stranger.
+    /// A JACCL rank's bytes on the wire, one by one, beside a stranger.
     #[test]
     fn a_rank_of_jaccl_is_understood() {
         let at = free();

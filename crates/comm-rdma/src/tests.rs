@@ -21,9 +21,9 @@ use paceline_comm::{Algorithm, Deadline, Group, Memory, Reduce, testing};
 use super::soft::{self, Caps, Fabric, Faults};
 use super::{Cabling, Config, Limits, MESSAGE_BYTES, Matrix, Rdma, RdmaError, join, software};
 
-/// Sizes of the conformance suite here: the cases sleep for some 6 s of each size, and what sizes
-/// there are makes no difference to a transport. All of them with `COMM_TEST_SIZES=all`
-/// and in a long run.
+/// Sizes of the conformance suite here. The cases sleep for some 6 s of each size, and the choice
+/// of sizes makes no difference to a transport. All of them with `COMM_TEST_SIZES=all` and in a
+/// long run.
 const SIZES: [u32; 4] = [1, 2, 3, 5];
 
 fn soon(seconds: u64) -> Deadline {
@@ -59,7 +59,7 @@ impl Lab {
     }
 }
 
-/// One device for each rank, all on one switch.
+/// A device for each rank, all on one switch.
 fn switched(size: u32, faults: Faults) -> Lab {
     let fabric = Fabric::new(faults, Caps::APPLE);
     let name = |rank| format!("soft{}.{rank}", soft::number());
@@ -97,7 +97,7 @@ fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -
     Lab::new(fabric, &matrix, Config::default())
 }
 
-/// What joining gives each rank, in rank order.
+/// The result of joining for each rank, in rank order.
 fn join_all(lab: &Lab) -> Vec<Result<Rdma, RdmaError>> {
     let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listeners: Vec<Listener> = lab.cablings.iter().map(listen).collect();
@@ -256,8 +256,8 @@ fn registered_memory_is_sent_from_where_it_is() {
     assert_eq!(lab.fabric.live(), 0, "something was not given back");
 }
 
-/// Parts that are gathered go from memory to memory, whatever is lost on the way; what is left
-/// over of whole chunks, and what is not registered, is copied.
+/// Parts that are gathered go from memory to memory, whatever is lost on the way. The rest of whole
+/// chunks, and memory that is not registered, is copied.
 #[test]
 #[allow(clippy::cast_possible_truncation, reason = "small numbers")]
 fn registered_memory_is_received_where_it_is() {

@@ -1,8 +1,8 @@
 //! The second queue pair of a cable, for bodies that go from caller's memory to caller's memory.
 //!
-//! A message here is a head of 64 bytes, which lies in a slot at both ends, and a chunk, which lies
-//! in the callers' memory at both ends. Receives are posted for as many chunks as the peer was told
-//! it may send ([`bulk`](super::bulk)), and for nothing else: between transfers no memory of a
+//! A message here is a head of 64 bytes, which lies in a slot at both ends, and a chunk. The chunk
+//! lies in the callers' memory at both ends. Receives are posted for as many chunks as the peer was
+//! told it may send ([`bulk`](super::bulk)), and for nothing else. Between transfers no memory of a
 //! caller is posted.
 
 use super::abi::{Sge, Wc};
@@ -18,7 +18,7 @@ const RECEIVE: u64 = 2 << 16;
 /// Pieces of a message, in either direction: head and chunk.
 const PIECES: u32 = 2;
 
-/// What a completion says.
+/// The event that a completion reports.
 pub(super) enum Landed {
     /// A send is over.
     Sent { in_place: bool },

@@ -25,7 +25,7 @@ pub const LIBRARY: &str = if cfg!(target_os = "macos") {
 /// The only port that is used, as JACCL does: Apple's devices have no other.
 const PORT: u8 = 1;
 
-/// What a peer must be able to do with memory. JACCL registers with all three; sends and receives
+/// The access that a peer must have to memory. JACCL registers with all three; sends and receives
 /// need the first.
 const ACCESS: c_int = abi::ACCESS_LOCAL_WRITE | abi::ACCESS_REMOTE_READ | abi::ACCESS_REMOTE_WRITE;
 

@@ -1,8 +1,8 @@
 //! Time per call of the in-process group: `cargo bench -p paceline-comm --bench local`.
 //!
-//! All ranks call in a loop, as in decoding; each size is timed on rank 0 in batches and the
-//! median batch is printed with the 10th and 90th percentile, in microseconds per call. Written
-//! by hand because criterion brings forty crates and a C file for what is one loop here.
+//! All ranks call in a loop, as in decoding. Rank 0 times each size in batches. The median batch is
+//! printed with the 10th and 90th percentile, in microseconds per call. The harness is written by
+//! hand because criterion brings forty crates and a C file for what is one loop here.
 
 #![allow(clippy::print_stdout, reason = "a bench reports on standard output")]
 

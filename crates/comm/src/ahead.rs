@@ -11,10 +11,10 @@ type Job = Box<dyn FnOnce(&dyn Group) + Send>;
 
 /// A group whose calls are started now and waited for later.
 ///
-/// Collectives run in the order in which they were started, on a thread of their own, so several
-/// can be in flight and all ranks still make them in the same order. Messages run beside them and
-/// beside each other, each on its own thread, so that a receive which waits holds nothing up.
-/// Calls own their buffers and hand them back.
+/// Collectives run in the order in which they were started, on a thread of their own. So several
+/// can be in flight, and all ranks still make them in the same order. Messages run beside them and
+/// beside each other, each on its own thread. So a receive that waits holds nothing up. Calls own
+/// their buffers and hand them back.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -110,7 +110,7 @@ impl<R> Handle<R> {
         true
     }
 
-    /// What the call gave. Blocks no longer than the call's own deadline.
+    /// The call's result. Blocks no longer than the call's own deadline.
     ///
     /// # Panics
     /// If the call panicked.

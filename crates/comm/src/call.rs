@@ -1,4 +1,5 @@
-//! What a rank announces about a call, and what is wrong with one before it starts.
+//! Calls: the announcement that a rank makes of one, and the check of its arguments before it
+//! starts.
 
 use std::fmt;
 
@@ -13,13 +14,13 @@ pub enum Kind {
     Barrier,
     /// Every rank's part to every rank.
     AllGather,
-    /// One reduction over all ranks, to every rank.
+    /// A reduction over all ranks, to every rank.
     AllReduce(Reduce),
-    /// One reduction over all ranks, a part to every rank.
+    /// A reduction over all ranks, a part to every rank.
     ReduceScatter(Reduce),
     /// From every rank a part to every rank.
     AllToAll,
-    /// One rank's buffer to every rank.
+    /// The root's buffer to every rank.
     Broadcast {
         /// The rank that has the data.
         root: Rank,

@@ -4,7 +4,7 @@ use paceline_base::Rank;
 
 use crate::{Counts, Data, DataMut, Reduce};
 
-/// One collective call, as data: what is moved and where the result goes.
+/// A collective call, as data: the buffers that are moved and where the result goes.
 #[derive(Debug)]
 pub enum Collective<'a> {
     /// See `barrier`.
@@ -38,9 +38,9 @@ pub enum Collective<'a> {
     },
     /// See `all_to_all` and `all_to_all_v`. `input` and `output` have one type.
     AllToAll {
-        /// What each rank gets from this one, in rank order, `(sum of sends,)`.
+        /// The data that each rank gets from this one, in rank order, `(sum of sends,)`.
         input: Data<'a>,
-        /// What this rank gets from each, in rank order, `(sum of receives,)`.
+        /// The data that this rank gets from each, in rank order, `(sum of receives,)`.
         output: DataMut<'a>,
         /// Elements for each rank.
         sends: Counts<'a>,

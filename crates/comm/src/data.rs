@@ -88,8 +88,8 @@ pub struct Complex64 {
 
 /// A Rust type that can travel between ranks.
 ///
-/// Sealed. No implementor has padding, and every bit pattern is a value, except for `bool`, whose
-/// bytes a [`DataMut`] puts in order before it gives the slice back.
+/// Sealed. No implementor has padding. Every bit pattern is a value, except for `bool`: a
+/// [`DataMut`] puts its bytes in order before it gives the slice back.
 pub trait Element: sealed::Plain {
     /// How this type is announced.
     const DTYPE: Dtype;
@@ -252,7 +252,7 @@ pub enum Counts<'a> {
 }
 
 impl Counts<'_> {
-    /// What `rank` brings. `Each` must have an entry for it.
+    /// The elements that `rank` brings. `Each` must have an entry for it.
     pub fn of(&self, rank: usize) -> usize {
         match self {
             Self::Even(count) => *count,
@@ -260,7 +260,7 @@ impl Counts<'_> {
         }
     }
 
-    /// What the ranks before `rank` bring together; saturates.
+    /// The elements that the ranks before `rank` bring together; saturates.
     pub fn before(&self, rank: usize) -> usize {
         match self {
             Self::Even(count) => count.saturating_mul(rank),
@@ -268,7 +268,7 @@ impl Counts<'_> {
         }
     }
 
-    /// What `size` ranks bring together; saturates.
+    /// The elements that `size` ranks bring together; saturates.
     pub fn total(&self, size: usize) -> usize {
         match self {
             Self::Even(count) => count.saturating_mul(size),

@@ -15,7 +15,7 @@ pub enum Error {
     PeerLost {
         /// The call in which this rank noticed.
         call: Call,
-        /// Who is gone.
+        /// The rank that is gone.
         rank: Rank,
     },
     /// The deadline of a call passed.
@@ -31,9 +31,9 @@ pub enum Error {
     Mismatch {
         /// The first rank that differs from `expected`.
         rank: Rank,
-        /// What most ranks called (of equally many, what the lowest of them called).
+        /// The call that most ranks made. On a tie, the call that the lowest of these ranks made.
         expected: Call,
-        /// What `rank` called.
+        /// The call that `rank` made.
         got: Call,
     },
     /// A buffer does not have the length that the other arguments ask for.
@@ -41,7 +41,7 @@ pub enum Error {
     Length {
         /// The call with this argument.
         call: Call,
-        /// Who made it.
+        /// The rank that made the call.
         rank: Rank,
         /// Name of the argument.
         buffer: &'static str,
@@ -55,7 +55,7 @@ pub enum Error {
     NoSuchRank {
         /// The call with this argument.
         call: Call,
-        /// Who made it.
+        /// The rank that made the call.
         rank: Rank,
         /// The rank it named.
         named: Rank,
@@ -67,7 +67,7 @@ pub enum Error {
     Silent {
         /// The call in which this rank noticed.
         call: Call,
-        /// Who is silent.
+        /// The silent rank.
         rank: Rank,
         /// How long, in milliseconds.
         millis: u32,
@@ -77,7 +77,7 @@ pub enum Error {
     Garbled {
         /// The call in which this rank noticed.
         call: Call,
-        /// Who sent them.
+        /// The rank that sent them.
         rank: Rank,
     },
     /// The backend has no such call. Nothing was sent, and the group is *not* poisoned: every rank
@@ -86,7 +86,7 @@ pub enum Error {
     Unsupported {
         /// The call.
         call: Call,
-        /// Who made it.
+        /// The rank that made the call.
         rank: Rank,
         /// Name of the backend.
         backend: &'static str,
@@ -96,7 +96,7 @@ pub enum Error {
     Library {
         /// The call.
         call: Call,
-        /// Who made it.
+        /// The rank that made the call.
         rank: Rank,
         /// Name of the library.
         backend: &'static str,
@@ -108,9 +108,9 @@ pub enum Error {
     System {
         /// The call.
         call: Call,
-        /// Who made it.
+        /// The rank that made the call.
         rank: Rank,
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The system's number for what went wrong; 0 if it gave none.
         code: i32,

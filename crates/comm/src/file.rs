@@ -15,7 +15,7 @@ pub(crate) struct File {
 
 #[cfg(target_os = "linux")]
 impl File {
-    /// One of so many bytes.
+    /// Creates a file of so many bytes.
     ///
     /// # Errors
     /// What the system says when it has none.
@@ -70,7 +70,7 @@ fn open_settled(name: &str) -> io::Result<OwnedFd> {
     }
 }
 
-/// What nobody may do to such a file any more, its owner included.
+/// Operations that nobody may do to such a file any more, its owner included.
 #[cfg(target_os = "linux")]
 const SEALS: rustix::fs::SealFlags = rustix::fs::SealFlags::SHRINK
     .union(rustix::fs::SealFlags::GROW)
@@ -88,7 +88,7 @@ pub(crate) fn is_descriptor(name: &str) -> bool {
 
 #[cfg(not(target_os = "linux"))]
 impl File {
-    /// One of so many bytes.
+    /// Creates a file of so many bytes.
     ///
     /// # Errors
     /// What the system says when it has none.

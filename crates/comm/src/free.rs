@@ -2,9 +2,11 @@
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
-/// An address of this machine with a port that is free, and stays so: the address is of this call
-/// alone, where the system has so many (Linux: all of 127.0.0.0/8). On one that others use too, any
-/// of them may be given the port in between.
+/// An address of this machine with a port that is free.
+///
+/// It stays free where the system has so many addresses that each call gets its own (Linux: all of
+/// 127.0.0.0/8). On an address that other processes use too, any of them may be given the port in
+/// between.
 pub(crate) fn free() -> SocketAddr {
     let any = SocketAddr::from((address(), 0));
     TcpListener::bind(any).unwrap().local_addr().unwrap()

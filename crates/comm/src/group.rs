@@ -12,14 +12,17 @@ use crate::{
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
 ///
-/// It is part of the contract, so that a program which lets every rank send before it receives
-/// does not depend on the transport. Sixteen are the residuals, in two halves, of eight steps that
-/// a stage of a pipeline has not taken yet: nine stages compute at the same time. With 8 it was
-/// five. Where so many wait, steps of 512 rows of a model of width 8,192 hold 128 MiB at a rank
-/// that has a ninth of the model or less; of up to five stages no more wait than with 8.
+/// It is part of the contract, so that a program which lets every rank send before it receives does
+/// not depend on the transport.
+///
+/// Sixteen are the residuals, in two halves, of eight steps that a pipeline stage has not taken
+/// yet: nine stages compute at the same time. With 8 it was five. Where so many wait, steps of 512
+/// rows of a model of width 8,192 hold 128 MiB. That is at a rank that has a ninth of the model or
+/// less. Of up to five stages no more wait than with 8.
 pub const MESSAGES_HELD: usize = 16;
 
-/// What a rank has put on its links and taken from them since the group was made, frames included.
+/// Bytes that a rank has put on its links and taken from them, frames included, since the group was
+/// made.
 ///
 /// Between threads of a process it is what was copied to and from shared memory. Heartbeats and
 /// news of failures are not counted.
@@ -41,7 +44,7 @@ pub struct Copies {
     pub staged: Bytes,
 }
 
-/// One rank's handle to a fixed set of ranks that compute together.
+/// A rank's handle to a fixed set of ranks that compute together.
 ///
 /// This trait is what a provider implements; programs call the typed methods of `dyn Group`
 /// ([`barrier`](#method.barrier), [`all_gather_v`](#method.all_gather_v), ...). The contract holds
@@ -52,27 +55,27 @@ pub struct Copies {
 /// Messages are apart from collectives: they may overlap them, and each other.
 ///
 /// **Lockstep guard.** Each rank announces its [`Call`](crate::Call) (sequence number, operation,
-/// type, length, counts, place). If they differ, every rank that took part gets
-/// [`Error::Mismatch`] and no data is used. The place is the line that calls, or what
-/// [`mark`](Self::mark) says: a rank that leaves a call out is named even if the next is alike,
-/// unless that comes from the same line and nothing was marked; then at the first call that
+/// type, length, counts, place). If they differ, every rank that took part gets [`Error::Mismatch`]
+/// and no data is used. The place is the line that calls, or what [`mark`](Self::mark) says. So a
+/// rank that leaves a call out is named even if the next call is alike. The exception is a next
+/// call from the same line with nothing marked: then the rank is named at the first call that
 /// differs. A rank that calls nothing cannot be told from a slow one before the deadline.
 ///
 /// **Deadlines.** Every call has one, and no call waits longer than that and the time it takes to
 /// copy its own data.
 ///
-/// **Poison.** After an error on any rank, and after any rank dropped its handle (as the end of
-/// its thread or process does, panic or not), the group is poisoned: blocked calls on all ranks
-/// return an error at once, and so does every later call. They report the first cause. Which call
-/// was the last to succeed is not agreed: a rank whose peers have all arrived completes, although
-/// another may have given up. On an error the contents of output buffers are unspecified. What to
-/// do next: drop the handle and build a new group.
+/// **Poison.** After an error on any rank the group is poisoned. It also is after any rank dropped
+/// its handle, as the end of its thread or process does, panic or not. Blocked calls on all ranks
+/// then return an error at once, and so does every later call. They report the first cause. Ranks
+/// do not agree on which call was the last to succeed. A rank whose peers have all arrived
+/// completes, although another may have given up. On an error the contents of output buffers are
+/// unspecified. To go on, drop the handle and build a new group.
 ///
 /// **Leaving.** Since leaving ends the group for the rest, ranks that finish at different times
 /// end with a barrier. What was sent before a rank left can still be received.
 ///
-/// **Bits.** After a collective all ranks hold the same bytes, and given the provider's choice of
-/// algorithm these depend only on operation, type, size of the group and the data, never on
+/// **Bits.** After a collective all ranks hold the same bytes. Given the provider's choice of
+/// algorithm, these depend only on operation, type, size of the group and the data, never on
 /// timing. The NaN that a sum of NaNs yields is exempt: processors differ in its payload.
 ///
 /// **Size 1.** Collectives copy input to output; there is nobody to send to.
@@ -140,16 +143,16 @@ pub trait Group: fmt::Debug + Send + Sync {
         deadline: Deadline,
     ) -> Result<(), Error>;
 
-    /// What this rank has sent and received so far, without groups split off this one.
+    /// Bytes that this rank has sent and received so far, without groups split off this one.
     fn traffic(&self) -> Traffic;
 
-    /// What of it went to each rank, by rank; empty where a provider does not say.
+    /// Bytes of that traffic sent to each rank, by rank; empty where a provider does not say.
     fn sent_to(&self) -> Vec<Bytes> {
         Vec::new()
     }
 
-    /// What of this rank's traffic was copied on the way. All of it where a provider does not say
-    /// otherwise, and then it is not counted.
+    /// The part of this rank's traffic that was copied on the way. Where a provider does not say
+    /// otherwise all of it is copied, and then it is not counted.
     fn copies(&self) -> Copies {
         Copies::default()
     }
@@ -162,15 +165,15 @@ pub trait Group: fmt::Debug + Send + Sync {
         None
     }
 
-    /// What the choice of algorithms rests on; [`Tuning::explain`] prints the choices.
+    /// The measurements that choices of algorithms rest on; [`Tuning::explain`] prints the choices.
     fn tuning(&self) -> Tuning;
 
     /// Makes new groups of the ranks that name the same `color`. Collective.
     ///
-    /// Ranks are numbered by `key`, where keys are equal by their rank in this group. The new
-    /// group has links, deadlines and failures of its own: one of them poisoned does not poison
-    /// the other, though a process that ends leaves both. Cost: one gather of 8 bytes and new
-    /// links for every pair.
+    /// Ranks are numbered by `key`, where keys are equal by their rank in this group. The new group
+    /// has links, deadlines and failures of its own. Poisoning one group does not poison the other,
+    /// though a process that ends leaves both. Cost: one gather of 8 bytes and new links for every
+    /// pair.
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`]; ranks in it are ranks of
@@ -378,8 +381,8 @@ impl dyn Group + '_ {
 
     /// Reduces `data`, `(n,)`, elementwise over all ranks, in place. Collective.
     ///
-    /// The order of a sum is the provider's and fixed; for sums whose bits must not depend on the
-    /// number of ranks use `paceline_base::tree` over a gather.
+    /// The order of a sum is the provider's and fixed. For sums whose bits must not depend on the
+    /// number of ranks, use `paceline_base::tree` over a gather.
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].

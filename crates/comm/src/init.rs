@@ -92,7 +92,7 @@ impl std::str::FromStr for Backend {
     }
 }
 
-/// What to do if the others do not come.
+/// The policy for when the others do not come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strict {
     /// That is an error.
@@ -104,7 +104,7 @@ pub enum Strict {
 /// The place of a rank, and where the others are: arguments as for [`tcp::join_with`].
 #[derive(Debug)]
 pub struct Seat<'a, A = SocketAddr> {
-    /// What `addrs[rank]` leads to.
+    /// The listener that `addrs[rank]` leads to.
     pub listener: Listener,
     /// This rank.
     pub rank: Rank,
@@ -232,7 +232,7 @@ mod tests {
         Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
     }
 
-    /// What three ranks get.
+    /// The results of three ranks.
     fn three(
         backend: Backend,
         providers: &[&dyn Provider],

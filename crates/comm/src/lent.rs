@@ -1,9 +1,9 @@
 //! Bytes that a peer lends, used where they lie.
 //!
-//! Another process may write to them at the same time: one that keeps to the protocol does not, one
-//! that is broken or stopped may. So no reference leads to them. They are copied by raw pointers:
-//! of bytes that change meanwhile a copy has old or new ones, and who made it finds out afterwards
-//! whether it counts (`loan`).
+//! Another process may write to them at the same time: a process that keeps to the protocol does
+//! not, a broken or stopped one may. So no reference leads to them. They are copied by raw
+//! pointers. Of bytes that change meanwhile a copy has old or new ones. The copier finds out
+//! afterwards whether the copy counts (`loan`).
 
 use std::marker::PhantomData;
 

@@ -7,14 +7,15 @@
 //!                  of the reader:  64 taken  72 able  80 returned
 //! ```
 //!
-//! A loan stands in for bytes of the stream at place `at`: whoever has read the ring that far reads
-//! on at `address` in the writer's process, or at `offset` in a file of it that both have mapped
-//! (`regions`). The first is known as single copy, or CMA, in MPI libraries (Linux 3.2,
-//! `process_vm_readv(2)`); the second copies nothing that is reduced. There is at most one loan,
-//! and the writer writes nothing behind it before it is taken, so the order of the stream is kept.
-//! The writer leaves the bytes as they are until the loan is taken or it has revoked it; the reader
-//! looks whether it was revoked *after* it has used them, and then throws away what it made of
-//! them.
+//! A loan stands in for bytes of the stream at place `at`. A reader that has read the ring that far
+//! reads on in the loan. It lies at `address` in the writer's process, or at `offset` in a file of
+//! the writer that both have mapped (`regions`). The first is known as single copy, or CMA, in MPI
+//! libraries (Linux 3.2, `process_vm_readv(2)`). The second copies nothing that is reduced.
+//!
+//! There is at most one loan, and the writer writes nothing behind it before it is taken, so the
+//! order of the stream is kept. The writer leaves the bytes as they are until the loan is taken or
+//! it has revoked it. The reader checks for a revocation *after* it has used the bytes, and then
+//! throws away what it made of them.
 //!
 //! A writer that lends bytes to be reduced may let the reader put the result in their place: then
 //! nobody has to send it. A reader does so with all of a loan or says that it has not.
@@ -64,7 +65,7 @@ struct Taken {
 pub(crate) struct Able {
     /// All of it, by asking the system.
     pub(crate) reads: bool,
-    /// What lies in files that the writer shares.
+    /// The part that lies in files that the writer shares.
     pub(crate) maps: bool,
 }
 
@@ -139,7 +140,7 @@ impl Slot {
         self.taken.0.able.store(bits, Ordering::Release);
     }
 
-    /// What it said.
+    /// The reader's abilities, as it announced them.
     pub(crate) fn able(&self) -> Able {
         let bits = self.taken.0.able.load(Ordering::Acquire);
         Able {
@@ -218,11 +219,13 @@ impl Slot {
     }
 }
 
-/// Shortest payload that is lent from memory which the reader has to ask the system for: below, the
+/// Shortest payload that is lent from memory which the reader has to ask the system for. Below, the
 /// system call and waiting for the reader cost more than a second copy. In tests short enough that
 /// the conformance suite lends.
 ///
-/// All-reduce of 16 MiB between two processes on an EPYC VM, November 2026: by rings 2.6 to 3.5 ms;
-/// by loans 1.5 to 2.0 where memory is in huge pages ([`Memory`](crate::Memory)), and as by rings
-/// in pages of 4 KiB, each of which the system looks up.
+/// All-reduce of 16 MiB between two processes on an EPYC VM, November 2026:
+///
+/// - by rings 2.6 to 3.5 ms;
+/// - by loans 1.5 to 2.0 ms where memory is in huge pages ([`Memory`](crate::Memory));
+/// - by loans in pages of 4 KiB, each of which the system looks up, as by rings.
 pub(crate) const LOAN_BYTES: usize = if cfg!(test) { 1 << 10 } else { 1 << 20 };

@@ -68,7 +68,7 @@ pub fn patience(here: usize) -> Patience {
     }
 }
 
-/// What all ranks of a group have in common.
+/// The state that all ranks of a group have in common.
 struct Hall {
     segments: Vec<Arc<Segment>>,
     gone: Arc<[AtomicBool]>,
@@ -120,7 +120,7 @@ impl Hall {
     }
 }
 
-/// One rank of a group of threads. Dropping it ends the group for the others.
+/// A rank of a group of threads. Dropping it ends the group for the others.
 pub struct Local {
     linked: Linked<Shared>,
     hall: Arc<Hall>,

@@ -1,8 +1,8 @@
 //! Memory mapped from the system: whole pages that nothing else lies on.
 //!
-//! Devices want it (Apple's driver refuses small blocks of the heap, see the reference in
-//! `comm-rdma`), and so do ranks that read each other's memory: the system looks up every page that
-//! they read, so large mappings are huge pages, and lines are copied faster when they are whole on
+//! Devices want it: Apple's driver refuses small blocks of the heap, see the reference in
+//! `comm-rdma`. Ranks that read each other's memory want it too. The system looks up every page
+//! that they read, so large mappings are huge pages. Lines are copied faster when they are whole on
 //! both sides (figures: docs/measurements.md).
 
 use std::fmt;
@@ -79,8 +79,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Has the pages there before they are used, and makes huge ones of them, also of a file, as
-    /// far as the system has some (Linux 6.1, `MADV_COLLAPSE`, refused where pages are missing).
+    /// Has the pages there before they are used. Makes huge ones of them, also of a file, as far as
+    /// the system has some (Linux 6.1, `MADV_COLLAPSE`, refused where pages are missing).
     #[cfg(target_os = "linux")]
     pub(crate) fn populate(&self) {
         use rustix::mm::{Advice, madvise};
@@ -97,7 +97,7 @@ impl Mapping {
     pub(crate) fn populate(&self) {}
 
     /// Puts private memory with the same contents in the place of `bytes` from `start` on, both of
-    /// whole pages, whatever is mapped there and whoever else has it mapped.
+    /// whole pages. It does so whatever is mapped there, and whichever other process has it mapped.
     ///
     /// Ends the process if the system cannot do that: it would go on with memory that another
     /// process writes to.

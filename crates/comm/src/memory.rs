@@ -82,9 +82,11 @@ pub struct Memory<T> {
 
 impl<T: Element> Memory<T> {
     /// Room for `len` elements, registered with `group`, and by that with all groups split off it,
-    /// if it has a use for that. Costs one memory region on each device of this rank, of which
-    /// Apple's have some 100, or over shared memory a descriptor and about a millisecond for each
-    /// MiB, whose pages are made at once; where none is left the memory is as any other.
+    /// if it has a use for that.
+    ///
+    /// Costs one memory region on each device of this rank, of which Apple's have some 100. Over
+    /// shared memory it costs a descriptor and about a millisecond for each MiB, whose pages are
+    /// made at once. Where none is left the memory is as any other.
     ///
     /// # Panics
     /// If the system has no memory, as for a `Vec`.

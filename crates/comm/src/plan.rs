@@ -1,8 +1,8 @@
-//! What a collective does, as data: per step who sends what to whom, then what is added up.
+//! The plan of a collective, as data: per step who sends what to whom, then what is added up.
 //!
-//! A plan is made anew for every call, into memory that is used again; it depends on the call, the
+//! A plan is made anew for every call, into memory that is used again. It depends on the call, the
 //! algorithm, the rank and the size only. `linked` runs it. `docs/algorithms.md` has steps and
-//! bytes of all algorithms; [`choose`] picks one.
+//! bytes of all algorithms. [`choose`] picks one.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,14 +11,14 @@ use crate::reduce::Side;
 use crate::tuning::choose;
 use crate::{Algorithm, Collective, Counts, Dtype, Reduce, Tuning};
 
-/// Longest part of one rank's buffer that a one-shot reduction moves in one step, which bounds
-/// the scratch memory at this times the number of ranks.
+/// Longest part of one rank's buffer that a one-shot reduction moves in one step. It bounds the
+/// scratch memory at this times the number of ranks.
 pub(crate) const SEGMENT_BYTES: usize = 128 << 10;
 
 /// The buffers of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// What the caller brings and keeps.
+    /// The buffer that the caller brings and keeps.
     Input,
     /// Where the result goes; for reductions and broadcasts also what the caller brings.
     Work,
@@ -43,7 +43,7 @@ impl Span {
     }
 }
 
-/// What is done with bytes that arrive.
+/// The use of bytes that arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Take {
     /// They are put where they belong.
@@ -52,7 +52,7 @@ pub(crate) enum Take {
     Fold(Side),
 }
 
-/// One part of a step. A step has at most one `Send` and one `Receive` for each peer, and receives
+/// A part of a step. A step has at most one `Send` and one `Receive` for each peer, and receives
 /// nothing into bytes that it sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Act {
@@ -64,8 +64,8 @@ pub(crate) enum Act {
     Copy { into: Span, from: Span },
     /// `into = into op from`, or the other way round.
     Fold { into: Span, from: Span, side: Side },
-    /// `into` = all ranks' parts in rank order: the own part is in `into`, that of rank r at
-    /// `r * into.len()` of the scratch memory.
+    /// `into` = all ranks' parts in rank order. The own part is in `into`, that of rank r at `r *
+    /// into.len()` of the scratch memory.
     Reduce { into: Span },
     /// Elements become f32, in the scratch memory.
     Widen { into: Span, from: Span },
@@ -84,8 +84,8 @@ pub(crate) struct Plan {
     pub(crate) algorithm: Algorithm,
     /// Folds are of f32, whatever the dtype: it was widened.
     pub(crate) wide: bool,
-    /// What step 0 sends belongs, once it is reduced, in its own place: whoever puts it there
-    /// need not send it in step 1.
+    /// The bytes that step 0 sends belong, once reduced, in their own place. A peer that puts them
+    /// there need not send them in step 1.
     pub(crate) comes_back: bool,
     rank: usize,
     size: usize,

@@ -5,10 +5,12 @@
 //!
 //! - for any provider: [`now`] (the clock), [`Patience`] (how to wait), [`outcome`] and
 //!   [`poll_until`] (sockets), [`fold`] (reductions of bytes), and [`members`] (parts of a group);
-//! - to make a group of links that a [`Transport`] has: [`Origin`] (what a rank was told),
-//!   [`connect`] (the ranks meet by TCP, and have links over it), [`gather`] (what they tell each
-//!   other over those), [`Linked`] (collectives and messages over any links), and [`Keeping`] (the
-//!   same with a thread that notices when a peer ends);
+//! - to make a group of links that a [`Transport`] has:
+//!   - [`Origin`]: what a rank was told;
+//!   - [`connect`]: the ranks meet by TCP, and have links over it;
+//!   - [`gather`]: what they tell each other over those links;
+//!   - [`Linked`]: collectives and messages over any links;
+//!   - [`Keeping`]: the same with a thread that notices when a peer ends;
 //! - for links that do not copy: [`Lend`], [`ComeBack`], [`Lent`], and [`Mapping`] (memory that a
 //!   device takes).
 //!

@@ -60,10 +60,10 @@ impl fmt::Display for Reduce {
 
 /// An element type as bytes, and the type its reductions are computed in.
 trait Number {
-    /// What partial results are kept in.
+    /// The type that partial results are kept in.
     type Wide: Copy + Default;
 
-    /// One element in memory.
+    /// An element in memory.
     type Bytes: Copy;
 
     /// The elements of an array. What is left of its end is not an element.

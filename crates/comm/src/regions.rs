@@ -1,18 +1,18 @@
-//! Memory of a process that others of this machine map, to use what is lent from it (`loan`) where
-//! it lies: no copy on the way, and no call of the system.
+//! Memory of a process that others of this machine map. They use what is lent from it (`loan`)
+//! where it lies: no copy on the way, and no call of the system.
 //!
 //! ```text
 //! file:  data, whole pages   then a page:  0 check word   8 ended
 //! ```
 //!
-//! A [`Memory`](crate::Memory) of a group over shared memory lies in such a file; which it is,
-//! every group of the process can [`find`] by an address. A peer maps the file when something in it
-//! is first lent to it, and only if nobody can cut it short. The owner marks it as ended when the
-//! memory goes; peers look for that mark now and then and let go of the pages.
+//! A [`Memory`](crate::Memory) of a group over shared memory lies in such a file. Every group of
+//! the process can [`find`] the file by an address. A peer maps the file when something in it is
+//! first lent to it, and only if nobody can cut it short. The owner marks it as ended when the
+//! memory goes. Peers look for that mark now and then and let go of the pages.
 //!
 //! A peer writes to it only while a loan allows that: during a call that has the memory exclusively
-//! borrowed. If the call fails first, the owner cannot know whether the peer still writes (one that
-//! was stopped may go on); so it takes the bytes back ([`take_back`]): private pages take the place
+//! borrowed. If the call fails first, the owner cannot know whether the peer still writes: a
+//! stopped one may go on. So it takes the bytes back ([`take_back`]): private pages take the place
 //! of those that the peer has. No reference of a peer leads to them: it uses them as [`Lent`].
 
 use std::collections::BTreeMap;
@@ -31,9 +31,13 @@ use crate::{Pages, Registered};
 
 /// Shortest memory that is shared, and shortest payload that is lent from it.
 ///
-/// All-reduce between two processes on an EPYC VM, November 2026, medians of three, from 256 KiB
-/// and from 32 KiB on: of 16 KiB, by rings, 5.7 and 5.6 us; 64 KiB 12.5 and 2.9 us; 256 KiB, whose
-/// halves are lent, 43 and 5.4 us; 1 MiB 22 us both.
+/// All-reduce between two processes on an EPYC VM, November 2026, medians of three, with files
+/// shared from 256 KiB and from 32 KiB on:
+///
+/// - 16 KiB, by rings: 5.7 and 5.6 us;
+/// - 64 KiB: 12.5 and 2.9 us;
+/// - 256 KiB, whose halves are lent: 43 and 5.4 us;
+/// - 1 MiB: 22 us both.
 pub(crate) const SHARED_BYTES: usize = if cfg!(test) { LOAN_BYTES } else { 32 << 10 };
 
 /// Most files of a process, each a descriptor of the 1024 that are usual, and most that a rank maps
@@ -54,17 +58,17 @@ struct Mapped {
     bytes: usize,
     /// Bytes that somebody uses, from the first on.
     used: usize,
-    /// What a peer has to know.
+    /// The location that a peer has to know.
     place: Place,
 }
 
-/// Those files by their first address.
+/// Mapped files by their first address.
 static REGIONS: Mutex<BTreeMap<usize, Mapped>> = Mutex::new(BTreeMap::new());
 
 /// Files that this process has, whether peers may still map them or not.
 static FILES: AtomicUsize = AtomicUsize::new(0);
 
-/// One of the files that a process may have, while it has it.
+/// A count of a file that a process has, while it has it.
 struct Counted(&'static AtomicUsize);
 
 impl Counted {
@@ -165,7 +169,7 @@ pub(crate) fn find(bytes: &[u8]) -> Option<Place> {
     })
 }
 
-/// As [`find`], of a part of `whole` that a peer may write to: nobody else has anything on its
+/// As [`find`], of a part of `whole` that a peer may write to. Nobody else has anything on its
 /// pages, so that they can be taken back.
 pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
     let (start, mapped) = region_of(whole)?;
@@ -267,7 +271,7 @@ impl View {
     }
 }
 
-/// What a rank has mapped of one peer.
+/// The files that a rank has mapped of one peer.
 #[derive(Default)]
 pub(crate) struct Views {
     /// The oldest first.

@@ -1,16 +1,16 @@
 //! How ranks find each other, and find each other again after a failure.
 //!
-//! Nobody is special: a *round* of meeting begins with whoever comes, and the members are those who
-//! came. Each comer publishes its address; when the set of addresses has not changed for a while,
-//! or has the size that was asked for, it is the group, numbered in the order of the comers' names.
-//! Which of the places is used makes no difference to that:
+//! Nobody is special: a *round* of meeting begins with the first rank that comes, and the members
+//! are the ranks that came. Each comer publishes its address. The set of addresses is the group
+//! when it has not changed for a while, or has the size that was asked for. Ranks are numbered in
+//! the order of the comers' names. Which of the places is used makes no difference to that:
 //!
 //! - [`Meeting::List`]: all addresses are known beforehand, nobody has to be asked.
 //! - [`Meeting::Folder`]: a folder that all see; each comer leaves a file.
 //! - [`Meeting::Address`]: an address that the first comer who can binds, whoever that is: it
 //!   listens for the others until the round is over. If it dies, another takes its place.
 //!
-//! With a group key all that is said or left in a file is encrypted and authenticated with it: a
+//! With a group key all that is said or left in a file is encrypted and authenticated with it. A
 //! stranger at the address or in the folder can neither come, nor learn who comes, nor make up who
 //! did. It can keep ranks from meeting, by taking the address or removing files.
 
@@ -45,7 +45,7 @@ pub enum Meeting {
 pub enum Wanted {
     /// Exactly so many.
     Exactly(u32),
-    /// Whoever has come when nobody new came for so long, at least this many.
+    /// All ranks that have come when nobody new came for so long, at least this many.
     AtLeast {
         /// Ranks.
         ranks: u32,
@@ -54,7 +54,7 @@ pub enum Wanted {
     },
 }
 
-/// Who a group consists of, the same on all its ranks.
+/// The members of a group, the same on all its ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Members {
     /// This rank.
@@ -83,12 +83,12 @@ pub enum MeetingError {
         /// Why somebody else was turned away, if that happened.
         turned_away: Option<Refusal>,
     },
-    /// Whoever listens at the address does not want this rank.
+    /// The process that listens at the address does not want this rank.
     #[error("the meeting at {at} refuses this rank: {why}")]
     Refused {
         /// The address.
         at: SocketAddr,
-        /// What is wrong with this rank.
+        /// The reason: what is wrong with this rank.
         why: Refusal,
     },
     /// The own address is not in the list.
@@ -102,9 +102,9 @@ pub enum MeetingError {
     /// A file or socket could not be used.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -157,7 +157,7 @@ fn id_of(addrs: &[SocketAddr], round: u64) -> GroupId {
     id
 }
 
-/// What is to be met for.
+/// The order to meet: for which round, and with how many ranks.
 struct Order<'a> {
     round: u64,
     wanted: Wanted,
@@ -235,7 +235,7 @@ fn folder_round(
     }
 }
 
-/// What notes are: of a comer, and the list.
+/// The kinds of notes: of a comer, and the list.
 const RANK: &str = "rank";
 const MEMBERS: &str = "members";
 
@@ -246,7 +246,7 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// What a note is sealed for: it counts nowhere else.
+    /// The context that a note is sealed for: it counts nowhere else.
     fn context(&self, kind: &str) -> String {
         format!("paceline meeting {} {kind}", self.order.round)
     }
@@ -278,7 +278,7 @@ impl Notes<'_> {
         }
     }
 
-    /// Who came, in order, and what is wrong with another who did.
+    /// The ranks that came, in order, and what is wrong with another that did.
     fn comers(&self) -> io::Result<(Vec<SocketAddr>, Option<Refusal>)> {
         let (mut comers, mut odd) = (Vec::new(), None);
         for entry in std::fs::read_dir(&self.folder)? {
@@ -470,7 +470,7 @@ mod tests {
         );
     }
 
-    /// Who is turned away learns why, as do those who turn it away.
+    /// A rank that is turned away learns why, as do the ranks that turn it away.
     #[test]
     fn keys_that_differ_are_named_on_both_sides() {
         type Keys = [Option<u8>; 2];

@@ -5,10 +5,10 @@
 //! ```
 //!
 //! `written` and `read` count all bytes ever, each stored by one side only, on cache lines of their
-//! own. The writer copies, then stores `written` (release); the reader loads it (acquire), then
-//! copies: so bytes are complete before they are seen. The other way round the reader's store of
-//! `read` hands room back. The counters may come from another process: what they say is checked
-//! against the size before it is used, so a broken peer can garble data but not reach other memory.
+//! own. The writer copies, then stores `written` (release). The reader loads it (acquire), then
+//! copies. So bytes are complete before they are seen. The other way round the reader's store of
+//! `read` hands room back. The counters may come from another process. So they are checked against
+//! the size before use, and a broken peer can garble data but not reach other memory.
 //!
 //! `tests/loom.rs` runs this file under a model checker, with other atomics in `sync`.
 //!
@@ -36,7 +36,7 @@ impl Counters {
     }
 }
 
-/// One end of a ring.
+/// An end of a ring.
 pub(crate) struct Ring {
     counters: *const Counters,
     data: *mut u8,
@@ -186,7 +186,7 @@ impl Bell {
 
     /// Wakes whoever sleeps, or is about to, after bytes were moved.
     ///
-    /// No wake-up is lost: both sides write, fence, and read what the other wrote, so either this
+    /// No wake-up is lost: both sides write, fence, and read what the other wrote. So either this
     /// side sees the sleeper, or the sleeper sees the bytes.
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);

@@ -1,9 +1,9 @@
 //! Ranks as processes of one machine that share memory.
 //!
 //! The ranks meet over TCP (`join`), hand each other their memory, and keep the control
-//! connections: those tell when a process ends or falls silent. On Linux the memory is an anonymous
-//! file (memfd) that peers open through `/proc`, elsewhere a POSIX shared memory object that loses
-//! its name as soon as all have it; nothing is left when the processes end.
+//! connections. Those tell when a process ends or falls silent. On Linux the memory is an anonymous
+//! file (memfd) that peers open through `/proc`. Elsewhere it is a POSIX shared memory object that
+//! loses its name as soon as all have it. Nothing is left when the processes end.
 
 use std::fmt;
 use std::io;
@@ -27,7 +27,7 @@ use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, 
 /// a name padded with zeros.
 const NAME_BYTES: usize = 64;
 
-/// One rank of a group in shared memory. Dropping it ends the group for the others.
+/// A rank of a group in shared memory. Dropping it ends the group for the others.
 pub struct Shm(Keeping<Shared>);
 
 /// [`join_with`] the default [`Config`].

@@ -1,14 +1,14 @@
 //! A simulated transport with faults from a seed, and the runs that show that no fault makes a
 //! rank hang, answer wrongly or stay ignorant.
 //!
-//! Links are queues in memory. A seed decides how every read and write is cut short, and one fault:
-//! a link that is cut, garbles or stalls after so many bytes, or a rank that dies or stops after so
+//! Links are queues in memory. A seed decides how every read and write is cut short, and one fault.
+//! Either a link is cut, garbles or stalls after so many bytes, or a rank dies or stops after so
 //! many calls. Everything above the transport is the real thing.
 //!
-//! A seed gives the same run again, whatever the machine does: ranks are threads, but one at a time
-//! has the *turn*, which it hands on where it would wait, and now and then elsewhere; whose turn is
-//! next is drawn from the seed. Time is simulated too: it stands still while a rank can go on, and
-//! jumps to the next deadline when none can. So waiting costs nothing.
+//! A seed gives the same run again, whatever the machine does. Ranks are threads, but one at a time
+//! has the *turn*. It hands the turn on where it would wait, and now and then elsewhere. The seed
+//! draws the next rank. Time is simulated too: it stands still while a rank can go on, and jumps to
+//! the next deadline when none can. So waiting costs nothing.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
 
@@ -106,7 +106,7 @@ impl Fault {
     }
 }
 
-/// One direction of one lane of a pair.
+/// A direction of one lane of a pair.
 struct Pipe {
     bytes: VecDeque<u8>,
     carried: u64,
@@ -127,7 +127,7 @@ struct Net {
     start: Instant,
 }
 
-/// Who may run, and when that is.
+/// The turns: which rank may run, and when that is.
 struct Turns {
     whose: usize,
     ranks: Vec<Doing>,
@@ -260,7 +260,7 @@ impl Net {
     }
 }
 
-/// One rank's end of the simulated links.
+/// A rank's end of the simulated links.
 struct Simulated {
     rank: usize,
     net: Arc<Net>,
@@ -418,7 +418,7 @@ fn step(group: &Linked<Simulated>, call: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// What became of a rank: calls it completed, and why it ended.
+/// The end of a rank: calls it completed, and why it ended.
 type End = (usize, Option<Error>);
 
 fn live(group: Linked<Simulated>, fault: Fault) -> End {

@@ -5,8 +5,8 @@ use std::panic::Location;
 
 /// The place of a call in its program, for the lockstep guard: a line, or a number of the caller's.
 ///
-/// A rank that leaves a call out and then makes the same one from another place is found at once;
-/// by operation, type and length alone its data would pass for those of the call left out.
+/// A rank that leaves a call out and then makes the same one from another place is found at once.
+/// By operation, type and length alone its data would pass for those of the call left out.
 ///
 /// The file is known by the end of its path and the line, so ranks have to run the same source,
 /// built anywhere.

@@ -1,10 +1,10 @@
-//! Who becomes a member of which part when a group is split.
+//! Membership in the parts of a group that is split: which rank goes to which part.
 
 use paceline_base::Rank;
 
 use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
 
-/// What this rank will be.
+/// The future rank and group of this rank.
 #[derive(Clone, Debug)]
 pub struct Member {
     /// The call in which the ranks told each other, for errors.

@@ -14,7 +14,7 @@ pub(crate) enum Cause {
     Left(Rank),
     /// This rank gave no sign of life for so long.
     Silent {
-        /// Who.
+        /// The silent rank.
         rank: Rank,
         /// How long.
         millis: u32,
@@ -37,14 +37,14 @@ impl Cause {
     }
 }
 
-/// What ranks tell each other about the end of a group.
+/// The message by which ranks tell each other about the end of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct News {
     pub(crate) cause: Cause,
     /// The first collective that the teller has not completed, or `u64::MAX` if it does not know.
     ///
-    /// All ranks have entered every collective before that one, so whoever is still busy with an
-    /// earlier one can finish it and does: an error ends the same call on all ranks.
+    /// All ranks have entered every collective before that one. So a rank that is still busy with
+    /// an earlier one can finish it and does: an error ends the same call on all ranks.
     pub(crate) at: u64,
 }
 
@@ -82,7 +82,7 @@ impl Status {
         first || news.at < before
     }
 
-    /// What to tell others.
+    /// The message for other ranks.
     pub(crate) fn news(&self) -> Option<News> {
         let cause = self.cause()?;
         let at = self.at.load(Ordering::Acquire);

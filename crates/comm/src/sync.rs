@@ -9,17 +9,22 @@ use std::time::Instant;
 /// Shortest copy into a ring that goes past the caches.
 ///
 /// Two processes on the two cores of an EPYC VM, November 2026, all-reduce of f32, median of plain
-/// copies and of these: 4 KiB 3.3 and 2.0 us, 1 MiB 590 and 168 us, 16 MiB 9.8 and 2.8 ms. At other
-/// hours, when lines passed quickly between the cores (the host moves them): 1.3 and 1.5 us, 215
-/// and 190 us, 3.9 and 3.7 ms. At 1 KiB the two ways cost the same.
+/// copies and of these:
+///
+/// - 4 KiB: 3.3 and 2.0 us;
+/// - 1 MiB: 590 and 168 us;
+/// - 16 MiB: 9.8 and 2.8 ms.
+///
+/// At other hours lines passed quickly between the cores (the host moves them). The same three then
+/// took 1.3 and 1.5 us, 215 and 190 us, 3.9 and 3.7 ms. At 1 KiB the two ways cost the same.
 #[cfg(target_arch = "x86_64")]
 const STREAM_BYTES: usize = 2 << 10;
 
 /// Copies into memory that another core has read and will read next.
 ///
-/// A plain store would first have to take each line back from that core, one after the other;
-/// these stores do not ask for the line. They are complete when this returns, so that a release
-/// store after it orders them like others.
+/// A plain store would first have to take each line back from that core, one after the other. These
+/// stores do not ask for the line. They are complete when this returns, so that a release store
+/// after it orders them like others.
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`].
@@ -51,14 +56,17 @@ pub(crate) unsafe fn copy_in(from: *const u8, into: *mut u8, count: usize) {
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) use std::ptr::copy_nonoverlapping as copy_in;
 
-/// Shortest copy from buffer to buffer that goes past the caches: a plain one reads every line from
-/// memory before it writes it, and the C library streams only what it takes to be more than the
-/// last cache, which it takes for 320 MiB on that machine.
+/// Shortest copy from buffer to buffer that goes past the caches. A plain copy reads every line
+/// from memory before it writes it. The C library streams only copies longer than the last cache,
+/// which it takes for 320 MiB on that machine.
 ///
-/// Two processes on an EPYC VM with 32 MiB of it, November 2026, medians of three, plain
-/// and streamed: all-to-all of 16 MiB 4.1 and 2.5 ms, all-gather 3.8 and 3.3 ms, two handovers,
-/// where what came is used at once, 1.9 ms both. At 4 MiB all-to-all takes 0.61 and 0.28 ms, but
-/// handovers 0.29 and 0.52 ms.
+/// Two processes on an EPYC VM with 32 MiB of it, November 2026, medians of three, plain and
+/// streamed:
+///
+/// - all-to-all of 16 MiB: 4.1 and 2.5 ms; of 4 MiB: 0.61 and 0.28 ms;
+/// - all-gather of 16 MiB: 3.8 and 3.3 ms;
+/// - two handovers of 16 MiB, where what came is used at once: 1.9 ms both; of 4 MiB: 0.29 and 0.52
+///   ms.
 const LONG_BYTES: usize = 8 << 20;
 
 /// Copies `from`, which is as long.
@@ -120,6 +128,6 @@ pub(crate) fn futex_wait(word: &AtomicU32, value: u32, until: Instant) {
     }
 }
 
-/// Whoever naps wakes up by itself.
+/// Nothing to do: a thread that naps wakes up by itself.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn futex_wake(_word: &AtomicU32) {}

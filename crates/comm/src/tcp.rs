@@ -1,8 +1,8 @@
 //! Ranks as processes that reach each other by TCP.
 //!
-//! Every rank binds a [`Listener`], somebody hands the list of all addresses to all ranks, and
-//! every rank calls [`join`]: each pair is then connected by sockets for collectives, messages and
-//! control.
+//! Every rank binds a [`Listener`], and somebody hands the list of all addresses to all ranks.
+//! Every rank then calls [`join`], which connects each pair by sockets for collectives, messages
+//! and control.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -42,7 +42,7 @@ use crate::sockets::{self, Sockets};
 use crate::split::{Member, members};
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
 
-/// One rank of a group over TCP. Dropping it ends the group for the others.
+/// A rank of a group over TCP. Dropping it ends the group for the others.
 pub struct Tcp(Keeping<Sockets>);
 
 /// [`join_with`] the default [`Config`].
@@ -94,8 +94,8 @@ pub(crate) fn start(
 }
 
 impl Tcp {
-    /// Why somebody was last turned away at this rank's door since the group was complete: such as
-    /// a second process of a rank, which is told the same. The group goes on.
+    /// Why a process was last turned away at this rank's door since the group was complete. It may
+    /// be a second process of a rank, which is told the same. The group goes on.
     pub fn turned_away(&self) -> Option<Refusal> {
         self.0.linked.transport().controls().turned_away()
     }

@@ -1,8 +1,8 @@
 //! The conformance suite: what the contract of [`Group`] promises, as tests.
 //!
-//! A provider calls [`run_all`] from one of its tests with a function that makes groups. Every
-//! case runs for every size in [`sizes`] on fresh groups, one thread per rank, and under a
-//! watchdog: a rank that hangs fails its case. A failure names the case, the size and the seed.
+//! A provider calls [`run_all`] from one of its tests with a function that makes groups. Every case
+//! runs for every size in [`sizes`] on fresh groups, one thread per rank, and under a watchdog. A
+//! rank that hangs fails its case. A failure names the case, the size and the seed.
 //!
 //! - `steps`: one call of any kind with inputs and expected outputs.
 //! - `results`: what calls compute.
@@ -30,7 +30,7 @@ pub type Make<'a> = &'a (dyn Fn(u32) -> Ranks + Sync);
 /// Group sizes that are tested: one, powers of two and their neighbours, two other primes.
 pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
 
-/// Those of them that every provider is tested with: a power of two and a prime beside the least.
+/// The sizes that every provider is tested with: a power of two and a prime beside the least.
 const SIZES_SHORT: [u32; 5] = [1, 2, 3, 4, 5];
 
 /// [`SIZES`] in a [long](paceline_base::testing::long) run, else the smaller of them.
@@ -45,7 +45,7 @@ pub fn sizes() -> &'static [u32] {
 /// Deadline of calls that are to succeed, or to fail for another reason.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// "At once": how soon ranks must learn of a failure, less what the machine withheld: up to 80
+/// "At once": how soon ranks must learn of a failure, less what the machine withheld. Up to 80
 /// ranks share the cores with other tests here. From DESIGN.md: death within 2 s.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
@@ -144,7 +144,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("panic without a message")
 }
 
-/// What a case works with.
+/// The environment that a case works with.
 struct Lab<'a> {
     make: Make<'a>,
     size: u32,
@@ -166,7 +166,7 @@ impl Lab<'_> {
     }
 }
 
-/// One thread for each of `seats`; the first panic of any of them is passed on.
+/// Runs a thread for each of `seats`; the first panic of any of them is passed on.
 fn on_threads<S: Send + 'static, R: Send + 'static>(
     seats: Vec<S>,
     work: impl Fn(S) -> R + Send + Sync + 'static,

@@ -26,7 +26,7 @@ pub enum Lane {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Closed;
 
-/// What a waiting rank is interested in.
+/// The event that a waiting rank is interested in.
 #[derive(Clone, Copy, Debug)]
 pub struct Want {
     /// Which stream.
@@ -52,9 +52,9 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// [`Closed`]
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed>;
 
-    /// Reads what is there, 0 bytes if nothing is. `into` may be written to from then on, if the
-    /// transport [lends](Lend::lends): a caller that reads on passes the same memory, until
-    /// [`Lend::let_go`], or bytes have come.
+    /// Reads what is there, 0 bytes if nothing is. If the transport [lends](Lend::lends), `into`
+    /// may be written to from then on, until [`Lend::let_go`], or bytes have come. Until then a
+    /// caller that reads on passes the same memory.
     ///
     /// # Errors
     /// [`Closed`]
@@ -83,16 +83,16 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// How to look for progress before waiting.
     fn patience(&self) -> Patience;
 
-    /// Most bytes that are worth reading at a time if they are reduced on arrival: they stay in the
+    /// Most bytes that are worth reading at a time if they are reduced on arrival. They stay in the
     /// second-level cache with what they are reduced into.
     fn gulp(&self) -> usize;
 }
 
-/// Links that move some bytes without a copy: they read a body from where its sender has it, put it
+/// Links that move some bytes without a copy. They read a body from where its sender has it, put it
 /// where it belongs, or let the receiver use it where it lies.
 pub trait Lend {
     /// As [`Transport::write`], of a body that the peer puts where it belongs as it is, and does
-    /// not reduce: the links may move it there, and then take all of it at once.
+    /// not reduce. The links may move it there, and then take all of it at once.
     ///
     /// # Errors
     /// [`Closed`]
@@ -113,14 +113,14 @@ pub trait Lend {
     fn lends(&self, lane: Lane, peer: usize) -> bool;
 
     /// Has `take` use what is there on [`Lane::Calls`] where it lies, piece by piece, until it says
-    /// that it has used less than a piece; how many bytes were used. Only if it `lends`.
+    /// that it has used less than a piece. Returns how many bytes were used. Only if it `lends`.
     ///
     /// # Errors
     /// [`Closed`]
     fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed>;
 
-    /// Bytes of bodies that were not copied, neither to the link nor from it: sent from where they
-    /// were, put where they belong, or reduced where they lay.
+    /// Bytes of bodies that were not copied, neither to the link nor from it. They were sent from
+    /// where they were, put where they belong, or reduced where they lay.
     fn placed(&self) -> u64;
 
     /// See [`Group::register_pages`](crate::Group::register_pages).
@@ -142,8 +142,8 @@ pub trait Lend {
 
 /// Links over which the receiver of a body may put what becomes of it in the body's place.
 pub trait ComeBack {
-    /// As [`Transport::write`], of a body that the peer reduces, and whose result belongs in its
-    /// place, in `whole`, which the caller may write to: the peer may put it there.
+    /// As [`Transport::write`], of a body that the peer reduces. The result belongs in its place,
+    /// in `whole`, which the caller may write to: the peer may put it there.
     /// [`has_come_back`](Self::has_come_back) says whether it has.
     ///
     /// # Errors
@@ -181,7 +181,7 @@ pub struct Patience {
     pub yields: u32,
 }
 
-/// What to do after a look that found nothing.
+/// The next move after a look that found nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pause {
     /// Look again; it was paused.

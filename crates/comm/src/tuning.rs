@@ -58,11 +58,12 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// What choices rest on that all ranks have to make alike: agreed by all when a group is made.
+/// The measurements behind choices that all ranks have to make alike: agreed by all when a group is
+/// made.
 ///
-/// What is chosen from measurements is among algorithms that give the same bits (one-shot and
-/// two-shot sum in rank order), so a result never depends on how the network felt. Others are for
-/// those who ask for them.
+/// Measurements choose only among algorithms that give the same bits (one-shot and two-shot sum in
+/// rank order). So a result never depends on how the network felt. Others run only if a caller asks
+/// for them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tuning {
     /// Time of a step, whatever it moves, in microseconds: α.
@@ -71,14 +72,14 @@ pub struct Tuning {
     pub beta_ns: f64,
     /// Use this algorithm wherever the operation has it.
     pub force: Option<Algorithm>,
-    /// Whether a rank may wait for a wire, its processor idle: some pair is joined by a cable, or
-    /// by a connection that leaves the machine. Then long exchanges gain by going on beside other
-    /// work, and elsewhere they take processor time from it. No choice of an algorithm rests on it.
-    /// Groups by the rules of others (MLX, MPI, NCCL), which agree on nothing, say no.
+    /// Whether a rank may wait for a wire, its processor idle. It may if some pair is joined by a
+    /// cable, or by a connection that leaves the machine. Then long exchanges gain by going on
+    /// beside other work. Elsewhere they take processor time from it. No choice of an algorithm
+    /// rests on it. Groups by the rules of others (MLX, MPI, NCCL), which agree on nothing, say no.
     pub wire: bool,
 }
 
-/// Time for each byte that is reduced, in nanoseconds: a sum of two f32 vectors out of the second
+/// Time for each byte that is reduced, in nanoseconds. A sum of two f32 vectors out of the second
 /// cache runs at about 10 GB/s of either on the machines of `docs/algorithms.md`.
 const GAMMA_NS: f64 = 0.1;
 
@@ -95,7 +96,7 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// What an all-reduce of `bytes` by `algorithm` should take, in microseconds.
+    /// The expected time of an all-reduce of `bytes` by `algorithm`, in microseconds.
     pub fn all_reduce_us(&self, algorithm: Algorithm, bytes: usize, size: usize) -> f64 {
         let (bytes, ranks) = (bytes as f64, size as f64);
         let rounds = ranks.log2().ceil();
@@ -112,7 +113,7 @@ impl Tuning {
         steps * self.alpha_us + (sent * self.beta_ns + reduced * GAMMA_NS) / 1e3
     }
 
-    /// What a broadcast should take, in microseconds.
+    /// The expected time of a broadcast, in microseconds.
     fn broadcast_us(&self, algorithm: Algorithm, bytes: usize, size: usize) -> f64 {
         let (steps, copies) = match algorithm {
             Algorithm::Tree => (f64::from(size.next_power_of_two().ilog2()), 1.0),
@@ -140,8 +141,8 @@ impl Tuning {
         forced.unwrap_or_else(|| cheapest(both, |a| self.broadcast_us(a, bytes, size)))
     }
 
-    /// Gathers and scatters go round only if asked to: every rank has a link to every other, so
-    /// the direct exchange moves the same bytes in one step.
+    /// Gathers and scatters go round only if asked to. Every rank has a link to every other, so the
+    /// direct exchange moves the same bytes in one step.
     fn ring_or_one_shot(&self) -> Algorithm {
         match self.force {
             Some(Algorithm::Ring) => Algorithm::Ring,

@@ -1,18 +1,18 @@
 //! Memory that other ranks read and write: one-sided access between fences.
 //!
 //! Every rank *exposes* a buffer. Between two fences a rank notes what it wants to `put` into
-//! others' buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves
-//! it all: first every put is done, by rank, then every get is answered. So a get sees all puts of
-//! its epoch, of two puts to one place that of the higher rank stays, and between fences a rank has
-//! its own buffer for itself. No coherence beyond that is promised.
+//! others' buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves it
+//! all: first every put is done, by rank, then every get is answered. So a get sees all puts of its
+//! epoch. Of two puts to one place that of the higher rank stays. Between fences a rank has its own
+//! buffer for itself. No coherence beyond that is promised.
 //!
 //! Steps of a fence: four (lengths, then requests with the data of puts; lengths, then answers).
 //! Bytes: 24 for each request, 16 for each peer, and the data once.
 //!
-//! What one rank puts to another between two fences, and what it gets, are bounded each by what the
-//! other exposes and [`SPARE_BYTES`]: so a rank never makes room for more, whatever its peers say.
-//! One that announces more fails the fence on all ranks: [`Error::Length`] of `receives`, with what
-//! was announced.
+//! The puts of one rank to another between two fences, and its gets, are bounded each by what the
+//! other exposes and [`SPARE_BYTES`]. So a rank never makes room for more, whatever its peers say.
+//! A rank that announces more fails the fence on all ranks: [`Error::Length`] of `receives`, with
+//! what was announced.
 
 use paceline_base::Rank;
 
@@ -25,7 +25,7 @@ pub struct Window<'a> {
     memory: Vec<u8>,
     /// Bytes that each rank exposes.
     sizes: Vec<u64>,
-    /// What goes to each rank at the next fence.
+    /// The requests that go to each rank at the next fence.
     requests: Vec<Vec<u8>>,
     /// Bytes that are wanted of each rank.
     wanted: Vec<u64>,
@@ -38,7 +38,7 @@ pub struct Window<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(usize);
 
-/// What the gets before a fence gave.
+/// The results of the gets before a fence.
 #[derive(Debug, Default)]
 pub struct Answers(Vec<Vec<u8>>);
 
@@ -76,7 +76,7 @@ pub enum WindowError {
         rank: Rank,
         /// Bytes with this request.
         bytes: u64,
-        /// What it exposes and [`SPARE_BYTES`].
+        /// The bytes that it exposes and [`SPARE_BYTES`].
         most: u64,
     },
 }
@@ -241,7 +241,7 @@ impl<'a> Window<'a> {
     }
 }
 
-/// What a rank that exposes so many bytes takes of another.
+/// The bytes that a rank that exposes so many takes of another.
 const fn most_of(exposed: u64) -> u64 {
     exposed.saturating_add(SPARE_BYTES)
 }

@@ -28,7 +28,7 @@ const CONTROL_MAGIC: [u8; 4] = *b"PLk1";
 /// Arguments that an [`Error::Length`] can be about, by their number on the wire.
 const BUFFERS: [&str; 6] = ["counts", "input", "output", "data", "sends", "receives"];
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     /// Part of a collective.
@@ -193,7 +193,7 @@ fn take_call(reader: &mut Reader<'_>) -> Option<Call> {
     })
 }
 
-/// What one rank tells another beside the data.
+/// A message of one rank to another beside the data.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Control {
     /// I live.

@@ -1,4 +1,4 @@
-//! Ranks as processes that are killed or stopped while they work, and make a new group at once,
+//! Ranks as processes that are killed or stopped while they work. They make a new group at once,
 //! smaller and then, with a fresh process, as large again: over TCP and shared memory.
 //!
 //! Each run is drawn from its number; the first rank is among the victims. `COMM_TEST_RUNS` sets
@@ -112,8 +112,8 @@ fn joined(workers: &mut Vec<Worker>) {
     workers.extend(order.into_iter().map(|(_, worker)| worker));
 }
 
-/// What the processes are told: which round this is, how many they are, and, in milliseconds, how
-/// long one of them may be silent, which only counts where one is to be stopped.
+/// The order to the processes: which round this is, and how many they are. It also says, in
+/// milliseconds, how long one of them may be silent. That only counts where one is to be stopped.
 fn order(round: u64, size: u32, signal: Signal) -> String {
     let silence = match signal {
         Signal::STOP => tcp::SILENCE,

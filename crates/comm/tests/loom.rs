@@ -1,8 +1,9 @@
 //! Rings, bells and loans of shared memory under loom, which tries every order of their steps.
 //!
-//! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` made of the
-//! model checker's parts: its atomics, cells that notice when both sides touch a byte at once, and
-//! a futex of its mutex and condition variable. A lost wake-up is a deadlock, which loom reports.
+//! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` made of the model
+//! checker's parts. These are its atomics, cells that notice when both sides touch a byte at once,
+//! and a futex of its mutex and condition variable. A lost wake-up is a deadlock, which loom
+//! reports.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -106,8 +107,8 @@ fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-/// More bytes than the ring holds, so that both sides have to wait: all arrive in order, no byte
-/// is touched by both sides at once, nobody sleeps for ever.
+/// More bytes than the ring holds, so that both sides have to wait. All arrive in order, no byte is
+/// touched by both sides at once, nobody sleeps for ever.
 fn exchange() {
     const SENT: [u8; 6] = [1, 2, 3, 4, 5, 6];
     let far = std::time::Instant::now();

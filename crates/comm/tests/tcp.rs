@@ -1,6 +1,6 @@
 //! Ranks as processes: killed, stopped, cut off.
 //!
-//! The test binary runs itself: a child is one rank, told by its environment which, and prints a
+//! The test binary runs itself. A child is one rank, told by its environment which, and prints a
 //! line for each thing that happens to it.
 
 #![cfg(unix)]
@@ -174,8 +174,8 @@ fn group() {
     println!("@well -");
 }
 
-/// A machine that sleeps, and one whose cores are taken from it, stops all ranks at once: when they
-/// go on, none is given up for the time in which nobody could be heard.
+/// A machine that sleeps, and a machine whose cores are taken from it, stops all ranks at once.
+/// When they go on, none is given up for the time in which nobody could be heard.
 #[test]
 fn ranks_that_are_suspended_together_accuse_nobody() {
     let mut all = Worker::start("tcp::group", &[("COMM_TEST_GROUP", "1")]);

@@ -193,7 +193,7 @@ fn force() -> impl TypedValueParser<Value = Force> {
         .try_map(move |name| named(name).ok_or("no algorithm"))
 }
 
-/// One rank: a child of the measurement, here or on another machine.
+/// A rank: a child of the measurement, here or on another machine.
 fn rank(args: &Args, settings: &Settings) -> anyhow::Result<()> {
     let mut lines = Lines {
         input: &mut std::io::stdin().lock(),

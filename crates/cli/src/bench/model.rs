@@ -180,7 +180,7 @@ fn measured(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::
     })
 }
 
-/// What is measured in turn with the model.
+/// The subject that is measured in turn with the model.
 enum Peer {
     Other(Served),
     OneNode(Box<(Limit, Loaded)>),

@@ -1,4 +1,4 @@
-//! What was meant by a command that there is not.
+//! Guesses at the command that was meant, where there is none of that name.
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue};

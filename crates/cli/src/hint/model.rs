@@ -1,4 +1,4 @@
-//! What to do about errors of model files, tokenizers, chat templates and the engine.
+//! Advice for errors of model files, tokenizers, chat templates and the engine.
 
 use std::error::Error as StdError;
 use std::io::{ErrorKind, Read};

@@ -1,8 +1,8 @@
-//! What to do about errors of the commands themselves.
+//! Advice for errors of the commands themselves.
 
 use crate::error::Error;
 
-/// What the user can do.
+/// Advice for the user.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::ReaderGone => return None,

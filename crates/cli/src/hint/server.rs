@@ -1,10 +1,10 @@
-//! What to do about errors of the HTTP server.
+//! Advice for errors of the HTTP server.
 
 use std::io::ErrorKind;
 
 use paceline_serve::{Error, load};
 
-/// What the user can do.
+/// Advice for the user.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::Open { .. } => {
@@ -47,7 +47,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// What the user can do where no load can be put on a server.
+/// Advice for the user where no load can be put on a server.
 pub(super) fn hint_of_load(error: &load::Error) -> Option<String> {
     Some(match error {
         load::Error::NoServer { .. } => {

@@ -1,4 +1,4 @@
-//! What to do about errors of the store, the hub and pip.
+//! Advice for errors of the store, the hub and pip.
 
 use std::io::ErrorKind;
 
@@ -11,7 +11,7 @@ const NAMES_MAX: usize = 30;
 /// After an interruption.
 const GO_ON: &str = "the same command again goes on with what has arrived so far";
 
-/// What the user can do.
+/// Advice for the user.
 pub(super) fn hints(error: &Error) -> Vec<String> {
     match error {
         Error::AllSourcesFailed { failures, .. } => {

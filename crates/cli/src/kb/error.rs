@@ -1,10 +1,10 @@
-//! What to do about errors of `paceline kb`.
+//! Advice for errors of `paceline kb`.
 
 use paceline_board::findings::Error;
 
 use crate::output::printable;
 
-/// What the user can do.
+/// Advice for the user.
 pub(crate) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::Read { source, .. } | Error::Write { source, .. } => return hint(source),

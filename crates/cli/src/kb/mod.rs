@@ -234,7 +234,7 @@ mod tests {
 
     use super::*;
 
-    /// What the planner is said to assume where `id` disagrees with others.
+    /// The planner's assumption, as the knowledge base states it, where `id` disagrees with others.
     fn assumed(id: u32) -> String {
         let kb = KnowledgeBase::built_in();
         let all = kb.assumptions_on(id).into_iter();

@@ -1,4 +1,4 @@
-//! What can go wrong with a launch, and what to do about it.
+//! Errors of a launch, and advice for them.
 
 use std::error::Error as StdError;
 use std::ffi::OsString;
@@ -82,7 +82,7 @@ fn own(error: &Error) -> Option<String> {
     })
 }
 
-/// What `ssh` must be able to do.
+/// The requirement on `ssh`, as advice.
 pub(crate) fn ssh_works(host: &str) -> String {
     format!("`ssh {host} true` must work without a question; `ssh-copy-id {host}` installs a key")
 }

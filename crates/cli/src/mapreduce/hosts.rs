@@ -1,9 +1,9 @@
 //! Workers on other machines: `--hosts`, and `--nodes` in a cluster.
 //!
-//! The job's workers are bridges, processes of this program that have a worker started by `ssh`, or
-//! by the node of another machine, and pass on what both sides say. Inputs have the same paths on
-//! all machines; a worker whose inputs differ from those here is left out. What is written is
-//! written here.
+//! The job's workers are bridges: processes of this program that have a worker started by `ssh`, or
+//! by the node of another machine. They pass on what both sides say. Inputs have the same paths on
+//! all machines. A worker whose inputs differ from those here is left out. Results are written
+//! here.
 
 use std::ffi::OsString;
 use std::path::Path;

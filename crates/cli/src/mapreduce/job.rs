@@ -1,4 +1,4 @@
-//! What all jobs have: options, a crew, and figures of the run.
+//! Parts that all jobs have: options, a crew, and figures of the run.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -60,7 +60,7 @@ pub(crate) struct JobArgs {
 pub(super) struct Figures {
     rows: u64,
     gb_s: f64,
-    /// What this machine reads from memory; `None` for jobs too short to compare.
+    /// The speed at which this machine reads from memory; `None` for jobs too short to compare.
     machine_gb_s: Option<f64>,
     seconds: f64,
     nodes: u32,
@@ -69,7 +69,8 @@ pub(super) struct Figures {
     /// Threads of each node, this machine's first, or in the order of `--hosts`; `None` of one that
     /// has not said it.
     node_threads: Vec<Option<usize>>,
-    /// What was to compute: cpu, or the device's name; of several nodes, what was asked for.
+    /// The device that was to compute: cpu, or the device's name; of several nodes, what was asked
+    /// for.
     device: String,
     /// Parts of which a device has computed some.
     device_parts: u64,

@@ -209,7 +209,7 @@ pub(super) fn montecarlo(args: &MontecarloArgs) -> anyhow::Result<()> {
     #[derive(Serialize)]
     struct Estimate {
         value: f64,
-        /// One standard deviation of `value`.
+        /// The standard deviation of `value`.
         std_error: f64,
         seed: u64,
     }

@@ -1,4 +1,4 @@
-//! What reads from memory reach on this machine, to stand beside a job's speed.
+//! The speed that reads from memory reach on this machine, to stand beside a job's speed.
 
 use std::time::Instant;
 

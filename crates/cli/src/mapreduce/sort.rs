@@ -12,7 +12,7 @@ use super::{JobArgs, SortArgs};
 /// Memory when the system does not say how much is available.
 const MEMORY: u64 = 1 << 30;
 
-/// What `sort --json` prints.
+/// The object that `sort --json` prints.
 #[derive(Serialize)]
 struct Shown<'a> {
     out: &'a Path,

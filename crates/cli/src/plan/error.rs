@@ -1,4 +1,4 @@
-//! What can go wrong in `paceline plan` itself, and advice for what the planner says.
+//! Errors of `paceline plan` itself, and advice for what the planner says.
 
 use paceline_base::Bytes;
 use paceline_model::shape::Error as ShapeError;
@@ -25,7 +25,7 @@ pub(crate) enum Error {
         needs: Bytes,
         /// Memory that programs may have.
         has: Bytes,
-        /// What would fit, a sentence each.
+        /// The changes that would make it fit, a sentence each.
         changes: Vec<String>,
     },
 }
@@ -80,7 +80,7 @@ fn of_planner(error: &paceline_plan::Error) -> Vec<String> {
     }
 }
 
-/// One line per change that is enough by itself.
+/// A line per change that is enough by itself.
 fn changes(why: &Infeasible) -> Vec<String> {
     why.changes.iter().map(change).collect()
 }

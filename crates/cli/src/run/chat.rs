@@ -14,7 +14,7 @@ use crate::output::tell;
 const HELP: &str = "Ctrl-C stops an answer, /clear forgets the conversation, \
                     /exit or Ctrl-D ends the chat.";
 
-/// What a line asks for.
+/// The meaning of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Input<'a> {
     Nothing,

@@ -14,13 +14,13 @@ use rustyline::{Config, Editor};
 use crate::output::tell;
 use crate::terminal;
 
-/// What stands before a line.
+/// The text before a line.
 const PROMPT: &str = "> ";
 
 /// Lines that the up arrow brings back.
 const HISTORY: usize = 1000;
 
-/// What a person did.
+/// The action of the person at the terminal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Typed {
     /// A line, or a pasted text.

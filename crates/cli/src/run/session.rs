@@ -27,7 +27,7 @@ use crate::shared::Instance;
 /// Tokens of an answer that can teach how fast this machine is: the first few are slower.
 const LESSON: usize = 16;
 
-/// One model, ready to answer.
+/// A model, ready to answer.
 pub(super) struct Session {
     loaded: Loaded,
     template: Option<ChatTemplate>,

@@ -1,4 +1,4 @@
-//! What can go wrong with a topology, and what to do about it.
+//! Errors of a topology, and advice for them.
 
 use std::error::Error as StdError;
 
@@ -7,7 +7,7 @@ use paceline_cluster::topology::Error as TopologyError;
 
 use crate::launch::ssh_works;
 
-/// What goes wrong in the command itself.
+/// Errors of the command itself.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// No host is left.

@@ -84,7 +84,7 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
     Ok(machines.iter().map(post).collect())
 }
 
-/// `paceline train-worker`: one of the processes of a training; its parent is told what fails, so
+/// `paceline train-worker`: one of the processes of a training. Its parent is told what fails, so
 /// nothing is printed but of a line to another machine.
 ///
 /// # Errors

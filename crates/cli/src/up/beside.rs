@@ -45,8 +45,8 @@ impl Args {
         Ok(())
     }
 
-    /// What answers with the model, and with each adapter. A sole adapter without a name answers in
-    /// place of the model.
+    /// The services that answer with the model, and with each adapter. A sole adapter without a
+    /// name answers in place of the model.
     pub(super) fn with_adapters(&self, (model, service): Serving, opened: &Opened) -> Vec<Serving> {
         let adapted = |adapter: &AdapterOf| -> Arc<dyn Service> {
             Arc::new(AdaptedService::new(Arc::clone(&service), &*adapter.name))

@@ -1,4 +1,4 @@
-//! One machine: without a network, at rest, and what is refused.
+//! A single machine: without a network, at rest, and what is refused.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

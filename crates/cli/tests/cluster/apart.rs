@@ -1,4 +1,4 @@
-//! One machine reads prompts, another decodes: the same answers, also when the first is lost.
+//! A machine reads prompts, another decodes: the same answers, also when the first is lost.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
-//! Array jobs over machines of a cluster: results have the bits of one machine, one that is lost
-//! costs its parts, and one that does not lend the inputs is left out by name.
+//! Array jobs over machines of a cluster. Results have the bits of one machine. A machine that is
+//! lost costs its parts, and one that does not lend the inputs is left out by name.
 
 use std::fs;
 use std::process::{Child, Output};

@@ -48,7 +48,7 @@ fn machines_join_and_see_each_other_die() {
     });
 }
 
-/// One machine joins by code and one by token; all see all.
+/// Two machines join, by code and by token; all see all.
 fn form(hosts: &[Machine]) {
     let code = hosts[0].told(&["nodes", "invite"]);
     hosts[1].told(&["join", &code]);

@@ -76,7 +76,7 @@ impl Machine {
         finish(&mut self.command(args))
     }
 
-    /// What a command prints, which must end well.
+    /// The output of a command, which must end well.
     fn told(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert!(output.status.success(), "{args:?}: {}", said(&output));

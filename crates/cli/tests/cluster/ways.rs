@@ -1,5 +1,9 @@
-//! Two machines with two cables: which one is used, what happens when it is pulled or its addresses
-//! change, what is seen on it, and what `doctor --peer` says when something blocks it.
+//! Two machines with two cables:
+//!
+//! - which cable is used;
+//! - what happens when it is pulled or its addresses change;
+//! - what is seen on it;
+//! - what `doctor --peer` says when something blocks it.
 
 use std::collections::BTreeSet;
 use std::path::Path;

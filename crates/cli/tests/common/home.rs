@@ -51,8 +51,8 @@ impl World {
         object(&self.run(model, &[args, &["--json"]].concat()))
     }
 
-    /// Fails when something was left behind, but for what was measured of this machine, what a
-    /// node is known by after it ended, and the prompts that it has read.
+    /// Fails when something was left behind. Exempt are measurements of this machine, what a node
+    /// is known by after it ended, and the prompts that it has read.
     pub(crate) fn assert_clean(&self) {
         for name in ["home", "tmp"] {
             let entries = fs::read_dir(self.path(name)).unwrap();

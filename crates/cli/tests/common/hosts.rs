@@ -11,8 +11,8 @@ use paceline_base::testing::Stopwatch;
 
 use super::collect;
 
-/// A world of its own: temporary files, a folder to be in, a folder with one for each host, of
-/// which there are `a` and `b`, and a stand-in for `ssh`.
+/// A world of its own: temporary files, a folder to be in, and a stand-in for `ssh`. A further
+/// folder holds one for each host, `a` and `b`.
 pub(crate) struct World {
     dir: tempfile::TempDir,
 }
@@ -88,7 +88,7 @@ pub(crate) struct Ended {
     pub(crate) stdout: String,
     pub(crate) stderr: String,
     pub(crate) took: Duration,
-    /// What it took less what the machine withheld.
+    /// The time that it took, less what the machine withheld.
     pub(crate) counted: Duration,
 }
 

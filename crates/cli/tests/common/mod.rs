@@ -1,4 +1,4 @@
-//! What the tests of the binary share. Every program of them has this as a module of its own.
+//! Code that the tests of the binary share. Every program of them has this as a module of its own.
 //!
 //! - [`home`]: a paceline with an empty home; [`hosts`]: one that has hosts to reach;
 //! - [`namespaces`]: hosts with a network between them;
@@ -73,7 +73,7 @@ pub(crate) fn assert_parts(who: &impl Debug, said: &str, parts: &[&str]) {
     }
 }
 
-/// What `child`, whose stderr is piped, says there until it closes it.
+/// The text that `child`, whose stderr is piped, writes there until it closes it.
 pub(crate) fn complaints(child: &mut Child) -> String {
     let mut said = String::new();
     let mut stderr = child.stderr.take().unwrap();

@@ -22,7 +22,7 @@ pub(crate) struct Terminal {
     process: File,
     settings: String,
     shown: Receiver<Vec<u8>>,
-    /// What came since the start, without control sequences.
+    /// The output since the start, without control sequences.
     screen: Vec<u8>,
     /// The same with them.
     raw: Vec<u8>,

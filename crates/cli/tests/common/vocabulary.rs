@@ -20,7 +20,7 @@ pub(crate) fn write(file: Writer, start: &str, end: &str) -> Writer {
         .meta("tokenizer.ggml.merges", Vec::<String>::new())
 }
 
-/// How a byte is spelt in a vocabulary of the GPT-2 kind: bytes that print stand for themselves,
+/// How a byte is spelt in a vocabulary of the GPT-2 kind. Bytes that print stand for themselves,
 /// the others for characters from U+0100 on (`bytes_to_unicode` of GPT-2's `encoder.py`).
 fn byte_name(byte: u8) -> String {
     let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);

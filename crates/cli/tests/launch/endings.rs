@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{World, assert_gone, finish, until};
 
-/// What should come at once comes before this, less what the machine withheld.
+/// The limit for events that should come at once, less what the machine withheld.
 const SOON: Duration = Duration::from_secs(10);
 
 /// Notes the id of itself and of a child of its own, then sleeps.
@@ -297,7 +297,7 @@ fn a_host_that_hangs_is_given_up() {
     assert!(ended.counted < SOON, "{ended:?}");
 }
 
-/// What a program leaves behind is ended with it, and does not hold up the launch.
+/// A process that a program leaves behind is ended with it, and does not hold up the launch.
 #[test]
 fn what_a_program_leaves_behind_ends_with_it() {
     let world = World::new();

@@ -1,4 +1,4 @@
-//! What ranks are given: environment, files, arguments, folder.
+//! Inputs of ranks: environment, files, arguments, folder.
 
 use std::fs;
 
@@ -58,7 +58,7 @@ fn other_machines_are_reached_by_ssh() {
     world.assert_clean();
 }
 
-/// One connection a host: the keeper's session makes it, those of the ranks join it.
+/// A host has one connection: the keeper's session makes it, those of the ranks join it.
 #[test]
 fn sessions_of_a_host_share_a_connection() {
     let world = World::new();

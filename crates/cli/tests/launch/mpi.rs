@@ -101,7 +101,7 @@ fn mpiruns_code_is_that_of_the_first_rank_that_fails() {
     assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
 }
 
-/// What MLX looks for, which Debian has in its development packages only.
+/// The library name that MLX looks for, which Debian has in its development packages only.
 #[test]
 fn the_librarys_name_is_passed_on() {
     if !can("launch --backend mpi, MLX_MPI_LIBNAME") {

@@ -20,7 +20,7 @@ fn free_port() -> String {
     listener.local_addr().unwrap().port().to_string()
 }
 
-/// What rank 0 reported: nobody else prints.
+/// The report of rank 0: nobody else prints.
 pub(crate) fn report(ended: Ended) -> Value {
     let ended = ended.ok();
     let [line] = ended.lines()[..] else {

@@ -51,7 +51,7 @@ pub(crate) fn write_adapter(tiny: Tiny, folder: &Path, seed: u64) {
     std::fs::write(folder.join("adapter_config.json"), config.to_string()).unwrap();
 }
 
-/// What a server says as a model.
+/// The answer of a server as a model.
 fn answer(server: &Server, model: &str) -> String {
     let body = chat(model, "hi", &json!({"max_tokens": 16}));
     let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));

@@ -1,5 +1,5 @@
-//! Prompts that nodes of their own read: the same answers, of which the other nodes compute only
-//! the rest of the prompt, and also when those nodes are lost.
+//! Prompts that nodes of their own read. The answers are the same, also when those nodes are lost.
+//! The other nodes compute only the rest of the prompt.
 
 use rustix::process::Signal;
 use serde_json::{Value, json};

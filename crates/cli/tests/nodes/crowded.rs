@@ -68,8 +68,8 @@ fn shout(port: u16, body: &str) {
     let _ = stream.read_to_end(&mut Vec::new());
 }
 
-/// 512 idle connections, 700 halves of a head and six prompts of 8 MB: requests of the others take
-/// at most twice as long as without, and the server's memory is as before ten seconds later.
+/// 512 idle connections, 700 halves of a head and six prompts of 8 MB. Requests of the others take
+/// at most twice as long as without. The server's memory is as before ten seconds later.
 #[test]
 fn connections_and_long_prompts_of_one_slow_nobody_down() {
     let test = "connections_and_long_prompts_of_one_slow_nobody_down";

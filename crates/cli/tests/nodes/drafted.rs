@@ -8,7 +8,7 @@ use super::server::{Server, chat};
 use super::tiny::FAMILIES;
 use super::{World, alone, http, text};
 
-/// One node, which is the command itself, and every way to split.
+/// A single node, which is the command itself, and every way to split.
 const CUTS: [&[&str]; 4] = [
     &["--nodes", "1"],
     &["--nodes", "2", "--split", "tensor"],

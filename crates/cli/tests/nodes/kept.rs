@@ -92,8 +92,8 @@ fn nothing_is_written_when_it_is_off() {
     assert!(!world.path("home/prefixes").exists());
 }
 
-/// Kills the process that writes, again and again, while it has pages to write: no answer after it
-/// differs from one without pages on disk. 20 kills, 300 with `--long`.
+/// Kills the process that writes, again and again, while it has pages to write. No answer after it
+/// differs from one without pages on disk. The test kills 20 times, 300 with `--long`.
 #[test]
 fn no_kill_gives_a_wrong_token() {
     let rounds: u32 = if long() { 300 } else { 20 };

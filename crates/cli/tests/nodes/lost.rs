@@ -76,8 +76,8 @@ fn fail(worker: u32, kind: Signal) {
     crash(kind, || signal_if_there(worker, kind));
 }
 
-/// Sends SIGSEGV a second time: Rust's handler, which looks for stacks that are full, takes the
-/// first one from outside for a fault that will come again, and only steps aside. Where tiles of
+/// Sends SIGSEGV a second time. Rust's handler, which looks for stacks that are full, takes the
+/// first one from outside for a fault that will come again. So it only steps aside. Where tiles of
 /// AMX are in use the first one ends the process: they leave no room on the handler's stack.
 fn crash(kind: Signal, again: impl FnOnce()) {
     if kind == Signal::SEGV {
@@ -96,7 +96,7 @@ fn names(error: &str, rank: usize, how: &str) -> bool {
     first.is_some_and(|first| first.starts_with(&format!("rank {rank} {how}")))
 }
 
-/// One error, which names the rank, and no other complaint.
+/// Checks that there is one error, which names the rank, and no other complaint.
 fn check_error(said: &str, rank: usize, how: &str) {
     let errors: Vec<&str> = said.lines().filter(|l| l.starts_with("error")).collect();
     assert_eq!(errors.len(), 1, "{said}");
@@ -188,8 +188,8 @@ fn a_short_pause_is_no_failure() {
     panic!("no pause of this test is short");
 }
 
-/// Whoever the parent is to, none of its workers outlives it; a stopped worker neither, which is
-/// tried with all signals in a long run.
+/// No worker outlives its parent, whatever signal ends that. A stopped worker does not either,
+/// which is tried with all signals in a long run.
 #[test]
 fn workers_end_with_their_parent() {
     let _alone = alone();
@@ -228,8 +228,8 @@ fn workers_end_with_their_parent() {
     times.tell("workers end with their parent");
 }
 
-/// Seeded random moments from the first sign of a worker to deep in an answer; a real model has
-/// all of them: it takes a while to load. Twenty in a long run.
+/// Seeded random moments from the first sign of a worker to deep in an answer. A real model has all
+/// of them: it takes a while to load. Twenty in a long run.
 #[test]
 fn any_moment_will_do() {
     let _alone = alone();
@@ -265,9 +265,12 @@ fn any_moment_will_do() {
 /// Tokens of an answer that loses a worker: a second or more of this model.
 const LONG_ANSWER: u32 = 2000;
 
-/// A worker of four that fails while two answers are computed: they go on and are the ones of an
-/// undisturbed run, a request that comes meanwhile is answered, the others keep their processes
-/// and the weights that they have packed.
+/// A worker of four that fails while two answers are computed:
+///
+/// - the answers go on and are those of an undisturbed run;
+/// - a request that comes meanwhile is answered;
+/// - the other workers keep their processes and the weights that they have packed.
+///
 /// Each signal is sent to one victim, in a long run to two.
 #[test]
 fn answers_of_a_server_go_on() {

@@ -1,7 +1,8 @@
-//! Models over several processes, as a user calls them: the same answer from any split, what is
-//! told about it, and what happens when a process dies, is stopped or cannot start.
+//! Models over several processes, as a user calls them. The tests check that any split gives the
+//! same answer, and what the user is told about it. They also check what happens when a process
+//! dies, is stopped or cannot start.
 //!
-//! Most tests run random models of some hundred kilobytes ([`tiny`]); those with a real one need
+//! Most tests run random models of some hundred kilobytes ([`tiny`]). Tests with a real one need
 //! SmolLM2 in the folder that `cargo xtask models` fills, and say so when it is not there.
 //!
 //! Processes are looked up in `/proc`, so the tests are for Linux.
@@ -43,7 +44,7 @@ use tiny::Tiny;
 /// that, beside what a [`Stopwatch`](paceline_base::testing::Stopwatch) sees of it.
 const REPORTED: Duration = Duration::from_millis(2500);
 
-/// What has to end has ended within this time.
+/// The limit for processes that have to end.
 const ENDED: Duration = Duration::from_secs(1);
 
 /// Tests that measure, and those with many processes, run one after the other.

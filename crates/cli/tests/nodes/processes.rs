@@ -18,7 +18,7 @@ pub(crate) struct Running {
     stderr: Gathered,
 }
 
-/// What came over a pipe, and the thread that reads it.
+/// The bytes that came over a pipe, and the thread that reads it.
 struct Gathered {
     bytes: Arc<Mutex<Vec<u8>>>,
     reader: Option<std::thread::JoinHandle<()>>,

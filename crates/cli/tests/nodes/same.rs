@@ -21,7 +21,7 @@ const PROMPTS: [&str; 5] = [
 /// A number of nodes and what else to say about the split.
 type Cut = (&'static str, &'static [&'static str]);
 
-/// Those of the issue, and uneven ones; all of them in a long run.
+/// The splits of the issue, and uneven ones; all of them in a long run.
 const CUTS: [Cut; 14] = [
     ("2", &["--split", "tensor"]),
     ("3", &["--split", "tensor"]),
@@ -39,16 +39,16 @@ const CUTS: [Cut; 14] = [
     ("7", &[]),
 ];
 
-/// Those of [`CUTS`] that are always tried with a real model: both ways to split, both at once,
-/// more ranks than cores, and shares that differ.
+/// The entries of [`CUTS`] that are always tried with a real model. They have both ways to split,
+/// both at once, more ranks than cores, and shares that differ.
 const ALWAYS: [usize; 5] = [1, 4, 8, 10, 12];
 
 fn args<'a>((nodes, more): &'a Cut, own: &[&'a str]) -> Vec<&'a str> {
     [&["--nodes", nodes], *more, own].concat()
 }
 
-/// Answers to `requests`, which are under way at the same time: what they said, and of each token
-/// its bytes and its log-probability beside those of the likeliest.
+/// Answers to `requests`, which are under way at the same time. An answer has what was said, and of
+/// each token its bytes and its log-probability beside those of the likeliest.
 fn answers(port: u16, requests: &[Value]) -> Vec<Value> {
     std::thread::scope(|scope| {
         let ask = |body| scope.spawn(move || http::ask(port, "/v1/chat/completions", Some(body)));

@@ -1,4 +1,4 @@
-//! What a user is told about a split.
+//! The messages that a user is shown about a split.
 
 use serde_json::Value;
 

@@ -1,9 +1,9 @@
 //! `--split auto` leaves a split that turns out worse than another, and nobody notices by the
 //! answer.
 //!
-//! Facts that lie make it so: measured.json says that the first split is far faster than it can be
-//! and the next ones still too fast, whatever else the machine did while it was measured, and that
-//! loading takes no time.
+//! Facts that lie make it so. measured.json says that the first split is far faster than it can be,
+//! and that loading takes no time. The next splits are still too fast in it, whatever else the
+//! machine did while it was measured.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ const PROMPT: &str = "Once upon a time, and a very good time it was.";
 /// Measured over predicted, by split.
 type Lies<'a> = &'a [(&'a str, f64)];
 
-/// Sampled, so that random numbers move along with what is computed; and long, so that it is still
-/// being made when the thread that changes splits gets its turn: 200 tokens take a hundredth of a
+/// Sampled, so that random numbers move along with what is computed. Long, so that it is still
+/// being made when the thread that changes splits gets its turn. 200 tokens take a hundredth of a
 /// second.
 const ANSWER: [&str; 8] = [
     "--max-tokens",
@@ -153,8 +153,8 @@ fn people_read_of_a_change_after_the_answer() {
     assert!(line.contains(" expected) in "), "{line}");
 }
 
-/// A server of a tiny model over two nodes whose first split is believed to be far faster than it
-/// is, and what one node answers.
+/// A server of a tiny model over two nodes, and what one node answers. Its first split is believed
+/// to be far faster than it is.
 struct Lied {
     _world: World,
     model: String,

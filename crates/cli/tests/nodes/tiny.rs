@@ -1,6 +1,6 @@
 //! Random models of some hundred kilobytes, of every family, that can be cut in many ways.
 //!
-//! They never end, since no token means that, and say printable bytes for the most part: the rows
+//! They never end, since no token means that, and say printable bytes for the most part. The rows
 //! of all other tokens in the head are zero, and among a hundred random logits one is above that.
 
 use std::path::Path;
@@ -28,7 +28,7 @@ pub(crate) struct Tiny {
     pub(crate) ffn: usize,
 }
 
-/// One of each family: grouped heads, heads that make up more than the width, windowed layers.
+/// A model of each family: grouped heads, heads that make up more than the width, windowed layers.
 pub(crate) const FAMILIES: [Tiny; 4] = [
     Tiny::new("llama", 8, 2, 32, 4),
     Tiny::new("qwen2", 4, 4, 64, 4),

@@ -97,7 +97,7 @@ fn what_a_model_cannot_be_split_into_is_said_with_advice() {
     assert_refused(&SPLITS, 1);
 }
 
-/// What is wrong whatever the model is told before one is fetched.
+/// Options that are wrong whatever the model: the user is told before a model is fetched.
 #[test]
 fn nothing_is_fetched_for_a_split_that_cannot_be() {
     let world = World::new();

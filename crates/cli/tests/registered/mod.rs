@@ -1,6 +1,6 @@
-//! Over RDMA, what ranks of a split exchange in a step is read from where it was computed and put
-//! where it is added up: nothing is copied on the way. Real ranks over the software verbs library,
-//! loaded as the system's. It stands here because `model` knows no wire.
+//! RDMA between ranks of a split. The data of a step is read from where it was computed and put
+//! where it is added up: nothing is copied on the way. Real ranks run over the software verbs
+//! library, loaded as the system's. The test stands here because `model` knows no wire.
 
 #![allow(
     clippy::unwrap_used,
@@ -120,7 +120,7 @@ fn load(path: &Path, split: &Split, rank: Rank, links: Option<Links>) -> Model {
     }
 }
 
-/// Bytes that each of two ranks copied in each step; the logits are those of one rank.
+/// The bytes that each of two ranks copied in each step; the logits are those of one rank.
 fn copied(
     path: &Path,
     tokens: &[u32],

@@ -1,4 +1,4 @@
-//! One prompt, one answer.
+//! A single prompt, a single answer.
 
 use std::io::{Read, Write};
 use std::process::Stdio;
@@ -47,7 +47,7 @@ fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
     world.assert_clean();
 }
 
-/// What `run --json` prints, in the order of the alphabet.
+/// The fields that `run --json` prints, in the order of the alphabet.
 const FIELDS: [&str; 26] = [
     "array_bytes_per_token",
     "context",

@@ -1,4 +1,4 @@
-//! What goes wrong: exit codes, errors that name the value, hints, and nothing on stdout.
+//! Errors: exit codes, texts that name the value, hints, and nothing on stdout.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

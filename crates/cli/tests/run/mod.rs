@@ -1,8 +1,8 @@
 //! `paceline run` and `paceline bench` as a user, a script or a terminal calls them.
 //!
-//! Most tests run a model of some hundred kilobytes that they write themselves ([`tiny`]); those
-//! in [`real`] need SmolLM2 in the folder that `cargo xtask models` fills, and say so when it is
-//! not there.
+//! Most tests run a model of some hundred kilobytes that they write themselves ([`tiny`]). Tests in
+//! [`real`] need SmolLM2 in the folder that `cargo xtask models` fills, and say so when it is not
+//! there.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod answer;

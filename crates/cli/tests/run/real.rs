@@ -1,4 +1,4 @@
-//! What only a real model shows.
+//! Behaviour that only a real model shows.
 
 use std::io::Read;
 use std::process::Stdio;
@@ -28,8 +28,8 @@ fn a_real_answer_depends_on_the_seed_only() {
     assert_ne!(sampled, tokens(&["--seed", "4"]));
 }
 
-/// Resident memory at its largest, which is never less than the proportional share of it: file,
-/// keys and values, 15 % and 128 MiB (256 MiB for a vocabulary of 262k).
+/// Peak resident memory stays within file, keys and values, 15 % of the file and 128 MiB (256 MiB
+/// for a vocabulary of 262k). It is never less than the proportional share.
 #[test]
 #[cfg(target_os = "linux")]
 fn memory_stays_near_the_file() {

@@ -29,8 +29,8 @@ fn interrupt(child: &mut Child, signal: Signal) -> Duration {
     took
 }
 
-/// Starts `command` in a process group of its own, until `ready`, and interrupts it: it must end
-/// at once and leave neither process nor file, nor a word on stderr.
+/// Starts `command` in a process group of its own, until `ready`, and interrupts it. It must end at
+/// once and leave neither process nor file, nor a word on stderr.
 fn interrupt_when(
     world: &World,
     command: &mut Command,

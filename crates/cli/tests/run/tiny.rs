@@ -1,9 +1,9 @@
 //! A model that recites the alphabet.
 //!
 //! Its layer adds nothing, its embedding is the unit matrix, and row `next(t)` of its output picks
-//! token `t`: after each token comes the one that [`Tiny::next`] says, whatever came before, and
-//! by far unless the temperature is high. So tests know every answer, and a run takes
-//! milliseconds or, with a large context, as long as the test wants.
+//! token `t`. After each token comes the one that [`Tiny::next`] says, whatever came before, and by
+//! far unless the temperature is high. So tests know every answer. A run takes milliseconds or,
+//! with a large context, as long as the test wants.
 
 use std::path::Path;
 
@@ -13,12 +13,12 @@ use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
 
 /// The end of a message.
 pub(crate) const IM_END: u32 = 2;
-/// One column per token, in whole runs of 32.
+/// A column per token, in whole runs of 32.
 const WIDTH: usize = VOCAB.next_multiple_of(32);
 const HEAD: usize = 16;
 const FFN: usize = 32;
 
-/// What the endless model says again and again. The accent takes two tokens.
+/// The text that the endless model says again and again. The accent takes two tokens.
 pub(crate) const ALPHABET: &str = "abcdefghijklm\u{e9}nopqrstuvwxyz";
 
 /// Which model to write.

@@ -18,8 +18,8 @@ fn names(file: &Value) -> String {
         .join(" ")
 }
 
-/// The setup goes to standard error, so that standard output is a hostfile and nothing else; and
-/// nobody is asked, so that it ends unattended, even with a standard input that never ends.
+/// The setup goes to standard error, so that standard output is a hostfile and nothing else. Nobody
+/// is asked, so that it ends unattended, even with a standard input that never ends.
 #[test]
 fn output_is_a_hostfile_and_nobody_is_asked() {
     let world = World::with(&macs(2, &[(0, 1)]));

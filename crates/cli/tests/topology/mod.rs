@@ -74,7 +74,7 @@ impl World {
         serde_json::from_str(&ended.stdout).unwrap()
     }
 
-    /// What was done on a host as an administrator.
+    /// The steps that were done on a host as an administrator.
     fn done(&self, host: &str) -> Option<String> {
         fs::read_to_string(self.path(&format!("hosts/{host}/done"))).ok()
     }

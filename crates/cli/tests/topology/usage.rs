@@ -1,4 +1,4 @@
-//! What is printed, and what is said when it cannot be.
+//! The output, and the complaints when it cannot be had.
 
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use paceline_comm::provider::Lane;
 use crate::cable::{Body, Cable};
 use crate::message::{Head, Kind};
 
-/// What is sent on a lane.
+/// The sending side of a lane.
 #[derive(Default)]
 pub(super) struct Outgoing {
     /// Number of the next message.
@@ -45,7 +45,7 @@ pub(crate) struct Flight {
     pub(super) held: bool,
 }
 
-/// What comes on a lane.
+/// The receiving side of a lane.
 #[derive(Default)]
 pub(super) struct Incoming {
     /// All below have been read.

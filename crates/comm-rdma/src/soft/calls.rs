@@ -92,7 +92,7 @@ unsafe fn take_back<T>(device: &DeviceCore, object: *mut T) {
     drop(unsafe { Box::from_raw(object) });
 }
 
-/// What a function that gives something back hands back itself.
+/// The return value of a function that gives something back.
 fn given_back(device: &DeviceCore, call: &str) -> c_int {
     match device.fabric.is_refused(call) {
         true => EBUSY,

@@ -18,7 +18,7 @@ pub(crate) const EBUSY: i32 = 16;
 pub(crate) const EIO: i32 = 5;
 pub(crate) const EOPNOTSUPP: i32 = 95;
 
-/// What goes wrong, decided by a seed per pair and message.
+/// Faults, decided by a seed per pair and message.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
     pub(crate) seed: u64,
@@ -30,7 +30,7 @@ pub(crate) struct Faults {
     pub(crate) failure: Option<Failure>,
 }
 
-/// What fails, on which device of the fabric, with which of its messages.
+/// A failure: how it shows, on which device of the fabric, with which of its messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
     pub(crate) device: usize,
@@ -51,7 +51,7 @@ pub(crate) enum Break {
     Mute,
 }
 
-/// What a device can hold.
+/// The capacity of a device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Caps {
     pub(crate) regions: usize,
@@ -93,7 +93,7 @@ pub(crate) struct Core {
     pub(crate) dropped: AtomicU64,
     /// Messages that were sent in more than one piece.
     pub(crate) gathered: AtomicU64,
-    /// Those of them that were put into more than one.
+    /// Messages, of those, that were put into more than one piece.
     pub(crate) scattered: AtomicU64,
     /// Where pairs are that this process does not have.
     outside: Option<Outside>,
@@ -114,7 +114,7 @@ pub(crate) fn number() -> u32 {
 /// A device.
 pub(crate) struct DeviceCore {
     pub(crate) name: CString,
-    /// One of them is the address.
+    /// The device's identifiers, of which `address_at` is its address.
     pub(crate) gids: Vec<Gid>,
     pub(crate) address_at: usize,
     /// How often it is open.
@@ -148,7 +148,7 @@ impl Fabric {
         Self::with(faults, caps, None)
     }
 
-    /// One that goes on in other processes.
+    /// A fabric that goes on in other processes.
     pub(crate) fn with(faults: Faults, caps: Caps, outside: Option<Outside>) -> Self {
         let core = Core {
             faults,

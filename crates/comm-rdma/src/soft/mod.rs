@@ -1,11 +1,17 @@
 //! A verbs library in software: the functions that a device's library exports, over memory.
 //!
-//! It keeps the rules that matter to a user of UC: a pair goes through its states, sends are read
-//! from registered memory only, a message that meets no posted receive is dropped without a word,
-//! one that is too long breaks its receiver, completions have to be polled before a queue is full,
-//! and a device has only so many regions, pairs and requests. What a link may do to messages comes
-//! from a seed ([`Faults`]). Nothing of the crate is used but the layouts, so that
-//! `examples/ibverbs.rs` can make a library of these files that is loaded as the real one.
+//! It keeps the rules that matter to a user of UC:
+//!
+//! - a pair goes through its states;
+//! - sends are read from registered memory only;
+//! - a message that meets no posted receive is dropped without a word, one that is too long breaks
+//!   its receiver;
+//! - completions have to be polled before a queue is full;
+//! - a device has only so many regions, pairs and requests.
+//!
+//! The faults of a link come from a seed ([`Faults`]). Nothing of the crate is used but the
+//! layouts. So `examples/ibverbs.rs` can make a library of these files that is loaded as the real
+//! one.
 //!
 //! - `fabric`: devices, pairs, and what happens to a message;
 //! - `outside`: pairs in other processes, for the library;

@@ -39,7 +39,7 @@ impl Outside {
     }
 }
 
-/// What reaches a pair from other processes.
+/// Messages that reach a pair from other processes.
 #[derive(Debug)]
 pub(crate) struct Inbox {
     path: PathBuf,

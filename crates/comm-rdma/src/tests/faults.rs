@@ -41,7 +41,7 @@ const fn blamed(error: &Error) -> Option<Rank> {
     }
 }
 
-/// What a seed stands for.
+/// The run that a seed stands for.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     size: usize,
@@ -167,7 +167,7 @@ fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result
     Ok(())
 }
 
-/// What became of a rank.
+/// The end of a rank.
 #[derive(Debug)]
 enum End {
     /// It did not join.
@@ -313,7 +313,7 @@ fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
     assert!(hits > runs / 4, "only {hits} of {runs} faults hit");
 }
 
-/// One of several cables of a pair dies, in whatever way: all calls succeed over the others.
+/// A cable dies, of several of a pair, in whatever way: all calls succeed over the others.
 #[test]
 fn traffic_moves_to_the_other_cables() {
     let mut lost = 0;

@@ -1,4 +1,4 @@
-//! What is copied on the way, and what is not: counted.
+//! Counts of bytes: copied on the way, and not copied.
 
 use std::sync::Mutex;
 
@@ -7,7 +7,7 @@ use paceline_comm::{Copies, Element};
 use super::*;
 use crate::IN_PLACE_BYTES;
 
-/// What a call by all ranks copied, by rank: bytes in place and bytes staged.
+/// The copies of a call by all ranks, by rank: bytes in place and bytes staged.
 fn copies<T: Element>(
     lab: &Lab,
     length: usize,
@@ -86,7 +86,8 @@ fn short_parts_are_copied_at_the_receiver_unless_told_otherwise() {
     }
 }
 
-/// What comes to be reduced is reduced where it came to, in pieces of whole elements of any width.
+/// Data that comes to be reduced is reduced where it came to, in pieces of whole elements of any
+/// width.
 #[test]
 fn reductions_copy_nothing() {
     fn sum<T: Element + PartialEq + std::fmt::Debug>(lab: &Lab, length: usize, one: T, all: T) {
@@ -235,8 +236,8 @@ fn memory_serves_groups_that_are_split_off() {
     });
 }
 
-/// Whoever waits for a long message has it put where it belongs; others find it in the inbox. The
-/// sender gives the other time to wait for it, in the end half a second.
+/// A receiver that waits for a long message has it put where it belongs; others find it in the
+/// inbox. The sender gives the other time to wait for it, in the end half a second.
 #[test]
 fn messages_go_straight_to_who_waits() {
     const BYTES: usize = 300_001;

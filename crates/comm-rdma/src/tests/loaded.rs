@@ -191,7 +191,7 @@ fn a_device_conforms() {
     testing::run_sizes(&make, 0x5eed_000c, &[1, 2]);
 }
 
-/// One of two ranks, each a process: what it computes for every size, and how long that takes.
+/// A rank of two, each a process: its results for every size, and how long they take.
 #[test]
 fn a_device_carries_every_size() {
     let Some(device) = device("a_device_carries_every_size") else {

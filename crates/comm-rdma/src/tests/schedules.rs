@@ -9,13 +9,13 @@ use paceline_comm::Traffic;
 
 use super::*;
 
-/// Frames of a call: at most two for each other rank and step, of 52 bytes (`wire`), and as much
-/// again for what it takes to greet.
+/// Frames of a call: at most two for each other rank and step, of 52 bytes (`wire`). The greeting
+/// takes as much again.
 fn frames(size: usize) -> u64 {
     (2 * (2 * size) as u64 + size as u64) * 52
 }
 
-/// What a call of every rank sent, by rank.
+/// The bytes that a call of every rank sent, by rank.
 fn sent(
     lab: &Lab,
     call: impl Fn(&dyn Group, &mut Memory<u32>) + Copy + Send + 'static,

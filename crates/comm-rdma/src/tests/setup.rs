@@ -10,7 +10,7 @@ fn errors(lab: &Lab) -> Vec<String> {
         .collect()
 }
 
-/// What ranks call to join a group, and may fail.
+/// The functions that ranks call to join a group, and that may fail.
 const JOINING: [&str; 8] = [
     "ibv_open_device",
     "ibv_query_port",
@@ -51,8 +51,8 @@ fn is_told(call: &str, joined: &[Result<(), RdmaError>]) -> bool {
     }
 }
 
-/// Every call fails once: an error on both ranks, or, where it was for the queue pairs of transfers
-/// in place, on none: a link goes on without those.
+/// Every call fails once. The result is an error on both ranks. Where the call was for the queue
+/// pairs of transfers in place it is an error on none: a link goes on without those.
 #[test]
 fn every_call_that_fails_is_an_error_on_all_ranks() {
     for call in JOINING {

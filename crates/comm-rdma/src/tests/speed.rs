@@ -1,4 +1,4 @@
-//! What a call costs over the software library, beside shared memory: how much the protocol adds.
+//! The cost of a call over the software library, beside shared memory: how much the protocol adds.
 
 use paceline_comm::shm;
 

@@ -60,10 +60,10 @@ pub struct Config {
     /// Use this algorithm wherever an operation has it. What rank 0 says counts.
     pub force: Option<Algorithm>,
     /// TCP connections of each pair for collectives, and as many for messages, which take turns.
-    /// More than one is for ranks with several addresses, each on a network of its own, and for
-    /// networks that give one connection less than they have.
+    /// Use more than one for ranks with several addresses, each on a network of its own, or for
+    /// networks that limit a single connection.
     pub streams: NonZeroU8,
-    /// Who may read and write what ranks send.
+    /// The processes that may read and write what ranks send.
     pub protection: Protection,
 }
 
@@ -88,7 +88,7 @@ impl Default for Config {
 /// Where a rank is reached: one address, or several, each on another network that leads to it.
 ///
 /// Connection `s` of a pair goes to address `s` modulo their number, so every network carries an
-/// equal share; the system's routes decide over which own interface. An address that does not
+/// equal share. The system's routes decide over which own interface. An address that does not
 /// answer while another does is left out after a second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Addrs(pub(super) Vec<SocketAddr>);

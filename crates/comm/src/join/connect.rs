@@ -9,9 +9,9 @@
 //! at once, so it is not the oldest for long, and it dials again when it was turned out.
 //!
 //! With a group key, a process that has proved to have it ends the join at once by a hello that
-//! does not fit. Without proof, a hello from an address of the group ends the join only if the rank
-//! that
-//! it names is not there after [`UNPROVEN_WAIT`]; from elsewhere it never does.
+//! does not fit. Without proof, a hello from outside the group's addresses never ends the join. An
+//! unproven hello from an address of the group ends it only after [`UNPROVEN_WAIT`], if the rank
+//! that it names is not there by then.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -37,22 +37,22 @@ use crate::{Deadline, deadline};
 const DIAL_WAIT: Duration = Duration::from_millis(500);
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
-/// How long a rank waits before it calls the address that should be its own: most groups are
-/// complete by then, and behind some gateways it leads nowhere.
+/// How long a rank waits before it calls the address that should be its own. Most groups are
+/// complete by then, and behind some gateways the address leads nowhere.
 const SELF_AGAIN: Duration = Duration::from_millis(300);
 
 /// How long an address of a rank that is reached by another may refuse, before the next of its
 /// addresses is taken.
 const ADDRESS_WAIT: Duration = Duration::from_secs(1);
 
-/// How long the place of a rank that came with another group id is kept for it to come again:
-/// it may be about to give up a group that has failed.
+/// How long the place of a rank that came with another group id is kept for it. The rank may be
+/// about to give up a group that has failed, and to come again.
 const STRAY_WAIT: Duration = Duration::from_secs(1);
 
-/// How long the place of a rank is kept that came from an address of the group and did not prove to
-/// have the group key. It may have another key, and is to be named soon; or it is another process
-/// of that machine, and the rank itself is about to come. Ranks that are started together come
-/// within tens of milliseconds.
+/// How long the place of a rank is kept that came from an address of the group without a proof of
+/// the key. It may have another key, and is to be named soon. Or it is another process of that
+/// machine, and the rank itself is about to come. Ranks that are started together come within tens
+/// of milliseconds.
 const UNPROVEN_WAIT: Duration = Duration::from_millis(500);
 
 /// How long a rank that gives up still answers those who come.
@@ -61,7 +61,8 @@ const FAREWELL: Duration = Duration::from_millis(300);
 /// Longest sleep between two looks at everything.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// What a dialler says first over a sealed connection, to show that its hello is no recording.
+/// The first byte of a dialler over a sealed connection, which shows that its hello is no
+/// recording.
 const PROOF: [u8; 1] = [1];
 
 /// A dialler that was turned away and said that it is a rank that is missing.
@@ -89,7 +90,7 @@ impl Stray {
 /// Connections by rank, none for the rank itself.
 pub(crate) type Streams = Vec<Option<Stream>>;
 
-/// One who knocked.
+/// A process that dialled this rank.
 enum Stranger {
     /// It has not said all of its hello.
     Greeting(Pending),
@@ -106,8 +107,8 @@ impl Stranger {
     }
 }
 
-/// One connection that this rank has to make. To the rank itself: to see whether it is the one
-/// whom its address leads to.
+/// A connection that this rank has to make. A connection to the rank itself shows whether its
+/// address leads to it.
 struct Dial {
     peer: usize,
     slot: usize,
@@ -546,7 +547,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Says hello to members that were not called yet, who would wait for this rank: they see for
+    /// Says hello to members that were not called yet, which would wait for this rank. They see for
     /// themselves what does not fit, or are told.
     fn call_the_uncalled(&mut self, deadline: Deadline) {
         let until = Deadline::at(deadline::now() + FAREWELL).min(deadline);

@@ -1,11 +1,11 @@
-//! Who knocks at a rank's listener, and who is a member already: while a group is made, and as long
-//! as it lives.
+//! The door: processes that connect to a rank's listener, and the roster of members, while a group
+//! is made and as long as it lives.
 //!
-//! When a group is complete its keeper looks at the door every now and then. Whoever means this
-//! group comes too late, and is told why not: most likely it is a second process of a rank. Those
-//! who mean another group wait in the lobby, for a group that is being made over the same listener
-//! (`split`), until
-//! [`STRANGER_WAIT`](super::greeting::STRANGER_WAIT) is over; they dial again.
+//! When a group is complete its keeper looks at the door every now and then. A process that means
+//! this group comes too late, and is told why not. Most likely it is a second process of a rank.
+//! Processes that mean another group wait in the lobby for a group that is being made over the same
+//! listener (`split`). They wait until [`STRANGER_WAIT`](super::greeting::STRANGER_WAIT) is over,
+//! and dial again.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -24,7 +24,7 @@ pub(crate) struct Roster {
     rank: usize,
     /// The number of this process.
     pub(super) instance: u64,
-    /// Those of the other ranks, as far as they have come. Only higher ones do.
+    /// The numbers of the other ranks' processes, as far as they have come. Only higher ranks come.
     pub(super) instances: Vec<Option<u64>>,
     streams: u16,
     slots: usize,
@@ -41,7 +41,7 @@ impl Roster {
         }
     }
 
-    /// What is wrong with a rank of this group, if its hello is true.
+    /// The refusal of a rank of this group, if its hello is true and does not fit.
     pub(super) fn judge(&self, hello: &Hello) -> Option<Refusal> {
         let (rank, slot) = (hello.rank as usize, usize::from(hello.slot));
         let ours = u32::try_from(self.instances.len()).expect("checked when the group was made");

@@ -1,4 +1,4 @@
-//! What ranks say before they are a group, byte by byte, little-endian.
+//! The hellos and replies of ranks before they are a group, byte by byte, little-endian.
 //!
 //! ```text
 //! hello, from the rank that dials: 56 bytes; 104 if sealed
@@ -33,7 +33,7 @@ pub(super) const HELLO_BYTES_MIN: usize = 48;
 /// Bytes of the longest hello or reply.
 pub(super) const GREETING_BYTES: usize = HELLO_BYTES + SHAKE_BYTES;
 
-/// What a rank says first.
+/// The first message of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) version: u16,
@@ -93,7 +93,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
         .map_or(0, |word| u32::from_le_bytes(*word))
 }
 
-/// What a rank answers to a hello, or says when it gives up.
+/// A rank's answer to a hello, or its message when it gives up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reply {
     Welcome,

@@ -45,7 +45,7 @@ impl fmt::Debug for GroupKey {
     }
 }
 
-/// Who may read and write what ranks send. The same on all ranks.
+/// The processes that may read and write what ranks send. The same on all ranks.
 #[derive(Clone, Debug, Default)]
 pub enum Protection {
     /// Nothing is encrypted, and a rank joins only if all addresses are loopback.

@@ -15,7 +15,7 @@ pub struct Listener {
     /// At least one.
     sockets: Vec<TcpListener>,
     addrs: Vec<SocketAddr>,
-    /// Who has knocked and not been answered.
+    /// Connections that have come and were not answered yet.
     waiting: Mutex<VecDeque<Pending>>,
 }
 

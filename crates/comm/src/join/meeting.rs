@@ -39,7 +39,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Why there is no list.
 #[derive(Debug)]
 pub(crate) enum Unmet {
-    /// Whoever listened is gone, or no rank, or of another round.
+    /// The process that listened is gone, or is no rank, or is of another round.
     Gone,
     /// It does not want this rank.
     Refused(Refusal),
@@ -151,7 +151,7 @@ fn parse_name(bytes: &[u8; NAME_BYTES]) -> Option<SocketAddr> {
     text.trim_end_matches('\0').parse().ok()
 }
 
-/// One who has come to the host.
+/// A process that has come to the host.
 enum Guest {
     Greeting(Pending),
     /// It was welcomed and has to say where it listens: with a key, this also shows that its hello
@@ -165,7 +165,7 @@ struct Name {
     since: Instant,
 }
 
-/// Those who come to the address of a meeting. Strangers cost as much as in a join, no more.
+/// Processes that come to the address of a meeting. Strangers cost as much as in a join, no more.
 pub(crate) struct Hall<'a> {
     listener: &'a Listener,
     round: GroupId,

@@ -53,7 +53,7 @@ pub fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
     let _ = poll(fds, Some(&timeout));
 }
 
-/// What a socket did: bytes moved, none at the moment, or the end.
+/// The outcome of a socket call: bytes moved, none at the moment, or the end.
 ///
 /// # Errors
 /// [`Closed`] where the other end is gone, or the system says what no later look can mend.

@@ -80,9 +80,9 @@ pub enum JoinError {
     /// The system refused something.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The deadline passed.
@@ -96,15 +96,15 @@ pub enum JoinError {
     /// Another rank does not want this one.
     #[error("{by} refuses this rank: {why}")]
     Refused {
-        /// Who.
+        /// The rank that refuses.
         by: Rank,
-        /// What is wrong with this rank.
+        /// The reason: what is wrong with this rank.
         why: Refusal,
     },
     /// A process with this group's id does not fit, or one that should have it has another.
     #[error("a process at {from} that wants to join does not fit: {why}")]
     Unfit {
-        /// What is wrong with it.
+        /// The reason: what is wrong with the process.
         why: Refusal,
         /// Where it is.
         from: IpAddr,
@@ -118,15 +118,15 @@ pub enum JoinError {
     /// A rank has no address.
     #[error("{rank} has no address")]
     NoAddress {
-        /// Who.
+        /// The rank without an address.
         rank: Rank,
     },
     /// Another rank found a process that does not fit.
     #[error("{by} gave up: {why}")]
     GaveUp {
-        /// Who.
+        /// The rank that gave up.
         by: Rank,
-        /// What is wrong with that process.
+        /// The reason: what is wrong with that process.
         why: Refusal,
     },
     /// A rank cannot use another's memory, most likely because it is on another machine.
@@ -140,7 +140,7 @@ pub enum JoinError {
     /// A rank that had joined is gone again.
     #[error("{rank} left before the group was complete")]
     Lost {
-        /// Who.
+        /// The rank that left.
         rank: Rank,
     },
 }

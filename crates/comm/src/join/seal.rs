@@ -9,14 +9,14 @@
 //! record    0  length of the rest (u16, little-endian)   2  ciphertext   last 16  tag
 //! ```
 //!
-//! `NN`, because ranks have no identities that outlive the group: who has the key may be any rank.
-//! `psk0`, because then the acceptor knows from the first message that the key differs, before it
-//! has spent a multiplication on the curve, and can say so. Nonces count records in each
+//! `NN`, because ranks have no identities that outlive the group: a process with the key may be any
+//! rank. `psk0`, because then the acceptor knows from the first message that the key differs, and
+//! can say so. It has not spent a multiplication on the curve by then. Nonces count records in each
 //! direction, so a record that is lost, repeated, moved or cut ends the connection.
 //!
-//! Bounds: a record has at most [`RECORD_BYTES`] of payload and at least one byte; a connection
-//! holds at most a batch of records on their way out, one buffer of records on their way in and the
-//! payload of one. Each direction copies a byte once more than plain sockets do, in the cache.
+//! Bounds: a record has at most [`RECORD_BYTES`] of payload and at least one byte. A connection
+//! holds at most a batch of outgoing records, one buffer of incoming records and the payload of
+//! one. Each direction copies a byte once more than plain sockets do, in the cache.
 
 use std::io::{self, Read, Write};
 use std::sync::Mutex;
@@ -285,7 +285,7 @@ impl Outgoing {
     }
 }
 
-/// What is no record.
+/// Bytes that are no record.
 struct Garbled;
 
 impl Incoming {
@@ -424,8 +424,8 @@ pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
     (dialler, acceptor)
 }
 
-/// Reads `bytes` as messages of a handshake, as records, and as the choice of what to do to good
-/// records, for fuzzing: what is read is always the beginning of what was written.
+/// Reads `bytes` as handshake messages, as records, and as the choice of what to do to good
+/// records, for fuzzing. The payload that is read is always the beginning of what was written.
 pub(crate) fn parse(bytes: &[u8]) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     if let Some(message) = bytes.first_chunk() {

@@ -8,7 +8,7 @@ use super::poll::outcome;
 use super::seal::Session;
 use crate::transport::Closed;
 
-/// One connection. Nothing blocks.
+/// A connection. Nothing blocks.
 pub(crate) struct Stream {
     socket: TcpStream,
     session: Option<Session>,
@@ -61,8 +61,8 @@ impl Stream {
         self.session.as_ref().is_some_and(Session::is_garbled)
     }
 
-    /// Says that nothing more will be sent, and reads what is there, so that closing the socket
-    /// does not make the system discard what the peer has not read yet.
+    /// Says that nothing more will be sent, and reads what is there. So closing the socket does not
+    /// make the system discard what the peer has not read yet.
     pub(crate) fn shut_down(&self) {
         let mut bytes = [0; 4096];
         let _ = self.socket.shutdown(Shutdown::Write);

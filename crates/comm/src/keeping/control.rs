@@ -1,8 +1,8 @@
 //! The control lane: heartbeats and news, on a connection of its own for each pair, so that they
 //! pass however full the other lanes are.
 //!
-//! A thread of the group, the *keeper*, reads it. It is also there while the rank computes, so a
-//! peer that is stopped or cut off is known whether or not a call is under way.
+//! A thread of the group, the *keeper*, reads it. The keeper is also there while the rank computes.
+//! So a peer that is stopped or cut off is known whether or not a call is under way.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -61,7 +61,7 @@ const PUSH_WAIT: Duration = Duration::from_millis(5);
 pub struct Controls {
     /// By rank; none for the rank itself.
     streams: Vec<Option<Stream>>,
-    /// What the system has not taken yet, by rank.
+    /// Bytes that the system has not taken yet, by rank.
     unsent: Mutex<Vec<Vec<u8>>>,
     /// Whose bytes on another lane are no records.
     suspects: Vec<AtomicBool>,
@@ -135,7 +135,7 @@ impl Controls {
     }
 }
 
-/// What the keeper knows of a peer.
+/// The keeper's knowledge of a peer.
 struct Watch {
     bytes: [u8; CONTROL_BYTES],
     filled: usize,

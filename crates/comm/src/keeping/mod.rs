@@ -25,7 +25,7 @@ const LARGE_CALLS: usize = 3;
 /// Bytes of a large call: long against [`SMALL_CALLS`], about 1 ms for 8 ranks on 2 cores.
 const LARGE_BYTES: usize = 128 << 10;
 
-/// One rank of a group of processes: its links, and the thread that looks after them.
+/// A rank of a group of processes: its links, and the thread that looks after them.
 pub struct Keeping<T: Kept> {
     pub(crate) linked: Arc<Linked<T>>,
     keeper: Mutex<Option<JoinHandle<()>>>,

@@ -20,7 +20,7 @@ pub(super) struct Buffers<'a> {
     work: &'a mut [u8],
     scratch: &'a mut [u8],
     dtype: Dtype,
-    /// What folds are of: f32 if the plan widens.
+    /// The element type of folds: f32 if the plan widens.
     folds: Dtype,
     op: Reduce,
     rank: usize,

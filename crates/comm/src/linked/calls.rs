@@ -1,9 +1,9 @@
 //! Runs the plans of collectives over the links.
 //!
 //! In its first step a rank greets *every* peer with a frame that carries its call, whether the
-//! plan sends there or not, and a call is complete only when every peer has greeted. So every rank
-//! sees every call: the lockstep guard compares them before data is used, and a rank that is
-//! missing is known by name, however indirect its part in the plan.
+//! plan sends there or not. A call is complete only when every peer has greeted. So every rank sees
+//! every call, and the lockstep guard compares them before data is used. A missing rank is known by
+//! name, however indirect its part in the plan.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -43,11 +43,11 @@ pub(super) struct Calls {
 #[derive(Default)]
 struct Peer {
     inbuf: Inbuf,
-    /// What it called, once heard.
+    /// The call that the peer announced, once heard.
     said: Option<Call>,
     /// Payload of the current frame that is still to come.
     left: u64,
-    /// What it was sent in this call has come back reduced.
+    /// The data that the peer was sent in this call has come back reduced.
     came_back: bool,
     sending: Option<Sending>,
     receiving: Option<Receiving>,
@@ -61,7 +61,7 @@ struct Sending {
     fate: Fate,
 }
 
-/// What the peer does with what it is sent.
+/// The peer's use of the data that it is sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
     /// It may be reduced.
@@ -222,7 +222,7 @@ impl<T: Transport> Linked<T> {
     }
 }
 
-/// One call under way.
+/// A call under way.
 struct Run<'a, T> {
     group: &'a Linked<T>,
     call: Call,
@@ -686,8 +686,8 @@ impl<T: Transport> Run<'_, T> {
         all
     }
 
-    /// Lets peers that have all they need for this call know that it failed, in case they come
-    /// late: behind the last frame, where one can be put.
+    /// Tells peers that have all they need for this call that it failed, in case they come late.
+    /// The notice goes behind the last frame, where one can be put.
     fn abort(&self, peers: &mut [Peer]) {
         for (rank, peer) in peers.iter_mut().enumerate() {
             let whole = peer

@@ -29,7 +29,7 @@ impl Default for Inbuf {
 }
 
 impl Inbuf {
-    /// What is there.
+    /// The bytes that are there.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
     }

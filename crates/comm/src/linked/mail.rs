@@ -1,12 +1,13 @@
 //! Messages: an inbox, an outbox and credits for each peer.
 //!
 //! A sender has [`MESSAGES_HELD`] credits for each receiver and gets one back when a message is
-//! taken, so an inbox is bounded and every link can always be read: two ranks that send each
-//! other megabytes at once cannot block each other. What the link does not take at once is copied
-//! to the outbox, and goes when whoever holds the mail next finds room.
+//! taken. So an inbox is bounded and every link can always be read: two ranks that send each other
+//! megabytes at once cannot block each other. Bytes that the link does not take at once are copied
+//! to the outbox. The next thread that holds the mail and finds room sends them.
 //!
-//! Where a transport moves bytes by itself, a message goes straight to whoever waits for it: to the
-//! first that does for each peer, and if its header says that it fits. The sender then waits too.
+//! Where a transport moves bytes by itself, a message goes straight to a waiting receiver. This
+//! holds for the first that waits for each peer, if the message's header says that it fits. The
+//! sender then waits too.
 //!
 //! Several threads may wait; one of them reads from the links for all, the others sleep until
 //! something arrived or the reader has gone.
@@ -27,8 +28,9 @@ use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
 use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD};
 
-/// A receiver gives credits back at once when it owes this many, else when it next waits: half of
-/// what the sender has, so that a steady stream neither stalls nor costs a frame per message.
+/// A receiver gives credits back at once when it owes this many, else when it next waits. This is
+/// half of what the sender has, so that a steady stream neither stalls nor costs a frame per
+/// message.
 const CREDITS_OWED: usize = MESSAGES_HELD / 2;
 
 /// How much memory the announced length of a message may claim ahead of its bytes.
@@ -52,7 +54,7 @@ struct Post {
     inbuf: Inbuf,
     /// A message that is coming in.
     partial: Option<Partial>,
-    /// Who waits for a message.
+    /// The receiver that waits for a message.
     waiter: Option<Waiter>,
     /// A message is read from where its sender has it.
     lent: bool,
@@ -119,7 +121,7 @@ impl Waiter {
     }
 }
 
-/// What a receive finds.
+/// The message that a receive finds.
 enum Found {
     /// A message, in memory of its own.
     Kept(Message),
@@ -387,7 +389,7 @@ fn header(what: What, call: Call, payload: usize) -> [u8; HEADER_BYTES] {
     .encode()
 }
 
-/// What a waiting thread is told after a look at the mail.
+/// The next move of a waiting thread after a look at the mail.
 enum Look<R> {
     Done(R),
     Wait,
@@ -694,7 +696,8 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// What a thread that waits for something else should watch for the mail's sake.
+    /// Adds the links that a thread which waits for something else should watch for the mail's
+    /// sake.
     pub(super) fn mail_wants(&self, wants: &mut Vec<Want>) {
         if let Ok(mail) = self.mail.try_lock()
             && !mail.polling

@@ -5,8 +5,8 @@
 //! - `lending`: calls on links that may lend, and their replacements where links do not;
 //! - here: what both share: the cause of poisoning and the traffic.
 //!
-//! Links have two lanes, so neither waits for the other. Whoever waits on either lane also takes
-//! in messages, and so does the keeper of a group (`keeping`) while nobody waits: a sender
+//! Links have two lanes, so neither waits for the other. A thread that waits on either lane also
+//! takes in messages. The keeper of a group (`keeping`) does so while nobody waits. So a sender
 //! never depends on what its peer is doing.
 
 mod buffers;
@@ -37,7 +37,7 @@ const NEWS_WAIT: Duration = Duration::from_millis(300);
 /// How long a rank that leaves waits for its last messages to be taken by the system.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// One rank's end of all its links.
+/// A rank's end of all its links.
 pub struct Linked<T> {
     rank: usize,
     size: usize,
@@ -58,7 +58,7 @@ pub struct Linked<T> {
     received: AtomicU64,
     /// Bytes of bodies, in both directions.
     payload: AtomicU64,
-    /// What of the transport's count was there before this group's.
+    /// The part of the transport's count that was there before this group's.
     placed_before: AtomicU64,
 }
 
@@ -111,8 +111,8 @@ impl<T: Transport> Linked<T> {
         lock(&self.calls).go_round(Route::new(order));
     }
 
-    /// The links, for another group over them; and by rank what has been read of the lane for
-    /// calls and not been used: a peer may be ahead.
+    /// The links, for another group over them, and by rank the bytes of the lane for calls that
+    /// were read and not used. There are such bytes where a peer is ahead.
     pub fn into_transport(self) -> (T, Vec<Vec<u8>>) {
         let calls = self.calls.into_inner();
         let calls = calls.unwrap_or_else(PoisonError::into_inner);
@@ -176,7 +176,7 @@ impl<T: Transport> Linked<T> {
         self.mark.store(number, Ordering::Relaxed);
     }
 
-    /// What choices rest on.
+    /// The measurements that choices rest on.
     pub fn tuning(&self) -> Tuning {
         self.tuning.get().copied().unwrap_or_default()
     }

@@ -79,7 +79,7 @@ fn a_view_has_what_the_owner_wrote_and_ends_where_that_does() {
     }
 }
 
-/// Bytes may be written by a peer if nobody else has anything on their pages: the caller's buffer
+/// Bytes may be written by a peer if nobody else has anything on their pages. The caller's buffer
 /// reaches as far, or to the end of what is used.
 #[test]
 fn what_a_peer_may_write_to_has_its_pages_for_itself() {

@@ -47,7 +47,7 @@ impl Spoiled {
         unsafe { self.words().add(COUNTER_WORDS + MARGIN).cast() }
     }
 
-    /// What was written, what was read.
+    /// Sets the counters: bytes written, bytes read.
     fn put_counters(&mut self, values: [u64; 2]) {
         for (line, value) in self.memory.iter_mut().zip(values) {
             line.0[0] = value;
@@ -72,7 +72,7 @@ impl Spoiled {
     }
 }
 
-/// What is done to a ring: bytes of head and body written, bytes read.
+/// Operations on a ring: bytes of head and body written, bytes read.
 fn traffic() -> impl Strategy<Value = Vec<(usize, usize, usize)>> {
     prop::collection::vec((0..70_usize, 0..5000_usize, 0..6000_usize), 1..60)
 }
@@ -294,8 +294,8 @@ fn memory_is_lent_by_the_way_that_its_reader_has() {
     }
 }
 
-/// What a peer says of its memory may be wrong in every part: the process stays, and hears that
-/// the link is lost, or has the bytes by the other way.
+/// A peer's announcement about its memory may be wrong in every part. The process stays, and hears
+/// that the link is lost, or has the bytes by the other way.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {

@@ -1,6 +1,6 @@
 //! Groups of threads for the conformance suite, and of processes that are killed and stopped.
 //!
-//! For the latter the test binary runs itself: a child is one rank, told by its environment which,
+//! For the latter the test binary runs itself. A child is one rank, told by its environment which,
 //! and prints a line for each thing that happens to it.
 
 mod in_memory;
@@ -68,7 +68,8 @@ fn conforms_with_all_buffers_in_memory_that_peers_map() {
     testing::run_sizes(&make, 0x5eed_0007, &[1, 2, 4]);
 }
 
-/// What `call` adds to the counts of each of `size` ranks: bytes used in place, bytes copied.
+/// The amounts that `call` adds to the counts of each of `size` ranks: bytes used in place, bytes
+/// copied.
 #[cfg(target_os = "linux")]
 fn copies_of(size: u32, call: impl Fn(&dyn Group) + Copy + Send + 'static) -> Vec<(u64, u64)> {
     let ranks = make_two_shot(size).into_iter().map(|group| {
@@ -128,8 +129,8 @@ fn memory_of_a_group_is_reduced_where_it_lies() {
     assert_eq!(copies_of(2, by_process), [(0, 4 * half); 2]);
 }
 
-/// A peer that has been stopped may go on when its memory has gone back to its owner: what it
-/// writes then must not be seen there.
+/// A peer that has been stopped may go on when its memory has gone back to its owner. Its later
+/// writes must not be seen there.
 #[cfg(target_os = "linux")]
 #[test]
 fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
@@ -424,7 +425,7 @@ fn reduce_each_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
     }
 }
 
-/// What a process has of the system.
+/// The resources that a process has of the system.
 #[derive(Debug, PartialEq, Eq)]
 struct Held {
     descriptors: usize,

@@ -1,8 +1,8 @@
 //! Ordered bytes between two ranks over one or several connections.
 //!
-//! Several connections carry one lane in turns of [`STRIPE_BYTES`]: byte `p` of the lane travels on
+//! Several connections carry one lane in turns of [`STRIPE_BYTES`]. Byte `p` of the lane travels on
 //! connection `p / STRIPE_BYTES % streams`, and is read from there. So the order needs no numbers
-//! on the wire, and a connection that ends, or falls behind, ends or holds up the whole lane.
+//! on the wire. A connection that ends, or falls behind, ends or holds up the whole lane.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::join::{Stream, rest};
 use crate::transport::Closed;
 
-/// Bytes that go over one connection before it is the next one's turn. No more than a socket
-/// buffer holds by default on Linux (208 KiB), so that the turn does not end in a wait; enough that
-/// the calls for it are few.
+/// Bytes that go over one connection before it is the next one's turn. No more than a socket buffer
+/// holds by default on Linux (208 KiB), so that the turn does not end in a wait. Enough that the
+/// calls for it are few.
 const STRIPE_BYTES: u64 = 128 << 10;
 
-/// One lane to one peer.
+/// A lane to one peer.
 pub(crate) struct Link {
     streams: Box<[Stream]>,
     /// Bytes that were written and read so far; each by one thread at a time.

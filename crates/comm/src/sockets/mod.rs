@@ -21,9 +21,9 @@ use crate::transport::{Closed, GULP_BYTES, Lane, Lend, Patience, Transport, Want
 use crate::{Deadline, deadline, join};
 
 /// Looks at the sockets before a rank yields its core. A look is a system call of about 0.4 µs and
-/// yielding an idle core costs less, so that spinning gains little; where two ranks share a core,
-/// 100 spins made 110 µs of a 4 KiB gather that takes 4 µs otherwise (2-core EPYC VM under load,
-/// November 2026).
+/// yielding an idle core costs less, so that spinning gains little. Where two ranks share a core,
+/// 100 spins made 110 µs of a 4 KiB gather that takes 4 µs otherwise. Measured on a 2-core EPYC VM
+/// under load, November 2026.
 const SPINS: u32 = 4;
 
 /// Looks with the core yielded between them, before a rank blocks: about 0.2 ms on an idle core.

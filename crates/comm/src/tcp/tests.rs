@@ -53,7 +53,7 @@ fn conforms() {
     testing::run_all(&make, 0x5eed_0002);
 }
 
-/// What a rank is told about the group.
+/// The facts that a rank is told about the group.
 struct Told {
     addrs: Vec<SocketAddr>,
     id: GroupId,
@@ -99,7 +99,7 @@ fn key(byte: u8) -> Protection {
     Protection::Key(GroupKey::new([byte; KEY_BYTES]))
 }
 
-/// One rank differs from the others in `change`: rank 0 and it know at once, and why.
+/// A rank differs from the others in `change`: rank 0 and it know at once, and why.
 fn check_misfit(odd: u32, change: fn(&mut Told), expected: Refusal) {
     for size in [2, 3] {
         let results = join_each(size, |rank, told| {
@@ -471,7 +471,7 @@ fn a_stream_that_dies_ends_the_group() {
     }
 }
 
-/// One whose address in the list leads to another process of the same rank.
+/// A rank whose address in the list leads to another process of the same rank.
 #[test]
 fn a_twin_that_nobody_dials_finds_out_and_the_first_too() {
     for protection in [Protection::Loopback, key(1)] {
@@ -597,7 +597,7 @@ fn a_second_process_of_a_rank_is_refused_and_all_are_told() {
     );
 }
 
-/// What `look` finds in the end.
+/// The value that `look` finds in the end.
 fn wait_for<T>(look: impl Fn() -> Option<T>) -> T {
     let until = Instant::now() + Duration::from_secs(FAR);
     loop {
@@ -609,8 +609,8 @@ fn wait_for<T>(look: impl Fn() -> Option<T>) -> T {
     }
 }
 
-/// Who comes when the group is complete is told why not, as are those who turn it away; and they
-/// go on.
+/// A process that comes when the group is complete is told why it is refused. So are the ranks that
+/// turn it away; and they go on.
 #[test]
 fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
     let (same, none): (fn(&mut Told), _) = (

@@ -34,12 +34,12 @@ pub(super) const CASES: &[Case] = &[
 type Work = fn(&dyn Group, Deadline) -> Result<(), Error>;
 
 /// Short enough to wait for in tests, and longer than a rank of eight waits for one of two cores
-/// that other tests use too: one that is late itself would be blamed.
+/// that other tests use too. A rank that is late itself would be blamed.
 fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_millis(250))
 }
 
-/// The call that the others made and gave up, by one that comes late: it has all that they sent,
+/// The call that the others made and gave up, by a rank that comes late. It has all that they sent,
 /// and may succeed if that is before their news. Any other call must fail, and so must the next.
 fn come_late(group: &dyn Group, step: &Step) {
     let barrier = at_once(|by| group.barrier(by));
@@ -265,7 +265,7 @@ fn swapped_calls(lab: &Lab<'_>) {
     check_mismatch(*all_equal(&errors), odd_one, lab.size);
 }
 
-/// One rank leaves out a call that is followed by one of the same kind, type and length.
+/// A rank leaves out a call that is followed by one of the same kind, type and length.
 fn skipped_call(lab: &Lab<'_>) {
     type Skip = fn(&dyn Group, bool) -> Result<(), Error>;
     let skips: [Skip; 3] = [
@@ -306,8 +306,8 @@ fn gather_here(group: &dyn Group) -> Result<(), Error> {
     group.all_gather(&[1_u8; 4], &mut all, patient())
 }
 
-/// One rank leaves out a turn of a loop: it is named in that turn where turns are marked, else at
-/// the first call that differs.
+/// A rank leaves out a turn of a loop. It is named in that turn where turns are marked, else at the
+/// first call that differs.
 fn skipped_turn(lab: &Lab<'_>) {
     for marks in [false, true] {
         let odd_one = lab.random().rank(lab.size);
@@ -465,7 +465,7 @@ fn bad_ranks(lab: &Lab<'_>) {
     }
 }
 
-/// One rank makes a call with bad arguments; all learn whose they were.
+/// A rank makes a call with bad arguments; all learn whose they were.
 fn check_argument(lab: &Lab<'_>, work: Work, blamed: fn(Error) -> Option<Rank>) {
     let odd_one = lab.random().rank(lab.size);
     let errors = lab.on_each(move |group| {

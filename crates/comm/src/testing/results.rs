@@ -1,4 +1,4 @@
-//! What calls compute.
+//! Cases about the results of calls.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -42,7 +42,7 @@ pub(super) const CASES: &[Case] = &[
     ("two groups at once", 1, two_groups_at_once),
 ];
 
-/// Those that depend on how collectives are done.
+/// Cases that depend on how collectives are done.
 #[cfg(test)]
 pub(super) const COLLECTIVES: &[Case] = &[
     ("a barrier waits for all", 1, barrier_waits_for_all),
@@ -220,7 +220,7 @@ fn messages_between_all_pairs(lab: &Lab<'_>) {
     });
 }
 
-/// One message, if `group` is one of the two ends.
+/// Passes a message, if `group` is one of the two ends.
 fn pass(group: &dyn Group, from: u32, to: u32, length: usize) {
     let expected: Vec<u8> = (0..=u8::MAX)
         .cycle()

@@ -12,7 +12,7 @@ use crate::{Complex64, Deadline, Dtype, Element, Error, Group, Reduce};
 /// odd rest.
 pub(super) const LONG: usize = 100_043;
 
-/// One call that all ranks make.
+/// A call that all ranks make.
 #[derive(Clone, Debug)]
 pub(super) enum Step {
     Barrier,
@@ -31,7 +31,7 @@ pub(super) enum Step {
 }
 
 impl Step {
-    /// One call of each kind, short, and a long one, for a group of `size`.
+    /// A call of each kind, short, and a long one, for a group of `size`.
     pub(super) fn each(size: u32) -> Vec<Self> {
         let counts = (0..size as usize).map(|rank| rank % 3).collect();
         let scattered = (0..size as usize).map(|rank| rank % 4).collect();
@@ -181,7 +181,7 @@ impl Step {
     }
 }
 
-/// What a call gave, and what it should give.
+/// The result of a call, and the expected result.
 type Both<T> = (Vec<T>, Vec<T>);
 
 fn own(group: &dyn Group) -> usize {
@@ -256,7 +256,7 @@ pub(super) fn each_length(size: u32) -> Vec<usize> {
 
 /// Element types with values whose sums and products are exact in any order.
 trait Value: Element + PartialEq + Debug + Default {
-    /// One of few small values.
+    /// A value out of few small ones.
     fn from_byte(byte: u8) -> Self;
 
     /// The plain definition of a reduction.
@@ -364,7 +364,7 @@ impl Value for Complex64 {
     }
 }
 
-/// What each rank brings, in rank order.
+/// The elements that each rank brings, in rank order.
 fn parts<T: Value>(group: &dyn Group, salt: u64, length: impl Fn(usize) -> usize) -> Vec<Vec<T>> {
     let length = |rank: u32| length(rank as usize);
     (0..group.size())

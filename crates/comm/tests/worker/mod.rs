@@ -62,7 +62,7 @@ impl Drop for Worker {
     }
 }
 
-/// What DESIGN.md asks for: a rank that dies or stops is known by all others within this time, less
+/// The bound of DESIGN.md: all other ranks know within this time of a rank that dies or stops, less
 /// what the machine withheld.
 const BAR: Duration = Duration::from_secs(2);
 
