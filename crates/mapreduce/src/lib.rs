@@ -22,6 +22,7 @@
 //!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by
 //!   counter.
 //! - [`device`]: what computes blocks of rows, and graphics processors.
+//! - [`jobs`]: jobs as a program asks for them, with results, texts and figures.
 //! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
 //!   is done, for a job that was killed. [`worker`]: the other side of the control channel;
 //!   [`line`]: that of a worker which shares no folder with its parent.
@@ -38,6 +39,7 @@ mod error;
 pub mod expr;
 pub mod groupby;
 pub mod hist;
+pub mod jobs;
 mod journal;
 pub mod kmeans;
 mod leases;
