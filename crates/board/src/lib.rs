@@ -12,6 +12,7 @@
 //! - [`commands`]: what a node does for its dashboard and for programs of its machine.
 //! - [`doctor`]: what this machine can do, what is missing, and what mends it.
 //! - [`engines`]: what computes here.
+//! - [`adapters`]: what an adapter is, and a model with one in its matrices.
 //! - [`answer`]: an answer as it is collected, and what it cost.
 //! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
 //! - [`machines`]: those that compute for a program of this machine.
@@ -22,6 +23,10 @@
 //! - [`fits`]: which models of the catalogue fit, and how fast.
 //! - [`foreseen`]: what this machine will do with a model.
 //! - [`named`]: models, clusters and engines by their names.
+//! - [`opened`]: a model from its files to something that answers.
+//! - [`pulls`]: models that are fetched or checked, for people and clients.
+//! - [`servers`]: settings, protocol and certificate of a server.
+//! - [`settings`]: what an environment says, and the places of files.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
 //! - [`shown`]: facts about one model.
 //! - [`tables`]: what a node tells, as lines.
@@ -32,6 +37,7 @@
 //! It reads no environment and prints nothing: settings are arguments, and lines for people go to a
 //! [`Tell`].
 
+pub mod adapters;
 pub mod answer;
 mod board;
 pub mod borrowed;
@@ -54,10 +60,14 @@ mod local;
 pub mod machines;
 pub mod member;
 pub mod named;
+pub mod opened;
 mod peers;
+pub mod pulls;
 mod removal;
 pub mod screen;
 pub mod served;
+pub mod servers;
+pub mod settings;
 pub mod shown;
 mod stores;
 pub mod tables;

@@ -56,7 +56,7 @@ impl Session {
         }
         opened.forecast();
         if stays {
-            opened.stay();
+            opened.prepared_mut().stay();
         }
         let loaded = opened.load()?;
         if loaded.nodes() > 1 && !args.json {
