@@ -26,6 +26,7 @@
 //! - [`opened`]: a model from its files to something that answers.
 //! - [`pulls`]: models that are fetched or checked, for people and clients.
 //! - [`servers`]: settings, protocol and certificate of a server.
+//! - [`session`]: a model that answers one prompt after the other.
 //! - [`settings`]: what an environment says, and the places of files.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
 //! - [`shown`]: facts about one model.
@@ -67,6 +68,7 @@ mod removal;
 pub mod screen;
 pub mod served;
 pub mod servers;
+pub mod session;
 pub mod settings;
 pub mod shown;
 mod stores;

@@ -24,6 +24,7 @@ use paceline_serve::{About, Model};
 use paceline_tensor::{Kernels, KvType, Pinning};
 
 use crate::Tell;
+use crate::holds::split_lines;
 use crate::served::{changed_unix_s, fingerprint, sampling, size};
 
 /// What is asked of a model.
@@ -407,5 +408,13 @@ impl Deref for Loaded {
 
     fn deref(&self) -> &Self::Target {
         &self.model
+    }
+}
+
+impl Loaded {
+    /// What each node holds: a heading, then a line each.
+    pub fn split_lines(&self) -> Vec<String> {
+        let weights = self.weights();
+        split_lines(self.config(), self.split(), self.threads, &weights)
     }
 }
