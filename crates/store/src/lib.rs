@@ -49,6 +49,7 @@ mod home;
 mod http;
 mod hub;
 mod index;
+mod lines;
 mod listing;
 mod lock;
 mod name;
@@ -73,6 +74,7 @@ pub use index::{
     Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, find_for_removal, list,
     remove, verify,
 };
+pub use lines::Lines;
 pub use listing::Listing;
 pub use name::{EntryName, HubId};
 pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};
