@@ -4,7 +4,7 @@ mod latent;
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
@@ -16,6 +16,7 @@ use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
 
 mod delta_net;
+mod few;
 
 pub(crate) use delta_net::{DeltaNet, PartRows, Places};
 
@@ -146,7 +147,7 @@ pub(crate) struct Experts {
     /// Index of this rank's first expert.
     pub(crate) first: usize,
     /// This rank's, the shared one behind the last.
-    pub(crate) experts: Vec<Expert>,
+    pub(crate) experts: Vec<Arc<Expert>>,
 }
 
 /// One expert.
@@ -466,6 +467,8 @@ pub(crate) struct Loader<'a> {
     pub(crate) shard: &'a Shard,
     pub(crate) class: KernelClass,
     pub(crate) pool: &'a ThreadPool,
+    /// Whether as many experts of a layer are packed as a row uses, which every row chooses.
+    pub(crate) few_experts: bool,
 }
 
 impl Loader<'_> {
@@ -546,13 +549,18 @@ impl Loader<'_> {
     }
 
     pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
+        self.output_rows(tied, self.shard.vocab())
+    }
+
+    /// Some rows of the output head.
+    pub(crate) fn output_rows(&self, tied: bool, rows: Range<usize>) -> Result<Linear, Error> {
         let role = if tied {
             Role::TokenEmbedding
         } else {
             Role::Output
         };
         let shape = [self.config.vocab, self.config.width];
-        self.rows(role, shape, self.shard.vocab())
+        self.rows(role, shape, rows)
     }
 
     pub(crate) fn output_norm(&self) -> Result<Vec<f32>, Error> {
@@ -715,7 +723,10 @@ impl Loader<'_> {
         Ok(Experts {
             router: Linear {
                 matrix: router(Part::Router, of.count)?,
-                bias: self.names.bias(role(Part::Router), of.count)?,
+                bias: match self.few_experts {
+                    false => self.names.bias(role(Part::Router), of.count)?,
+                    true => Some(few::preferring(of)),
+                },
             },
             choice: of
                 .corrected
@@ -733,7 +744,12 @@ impl Loader<'_> {
                 .then(|| router(Part::SharedRouter, 1))
                 .transpose()?,
             first: mine.start,
-            experts: mine.map(expert).collect::<Result<_, Error>>()?,
+            experts: match self.few_experts {
+                false => mine
+                    .map(|e| expert(e).map(Arc::new))
+                    .collect::<Result<_, _>>()?,
+                true => few::experts(of, mine, expert)?,
+            },
         })
     }
 

@@ -9,7 +9,8 @@
 //! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
 //! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
 //! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`],
-//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls).
+//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls), [`meter`] (its
+//! time).
 //!
 //! ```
 //! use paceline_base::BlockType;
@@ -41,6 +42,7 @@ pub mod kv;
 pub mod limits;
 pub mod matmul;
 mod memory;
+pub mod meter;
 pub mod naive;
 mod packed;
 pub mod pool;
@@ -57,6 +59,7 @@ pub use kernels::{
     Product, Recurrence, Recurrent, Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
+pub use meter::{Meter, Metered};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;
