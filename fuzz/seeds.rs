@@ -195,7 +195,7 @@ const HELLO: [u8; 60] = [
 
 /// A plan of one sequence of one token, as a leader pads it.
 fn plan() -> Vec<u8> {
-    let mut words = vec![256_u32, 1, 1, 0, 1, 0, 1, 1, 5, 0];
+    let mut words = vec![256_u32, 1, 1, 0, 1, 0, 1, 0, 1, 5, 0];
     words.resize(256, 0);
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }

@@ -66,8 +66,8 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "MODEL")]
     draft: Option<String>,
     /// An adapter that answers too, as MODEL:NAME, from the same weights: its folder, or its file
-    /// of weights (PEFT's, MLX's or GGUF's form); machines that lack it get it; may be given several
-    /// times
+    /// of weights (PEFT's, MLX's or GGUF's form); machines that lack it get it; may be given
+    /// several times
     #[arg(long, value_name = "NAME=FILE", value_parser = adapter::named)]
     adapter: Vec<(String, PathBuf)>,
     /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in

@@ -26,7 +26,8 @@ pub struct Clusters {
     pub skipped: u64,
 }
 
-/// The first centroids: `k` different rows of `input`, drawn by `seed`, or those of the file `init`.
+/// The first centroids: `k` different rows of `input`, drawn by `seed`, or those of the file
+/// `init`.
 ///
 /// # Errors
 /// [`Error::Cells`], [`Error::Init`], [`Error::Drawn`]; a file that cannot be read.

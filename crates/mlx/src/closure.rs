@@ -18,6 +18,12 @@ use crate::{Array, Error, Library, Stream};
 /// Inputs of a function and its results.
 type Arrays = Vec<Array>;
 
+/// A function that [`Stream::vjp`] differentiates.
+pub type Differentiable<'a> = dyn Fn(&[Array]) -> Result<Vec<Array>, Error> + 'a;
+
+/// A function that is noted on a stream.
+type Function = dyn Fn(&Stream, &[Array]) -> Result<Arrays, Error>;
+
 /// A vector of arrays, given back at the end.
 struct Vector<'a>(Handle, &'a Library);
 
@@ -142,7 +148,7 @@ impl Stream {
     /// Errors of `function`; [`Error::Call`], also for an operation without a gradient.
     pub fn vjp(
         &self,
-        function: &dyn Fn(&[Array]) -> Result<Vec<Array>, Error>,
+        function: &Differentiable<'_>,
         primals: &[&Array],
         cotangents: &[&Array],
     ) -> Result<(Vec<Array>, Vec<Array>), Error> {
@@ -211,7 +217,7 @@ impl Stream {
 struct Noted {
     /// Null between calls.
     stream: Cell<*const Stream>,
-    function: Box<dyn Fn(&Stream, &[Array]) -> Result<Arrays, Error>>,
+    function: Box<Function>,
 }
 
 type Owned = Rc<Payload<Noted>>;

@@ -48,7 +48,7 @@ pub mod table;
 mod whole;
 
 pub use array::{Array, Dtype};
-pub use closure::Compiled;
+pub use closure::{Compiled, Differentiable};
 pub use end::end_process;
 pub use error::Error;
 pub use library::Library;

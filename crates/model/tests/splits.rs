@@ -470,6 +470,7 @@ fn experts_give_the_bits_of_one_rank() {
                 tokens: &tokens(tiny.vocab),
                 steps: &[[200, 3], [30, 0], [1, 1], [90, 150]],
                 overlap,
+                adapters: &[],
             };
             let mut splits = in_turns(at);
             splits.push(("tensor", 8, &[]));
@@ -537,6 +538,7 @@ fn delta_nets_give_the_bits_of_one_rank() {
             tokens: &tokens(tiny.vocab),
             steps: &[[189, 3], [30, 0], [1, 1], [1, 190], [1, 1]],
             overlap,
+            adapters: &[],
         };
         case.check(&TINY_SPLITS);
         case.check(&[("tensor", 8, &[]), ("tensor", 3, &[5, 1, 2])]);
@@ -559,6 +561,7 @@ fn layers_that_differ_give_the_bits_of_one_rank() {
             tokens: &tokens(300),
             steps: &[[200, 3], [30, 0], [1, 1], [1, 190], [1, 1]],
             overlap,
+            adapters: &[],
         };
         case.check(&[
             ("tensor", 2, &[]),
@@ -612,6 +615,7 @@ fn long_prompts_give_the_bits_of_one_rank_with_overlap_and_without() {
             tokens: &tokens(tiny.vocab),
             steps: &[[200, 100], [1, 27], [100, 190]],
             overlap,
+            adapters: &[],
         };
         case.check(&TINY_SPLITS);
     }
@@ -634,6 +638,7 @@ fn steps_are_cut_from_two_blocks_on_where_they_may() {
                 tokens: &tokens(tiny.vocab),
                 steps: &[[rows, 0]],
                 overlap,
+                adapters: &[],
             };
             case.split(&split).sent
         });

@@ -122,15 +122,15 @@ const REPLICAS_MAX: u16 = NODES_MAX as u16;
 /// Hears which models this node answers with.
 pub trait Doors: Send + Sync {
     /// Answers with a model from now on, by all of its replicas, or with one of its adapters. `key`
-    /// names the door; `path` is the model's file on this node, `wanted` the record of one of the
-    /// replicas.
+    /// names the door; `path` is the model's file on this node, `model` the record of one of the
+    /// replicas, and the adapter.
     ///
     /// # Errors
     /// Why it cannot be answered with.
     fn open(
         &self,
         key: &str,
-        (wanted, adapter): (&Wanted, Option<&AdapterFile>),
+        model: (&Wanted, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String>;

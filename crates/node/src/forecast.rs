@@ -242,7 +242,7 @@ impl Forecast {
     /// As [`predict`](Self::predict).
     pub fn predict_prompt(&self, config: &Config, split: &Split, tokens: u32) -> Result<f64> {
         let at_once = split.ranks() as usize; // stages have chunks of their own
-        let (cluster, calibration) = self.cluster(split, at_once, self.measured.prompt_row)?;
+        let (cluster, calibration) = self.cluster(split, at_once, self.prompt_row())?;
         let workload = Workload {
             prompt: tokens,
             output: 1,

@@ -375,14 +375,18 @@ unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
     }
 }
 
+/// Scales of both halves of a chunk, and its minimum.
+type Factors<S> = ([<S as Isa>::I; 2], <S as Isa>::I);
+
 /// Adds the products of a chunk with 32 activations to `totals`, and asks for what is `ahead`.
 #[inline(always)]
 unsafe fn add_paired<S: Isa, F: Format, const TERMS: usize>(
-    (quads, (scales, min)): (&[S::W; 8], ([S::I; 2], S::I)),
+    (quads, factors): (&[S::W; 8], Factors<S>),
     (q, meta): ([*const i8; TERMS], Meta),
     totals: &mut [S::I; 2],
     ahead: Ahead,
 ) {
+    let (scales, min) = factors;
     let most = (F::P::OFFSET + F::P::LARGEST, F::S::HALVES);
     let mut term = 0;
     while term < TERMS {

@@ -34,6 +34,7 @@ impl Watch {
     }
 
     /// The lines that tell of `progress` at a moment in seconds.
+    // long: a table of what progress says.
     pub fn hear(&mut self, progress: Progress, now_s: f64) -> Vec<String> {
         match progress {
             Progress::Begun {

@@ -1,8 +1,8 @@
 //! `paceline bench comm`: what the collectives cost on this machine, beside other libraries.
 //!
 //! Wires of other kinds than shared memory and TCP work the same way where this program can start
-//! the ranks itself. Started by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process
-//! is a rank of its group, and rank 0 reports.
+//! the ranks itself. Started by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each
+//! process is a rank of its group, and rank 0 reports.
 
 use std::ffi::OsString;
 use std::num::NonZeroU8;

@@ -119,7 +119,7 @@ fn adapters_that_do_not_fit_are_refused_before_anything_is_loaded() {
     write_adapter(tiny, &world.path("models/long"), 1);
     let long = refused(&["--adapter", "long=long"]);
     assert!(
-        long.contains("adapter long: layer 4, Query: the model has no such matrix"),
+        long.contains("adapter long: layer 4, Down: the model has no such matrix"),
         "{long}"
     );
 }

@@ -156,7 +156,12 @@ const COMPARE_EVERY: Duration = Duration::from_millis(300);
 /// How far a node's incarnation may be ahead of this machine's clock, in milliseconds, in what
 /// others say. It begins as the time at the node's start: its clock and the other's may each be
 /// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed.
+/// One that started with a wrong clock has a higher one, by its own word.
 const INCARNATION_AHEAD_MAX: u64 = 2 * SKEW_MAX.as_millis() as u64;
+
+/// Up to here a node exceeds any incarnation that others say it has, such as that of an earlier
+/// start with a wrong clock. From here on it raises its own one by one, so that it never runs out.
+const INCARNATION_LEAP_MAX: u64 = u64::MAX / 2;
 
 /// How often old tombstones are looked for.
 const FORGET_EVERY: Duration = Duration::from_secs(600);
@@ -450,11 +455,22 @@ impl Member {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let latest = now.wall_ms.saturating_add(INCARNATION_AHEAD_MAX);
         for rumour in rumours.into_iter().take(RUMOURS_MAX) {
-            if rumour.id == from || rumour.incarnation <= latest {
+            if rumour.incarnation <= self.latest_incarnation(from, rumour.id, now) {
                 self.hear(rumour, now, actions);
             }
+        }
+    }
+
+    /// The highest incarnation of `id` that `from` is believed.
+    fn latest_incarnation(&self, from: NodeId, id: NodeId, now: Now) -> u64 {
+        if id == self.own {
+            return self.incarnation.max(INCARNATION_LEAP_MAX);
+        }
+        let latest = now.wall_ms.saturating_add(INCARNATION_AHEAD_MAX);
+        match id == from {
+            true => u64::MAX,
+            false => latest.max(self.peers.incarnation(id)),
         }
     }
 

@@ -4,11 +4,13 @@
 //! revoked/ID -> signature by a member's static key of "paceline revocation 1", ID
 //! ```
 //! Any member may cut off another one, and others pass the entry on. The signature proves which
-//! member it was: an entry without one, or by a node that the map does not have, is refused. A
-//! revocation is not taken back, so that a repeated entry changes nothing.
+//! member it was, or which took it with a new key from another one. An entry without a signature,
+//! or by a node that the map does not have, is refused. A revocation is not taken back, so that a
+//! repeated entry changes nothing.
 //!
 //! Nodes are forgotten and revocations are not. A member that has a revocation whose signer is
-//! forgotten signs it again, so that newcomers take it.
+//! forgotten signs it again, so that newcomers take it. So are those that earlier versions wrote,
+//! which had no signature: what is on a node's own disk counts without one.
 
 use super::identity::{Error, Identity};
 use super::{Key, NodeId, Registers, Signature};
@@ -34,10 +36,12 @@ pub(super) fn is_signed(map: &Registers, id: NodeId, entry: &str) -> bool {
     by != id && signature.is_of(by, &message(id))
 }
 
-/// Nodes whose entries name no signer that the map has.
-pub(super) fn unsigned(map: &Registers) -> Vec<NodeId> {
+/// Nodes whose entries name no signer that the map has, and the entries' epochs.
+pub(super) fn unsigned(map: &Registers) -> Vec<(NodeId, u64)> {
     let of = |(key, register): (&Key, &super::Register)| match (key, &register.value) {
-        (Key::Revoked(id), Some(entry)) if signed(map, entry).is_none() => Some(*id),
+        (Key::Revoked(id), Some(entry)) if signed(map, entry).is_none() => {
+            Some((*id, register.epoch))
+        }
         _ => None,
     };
     map.iter().filter_map(of).collect()
@@ -80,6 +84,7 @@ mod tests {
         assert!(!is_signed(&map, id, "{}"));
 
         let revoked = |value: String| Register {
+            epoch: 2,
             value: Some(value),
             ..facts(one.id())
         };
@@ -93,6 +98,6 @@ mod tests {
             .into_iter()
             .chain([(Key::Node(one.id()), facts(id))]);
         let map = Registers::from_entries(all);
-        assert_eq!(unsigned(&map), [NodeId([4; 16]), NodeId([5; 16])]);
+        assert_eq!(unsigned(&map), [4, 5].map(|id| (NodeId([id; 16]), 2)));
     }
 }

@@ -140,6 +140,7 @@ fn pages_that_do_not_come_are_not_waited_for() {
 
 /// Random events in any order: each request goes on once or is forgotten, and no wait is without
 /// an end.
+// long: one world, its events and what must hold of each.
 #[test]
 fn every_request_goes_on_once() {
     for seed in 1..2000_u64 {

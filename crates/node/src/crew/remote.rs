@@ -731,6 +731,8 @@ impl Inbox {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::super::line::pair;
     use super::*;
     use crate::crew::line::MemoryLine;

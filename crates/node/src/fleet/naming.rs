@@ -42,7 +42,8 @@ impl Name {
     pub(super) fn key(&self) -> String {
         let context = self.context.unwrap_or(0);
         let adapters = self.adapters.iter();
-        let adapters: String = adapters.map(|(_, sha256)| format!("/{sha256}")).collect();
+        let adapter = |(name, sha256): &(String, String)| format!("/{sha256}={name}");
+        let adapters: String = adapters.map(adapter).collect();
         format!("{}/{context}/{}{adapters}", self.sha256, self.model)
     }
 

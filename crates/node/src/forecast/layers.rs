@@ -8,12 +8,13 @@ use std::ops::Range;
 
 use paceline_base::{KernelClass, Rank};
 use paceline_model::{
-    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Sample, Shard, Split,
+    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Sample, Shard,
+    Split, shape,
 };
 use paceline_plan::ModelShape;
 use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
 
-use super::{Result, Setting, shape};
+use super::{Result, Setting};
 use crate::Error;
 
 /// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
@@ -110,7 +111,7 @@ impl Weights {
             kernels,
             shard,
         };
-        let layers = probed(&shape(source, config), config, shard).into_iter();
+        let layers = probed(&shape::of(source, config), config, shard).into_iter();
         Ok(Self {
             layers: layers
                 .map(|(index, weight)| packing.layer(index, weight))
@@ -151,7 +152,7 @@ fn head_rows(setting: Setting<'_>, own: usize, ranks: usize) -> Result<(Role, us
 pub(super) fn sampled(setting: Setting<'_>) -> Result<(Sample, Vec<f64>)> {
     let Setting { source, config, .. } = setting;
     let shard = Split::whole(config).shard(config, Rank(0));
-    let mut layers = chosen(&shape(source, config), config, &shard);
+    let mut layers = chosen(&shape::of(source, config), config, &shard);
     let of = |index: &usize| match config.layers[*index].cache {
         LayerCache::Of(of) => Some(of),
         _ => None,

@@ -600,6 +600,7 @@ impl World {
             Notice::Changed(_) => "the split before",
             Notice::Failed { again_in: None, .. } => "the end",
             Notice::Failed { .. } => "a failure",
+            Notice::Prompts(_) => "news of prompts", // from the shell, not from the supervisor
         });
     }
 }

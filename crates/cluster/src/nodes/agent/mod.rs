@@ -462,16 +462,8 @@ impl Agent {
     /// [`Error::NoAddress`], [`Error::NoService`], [`Error::Session`].
     pub fn open(&self, to: NodeId, service: &str, limit: Duration) -> Result<Channel, Error> {
         let deadline = Instant::now() + limit;
-        loop {
-            let generation = lock(&self.inner.state).generation;
-            let opened = self.open_once(to, service, deadline);
-            // The other node has a newer key, and hands it over soon.
-            let is_outdated = matches!(&opened, Err(Error::NoService { reason, .. })
-                if reason == rekey::OUTDATED);
-            if !is_outdated || !self.inner.await_key(generation, deadline) {
-                return opened;
-            }
-        }
+        let open = || self.open_once(to, service, deadline);
+        self.inner.with_newest_key(deadline, open)
     }
 
     fn open_once(&self, to: NodeId, service: &str, deadline: Instant) -> Result<Channel, Error> {

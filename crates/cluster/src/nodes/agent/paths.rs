@@ -131,9 +131,9 @@ impl Inner {
 
     fn measure_one(&self, due: Due) -> Result<Sample, Error> {
         let deadline = Instant::now() + LIMIT;
-        let session = self.dial_at(due.remote, Some(due.to), Purpose::Service, deadline)?;
-        let local = session.own_addr().map_err(session::Error::Broken)?;
-        let channel = channel::ask(session, SERVICE, LIMIT)?;
+        // An outdated key is no miss: after two a new way is left alone for minutes.
+        let open = || self.open_way(due, deadline);
+        let (channel, local) = self.with_newest_key(deadline, open)?;
         let latency = round_trip(&channel)?;
         let bytes_per_s = due.bandwidth.then(|| burst(&channel)).transpose()?;
         channel.close();
@@ -143,6 +143,13 @@ impl Inner {
             latency,
             bytes_per_s: bytes_per_s.flatten(),
         })
+    }
+
+    /// A channel over a way, and this end's address.
+    fn open_way(&self, due: Due, deadline: Instant) -> Result<(Channel, SocketAddr), Error> {
+        let session = self.dial_at(due.remote, Some(due.to), Purpose::Service, deadline)?;
+        let local = session.own_addr().map_err(session::Error::Broken)?;
+        Ok((channel::ask(session, SERVICE, LIMIT)?, local))
     }
 
     fn take_sample(self: &Arc<Self>, due: Due, sample: Option<&Sample>, era: u64) {

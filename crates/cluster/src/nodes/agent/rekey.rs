@@ -196,9 +196,27 @@ impl Inner {
         Some(OUTDATED.to_owned())
     }
 
+    /// Opens something at another node by `open`; again once this node has a newer key, where the
+    /// other one refuses the present key as outdated and hands the newer one over.
+    pub(super) fn with_newest_key<T>(
+        &self,
+        deadline: Instant,
+        open: impl Fn() -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        loop {
+            let generation = lock(&self.state).generation;
+            let opened = open();
+            let is_outdated = matches!(&opened, Err(Error::NoService { reason, .. })
+                if reason == OUTDATED);
+            if !is_outdated || !self.await_key(generation, deadline) {
+                return opened;
+            }
+        }
+    }
+
     /// Waits until this node has another key than that of a count, at most until `deadline`;
     /// whether it has.
-    pub(super) fn await_key(&self, before: u64, deadline: Instant) -> bool {
+    fn await_key(&self, before: u64, deadline: Instant) -> bool {
         let mut state = lock(&self.state);
         while state.generation == before && !state.stopped {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -218,10 +236,10 @@ impl Inner {
         if state.member.map().register(&own).is_none() {
             return; // its signature would count no more than theirs
         }
-        for id in revocation::unsigned(state.member.map()) {
+        for (id, epoch) in revocation::unsigned(state.member.map()) {
             // Without random numbers it is tried again.
             if let Ok(entry) = revocation::entry(&self.identity, id) {
-                let (key, epoch, value) = (Key::Revoked(id), 0, Some(entry));
+                let (key, value) = (Key::Revoked(id), Some(entry));
                 self.step(&mut state, Event::Write { key, epoch, value });
             }
         }
@@ -442,7 +460,9 @@ impl Inner {
     /// Signs what another member says of revocations: its signer may be unknown here.
     fn learn_revocations(self: &Arc<Self>, news: &News, channel: &Channel) -> Result<(), Error> {
         let mut state = lock(&self.state);
-        for id in &news.revoked {
+        // A node does not cut itself off: nobody would believe its signature.
+        let own = state.member.own();
+        for id in news.revoked.iter().filter(|id| **id != own) {
             let key = Key::Revoked(*id);
             if state.keeps(channel) && state.member.map().get(&key).is_none() {
                 let (epoch, value) = (0, Some(revocation::entry(&self.identity, *id)?));

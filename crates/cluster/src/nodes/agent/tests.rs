@@ -230,6 +230,19 @@ fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
     assert!(kept.try_recv().is_err(), "the service was not reached");
 }
 
+/// Earlier versions wrote revocations without a signature.
+#[test]
+fn an_unsigned_revocation_of_the_own_disk_is_signed_for_the_others() {
+    let nodes = cluster(&["one", "two"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    let key = Key::Revoked(Identity::random().unwrap().id());
+    one.write(key.clone(), 3, Some("{}".to_owned())).unwrap();
+    until("two has it with a signature", || {
+        let map = two.map();
+        map.get(&key).is_some_and(|entry| entry != "{}")
+    });
+}
+
 #[test]
 fn channels_carry_messages_both_ways_and_end_with_their_peer() {
     let mut nodes = cluster(&["one", "two"]);

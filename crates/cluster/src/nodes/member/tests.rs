@@ -289,6 +289,28 @@ fn no_member_kills_another_for_good() {
     assert_eq!(lives(&back), [(3, Life::Alive)], "its own word");
 }
 
+/// A machine's clock is hours ahead at first, and then set.
+#[test]
+fn a_node_that_started_with_a_wrong_clock_is_suspected_and_objects() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    let far = at(36_000_000).wall_ms;
+    assert_eq!(lives(&gossip(&mut one, 3, 3, far, Life::Alive)), []);
+    let suspected = gossip(&mut one, 2, 3, far, Life::Suspect);
+    assert_eq!(lives(&suspected), [(3, Life::Suspect)]);
+    // What others know of its own earlier start.
+    let objects = gossip(&mut one, 2, 1, far, Life::Dead);
+    let is_higher = |action: &Action| match action {
+        Action::Send {
+            message: Message::Gossip { rumours },
+            ..
+        } => (rumours[0].id, rumours[0].incarnation) == (id(1), far + 1),
+        _ => false,
+    };
+    assert!(objects.iter().any(is_higher), "{objects:?}");
+}
+
 #[test]
 fn a_revocation_that_no_known_member_signed_is_refused() {
     let mut one = member(1);
