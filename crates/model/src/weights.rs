@@ -673,6 +673,40 @@ impl Loader<'_> {
         Ok(Some(all[heads].to_vec()))
     }
 
+    /// Expert `e` of a layer; behind the last the shared one.
+    fn expert(&self, layer: usize, of: config::Experts, e: usize) -> Result<Expert, Error> {
+        let width = self.config.width;
+        let nth = Nth {
+            index: e,
+            of: of.count,
+        };
+        let routed = (e < of.count).then_some(nth);
+        let linear = |part, shape: [usize; 2]| {
+            let role = Role::Layer(layer, part);
+            let bias = routed.map(|nth| self.names.expert_bias(role, nth, shape[0]));
+            self.check_finite(role, shape)?;
+            Ok::<_, Error>(Linear {
+                matrix: self.whole(role, shape, false)?,
+                bias: bias.transpose()?.flatten(),
+            })
+        };
+        let ([gate, up, down], ffn) = match routed {
+            Some(nth) => (
+                [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth)),
+                of.width,
+            ),
+            None => (
+                [Part::SharedGate, Part::SharedUp, Part::SharedDown],
+                of.shared,
+            ),
+        };
+        Ok(Expert {
+            gate: linear(gate, [ffn, width])?,
+            up: linear(up, [ffn, width])?,
+            down: linear(down, [width, ffn])?,
+        })
+    }
+
     /// The experts `mine` of a layer, of which the one behind the last is the shared one.
     fn experts(
         &self,
@@ -687,37 +721,7 @@ impl Loader<'_> {
             self.names.check_router(role(part), shape)?;
             self.whole(role(part), shape, true)
         };
-        let nth = |index| Nth {
-            index,
-            of: of.count,
-        };
-        let linear = |role, shape: [usize; 2], of: Option<Nth>| {
-            let bias = of.map(|nth| self.names.expert_bias(role, nth, shape[0]));
-            self.check_finite(role, shape)?;
-            Ok::<_, Error>(Linear {
-                matrix: self.whole(role, shape, false)?,
-                bias: bias.transpose()?.flatten(),
-            })
-        };
-        let expert = |e: usize| {
-            let routed = (e < of.count).then(|| nth(e));
-            let (parts, ffn) = match e < of.count {
-                true => (
-                    [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth(e))),
-                    of.width,
-                ),
-                false => (
-                    [Part::SharedGate, Part::SharedUp, Part::SharedDown],
-                    of.shared,
-                ),
-            };
-            let [gate, up, down] = parts.map(role);
-            Ok(Expert {
-                gate: linear(gate, [ffn, width], routed)?,
-                up: linear(up, [ffn, width], routed)?,
-                down: linear(down, [width, ffn], routed)?,
-            })
-        };
+        let expert = |e| self.expert(layer, of, e);
         let gated = of.shared > 0 && of.shared_gate;
         let has_gate = gated && mine.end == of.leaves() && !mine.is_empty();
         Ok(Experts {

@@ -1,5 +1,5 @@
-//! Chooses what a probe measures, and packs what ranks together are measured by: a rank's part of the
-//! matrices of some layers, as the model packs and multiplies them.
+//! Chooses what a probe measures, and packs what ranks together are measured by: a rank's part of
+//! the matrices of some layers, as the model packs and multiplies them.
 //!
 //! Of each kind of layer that the model has at least one is packed. A layer with experts has as
 //! many of them as a row uses, from all over the layer, which is what a decoding step reads.

@@ -1,8 +1,8 @@
 //! Measures what a token costs one rank on this machine: steps of some of a model's own layers and
 //! of some rows of its head, as the model computes them, layer by layer.
 //!
-//! A probe takes a few tenths of a second. [`Model::sample`] packs the part; the kernels' meter says
-//! what of a layer is products, and what is left is the rest.
+//! A probe takes a few tenths of a second. [`Model::sample`] packs the part; the kernels' meter
+//! says what of a layer is products, and what is left is the rest.
 
 use std::sync::Arc;
 use std::thread;

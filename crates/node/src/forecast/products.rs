@@ -1,5 +1,5 @@
-//! The products of a rank's part of some layers, in a step's order: what ranks that have a part each
-//! of every matrix are measured by, with the exchanges between.
+//! The products of a rank's part of some layers, in a step's order: ranks that have a part each of
+//! every matrix are measured by them, with the exchanges between.
 
 use std::time::Instant;
 
