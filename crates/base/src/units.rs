@@ -6,6 +6,27 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Bytes(pub u64);
 
+impl Bytes {
+    /// The bytes of a text such as `500M` or `2G`, in powers of 1024.
+    ///
+    /// # Errors
+    /// The sentence that says what is expected.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let (digits, shift) = match text.strip_suffix(['K', 'M', 'G', 'T']) {
+            Some(digits) => (
+                digits,
+                10 * (1 + "KMGT".find(&text[digits.len()..]).unwrap_or(0)),
+            ),
+            None => (text, 0),
+        };
+        let number: Option<u64> = digits.parse().ok();
+        let bytes = number.and_then(|number| number.checked_mul(1 << shift));
+        bytes
+            .map(Self)
+            .ok_or_else(|| "expected a number of bytes, as 500M or 2G".to_owned())
+    }
+}
+
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -66,6 +87,22 @@ mod tests {
             (3 << 30, "3.0 GiB"),
         ] {
             assert_eq!(Bytes(bytes).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn texts_of_bytes_have_units() {
+        for (text, bytes) in [
+            ("17", Some(17)),
+            ("3K", Some(3 << 10)),
+            ("500M", Some(500 << 20)),
+            ("1T", Some(1 << 40)),
+            ("", None),
+            ("G", None),
+            ("-1M", None),
+            ("99999999999T", None),
+        ] {
+            assert_eq!(Bytes::parse(text).ok(), bytes.map(Bytes), "{text}");
         }
     }
 }

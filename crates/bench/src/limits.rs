@@ -103,6 +103,29 @@ pub fn integer_peak(kernels: &Kernels) -> f64 {
     (0..5).map(rate).fold(0.0, f64::max)
 }
 
+/// Array jobs that read fewer bytes are over before a comparison with memory means anything.
+pub const COMPARED_BYTES: u64 = 64 << 20;
+
+/// Memory that is read to compare with: more than most last caches, and done in some 10 ms.
+const COMPARED_READ_BYTES: usize = 128 << 20;
+
+/// Passes over it, of which the best counts.
+const COMPARED_PASSES: usize = 3;
+
+/// GB/s that all threads of `kernels` read, to stand beside a job's speed. Takes some 30 ms.
+///
+/// # Errors
+/// Memory that cannot be had.
+pub fn compared_gb_s(kernels: &Kernels) -> Result<f64, tensor::Error> {
+    let memory = ReadLimit::new(COMPARED_READ_BYTES, kernels.pool())?;
+    let pass = |_| {
+        let start = Instant::now();
+        memory.read(kernels, 0);
+        memory.bytes().0 as f64 / start.elapsed().as_secs_f64() / 1e9
+    };
+    Ok((0..COMPARED_PASSES).map(pass).fold(0.0, f64::max))
+}
+
 /// Bytes that all threads of `kernels` read and integer operations that they do, per second.
 ///
 /// # Errors

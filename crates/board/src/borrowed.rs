@@ -9,10 +9,72 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use paceline_cluster::nodes::agent::local;
-use serde_json::Value;
+use paceline_engine::Service;
+use paceline_model::SplitKind;
+use paceline_node::fleet::lent::AtNode;
+use serde_json::{Value, json};
+
+use crate::tables::names;
 
 /// Longest silence of a node that loads: it says how far it is five times a second.
 const SILENCE: Duration = Duration::from_secs(60);
+
+/// An instance that answers in a program's stead.
+pub struct Instance {
+    /// The model's file on this machine.
+    pub path: PathBuf,
+    /// What answers.
+    pub service: Arc<dyn Service>,
+    /// How many nodes it has.
+    pub nodes: u32,
+    /// How it is cut.
+    pub split: SplitKind,
+    /// Names of its nodes.
+    pub on: String,
+    /// Given back when this is dropped.
+    _borrowed: Option<Borrowed>,
+}
+
+impl std::fmt::Debug for Instance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "an instance on {}", self.on)
+    }
+}
+
+impl Instance {
+    /// An instance as the node of `home` describes it, which is given back at the end if it is
+    /// `borrowed`.
+    pub fn of(home: &Path, using: &Value, borrowed: Option<Borrowed>) -> Self {
+        let text = |name: &str| using[name].as_str().unwrap_or_default();
+        let nodes = using["nodes"].as_array().map_or(1, Vec::len);
+        Self {
+            path: text("path").into(),
+            service: Arc::new(AtNode::new(home, text("id"))),
+            nodes: u32::try_from(nodes).unwrap_or(1),
+            split: text("split").parse().unwrap_or_default(),
+            on: names(&using["nodes"]),
+            _borrowed: borrowed,
+        }
+    }
+}
+
+/// How many nodes live, of a node's answer to `nodes`.
+pub fn alive(answer: &Value) -> u32 {
+    let nodes = answer["nodes"].as_array().into_iter().flatten();
+    let alive = nodes.filter(|node| node["state"] == "alive").count();
+    u32::try_from(alive).unwrap_or(u32::MAX)
+}
+
+/// What a node is asked to borrow: a model over so many nodes, for one answer at a time.
+pub fn ask(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> Value {
+    json!({
+        "model": model,
+        "count": nodes,
+        "split": split.to_string(),
+        "context": context,
+        "parallel": 1,
+    })
+}
 
 /// An instance that is unloaded when this is dropped, or when this process ends in any other way.
 #[derive(Debug)]

@@ -9,8 +9,11 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use paceline_base::printable;
-use paceline_kb::report::Added;
-use paceline_kb::{Contents, FILE_BYTES_MAX, KnowledgeBase, UserFile};
+use paceline_kb::report::{Added, Page, json, show};
+use paceline_kb::{
+    Area, Contents, FILE_BYTES_MAX, Finding, Found, KnowledgeBase, Unknown, UserFile,
+};
+use serde_json::Value;
 
 /// Why a command of the knowledge base ends early.
 #[derive(Debug, thiserror::Error)]
@@ -204,6 +207,100 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
+/// How many findings go with an answer.
+const RELATED: usize = 3;
+
+/// Shows a skill or a topic by its name, or a part of it; `exists` says which command lines there
+/// are.
+///
+/// # Errors
+/// [`Error::AmbiguousTopic`], [`Error::NoSuchTopic`].
+pub fn area(
+    kb: &KnowledgeBase,
+    name: &str,
+    exists: fn(&str) -> bool,
+    page: &mut Page,
+) -> Result<Value, Error> {
+    match kb.area(name) {
+        Area::Skill(skill) => {
+            show::skill(kb, skill, page);
+            Ok(json::skill(kb, skill))
+        }
+        Area::Topic(topic) => {
+            show::topic(kb, topic, page);
+            Ok(json::topic(kb, topic, exists))
+        }
+        Area::Ambiguous(topics) => Err(Error::AmbiguousTopic {
+            name: name.to_owned(),
+            choices: topics.iter().map(|topic| topic.slug()).collect(),
+        }),
+        Area::Unknown(near) => Err(Error::NoSuchTopic {
+            name: name.to_owned(),
+            near: near.into_iter().map(str::to_owned).collect(),
+        }),
+    }
+}
+
+/// The finding of this id.
+///
+/// # Errors
+/// [`Error::NoSuchFinding`].
+pub fn finding(kb: &KnowledgeBase, id: u32) -> Result<&Finding, Error> {
+    kb.finding(id).ok_or_else(|| Error::NoSuchFinding {
+        id,
+        near: kb.ids_near(id, 3),
+    })
+}
+
+/// Shows at most `limit` findings by words. The lines are about words that no finding has.
+///
+/// # Errors
+/// [`Error::NoWords`].
+pub fn search(
+    kb: &KnowledgeBase,
+    query: &str,
+    limit: usize,
+    page: &mut Page,
+) -> Result<(Value, Vec<String>), Error> {
+    let found = kb.search(query, limit);
+    if found.n_words == 0 {
+        return Err(Error::NoWords {
+            text: query.to_owned(),
+        });
+    }
+    show::search(kb, &found, page);
+    Ok((json::search(kb, query, &found), notes(&found)))
+}
+
+fn notes(found: &Found) -> Vec<String> {
+    let note = |unknown: &Unknown| {
+        let meant = match unknown.nearest.join(" or ") {
+            near if near.is_empty() => String::new(),
+            near => format!("; did you mean {near}?"),
+        };
+        let line = format!("note: no finding has the word {}{meant}", unknown.word);
+        printable(&line).into_owned()
+    };
+    let nothing = (found.n_found == 0).then(|| "nothing found".to_owned());
+    found.unknown.iter().map(note).chain(nothing).collect()
+}
+
+/// Answers a question, with the findings that the answer rests on.
+///
+/// # Errors
+/// [`Error::NoWords`].
+pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value, Error> {
+    let near = kb.search(question, RELATED);
+    if near.n_words == 0 {
+        return Err(Error::NoWords {
+            text: question.to_owned(),
+        });
+    }
+    let fit = kb.ask(question);
+    show::ask(kb, fit, &near, page);
+    Ok(json::ask(kb, question, fit, &near))
+}
+
 /// Puts the file at `path` into the knowledge base below `root`.
 ///
 /// # Errors
@@ -305,6 +402,8 @@ fn write(folder: &Path, target: &Path, bytes: &[u8], taken: Taken) -> Result<(),
 
 #[cfg(test)]
 mod tests {
+    use paceline_plan::{Calibration, Catalogue};
+
     use super::*;
 
     #[test]
@@ -334,5 +433,62 @@ mod tests {
         let names: Vec<&str> = kept.iter().map(|file| file.name.as_str()).collect();
         assert_eq!(names, ["a.toml", "b.toml"]);
         assert!(kept_files(&dir.path().join("nothing"), &|_| {}).is_empty());
+    }
+
+    /// What the planner is said to assume where `id` disagrees with others.
+    fn assumed(id: u32) -> String {
+        let kb = KnowledgeBase::built_in();
+        let all = kb.assumptions_on(id).into_iter();
+        all.map(|a| a.assumes.clone())
+            .collect::<Vec<_>>()
+            .join("\n")
+    }
+
+    #[test]
+    fn the_planner_does_assume_what_it_is_said_to() {
+        let catalogue = Catalogue::builtin().unwrap();
+        let link = |kind: &str| catalogue.link(kind).unwrap();
+        let machine = |kind: &str| catalogue.machine(kind).unwrap();
+        let calibration = Calibration::builtin().unwrap();
+        let constant = |name: &str| {
+            let mut all = calibration.parameters();
+            all.find(|p| p.name == name).map(|p| p.value).unwrap()
+        };
+        let large = machine("mac-studio-m3-ultra-512");
+        let [small_price, large_price] = ["mac-studio-m3-ultra-256", "mac-studio-m3-ultra-512"]
+            .map(|kind| machine(kind).price_usd.unwrap());
+        let dollars = |usd: f64| format!("${},{:03}", usd as u64 / 1000, usd as u64 % 1000);
+        let gbit = |kind: &str| {
+            let gbit = link(kind).bandwidth_gbit_s_theoretical.unwrap() as u64;
+            format!("{},{:03}", gbit / 1000, gbit % 1000)
+        };
+        let us = |seconds: f64| (seconds * 1e6).round();
+        for (id, figure) in [
+            (
+                306,
+                format!("{} µs a message over RDMA", us(link("tb5-rdma").alpha())),
+            ),
+            (306, format!("{} µs over TCP", us(link("tb5-tcp").alpha()))),
+            (
+                306,
+                format!("about {} µs with RDMA", us(constant("handover.gpu.rdma"))),
+            ),
+            (
+                306,
+                format!("{:.2} ms with sockets", constant("handover.gpu.tcp") * 1e3),
+            ),
+            (420, format!("{} W idle", large.idle_w.unwrap())),
+            (420, format!("{} W at full load", large.load_w.unwrap())),
+            (425, dollars(large_price)),
+            (425, dollars(small_price)),
+            (425, dollars(2.0 * (large_price + small_price))),
+            (
+                437,
+                format!("{} and {} Gbit/s", gbit("nvlink4"), gbit("nvlink5")),
+            ),
+        ] {
+            let text = assumed(id);
+            assert!(text.contains(&figure), "{figure:?} is not in {text:?}");
+        }
     }
 }

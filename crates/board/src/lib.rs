@@ -9,12 +9,13 @@
 //!
 //! - [`Board`]: the cluster, telemetry, instances and requests; [`Local`]: instances of a process
 //!   without a fleet.
-//! - [`commands`]: commands from its dashboard and from programs of its machine.
-//! - [`doctor`]: checks of this machine, and the command that mends each gap.
-//! - [`engines`]: engines that compute here.
-//! - [`answer`]: an answer as it is collected, and its cost.
-//! - [`holds`]: news of workers, as lines; [`trainings`]: forecasts of trainings.
-//! - [`machines`]: machines that compute for a program of this machine.
+//! - [`commands`]: what a node does for its dashboard and for programs of its machine.
+//! - [`doctor`]: what this machine can do, what is missing, and what mends it.
+//! - [`engines`]: what computes here.
+//! - [`adapters`]: what an adapter is, and a model with one in its matrices.
+//! - [`answer`]: an answer as it is collected, and what it cost.
+//! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
+//! - [`machines`]: those that compute for a program of this machine.
 //! - [`borrowed`]: an instance that a program has for as long as it runs.
 //! - [`cables`]: cables between machines, for people.
 //! - [`findings`]: the user's own findings, beside those of the knowledge base.
@@ -22,6 +23,11 @@
 //! - [`fits`]: models of the catalogue that fit, and their speed.
 //! - [`foreseen`]: forecast for a model on this machine.
 //! - [`named`]: models, clusters and engines by their names.
+//! - [`opened`]: a model from its files to something that answers.
+//! - [`pulls`]: models that are fetched or checked, for people and clients.
+//! - [`servers`]: settings, protocol and certificate of a server.
+//! - [`session`]: a model that answers one prompt after the other.
+//! - [`settings`]: what an environment says, and the places of files.
 //! - [`served`]: names, tokenizer and template of a model, for clients.
 //! - [`shown`]: facts about one model.
 //! - [`tables`]: a node's reports, as lines.
@@ -32,6 +38,7 @@
 //! It reads no environment and prints nothing: settings are arguments, and lines for people go to a
 //! [`Tell`].
 
+pub mod adapters;
 pub mod answer;
 mod board;
 pub mod borrowed;
@@ -56,10 +63,15 @@ mod local;
 pub mod machines;
 pub mod member;
 pub mod named;
+pub mod opened;
 mod peers;
+pub mod pulls;
 mod removal;
 pub mod screen;
 pub mod served;
+pub mod servers;
+pub mod session;
+pub mod settings;
 pub mod shown;
 mod stores;
 pub mod tables;

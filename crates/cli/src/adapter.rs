@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use paceline_base::KernelClass;
-use paceline_model::{Config, Source};
-use paceline_train::adapter::{Adapter, Base, Form};
+use paceline_board::adapters::{base, facts, fused, text};
+use paceline_tensor::Kernels;
+use paceline_train::adapter::{Adapter, Form};
 use paceline_train::fuse::fuse;
-use serde_json::json;
-use sha2::{Digest, Sha256};
+
+pub(crate) use paceline_board::adapters::name_of;
 
 use crate::compute::{self, EngineArgs};
 use crate::error::Error;
@@ -85,8 +85,10 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Show(args) => show(args),
         Command::Convert(args) => {
-            let base = args.base.as_deref();
-            let base = base.map(|model| base_of(model, signals)).transpose()?;
+            let base = match &args.base {
+                Some(model) => Some(base(&pull::ensure(model, signals)?.path)?),
+                None => None,
+            };
             let (adapter, _) = Adapter::read_for(&args.adapter, base)?;
             match (args.to, base) {
                 (FormName::Gguf, Some(base)) => adapter.write_gguf(&args.output, base)?,
@@ -105,62 +107,26 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
                 }
                 .into());
             }
-            let base = base_at(&found.path)?;
-            let (adapter, _) = Adapter::read_for(&args.adapter, Some(base))?;
-            let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            let kernels = load::free_kernels(threads)?;
-            fuse(
-                &found.path,
-                (&adapter, &args.adapter),
-                &args.output,
-                &kernels,
-            )?;
+            let (adapter, _) = Adapter::read_for(&args.adapter, Some(base(&found.path)?))?;
+            let (adapter, kernels) = ((&adapter, &*args.adapter), kernels()?);
+            fuse(&found.path, adapter, &args.output, &kernels)?;
             print(&args.output.display().to_string())
         }
     }
 }
 
-/// The parts of a model that an adapter's GGUF file depends on.
-fn base_of(model: &str, signals: &Signals) -> anyhow::Result<Base> {
-    base_at(&pull::ensure(model, signals)?.path)
-}
-
-/// The same of the model at a path.
-fn base_at(path: &Path) -> anyhow::Result<Base> {
-    Ok(Base::of(&Config::read(&Source::open(path)?)?))
-}
-
 fn show(args: &ShowArgs) -> anyhow::Result<()> {
     let (adapter, form) = Adapter::read(&args.adapter)?;
-    let form = match form {
-        Form::Peft => "peft",
-        Form::Mlx => "mlx",
-        Form::Gguf => "gguf",
-    };
-    let (targets, scale) = (adapter.targets(), adapter.scale());
-    let matrices = adapter.pairs().len();
-    if args.json {
-        let facts = json!({
-            "form": form,
-            "base": adapter.base,
-            "rank": adapter.rank,
-            "alpha": adapter.alpha,
-            "scale": scale,
-            "targets": targets,
-            "matrices": matrices,
-            "numbers": adapter.numbers(),
-        });
-        return print(&facts.to_string());
-    }
-    let base = adapter.base.as_deref().unwrap_or("not said");
-    print(&format!(
-        "form      {form}\nbase      {base}\nrank      {}\nalpha     {} (scale {scale})\n\
-         targets   {}\nmatrices  {matrices}\nnumbers   {}",
-        adapter.rank,
-        adapter.alpha,
-        targets.join(", "),
-        adapter.numbers()
-    ))
+    print(&match args.json {
+        true => facts(&adapter, form).to_string(),
+        false => text(&adapter, form),
+    })
+}
+
+/// Kernels on all cores.
+fn kernels() -> anyhow::Result<Kernels> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    load::free_kernels(threads)
 }
 
 /// Whether nodes compute with adapters beside a model. Where MLX computes, they are fused first.
@@ -175,12 +141,6 @@ pub(crate) fn beside(
     Ok(compute::classes(engine, class, nodes)?.on_cpu())
 }
 
-/// The name of an adapter that was given none: that of its folder or file.
-pub(crate) fn name_of(path: &Path) -> String {
-    let stem = path.file_stem().unwrap_or_default();
-    stem.to_string_lossy().into_owned()
-}
-
 /// Reads `NAME=FILE`: a name, and where this machine has the adapter.
 pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
     let named = text.split_once('=').filter(|(name, _)| !name.is_empty());
@@ -192,56 +152,11 @@ pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
 /// The model to open: with an adapter in its matrices, if there is one.
 ///
 /// # Errors
-/// As [`fused`].
+/// As of [`fused`].
 pub(crate) fn applied(model: PathBuf, adapter: Option<&Path>) -> anyhow::Result<PathBuf> {
-    adapter.map_or(Ok(model.clone()), |adapter| fused(&model, adapter))
-}
-
-/// The model at `model` with an adapter in it: fused once, and kept below paceline's home.
-///
-/// # Errors
-/// What is wrong with either; what the system refuses.
-fn fused(model: &Path, adapter: &Path) -> anyhow::Result<PathBuf> {
-    let (read, _) = Adapter::read_for(adapter, Some(base_at(model)?))?;
-    let mut hash = Sha256::new();
-    let changed = paceline_board::served::changed_unix_s(model);
-    let absolute = std::path::absolute(model)?;
-    hash.update(format!(
-        "{}\0{changed}\0{}\0",
-        absolute.display(),
-        read.scale()
-    ));
-    for pair in read.pairs() {
-        hash.update(pair.matrix);
-        [pair.a, pair.b]
-            .into_iter()
-            .flatten()
-            .for_each(|x| hash.update(x.to_le_bytes()));
-    }
-    let name: String = hash
-        .finalize()
-        .iter()
-        .take(16)
-        .map(|b| format!("{b:02x}"))
-        .collect();
-    let folder = home::home()?.root().join("fused");
-    let ending = if model.is_dir() { "" } else { ".gguf" };
-    let path = folder.join(format!("{name}{ending}"));
-    if path.exists() {
-        return Ok(path);
-    }
-    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-    tell(format_args!(
-        "putting the adapter into the model, once: {}",
-        path.display()
-    ));
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let own = folder.join(format!(".{name}-{}{ending}", std::process::id()));
-    fuse(model, (&read, adapter), &own, &load::free_kernels(threads)?)?;
-    if let Err(error) = std::fs::rename(&own, &path)
-        && !path.exists()
-    {
-        return Err(error).with_context(|| path.display().to_string());
-    }
-    Ok(path)
+    let Some(adapter) = adapter else {
+        return Ok(model);
+    };
+    let home = home::folder()?;
+    fused(&home, (&model, adapter), kernels, &|line| tell(line))
 }

@@ -56,12 +56,6 @@ impl ComputeArgs {
             false => Pinning::Free,
         }
     }
-
-    /// How nodes on the CPU keep keys and values; `None` where there is none.
-    pub(crate) fn kv_type(self, classes: &Classes) -> Option<KvType> {
-        let class = classes.each().iter().find(|class| !class.is_mlx())?;
-        Some(self.kv.unwrap_or(KvType::of(*class)))
-    }
 }
 
 /// Options of commands that compute with a model.

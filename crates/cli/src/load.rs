@@ -6,13 +6,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
-use paceline_mlx::Library;
 use paceline_model::Source;
 use paceline_tensor::{InstructionSet, Kernels, Pinning};
 
 use crate::compute::ComputeArgs;
 use crate::error::Error;
-use crate::home;
 use crate::output::{counted, tell};
 
 /// Nodes of a core from which on a person is told that they take turns.
@@ -112,17 +110,6 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
 /// What is wrong with the model, and its path.
 pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
     Source::open(path).map_err(|error| in_model(path, error))
-}
-
-/// Whether MLX can be opened, for the model at `path`.
-///
-/// # Errors
-/// Why not.
-pub(crate) fn check_mlx(path: &Path) -> anyhow::Result<()> {
-    let opened = Library::open(&home::mlx_places()?);
-    opened
-        .map(drop)
-        .map_err(|error| in_model(path, error.into()))
 }
 
 /// A progress bar that comes only when loading takes long.

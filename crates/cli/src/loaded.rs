@@ -1,27 +1,23 @@
-//! A model that is ready to answer: what the command line says, handed to `paceline_node`.
+//! A model that is ready to answer: what the command line says, handed to `paceline_board`.
 
 use std::ffi::OsString;
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Context;
 use paceline_bench::model::Subject;
-use paceline_board::holds::split_lines;
-use paceline_board::served::fingerprint;
+use paceline_board::opened::{self, Asked, Workers};
 use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, Service};
-use paceline_formats::chat::{ChatTemplate, Error as ChatError};
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, SplitKind};
-use paceline_node::classes::Classes;
-use paceline_node::crew::{LocalCrew, LocalSpec};
-use paceline_node::forecast::Setting;
 use paceline_node::supervisor::Notice;
-use paceline_node::{AdapterOf, Error as NodeError, Instance, Observer, Options, Prepared, texts};
-use paceline_tensor::{Kernels, KvType};
+use paceline_node::{Error as NodeError, Instance, Observer, Options};
+use paceline_tensor::Kernels;
+
+pub(crate) use paceline_board::opened::Loaded;
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
 use crate::error::Error;
@@ -140,17 +136,20 @@ impl SplitArgs {
 }
 
 /// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
-pub(crate) struct Opened {
-    path: PathBuf,
-    compute: ComputeArgs,
-    classes: Classes,
-    prepared: Prepared,
-    /// The model that guesses for it.
-    draft: Option<PathBuf>,
-    start: Instant,
-    pub(crate) tokenizer: Arc<Tokenizer>,
-    /// Nothing when the model has none. What is wrong with one matters only to those who use it.
-    pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
+pub(crate) struct Opened(opened::Opened);
+
+impl Deref for Opened {
+    type Target = opened::Opened;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl DerefMut for Opened {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
 }
 
 impl Opened {
@@ -164,7 +163,7 @@ impl Opened {
         cut: &SplitArgs,
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> anyhow::Result<Self> {
-        let start = Instant::now();
+        let since = Instant::now();
         let source = Arc::new(load::open(path)?);
         load::check_cpu()?;
         let classes = compute::classes(engine, compute.class, cut.nodes)?;
@@ -179,22 +178,19 @@ impl Opened {
             backend: cut.transport.backend(),
             probed: cut.transport.probed(),
         };
-        let prepared = Prepared::new(Arc::clone(&source), options, sizes);
-        let mut prepared = prepared.map_err(|error| in_model(path, error))?;
-        if cut.prefill_nodes > 0 {
-            let reads = prepared.read_prompts_on(cut.prefill_nodes, cut.prefill_from);
-            reads.map_err(|error| in_model(path, error))?;
-        }
-        let bad = |what| format!("{}: cannot use its {what}", path.display());
-        Ok(Self {
-            tokenizer: Arc::new(texts::tokenizer(&source).with_context(|| bad("tokenizer"))?),
-            template: texts::template(&source, &template_program()?),
-            path: std::path::absolute(path).with_context(|| path.display().to_string())?,
-            compute,
+        let asked = Asked {
+            options,
             classes,
-            prepared,
-            draft: None,
-            start,
+            pin: compute.pin,
+            prompts: (cut.prefill_nodes, cut.prefill_from),
+            since,
+        };
+        let files = (source, absolute(path)?);
+        let opened = opened::Opened::new(files, asked, &template_program()?, sizes);
+        opened.map(Self).map_err(|error| match error {
+            NodeError::Tokenizer(error) => anyhow::Error::new(error)
+                .context(format!("{}: cannot use its tokenizer", path.display())),
+            error => in_model(path, error),
         })
     }
 
@@ -205,11 +201,8 @@ impl Opened {
     /// What is wrong with it, such as another vocabulary.
     pub(crate) fn guess_with(&mut self, path: &Path) -> anyhow::Result<()> {
         let source = Arc::new(load::open(path)?);
-        let guessed = self.prepared.guess_with(source);
-        guessed.map_err(|error| in_model(path, error))?;
-        let path = std::path::absolute(path).with_context(|| path.display().to_string())?;
-        self.draft = Some(path);
-        Ok(())
+        let guessed = self.0.guess_with(source, absolute(path)?);
+        guessed.map_err(|error| in_model(path, error))
     }
 
     /// Has an adapter beside the model, which requests choose by `name`.
@@ -217,42 +210,10 @@ impl Opened {
     /// # Errors
     /// What is wrong with it, or that it does not fit the model.
     pub(crate) fn adapt(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
-        let path = std::path::absolute(path).with_context(|| path.display().to_string())?;
-        match self.prepared.adapt(name, &path) {
+        match self.0.adapt(name, &absolute(path)?) {
             Err(NodeError::Adapter(error)) => Err(error.into()),
-            other => other.map_err(|error| in_model(&self.path, error)),
+            other => other.map_err(|error| in_model(self.path(), error)),
         }
-    }
-
-    /// Adapters beside the model.
-    pub(crate) fn adapters(&self) -> &[AdapterOf] {
-        self.prepared.adapters()
-    }
-
-    /// The setting that a forecast is about.
-    pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
-        self.prepared.setting(backend)
-    }
-
-    /// Kernel classes, version and the model's identity. With request and seed they determine the
-    /// bits of an answer.
-    pub(crate) fn fingerprint(&self) -> String {
-        fingerprint(&self.classes().to_string(), self.prepared.identity())
-    }
-
-    /// The shape.
-    pub(crate) const fn config(&self) -> &Config {
-        self.prepared.config()
-    }
-
-    /// Sizes of the engine.
-    pub(crate) const fn engine(&self) -> &EngineConfig {
-        self.prepared.engine()
-    }
-
-    /// Number of nodes.
-    pub(crate) fn nodes(&self) -> u32 {
-        self.prepared.split().ranks()
     }
 
     /// Measures what this machine will do with it, or looks that up, and chooses an open `--split`
@@ -260,18 +221,8 @@ impl Opened {
     pub(crate) fn forecast(&mut self) {
         if let Ok(home) = home::home() {
             let _busy = busy("measuring what this machine can do");
-            self.prepared.forecast(home.root(), kernels);
+            self.prepared_mut().forecast(home.root(), kernels);
         }
-    }
-
-    /// Has nodes that compute slower than before give work away meanwhile.
-    pub(crate) fn follow_use(&mut self) {
-        self.prepared.follow_use();
-    }
-
-    /// Keeps the split that was chosen, whatever comes of it.
-    pub(crate) const fn stay(&mut self) {
-        self.prepared.stay();
     }
 
     /// Loads it: in this process when there is one node, else over workers.
@@ -279,98 +230,52 @@ impl Opened {
     /// # Errors
     /// What is wrong with the model, and its path; which worker failed, and how.
     pub(crate) fn load(self) -> anyhow::Result<Loaded> {
-        let (threads, engine) = (self.threads(), self.engine().clone());
-        let kv = self.compute.kv_type(&self.classes);
-        let model = if self.nodes() == 1 && self.prepared.prompts().is_none() {
-            let kernels = self.own_kernels()?;
-            here(self.prepared, &self.path, &self.tokenizer, kernels)?
-        } else {
+        if !self.is_alone() {
             let mut bar = Loading::new(self.nodes());
             let observer: Observer = Box::new(move |notice, _| bar.hear(notice));
             let instance = self.start((log::worker_args(), Vec::new()), false, observer)?;
             self.ready(&instance)?;
-            self.prepared.loaded(instance)
-        };
-        Ok(Loaded {
-            model,
-            tokenizer: self.tokenizer,
-            template: self.template,
-            classes: self.classes,
-            engine,
-            threads,
-            kv,
-            load_time: self.start.elapsed(),
-        })
+            return Ok(self.0.loaded(instance));
+        }
+        let (threads, pinning) = self.own_threads();
+        let kernels = load::kernels_at(threads, pinning)?;
+        let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
+        let path = self.path().to_owned();
+        let loaded = self.0.here(&places, kernels, |done, of| bar.show(done, of));
+        bar.clear();
+        loaded.map_err(|error| in_model(&path, error))
     }
 
     /// Takes a service of this machine's node as what answers; `on` names its nodes.
     pub(crate) fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
-        Loaded {
-            threads: self.threads(),
-            engine: self.engine().clone(),
-            kv: self.compute.kv_type(&self.classes),
-            model: self.prepared.elsewhere(service, on),
-            tokenizer: self.tokenizer,
-            template: self.template,
-            classes: self.classes,
-            load_time: self.start.elapsed(),
-        }
+        self.0.elsewhere(service, on)
     }
 
-    /// Kernels of this process. Where MLX computes, they only choose tokens.
-    fn own_kernels(&self) -> anyhow::Result<Arc<Kernels>> {
-        let mlx = self.classes.first().is_mlx();
-        let threads = if mlx { 1 } else { self.threads() };
-        load::kernels_at(threads, self.compute.pinning())
-    }
-
-    /// Starts the workers, this program with `worker_args`, which may write below the folders
-    /// `writable`; `observer` hears what becomes of them. Does not wait until they are ready.
+    /// Starts the workers, this program with `args`, which may write below the folders `writable`;
+    /// `observer` hears what becomes of them. Does not wait until they are ready.
     ///
     /// # Errors
     /// What the system refuses.
     pub(crate) fn start(
         &self,
-        (worker_args, writable): (Vec<OsString>, Vec<PathBuf>),
+        (args, writable): (Vec<OsString>, Vec<PathBuf>),
         restart: bool,
         observer: Observer,
     ) -> anyhow::Result<Instance> {
-        if !self.classes.on_cpu() {
-            load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
+        if !self.classes().on_cpu() {
+            let checked = self.check_mlx(&home::mlx_places()?);
+            checked.map_err(|error| in_model(self.path(), error))?;
         }
-        let options = self.prepared.options();
-        // Before there are workers, which would wait for it.
-        self.prepared.identity()?;
-        let program = own_program().context("cannot find this program's own file")?;
-        let pin = self.compute.pin.then_some(options.threads);
-        let crew = |ranks: u32, pin: Option<usize>, of: &'static str| {
-            let crew = LocalCrew::spawn(LocalSpec {
-                program: program.clone(),
-                args: worker_args.clone(),
-                env: worker_env(),
-                writable: writable.clone(),
-                model: self.path.clone(),
-                draft: self.draft.clone(),
-                adapters: Vec::new(),
-                ranks,
-                pin,
-                on_line: Some(Box::new(move |rank, line| {
-                    tell(format_args!("[{of}{rank}] {line}"));
-                })),
-            });
-            crew.map(Box::new)
-                .map_err(|error| in_model(&self.path, error))
+        self.prepared().identity()?;
+        let workers = Workers {
+            program: own_program().context("cannot find this program's own file")?,
+            args,
+            env: worker_env(),
+            writable,
+            tell: Arc::new(|line| tell(line)),
         };
-        let own = crew(options.nodes, pin, "")?;
-        let instance = match self.prepared.prompts() {
-            None => self.prepared.over(own, restart, observer),
-            Some(prompts) => {
-                // The others have the first cores, which these would share.
-                let prompts = crew(prompts.options().nodes, None, "prompts ")?;
-                self.prepared.over_apart(own, prompts, restart, observer)
-            }
-        };
-        instance.map_err(|error| in_model(&self.path, error))
+        let started = self.0.start(&workers, restart, observer);
+        started.map_err(|error| in_model(self.path(), error))
     }
 
     /// Waits until the workers of an instance are ready.
@@ -384,32 +289,12 @@ impl Opened {
         });
         instance
             .ready()
-            .map_err(|error| in_model(&self.path, error))
-    }
-
-    /// How numbers are computed.
-    pub(crate) const fn classes(&self) -> &Classes {
-        &self.classes
-    }
-
-    /// Threads of each node.
-    pub(crate) const fn threads(&self) -> usize {
-        self.prepared.options().threads
+            .map_err(|error| in_model(self.path(), error))
     }
 }
 
-/// Loads a model into this process, with a progress bar on stderr when that takes a while.
-fn here(
-    prepared: Prepared,
-    path: &Path,
-    tokenizer: &Arc<Tokenizer>,
-    kernels: Arc<Kernels>,
-) -> anyhow::Result<paceline_node::Loaded> {
-    let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
-    let progress = |done, of| bar.show(done, of);
-    let loaded = prepared.here(Arc::clone(tokenizer), &places, kernels, progress);
-    bar.clear();
-    loaded.map_err(|error| in_model(path, error))
+fn absolute(path: &Path) -> anyhow::Result<PathBuf> {
+    std::path::absolute(path).with_context(|| path.display().to_string())
 }
 
 /// Kernels for measurements.
@@ -456,47 +341,14 @@ impl Loading {
     }
 }
 
-/// A model that is ready to answer, with what commands tell about it.
-pub(crate) struct Loaded {
-    model: paceline_node::Loaded,
-    pub(crate) tokenizer: Arc<Tokenizer>,
-    /// As of [`Opened`].
-    pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
-    pub(crate) classes: Classes,
-    pub(crate) engine: EngineConfig,
-    /// Of each node.
-    pub(crate) threads: usize,
-    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
-    pub(crate) kv: Option<KvType>,
-    /// From opening the model's files to being ready for a prompt.
-    pub(crate) load_time: Duration,
-}
-
-impl Deref for Loaded {
-    type Target = paceline_node::Loaded;
-
-    fn deref(&self) -> &Self::Target {
-        &self.model
-    }
-}
-
-impl Loaded {
-    /// The subject of measurements.
-    pub(crate) fn subject(&self) -> Subject<'_> {
-        Subject {
-            model: &self.model,
-            tokenizer: &self.tokenizer,
-            classes: &self.classes,
-            kv: self.kv,
-            threads: self.threads,
-            load_time: self.load_time,
-        }
-    }
-
-    /// Tells what each node holds, a line each.
-    pub(crate) fn tell_split(&self) {
-        let weights = self.weights();
-        let lines = split_lines(self.config(), self.split(), self.threads, &weights);
-        lines.iter().for_each(tell);
+/// What is measured of a model.
+pub(crate) fn subject(loaded: &Loaded) -> Subject<'_> {
+    Subject {
+        model: loaded,
+        tokenizer: &loaded.tokenizer,
+        classes: &loaded.classes,
+        kv: loaded.kv,
+        threads: loaded.threads,
+        load_time: loaded.load_time,
     }
 }

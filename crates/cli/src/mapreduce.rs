@@ -3,19 +3,18 @@
 mod hosts;
 mod job;
 mod jobs;
-mod limit;
 mod sort;
 mod watch;
 
 use std::path::PathBuf;
 
+use paceline_base::Bytes;
 use paceline_mapreduce::reduce::Op;
 use paceline_mapreduce::worker::{self, Files};
 
 use crate::error::Error;
 pub(crate) use hosts::start_far;
 use job::JobArgs;
-pub(crate) use sort::memory;
 
 /// What to compute.
 #[derive(Debug, clap::Subcommand)]
@@ -63,7 +62,7 @@ pub(crate) struct WorkerArgs {
 
 /// Inputs that are taken value by value.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct Columns {
+pub(crate) struct ColumnArgs {
     /// .npy files of the same length
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<PathBuf>,
@@ -84,7 +83,7 @@ pub(crate) struct ReduceArgs {
     #[arg(value_name = "OP", value_parser = op)]
     op: Op,
     #[command(flatten)]
-    columns: Columns,
+    columns: ColumnArgs,
     #[command(flatten)]
     job: JobArgs,
 }
@@ -93,7 +92,7 @@ pub(crate) struct ReduceArgs {
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct HistArgs {
     #[command(flatten)]
-    columns: Columns,
+    columns: ColumnArgs,
     /// Bins of equal width
     #[arg(long, value_name = "N", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
@@ -110,7 +109,7 @@ pub(crate) struct HistArgs {
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TopkArgs {
     #[command(flatten)]
-    columns: Columns,
+    columns: ColumnArgs,
     /// How many values
     #[arg(short, value_name = "N", default_value_t = 10,
           value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
@@ -132,7 +131,7 @@ pub(crate) struct SortArgs {
     #[arg(short, value_name = "OUT")]
     out: PathBuf,
     /// Bytes for all nodes together, as 500M or 2G [default: half of what is available]
-    #[arg(long, value_name = "BYTES", value_parser = sort::memory)]
+    #[arg(long, value_name = "BYTES", value_parser = memory)]
     memory: Option<u64>,
     #[command(flatten)]
     job: JobArgs,
@@ -202,12 +201,17 @@ pub(crate) struct MontecarloArgs {
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct MapArgs {
     #[command(flatten)]
-    columns: Columns,
+    columns: ColumnArgs,
     /// The .npy file to write, of f64
     #[arg(short, value_name = "OUT")]
     out: PathBuf,
     #[command(flatten)]
     job: JobArgs,
+}
+
+/// Bytes of a text such as `500M` or `2G`.
+pub(crate) fn memory(text: &str) -> Result<u64, String> {
+    Bytes::parse(text).map(|bytes| bytes.0)
 }
 
 fn op(name: &str) -> Result<Op, String> {

@@ -273,13 +273,13 @@ fn encode(args: &Args, session: &Session, prompt: String) -> anyhow::Result<Vec<
     if session.has_template() && !args.raw {
         let mut messages = start_of_chat(args);
         messages.push(Message::new("user", prompt));
-        return session.encode_chat(&messages);
+        return Ok(session.encode_chat(&messages)?);
     }
     if args.system.is_some() {
         let model = args.model.clone();
         return Err(Error::NoSystem { model }.into());
     }
-    session.encode_text(&prompt)
+    Ok(session.encode_text(&prompt)?)
 }
 
 fn start_of_chat(args: &Args) -> Vec<Message> {

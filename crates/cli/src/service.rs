@@ -5,8 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Parser;
-use paceline_node::service::{Error, Folders, Manager, Scope, Service, State};
-use serde_json::json;
+use paceline_node::service::{Error, Folders, Manager, Scope, Service, line, object};
 
 use crate::output::{print, tell};
 use crate::{Cli, home};
@@ -127,32 +126,10 @@ fn status(service: &Service, as_json: bool) -> anyhow::Result<()> {
         Err(other) => return Err(other.into()),
     };
     if as_json {
-        return print(&object(found.as_ref(), &path.display().to_string()).to_string());
+        return print(&object(found.as_ref(), &path).to_string());
     }
     match found {
-        Some(state) => print(&line(&state, &path.display().to_string())),
+        Some(state) => print(&line(&state, &path)),
         None => print("not installed: `paceline service install` does it"),
     }
-}
-
-fn object(state: Option<&State>, unit: &str) -> serde_json::Value {
-    json!({
-        "installed": state.is_some(),
-        "state": state.map(|state| state.state.as_str()),
-        "pid": state.and_then(|state| state.pid),
-        "enabled": state.map(|state| state.enabled),
-        "unit": unit,
-    })
-}
-
-fn line(state: &State, unit: &str) -> String {
-    let pid = state
-        .pid
-        .map(|pid| format!(", process {pid}"))
-        .unwrap_or_default();
-    let again = match state.enabled {
-        true => "starts by itself",
-        false => "does not start by itself",
-    };
-    format!("{}{pid}, {again}; {unit}", state.state)
 }

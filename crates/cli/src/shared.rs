@@ -1,16 +1,12 @@
 //! The choice whether this machine's node answers instead of this process. It answers by an
 //! instance that is loaded, or by one that it loads for as long as this command runs.
 
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
 use anyhow::{Context, anyhow, bail};
-use paceline_board::borrowed::{Borrowed, Told};
-use paceline_board::tables::names;
-use paceline_engine::Service;
+pub(crate) use paceline_board::borrowed::Instance;
+use paceline_board::borrowed::{Borrowed, Told, alive, ask};
 use paceline_model::SplitKind;
-use paceline_node::fleet::lent::AtNode;
 use serde_json::{Value, json};
 
 use crate::instances::LoadProgress;
@@ -31,19 +27,6 @@ pub(crate) struct Wish<'a> {
     pub(crate) never: bool,
     /// An option that only this process can follow.
     pub(crate) only_here: Option<&'static str>,
-}
-
-/// An instance that answers in this process's stead.
-pub(crate) struct Instance {
-    /// The model's file on this machine.
-    pub(crate) path: PathBuf,
-    pub(crate) service: Arc<dyn Service>,
-    pub(crate) nodes: u32,
-    pub(crate) split: SplitKind,
-    /// Names of its nodes.
-    pub(crate) on: String,
-    /// Given back when this is dropped.
-    _borrowed: Option<Borrowed>,
 }
 
 /// The instance that is to answer, if any; says in one line what computes, where a node runs that
@@ -100,38 +83,22 @@ pub(crate) fn loaded(model: &str) -> anyhow::Result<Instance> {
 
 /// An instance as the node describes it.
 fn of(using: &Value, borrowed: Option<Borrowed>) -> anyhow::Result<Instance> {
-    let text = |name: &str| using[name].as_str().unwrap_or_default();
-    let nodes = using["nodes"].as_array().map_or(1, Vec::len);
-    Ok(Instance {
-        path: text("path").into(),
-        service: Arc::new(AtNode::new(&home::folder()?, text("id"))),
-        nodes: u32::try_from(nodes).unwrap_or(1),
-        split: text("split").parse().unwrap_or_default(),
-        on: names(&using["nodes"]),
-        _borrowed: borrowed,
-    })
+    Ok(Instance::of(&home::folder()?, using, borrowed))
 }
 
 /// Loads the model over nodes of the cluster, where it has enough; else nothing.
 fn borrowed(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
     let wanted = wish.nodes;
     let answer = member::ask("nodes", json!({}))?;
-    let nodes = answer["nodes"].as_array().into_iter().flatten();
-    let alive = nodes.filter(|node| node["state"] == "alive").count();
-    if (alive as u32) < wanted {
+    let alive = alive(&answer);
+    if alive < wanted {
         tell(format_args!(
             "computing here on {wanted} local nodes: the cluster has {alive}"
         ));
         return Ok(None);
     }
     pull::ensure(wish.model, signals)?;
-    let ask = json!({
-        "model": wish.model,
-        "count": wanted,
-        "split": wish.split.to_string(),
-        "context": wish.context,
-        "parallel": 1,
-    });
+    let ask = ask(wish.model, wanted, wish.split, wish.context);
     let (told, borrowed) = Borrowed::new(home::folder()?, ask).context("cannot start a thread")?;
     let id = ready(&told)?;
     let using = member::ask("using", json!({ "model": id }))?;

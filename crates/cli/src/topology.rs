@@ -11,7 +11,7 @@ use paceline_cluster::hostfile::{Host, Hostfile};
 use paceline_cluster::launch::Backend;
 use paceline_cluster::remote::Reach;
 use paceline_cluster::topology::{
-    Addresses, Error as TopologyError, Graph, Machine, Wanted, choose, ethernet, probe,
+    Addresses, Graph, Machine, Wanted, choose, ethernet, probe, sorted,
 };
 
 pub(crate) use error::{Error, hints};
@@ -129,24 +129,11 @@ impl Args {
         if self.verbose {
             tell(format_args!("asking {}", names.join(", ")));
         }
-        let answers = probe(
-            reach,
-            &names,
-            wanted,
-            Duration::from_secs(self.timeout.into()),
-        );
-        let (mut hosts, mut machines, mut failed) = (Vec::new(), Vec::new(), Vec::new());
-        for (host, answer) in named.into_iter().zip(answers) {
-            match answer {
-                Ok(machine) => {
-                    hosts.push(host);
-                    machines.push(machine);
-                }
-                Err(error) if self.ignore_unreachable && is_silent(&error) => {
-                    tell(format_args!("warning: left out: {error}"));
-                }
-                Err(error) => failed.push(error),
-            }
+        let limit = Duration::from_secs(self.timeout.into());
+        let answers = probe(reach, &names, wanted, limit);
+        let (both, left_out, mut failed) = sorted(named, answers, self.ignore_unreachable);
+        for error in left_out {
+            tell(format_args!("warning: left out: {error}"));
         }
         if let Some(last) = failed.pop() {
             failed
@@ -154,6 +141,7 @@ impl Args {
                 .for_each(|error| tell(format_args!("error: {error}")));
             return Err(last.into());
         }
+        let (hosts, machines): (Vec<_>, Vec<_>) = both.into_iter().unzip();
         if hosts.is_empty() {
             return Err(Error::NobodyAnswers.into());
         }
@@ -228,11 +216,4 @@ impl Args {
             None => print(&file.to_json()),
         }
     }
-}
-
-fn is_silent(error: &TopologyError) -> bool {
-    matches!(
-        error,
-        TopologyError::Unreachable { .. } | TopologyError::Late { .. }
-    )
 }

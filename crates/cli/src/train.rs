@@ -8,8 +8,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Class, Crew, Job, Lora, Means, Method, OptimiserOptions, Processes, Report, Rule, Run,
-    RunOptions, Schedule, TARGETS, TrainOn, Trained, Watch, measured_flops, read_metrics, svg,
+    About, Class, Crew, Job, Lora, Means, Method, OptimiserOptions, Processes, Report, Rule, Run,
+    RunOptions, Schedule, TrainOn, Trained, Watch, measured_flops, read_metrics, svg, targets,
 };
 use serde_json::json;
 
@@ -226,7 +226,7 @@ impl Args {
                     rank: self.rank,
                     alpha: self.alpha.unwrap_or(2.0 * self.rank as f32),
                 },
-                targets: self.targets(),
+                targets: targets(&self.targets),
                 layers: self.layers,
                 dropout: self.dropout,
                 class: self.class,
@@ -251,23 +251,6 @@ impl Args {
                 clip: self.clip,
             },
         })
-    }
-
-    fn targets(&self) -> Vec<String> {
-        let of_block = |wanted: &'static [&'static str]| {
-            let all = TARGETS
-                .iter()
-                .filter(|(_, block, _)| wanted.contains(block));
-            all.map(|(_, _, name)| (*name).to_owned()).collect()
-        };
-        match self.targets.as_str() {
-            "all" => of_block(&["self_attn", "mlp"]),
-            "attention" => of_block(&["self_attn"]),
-            names => names
-                .split(',')
-                .map(|name| name.trim().to_owned())
-                .collect(),
-        }
     }
 
     /// Workers.
@@ -300,7 +283,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let name = foreign::needed(args.model.as_ref(), "MODEL")?;
     let found = pull::ensure(name, signals)?;
     let job = args.job(found.path)?;
-    let (report, crew) = signals.orderly(|cancel| {
+    let (report, (nodes, threads)) = signals.orderly(|cancel| {
         let stop = || cancel.is_cancelled();
         train(args, (&job, output, name), &stop)
     })?;
@@ -308,7 +291,14 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let curve = output.join("loss.svg");
     std::fs::write(&curve, svg(&metrics)).with_context(|| curve.display().to_string())?;
     if args.json {
-        return print(&as_json(&report, (args, output), crew).to_string());
+        let about = About {
+            output,
+            class: args.class,
+            nodes,
+            stages: args.stages,
+            threads,
+        };
+        return print(&report.json(&about).to_string());
     }
     let [first, last] = report.loss;
     print(&format!(
@@ -386,25 +376,3 @@ fn train(
 
 /// Nodes, and threads of each; those of other machines are not known.
 type CrewSize = (usize, Option<usize>);
-
-fn as_json(
-    report: &Report,
-    (args, output): (&Args, &Path),
-    (nodes, threads): CrewSize,
-) -> serde_json::Value {
-    json!({
-        "output": output,
-        "class": args.class.name(),
-        "steps": report.steps,
-        "first_loss": report.loss[0],
-        "loss": report.loss[1],
-        "first_val_loss": report.val_loss_before,
-        "val_loss": report.val_loss,
-        "digest": report.digest,
-        "nodes": nodes,
-        "stages": args.stages,
-        "threads": threads,
-        "lost": report.lost,
-        "files": report.files,
-    })
-}

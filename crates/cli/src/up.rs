@@ -3,19 +3,18 @@
 mod beside;
 mod encoder;
 mod several;
-mod wire;
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
 use paceline_board::commands::{self, WAITING_MAX};
 use paceline_board::holds::lines;
-use paceline_board::{Board, Local, Watch, figures, remover, served};
+use paceline_board::{Board, Local, Watch, figures, remover, servers};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Pace, Service};
@@ -23,8 +22,7 @@ use paceline_model::Config;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{DRAFTS, Instance, Observer};
-use paceline_serve::tls::Wire;
-use paceline_serve::{About, Access, Clock, DEFAULT_PORT, Facts, Handle, Model, Server, Status};
+use paceline_serve::{DEFAULT_PORT, Facts, Handle, Model, Server, Status};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 
 use crate::adapter;
@@ -231,7 +229,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         args.adapt(&mut opened)?;
     }
     if args.follow {
-        opened.follow_use();
+        opened.prepared_mut().follow_use();
     }
     opened.forecast();
     let model = args.served(&mut opened, &path);
@@ -368,7 +366,7 @@ fn serve(
     let facts = Facts(Arc::new(move || figures::facts(&measured, nodes)));
     let (config, board) = args.set_up(facts, false)?;
     Local::on(&board).add(&model.id, &instance, nodes);
-    let mut all = args.with_adapters((model, service), &opened);
+    let mut all = opened.answering((model, service), args.only_adapter().is_some());
     all.extend(beside);
     let server = match <[Serving; 1]>::try_from(all) {
         Ok([(model, service)]) => Server::bind(config, model, service)?,
@@ -643,33 +641,8 @@ impl Args {
 
     /// The model as clients see it.
     fn served(&self, opened: &mut Opened, path: &Path) -> Model {
-        let template = match opened.template.take() {
-            Some(Ok(template)) => Some(Arc::new(template)),
-            Some(Err(error)) => {
-                tell(format_args!(
-                    "warning: no chat, the model's template cannot be used: {error}"
-                ));
-                None
-            }
-            None => None,
-        };
         let Named { id, aliases } = self.named(self.model().unwrap_or_default());
-        Model {
-            id,
-            aliases,
-            created_unix_s: served::changed_unix_s(path),
-            fingerprint: opened.fingerprint(),
-            tokenizer: Arc::clone(&opened.tokenizer),
-            template,
-            context: opened.engine().context,
-            sampling: served::sampling(path),
-            about: About {
-                architecture: opened.config().family.name().to_owned(),
-                bytes: served::size(path),
-                parameters: 0,
-                quantization: String::new(),
-            },
-        }
+        opened.served((id, aliases), path, &|line| tell(line))
     }
 
     /// Options with which every server of this command starts: its settings, and the board, whose
@@ -682,57 +655,29 @@ impl Args {
         facts: Facts,
         manages: bool,
     ) -> anyhow::Result<(paceline_serve::Config, Board)> {
-        let mut config = self.config(facts)?;
-        let board = Board::new(config.live.clone(), Arc::new(downloads));
-        let (own, others) = (board.clone(), config.facts);
-        config.facts = Facts(Arc::new(move || {
-            let mut facts = (others.0)();
-            facts.extend(own.facts());
-            facts
-        }));
-        config.board = board.for_server(manages);
-        if let Some(price) = self.kwh_price {
-            board.set_kwh_price(price);
-        }
-        Ok((config, board))
-    }
-
-    fn config(&self, facts: Facts) -> anyhow::Result<paceline_serve::Config> {
-        let unix_s = || {
-            SystemTime::UNIX_EPOCH
-                .elapsed()
-                .map_or(0, |since| since.as_secs())
-        };
-        let now = Instant::now;
-        let mut config = paceline_serve::Config::new(self.port[0], Clock { now, unix_s });
-        let hosts = self.host.iter();
-        let all = hosts.flat_map(|host| self.port.iter().map(|port| SocketAddr::new(*host, *port)));
-        config.bind = all.collect();
-        let keys = home::api_keys()?;
-        config.access = Access {
-            hosts: self.allow_host.clone(),
-            origins: self.allow_origin.clone(),
-            keys: keys
-                .try_exists()
-                .context("cannot look for API keys")?
-                .then_some(keys),
-            open_to_network: self.no_keys,
-        };
-        config.is_lenient = self.lenient;
-        config.remover = match self.allow_delete {
+        let (folder, tls) = (home::folder()?, self.tls_cert.as_deref());
+        let remover = match self.allow_delete {
             true => Some(remover(home::home()?)),
             false => None,
         };
-        config.puller = self.allow_pull.then(pull::for_clients).transpose()?;
-        config.times.request = Duration::from_secs(self.request_timeout);
-        config.facts = facts;
-        // A server that would let everybody in makes no certificate.
-        config.check()?;
-        config.wire = self.wire()?;
-        if !matches!(config.wire, Wire::Plain) {
-            config.access.hosts.extend(wire::own_names());
-        }
-        Ok(config)
+        let options = servers::Options {
+            home: &folder,
+            hosts: &self.host,
+            ports: &self.port,
+            names: &self.allow_host,
+            origins: &self.allow_origin,
+            open_to_network: self.no_keys,
+            is_lenient: self.lenient,
+            remover,
+            puller: self.allow_pull.then(pull::for_clients).transpose()?,
+            request: Duration::from_secs(self.request_timeout),
+            kwh_price: self.kwh_price,
+            certificate: tls.zip(self.tls_key.as_deref()),
+            plain: self.insecure_http,
+            downloads: Arc::new(downloads),
+            tell: Arc::new(|line| tell(line)),
+        };
+        Ok(options.set_up(facts, manages)?)
     }
 }
 

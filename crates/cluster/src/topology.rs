@@ -28,7 +28,7 @@ pub use address::{Addresses, Network};
 pub use choice::{Choice, choose, ethernet};
 pub use error::Error;
 pub use graph::{Cable, End, Graph};
-pub use probe::{Machine, Wanted, probe};
+pub use probe::{Machine, Sorted, Wanted, probe, sorted};
 pub use rings::{HOSTS_EXACT, Ring, best_ring, missing_for_ring};
 pub use thunderbolt::{Port, ports};
 

@@ -131,6 +131,22 @@ pub enum Error {
         /// The journal.
         journal: PathBuf,
     },
+    /// A job that goes on finds nothing of the result that it has written so far.
+    #[error("{} is gone, which this job has written in part", path.display())]
+    PartGone {
+        /// The result.
+        path: PathBuf,
+    },
+    /// A whole result could not get its name.
+    #[error("cannot rename {} to {}", from.display(), to.display())]
+    Rename {
+        /// Where it is.
+        from: PathBuf,
+        /// Its name.
+        to: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
     /// The file that a job would go on from is another's.
     #[error("{} is not that of this job, or an input changed since", path.display())]
     OtherJob {

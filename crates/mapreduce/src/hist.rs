@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Values;
 use crate::value::bits;
+use crate::{Dtype, Values};
 
 /// Most bins.
 pub const BINS_MAX: u32 = 1 << 20;
@@ -35,6 +35,17 @@ impl Bins {
     pub fn new(low: f64, high: f64, count: u32) -> Option<Self> {
         let is_right = (high - low).is_finite() && low < high && (1..=BINS_MAX).contains(&count);
         is_right.then_some(Self { low, high, count })
+    }
+
+    /// Left edge of the first bin and right edge of the last that have all values of a type;
+    /// `None` where the type has too many.
+    pub fn of_type(dtype: Dtype) -> Option<(f64, f64)> {
+        match dtype {
+            Dtype::U32 => Some((0.0, 2f64.powi(32))),
+            Dtype::U16 => Some((0.0, 65536.0)),
+            Dtype::U8 | Dtype::Bool => Some((0.0, 256.0)),
+            _ => None,
+        }
     }
 
     /// All edges, one more than there are bins.

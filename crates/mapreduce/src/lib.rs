@@ -20,11 +20,13 @@
 //! In reading order:
 //! - [`sum`]: exact sums of columns at the speed of memory.
 //! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: where rows come from and go.
-//! - [`Task`]: the computation. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`], [`sort`]:
-//!   the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
-//! - [`device`]: processors that compute blocks of rows, graphics processors among them.
-//! - [`Leases`]: the holder of each part. [`Crew`]: jobs from start to end. [`Journal`]: the parts
-//!   that are done, for a job that was killed. [`worker`]: the other side of the control channel;
+//! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`],
+//!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by
+//!   counter.
+//! - [`device`]: what computes blocks of rows, and graphics processors.
+//! - [`jobs`]: jobs as a program asks for them, with results, texts and figures.
+//! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
+//!   is done, for a job that was killed. [`worker`]: the other side of the control channel;
 //!   [`line`]: that of a worker which shares no folder with its parent.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.
@@ -39,6 +41,7 @@ mod error;
 pub mod expr;
 pub mod groupby;
 pub mod hist;
+pub mod jobs;
 mod journal;
 pub mod kmeans;
 mod leases;

@@ -61,7 +61,7 @@ pub use mlx::{
     Host as MlxHost, MlxForm, MlxMatrix, MlxModel, MlxOptions, Patience as MlxPatience,
     Watch as MlxWatch, mlx_dtype,
 };
-pub use model::{Followed, LoadOptions, Model};
+pub use model::{Followed, LoadOptions, Model, Sample};
 pub use paceline_mlx::Places as MlxPlaces;
 pub use progress::{Busy, Doing, Place, Progress};
 pub use role::{Nth, Part, Role};

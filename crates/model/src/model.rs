@@ -1,5 +1,7 @@
 //! A loaded model.
 
+mod sample;
+
 use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -20,6 +22,8 @@ use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::uses::{ExpertUses, LayerUses};
 use crate::weights::{self, AsStored, Layer, Linear, Loader, Names, PerLayerInputs};
 use crate::{Config, Error, Kinds, Source, WindowPages};
+
+pub use sample::Sample;
 
 /// How a model is loaded.
 #[derive(Clone, Copy, Debug, Default)]
@@ -133,6 +137,7 @@ impl Model {
             shard: &shard,
             class: options.class,
             pool: kernels.pool(),
+            few_experts: false,
         };
         let per_layer = loader.per_layer_inputs()?;
         let embeds = shard.embeds() || per_layer.is_some();
@@ -366,6 +371,26 @@ impl Model {
         self.step(batch, ws, cache)
     }
 
+    /// As [`forward`](Self::forward) of a model that is not split; `behind` is called behind each
+    /// layer.
+    ///
+    /// # Errors
+    /// None: the type is that of all steps.
+    ///
+    /// # Panics
+    /// As there; if the model is split.
+    pub fn forward_observed(
+        &self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+        behind: &mut dyn FnMut(),
+    ) -> Result<usize, Error> {
+        assert!(self.links.is_none(), "a split model is observed");
+        let cache = Mutex::new(&mut *cache);
+        self.whole(batch, ws, &cache, (None, behind))
+    }
+
     /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced)
     /// computes, behind so many that were `announced` before.
     pub(crate) fn announce(
@@ -477,18 +502,19 @@ impl Model {
             }
             second => {
                 ws.second = second;
-                self.whole(batch, ws, &cache, None)
+                self.whole(batch, ws, &cache, (None, &mut || {}))
             }
         }
     }
 
-    /// A pass through all layers, of a step or of the half whose turn is `turn`.
+    /// A pass through all layers, of a step or of the half whose turn is `turn`; `behind` is called
+    /// behind each layer.
     fn whole<'m>(
         &'m self,
         batch: &Batch<'_>,
         ws: &mut Workspace,
         cache: &Mutex<&'m mut KvCache>,
-        turn: Option<Turn<'_>>,
+        (turn, behind): (Option<Turn<'_>>, &mut dyn FnMut()),
     ) -> Result<usize, Error> {
         turn.iter().try_for_each(Turn::begin)?;
         let _half = self.links.as_ref().map(|links| links.progress.half());
@@ -501,6 +527,7 @@ impl Model {
                 links.progress.enter(index);
             }
             self.config.family.layer(&mut step, layer, index)?;
+            behind();
         }
         let finished = step.finish();
         if let Some(tracer) = tracer {
@@ -525,10 +552,10 @@ impl Model {
         let [first, second] = halves.each_ref().map(|sequences| Batch { sequences });
         let [turn, second_turn] = turns.both();
         let (first, second) = thread::scope(|scope| {
-            let run = || self.whole(&second, second_ws, cache, Some(second_turn));
+            let run = || self.whole(&second, second_ws, cache, (Some(second_turn), &mut || {}));
             let thread = thread::Builder::new().name(SECOND_HALF.into());
             let thread = thread.spawn_scoped(scope, run).map_err(Error::Thread)?;
-            let first = self.whole(&first, ws, cache, Some(turn));
+            let first = self.whole(&first, ws, cache, (Some(turn), &mut || {}));
             let second = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
             Ok::<_, Error>((first?, second?))
         })?;

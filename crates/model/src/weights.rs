@@ -4,7 +4,7 @@ mod latent;
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
@@ -16,6 +16,7 @@ use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
 
 mod delta_net;
+mod few;
 
 pub(crate) use delta_net::{DeltaNet, PartRows, Places};
 
@@ -147,7 +148,7 @@ pub(crate) struct Experts {
     /// Index of this rank's first expert.
     pub(crate) first: usize,
     /// This rank's, the shared one behind the last.
-    pub(crate) experts: Vec<Expert>,
+    pub(crate) experts: Vec<Arc<Expert>>,
 }
 
 /// Matrices of an expert.
@@ -467,6 +468,8 @@ pub(crate) struct Loader<'a> {
     pub(crate) shard: &'a Shard,
     pub(crate) class: KernelClass,
     pub(crate) pool: &'a ThreadPool,
+    /// Whether as many experts of a layer are packed as a row uses, which every row chooses.
+    pub(crate) few_experts: bool,
 }
 
 impl Loader<'_> {
@@ -547,13 +550,18 @@ impl Loader<'_> {
     }
 
     pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
+        self.output_rows(tied, self.shard.vocab())
+    }
+
+    /// Some rows of the output head.
+    pub(crate) fn output_rows(&self, tied: bool, rows: Range<usize>) -> Result<Linear, Error> {
         let role = if tied {
             Role::TokenEmbedding
         } else {
             Role::Output
         };
         let shape = [self.config.vocab, self.config.width];
-        self.rows(role, shape, self.shard.vocab())
+        self.rows(role, shape, rows)
     }
 
     pub(crate) fn output_norm(&self) -> Result<Vec<f32>, Error> {
@@ -666,6 +674,40 @@ impl Loader<'_> {
         Ok(Some(all[heads].to_vec()))
     }
 
+    /// Expert `e` of a layer; behind the last the shared one.
+    fn expert(&self, layer: usize, of: config::Experts, e: usize) -> Result<Expert, Error> {
+        let width = self.config.width;
+        let nth = Nth {
+            index: e,
+            of: of.count,
+        };
+        let routed = (e < of.count).then_some(nth);
+        let linear = |part, shape: [usize; 2]| {
+            let role = Role::Layer(layer, part);
+            let bias = routed.map(|nth| self.names.expert_bias(role, nth, shape[0]));
+            self.check_finite(role, shape)?;
+            Ok::<_, Error>(Linear {
+                matrix: self.whole(role, shape, false)?,
+                bias: bias.transpose()?.flatten(),
+            })
+        };
+        let ([gate, up, down], ffn) = match routed {
+            Some(nth) => (
+                [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth)),
+                of.width,
+            ),
+            None => (
+                [Part::SharedGate, Part::SharedUp, Part::SharedDown],
+                of.shared,
+            ),
+        };
+        Ok(Expert {
+            gate: linear(gate, [ffn, width])?,
+            up: linear(up, [ffn, width])?,
+            down: linear(down, [width, ffn])?,
+        })
+    }
+
     /// The experts `mine` of a layer, of which the one behind the last is the shared one.
     fn experts(
         &self,
@@ -680,43 +722,16 @@ impl Loader<'_> {
             self.names.check_router(role(part), shape)?;
             self.whole(role(part), shape, true)
         };
-        let nth = |index| Nth {
-            index,
-            of: of.count,
-        };
-        let linear = |role, shape: [usize; 2], of: Option<Nth>| {
-            let bias = of.map(|nth| self.names.expert_bias(role, nth, shape[0]));
-            self.check_finite(role, shape)?;
-            Ok::<_, Error>(Linear {
-                matrix: self.whole(role, shape, false)?,
-                bias: bias.transpose()?.flatten(),
-            })
-        };
-        let expert = |e: usize| {
-            let routed = (e < of.count).then(|| nth(e));
-            let (parts, ffn) = match e < of.count {
-                true => (
-                    [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth(e))),
-                    of.width,
-                ),
-                false => (
-                    [Part::SharedGate, Part::SharedUp, Part::SharedDown],
-                    of.shared,
-                ),
-            };
-            let [gate, up, down] = parts.map(role);
-            Ok(Expert {
-                gate: linear(gate, [ffn, width], routed)?,
-                up: linear(up, [ffn, width], routed)?,
-                down: linear(down, [width, ffn], routed)?,
-            })
-        };
+        let expert = |e| self.expert(layer, of, e);
         let gated = of.shared > 0 && of.shared_gate;
         let has_gate = gated && mine.end == of.leaves() && !mine.is_empty();
         Ok(Experts {
             router: Linear {
                 matrix: router(Part::Router, of.count)?,
-                bias: self.names.bias(role(Part::Router), of.count)?,
+                bias: match self.few_experts {
+                    false => self.names.bias(role(Part::Router), of.count)?,
+                    true => Some(few::preferring(of)),
+                },
             },
             choice: of
                 .corrected
@@ -734,7 +749,12 @@ impl Loader<'_> {
                 .then(|| router(Part::SharedRouter, 1))
                 .transpose()?,
             first: mine.start,
-            experts: mine.map(expert).collect::<Result<_, Error>>()?,
+            experts: match self.few_experts {
+                false => mine
+                    .map(|e| expert(e).map(Arc::new))
+                    .collect::<Result<_, _>>()?,
+                true => few::experts(of, mine, expert)?,
+            },
         })
     }
 

@@ -2,7 +2,7 @@
 //! learned from earlier runs.
 //!
 //! ```text
-//! probe (kernels, wire)  ->  measured.json  ->  plan::predict  x  learned ratio  ->  tok/s
+//! probe (steps, wire)    ->  measured.json  ->  plan::predict  x  learned ratio  ->  tok/s
 //!                                                                    ^
 //! live decode timings of each run  ---------------------------------'
 //! ```
@@ -14,6 +14,7 @@ pub mod across;
 mod facts;
 mod layers;
 mod probe;
+mod products;
 mod ranks;
 
 use std::collections::BTreeMap;
@@ -75,7 +76,7 @@ const TOGETHER_MAX: u32 = 1024;
 #[expect(missing_debug_implementations, reason = "packed weights say nothing")]
 pub struct Probes<'a> {
     setting: Setting<'a>,
-    alone: Probe<'a>,
+    alone: Probe,
     /// By number of ranks.
     teams: BTreeMap<u32, Team<'a>>,
 }

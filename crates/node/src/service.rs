@@ -20,6 +20,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use serde_json::{Value, json};
+
 /// Seconds that a manager waits for a node to end. A leaving node hands its models on, which
 /// `paceline up` gives 120 s (`MOVE_LIMIT`), and closes its streams.
 const STOP_S: u32 = 130;
@@ -133,6 +135,30 @@ pub struct State {
     pub pid: Option<u32>,
     /// Whether it starts by itself next time.
     pub enabled: bool,
+}
+
+/// The service of the unit at `unit` as one object; no state where none is installed.
+pub fn object(state: Option<&State>, unit: &Path) -> Value {
+    json!({
+        "installed": state.is_some(),
+        "state": state.map(|state| state.state.as_str()),
+        "pid": state.and_then(|state| state.pid),
+        "enabled": state.map(|state| state.enabled),
+        "unit": unit.display().to_string(),
+    })
+}
+
+/// The service of the unit at `unit`, for people.
+pub fn line(state: &State, unit: &Path) -> String {
+    let pid = state
+        .pid
+        .map(|pid| format!(", process {pid}"))
+        .unwrap_or_default();
+    let again = match state.enabled {
+        true => "starts by itself",
+        false => "does not start by itself",
+    };
+    format!("{}{pid}, {again}; {}", state.state, unit.display())
 }
 
 impl Service {

@@ -55,6 +55,7 @@ mod home;
 mod http;
 mod hub;
 mod index;
+mod lines;
 mod listing;
 mod lock;
 mod name;
@@ -80,6 +81,7 @@ pub use index::{
     Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, find_for_removal, list,
     remove, verify,
 };
+pub use lines::Lines;
 pub use listing::Listing;
 pub use name::{EntryName, HubId};
 pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};

@@ -10,6 +10,7 @@ use crate::batch::{self, Batch, TOGETHER};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
+use crate::meter::Meter;
 use crate::packed::{Packed, span};
 use crate::pool::{Pinning, ThreadPool};
 use crate::vector::RopePairs;
@@ -65,6 +66,7 @@ fn names(sets: &[InstructionSet]) -> String {
 pub struct Kernels {
     pub(crate) table: &'static Table,
     pool: ThreadPool,
+    meter: Meter,
 }
 
 /// A product to compute: `out = x W^T`, `(x.rows(), weights.rows())`.
@@ -91,6 +93,7 @@ impl Kernels {
         Ok(Self {
             table,
             pool: ThreadPool::new(threads)?,
+            meter: Meter::default(),
         })
     }
 
@@ -110,6 +113,7 @@ impl Kernels {
         Ok(Self {
             table,
             pool: ThreadPool::new(threads)?,
+            meter: Meter::default(),
         })
     }
 
@@ -121,12 +125,18 @@ impl Kernels {
         Ok(Self {
             pool: ThreadPool::with_pinning(self.pool.threads(), pinning)?,
             table: self.table,
+            meter: self.meter,
         })
     }
 
     /// The instruction set in use.
     pub const fn instruction_set(&self) -> InstructionSet {
         self.table.set
+    }
+
+    /// Counts the time of products, when it is turned on.
+    pub const fn meter(&self) -> &Meter {
+        &self.meter
     }
 
     /// The threads.
@@ -183,6 +193,7 @@ impl Kernels {
         x: &'a Activations,
         products: impl IntoIterator<Item = Product<'a>>,
     ) {
+        let began = self.meter.begin();
         let mut jobs = [const { None }; MAX_PRODUCTS];
         let mut count = 0;
         for product in products {
@@ -210,6 +221,7 @@ impl Kernels {
                 task -= own;
             }
         });
+        self.meter.end(began);
     }
 
     /// Fills rows of `x` by `fill(row, values)` and quantises them, rows in parallel when there

@@ -6,14 +6,11 @@
 //! Every float sum has one documented order: [`matmul`] for products, [`attention`] for attention,
 //! [`paceline_base::tree`] for the sums that a split may cut.
 //!
-//! Modules in reading order:
-//!
-//! - [`stored`]: blocks as files hold them; [`naive`]: definitions.
-//! - `isa`: sixteen lanes per instruction set.
-//! - `formats` and `packed`: weights repacked for the lanes.
-//! - [`matmul`]; `batch`: many activation rows.
-//! - [`vector`], [`attention`], [`kv`], [`pool`].
-//! - `dispatch`: functions per instruction set; [`kernels`]: functions that the model calls.
+//! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
+//! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
+//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`],
+//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls), [`meter`] (its
+//! time).
 //!
 //! ```
 //! use paceline_base::BlockType;
@@ -46,6 +43,7 @@ pub mod kv;
 pub mod limits;
 pub mod matmul;
 mod memory;
+pub mod meter;
 pub mod naive;
 mod packed;
 pub mod pool;
@@ -65,7 +63,8 @@ pub use kernels::{
     Product, Recurrence, Recurrent, Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
-pub use packed::{PackOptions, Packed, StoredMatrix};
+pub use meter::{Meter, Metered};
+pub use packed::{Error, PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;
 pub use vector::RopePairs;

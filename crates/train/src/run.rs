@@ -133,6 +133,42 @@ pub struct Report {
     pub files: Vec<PathBuf>,
 }
 
+/// How a run was computed, and where its result is.
+#[derive(Clone, Copy, Debug)]
+pub struct About<'a> {
+    /// Folder of the result.
+    pub output: &'a Path,
+    /// Arithmetic.
+    pub class: Class,
+    /// Worker processes.
+    pub nodes: usize,
+    /// Stages that the model was cut into.
+    pub stages: u32,
+    /// Threads of each node; those of other machines are not known.
+    pub threads: Option<usize>,
+}
+
+impl Report {
+    /// The report as one object.
+    pub fn json(&self, about: &About<'_>) -> serde_json::Value {
+        json!({
+            "output": about.output,
+            "class": about.class.name(),
+            "steps": self.steps,
+            "first_loss": self.loss[0],
+            "loss": self.loss[1],
+            "first_val_loss": self.val_loss_before,
+            "val_loss": self.val_loss,
+            "digest": self.digest,
+            "nodes": about.nodes,
+            "stages": about.stages,
+            "threads": about.threads,
+            "lost": self.lost,
+            "files": self.files,
+        })
+    }
+}
+
 /// A job that was read: its model, its data and its order.
 #[derive(Debug)]
 pub struct Run {

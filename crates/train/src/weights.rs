@@ -48,6 +48,24 @@ pub const TARGETS: [(Part, &str, &str); 7] = [
     (Part::Down, "mlp", "down_proj"),
 ];
 
+/// Names of the matrices that a text means: `all`, `attention`, or names with commas between.
+pub fn targets(text: &str) -> Vec<String> {
+    let of_block = |wanted: &'static [&'static str]| {
+        let all = TARGETS
+            .iter()
+            .filter(|(_, block, _)| wanted.contains(block));
+        all.map(|(_, _, name)| (*name).to_owned()).collect()
+    };
+    match text {
+        "all" => of_block(&["self_attn", "mlp"]),
+        "attention" => of_block(&["self_attn"]),
+        names => names
+            .split(',')
+            .map(|name| name.trim().to_owned())
+            .collect(),
+    }
+}
+
 /// Outputs and inputs of the matrices of a layer, in the order of [`TARGETS`].
 pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
     let q = shape.heads * shape.head_dim;

@@ -13,7 +13,7 @@ use paceline_tensor::PAGE;
 
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
-use crate::loaded::{Loaded, Opened, SplitArgs};
+use crate::loaded::{Loaded, Opened, SplitArgs, subject};
 use crate::output::{draw, print};
 use crate::shared::{self, Instance};
 use crate::{home, load, pull};
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let sizes = |_: &Config| args.sizes();
         let mut opened = Opened::new(&path, (compute, args.engine), split, sizes)?;
         opened.forecast();
-        opened.stay(); // all runs are of one split
+        opened.prepared_mut().stay(); // all runs are of one split
         opened.load()
     };
     let loaded = match &instance {
@@ -105,7 +105,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let spec = args.spec();
     let report = Report {
         spec: &spec,
-        subject: loaded.subject(),
+        subject: subject(&loaded),
         limit: limit.name(),
         peer: peer.as_ref().map_or("", Peer::name),
         ours,
@@ -172,7 +172,7 @@ fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
 
 /// A run of a model of this program.
 fn measured(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::Result<Run> {
-    measure(loaded.subject(), limit, &args.spec(), round).map_err(|error| match error {
+    measure(subject(loaded), limit, &args.spec(), round).map_err(|error| match error {
         // As they are, so that there is advice.
         Error::Mlx(error) => error.into(),
         Error::Failure(failure) => failure.into(),

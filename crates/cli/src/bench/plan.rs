@@ -10,7 +10,7 @@ use paceline_node::placing::ways;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::load;
-use crate::loaded::{Loaded, Opened, SplitArgs, Transport, kernels};
+use crate::loaded::{Loaded, Opened, SplitArgs, Transport, kernels, subject};
 use crate::output::print;
 use crate::pull;
 
@@ -91,7 +91,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             runs: Vec::new(),
         });
     }
-    let setting = first.setting(args.transport.probed());
+    let setting = first.prepared().setting(args.transport.probed());
     let probes = Probes::new(setting, args.nodes, kernels)?;
     for way in &mut all {
         way.decode(args, 0)?; // warms up
@@ -132,7 +132,7 @@ impl Way {
 
     /// Tokens a second.
     fn decode(&self, args: &Args, round: u32) -> anyhow::Result<f64> {
-        let subject = self.loaded.subject();
+        let subject = subject(&self.loaded);
         let prompt = tokens(subject, PROMPT as usize, round);
         let answer = generate(subject, &prompt, args.r#gen as usize)?;
         let time = (answer.last - answer.prompt_read).as_secs_f64();

@@ -1,20 +1,20 @@
-//! Parts that all jobs have: options, a crew, and figures of the run.
+//! What all jobs have: options, and a crew.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context;
-use paceline_mapreduce::sort::{Sort, Sorted};
-use paceline_mapreduce::{Choice, Crew, Dtype, Input, Journal, Kind, Partial, Processes, Task};
+use paceline_bench::limits::{COMPARED_BYTES, compared_gb_s};
+use paceline_mapreduce::jobs::{Columns, Figures, Runs};
+use paceline_mapreduce::{Choice, Crew, Dtype, Input, Processes};
 use serde::Serialize;
 
-use super::Columns;
-use super::watch::Watch;
-use super::{hosts, limit};
-use crate::machines;
+use super::watch::Watches;
+use super::{ColumnArgs, hosts};
 use crate::output::{print, tell};
 use crate::process::{own_program, ssh_env, worker_env};
+use crate::{load, machines};
 
 /// Most worker processes.
 const NODES_MAX: i64 = 64;
@@ -55,147 +55,36 @@ pub(crate) struct JobArgs {
     pub(super) json: bool,
 }
 
-/// Figures that every job's JSON object has.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Figures {
-    rows: u64,
-    gb_s: f64,
-    /// The speed at which this machine reads from memory; `None` for jobs too short to compare.
-    machine_gb_s: Option<f64>,
-    seconds: f64,
-    nodes: u32,
-    /// Threads of each node; `None` where they differ or a node has not said it.
-    threads: Option<usize>,
-    /// Threads of each node, this machine's first, or in the order of `--hosts`; `None` of one that
-    /// has not said it.
-    node_threads: Vec<Option<usize>>,
-    /// The device that was to compute: cpu, or the device's name; of several nodes, what was asked
-    /// for.
-    device: String,
-    /// Parts of which a device has computed some.
-    device_parts: u64,
-    /// Workers that were lost on the way, or left out because of their inputs.
-    lost: u32,
+/// Prints the JSON object of a result and its figures, or `text` with the figures on stderr.
+///
+/// # Errors
+/// When nobody reads.
+pub(super) fn show<T: Serialize>(
+    figures: &Figures,
+    json: bool,
+    result: &T,
+    text: impl FnOnce(&T) -> String,
+) -> anyhow::Result<()> {
+    if json {
+        return print(&figures.json(result)?);
+    }
+    tell(figures.line());
+    print(&text(result))
 }
 
-impl Figures {
-    /// Prints the object, or what `shown` says of it with the figures on stderr.
-    ///
-    /// # Errors
-    /// When nobody reads.
-    pub(super) fn print<T: Serialize>(
-        self,
-        json: bool,
-        result: T,
-        shown: impl FnOnce(&T) -> String,
-    ) -> anyhow::Result<()> {
-        #[derive(Serialize)]
-        struct Both<T> {
-            #[serde(flatten)]
-            result: T,
-            #[serde(flatten)]
-            figures: Figures,
+/// The figures of `runs` over `rows` rows, beside what this machine reads from memory.
+///
+/// # Errors
+/// When the system refuses memory or threads to measure the machine with.
+pub(super) fn end(runs: Runs<'_>, rows: u64) -> anyhow::Result<Figures> {
+    runs.end(rows, |bytes, threads| -> anyhow::Result<_> {
+        if bytes < COMPARED_BYTES {
+            return Ok(None);
         }
-        if json {
-            let figures = self;
-            return print(&serde_json::to_string(&Both { result, figures })?);
-        }
-        let limit = self.machine_gb_s.map_or(String::new(), |limit| {
-            format!(" (memory of this machine: {limit:.1} GB/s)")
-        });
-        let Self {
-            rows,
-            seconds,
-            gb_s,
-            ..
-        } = self;
-        tell(format_args!(
-            "{rows} rows in {seconds:.2} s, {gb_s:.2} GB/s{limit}"
-        ));
-        print(&shown(&result))
-    }
-}
-
-/// A crew that runs, and what it has done so far.
-pub(super) struct Running<'a> {
-    args: &'a JobArgs,
-    crew: Crew,
-    start: Instant,
-    bytes: u64,
-}
-
-impl Running<'_> {
-    /// Sorts a file.
-    ///
-    /// # Errors
-    /// What is wrong with it, or became of the workers.
-    pub(super) fn sort(&mut self, sort: &Sort) -> anyhow::Result<Sorted> {
-        let mut watch: Option<(bool, Watch)> = None;
-        self.bytes += sort.input.bytes();
-        let sorted = sort.run(&mut self.crew, &mut |task, progress| {
-            let is_second = matches!(task.kind, Kind::Gather(_));
-            if watch
-                .as_ref()
-                .is_none_or(|(second, _)| *second != is_second)
-            {
-                watch = Some((is_second, Watch::new(task)));
-            }
-            if let Some((_, watch)) = &mut watch {
-                watch.hear(progress);
-            }
-        })?;
-        Ok(sorted)
-    }
-
-    /// Runs a job.
-    ///
-    /// # Errors
-    /// What is wrong with it, or became of the workers.
-    pub(super) fn run(&mut self, task: &Task) -> anyhow::Result<Partial> {
-        let mut watch = Watch::new(task);
-        let mut hear = |progress| watch.hear(progress);
-        self.bytes += task.bytes();
-        let Some(path) = &self.args.resume else {
-            return Ok(self.crew.run(task, None, &mut hear)?);
-        };
-        task.prepare()?; // a wrong task leaves no file
-        let part_rows = task.part_rows(self.crew.threads());
-        let mut journal = Journal::open(path, task, part_rows)?;
-        let partial = self.crew.run(task, Some(&mut journal), &mut hear)?;
-        journal.remove()?;
-        Ok(partial)
-    }
-
-    /// The figures of all jobs together, over `rows` rows.
-    ///
-    /// # Errors
-    /// When the system refuses memory or threads to measure the machine with.
-    pub(super) fn end(self, rows: u64) -> anyhow::Result<Figures> {
-        let seconds = self.start.elapsed().as_secs_f64();
-        let lost = self.crew.lost();
-        let threads = self.crew.threads();
-        let device = match (self.crew.is_processes(), self.crew.device()) {
-            (false, None) => "cpu".to_owned(),
-            (false, Some(label)) => label.to_owned(),
-            (true, _) => self.args.device.name().to_owned(),
-        };
-        let device_parts = self.crew.device_parts();
-        let nodes = self.crew.nodes();
-        let node_threads = self.crew.node_threads();
-        drop(self.crew); // the machine is measured without the workers
-        Ok(Figures {
-            rows,
-            gb_s: self.bytes as f64 / seconds / 1e9,
-            machine_gb_s: limit::measure(self.bytes, threads as usize)?,
-            seconds,
-            nodes,
-            threads: all_the_same(&node_threads),
-            node_threads,
-            device,
-            device_parts,
-            lost,
-        })
-    }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let kernels = load::kernels((threads as usize).min(cores))?;
+        Ok(Some(compared_gb_s(&kernels)?))
+    })
 }
 
 impl JobArgs {
@@ -221,9 +110,14 @@ impl JobArgs {
     ///
     /// # Errors
     /// What is wrong with one.
-    pub(super) fn flat(&self, columns: &Columns) -> Result<Vec<Input>, paceline_mapreduce::Error> {
-        let inputs = columns.inputs.iter().map(|path| self.input(path));
-        inputs.map(|input| input.map(Input::flat)).collect()
+    pub(super) fn columns(&self, args: &ColumnArgs) -> Result<Columns, paceline_mapreduce::Error> {
+        let inputs = args.inputs.iter().map(|path| self.input(path));
+        let inputs: Result<Vec<_>, _> = inputs.map(|input| input.map(Input::flat)).collect();
+        Ok(Columns {
+            inputs: inputs?,
+            map: args.map.clone(),
+            wgsl: args.wgsl.as_deref().map(Columns::function).transpose()?,
+        })
     }
 
     /// Threads of each node.
@@ -247,7 +141,7 @@ impl JobArgs {
     ///
     /// # Errors
     /// When workers cannot be started, or there is no device where one is asked for.
-    pub(super) fn start(&self) -> anyhow::Result<Running<'_>> {
+    pub(super) fn start<'a>(&self, watch: &'a mut Watches) -> anyhow::Result<Runs<'a>> {
         let start = Instant::now();
         let crew = match (&self.hosts, self.nodes) {
             (Some(hosts), _) => self.on_hosts(hosts)?,
@@ -257,12 +151,7 @@ impl JobArgs {
             }
             (None, nodes) => self.on_nodes(nodes as usize)?,
         };
-        Ok(Running {
-            args: self,
-            crew,
-            start,
-            bytes: 0,
-        })
+        Ok(Runs::new((crew, start), self.device, self.journal(), watch))
     }
 
     /// Starts a worker on each of these hosts.
@@ -328,12 +217,6 @@ fn worker_args(more: &[&str]) -> Vec<OsString> {
     own.chain(more.iter().copied())
         .map(OsString::from)
         .collect()
-}
-
-/// The number that all nodes have said.
-fn all_the_same(threads: &[Option<usize>]) -> Option<usize> {
-    let first = threads.first().copied().flatten()?;
-    threads.iter().all(|it| *it == Some(first)).then_some(first)
 }
 
 /// The choice of this name.

@@ -1,5 +1,6 @@
 //! A job's progress on stderr.
 
+use paceline_mapreduce::jobs::Watcher;
 use paceline_mapreduce::{Progress, Task};
 
 use crate::output::tell;
@@ -8,15 +9,34 @@ use crate::progress;
 /// Jobs that read less have no bar: it would be gone before it can be read.
 const BAR_BYTES: u64 = 1 << 30;
 
-/// Tells how far a job is, and which workers were lost.
-pub(super) struct Watch {
+/// Tells how far each job is, and which workers were lost.
+#[derive(Default)]
+pub(super) struct Watches(Option<Watch>);
+
+impl Watcher for Watches {
+    fn begin(&mut self, task: &Task) {
+        self.0 = Some(Watch::new(task));
+    }
+
+    fn hear(&mut self, progress: Progress) {
+        if let Some(watch) = &mut self.0 {
+            watch.hear(progress);
+        }
+    }
+
+    fn end(&mut self) {
+        self.0 = None;
+    }
+}
+
+struct Watch {
     bar: Option<Box<dyn paceline_store::Progress>>,
     row_bytes: u64,
     done: u64,
 }
 
 impl Watch {
-    pub(super) fn new(task: &Task) -> Self {
+    fn new(task: &Task) -> Self {
         let bytes = task.bytes();
         let bar = (bytes >= BAR_BYTES).then(|| {
             let mut bar = progress::on_stderr();
@@ -30,7 +50,7 @@ impl Watch {
         }
     }
 
-    pub(super) fn hear(&mut self, progress: Progress) {
+    fn hear(&mut self, progress: Progress) {
         match progress {
             Progress::Rows { done, .. } => {
                 if let Some(bar) = &mut self.bar {

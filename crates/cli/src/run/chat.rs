@@ -86,7 +86,7 @@ fn answer(
     messages: &mut Vec<Message>,
     signals: &Signals,
 ) -> anyhow::Result<()> {
-    let tokens = session.encode_chat(messages);
+    let tokens = session.encode_chat(messages).map_err(anyhow::Error::new);
     let outcome =
         tokens.and_then(|tokens| signals.stoppable(|cancel| shown(session, tokens, Some(cancel))));
     match outcome {

@@ -1,13 +1,9 @@
 //! Adapters beside a served model: each answers under a name of its own, and all share the model's
 //! weights, batches and cache.
 
-use std::sync::Arc;
-
-use paceline_engine::{AdaptedService, Service};
 use paceline_node::AdapterOf;
-use paceline_serve::Model;
 
-use super::{Args, Serving};
+use super::Args;
 use crate::adapter;
 use crate::error::Error;
 use crate::loaded::Opened;
@@ -43,36 +39,5 @@ impl Args {
             opened.adapt(&name, &tuned.path)?;
         }
         Ok(())
-    }
-
-    /// The services that answer with the model, and with each adapter. A sole adapter without a
-    /// name answers in place of the model.
-    pub(super) fn with_adapters(&self, (model, service): Serving, opened: &Opened) -> Vec<Serving> {
-        let adapted = |adapter: &AdapterOf| -> Arc<dyn Service> {
-            Arc::new(AdaptedService::new(Arc::clone(&service), &*adapter.name))
-        };
-        let fingerprint = |adapter: &AdapterOf| {
-            let (base, own) = (&model.fingerprint, adapter.short());
-            format!("{base}-{own}")
-        };
-        let all = opened.adapters();
-        if let (Some(_), [only]) = (self.only_adapter(), all) {
-            let model = Model {
-                fingerprint: fingerprint(only),
-                ..model.clone()
-            };
-            return vec![(model, adapted(only))];
-        }
-        let beside = |adapter: &AdapterOf| {
-            let of_model = Model {
-                id: adapter.name.clone(),
-                aliases: vec![format!("{}:{}", model.id, adapter.name)],
-                fingerprint: fingerprint(adapter),
-                ..model.clone()
-            };
-            (of_model, adapted(adapter))
-        };
-        let beside: Vec<Serving> = all.iter().map(beside).collect();
-        std::iter::once((model, service)).chain(beside).collect()
     }
 }

@@ -5,6 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::{Error, Network, Port, ports};
+use crate::hostfile::Host;
 use crate::marks::{Marks, Piece, token};
 use crate::remote::{Error as RemoteError, Reach};
 
@@ -64,6 +65,24 @@ pub fn probe(
         .collect();
     choose_addresses(&mut linux);
     answers
+}
+
+/// Hosts that said what they are; errors of hosts that are left out; errors that count.
+pub type Sorted = (Vec<(Host, Machine)>, Vec<Error>, Vec<Error>);
+
+/// Sorts `answers` of `hosts`. Hosts that said nothing are left out where `ignores` says so.
+pub fn sorted(hosts: Vec<Host>, answers: Vec<Result<Machine, Error>>, ignores: bool) -> Sorted {
+    let (mut both, mut left_out, mut failed) = (Vec::new(), Vec::new(), Vec::new());
+    for (host, answer) in hosts.into_iter().zip(answers) {
+        match answer {
+            Ok(machine) => both.push((host, machine)),
+            Err(error @ (Error::Unreachable { .. } | Error::Late { .. })) if ignores => {
+                left_out.push(error);
+            }
+            Err(error) => failed.push(error),
+        }
+    }
+    (both, left_out, failed)
 }
 
 fn one(reach: &Reach, host: &str, wanted: Wanted, limit: Duration) -> Result<Machine, Error> {

@@ -132,13 +132,15 @@ impl Routed {
         let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
         uses.count(chosen.map(|choice| choice.expert));
         let mut slot = 0;
-        for (index, expert) in (weights.first..).zip(&weights.experts) {
-            self.gather(index, slot, x.rows());
-            if !self.members.is_empty() {
-                self.expert(kernels, expert, x, slot);
+        kernels.meter().experts(|| {
+            for (index, expert) in (weights.first..).zip(&weights.experts) {
+                self.gather(index, slot, x.rows());
+                if !self.members.is_empty() {
+                    self.expert(kernels, expert, x, slot);
+                }
+                slot += self.members.len();
             }
-            slot += self.members.len();
-        }
+        });
         let n = x.rows() * x.cols();
         for (root, out) in cut.own_roots().zip(out.chunks_exact_mut(n)) {
             self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);

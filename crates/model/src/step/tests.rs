@@ -18,7 +18,7 @@ use paceline_tensor::{Kernels, PAGE};
 use serde_json::Value;
 
 use super::{Batch, BatchSequence, BatchSize, Logits, Step, Workspace};
-use crate::{LoadOptions, Model, Source};
+use crate::{Config, LoadOptions, Model, Sample, Source};
 
 /// Largest distance in units of the largest value of the state. Ours and theirs round the same
 /// sums in f32 in another order; seen up to 3e-6 over all folders and layers.
@@ -100,4 +100,53 @@ fn every_layer_agrees_with_transformers() {
         .chain(EXPERT_FOLDERS)
         .chain(DELTA_FOLDERS);
     all.for_each(check_folder);
+}
+
+/// The bits of the last logits of a step; `behind` is called behind each layer.
+fn last_logits(model: &Model, tokens: &[u32], behind: &mut dyn FnMut()) -> Vec<u32> {
+    let mut cache = model.whole_cache(tokens.len()).unwrap();
+    let mut ws = Workspace::new(model, BatchSize::single(tokens.len(), tokens.len()));
+    let sequence = BatchSequence {
+        tokens,
+        position: 0,
+        pages: &[0],
+        windows: &[],
+        adapter: 0,
+        logits: Logits::Last,
+    };
+    let batch = Batch {
+        sequences: &[sequence],
+    };
+    let ran = model.forward_observed(&batch, &mut ws, &mut cache, behind);
+    assert_eq!(ran.unwrap(), 1);
+    let logits = ws.logits_mut(0, model.config().vocab);
+    logits.iter().map(|logit| logit.to_bits()).collect()
+}
+
+#[test]
+fn a_sample_of_all_layers_and_rows_is_the_model() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
+    let others = EXPERT_FOLDERS.into_iter().chain(DELTA_FOLDERS);
+    let options = LoadOptions::default();
+    for folder in FOLDERS.into_iter().chain(others) {
+        let source = Source::open(&root.join(folder)).unwrap();
+        let kernels = Arc::new(Kernels::new(1).unwrap());
+        let config = Config::read(&source).unwrap();
+        let is_dense = FOLDERS.contains(&folder);
+        let sample = Sample {
+            layers: (0..config.layers.len()).collect(),
+            head_rows: if is_dense { config.vocab } else { 16 },
+        };
+        let part = Model::sample(&source, &config, &sample, options, Arc::clone(&kernels));
+        let mut layers = 0;
+        let got = last_logits(&part.unwrap(), &[0, 1, 2], &mut || layers += 1);
+        assert_eq!((got.len(), layers), (sample.head_rows, config.layers.len()));
+        let all_finite = got.iter().all(|bits| f32::from_bits(*bits).is_finite());
+        assert!(all_finite, "{folder}");
+        if is_dense {
+            let model = Model::load(&source, options, kernels, |_, _| {}).unwrap();
+            let expected = last_logits(&model, &[0, 1, 2], &mut || {});
+            assert!(got == expected, "{folder}");
+        }
+    }
 }

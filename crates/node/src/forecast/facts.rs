@@ -12,7 +12,7 @@ use super::ranks::{Together, Wire};
 
 /// Raised when what is measured changes, or what kernels do in a second, so that older figures are
 /// measured anew. (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows;
-/// 7: experts.)
+/// 7: experts, and the model's own steps.)
 const VERSION: u32 = 7;
 
 /// Entries kept of each kind; more are a sign of something that should not be kept.

@@ -1,14 +1,15 @@
-//! Packs the weights that a probe measures: a rank's part of the matrices of some layers, as the
-//! model packs and multiplies them.
+//! Chooses what a probe measures, and packs what ranks together are measured by: a rank's part of
+//! the matrices of some layers, as the model packs and multiplies them.
 //!
 //! Of each kind of layer that the model has at least one is packed. A layer with experts has as
 //! many of them as a row uses, from all over the layer, which is what a decoding step reads.
 
 use std::ops::Range;
 
-use paceline_base::KernelClass;
+use paceline_base::{KernelClass, Rank};
 use paceline_model::{
-    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Shard, shape,
+    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Sample, Shard,
+    Split, shape,
 };
 use paceline_plan::ModelShape;
 use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
@@ -72,8 +73,6 @@ pub(super) struct Layer {
     pub(super) experts: Vec<Expert>,
     /// How many a rank has of a row's on average, over those that are here.
     pub(super) even: f64,
-    /// Whether it keeps keys and values, or looks at those of others.
-    pub(super) attends: bool,
     /// Layers of the shard that it stands for.
     pub(super) weight: f64,
 }
@@ -105,16 +104,8 @@ impl Weights {
     /// The part of a rank.
     pub(super) fn pack(setting: Setting<'_>, kernels: &Kernels, shard: &Shard) -> Result<Self> {
         let Setting { source, config, .. } = setting;
-        let (role, tensor) = match source.opt_weight(config.family, Role::Output)? {
-            Some(tensor) => (Role::Output, tensor),
-            None => {
-                let role = Role::TokenEmbedding;
-                (role, source.weight(config.family, role)?)
-            }
-        };
-        let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
         let (own, ranks) = (shard.vocab(), shard.stage_ranks().len());
-        let rows = own.len().min((PROBED_BYTES as usize / ranks / row).max(16));
+        let (role, rows) = head_rows(setting, own.len(), ranks)?;
         let packing = Packing {
             setting,
             kernels,
@@ -143,10 +134,50 @@ fn kind(layer: &LayerShape) -> LayerShape {
     }
 }
 
-/// Layers of a shard that are probed, each with how many it stands for. They are as many of the
-/// first as [`PROBED_BYTES`] allows for all stages, at least one, and the first of each other kind.
-/// Ranks of a stage choose the same.
+/// The role of the head, and how many of its `own` rows are probed: as many as [`PROBED_BYTES`]
+/// allows for all `ranks`.
+fn head_rows(setting: Setting<'_>, own: usize, ranks: usize) -> Result<(Role, usize)> {
+    let Setting { source, config, .. } = setting;
+    let (role, tensor) = match source.opt_weight(config.family, Role::Output)? {
+        Some(tensor) => (Role::Output, tensor),
+        None => {
+            let role = Role::TokenEmbedding;
+            (role, source.weight(config.family, role)?)
+        }
+    };
+    let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
+    Ok((role, own.min((PROBED_BYTES as usize / ranks / row).max(16))))
+}
+
+/// The part of a model that one rank is measured by, and the layers that each of it stands for.
+pub(super) fn sampled(setting: Setting<'_>) -> Result<(Sample, Vec<f64>)> {
+    let Setting { source, config, .. } = setting;
+    let shard = Split::whole(config).shard(config, Rank(0));
+    let mut layers = chosen(&shape::of(source, config), config, &shard);
+    let of = |index: &usize| match config.layers[*index].cache {
+        LayerCache::Of(of) => Some(of),
+        _ => None,
+    };
+    let used: Vec<usize> = layers.iter().filter_map(of).collect();
+    layers.extend(used);
+    layers.sort_unstable();
+    layers.dedup();
+    let stands = stands(&layers, config, &shard);
+    let (_, head_rows) = head_rows(setting, config.vocab, 1)?;
+    Ok((Sample { layers, head_rows }, stands))
+}
+
+/// Layers of a shard that are probed, each with how many it stands for. Ranks of a stage choose the
+/// same.
 fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64)> {
+    let chosen = chosen(shape, config, shard);
+    let stands = stands(&chosen, config, shard);
+    chosen.into_iter().zip(stands).collect()
+}
+
+/// As many layers of a shard, the first of them, as [`PROBED_BYTES`] allows for all stages, at
+/// least one, and the first of each other kind.
+fn chosen(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<usize> {
     let most = (PROBED_BYTES / shard.stages as u64) as f64;
     let of = |index: usize| kind(&config.layers[index]);
     let mut chosen: Vec<usize> = Vec::new();
@@ -158,15 +189,21 @@ fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64
             bytes += shape.read_bytes(u32::try_from(index).unwrap_or(u32::MAX));
         }
     }
-    let weight = |index: usize| {
-        let all = shard.layers.clone().filter(|other| of(*other) == of(index));
-        let probed = chosen.iter().filter(|other| of(**other) == of(index));
+    chosen
+}
+
+/// How many layers of a shard each of those `chosen` stands for: all of its kind, shared evenly.
+fn stands(chosen: &[usize], config: &Config, shard: &Shard) -> Vec<f64> {
+    let of = |index: usize| kind(&config.layers[index]);
+    let weight = |index: &usize| {
+        let all = shard
+            .layers
+            .clone()
+            .filter(|other| of(*other) == of(*index));
+        let probed = chosen.iter().filter(|other| of(**other) == of(*index));
         all.count() as f64 / probed.count() as f64
     };
-    chosen
-        .iter()
-        .map(|index| (*index, weight(*index)))
-        .collect()
+    chosen.iter().map(weight).collect()
 }
 
 /// Packs a rank's part of a model as the model does.
@@ -265,7 +302,6 @@ impl Packing<'_> {
             feed_forward: half(wide, down, &cut.feed_forward),
             experts,
             even,
-            attends: matches!(layer.cache, LayerCache::Rows | LayerCache::Of(_)),
             weight,
         })
     }

@@ -14,7 +14,8 @@ use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
 use super::layers::Weights;
-use super::probe::{ENOUGH, PASSES, Step, Took, mean, timed};
+use super::probe::{ENOUGH, PASSES, mean, timed};
+use super::products::{Step, Took};
 use super::{Result, Setting};
 use crate::Error;
 
@@ -136,8 +137,8 @@ impl<'a> Team<'a> {
         let logits = logits.min().unwrap_or(0);
         let each = joined(self.members.len(), self.backend, |group| {
             let member = &self.members[group.rank().0 as usize];
-            let step = |weights| Step::new(self.config, self.class, &member.kernels, weights, 1);
-            let steps = [step(&member.tensor)?, step(&member.stage)?];
+            let step = |weights| Step::new(self.config, self.class, &member.kernels, weights);
+            let steps = [step(&member.tensor), step(&member.stage)];
             passes(group, member, steps, logits)
         })?;
         let [free, synced, turns, turn] = [0, 1, 3, 4].map(|i| mean(each.iter().map(|r| r[i])));

@@ -6,6 +6,7 @@ use paceline_base::BlockType;
 use super::{Kernels, Product};
 use crate::activations::{Activations, Precision};
 use crate::dispatch::Table;
+use crate::meter::Meter;
 use crate::packed::{PackOptions, Packed, StoredMatrix};
 use crate::pool::ThreadPool;
 use crate::stored::random::random_row;
@@ -21,7 +22,8 @@ const BATCH: usize = 37;
 pub(crate) fn same_products(one: &'static Table, other: &'static Table) -> bool {
     let with = |table| {
         let pool = ThreadPool::new(1).ok()?;
-        Some(Kernels { table, pool })
+        let meter = Meter::default();
+        Some(Kernels { table, pool, meter })
     };
     let (Some(one), Some(other)) = (with(one), with(other)) else {
         return false;

@@ -44,6 +44,7 @@ fn all_kernels() -> Vec<Kernels> {
     let all = all.chain([Kernels {
         table: crate::dispatch::EMULATED,
         pool: ThreadPool::new(1).unwrap(),
+        meter: Meter::default(),
     }]);
     all.collect()
 }

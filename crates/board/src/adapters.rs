@@ -1,0 +1,148 @@
+//! Adapters of models: what one is, and a model with one in its matrices.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use paceline_model::{Config, Source};
+use paceline_tensor::Kernels;
+use paceline_train::adapter::{Adapter, Base, Form};
+use paceline_train::fuse::fuse;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::served::changed_unix_s;
+
+/// Why an adapter cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// What is wrong with the adapter, or with putting it into a model.
+    #[error("{0}")]
+    Adapter(#[from] paceline_train::Error),
+    /// What is wrong with the model.
+    #[error("{0}")]
+    Model(#[from] paceline_model::Error),
+    /// The system has no current folder.
+    #[error("{0}")]
+    System(#[from] io::Error),
+    /// The system refuses a file.
+    #[error("{}", path.display())]
+    At {
+        /// Its path.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+}
+
+/// What an adapter's files depend on, of the model at `path`.
+///
+/// # Errors
+/// [`Error::Model`].
+pub fn base(path: &Path) -> Result<Base, Error> {
+    Ok(Base::of(&Config::read(&Source::open(path)?)?))
+}
+
+/// The name of an adapter that was given none: that of its folder or file.
+pub fn name_of(path: &Path) -> String {
+    let stem = path.file_stem().unwrap_or_default();
+    stem.to_string_lossy().into_owned()
+}
+
+/// What an adapter is, as one object.
+pub fn facts(adapter: &Adapter, form: Form) -> Value {
+    json!({
+        "form": word(form),
+        "base": adapter.base,
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "scale": adapter.scale(),
+        "targets": adapter.targets(),
+        "matrices": adapter.pairs().len(),
+        "numbers": adapter.numbers(),
+    })
+}
+
+/// What an adapter is, a line for each fact.
+pub fn text(adapter: &Adapter, form: Form) -> String {
+    format!(
+        "form      {}\nbase      {}\nrank      {}\nalpha     {} (scale {})\n\
+         targets   {}\nmatrices  {}\nnumbers   {}",
+        word(form),
+        adapter.base.as_deref().unwrap_or("not said"),
+        adapter.rank,
+        adapter.alpha,
+        adapter.scale(),
+        adapter.targets().join(", "),
+        adapter.pairs().len(),
+        adapter.numbers()
+    )
+}
+
+const fn word(form: Form) -> &'static str {
+    match form {
+        Form::Peft => "peft",
+        Form::Mlx => "mlx",
+        Form::Gguf => "gguf",
+    }
+}
+
+/// The model at `model` with an adapter in it: fused once, and kept below paceline's `home`.
+/// `kernels` computes what is not there yet, of which `tell` hears.
+///
+/// # Errors
+/// [`Error`]; that of `kernels`.
+pub fn fused<E: From<Error>>(
+    home: &Path,
+    (model, adapter): (&Path, &Path),
+    kernels: impl FnOnce() -> Result<Kernels, E>,
+    tell: &dyn Fn(&str),
+) -> Result<PathBuf, E> {
+    let read = Adapter::read_for(adapter, Some(base(model)?));
+    let (read, _) = read.map_err(Error::from)?;
+    let name = hash(model, &read).map_err(Error::from)?;
+    let folder = home.join("fused");
+    let ending = if model.is_dir() { "" } else { ".gguf" };
+    let path = folder.join(format!("{name}{ending}"));
+    if path.exists() {
+        return Ok(path);
+    }
+    std::fs::create_dir_all(&folder).map_err(|source| at(&folder, source))?;
+    tell(&format!(
+        "putting the adapter into the model, once: {}",
+        path.display()
+    ));
+    let own = folder.join(format!(".{name}-{}{ending}", std::process::id()));
+    fuse(model, (&read, adapter), &own, &kernels()?).map_err(Error::from)?;
+    if let Err(error) = std::fs::rename(&own, &path)
+        && !path.exists()
+    {
+        return Err(at(&path, error).into());
+    }
+    Ok(path)
+}
+
+fn at(path: &Path, source: io::Error) -> Error {
+    let path = path.to_owned();
+    Error::At { path, source }
+}
+
+/// A name for a model, as it is now, with these numbers in it.
+fn hash(model: &Path, adapter: &Adapter) -> io::Result<String> {
+    let mut hash = Sha256::new();
+    let changed = changed_unix_s(model);
+    let absolute = std::path::absolute(model)?;
+    hash.update(format!(
+        "{}\0{changed}\0{}\0",
+        absolute.display(),
+        adapter.scale()
+    ));
+    for pair in adapter.pairs() {
+        hash.update(pair.matrix);
+        [pair.a, pair.b]
+            .into_iter()
+            .flatten()
+            .for_each(|x| hash.update(x.to_le_bytes()));
+    }
+    let digest = hash.finalize();
+    Ok(digest.iter().take(16).map(|b| format!("{b:02x}")).collect())
+}

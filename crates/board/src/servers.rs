@@ -1,0 +1,228 @@
+//! What a server of a node starts with: who may ask, its protocol, its board.
+//!
+//! Other machines get TLS, with a certificate of this home that is made once where none is given;
+//! on loopback a server speaks plain HTTP.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use paceline_cluster::nodes::discovery;
+use paceline_serve::tls::{Identity, Made, Names, Own, Wire};
+use paceline_serve::{Access, Clock, Config, Facts, Puller, Remover};
+
+use crate::member::host_name;
+use crate::{Board, Source, Tell, settings};
+
+/// An address that no machine has (RFC 5737): it only makes the system say by which of its own
+/// addresses it would reach the world. Nothing is sent.
+const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
+
+/// Why there is no server.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The system does not say whether there is a file of API keys.
+    #[error("cannot look for API keys")]
+    Keys(#[source] std::io::Error),
+    /// A server cannot have these settings, or its certificate cannot be used.
+    #[error("{0}")]
+    Serve(#[from] paceline_serve::Error),
+}
+
+/// Settings of a server.
+#[expect(
+    missing_debug_implementations,
+    reason = "what takes lines and finds models says nothing"
+)]
+pub struct Options<'a> {
+    /// Folder of this home.
+    pub home: &'a Path,
+    /// Addresses to listen on, each with all ports.
+    pub hosts: &'a [IpAddr],
+    /// Ports, at least one.
+    pub ports: &'a [u16],
+    /// Further names that clients may call the server by.
+    pub names: &'a [String],
+    /// Web pages that may use the API.
+    pub origins: &'a [String],
+    /// Whether other machines are let in although there are no API keys.
+    pub open_to_network: bool,
+    /// Whether fields that no specification has are passed over.
+    pub is_lenient: bool,
+    /// Lets clients remove models.
+    pub remover: Option<Remover>,
+    /// Lets clients fetch models.
+    pub puller: Option<Puller>,
+    /// From a request to the end of its answer, at most.
+    pub request: Duration,
+    /// Price of a kilowatt-hour.
+    pub kwh_price: Option<f64>,
+    /// Files of a certificate and its key, in place of this home's own.
+    pub certificate: Option<(&'a Path, &'a Path)>,
+    /// Whether plain HTTP is spoken with other machines too.
+    pub plain: bool,
+    /// Where the dashboard's downloads come from.
+    pub downloads: Source,
+    /// Takes lines about certificates.
+    pub tell: Tell,
+}
+
+impl Options<'_> {
+    /// A server's settings, and its board, whose [`watch`](Board::watch) writes the audit log and
+    /// events. `facts` are added to those of the board; `manages` lets the dashboard load models.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn set_up(mut self, facts: Facts, manages: bool) -> Result<(Config, Board), Error> {
+        let mut config = self.config()?;
+        let board = Board::new(config.live.clone(), Arc::clone(&self.downloads));
+        let own = board.clone();
+        config.facts = Facts(Arc::new(move || {
+            let mut facts = (facts.0)();
+            facts.extend(own.facts());
+            facts
+        }));
+        config.board = board.for_server(manages);
+        if let Some(price) = self.kwh_price {
+            board.set_kwh_price(price);
+        }
+        Ok((config, board))
+    }
+
+    fn config(&mut self) -> Result<Config, Error> {
+        let now = Instant::now;
+        let mut config = Config::new(self.ports[0], Clock { now, unix_s });
+        let hosts = self.hosts.iter();
+        let all =
+            hosts.flat_map(|host| self.ports.iter().map(|port| SocketAddr::new(*host, *port)));
+        config.bind = all.collect();
+        let keys = settings::api_keys(self.home);
+        config.access = Access {
+            hosts: self.names.to_vec(),
+            origins: self.origins.to_vec(),
+            keys: keys.try_exists().map_err(Error::Keys)?.then_some(keys),
+            open_to_network: self.open_to_network,
+        };
+        config.is_lenient = self.is_lenient;
+        config.remover = self.remover.take();
+        config.puller = self.puller.take();
+        config.times.request = self.request;
+        // A server that would let everybody in makes no certificate.
+        config.check()?;
+        config.wire = self.wire()?;
+        if !matches!(config.wire, Wire::Plain) {
+            config.access.hosts.extend(own_names());
+        }
+        Ok(config)
+    }
+
+    /// The server's protocol, with its certificate, which is told.
+    fn wire(&self) -> Result<Wire, Error> {
+        let off_loopback = self.hosts.iter().find(|host| !is_loopback(**host));
+        if self.plain {
+            if let Some(host) = off_loopback {
+                (self.tell)(&format!(
+                    "warning: plain HTTP on {host}: others on the network can read prompts and keys"
+                ));
+            }
+            return Ok(Wire::Plain);
+        }
+        let identity = match self.certificate {
+            Some((certificate, key)) => Identity::from_files(certificate, key)?,
+            None if off_loopback.is_none() => return Ok(Wire::Plain),
+            None => self.own()?,
+        };
+        (self.tell)(&format!("certificate SHA-256 {}", identity.fingerprint()));
+        Ok(Wire::TlsOffLoopback(identity))
+    }
+
+    /// The certificate of this home.
+    fn own(&self) -> Result<Identity, Error> {
+        let own = Own::open(
+            &settings::tls_folder(self.home),
+            &self.certified(),
+            unix_s(),
+        )?;
+        let why = own.made.as_ref().and_then(why);
+        if let Some(why) = why {
+            (self.tell)(&format!(
+                "warning: made a new certificate, {why}: clients must be given it anew"
+            ));
+        }
+        let path = own.path.display();
+        (self.tell)(&format!("clients trust it by curl --cacert {path}"));
+        Ok(own.identity)
+    }
+
+    /// Names by which other machines may call this one. Without an address to listen on, the one by
+    /// which it reaches others must be in the certificate.
+    fn certified(&self) -> Names {
+        let bound = self.hosts.iter().filter(|host| !is_loopback(**host));
+        let bound = bound.filter_map(|host| match host.is_unspecified() {
+            true => outgoing(),
+            false => Some(host.to_canonical()),
+        });
+        let bound = bound.map(|ip| ip.to_string());
+        let all = discovery::addresses().into_iter();
+        let all = all.map(|ip| ip.to_string());
+        Names {
+            needed: bound.chain(self.names.iter().cloned()).collect(),
+            further: own_names().into_iter().chain(all).collect(),
+        }
+    }
+}
+
+/// The certificate to trust for a server at `host`, where it is of the home at `folder`.
+pub fn trusted(folder: &Path, host: &str) -> Option<PathBuf> {
+    Own::find(&settings::tls_folder(folder), host, unix_s())
+}
+
+/// The machine's name, alone and as multicast DNS has it.
+fn own_names() -> Vec<String> {
+    let name = host_name();
+    let local = format!("{name}.local");
+    if name.is_empty() {
+        return Vec::new();
+    }
+    vec![name, local]
+}
+
+/// The line about a certificate that takes the place of an earlier one.
+fn why(made: &Made) -> Option<String> {
+    Some(match made {
+        Made::First => return None,
+        Made::Expires => "the earlier one ends within a month".to_owned(),
+        Made::Name(name) => format!("the earlier one is not for {name}"),
+        Made::Unusable => "the earlier one cannot be used".to_owned(),
+    })
+}
+
+fn is_loopback(host: IpAddr) -> bool {
+    host.to_canonical().is_loopback()
+}
+
+/// The address by which this machine reaches others; none without a network.
+fn outgoing() -> Option<IpAddr> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+    socket.connect(ELSEWHERE).ok()?;
+    let ip = socket.local_addr().ok()?.ip();
+    (!ip.is_loopback() && !ip.is_unspecified()).then_some(ip)
+}
+
+fn unix_s() -> u64 {
+    let since = SystemTime::UNIX_EPOCH.elapsed();
+    since.map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_certificate_in_the_place_of_another_is_warned_of() {
+        assert_eq!(why(&Made::First), None);
+        let said = why(&Made::Name("192.0.2.1".into())).unwrap();
+        assert!(said.contains("192.0.2.1"), "{said}");
+    }
+}

@@ -1,0 +1,188 @@
+//! A loaded model that answers one prompt after the other.
+
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use paceline_cluster::machine::peak_memory_bytes;
+use paceline_engine::{Error as EngineError, Failure, Request, SamplingParams};
+use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
+use paceline_formats::tokenizer::{Error as TokenizerError, Specials};
+use paceline_node::Error as NodeError;
+use paceline_node::trace::{Clock, Recording, Timeline, Times};
+use serde_json::Value;
+
+use crate::answer::{About, Asked, Figures, collect};
+use crate::opened::Loaded;
+
+/// Tokens of an answer that can teach how fast this machine is: the first few are slower.
+const LESSON: usize = 16;
+
+/// How a session answers.
+#[derive(Clone, Debug)]
+pub struct Manner {
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// Most tokens of an answer.
+    pub max_tokens: usize,
+    /// Texts that end an answer.
+    pub stop: Vec<String>,
+    /// Name of the adapter that answers, if one does.
+    pub adapter: Option<String>,
+    /// Whether prompts go to the model without its chat template.
+    pub raw: bool,
+}
+
+/// One model, ready to answer.
+#[derive(Debug)]
+pub struct Session {
+    loaded: Loaded,
+    template: Option<ChatTemplate>,
+    manner: Manner,
+}
+
+impl Session {
+    /// Answers by `loaded`.
+    ///
+    /// # Errors
+    /// What is wrong with the model's chat template, where it is used.
+    pub fn new(mut loaded: Loaded, manner: Manner) -> Result<Self, ChatError> {
+        let template = loaded.template.take().filter(|_| !manner.raw).transpose()?;
+        Ok(Self {
+            loaded,
+            template,
+            manner,
+        })
+    }
+
+    /// What answers.
+    pub const fn loaded(&self) -> &Loaded {
+        &self.loaded
+    }
+
+    /// Bounds answers from now on, where they were not.
+    pub fn limit(&mut self, max_tokens: usize) {
+        self.manner.max_tokens = self.manner.max_tokens.min(max_tokens);
+    }
+
+    /// Generates an answer, and records what every node does meanwhile.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate); a node that does not tell.
+    pub fn trace<E>(&self, prompt: Vec<u32>) -> Result<(Figures, Timeline), E>
+    where
+        E: From<Failure> + From<EngineError> + From<NodeError>,
+    {
+        let clock = Clock::now();
+        self.loaded.trace();
+        let figures = self.generate::<E>(prompt, None, |_| Ok(()));
+        let traces = self.loaded.traced();
+        let (figures, traces) = (figures?, traces?);
+        let first = figures.asked + figures.prefill;
+        let times = Times {
+            asked_unix_ns: clock.unix_ns(figures.asked),
+            first_unix_ns: clock.unix_ns(first),
+            ended_unix_ns: clock.unix_ns(first + figures.decode),
+        };
+        let (split, config) = (self.loaded.split(), self.loaded.config());
+        let recording = Recording::new(traces, times, split, config);
+        Ok((figures, Timeline::new(&recording)))
+    }
+
+    /// Whether the model was made for chats, and may use what it has for them.
+    pub const fn has_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// An answer as one object; `name` is the user's for the model.
+    pub fn json(&self, figures: &Figures, name: &str) -> Value {
+        let loaded = &self.loaded;
+        figures.json(&About {
+            load_time: loaded.load_time,
+            peak_memory: peak_memory_bytes(),
+            nodes: loaded.nodes(),
+            split: loaded.split().to_string(),
+            threads: loaded.threads,
+            weights: loaded.weights(),
+            model: name,
+            context: loaded.engine.context,
+            class: loaded.classes.to_string(),
+            kv: loaded.kv,
+            device: loaded.device(),
+            seed: self.manner.sampling.seed,
+            expert_uses: loaded.expert_uses(),
+            guesses: loaded.guesses(),
+        })
+    }
+
+    /// Tokens of a plain text.
+    ///
+    /// # Errors
+    /// A text that the tokenizer refuses.
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.loaded.tokenizer.encode(text, Specials::AsText, true)
+    }
+
+    /// Tokens of a conversation up to where the model is to answer.
+    ///
+    /// # Errors
+    /// [`ChatError::NoTemplate`]; what the template says.
+    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, ChatError> {
+        let template = self.template.as_ref().ok_or(ChatError::NoTemplate)?;
+        let options = ChatOptions {
+            add_generation_prompt: true,
+            now_unix_s: unix_now(),
+            ..ChatOptions::default()
+        };
+        template.encode_chat(&self.loaded.tokenizer, messages, &options)
+    }
+
+    /// Generates an answer, showing its text as it becomes certain. It ends early once it
+    /// `is_stopped`, where that can be. Another prompt can be answered after an error.
+    ///
+    /// # Errors
+    /// What `show` says, and prompts that cannot be answered.
+    pub fn generate<E: From<Failure> + From<EngineError>>(
+        &self,
+        prompt: Vec<u32>,
+        is_stopped: Option<&dyn Fn() -> bool>,
+        show: impl FnMut(&str) -> Result<(), E>,
+    ) -> Result<Figures, E> {
+        let (n_prompt, max_tokens) = (prompt.len(), self.manner.max_tokens);
+        if n_prompt == 0 {
+            return Err(EngineError::EmptyPrompt.into());
+        }
+        let request = Request {
+            prompt,
+            max_tokens,
+            sampling: self.manner.sampling.clone(),
+            stop: self.manner.stop.clone(),
+            logprobs: None,
+            adapter: self.manner.adapter.clone(),
+            ..Request::default()
+        };
+        let before = self.loaded.moved();
+        let (predicted, changes) = (self.loaded.predicted(), self.loaded.changes().len());
+        let asked = Asked {
+            at: Instant::now(),
+            n_prompt,
+            max_tokens,
+        };
+        let answer = self.loaded.submit(request)?;
+        let mut figures = collect(&answer, asked, is_stopped, show)?;
+        drop(answer);
+        let moved = self.loaded.moved().zip(before);
+        figures.moved = moved.map(|(after, before)| after.since(before));
+        figures.predicted = predicted;
+        figures.changes = self.loaded.changes().split_off(changes);
+        let speed = figures.decode_tok_s();
+        if let Some(measured) = speed.filter(|_| figures.tokens.len() >= LESSON) {
+            self.loaded.learn(measured);
+        }
+        Ok(figures)
+    }
+}
+
+/// For templates that write the date.
+fn unix_now() -> Option<i64> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    i64::try_from(since.as_secs()).ok()
+}

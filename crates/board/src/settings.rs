@@ -1,0 +1,118 @@
+//! Settings from variables of an environment, and the places of files below paceline's home.
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `PACELINE_HOME` | where paceline keeps its files, default `~/.paceline` |
+//! | `PACELINE_MLXC` | the C layer of MLX, or its folder: no other is looked for |
+//! | `HF_ENDPOINT` | another hub than the public one |
+//! | `HF_TOKEN` | login at the hub |
+//! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |
+//! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones |
+//!
+//! The environment itself is read by programs, which hand a [`Variables`] over.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use paceline_base::Bytes;
+use paceline_mlx::Places;
+use paceline_node::DiskCache;
+use paceline_store::{Hub, ProxySetting, PullOptions, Token, find_mlx};
+
+/// Says the value of a variable, if it is set.
+pub type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// A variable that is set and not empty.
+fn set(variables: Variables<'_>, name: &str) -> Option<OsString> {
+    variables(name).filter(|value| !value.is_empty())
+}
+
+/// A variable that is set, not empty and Unicode.
+pub fn text(variables: Variables<'_>, name: &str) -> Option<String> {
+    set(variables, name)?.into_string().ok()
+}
+
+/// The folder that the variables name for paceline's files, which may be relative: `PACELINE_HOME`,
+/// else `.paceline` in `HOME`. `None` where neither is set.
+pub fn folder(variables: Variables<'_>) -> Option<PathBuf> {
+    let home = || set(variables, "HOME").map(|home| PathBuf::from(home).join(".paceline"));
+    let named = set(variables, "PACELINE_HOME").map(PathBuf::from);
+    named.or_else(home)
+}
+
+/// The hub, its proxy and its certificates; `tell` takes a line about certificates that cannot be
+/// read.
+pub fn pull_options(variables: Variables<'_>, tell: &dyn Fn(&str)) -> PullOptions {
+    let text = |name: &str| text(variables, name);
+    let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| Hub::DEFAULT_ENDPOINT.to_owned());
+    let hub = Hub {
+        token: text("HF_TOKEN").map(|token| Token::new(token.trim())),
+        ca_pem: text("SSL_CERT_FILE").and_then(|path| certificates(&path, tell)),
+        proxy: proxy(&text, &endpoint),
+        endpoint,
+    };
+    PullOptions {
+        hub,
+        ..PullOptions::default()
+    }
+}
+
+fn proxy(text: &dyn Fn(&str) -> Option<String>, endpoint: &str) -> Option<ProxySetting> {
+    let either = |upper: &str| text(&upper.to_lowercase()).or_else(|| text(upper));
+    let by_scheme = if endpoint.starts_with("http://") {
+        "HTTP_PROXY"
+    } else {
+        "HTTPS_PROXY"
+    };
+    let url = either(by_scheme).or_else(|| either("ALL_PROXY"))?;
+    Some(ProxySetting {
+        url,
+        no_proxy: either("NO_PROXY").unwrap_or_default(),
+    })
+}
+
+/// A variable that points nowhere is common (build sandboxes set one on purpose) and no reason to
+/// stop.
+fn certificates(path: &str, tell: &dyn Fn(&str)) -> Option<Vec<u8>> {
+    match std::fs::read(path) {
+        Ok(pem) => Some(pem),
+        Err(error) => {
+            tell(&format!(
+                "warning: SSL_CERT_FILE is not used: {path}: {error}"
+            ));
+            None
+        }
+    }
+}
+
+/// Where MLX is looked for, by a program that lies at `program`; `home` is paceline's folder.
+pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>) -> Places {
+    Places {
+        explicit: text(variables, "PACELINE_MLXC").map(PathBuf::from),
+        beside: program.and_then(|path| path.parent().map(Path::to_path_buf)),
+        installed: find_mlx(&mlx_folder(home)).map(|mlx| mlx.library),
+    }
+}
+
+/// The folder that MLX is installed into, a folder below it for each version.
+pub fn mlx_folder(home: &Path) -> PathBuf {
+    home.join("engines/mlx")
+}
+
+/// The file of API keys.
+pub fn api_keys(home: &Path) -> PathBuf {
+    home.join("api-keys.json")
+}
+
+/// The folder of this home's own certificate.
+pub fn tls_folder(home: &Path) -> PathBuf {
+    home.join("tls")
+}
+
+/// The prefix cache on disk, of so many bytes.
+pub fn prefixes(home: &Path, limit: Bytes) -> DiskCache {
+    DiskCache {
+        folder: home.join("prefixes"),
+        limit,
+    }
+}

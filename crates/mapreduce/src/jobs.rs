@@ -1,0 +1,465 @@
+//! Jobs as a program asks for them: results with their texts, and figures of the run.
+//!
+//! [`Runs`] runs jobs of one crew one after the other, with a journal where there is one, and
+//! counts what they read. [`Columns`] makes tasks of files. Each result serialises to the fields of
+//! its JSON object and has a text of lines.
+
+mod results;
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde::Serialize;
+
+use crate::clusters::{self, Clusters};
+use crate::expr::COLUMNS;
+use crate::groupby::Grouping;
+use crate::hist::Bins;
+use crate::kmeans::Centroids;
+use crate::reduce::Op;
+use crate::sort::{Sort, Sorted};
+use crate::topk::Pick;
+use crate::{
+    Choice, Crew, Dtype, Error, FileSink, Input, Journal, Kind, Origin, Partial, Progress, Task,
+    Value,
+};
+
+pub use results::{Best, Estimate, Grouped, Histogram, Number};
+
+/// Most bytes of a file with a WGSL function that are read: more are refused by their number.
+const FUNCTION_BYTES_MAX: u64 = 1 << 20;
+
+/// Hears how jobs go, one after the other.
+pub trait Watcher {
+    /// A job begins.
+    fn begin(&mut self, task: &Task);
+
+    /// The job that began last stands here.
+    fn hear(&mut self, progress: Progress);
+
+    /// The job that began last is over, well or not.
+    fn end(&mut self);
+}
+
+/// Inputs that are taken value by value, and what is computed of each row first.
+#[derive(Clone, Debug, Default)]
+pub struct Columns {
+    /// Files of the same length.
+    pub inputs: Vec<Input>,
+    /// An expression of each row.
+    pub map: Option<String>,
+    /// A WGSL function of each row.
+    pub wgsl: Option<String>,
+}
+
+impl Columns {
+    /// A task over them.
+    pub fn task(&self, kind: Kind) -> Task {
+        let mut task = Task::of_files(self.inputs.clone(), kind);
+        task.map.clone_from(&self.map);
+        task.wgsl.clone_from(&self.wgsl);
+        task
+    }
+
+    /// Type of the values that are computed with.
+    pub fn dtype(&self) -> Dtype {
+        self.task(Kind::Reduce(Op::Count)).dtype()
+    }
+
+    /// The text of a file with a WGSL function.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn function(path: &Path) -> Result<String, Error> {
+        let wrong = |source| Error::file("read", path, source);
+        let file = File::open(path).map_err(wrong)?;
+        let mut text = String::new();
+        let read = file.take(FUNCTION_BYTES_MAX).read_to_string(&mut text);
+        read.map_err(wrong)?;
+        Ok(text)
+    }
+
+    /// The task that finds the best of them, which `k` and `smallest` choose.
+    pub fn best(&self, k: u32, smallest: bool) -> Task {
+        let mut task = self.task(Kind::Reduce(Op::Count));
+        task.kind = Kind::TopK(Pick {
+            k,
+            largest: !smallest,
+            dtype: task.dtype(),
+        });
+        task
+    }
+}
+
+/// The task that reduces `inputs`, keys and values, by `op` for each key.
+pub fn grouped(inputs: [Input; 2], op: Op) -> Task {
+    let grouping = Grouping {
+        op,
+        keys: inputs[0].dtype,
+        values: inputs[1].dtype,
+    };
+    Task::of_files(inputs.into(), Kind::GroupBy(grouping))
+}
+
+/// The task that estimates the mean of an expression over `samples` random points of `seed`.
+pub fn random(expr: String, seed: u64, samples: u64) -> Task {
+    Task {
+        origin: Origin::Random {
+            seed,
+            samples,
+            columns: COLUMNS.len() as u32,
+        },
+        map: Some(expr),
+        wgsl: None,
+        kind: Kind::Reduce(Op::Var),
+    }
+}
+
+/// The file beside `out` that holds a result until it is whole.
+fn part_of(out: &Path) -> PathBuf {
+    let mut part = out.to_owned().into_os_string();
+    part.push(".part");
+    part.into()
+}
+
+/// A file of an expression's results that is to be written.
+#[derive(Clone, Debug)]
+pub struct Writing {
+    task: Task,
+    part: PathBuf,
+    out: PathBuf,
+    rows: u64,
+}
+
+impl Writing {
+    /// Makes `OUT.part` beside `out`, unless a job that `journal` keeps goes on.
+    ///
+    /// # Errors
+    /// [`Error::PartGone`], [`Error::File`].
+    pub fn new(columns: &Columns, out: PathBuf, journal: Option<&Path>) -> Result<Self, Error> {
+        let part = part_of(&out);
+        let task = columns.task(Kind::Write(part.clone()));
+        let goes_on = journal.is_some_and(Path::exists);
+        if goes_on && !part.exists() {
+            return Err(Error::PartGone { path: part });
+        }
+        let rows = task.rows();
+        if !goes_on {
+            FileSink::create(&part, Dtype::F64, rows)?;
+        }
+        Ok(Self {
+            task,
+            part,
+            out,
+            rows,
+        })
+    }
+
+    /// Rows that it has.
+    pub const fn rows(&self) -> u64 {
+        self.rows
+    }
+}
+
+/// A crew that runs jobs, and what it has done so far.
+#[expect(
+    missing_debug_implementations,
+    reason = "what hears how jobs go says nothing"
+)]
+pub struct Runs<'a> {
+    crew: Crew,
+    device: Choice,
+    journal: Option<PathBuf>,
+    watcher: &'a mut dyn Watcher,
+    start: Instant,
+    bytes: u64,
+}
+
+impl<'a> Runs<'a> {
+    /// Jobs on `crew`, whose start began at `start` with the device of this choice. Finished parts
+    /// of a job are kept in the file `journal`.
+    pub fn new(
+        (crew, start): (Crew, Instant),
+        device: Choice,
+        journal: Option<&Path>,
+        watcher: &'a mut dyn Watcher,
+    ) -> Self {
+        Self {
+            crew,
+            device,
+            journal: journal.map(Path::to_owned),
+            watcher,
+            start,
+            bytes: 0,
+        }
+    }
+
+    /// Sorts a file.
+    ///
+    /// # Errors
+    /// As of [`Sort::run`].
+    pub fn sort(&mut self, sort: &Sort) -> Result<Sorted, Error> {
+        self.bytes += sort.input.bytes();
+        let (mut half, watcher) = (None, &mut *self.watcher);
+        let sorted = sort.run(&mut self.crew, &mut |task, progress| {
+            let is_second = matches!(task.kind, Kind::Gather(_));
+            if half != Some(is_second) {
+                half = Some(is_second);
+                watcher.begin(task);
+            }
+            watcher.hear(progress);
+        });
+        self.watcher.end();
+        sorted
+    }
+
+    /// Runs a job.
+    ///
+    /// # Errors
+    /// As of [`Crew::run`] and [`Journal`].
+    pub fn run(&mut self, task: &Task) -> Result<Partial, Error> {
+        self.watcher.begin(task);
+        self.bytes += task.bytes();
+        let ran = self.run_watched(task);
+        self.watcher.end();
+        ran
+    }
+
+    fn run_watched(&mut self, task: &Task) -> Result<Partial, Error> {
+        let watcher = &mut *self.watcher;
+        let mut hear = |progress| watcher.hear(progress);
+        let Some(path) = &self.journal else {
+            return self.crew.run(task, None, &mut hear);
+        };
+        task.prepare()?; // a wrong task leaves no file
+        let part_rows = task.part_rows(self.crew.threads());
+        let mut journal = Journal::open(path, task, part_rows)?;
+        let partial = self.crew.run(task, Some(&mut journal), &mut hear)?;
+        journal.remove()?;
+        Ok(partial)
+    }
+
+    /// Runs a reduction.
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run); [`Error::Empty`].
+    ///
+    /// # Panics
+    /// If the task is no reduction.
+    pub fn number(&mut self, task: &Task) -> Result<Value, Error> {
+        match self.run(task)? {
+            Partial::Reduce(state) => state.value(task.dtype()),
+            other => unreachable!("a reduction gives {other:?}"),
+        }
+    }
+
+    /// Left and right edges of bins for columns that have to be read for them: the least and
+    /// greatest value, or half a unit around a sole one as NumPy has it. Two passes.
+    ///
+    /// # Errors
+    /// As of [`number`](Self::number).
+    pub fn bounds(&mut self, columns: &Columns) -> Result<(f64, f64), Error> {
+        let mut of = |op| self.number(&columns.task(Kind::Reduce(op)));
+        let (low, high) = (of(Op::Min)?.as_f64(), of(Op::Max)?.as_f64());
+        Ok(match low == high {
+            true => (low - 0.5, high + 0.5),
+            false => (low, high),
+        })
+    }
+
+    /// Runs a histogram.
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run).
+    ///
+    /// # Panics
+    /// If the task is none of `bins`.
+    pub fn histogram(&mut self, task: &Task, bins: &Bins) -> Result<Histogram, Error> {
+        match self.run(task)? {
+            Partial::Hist(counts) => Ok(Histogram::new(&counts, bins)),
+            other => unreachable!("a histogram gives {other:?}"),
+        }
+    }
+
+    /// Runs a task of [`Columns::best`].
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run).
+    ///
+    /// # Panics
+    /// If the task is another.
+    pub fn best(&mut self, task: &Task) -> Result<Best, Error> {
+        match self.run(task)? {
+            Partial::TopK(top) => Ok(Best::new(top)),
+            other => unreachable!("the best values are {other:?}"),
+        }
+    }
+
+    /// Runs a task of [`grouped`], which reduces by `op`.
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run).
+    ///
+    /// # Panics
+    /// If the task is another.
+    pub fn grouped(&mut self, task: &Task, op: Op) -> Result<Grouped, Error> {
+        match self.run(task)? {
+            Partial::GroupBy(groups) => Ok(Grouped::new(&groups, op)),
+            other => unreachable!("groups are {other:?}"),
+        }
+    }
+
+    /// Runs a task of [`random`] with this seed and number of samples.
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run); [`Error::Empty`].
+    ///
+    /// # Panics
+    /// If the task is another.
+    pub fn estimate(&mut self, task: &Task, seed: u64, samples: u64) -> Result<Estimate, Error> {
+        let Partial::Reduce(state) = self.run(task)? else {
+            unreachable!("a reduction");
+        };
+        Ok(Estimate {
+            value: state.mean(),
+            std_error: (state.value(Dtype::F64)?.as_f64() / samples as f64).sqrt(),
+            seed,
+        })
+    }
+
+    /// Clusters of rows, and their centroids as another run begins with them; as of
+    /// [`clusters::iterate`].
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run).
+    pub fn clusters(
+        &mut self,
+        input: &Input,
+        first: Centroids,
+        iterations: u32,
+    ) -> Result<(Clusters, Centroids), Error> {
+        clusters::iterate(input, first, iterations, |task| self.run(task))
+    }
+
+    /// Writes a file. It has its name only once it is whole; without a journal, nothing is left of
+    /// a job that failed.
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run); [`Error::Rename`].
+    pub fn write(&mut self, writing: &Writing) -> Result<(), Error> {
+        let Writing {
+            task, part, out, ..
+        } = writing;
+        let ran = self.run(task);
+        if ran.is_err() && self.journal.is_none() {
+            let _ = std::fs::remove_file(part); // the error says more than that it stays
+        }
+        ran?;
+        std::fs::rename(part, out).map_err(|source| Error::Rename {
+            from: part.clone(),
+            to: out.clone(),
+            source,
+        })
+    }
+
+    /// The figures of all jobs together, over `rows` rows. `limit` measures the gigabytes a second
+    /// that this machine reads, for jobs that read so many bytes by so many threads.
+    ///
+    /// # Errors
+    /// The first error of `limit`.
+    pub fn end<E>(
+        self,
+        rows: u64,
+        limit: impl FnOnce(u64, u64) -> Result<Option<f64>, E>,
+    ) -> Result<Figures, E> {
+        let (seconds, crew) = (self.start.elapsed().as_secs_f64(), self.crew);
+        let (lost, threads, nodes) = (crew.lost(), crew.threads(), crew.nodes());
+        let device = match (crew.is_processes(), crew.device()) {
+            (false, None) => "cpu".to_owned(),
+            (false, Some(label)) => label.to_owned(),
+            (true, _) => self.device.name().to_owned(),
+        };
+        let (device_parts, node_threads) = (crew.device_parts(), crew.node_threads());
+        drop(crew); // the machine is measured without the workers
+        Ok(Figures {
+            rows,
+            gb_s: self.bytes as f64 / seconds / 1e9,
+            machine_gb_s: limit(self.bytes, threads)?,
+            seconds,
+            nodes,
+            threads: all_the_same(&node_threads),
+            node_threads,
+            device,
+            device_parts,
+            lost,
+        })
+    }
+}
+
+/// Figures that every job's JSON object has.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figures {
+    /// Rows of the job.
+    pub rows: u64,
+    /// What all nodes together read.
+    pub gb_s: f64,
+    /// What this machine reads from memory; `None` for jobs too short to compare.
+    pub machine_gb_s: Option<f64>,
+    /// From the crew's start to its end.
+    pub seconds: f64,
+    /// Processes that computed.
+    pub nodes: u32,
+    /// Threads of each node; `None` where they differ or a node has not said it.
+    pub threads: Option<usize>,
+    /// Threads of each node, this machine's first, or in the order of the hosts; `None` of one that
+    /// has not said it.
+    pub node_threads: Vec<Option<usize>>,
+    /// The device: cpu, or its name; of several nodes, the choice that they were given.
+    pub device: String,
+    /// Parts of which a device has computed some.
+    pub device_parts: u64,
+    /// Workers that were lost on the way, or left out because of their inputs.
+    pub lost: u32,
+}
+
+impl Figures {
+    /// One JSON object of a result's fields and these.
+    ///
+    /// # Errors
+    /// A result that is no object.
+    pub fn json<T: Serialize>(&self, result: &T) -> serde_json::Result<String> {
+        #[derive(Serialize)]
+        struct Both<'a, T> {
+            #[serde(flatten)]
+            result: &'a T,
+            #[serde(flatten)]
+            figures: &'a Figures,
+        }
+        serde_json::to_string(&Both {
+            result,
+            figures: self,
+        })
+    }
+
+    /// The line about them.
+    pub fn line(&self) -> String {
+        let limit = self.machine_gb_s.map_or(String::new(), |limit| {
+            format!(" (memory of this machine: {limit:.1} GB/s)")
+        });
+        let Self {
+            rows,
+            seconds,
+            gb_s,
+            ..
+        } = self;
+        format!("{rows} rows in {seconds:.2} s, {gb_s:.2} GB/s{limit}")
+    }
+}
+
+/// The number that all nodes have said.
+fn all_the_same(threads: &[Option<usize>]) -> Option<usize> {
+    let first = threads.first().copied().flatten()?;
+    threads.iter().all(|it| *it == Some(first)).then_some(first)
+}

@@ -1,0 +1,131 @@
+//! Results of jobs: fields of their JSON objects, and texts of a line an item.
+
+use std::fmt::Display;
+
+use serde::Serialize;
+
+use crate::groupby::Groups;
+use crate::hist::{Bins, Counts};
+use crate::reduce::Op;
+use crate::topk::Top;
+use crate::{Dtype, Value};
+
+/// A reduction's result.
+#[derive(Clone, Debug, Serialize)]
+pub struct Number {
+    /// Name of the reduction.
+    pub op: &'static str,
+    /// The result.
+    pub value: Value,
+    /// Type of the values that were reduced.
+    pub dtype: Dtype,
+}
+
+/// Counts of values in intervals.
+#[derive(Clone, Debug, Serialize)]
+pub struct Histogram {
+    /// Values in each bin.
+    pub counts: Vec<u64>,
+    /// Edges of the bins, one more than there are bins.
+    pub edges: Vec<f64>,
+    /// Values below the first bin.
+    pub below: u64,
+    /// Values above the last bin.
+    pub above: u64,
+    /// Values that are no number.
+    pub nan: u64,
+}
+
+impl Histogram {
+    pub(super) fn new(counts: &Counts, bins: &Bins) -> Self {
+        let [below, above, nan] = counts.outside();
+        Self {
+            counts: counts.counts().to_vec(),
+            edges: bins.edges(),
+            below,
+            above,
+            nan,
+        }
+    }
+
+    /// A line for each bin: its left edge, and its count.
+    pub fn text(&self) -> String {
+        lines(&self.edges, &self.counts)
+    }
+}
+
+/// The largest or smallest values.
+#[derive(Clone, Debug, Serialize)]
+pub struct Best {
+    /// The values, the best first.
+    pub values: Vec<Value>,
+    /// The row of each.
+    pub indices: Vec<u64>,
+}
+
+impl Best {
+    pub(super) fn new(top: Top) -> Self {
+        let (values, indices) = top.values().into_iter().unzip();
+        Self { values, indices }
+    }
+
+    /// A line for each: the value, and its row.
+    pub fn text(&self) -> String {
+        lines(&self.values, &self.indices)
+    }
+}
+
+/// A reduction for each key.
+#[derive(Clone, Debug, Serialize)]
+pub struct Grouped {
+    /// Name of the reduction.
+    pub op: &'static str,
+    /// How many keys there are.
+    pub groups: usize,
+    /// The keys, ascending.
+    pub keys: Vec<i128>,
+    /// The reduction of each.
+    pub values: Vec<Value>,
+}
+
+impl Grouped {
+    pub(super) fn new(groups: &Groups, op: Op) -> Self {
+        let (keys, values): (Vec<i128>, Vec<Value>) = groups.values().into_iter().unzip();
+        Self {
+            op: op.name(),
+            groups: keys.len(),
+            keys,
+            values,
+        }
+    }
+
+    /// A line for each key: itself, and its value.
+    pub fn text(&self) -> String {
+        lines(&self.keys, &self.values)
+    }
+}
+
+/// The mean of an expression over random numbers.
+#[derive(Clone, Debug, Serialize)]
+pub struct Estimate {
+    /// The mean.
+    pub value: f64,
+    /// One standard deviation of `value`.
+    pub std_error: f64,
+    /// The numbers' seed.
+    pub seed: u64,
+}
+
+impl Estimate {
+    /// The mean and its error.
+    pub fn text(&self) -> String {
+        format!("{:?} ± {:.1e}", self.value, self.std_error)
+    }
+}
+
+/// A line for each pair of two columns.
+fn lines(left: &[impl Display], right: &[impl Display]) -> String {
+    let pairs = left.iter().zip(right);
+    let lines: Vec<String> = pairs.map(|(a, b)| format!("{a}\t{b}")).collect();
+    lines.join("\n")
+}
