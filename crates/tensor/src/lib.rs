@@ -64,7 +64,7 @@ pub use kernels::{
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};
-pub use packed::{Error, PackOptions, Packed, StoredMatrix};
+pub use packed::{PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;
 pub use vector::RopePairs;

@@ -6,8 +6,11 @@ use paceline_comm::{Backend, InitError, Plaintext, Seat, Strict, init, tcp};
 use super::*;
 use crate::Wire;
 
+/// A group of a rank, or why there is none.
+type Joined = Result<Box<dyn Group>, InitError>;
+
 /// Groups of three ranks, or their errors; and the fabric, which they need.
-fn three(plaintext: Plaintext) -> (Fabric, Vec<Result<Box<dyn Group>, InitError>>) {
+fn three(plaintext: Plaintext) -> (Fabric, Vec<Joined>) {
     let (fabric, cabling) = switched_cabling(3);
     let wire = Wire { cabling, plaintext };
     assert_eq!(wire.backend(), Backend::Rdma);
