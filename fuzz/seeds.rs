@@ -53,26 +53,8 @@ fn side() -> Vec<u8> {
 }
 
 /// Texts from which the readers of texts start, by target.
-const TEXTS: [(&str, &str); 35] = [
-    (
-        "cluster_children/lines",
-        "{\"Say\":1}\n\n\x1etoken 7\nplain\r\n",
-    ),
-    (
-        "cluster_hosts/hosts",
-        r#"[{"ssh":"a","ips":["10.0.0.1"]},{"ssh":"b","ips":[]}]"#,
-    ),
-    (
-        "cluster_hosts/linux",
-        "\x1etoken ip\n2: eth0    inet 10.0.0.2/24 brd 10.0.0.255 scope global eth0\n\
-      \x1etoken route\ndefault via 10.0.0.1 dev eth0\n\x1etoken end\n",
-    ),
-    (
-        "cluster_hosts/mac",
-        "\x1etoken profiler\n{\"SPThunderboltDataType\":[{\"domain_uuid_key\":\"A\",\
-      \"receptacle_1_tag\":{\"receptacle_id_key\":\"1\"},\"_items\":[{\"domain_uuid_key\":\"B\"}]}]}\n\
-      \x1etoken hardware\nHardware Port: Thunderbolt 1\nDevice: en2\n",
-    ),
+const TEXTS: [(&str, &str); 36] = [
+    ("cluster_children/lines", "{\"Say\":1}\n\nplain\r\n"),
     (
         "cluster_nodes/wanted",
         r#"{"model":"a","nodes":[],"epoch":1}"#,
@@ -137,6 +119,22 @@ const TEXTS: [(&str, &str); 35] = [
         "\x7fPOST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
       Transfer-Encoding: chunked\r\n\r\ne\r\n{\"content\":\"a\"\r\n1\r\n}\r\n0\r\n\r\n",
     ),
+    (
+        "launch_hosts/hosts",
+        r#"[{"ssh":"a","ips":["10.0.0.1"]},{"ssh":"b","ips":[]}]"#,
+    ),
+    (
+        "launch_hosts/linux",
+        "\x1etoken ip\n2: eth0    inet 10.0.0.2/24 brd 10.0.0.255 scope global eth0\n\
+      \x1etoken route\ndefault via 10.0.0.1 dev eth0\n\x1etoken end\n",
+    ),
+    (
+        "launch_hosts/mac",
+        "\x1etoken profiler\n{\"SPThunderboltDataType\":[{\"domain_uuid_key\":\"A\",\
+      \"receptacle_1_tag\":{\"receptacle_id_key\":\"1\"},\"_items\":[{\"domain_uuid_key\":\"B\"}]}]}\n\
+      \x1etoken hardware\nHardware Port: Thunderbolt 1\nDevice: en2\n",
+    ),
+    ("launch_hosts/output", "ready\n\x1etoken 7\nplain\r\n"),
     (
         "node_messages/worker",
         r#"{"Submit":{"ticket":1,"request":{"prompt":[1],"max_tokens":2}}}"#,

@@ -1,7 +1,7 @@
 //! Cables between machines: a picture, JSON, and the commands that they need.
 
-use paceline_cluster::hostfile::Hostfile;
-use paceline_cluster::topology::{
+use paceline_launch::hostfile::Hostfile;
+use paceline_launch::topology::{
     Addresses, Cable, Choice, End, Error, Graph, Machine, best_ring, missing_for_ring, setup,
 };
 use paceline_plan::draw::{Edge, Net};

@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use paceline_cluster::hostfile::Hostfile;
-use paceline_cluster::launch::{
+use paceline_launch::hostfile::Hostfile;
+use paceline_launch::launch::{
     self, Backend, Error as LaunchError, Launch, Limits, Notice, Options, Patient, Place, StdinTo,
     Streams, Tags, openmpi,
 };
-use paceline_cluster::remote::Reach;
+use paceline_launch::remote::Reach;
 use rustix::process::getpgrp;
 use rustix::termios::{tcgetpgrp, tcgetwinsize};
 use tempfile::TempDir;

@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use paceline_board::cables::{self, Setup};
-use paceline_cluster::hostfile::{Host, Hostfile};
-use paceline_cluster::launch::Backend;
-use paceline_cluster::remote::Reach;
-use paceline_cluster::topology::{
+use paceline_launch::hostfile::{Host, Hostfile};
+use paceline_launch::launch::Backend;
+use paceline_launch::remote::Reach;
+use paceline_launch::topology::{
     Addresses, Graph, Machine, Wanted, choose, ethernet, probe, sorted,
 };
 

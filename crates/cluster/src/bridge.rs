@@ -17,17 +17,17 @@ use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::process::{ChildStdin, ChildStdout, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use paceline_process::processes::{Ending, Process};
+
 use crate::Error;
 use crate::control::take_stdin;
-use crate::processes::{Ending, Process};
-use crate::remote::{Reach, Sharing};
 
 /// Longest wait for the worker's first line: 10 s for a connection, and a program on a cold disk.
 const GREETING_LIMIT: Duration = Duration::from_secs(30);
@@ -44,25 +44,24 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Bytes that are passed on at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Runs `script` on `host`. The script has to become a worker that prints the line `greeting`
-/// first. Passes on the messages between the worker and the parent of this process. Blocks until
-/// the shell ends, which is when the worker or the parent does.
+/// Runs `script` in `shell`, a command that starts a shell on `host`. The script has to become a
+/// worker that prints the line `greeting` first. Passes on the messages between the worker and the
+/// parent of this process. Blocks until the shell ends, which is when the worker or the parent does.
 ///
 /// # Errors
 /// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the shell cannot be
 /// started, or the greeting does not come in 30 s. Messages of `ssh` go to standard error.
-pub fn run(reach: &Reach, host: &str, script: &str, greeting: &str) -> Result<Ending, Error> {
+pub fn run(shell: &mut Command, host: &str, script: &str, greeting: &str) -> Result<Ending, Error> {
     let control = take_stdin().map_err(|source| Error::NoControl { source })?;
     let broken = |source| Error::Remote {
         host: host.to_owned(),
         source,
     };
-    let mut command = reach.shell(host, Sharing::Alone);
-    command
+    shell
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit());
-    let mut process = Process::start(&mut command).map_err(broken)?;
+    let mut process = Process::start(shell).map_err(broken)?;
     let mut input = process.take_stdin().expect("standard input was piped");
     let mut output = process.take_stdout().expect("standard output was piped");
     // A shell that does not take it has ended, which is seen next.

@@ -3,7 +3,7 @@
 //! Ranks that are paceline's own run on one machine. A parent starts one process per rank and holds
 //! a *control channel* to each. The channel is a Unix socket pair whose other end is the child's
 //! standard input. Messages are JSON, one a line, in both directions. The child also says every 200
-//! ms that it lives. [`launch`] starts programs that know nothing of paceline, on many machines.
+//! ms that it lives. The crate `launch` starts programs that know nothing of paceline.
 //!
 //! ```text
 //!  parent                                              child of rank r
@@ -51,18 +51,15 @@
 //! In reading order:
 //! - [`workers`]: the parent's side, and the promises that hold when something dies.
 //! - [`Control`]: the child's side.
-//! - [`processes`]: a process with its group, how processes ended, whole lines of many.
 //! - [`sandbox`]: rights that children give up.
-//! - [`hostfile`]: lists of machines, in MLX's formats.
-//! - [`remote`]: shells on other machines.
 //! - [`bridge`]: a control channel to a worker on another machine.
-//! - [`launch`]: a program on many machines.
-//! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
 //! - [`machine`]: this machine's memory, GPUs and programs.
 //! - [`network`]: this machine's networks, and its settings that keep others away.
 //! - [`telemetry`]: how loaded, full and hot this machine is.
 //! - [`Error`].
+//!
+//! Processes and their lines are those of [`paceline_process`].
 //!
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
 //! parent has two threads for any number of children.
@@ -71,20 +68,14 @@ pub mod bridge;
 mod channel;
 mod control;
 mod error;
-pub mod hostfile;
-pub mod launch;
 pub mod machine;
-mod marks;
 pub mod network;
 pub mod nodes;
 pub mod own;
-pub mod processes;
 mod queue;
-pub mod remote;
 pub mod sandbox;
 pub mod telemetry;
 pub mod testing;
-pub mod topology;
 mod wire;
 pub mod workers;
 

@@ -19,8 +19,8 @@
 //!
 //! **The terminal.** Children have no terminal among their standard streams: input is the channel,
 //! output is `/dev/null`, errors are a pipe. They are not in its foreground group either
-//! ([`Process`](crate::processes::Process) says why). They cannot leave it in a strange state, so
-//! there is nothing to restore when they are killed.
+//! ([`Process`](paceline_process::processes::Process) says why). They cannot leave it in a strange
+//! state, so there is nothing to restore when they are killed.
 //!
 //! A thread of its own, the *monitor*, starts all children, reads from them, counts their silence
 //! and reaps them. A second one calls the sink for their lines, so that a terminal that does not
@@ -42,11 +42,11 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
+use paceline_process::processes::Ending;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::channel::Channel;
-use crate::processes::Ending;
 use crate::queue::Queue;
 use crate::sandbox::Sandbox;
 use crate::wire::{decode, encode};

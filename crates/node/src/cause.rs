@@ -7,8 +7,8 @@ use std::fmt;
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_cluster::processes::Ending;
 use paceline_cluster::workers::{Event, last_words};
+use paceline_process::processes::Ending;
 
 use crate::messages::FromWorker;
 

@@ -30,9 +30,9 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
 use paceline_cluster::Error::{TooLong, Unencodable};
-use paceline_cluster::processes::{Ending, Signal};
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use paceline_formats::chat::{Failure, Interpreter, Job};
+use paceline_process::processes::{Ending, Signal};
 use serde::{Deserialize, Serialize};
 
 pub use child::run;

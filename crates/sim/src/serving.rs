@@ -25,7 +25,6 @@ use paceline_base::Rank;
 use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, Wanted};
-use paceline_cluster::processes::Ending;
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{Failure, Finish, Reply, Request, Ticket};
 use paceline_node::RankMoved;
@@ -33,6 +32,7 @@ use paceline_node::messages::{FromWorker, RankFacts};
 use paceline_node::supervisor::{
     Action, Event, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
 };
+use paceline_process::processes::Ending;
 
 use crate::scenario::{Random, Scenario};
 use crate::world::Node;

@@ -60,20 +60,22 @@ const BANS: [Ban; 6] = [
         rule: "clock",
         tokens: &[AnyOf(&["Instant", "SystemTime"]), Is("::"), Is("now")],
         owners: &[
-            "cli", "xtask", "comm", "cluster", "node", "board", "bench", "chaos",
+            "cli", "xtask", "comm", "cluster", "launch", "node", "board", "bench", "chaos",
         ],
         tests: true,
-        message: "time is passed in, but where other processes are waited for (comm, cluster, node, \
-                  board) and where it is measured (bench, chaos); \
+        message: "time is passed in, but where other processes are waited for (comm, cluster, \
+                  launch, node, board) and where it is measured (bench, chaos); \
                   another place that must read the clock is listed in tidy's `EXEMPT`",
     },
     Ban {
         rule: "command",
         tokens: &[Is("Command"), Is("::"), Is("new")],
-        owners: &["cli", "xtask", "store", "cluster", "chaos", "bench"],
+        owners: &[
+            "cli", "xtask", "store", "cluster", "launch", "chaos", "bench",
+        ],
         tests: true,
-        message: "only `cli`, `xtask`, `cluster` (workers), `chaos` (nodes), `bench` (ranks) and `store` \
-                  (pip) start processes",
+        message: "only `cli`, `xtask`, `cluster` (workers), `launch` (ssh), `chaos` (nodes), `bench` \
+                  (ranks) and `store` (pip) start processes",
     },
 ];
 

@@ -24,7 +24,7 @@ enum Layer {
 use Layer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, Layer); 26] = [
+const LAYERS: [(&str, Layer); 28] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("formats", Level(1)),
@@ -34,10 +34,12 @@ const LAYERS: [(&str, Layer); 26] = [
     ("kb", Level(1)),
     ("mlx", Level(1)),
     ("gpu", Level(1)),
+    ("process", Level(1)),
     ("comm-interop", Level(2)),
     ("comm-rdma", Level(2)),
     ("model", Level(2)),
     ("cluster", Level(2)),
+    ("launch", Level(2)),
     ("engine", Level(3)),
     ("train", Level(3)),
     ("mapreduce", Level(3)),
@@ -311,6 +313,7 @@ mod tests {
             ("base", "tensor", None, "edges only go down"),
             ("tensor", "formats", None, "edges only go down"),
             ("model", "cluster", None, "edges only go down"),
+            ("cluster", "launch", None, "edges only go down"),
             (
                 "model",
                 "engine",

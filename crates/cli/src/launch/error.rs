@@ -3,11 +3,11 @@
 use std::error::Error as StdError;
 use std::ffi::OsString;
 
-use paceline_cluster::hostfile::Error as HostfileError;
-use paceline_cluster::launch::openmpi::FindError;
-use paceline_cluster::launch::{Error as LaunchError, PlanError};
-use paceline_cluster::processes::Ending;
-use paceline_cluster::remote::Error as RemoteError;
+use paceline_launch::hostfile::Error as HostfileError;
+use paceline_launch::launch::openmpi::FindError;
+use paceline_launch::launch::{Error as LaunchError, PlanError};
+use paceline_launch::remote::Error as RemoteError;
+use paceline_process::processes::Ending;
 
 /// Why nothing is launched, as far as this machine is concerned.
 #[derive(Debug, thiserror::Error)]

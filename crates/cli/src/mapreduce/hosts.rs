@@ -11,11 +11,11 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail, ensure};
 use paceline_cluster::bridge;
-use paceline_cluster::hostfile::Hostfile;
-use paceline_cluster::processes::Ending;
-use paceline_cluster::remote::{Reach, quote};
+use paceline_launch::hostfile::Hostfile;
+use paceline_launch::remote::{Reach, Sharing, quote};
 use paceline_mapreduce::worker::GREETING;
 use paceline_node::tunnel;
+use paceline_process::processes::Ending;
 
 use crate::{home, process};
 
@@ -40,7 +40,8 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
         "program={program}; [ -x \"$program\" ] || program=paceline\n\
          exec \"$program\" mapreduce worker --stdio\n"
     );
-    let ending = bridge::run(&Reach::new("ssh", None), host, &script, GREETING)?;
+    let mut shell = Reach::new("ssh", None).shell(host, Sharing::Alone);
+    let ending = bridge::run(&mut shell, host, &script, GREETING)?;
     match ending {
         Ending::Code(0) => Ok(()),
         // It or `ssh` said why on standard error, of which the parent tells the last line.

@@ -2,8 +2,8 @@
 
 use std::error::Error as StdError;
 
-use paceline_cluster::processes::Ending;
-use paceline_cluster::topology::Error as TopologyError;
+use paceline_launch::topology::Error as TopologyError;
+use paceline_process::processes::Ending;
 
 use crate::launch::ssh_works;
 

@@ -4,8 +4,8 @@ use std::io::{self, BufRead, IsTerminal};
 use std::time::Duration;
 
 use paceline_board::cables::Setup;
-use paceline_cluster::remote::Reach;
-use paceline_cluster::topology::setup::script;
+use paceline_launch::remote::Reach;
+use paceline_launch::topology::setup::script;
 
 use super::Error;
 use crate::output::tell;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Awake, Rank, lock};
+use paceline_process::processes::{Lines, Process, Tail};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 
@@ -13,7 +14,6 @@ use super::clock::{Clock, Stage};
 use super::sink::{FLUSH_LIMIT, Forward};
 use super::{Change, Orders, Report, Spec};
 use crate::channel::{Channel, read_now, wait_for};
-use crate::processes::{Lines, Process, Tail};
 use crate::queue::Queue;
 use crate::wire::Assembler;
 use crate::{Error, Garbage};

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
-use paceline_cluster::processes::{Ending, Signal};
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_process::processes::{Ending, Signal};
 use rustix::process::{Pid, kill_process, test_kill_process};
 
 use roles::{Answer, Order, ROLE};

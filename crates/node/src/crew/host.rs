@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_cluster::nodes::discovery::listen_address;
-use paceline_cluster::processes::Ending;
 use paceline_cluster::workers::Event;
+use paceline_process::processes::Ending;
 use serde::{Deserialize, Serialize};
 
 use super::line::{Broken, Line, Silence, hear, say};

@@ -9,8 +9,8 @@ mod failing;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::{Ipv4Addr, SocketAddr};
 
-use paceline_cluster::processes::Ending;
 use paceline_engine::{Finish, SamplingParams};
+use paceline_process::processes::Ending;
 
 use super::*;
 use crate::moved::RankMoved;

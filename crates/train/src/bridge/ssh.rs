@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use paceline_cluster::bridge::skip_to;
-use paceline_cluster::remote::{Reach, Sharing};
+use paceline_launch::remote::{Reach, Sharing};
 
 use super::Ends;
 use crate::Error;

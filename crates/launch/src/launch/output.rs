@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use paceline_base::Rank;
+use paceline_process::processes::{Lines, Prefixed};
 
 use super::Tags;
-use crate::processes::{Lines, Prefixed};
 
 /// Which of a program's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,9 +13,9 @@
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_process::processes::{Ending, Signal};
 
 use super::{Error, Limits, Notice};
-use crate::processes::{Ending, Signal};
 
 /// How long a rank's session may stay after its program has ended: somebody that left the
 /// program's group may hold its output open.

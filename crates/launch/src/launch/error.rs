@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use paceline_base::Rank;
+use paceline_process::processes::Ending;
 
-use crate::processes::Ending;
 use crate::remote;
 
 /// The first thing that went wrong.

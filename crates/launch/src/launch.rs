@@ -39,8 +39,7 @@ use std::io::{Read, Write};
 use std::time::Duration;
 
 use paceline_base::Rank;
-
-use crate::processes::Ending;
+use paceline_process::processes::Ending;
 
 pub use error::Error;
 pub use patient::Patient;

@@ -9,12 +9,12 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
+use paceline_process::processes::{Ending, Lines, Process, Signal, Tail};
 
 use super::course::{Course, Event, Order};
 use super::output::{Output, Sorter, Stream};
 use super::{Error, Launch, Notice, Streams, script};
 use crate::marks::{Marks, Piece, token};
-use crate::processes::{Ending, Lines, Process, Signal, Tail};
 use crate::remote::{Reach, Sharing, start};
 
 /// How often ended processes and limits are looked for.

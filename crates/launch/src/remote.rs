@@ -15,8 +15,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use paceline_process::processes::{Ending, Process};
+
 use crate::hostfile::is_here;
-use crate::processes::{Ending, Process};
 
 /// A shell that reads a script from standard input: bash for its `read -t` where there is one.
 /// Has no quotes but the outer ones and no backslash, so every login shell takes it.

@@ -1,0 +1,52 @@
+//! Starts programs on many machines over the system's `ssh`, and reads how machines are cabled.
+//!
+//! The programs know nothing of paceline. They get the environment and the files that MLX's
+//! backends read. The crate `cluster`, beside this one, has the ranks that are paceline's own.
+//!
+//! ```text
+//!  topology: probe ──▶ cables ──▶ hostfile ──▶ launch: plan ──▶ run ──▶ lines, endings
+//!                │                                                │
+//!                └────────────────── remote: shells ──────────────┘
+//! ```
+//!
+//! ```no_run
+//! use paceline_launch::hostfile::Hostfile;
+//! use paceline_launch::launch::{self, Backend, Launch, Limits, Options};
+//! use paceline_launch::launch::{Place, StdinTo, Streams, Tags};
+//! use paceline_launch::remote::Reach;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let hosts = Hostfile::from_names("10.0.0.1,10.0.0.2", 1)?;
+//! let program = Launch {
+//!     ranks: launch::plan(Backend::Ring, &hosts, &Options::default())?,
+//!     command: vec!["python3".into(), "train.py".into()],
+//!     place: Place::IfThere("/data".into()),
+//!     stdin: StdinTo::None,
+//!     tags: Tags::Session,
+//!     limits: Limits::default(),
+//! };
+//! let streams = Streams {
+//!     input: Box::new(std::io::empty()),
+//!     output: Box::new(std::io::stdout()),
+//!     errors: Box::new(std::io::stderr()),
+//! };
+//! let reach = Reach::new("ssh", None);
+//! launch::run(&program, &reach, streams, &|| false, &mut |notice| eprintln!("{notice}"))?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! In reading order:
+//! - [`hostfile`]: lists of machines, in MLX's formats.
+//! - [`remote`]: shells on other machines.
+//! - [`launch`]: a program on many machines.
+//! - [`topology`]: how machines are cabled, and hostfiles from that.
+//!
+//! Each module has its own `Error`. The crate has no async runtime and prints nothing itself.
+
+pub mod hostfile;
+pub mod launch;
+mod marks;
+pub mod remote;
+pub mod testing;
+pub mod topology;

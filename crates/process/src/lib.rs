@@ -1,0 +1,32 @@
+//! Child processes: each with its group, how it ended, and whole lines of its output.
+//!
+//! The crates `cluster` (workers of one group) and `launch` (programs on many machines) start all
+//! their processes by it. It knows neither ranks' messages nor other machines.
+//!
+//! ```
+//! use std::io::Read;
+//! use std::process::{Command, Stdio};
+//! use paceline_process::processes::{Ending, Lines, Process};
+//!
+//! # fn main() -> std::io::Result<()> {
+//! let mut command = Command::new("sh");
+//! command.args(["-c", "echo one; printf two; exit 3"]).stdout(Stdio::piped());
+//! let mut process = Process::start(&mut command)?;
+//! let mut output = process.take_stdout().expect("standard output was piped");
+//! let (mut lines, mut piece, mut said) = (Lines::default(), [0; 512], Vec::new());
+//! loop {
+//!     match output.read(&mut piece)? {
+//!         0 => break,
+//!         count => lines.feed(&piece[..count], |line| said.push(line.to_owned())),
+//!     }
+//! }
+//! lines.finish(|line| said.push(line.to_owned()));
+//! assert_eq!(said, ["one", "two"]);
+//! assert_eq!(process.reap(), Ending::Code(3));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! All of it is in [`processes`]. A process that cannot be started is the system's own error.
+
+pub mod processes;
