@@ -46,7 +46,8 @@ const PIECE_BYTES: usize = 64 << 10;
 
 /// Runs `script` in `shell`, a command that starts a shell on `host`. The script has to become a
 /// worker that prints the line `greeting` first. Passes on the messages between the worker and the
-/// parent of this process. Blocks until the shell ends, which is when the worker or the parent does.
+/// parent of this process. Blocks until the shell ends, which is when the worker or the parent
+/// does.
 ///
 /// # Errors
 /// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the shell cannot be

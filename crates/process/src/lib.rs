@@ -1,7 +1,7 @@
 //! Child processes: each with its group, how it ended, and whole lines of its output.
 //!
-//! The crates `cluster` (workers of one group) and `launch` (programs on many machines) start all
-//! their processes by it. It knows neither ranks' messages nor other machines.
+//! The crates `cluster` (workers of one group) and `launch` (programs on many machines) start
+//! workers and shells by it. It knows neither ranks' messages nor other machines.
 //!
 //! ```
 //! use std::io::Read;
