@@ -733,8 +733,8 @@ impl Loader<'_> {
                     true => Some(few::preferring(of)),
                 },
             },
-            choice: of
-                .corrected
+            // It could outweigh the bias that chooses a few.
+            choice: (of.corrected && !self.few_experts)
                 .then(|| self.names.finite(role(Part::RouterChoice), of.count))
                 .transpose()?,
             router_norm: of
