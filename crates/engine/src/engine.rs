@@ -531,6 +531,7 @@ impl Engine {
             }
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
+        self.defer_prompts(&mut rows);
         let live = self.withhold(&mut rows);
         self.deal(&mut rows, live);
         let prompts = self.prompts(&rows);

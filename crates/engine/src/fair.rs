@@ -61,7 +61,9 @@ pub(crate) fn grant(wishes: &[Wish], beyond: impl FnOnce(usize) -> usize) -> Vec
     let is_live = |at: &usize| wishes[*at].wants || wishes[*at].is_under_way;
     let mut order: Vec<usize> = (0..wishes.len()).filter(is_live).collect();
     // Stable: of equal ones the oldest first.
-    order.sort_by_key(|at| (!wishes[*at].is_under_way, wishes[*at].ticket));
+    // A long prompt under way that wants further rows takes its turn as the others do.
+    let is_left_alone = |wish: Wish| wish.is_under_way && !wish.wants;
+    order.sort_by_key(|at| (!is_left_alone(wishes[*at]), wishes[*at].ticket));
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     let round_of = |at: usize| {
         let count = counts.entry(wishes[at].client).or_default();

@@ -128,6 +128,24 @@ impl Engine {
         withheld.map(|s| s.order.client).collect()
     }
 
+    /// Takes the rows of prompts that [`read_now`](Self::read_now) would not read beside those of
+    /// others, so that they take no turns of their client's answers.
+    pub(super) fn defer_prompts(&self, rows: &mut [usize]) {
+        let pressed = self.pressed();
+        let is_pressed = |s: &Sequence| pressed.contains(&s.order.client);
+        let reads = |(s, rows): (&Sequence, &usize)| *rows > 0 && !s.is_decoding();
+        let mut others = self.running.iter().zip(&*rows);
+        if pressed.is_empty() || !others.any(|(s, rows)| reads((s, rows)) && !is_pressed(s)) {
+            return;
+        }
+        for (sequence, rows) in self.running.iter().zip(rows) {
+            let is_due = sequence.passed >= PASSED_MAX;
+            if !sequence.is_decoding() && is_pressed(sequence) && !is_due {
+                *rows = 0;
+            }
+        }
+    }
+
     /// Takes the rows of sequences that are to wait for those of other clients ([`fair`]); how many
     /// sequences are left that have rows in this step or under way. A client whose sequences wait
     /// gets no forced tokens beside a row.
