@@ -20,7 +20,7 @@ fn says(message: &FromWorker) -> String {
 /// A crew of scripts that end when their parent does, on machines of these names.
 fn crew(scripts: &[(&str, &[String])]) -> Crew {
     let args = scripts.iter().map(|(_, lines)| {
-        let script = format!("{BEGUN}; {}; read a", lines.join("; "));
+        let script = format!("{BEGUN}; {}; while read a; do :; done", lines.join("; "));
         vec![OsString::from("-c"), OsString::from(script)]
     });
     let processes = Processes {

@@ -181,7 +181,12 @@ fn nothing_starves_and_no_answer_changes() {
             drafts,
             ..EngineConfig::single("tiny", CONTEXT)
         };
-        let rig = rig_of(&tiny, sizes, (depth, depth), None).unordered();
+        // Without stages nothing is announced before it is computed.
+        let rig = match depth {
+            1 => Rig::new(&tiny, sizes),
+            _ => rig_of(&tiny, sizes, (depth, depth), None),
+        };
+        let rig = rig.unordered();
         let mut simulation = Simulation::of(rig);
         let mut asked = Vec::new();
         for (which, client, steps) in arrivals {
