@@ -60,6 +60,7 @@ pub(crate) struct SplitArgs {
     /// Have them read every prompt of which so many tokens are new, and no other [default: those
     /// that they read sooner]
     #[arg(long, value_name = "TOKENS", requires = "prefill_nodes", allow_negative_numbers = true,
+          hide = true,
           value_parser = clap::value_parser!(u32).range(64..))]
     pub(crate) prefill_from: Option<u32>,
 }

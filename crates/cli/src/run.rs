@@ -30,10 +30,9 @@ use session::{Session, show_answer};
 
 const EXAMPLES: &str = "\
 Examples:
-  paceline run smollm2                              chat
-  paceline run smollm2 \"Why is the sky blue?\"       one answer
-  paceline run smollm2 --temperature 0 --json \"Hi\"  reproducible, for programs
-  paceline run smollm2 --nodes 2 \"Hi\"               over two nodes, the same answer
+  paceline run smollm2                                   chat
+  paceline run smollm2 --temperature 0 --json \"Hi\"       reproducible, for programs
+  paceline run smollm2 --nodes 2 \"Why is the sky blue?\"  over two nodes, the same answer
 
 Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 
