@@ -13,7 +13,9 @@ use crate::batch::{ROWS, words};
 use crate::isa::BytePlanes;
 use crate::isa::{LANES, Words};
 use crate::memory::{HugeMap, Placed};
-use crate::quantised::{CHUNK, Meta, Precision, Rounding, View};
+#[cfg(target_arch = "x86_64")]
+use crate::quantised::Rounding;
+use crate::quantised::{CHUNK, Meta, Precision, View};
 
 /// How the integers of a row lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
