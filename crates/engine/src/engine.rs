@@ -379,8 +379,8 @@ impl Engine {
     /// for tokens that its grammar left no choice of. A client with more sequences than others gets
     /// as many rows as slow the others little. Prompts get what [`EngineConfig::pace`] allows of
     /// the remaining [`EngineConfig::max_rows`]. At least half of that goes to the oldest prompt,
-    /// and the shortest comes before others. A sequence that needs a page when none is free makes the
-    /// youngest give up its pages and wait. The youngest computes them again later and loses
+    /// and the shortest comes before others. A sequence that needs a page when none is free makes
+    /// the youngest give up its pages and wait. The youngest computes them again later and loses
     /// nothing. The oldest never gives up, so every sequence ends.
     ///
     /// Of a pipeline several batches are under way: the stages before this one compute those that
