@@ -24,7 +24,7 @@ use paceline_node::interpreter::Program;
 use paceline_node::room::Room;
 use paceline_node::{DRAFTS, tunnel};
 use paceline_serve::keys::{self, KeyInfo, Keys, Role};
-use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
+use paceline_serve::{Done, Doors, Found, Kept, Mirror, Piece};
 use paceline_store::{Home, PullOptions};
 use paceline_tensor::KvType;
 use serde::Deserialize;
@@ -465,8 +465,13 @@ impl Mirror for Copies {
         fleet.keep(piece, Box::new(move |it| done(kept(it))));
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-        self.0.upgrade()?.find_journal(id, key)
+    fn find(&self, id: &str, key: Option<&str>) -> Found {
+        let fleet = self.0.upgrade();
+        match fleet.map(|fleet| fleet.find_journal(id, key)) {
+            Some(journals::Found::Copy(bytes)) => Found::Copy(bytes),
+            Some(journals::Found::Nowhere) | None => Found::Nowhere,
+            Some(journals::Found::Unsure) => Found::Unsure,
+        }
     }
 
     fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {

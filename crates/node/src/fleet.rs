@@ -466,7 +466,7 @@ impl Fleet {
 
     /// The longest copy of a journal that any node has, for the holder of the key with this id. May
     /// block for some seconds.
-    pub fn find_journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+    pub fn find_journal(&self, id: &str, key: Option<&str>) -> journals::Found {
         journals::find(&self.inner, id, key)
     }
 

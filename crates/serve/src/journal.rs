@@ -28,8 +28,9 @@ use crate::store::Stored;
 /// Longest wait for a second node: as long as the silence after which a node counts as gone.
 pub const MIRROR_LIMIT: Duration = Duration::from_secs(2);
 
-/// After a second node did not answer, tokens go on alone for so long before it is asked again.
-const ALONE: Duration = Duration::from_secs(5);
+/// After no node kept a piece, tokens go on alone for so long before one is asked again: by then
+/// a silent node counts as gone, and another one is asked.
+const ALONE: Duration = MIRROR_LIMIT;
 
 /// Of all room for journals one may take this part.
 const SHARE_OF_ONE: usize = 4;
@@ -56,6 +57,17 @@ pub enum Kept {
     No(String),
 }
 
+/// Outcome of a search for a journal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The longest copy that was told in time.
+    Copy(Vec<u8>),
+    /// All nodes that live have answered, and none has it.
+    Nowhere,
+    /// No node that answered has it. Another node, which may have it, has not answered.
+    Unsure,
+}
+
 /// Hears what became of a piece; not called where nobody knows.
 pub type Done = Box<dyn FnOnce(Kept) + Send>;
 
@@ -68,13 +80,32 @@ pub trait Mirror: Send + Sync {
     /// The longest copy of a journal that any node has, for the holder of the key with this id. The
     /// node that answers this journal stops. For a response what any node's
     /// [`Doors::response`](crate::Doors::response) says. May block for as long as [`MIRROR_LIMIT`].
-    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
+    fn find(&self, id: &str, key: Option<&str>) -> Found;
 
     /// As [`find`](Self::find), a copy of more than `than` bytes. A node that is slow is waited for
     /// where faster ones have shorter copies.
     fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
-        self.find(id, key).filter(|copy| copy.len() > than)
+        self.find(id, key).copy().filter(|copy| copy.len() > than)
     }
+}
+
+impl Found {
+    /// The copy, if there is one.
+    pub fn copy(self) -> Option<Vec<u8>> {
+        match self {
+            Self::Copy(bytes) => Some(bytes),
+            Self::Nowhere | Self::Unsure => None,
+        }
+    }
+}
+
+/// The reason why a journal cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Absent {
+    /// No node has it.
+    Nowhere,
+    /// A node that may have it has not answered.
+    Unsure,
 }
 
 /// A request, as it can be understood again.
@@ -441,19 +472,32 @@ impl Journals {
     }
 
     /// The journal of this name, of this node or another.
+    ///
+    /// # Errors
+    /// [`Absent`].
     pub(crate) async fn find(
         &self,
         id: &str,
         client: &Client,
         bounds: Bounds,
         now: fn() -> Instant,
-    ) -> Option<Arc<Journal>> {
+    ) -> Result<Arc<Journal>, Absent> {
         let key = key_of(client);
         self.forget_old(bounds, now());
         if let Some(own) = self.get(id, key.as_deref()) {
-            return Some(own);
+            return Ok(own);
         }
-        self.fetch(id, key, 0, (bounds, now)).await
+        let mirror = self.mirror().ok_or(Absent::Nowhere)?;
+        let (name, asked) = (id.to_owned(), key.clone());
+        let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
+        match find.await {
+            Ok(Found::Copy(copy)) => {
+                let here = self.take_in(copy, (id, key.as_deref()), (bounds, now()));
+                here.ok_or(Absent::Nowhere)
+            }
+            Ok(Found::Nowhere) => Err(Absent::Nowhere),
+            Ok(Found::Unsure) | Err(_) => Err(Absent::Unsure),
+        }
     }
 
     /// The same journal as `short` with more replies, of another node.
@@ -463,27 +507,24 @@ impl Journals {
         bounds: Bounds,
         now: fn() -> Instant,
     ) -> Option<Arc<Journal>> {
-        let (key, than) = (short.head.key.clone(), short.state().text.len());
-        self.fetch(&short.head.id, key, than, (bounds, now)).await
+        let Head { id, key, .. } = &short.head;
+        let (mirror, name, asked) = (self.mirror()?, id.clone(), key.clone());
+        let than = short.state().text.len();
+        let find = move || mirror.find_longer(&name, asked.as_deref(), than);
+        let copy = tokio::task::spawn_blocking(find).await.ok()??;
+        self.take_in(copy, (id, key.as_deref()), (bounds, now()))
     }
 
-    /// Asks other nodes for a journal of more than `than` bytes, and keeps it here.
-    async fn fetch(
+    /// Keeps another node's copy here, if it is the right one and there is room.
+    fn take_in(
         &self,
-        id: &str,
-        key: Option<String>,
-        than: usize,
-        (bounds, now): (Bounds, fn() -> Instant),
+        copy: Vec<u8>,
+        (id, key): (&str, Option<&str>),
+        (bounds, now): (Bounds, Instant),
     ) -> Option<Arc<Journal>> {
-        let (mirror, name, asked) = (self.mirror()?, id.to_owned(), key.clone());
-        let find = move || match than {
-            0 => mirror.find(&name, asked.as_deref()),
-            than => mirror.find_longer(&name, asked.as_deref(), than),
-        };
-        let found = tokio::task::spawn_blocking(find).await.ok()??;
-        let journal = Journal::parse(found, now())?;
-        let is_right = journal.head.id == id && journal.is_of(key.as_deref());
-        is_right.then(|| self.add(journal, bounds, now()))?
+        let journal = Journal::parse(copy, now)?;
+        let is_right = journal.head.id == id && journal.is_of(key);
+        is_right.then(|| self.add(journal, bounds, now))?
     }
 
     /// Holds the journals to their bytes after `grown` has become longer. Those that nobody reads

@@ -91,7 +91,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use facts::{Fact, Facts};
-pub use journal::{Done, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};
+pub use journal::{Done, Found, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};
 pub use limits::Limits;
 pub use live::{Live, Running};
 pub use log::PROMPTS;

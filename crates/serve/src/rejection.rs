@@ -115,6 +115,9 @@ pub(crate) enum Rejection {
          or it is another key's"
     )]
     NoAnswer { id: String, stay_s: u64 },
+    /// A streamed answer that a silent node may keep.
+    #[error("streamed answer {id:?} was not found, and a node that may keep it is silent: try again")]
+    Unreached { id: String },
     /// The copies of a streamed answer that could be reached are behind its client.
     #[error(
         "the copies of streamed answer {id:?} that were reached lack events that the client has, \
@@ -315,6 +318,7 @@ impl Rejection {
             }
             Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
             Self::NoAnswer { .. } => request(S::NOT_FOUND, "answer_not_found"),
+            Self::Unreached { .. } => server(S::SERVICE_UNAVAILABLE, "answer_unreached"),
             Self::Behind { .. } => server(S::SERVICE_UNAVAILABLE, "answer_behind"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
@@ -472,6 +476,7 @@ impl Rejection {
             Self::TooManyRequests { .. }
             | Self::Busy { .. }
             | Self::TooManyOfOne { .. }
+            | Self::Unreached { .. }
             | Self::Behind { .. } => Some((RETRY_AFTER, text("1"))),
             // Reading weights takes seconds to minutes.
             Self::Loading => Some((RETRY_AFTER, text("2"))),

@@ -45,8 +45,9 @@ const COPIES_BYTES_MAX: usize = 256 << 20;
 /// rest is for the next node.
 const KEEP_LIMIT: Duration = Duration::from_secs(1);
 
-/// A node that was dead or silent is not asked again for so long.
-const SHUN: Duration = Duration::from_secs(10);
+/// A node that was dead or silent is not asked again for so long: by then a silent node counts as
+/// gone. One that only was busy keeps copies again.
+const SHUN: Duration = Duration::from_secs(2);
 
 /// Longest wait for the copy of a journal that another node has.
 const FIND_LIMIT: Duration = Duration::from_secs(2);
@@ -81,6 +82,17 @@ pub enum Kept {
     Gap,
     /// No node keeps it, and why.
     No(String),
+}
+
+/// Outcome of a search for a journal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The longest copy that was told in time.
+    Copy(Vec<u8>),
+    /// All nodes that live have answered, and none has it.
+    Nowhere,
+    /// No node that answered has it. Another node, which may have it, has not answered.
+    Unsure,
 }
 
 /// Hears what became of a piece.
@@ -233,7 +245,7 @@ impl Sender {
             return Some((node, line));
         }
         self.shunned.retain(|_, until| Instant::now() < *until);
-        for node in others(&self.agent) {
+        for node in others(&self.agent, &[Life::Alive]) {
             if self.shunned.contains_key(&node) {
                 continue;
             }
@@ -249,12 +261,12 @@ impl Sender {
     }
 }
 
-/// The nodes that live, those after this one first, so that each keeps for another.
-fn others(agent: &Agent) -> Vec<NodeId> {
+/// The other nodes in one of `states`, those after this one first, so that each keeps for another.
+fn others(agent: &Agent, states: &[Life]) -> Vec<NodeId> {
     let own = agent.id();
-    let alive = agent.nodes().into_iter();
-    let alive = alive.filter(|node| node.state == Life::Alive && node.id != own);
-    let mut ids: Vec<NodeId> = alive.map(|node| node.id).collect();
+    let all = agent.nodes().into_iter();
+    let wanted = all.filter(|node| states.contains(&node.state) && node.id != own);
+    let mut ids: Vec<NodeId> = wanted.map(|node| node.id).collect();
     ids.sort_by_key(|id| (*id < own, *id));
     ids
 }
@@ -344,29 +356,39 @@ pub(super) fn answer_journal(inner: &Inner, line: &dyn Line) {
     let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // it asks another one then
 }
 
-/// The longest copy of a journal that comes soon. A node that was frozen just now holds nobody up.
-pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-    find_longer(inner, id, key, 0)
+/// The longest copy of a journal that comes soon. A node that was frozen just now holds nobody up
+/// where another has a copy.
+pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Found {
+    search(inner, id, key, 0)
 }
 
 impl Fleet {
     /// As [`find_journal`](Self::find_journal), a copy of more than `than` bytes: a node that is
     /// slow is waited for where faster ones have shorter copies.
     pub fn find_longer_journal(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
-        find_longer(&self.inner, id, key, than)
+        match search(&self.inner, id, key, than) {
+            Found::Copy(bytes) => Some(bytes),
+            Found::Nowhere | Found::Unsure => None,
+        }
     }
 }
 
-fn find_longer(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
+fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Found {
     let own = inner.shelf.find(id, Instant::now());
     let told = ask_others(inner, id, key);
     longest(&told, own.unwrap_or_default(), than)
 }
 
-/// Asks all other nodes at once for a journal. The channel closes when all have answered.
-fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Vec<u8>> {
+/// The answer of a node that was asked: the copy that it has, empty where it has none; `None`
+/// where it does not answer.
+type Told = Option<Vec<u8>>;
+
+/// Asks all other nodes at once for a journal, those too that are silent of late: on a busy machine
+/// they may live. The channel closes when all have answered.
+fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Told> {
     let (tell, told) = sync_channel(NODES_MAX);
-    for node in others(&inner.agent).into_iter().take(NODES_MAX) {
+    let all = others(&inner.agent, &[Life::Alive, Life::Suspect]);
+    for node in all.into_iter().take(NODES_MAX) {
         let (inner, tell) = (Arc::clone(inner), tell.clone());
         let wish = Wish {
             id: id.to_owned(),
@@ -374,7 +396,7 @@ fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Vec<u
         };
         let ask = move || {
             // Whoever asked may have gone on with another copy.
-            let _ = tell.send(ask(&inner.agent, node, &wish).unwrap_or_default());
+            let _ = tell.send(ask(&inner.agent, node, &wish));
         };
         let thread = std::thread::Builder::new().name("journal".to_owned());
         if thread.spawn(ask).is_err() {
@@ -384,26 +406,39 @@ fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Vec<u
     told
 }
 
-/// The longest of this node's own copy and those that others tell in time; `None` where none has
-/// more than `than` bytes.
-fn longest(told: &Receiver<Vec<u8>>, own: Vec<u8>, than: usize) -> Option<Vec<u8>> {
+/// The longest of this node's own copy and those that others tell in time, where it has more than
+/// `than` bytes.
+fn longest(told: &Receiver<Told>, own: Vec<u8>, than: usize) -> Found {
     let is_long = own.len() > than;
     let mut end = Instant::now() + if is_long { FIND_MORE } else { FIND_LIMIT };
-    let mut best = own;
-    while let Ok(copy) = told.recv_timeout(end.saturating_duration_since(Instant::now())) {
-        if copy.len() <= best.len() {
-            continue;
+    let (mut best, mut all_answered) = (own, true);
+    loop {
+        match told.recv_timeout(end.saturating_duration_since(Instant::now())) {
+            Ok(Some(copy)) if copy.len() > best.len() => best = copy,
+            Ok(Some(_)) => continue,
+            Ok(None) => {
+                all_answered = false;
+                continue;
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                all_answered = false;
+                break;
+            }
         }
-        best = copy;
         if best.len() > than {
             end = end.min(Instant::now() + FIND_MORE);
         }
     }
-    (best.len() > than).then_some(best)
+    match (best.len() > than, all_answered) {
+        (true, _) => Found::Copy(best),
+        (false, true) => Found::Nowhere,
+        (false, false) => Found::Unsure,
+    }
 }
 
-/// The copy that a node has; nothing where it has none.
-fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Option<Vec<u8>> {
+/// The answer of a node.
+fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Told {
     let line = Wire(agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
     say(&line, wish).ok()?;
     line.receive(FIND_LIMIT).ok()?
@@ -459,18 +494,20 @@ mod tests {
     #[test]
     fn the_longest_copy_is_taken_and_this_nodes_own_is_one_of_them() {
         let of = |bytes: usize| vec![b'x'; bytes];
-        let found = |own: usize, others: &[usize], than: usize| {
+        let found = |own: usize, others: &[Option<usize>], than: usize| {
             let (tell, told) = sync_channel(NODES_MAX);
-            others.iter().for_each(|it| tell.send(of(*it)).unwrap());
+            others.iter().for_each(|it| tell.send(it.map(of)).unwrap());
             drop(tell);
-            longest(&told, of(own), than).map(|copy| copy.len())
+            longest(&told, of(own), than)
         };
-        assert_eq!(found(0, &[], 0), None);
-        assert_eq!(found(5, &[], 0), Some(5));
-        assert_eq!(found(5, &[0, 9, 7], 0), Some(9));
-        assert_eq!(found(9, &[0, 5], 0), Some(9));
-        assert_eq!(found(5, &[6, 0], 6), None);
-        assert_eq!(found(5, &[6, 7], 6), Some(7));
+        let copy = |bytes: usize| Found::Copy(of(bytes));
+        assert_eq!(found(0, &[], 0), Found::Nowhere);
+        assert_eq!(found(0, &[Some(0), None], 0), Found::Unsure);
+        assert_eq!(found(5, &[], 0), copy(5));
+        assert_eq!(found(5, &[Some(0), Some(9), None, Some(7)], 0), copy(9));
+        assert_eq!(found(9, &[Some(0), Some(5)], 0), copy(9));
+        assert_eq!(found(5, &[Some(6), Some(0)], 6), Found::Nowhere);
+        assert_eq!(found(5, &[Some(6), Some(7)], 6), copy(7));
     }
 
     #[test]

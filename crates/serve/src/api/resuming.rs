@@ -18,7 +18,7 @@ use super::{App, ENDPOINTS, Endpoint};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
 use crate::field::clip;
-use crate::journal::{Head, Journal, Line, Mirror, Reader, key_of};
+use crate::journal::{Absent, Head, Journal, Line, Mirror, Reader, key_of};
 use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::render::Telling;
@@ -123,7 +123,7 @@ pub(super) async fn stored_elsewhere(
     let (name, key) = (id.to_owned(), key_of(client));
     let asked = key.clone();
     let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
-    let stored: Stored = serde_json::from_slice(&find.await.ok()??).ok()?;
+    let stored: Stored = serde_json::from_slice(&find.await.ok()?.copy()?).ok()?;
     (stored.id == id && key_of(&stored.client) == key).then_some(stored)
 }
 
@@ -184,7 +184,7 @@ fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>
 /// Goes on with a stream behind the last event that its client has.
 ///
 /// # Errors
-/// [`Rejection::NoAnswer`], [`Rejection::Behind`]; as for a new request.
+/// [`Rejection::NoAnswer`], [`Rejection::Unreached`], [`Rejection::Behind`]; as for a new request.
 pub(super) async fn go_on(
     app: &Arc<App>,
     last: Last,
@@ -192,16 +192,20 @@ pub(super) async fn go_on(
 ) -> Result<Response, Rejection> {
     let (bounds, now) = (app.config.bounds(), app.config.clock.now);
     let journals = &app.config.journals;
-    let found = journals.find(&last.id, &client, bounds, now).await;
-    let journal = found.filter(|journal| app.model.is_called(&journal.head.model));
-    let journal = journal.ok_or_else(|| Rejection::NoAnswer {
-        id: clip(&last.id),
+    let id = || clip(&last.id);
+    let nowhere = || Rejection::NoAnswer {
+        id: id(),
         stay_s: bounds.stay.as_secs(),
-    })?;
+    };
+    let journal = match journals.find(&last.id, &client, bounds, now).await {
+        Ok(journal) if app.model.is_called(&journal.head.model) => journal,
+        Ok(_) | Err(Absent::Nowhere) => return Err(nowhere()),
+        Err(Absent::Unsure) => return Err(Rejection::Unreached { id: id() }),
+    };
     let taken = Taken::from(app, journal, &client, last.event).await?;
     let mut replayed = taken.replay(app, (&terms, client.clone()));
     if replayed.lacks(last.event) {
-        let behind = || Rejection::Behind { id: clip(&last.id) };
+        let behind = || Rejection::Behind { id: id() };
         let short = &replayed.recorder.journal;
         let longer = journals.find_longer(short, bounds, now).await;
         let taken = Taken::from(app, longer.ok_or_else(behind)?, &client, last.event).await?;

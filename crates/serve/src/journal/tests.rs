@@ -166,8 +166,8 @@ impl Mirror for Told {
         done(own.0.pop_front().unwrap());
     }
 
-    fn find(&self, _: &str, _: Option<&str>) -> Option<Vec<u8>> {
-        None
+    fn find(&self, _: &str, _: Option<&str>) -> Found {
+        Found::Nowhere
     }
 }
 
@@ -250,7 +250,7 @@ impl Mirror for Way {
         done(Kept::Yes);
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+    fn find(&self, id: &str, key: Option<&str>) -> Found {
         let nodes = self.0.nodes.lock().unwrap();
         let own = nodes
             .iter()
@@ -258,7 +258,8 @@ impl Mirror for Way {
         let copies = nodes
             .iter()
             .filter_map(|(_, copies)| copies.get(id).cloned());
-        own.chain(copies).max_by_key(Vec::len)
+        let longest = own.chain(copies).max_by_key(Vec::len);
+        longest.map_or(Found::Nowhere, Found::Copy)
     }
 }
 
@@ -314,7 +315,8 @@ async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
         at = net.below(3);
         journals = net.journals(at);
         let client = Client::Key("k".to_owned());
-        journal = journals.find(&id, &client, bounds, Instant::now).await?;
+        let found = journals.find(&id, &client, bounds, Instant::now).await;
+        journal = found.ok()?;
         (reader, past) = journal.take_over().unwrap();
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use paceline_engine::{Finish, Service};
 use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Config, Done, Doors, Kept, Mirror, Piece, Server, Status};
+use paceline_serve::{Config, Done, Doors, Found, Kept, Mirror, Piece, Server, Status};
 use serde_json::Value;
 
 use crate::rig::{CHAT, CLOCK, COMPLETE, Rig, chat_body, completion_body, refusal};
@@ -251,8 +251,9 @@ impl Mirror for Shelf {
         done(Kept::Yes);
     }
 
-    fn find(&self, id: &str, _: Option<&str>) -> Option<Vec<u8>> {
-        self.0.lock().unwrap().get(id).cloned()
+    fn find(&self, id: &str, _: Option<&str>) -> Found {
+        let copy = self.0.lock().unwrap().get(id).cloned();
+        copy.map_or(Found::Nowhere, Found::Copy)
     }
 }
 
@@ -333,8 +334,8 @@ impl Mirror for Stores {
         done(Kept::Yes);
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-        self.0.response(id, key)
+    fn find(&self, id: &str, key: Option<&str>) -> Found {
+        self.0.response(id, key).map_or(Found::Nowhere, Found::Copy)
     }
 }
 
@@ -375,14 +376,17 @@ impl Mirror for Slow {
         done(Kept::Yes);
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-        let copy = self.shelf.find(id, key)?;
+    fn find(&self, id: &str, key: Option<&str>) -> Found {
+        let Found::Copy(copy) = self.shelf.find(id, key) else {
+            return Found::Nowhere;
+        };
         let lines = copy.split_inclusive(|byte| *byte == b'\n');
-        Some(lines.take(2).flatten().copied().collect())
+        Found::Copy(lines.take(2).flatten().copied().collect())
     }
 
     fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
-        let copy = self.shelf.find(id, key).filter(|_| self.has_longer);
+        let copy = self.shelf.find(id, key).copy();
+        let copy = copy.filter(|_| self.has_longer);
         copy.filter(|copy| copy.len() > than)
     }
 }
@@ -430,8 +434,8 @@ impl Mirror for Nobody {
         done(Kept::No("no other node lives".to_owned()));
     }
 
-    fn find(&self, _: &str, _: Option<&str>) -> Option<Vec<u8>> {
-        None
+    fn find(&self, _: &str, _: Option<&str>) -> Found {
+        Found::Unsure
     }
 }
 
@@ -450,4 +454,12 @@ fn without_another_node_answers_go_on_with_an_event() {
                  if reason == "no other node lives")
     });
     assert_eq!(told.count(), 1);
+}
+
+/// A client that is told 404 gives up, so a silent node is no reason for that.
+#[test]
+fn an_answer_that_a_silent_node_may_keep_is_asked_for_again() {
+    let rig = Rig::with(|config| config.journals.mirror_to(Arc::new(Nobody)));
+    let (status, code, ..) = refusal(again(&rig, CHAT, "4f:1", ""));
+    assert_eq!((status, code.as_str()), (503, "answer_unreached"));
 }
