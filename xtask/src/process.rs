@@ -17,8 +17,8 @@ pub(crate) fn log_path(name: &str) -> PathBuf {
         .join(format!("{name}.log"))
 }
 
-/// Runs `command` without input to its end; `see` gets every line of its stdout and stderr, in
-/// the order written, and so does the file `log`, which is made new. True when it exits with 0.
+/// Runs `command` without input to its end. `see` gets every line of its stdout and stderr, in the
+/// order written. So does the file `log`, which is made new. True when it exits with 0.
 ///
 /// # Errors
 /// When the program cannot be started or the log not be written.

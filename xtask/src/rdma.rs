@@ -1,8 +1,9 @@
 //! `cargo xtask rdma`: does RDMA work over real verbs?
 //!
-//! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`) and runs those tests of
-//! `crates/comm-rdma/src/tests/loaded.rs` in it that need a device: the conformance suite for two
-//! ranks, then two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes and Debian.
+//! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`). There it runs the
+//! tests of `crates/comm-rdma/src/tests/loaded.rs` that need a device. They are the conformance
+//! suite for two ranks, then two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes
+//! and Debian.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

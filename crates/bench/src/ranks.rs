@@ -2,9 +2,9 @@
 //!
 //! The processes are the program `paceline bench comm` again, with the hidden `--as-rank`. A child
 //! prints its address, reads the addresses of all, measures, and rank 0 prints the rows as JSON.
-//! Then each line `bytes calls` on its input is a turn against a rival: MLX, Open MPI, or ranks of
-//! its own kind without encryption or with one stream. With machines of a cluster each rank is on
-//! one of them ([`nodes`]).
+//! Then each line `bytes calls` on its input is a turn against a rival. Rivals are MLX, Open MPI,
+//! and ranks of its own kind without encryption or with one stream. With machines of a cluster each
+//! rank is on one of them ([`nodes`]).
 
 mod error;
 pub mod nodes;

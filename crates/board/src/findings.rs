@@ -304,9 +304,12 @@ pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value,
 /// Puts the file at `path` into the knowledge base below `root`.
 ///
 /// # Errors
-/// [`Error::Invalid`] with everything that is wrong with it, [`Error::Taken`] when its name is,
-/// [`Error::Orphan`] when another file rests on what it would replace, and what the system says;
-/// the knowledge base is then as it was.
+/// - [`Error::Invalid`] with everything that is wrong with the file;
+/// - [`Error::Taken`] when its name is taken;
+/// - [`Error::Orphan`] when another file rests on what it would replace;
+/// - what the system says.
+///
+/// The knowledge base is then as it was.
 pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Added, Error> {
     let folder = folder(root);
     let target = folder.join(kept_name(path)?);

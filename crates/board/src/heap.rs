@@ -2,8 +2,8 @@
 //!
 //! The C library keeps what was freed between blocks in use. Long requests leave tens of megabytes
 //! so. A trim is due while the process has [`GROWTH_BYTES`] more than it had at the least. It is
-//! due again at the next look: what a trim finds in use may be freed a moment later, and that is
-//! not seen in the size of the process. Memory that stays in use, as of a model that was loaded, is
+//! due again at the next look, as what a trim finds in use may be freed a moment later. The size
+//! of the process does not show that. Memory that stays in use, as of a model that was loaded, is
 //! learned after [`VAIN_MAX`] trims that gave nothing back.
 
 /// Growth of the process since the least, before it is told to give back what is free.

@@ -20,8 +20,8 @@ pub struct Machine {
     pub is_own: bool,
 }
 
-/// `count` machines of the cluster, this one first; `None` where no node of `home` runs here that
-/// starts workers, or the cluster has fewer machines of this build.
+/// `count` machines of the cluster, this one first. `None` where no node of `home` runs here that
+/// starts workers. `None` too where the cluster has fewer machines of this build.
 ///
 /// # Errors
 /// The error of this machine's node.

@@ -36,8 +36,8 @@ pub struct Asked {
     pub classes: Classes,
     /// Whether each thread stays on a core of its own.
     pub pin: bool,
-    /// Nodes more that only read prompts, perhaps none, and the new tokens from which on they do,
-    /// where that is not for their speed to decide.
+    /// How many more nodes there are that only read prompts, perhaps none. Then the number of new
+    /// tokens from which on they read a prompt; `None` where their speed decides that.
     pub prompts: (u32, Option<u32>),
     /// When opening the model began.
     pub since: Instant,

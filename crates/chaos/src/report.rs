@@ -13,7 +13,7 @@ use crate::Error;
 pub(crate) struct Seen {
     pub(crate) round: Round,
     pub(crate) victim: String,
-    /// From the fault to the first time that the entry node told of it; `None` where the state
+    /// From the fault to the first time that the entry node told of it. `None` where the state
     /// was over before it was asked for again.
     pub(crate) detected: Option<Duration>,
     /// Longest wait of a client for its next token.

@@ -17,7 +17,7 @@ const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
 /// Least block that the C library maps on its own, and most that it keeps at the end of an arena.
 /// By default it learns from the first freed block of 8 MB to keep such blocks. Six requests of
-/// 8 MB left 50 MB then, and a trim gave back 14; with this bound they left 13, and a trim gave
+/// 8 MB left 50 MB then, and a trim gave back 14. With this bound they left 13, and a trim gave
 /// all back (two cores, November 2026). Smaller blocks are not mapped: each 4 KiB of a mapping
 /// costs a page fault.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
@@ -95,7 +95,7 @@ pub fn own_status(name: &str) -> Option<String> {
     Some(line.strip_prefix(':')?.trim().to_owned())
 }
 
-/// The most memory that this process had in use at a time, file pages that were looked at included;
+/// The most memory that this process had in use at a time, file pages that were looked at included.
 /// `None` where the system does not say.
 pub fn peak_memory_bytes() -> Option<u64> {
     let kib: u64 = own_status("VmHWM")?.strip_suffix(" kB")?.parse().ok()?;

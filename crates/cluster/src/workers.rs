@@ -383,9 +383,11 @@ impl<To, From> Workers<To, From> {
         self.queue.wake();
     }
 
-    /// Ends all children and reaps them: closes their channels, which a child with a
-    /// [`Control`](crate::Control) obeys at once; SIGTERM after half of `grace`; SIGKILL after
-    /// `grace`, or at once for those that are silent.
+    /// Ends all children and reaps them.
+    ///
+    /// First it closes their channels, which a child with a [`Control`](crate::Control) obeys at
+    /// once. SIGTERM follows after half of `grace`, and SIGKILL after `grace`. Children that are
+    /// silent get SIGKILL at once.
     ///
     /// Returns when none is left, after `grace` and the few milliseconds that the kernel takes. A
     /// process that the kernel cannot end is given up after 5 s. Events that are not taken stay,

@@ -1,7 +1,7 @@
 //! Rings of Rust and real MLX ranks.
 //!
-//! Needs a Python that has `mlx`: `cargo xtask mlx-ring` and `cargo xtask test` make one and pass
-//! its path in `PACELINE_MLX_PYTHON`; without it the tests say that they are skipped. Rust ranks
+//! Needs a Python that has `mlx`. `cargo xtask mlx-ring` and `cargo xtask test` make one and pass
+//! its path in `PACELINE_MLX_PYTHON`. Without it the tests say that they are skipped. Rust ranks
 //! are threads of this process, Python ranks are processes that run `mlx_ring/*.py`.
 //!
 //! - `mixed`: every call, type, length and place in the ring;

@@ -1,8 +1,11 @@
 //! The verbs library, opened at run time, and what it hands out: each with an owner that gives it
 //! back.
 //!
-//! [`Adapter`] is an open device with its one protection domain; [`Region`] registered memory;
-//! [`Queue`] a completion queue; [`Pair`] an unreliable connection (UC) that sends and receives.
+//! - [`Adapter`]: an open device with its one protection domain;
+//! - [`Region`]: registered memory;
+//! - [`Queue`]: a completion queue;
+//! - [`Pair`]: an unreliable connection (UC) that sends and receives.
+//!
 //! Nothing here waits.
 
 use std::ffi::{CStr, c_int, c_void};

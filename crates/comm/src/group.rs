@@ -157,7 +157,7 @@ pub trait Group: fmt::Debug + Send + Sync {
         Copies::default()
     }
 
-    /// Lets this group, and those split off it, use `pages` in place while the result lives;
+    /// Lets this group, and those split off it, use `pages` in place while the result lives.
     /// `None` where that is of no use, or not possible. Not collective. Called by
     /// [`Memory::new`](crate::Memory::new).
     fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {

@@ -113,7 +113,7 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
     unsafe { &*mapping.start().add(offset).cast() }
 }
 
-/// Moves `pages`, of a [`Memory`](crate::Memory) that is being made, to a file that peers can map;
+/// Moves `pages`, of a [`Memory`](crate::Memory) that is being made, to a file that peers can map.
 /// `None` if they are few, or the system has no such files to give.
 ///
 /// # Panics

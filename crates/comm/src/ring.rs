@@ -58,7 +58,7 @@ impl Ring {
     /// A ring on this memory.
     ///
     /// # Safety
-    /// `counters` and the `size` bytes of `data`, a power of two, stay valid as long as the ring;
+    /// `counters` and the `size` bytes of `data`, a power of two, stay valid as long as the ring.
     /// `counters` is aligned, and both were zero before the first side began.
     pub(crate) const unsafe fn new(counters: *const Counters, data: *mut u8, size: usize) -> Self {
         assert!(size.is_power_of_two());

@@ -23,8 +23,8 @@ use std::time::Duration;
 
 /// Multiple of a step with the equal rows that a step with rows beyond these may take. Requests of
 /// others may take twice as long as without such a client (issue 33), which also leaves room for
-/// the prompts that it sends. SmolLM2 on two threads (EPYC VM) has about 3 rows beyond 5 then, and
-/// a machine whose steps take as long with 28 rows as with 5 has all of them.
+/// the prompts that it sends. SmolLM2 on two threads (EPYC VM) has about 3 rows beyond 5 then. A
+/// machine whose steps take as long with 28 rows as with 5 has all of them.
 pub(crate) const FACTOR: f64 = 1.25;
 
 /// Weight of a step relative to the next one: some 50 steps count.

@@ -155,7 +155,7 @@ impl Pacer {
         self.budget_of(decoding, room, f64::INFINITY)
     }
 
-    /// The same for prompts of a client that has more to compute than others: the step takes at
+    /// The same for prompts of a client that has more to compute than others. The step takes at
     /// most [`FACTOR`] times as long as one without them.
     pub(crate) fn scant(&self, decoding: usize, room: usize) -> usize {
         self.budget_of(decoding, room, FACTOR)

@@ -16,9 +16,9 @@
 //! whose prompts are read. Each computed row counts for its client. A client that comes after it
 //! had nothing to do begins at the least count of those that are there. So nobody saves up.
 //! Priorities are strict, but a request that others passed [`PASSED_MAX`] times goes before all. So
-//! nothing starves. A request passes none of a client that has more places than its own: else a
-//! client with many requests soon had some that go before those of all others. All of this is pure;
-//! it decides when a row is computed, never what it gives.
+//! nothing starves. A request passes none of a client that has more places than its own. Else a
+//! client with many requests would soon have some that go before those of all others. All of this
+//! is pure; it decides when a row is computed, never what it gives.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

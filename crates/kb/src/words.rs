@@ -23,8 +23,8 @@ const STOP_WORDS: [&str; 116] = [
     "without", "work", "working", "works", "would", "yet", "you", "your",
 ];
 
-/// Shortest run of letters that is a term of its own beside digits: `gbe` of `10gbe` is, `m` of
-/// `m3` is not, as it would find every `m`.
+/// Shortest run of letters that is a term of its own beside digits. `gbe` of `10gbe` is one. `m` of
+/// `m3` is not one, as it would find every `m`.
 const LETTERS_MIN: usize = 3;
 
 /// Stems that people use for one another, with the one that stands for both. Kept to what questions

@@ -37,7 +37,7 @@ impl Bins {
         is_right.then_some(Self { low, high, count })
     }
 
-    /// Left edge of the first bin and right edge of the last that have all values of a type;
+    /// Left edge of the first bin and right edge of the last that have all values of a type.
     /// `None` where the type has too many.
     pub fn of_type(dtype: Dtype) -> Option<(f64, f64)> {
         match dtype {

@@ -255,8 +255,8 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// Left and right edges of bins for columns that have to be read for them: the least and
-    /// greatest value, or half a unit around a sole one as NumPy has it. Two passes.
+    /// Left and right edges of bins for columns that have to be read for them. These are the least
+    /// and greatest value, or half a unit around a sole one as NumPy has it. Two passes.
     ///
     /// # Errors
     /// As of [`number`](Self::number).

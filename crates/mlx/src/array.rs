@@ -141,8 +141,8 @@ impl Array {
     /// As [`as_bytes`](Self::as_bytes).
     ///
     /// # Safety
-    /// The array was computed, and so was everything that reads it: nothing that is still to be
-    /// computed, and no other array, looks at its memory.
+    /// The array was computed, and so was everything that reads it. Nothing that is still to be
+    /// computed looks at its memory, and no other array does.
     pub unsafe fn as_bytes_mut(&mut self) -> Result<&mut [u8], Error> {
         let bytes = self.as_bytes()?;
         let (start, n) = (bytes.as_ptr().cast_mut(), bytes.len());

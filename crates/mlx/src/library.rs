@@ -62,9 +62,10 @@ impl Library {
     /// Opens the library at `path`.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Truncated`], [`Error::NotALibrary`], [`Error::Load`] for a file
-    /// that cannot be used; [`Error::Version`] for one of another version, [`Error::Symbol`] for
-    /// one without a function that is needed.
+    /// - [`Error::Read`], [`Error::Truncated`], [`Error::NotALibrary`], [`Error::Load`] for a file
+    ///   that cannot be used;
+    /// - [`Error::Version`] for one of another version;
+    /// - [`Error::Symbol`] for one without a function that is needed.
     pub fn load(path: &Path) -> Result<Self, Error> {
         whole::check(path)?;
         // The loader finds MLX beside the C layer where it is there, through links too.

@@ -415,9 +415,12 @@ impl Stream {
         })
     }
 
-    /// Softmax of scaled scores times values: `q (1, heads, rows, head)`, `k (1, kv heads, keys,
-    /// head)`, `v (1, kv heads, keys, value)`; `(1, heads, rows, value)`. `sinks (heads,)`: a
-    /// score of each head that has no value.
+    /// Softmax of scaled scores times values, `(1, heads, rows, value)`.
+    ///
+    /// - `q (1, heads, rows, head)`;
+    /// - `k (1, kv heads, keys, head)`;
+    /// - `v (1, kv heads, keys, value)`;
+    /// - `sinks (heads,)`: a score of each head that has no value.
     ///
     /// # Errors
     /// As [`add`](Self::add).

@@ -251,8 +251,8 @@ fn slot(part: Part) -> usize {
     found.expect("a part with a pair")
 }
 
-/// Outputs and inputs of a matrix of a layer; `None` where it has none, or is computed in a way
-/// that nothing can be added to.
+/// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or is
+/// computed in a way that nothing can be added to.
 fn sizes(width: usize, shape: &LayerShape, part: Part) -> Option<[usize; 2]> {
     let is_plain =
         shape.latent.is_none() && !shape.gated && !matches!(shape.cache, LayerCache::Delta(_));

@@ -60,7 +60,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// The groups it was linked with.
     fn links(&self) -> Option<&Arc<Links>>;
 
-    /// The same weights outside of any group, which is left by this; `None` if something else still
+    /// The same weights outside of any group; this leaves the group. `None` if something else still
     /// holds them, or this engine has to load them again.
     fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
         None

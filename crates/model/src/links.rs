@@ -285,8 +285,8 @@ impl Links {
         exchanged
     }
 
-    /// Gathers values of layer `index` over the stage: `values` has those of all ranks in order,
-    /// `counts` of each, of which this rank's are in their place.
+    /// Gathers values of layer `index` over the stage. `values` has those of all ranks in order,
+    /// `counts` is how many of each. Before the call, this rank's are in their place.
     pub(crate) fn gather(
         &self,
         index: usize,
@@ -335,8 +335,8 @@ impl Links {
         rows * most.unwrap_or(0)
     }
 
-    /// Brings the logits of all ranks of the last stage together at the leader: `mine` is
-    /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)` and `scratch` has the room
+    /// Brings the logits of all ranks of the last stage together at the leader. `mine` is
+    /// `(rows, vocabulary of this rank)`. `all` is `(rows, vocabulary)`, and `scratch` has the room
     /// it [needs](Self::logits_room); both are used by the leader only. `extents` says how much of
     /// each row is wanted: of others' logits that are not, the leader may get NaN.
     pub(crate) fn gather_logits(

@@ -45,8 +45,8 @@ use sums::Sums;
 
 /// Working memory of [`Model::forward`], for batches up to a size; allocated once.
 ///
-/// H, K, F and V are this rank's heads, KV heads, feed-forward columns and rows of the head; D and
-/// E the sizes of a key and of a value. Of layers that differ, the largest product counts.
+/// H, K, F and V are this rank's heads, KV heads, feed-forward columns and rows of the head. D and
+/// E are the sizes of a key and of a value. Of layers that differ, the largest product counts.
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,

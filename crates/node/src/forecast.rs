@@ -7,8 +7,8 @@
 //! live decode timings of each run  ---------------------------------'
 //! ```
 //! The ratio of measured and predicted is kept per model, threads, nodes and split. `--split auto`
-//! begins with the split whose corrected prediction is best, so one that disappoints loses its turn
-//! the next time; `steered` leaves it while it runs.
+//! begins with the split whose corrected prediction is best. So one that disappoints loses its turn
+//! the next time. `paceline_plan::steer` leaves it already while it runs.
 
 pub mod across;
 mod facts;
@@ -456,9 +456,9 @@ impl Forecast {
         self.measured.other * f64::from(self.shape.layers) / each.sum::<f64>()
     }
 
-    /// A rank, of which `crowd` times as many compute as there are cores, and whose products take
-    /// `sharing` times as long as alone; `row` is what a row of a layer's products takes where
-    /// memory does not limit it.
+    /// A rank as a node. `crowd` times as many threads compute as there are cores. The rank's
+    /// products take `sharing` times as long as alone. `row` is what a row of a layer's products
+    /// takes where memory does not limit it.
     fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: Row) -> Node {
         let layers = || 0..self.shape.layers;
         let read: f64 = layers().map(|layer| self.shape.read_bytes(layer)).sum();

@@ -74,8 +74,8 @@ impl Wanted<'_> {
     }
 }
 
-/// Loads a whole model on the engine of `class`; `engine` is what it will be asked for, `kv` how it
-/// keeps keys and values if not as its class does.
+/// Loads a whole model on the engine of `class`. `engine` is what it will be asked for. `kv` is how
+/// it keeps keys and values, if not as its class does.
 ///
 /// # Errors
 /// What is wrong with the model, or with MLX where it is to compute.

@@ -22,10 +22,15 @@
 //! # Ok::<(), paceline_plan::Error>(())
 //! ```
 //!
-//! In reading order: [`model`] and [`cluster`] (facts), [`placement`] (decisions), [`cost`]
-//! (seconds and bytes), [`predict()`], [`calibration`] and [`mod@fit`] (constants),
-//! [`published`] and [`mod@validate`] (the check against reality), [`solver`], [`advice`];
-//! [`draw`] makes pictures of any of it.
+//! In reading order:
+//! - [`model`] and [`cluster`]: facts.
+//! - [`placement`]: decisions.
+//! - [`cost`]: seconds and bytes.
+//! - [`predict()`].
+//! - [`calibration`] and [`mod@fit`]: constants.
+//! - [`published`] and [`mod@validate`]: the check against reality.
+//! - [`solver`], [`advice`].
+//! - [`draw`]: pictures of any of it.
 
 #![forbid(unsafe_code)]
 

@@ -27,7 +27,7 @@ impl Memory {
     ///
     /// # Errors
     /// `TypeError`, `ValueError` or `BufferError` of the object's own if it has no buffer, or one
-    /// with gaps; `ValueError` if that is not a whole number of elements.
+    /// with gaps. `ValueError` if the buffer is not a whole number of elements.
     pub(crate) fn of(object: &Bound<'_, PyAny>, dtype: Dtype) -> PyResult<Self> {
         Self::get(object, dtype, ffi::PyBUF_SIMPLE)
     }

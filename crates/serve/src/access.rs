@@ -18,7 +18,7 @@ use crate::keys::Watched;
 use crate::rejection::Rejection;
 
 /// Clients that may ask. Loopback names and addresses, and the address that a connection came to,
-/// are always accepted as `Host`; a page of the server's own origin always as `Origin`.
+/// are always accepted as `Host`. A page of the server's own origin is always accepted as `Origin`.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     /// More names that a `Host` header may have, without port: `llm.example.org`.

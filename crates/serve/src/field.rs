@@ -288,8 +288,8 @@ impl Fields {
     /// Checks `object`, which stands at `place` in the body: empty, or with a dot at the end.
     ///
     /// # Errors
-    /// The first field that is not in the table (unless `notes` lets it pass) or wrong, in the
-    /// order of the object, else the first that is missing.
+    /// The first field, in the order of the object, that is wrong or not in the table. If there is
+    /// none, the first that is missing. `notes` may let a field pass that is not in the table.
     pub(crate) fn new(
         object: Map<String, Value>,
         table: &[Field],

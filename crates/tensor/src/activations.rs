@@ -1,12 +1,9 @@
 //! Activations as the integer kernels read them: integers with a scale per *span* of columns.
 //!
-//! For a span of row `t`, with `m = max |x|` over its values and `n` steps (below):
-//! `scale = m / n`, `q[k] = round_ties_even(x[k] * (n / m))`, all in f32 (both 0 when `m` is not
-//! above 1e-34 or not finite). The sums of `q` over each half chunk of 16 go with it: weight
-//! types with a zero offset or a min need them. A span has 256 columns, or as many as divide that
-//! and the leaves of the products that will read them ([`crate::packed::span`]), so that a rank
-//! knows all of each; the last may have fewer. A row is quantised once however many matrices read
-//! it.
+//! A span of row `t` has `m = max |x|` over its values, and `n` steps (below). Then `scale = m / n`
+//! and `q[k] = round_ties_even(x[k] * (n / m))`, all in f32. Both are 0 when `m` is not above 1e-34
+//! or not finite. The sums of `q` over each half chunk of 16 go with it: weight types with a zero
+//! offset or a min need them.
 //!
 //! A span has 256 columns, or as many as divide that and the leaves of the products that will read
 //! them ([`crate::packed::span`]). So a rank knows all of each span. The last may have fewer
@@ -62,10 +59,11 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `cols` columns, for products with whatever matrix with leaves of
-    /// `leaf_cols` columns (0: one leaf, as [`PackOptions`](crate::PackOptions) says); `precision`
-    /// says how integer kernels will read them, `None` that none will. Where the matrices are
-    /// known, [`Kernels::activations`](crate::Kernels::activations) makes no more than they need.
+    /// Room for `max_rows` rows of `cols` columns, for products with any matrix whose leaves have
+    /// `leaf_cols` columns. 0 stands for one leaf, as [`PackOptions`](crate::PackOptions) says.
+    /// `precision` says how integer kernels will read the rows, `None` that none will. Where the
+    /// matrices are known, [`Kernels::activations`](crate::Kernels::activations) makes no more than
+    /// they need.
     ///
     /// # Panics
     /// If there is a precision and `cols` is not a multiple of 32.

@@ -1,9 +1,10 @@
 //! Products of f32 matrices for training: each element is one chain.
 //!
 //! **Definition** ([`naive`]). An element of `C = A B` is one chain of fused multiply-adds over the
-//! inner dimension in order: `c = fma(a[i][0], b[0][j], c)`, then 1, 2 and so on, from 0 or from
-//! what `C` holds. No partial sums are made, so blocking, threads and instruction set cannot show
-//! in a bit. Speed comes from many chains at once: a tile of rows by lanes stays in registers.
+//! inner dimension in order. First comes `c = fma(a[i][0], b[0][j], c)`, then 1, 2 and so on. The
+//! chain begins with 0 or with what `C` holds. No partial sums are made, so blocking, threads and
+//! instruction set cannot show in a bit. Speed comes from many chains at once: a tile of rows by
+//! lanes stays in registers.
 //!
 //! Operands are given by strides, so that `X W^T`, `dY W` and `dY^T X` are one kernel.
 

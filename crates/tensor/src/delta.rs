@@ -1,7 +1,7 @@
 //! Gated delta nets: what a row reads from a state and from the rows of its page, to the bit.
 //!
 //! A value head has a state S, `(head_dim, value_dim)`, that changes at multiples of [`PAGE`] only.
-//! Row t of a page has key k, query q, value v, a step b and a logarithm of its decay g, all f32;
+//! Row t of a page has key k, query q, value v, a step b and a logarithm of its decay g, all f32.
 //! `G[t]` is the sum of the page's g up to t, in f64, in order. With S as it was before the page:
 //!
 //! ```text

@@ -294,8 +294,8 @@ impl KvCache {
     /// [`Error::Memory`] when the address space cannot be reserved.
     ///
     /// # Panics
-    /// If the size of a key or value is not a multiple of 16, a value that is part of its key is
-    /// longer, or there is no such pool.
+    /// If the size of a key or value is not a multiple of 16, or there is no such pool. Also if a
+    /// value that is part of its key is longer than the key.
     pub fn new(layers: &[(usize, LayerStore)], pages: &[usize]) -> Result<Self, Error> {
         let mut page_bytes = vec![0; pages.len()];
         let place = |&(pool, store): &(usize, LayerStore)| {

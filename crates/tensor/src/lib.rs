@@ -6,11 +6,17 @@
 //! Every float sum has one documented order: [`matmul`] for products, [`attention`] for attention,
 //! [`paceline_base::tree`] for the sums that a split may cut.
 //!
-//! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
-//! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
-//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`],
-//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls), [`meter`] (its
-//! time).
+//! Modules in reading order:
+//! - [`stored`]: blocks as files hold them.
+//! - [`naive`]: definitions.
+//! - `isa`: sixteen lanes per instruction set.
+//! - `formats` and `packed`: weights repacked for the lanes.
+//! - [`matmul`].
+//! - `batch`: many activation rows.
+//! - [`vector`], [`attention`], [`kv`], [`pool`].
+//! - `dispatch`: functions per instruction set.
+//! - [`kernels`]: what the model calls.
+//! - [`meter`]: its time.
 //!
 //! ```
 //! use paceline_base::BlockType;

@@ -144,8 +144,8 @@ fn bf16_leaf(row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
 }
 
 /// Causal attention of one query head over all positions it sees, as [`crate::attention`] defines
-/// it: `query` `(head_dim,)` scaled, `keys` and `values` `(position + 1, head_dim)` as the cache
-/// holds them, the query standing at the last position.
+/// it. `query` is `(head_dim,)`, scaled. `keys` and `values` are `(position + 1, head_dim)`, as the
+/// cache holds them. The query stands at the last position.
 ///
 /// `sink`: a score that takes part in the softmax and has no value.
 pub fn attention(

@@ -1,9 +1,9 @@
 //! Activations rounded to bf16, and which weights such products take.
 
-/// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
-/// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
-/// nothing on the way is denormal. Activations below it are taken as 0; a matrix with weights below
-/// it is multiplied without `vdpbf16ps`.
+/// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, since
+/// they have 8 bits. Their products, and sums of these however rounded, are whole multiples of
+/// 2^-126, the smallest normal f32. So nothing on the way is denormal. Activations below it are
+/// taken as 0; a matrix with weights below it is multiplied without `vdpbf16ps`.
 pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 56) << 23);
 
 /// The bits of the bf16 that stands for an activation: the nearest, ties to even, or 0.

@@ -19,8 +19,8 @@
 //! They are facts about the format (`ggml/src/ggml-common.h`, decoded by `dequantize_row_*` in
 //! `ggml/src/ggml-quants.c` of llama.cpp); numbers are little-endian.
 //!
-//! **Exactness.** A half has 11 significant bits and the integers that multiply it have at most 12
-//! together (Q6_K: `sub * q` is up to 4096), so every product of a scale with its integers is exact
+//! **Exactness.** A half has 11 significant bits. The integers that multiply it have at most 12
+//! together (Q6_K: `sub * q` is up to 4096). So every product of a scale with its integers is exact
 //! in `f32`, in any order. Types without a min therefore decode exactly. A type with a min adds two
 //! exact products, so its weights are rounded once. No order of evaluation can change a value.
 //!

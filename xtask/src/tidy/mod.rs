@@ -2,10 +2,15 @@
 //!
 //! Each rule is a function from a value (a parsed file, cargo's metadata, a file's bytes) to
 //! findings, so that its tests need no repository. CONTRIBUTING.md lists the rules for people.
-//! Reading order: [`source`] parses, [`code`], [`text`] and [`functions`] judge Rust files,
-//! [`layers`] the crate edges and [`copies`] their pictures, [`circles`] the edges between a
-//! crate's files, [`words`] doc comments, [`programs`] the test programs, [`tracked`] every tracked
-//! file.
+//!
+//! Reading order:
+//! - [`source`] parses.
+//! - [`code`], [`text`] and [`functions`] judge Rust files.
+//! - [`layers`] judges the crate edges, and [`copies`] their pictures.
+//! - [`circles`] judges the edges between a crate's files.
+//! - [`words`] judges doc comments.
+//! - [`programs`] judges the test programs.
+//! - [`tracked`] judges every tracked file.
 
 mod circles;
 mod code;

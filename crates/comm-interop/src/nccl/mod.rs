@@ -6,8 +6,8 @@
 //!
 //! **What it has not.** Messages, as in MLX; reductions of `i16`, `u16` and `complex64`, which NCCL
 //! does not know. They give [`Error::Unsupported`] before anything is sent. There is no lockstep
-//! guard, the order of sums is NCCL's, and what NCCL sends is plaintext over whatever links it
-//! finds: [`join`] asks for that by name.
+//! guard, and the order of sums is NCCL's. NCCL sends plaintext over whatever links it finds:
+//! [`join`] asks for that by name.
 //!
 //! **Deadlines.** The host never blocks in NCCL: it looks at the stream until the deadline, then
 //! aborts the communicator. NCCL does not say who was missing, so [`Error::Timeout`] names the rank

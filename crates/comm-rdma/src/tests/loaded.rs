@@ -1,9 +1,10 @@
 //! RDMA through a library that is really opened: the software as `libibverbs.so.1`, and, where one
 //! is named, a real device.
 //!
-//! `cargo xtask rdma` runs this in a virtual machine that has a device; the variables it sets:
-//! `COMM_TEST_RDMA_DEVICE` names the device, `COMM_TEST_RDMA_GROUP` (with rank, and the addresses
-//! of both) makes this process one of two ranks.
+//! `cargo xtask rdma` runs this in a virtual machine that has a device. It sets two variables:
+//! - `COMM_TEST_RDMA_DEVICE` names the device;
+//! - `COMM_TEST_RDMA_GROUP` (with rank, and the addresses of both) makes this process one of two
+//!   ranks.
 
 #![cfg(unix)]
 #![allow(

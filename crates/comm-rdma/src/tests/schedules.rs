@@ -90,8 +90,8 @@ fn partial_meshes_carry_as_few_bytes_as_can_be() {
     }
 }
 
-/// Both directions and all cables of a pair carry the same share; JACCL at HEAD sends the same
-/// half both ways in a gather, and one cable of several.
+/// Both directions and all cables of a pair carry the same share. JACCL at HEAD sends the same
+/// half both ways in a gather, and uses one cable of several.
 #[test]
 fn every_cable_carries_its_share() {
     let (size, cables) = RINGS[1];

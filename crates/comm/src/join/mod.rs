@@ -1,8 +1,9 @@
 //! How processes become the ranks of a group: by TCP, whatever carries their bytes afterwards.
 //!
 //! - `config`: the settings that all ranks share; `origin`: how a rank came into its group;
-//! - `connect`: who may become a member, and how the others learn why not, in the words of `hello`
-//!   and `refusal`; `greeting`: how those come; `listener`, `door`: who comes, also too late;
+//! - `connect`: who may become a member, and how the others learn why not;
+//! - `hello`, `refusal`: the words in which ranks say that; `greeting`: how these words come;
+//! - `listener`, `door`: who comes, also too late;
 //! - `meeting`: how ranks find each other at an address, for [`crate::rendezvous`];
 //! - `key`, `seal`: who may read and write the connections;
 //! - `stream`, `poll`: connections, and waiting for them.

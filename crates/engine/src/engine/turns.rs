@@ -146,9 +146,9 @@ impl Engine {
         }
     }
 
-    /// Takes the rows of sequences that are to wait for those of other clients ([`fair`]); how many
-    /// sequences are left that have rows in this step or under way. A client whose sequences wait
-    /// gets no forced tokens beside a row.
+    /// Takes the rows of sequences that are to wait for those of other clients ([`fair`]). Returns
+    /// how many sequences are left that have rows in this step or under way. A client whose
+    /// sequences wait gets no forced tokens beside a row.
     pub(super) fn withhold(&mut self, rows: &mut [usize]) -> usize {
         let wish = |(sequence, rows): (&Sequence, &usize)| Wish {
             client: sequence.order.client,
@@ -190,9 +190,10 @@ impl Engine {
         }
     }
 
-    /// Which of the `prompts`, in the order of their turns, are read in the next step, and how many
-    /// rows they have, of the `room` that is left beside `decoding` ones. Prompts of clients whose
-    /// sequences wait for others are read after those of other clients, and with fewer rows.
+    /// Which of the `prompts`, in the order of their turns, are read in the next step. Also
+    /// how many rows they have, of the `room` that is left beside `decoding` ones. Prompts of
+    /// clients whose sequences wait for others are read after those of other clients, and with
+    /// fewer rows.
     pub(super) fn read_now(
         &self,
         prompts: &[usize],

@@ -45,7 +45,7 @@ impl Pages {
     }
 
     /// Gives a sequence that has known pages only room for what it needs to go on behind page
-    /// `end`; `false` when there is none, and it has lost pages of windows by then.
+    /// `end`. `false` when there is none, and it has lost pages of windows by then.
     pub(crate) fn make_room(&mut self, owned: &mut Owned, end: usize) -> bool {
         owned.windows.resize_with(self.windows.len(), Held::default);
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {

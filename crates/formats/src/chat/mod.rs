@@ -461,8 +461,8 @@ pub fn source_in_gguf(metadata: &Metadata) -> Result<&str, Error> {
 }
 
 /// The text of the template of a Hugging Face folder: `chat_template.jinja`, else `chat_template`
-/// of `tokenizer_config.json` (if there are several, the one called `default`), else of
-/// `chat_template.json`.
+/// of `tokenizer_config.json`, else of `chat_template.json`. If a file has several, the one called
+/// `default` counts.
 ///
 /// # Errors
 /// [`Error::NoTemplate`], [`Error::Read`], [`Error::Malformed`], [`Error::TooLong`].

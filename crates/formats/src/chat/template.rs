@@ -28,10 +28,15 @@ struct Raised(String);
 
 /// Compiles `source`.
 ///
-/// Set as in `transformers`: `trim_blocks`, `lstrip_blocks`, loop controls, no escaping, undefined
-/// values print as nothing, `raise_exception`, `tojson` without HTML escapes; methods of Python's
-/// strings, lists and dictionaries; `{% generation %}` (which marks what a model wrote, for
-/// training) is accepted and means nothing. There is no loader: a template sees no file.
+/// Set as in `transformers`:
+/// - `trim_blocks`, `lstrip_blocks` and loop controls are on, and nothing is escaped;
+/// - undefined values print as nothing;
+/// - there are `raise_exception`, and `tojson` without HTML escapes;
+/// - there are the methods of Python's strings, lists and dictionaries;
+/// - `{% generation %}` (which marks what a model wrote, for training) is accepted and means
+///   nothing.
+///
+/// There is no loader: a template sees no file.
 pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     if source.len() > MAX_TEMPLATE_BYTES {
         return Err(Failure::TooLong {

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! A string is a length (u64) and UTF-8. [`Header::parse`] reads all but the data from a slice
-//! and is pure; [`Gguf::open`] maps a file, or all parts of a split model, and hands out
+//! and is pure. [`Gguf::open`] maps a file, or all parts of a split model, and hands out
 //! [`Tensor`](crate::tensor::Tensor)s.
 //!
 //! When a file is opened, everything is refused that would make a later read ambiguous or reach

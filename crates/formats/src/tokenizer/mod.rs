@@ -328,7 +328,7 @@ impl Tokenizer {
     }
 
     /// The ids of a whole text that a user wrote, with the tokens around it that the model was
-    /// trained with: BOS and EOS, `[CLS]` and `[SEP]` for BERT. Encoders read such texts.
+    /// trained with. These are BOS and EOS; for BERT `[CLS]` and `[SEP]`. Encoders read such texts.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).

@@ -52,7 +52,7 @@ struct Tool {
 pub(super) const SPACE: &str = "WS: /[ \\n\\r\\t]{1,20}/\n";
 
 impl Syntax {
-    /// The grammar of the calls that `rules` allow in the answer to `prompt`; `None` for models
+    /// The grammar of the calls that `rules` allow in the answer to `prompt`. `None` for models
     /// whose form of calls is not known, and where nothing marks a call.
     ///
     /// # Errors

@@ -83,8 +83,8 @@ impl Sorter {
 ///
 /// It puts `[JOB,RANK]<stdout>:` before each piece that it reads of a rank's output, and again
 /// after each newline in it. A piece that does not end a line is followed at once by the tag of
-/// the next, whoever's: `[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n` is `ac` of rank 0 and
-/// `b` of rank 1. Seen with Open MPI 4.1.4.
+/// the next piece, of whatever rank. So `[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n` is `ac`
+/// of rank 0 and `b` of rank 1. Seen with Open MPI 4.1.4.
 #[derive(Debug, Default)]
 pub(super) struct Tagged {
     /// Unfinished lines.

@@ -9,7 +9,8 @@
 //! | | and `CUDA_VISIBLE_DEVICES` | |
 //!
 //! `mpi` is started by `mpirun`: see [`mpi`](super::mpi). Source: `launch.py` of MLX 0.32.4, whose
-//! results are the same for the same hosts, but for hosts that are refused here by a name for it.
+//! results are the same for the same hosts. The exception is hosts that are refused here, with an
+//! error that names the reason ([`PlanError`]).
 
 use std::fmt;
 use std::str::FromStr;

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The *keeper*'s standard input is the lifeline. When it ends, or says nothing for
-//! [`SILENCE_S`], the launcher or the connection is gone, and the keeper ends all programs of its
+//! [`SILENCE_S`], the launcher or the connection is gone. Then the keeper ends all programs of its
 //! host: SIGTERM, then SIGKILL. It knows them by process group, which the rank's shell leads.
 //! A program starts only after the keeper has noted its group, so none is ever unguarded.
 //!

@@ -1,4 +1,4 @@
-//! gpt-oss: every second layer sees a window only; heads have sinks; `YaRN`; biases everywhere; the
+//! gpt-oss: every second layer sees a window only; heads have sinks; `YaRN`; biases everywhere. The
 //! router's choice is weighed by a softmax over itself, and experts have a clamped gate.
 //! Source: OpenAI 2025; `src/models/openai-moe.cpp` of llama.cpp, `modeling_gpt_oss.py` of
 //! transformers.

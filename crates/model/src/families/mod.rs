@@ -73,8 +73,8 @@ pub(crate) trait LayerStep {
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
     fn attend(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
-    /// x (T, C) -> q (T, H, R + P), k (T, R + P), of latent attention: R latent numbers and P that
-    /// turn, rotated by the positions of the rows; q scaled.
+    /// x (T, C) -> q (T, H, R + P), k (T, R + P), of latent attention. R counts latent numbers, P
+    /// those that turn. The latter are rotated by the positions of the rows. q is scaled.
     fn project_latent(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// Writes k to the cache, then q -> attended (T, H V): what a head reads of latent numbers,

@@ -48,8 +48,9 @@ impl MlxMatrix {
     /// Loads the matrix of `role`, whose shape must be `(out, in)`, and waits for it.
     ///
     /// # Errors
-    /// [`Error::NoForm`] for a quantised type that MLX has no form for, unless it is unpacked; when
-    /// the file lacks the matrix or has another shape; [`Error::Mlx`].
+    /// - [`Error::NoForm`] for a quantised type that MLX has no form for, unless it is unpacked.
+    /// - When the file lacks the matrix or has another shape.
+    /// - [`Error::Mlx`].
     pub fn load(
         stream: &Stream,
         (source, config): (&Source, &Config),

@@ -105,7 +105,7 @@ pub(super) enum Stored {
     },
 }
 
-/// The type of the floats of a matrix, its scales where it has them; `None` for GGUF's blocks and
+/// The type of a matrix's floats, or of its scales where it has them. `None` for GGUF's blocks and
 /// for scales that are powers of two.
 pub(super) const fn floats(matrix: &AsStored) -> Option<Dtype> {
     match matrix {
@@ -264,8 +264,8 @@ impl Form {
     }
 }
 
-/// The form of MLX's that is nearest to a type of block that it has none for; `None` for those
-/// whose weights stay what they are.
+/// MLX's form that is nearest to a type of block that MLX has no form for. `None` for types whose
+/// weights stay what they are.
 pub(super) const fn nearest(block_type: BlockType) -> Option<&'static str> {
     match block_type {
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,

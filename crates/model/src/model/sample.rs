@@ -1,5 +1,5 @@
-//! Some layers of a model and some rows of its head, as a model of its own: what a step of the
-//! whole costs is measured with it.
+//! Some layers of a model and some rows of its head, as a model of its own. It serves to measure
+//! what a step of the whole model costs.
 //!
 //! Its steps are the model's: the same layers, weights and kernels. Its tokens mean nothing.
 

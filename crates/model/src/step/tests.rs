@@ -1,7 +1,7 @@
 //! The residual stream after every layer against `transformers` (`tests-data/golden/hf`).
 //!
-//! Goes layer by layer, so that a wrong kernel or a wrong order of operations is named by the
-//! first layer that it touches; `tests/golden_hf.rs` compares the logits.
+//! The comparison goes layer by layer. So a wrong kernel or a wrong order of operations is named by
+//! the first layer that it touches. `tests/golden_hf.rs` compares the logits.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 

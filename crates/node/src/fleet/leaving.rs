@@ -39,8 +39,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// node that hashes a large file for that takes longer, and counts as one that lacks it.
 const ASK_LIMIT: Duration = Duration::from_secs(2);
 
-/// A node whose work has moved is gone by then: `up` gives its answers 5 s, and `paceline leave`
-/// takes the node out of its cluster at once. A node that is still there stays.
+/// A node whose work has moved is gone by then, since `up` gives its answers 5 s. And
+/// `paceline leave` takes the node out of its cluster at once. A node that is still there stays.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Whether a node can take work over.

@@ -1,5 +1,5 @@
-//! Chooses what a probe measures, and packs what ranks together are measured by: a rank's part of
-//! the matrices of some layers, as the model packs and multiplies them.
+//! Chooses what a probe measures, and packs what ranks together are measured by. That is a rank's
+//! part of the matrices of some layers, as the model packs and multiplies them.
 //!
 //! Of each kind of layer that the model has at least one is packed. A layer with experts has as
 //! many of them as a row uses, from all over the layer, which is what a decoding step reads.
@@ -175,8 +175,8 @@ fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64
     chosen.into_iter().zip(stands).collect()
 }
 
-/// As many layers of a shard, the first of them, as [`PROBED_BYTES`] allows for all stages, at
-/// least one, and the first of each other kind.
+/// The first layers of a shard, as many as [`PROBED_BYTES`] allows for all stages, but at least
+/// one. The first layer of each other kind comes on top.
 fn chosen(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<usize> {
     let most = (PROBED_BYTES / shard.stages as u64) as f64;
     let of = |index: usize| kind(&config.layers[index]);

@@ -1,5 +1,5 @@
-//! Measures what a token costs one rank on this machine: steps of some of a model's own layers and
-//! of some rows of its head, as the model computes them, layer by layer.
+//! Measures what a token costs one rank on this machine. It times steps of some of a model's own
+//! layers and of some rows of its head. They are computed layer by layer, as the model does.
 //!
 //! A probe takes a few tenths of a second. [`Model::sample`] packs the part; the kernels' meter
 //! says what of a layer is products, and what is left is the rest.

@@ -1,5 +1,5 @@
-//! The products of a rank's part of some layers, in a step's order: ranks that have a part each of
-//! every matrix are measured by them, with the exchanges between.
+//! The products of a rank's part of some layers, in a step's order. Ranks that each have a part of
+//! every matrix are measured by them, with the exchanges between these ranks.
 
 use std::time::Instant;
 
@@ -101,9 +101,9 @@ impl<'k> Step<'k> {
         }
     }
 
-    /// The products of `layers` for `rows` rows, what experts do with theirs, and `between`, which
-    /// comes after each half of a layer with the room of its sum, in which this rank's roots are.
-    /// Every expert has all rows. Seconds of a mean layer.
+    /// Runs the products of `layers` for `rows` rows, and what experts do with theirs. After each
+    /// half of a layer comes `between`. It gets the room of that half's sum, in which this rank's
+    /// roots are. Every expert has all rows. Returns the seconds of a mean layer.
     pub(super) fn products(
         &mut self,
         layers: &[Layer],

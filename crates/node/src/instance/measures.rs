@@ -53,8 +53,8 @@ impl Instance {
         uses
     }
 
-    /// Bytes that each rank has sent to each other one in the epoch so far, by both ranks; `None`
-    /// when one does not say within `limit`, or its groups do not count that.
+    /// Bytes that each rank has sent to each other one in the epoch so far, by both ranks. `None`
+    /// when a rank does not say within `limit`, or its groups do not count that.
     pub fn sent_between(&self, limit: Duration) -> Option<Vec<Vec<u64>>> {
         let ranks = self.measure(limit)?;
         let all = ranks.len();

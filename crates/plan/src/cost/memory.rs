@@ -17,7 +17,7 @@ pub struct Usage {
 }
 
 /// Program, tokenizer and allocator slack. Our CPU engine's resident set beside weights and cache
-/// is 60 to 180 MiB for the models of docs/measurements.md; GPU runtimes take 0.3 to 0.6 GB.
+/// is 60 to 180 MiB for the models of docs/measurements.md. GPU runtimes take 0.3 to 0.6 GB.
 const PROGRAM: f64 = 256e6;
 
 impl Usage {

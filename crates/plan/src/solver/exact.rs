@@ -204,8 +204,8 @@ fn relax(
     }
 }
 
-/// Hops from kind to kind, per request (sum) or per step (max); `None` without a link or where
-/// both together need more nodes than there are.
+/// Hops from kind to kind, per request (sum) or per step (max). `None` without a link or where both
+/// together need more nodes than there are.
 fn hop_table(
     costs: &Costs<'_>,
     classes: &Classes,

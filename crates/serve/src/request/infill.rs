@@ -11,8 +11,12 @@ use super::fields::llama::INFILL;
 use super::{Ask, Reader, StreamOptions, Teller, array, object, stop, unsupported};
 use crate::rejection::Rejection;
 
-/// Names of the three tokens by family: Qwen 2.5 Coder and later, StarCoder and Granite and
-/// SmolLM, Code Gemma, DeepSeek Coder, Codestral (which has the text behind the hole first).
+/// Names of the three tokens by family, in this order:
+/// - Qwen 2.5 Coder and later
+/// - StarCoder, Granite and SmolLM
+/// - Code Gemma
+/// - DeepSeek Coder
+/// - Codestral, which has the text behind the hole first
 const NAMES: [[&str; 3]; 5] = [
     ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
     ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],

@@ -52,7 +52,7 @@ impl Factors {
     }
 
     /// Adds to `totals` the dot products of a half, or of a chunk whose halves have the same
-    /// factors; `sums` are those of the bytes of its activations.
+    /// factors. `sums` are the sums of the bytes of its activations.
     ///
     /// # Safety
     /// As [`step`](Self::step), of a format that has a min if `MIN` and is wide if `WIDE`.

@@ -18,8 +18,8 @@ pub struct Row<'a> {
     pub decay: f32,
 }
 
-/// Of one channel, the sum over the last inputs and the present one, `taps` the newest last, then
-/// `silu`: `inputs` are those that there are, at most as many as taps, in order.
+/// The sum over one channel's last inputs and its present one, then `silu`. `taps` has the newest
+/// last. `inputs` are the inputs that there are, in order, at most as many as taps.
 pub fn conv(taps: &[f32], inputs: &[f32]) -> f32 {
     let taps = &taps[taps.len() - inputs.len()..];
     let sum = taps

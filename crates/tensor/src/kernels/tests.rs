@@ -165,9 +165,10 @@ fn products_equal_naive() {
     }
 }
 
-/// The largest products there are, where sums come nearest to what f32 has exactly: Q6_K of weights
-/// at either end times scales of either end (and of the one whose parts are largest). Q4_0 and Q5_0
-/// at theirs, since sums of pairs of theirs have just room in 16 bits.
+/// The largest products there are, where sums come nearest to what f32 has exactly. For Q6_K,
+/// weights at either end are multiplied by scales of either end (and of the one whose parts are
+/// largest). Q4_0 and Q5_0 are taken at their ends too, since sums of pairs of theirs have just
+/// room in 16 bits.
 #[test]
 fn the_largest_products_equal_naive() {
     let d = half::f16::ONE.to_le_bytes();

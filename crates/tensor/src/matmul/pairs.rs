@@ -8,9 +8,9 @@
 //! ```
 //!
 //! and `fma(w[k], x[k], a)` for a last column without a neighbour. That is what `vdpbf16ps` does,
-//! two for the time of one, but that it takes denormal numbers for zeros (Intel SDM volume 2: the
-//! odd element first, each sum rounded once, to nearest even; on Zen 4 equal to the bit for 22
-//! million random ones). So it is used where there can be none
+//! two for the time of one. Intel SDM volume 2 says: the odd element first, each sum rounded once,
+//! to nearest even. On Zen 4 the results were equal to the bit for 22 million random inputs. But
+//! the instruction takes denormal numbers for zeros. So it is used where there can be none
 //! ([`SMALLEST`](crate::rounded::SMALLEST)); elsewhere and on other machines one `fma` follows the
 //! other.
 

@@ -273,8 +273,9 @@ impl Fields<'_> {
         }
     }
 
-    /// Groups of so many experts, `None` where there is one group; `usual` of folders that do not
-    /// say, count and used; how many of a group make up its score.
+    /// Groups of so many `experts`; `None` where there is one group. `usual` is how many
+    /// groups there are, and how many are used, for folders that do not say. `largest` is how many
+    /// experts of a group make up its score.
     pub(super) fn groups(
         &self,
         experts: usize,
