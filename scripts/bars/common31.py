@@ -3,7 +3,7 @@ import hashlib, http.server, json, os, re, shutil, socket, struct, subprocess, s
 
 
 def ip(*args, check=True):
-    return subprocess.run(["ip", *map(str, args)], check=check, capture_output=True, text=True)
+    return subprocess.run(["ip", *map(str, args)], check=check, capture_output=True, text=True, timeout=30)
 
 
 class Net:
@@ -13,6 +13,13 @@ class Net:
         self.base = f"b31x{os.getpid()}{name}"
         self.bridge = self.base + "b"
         self.hosts = [f"{self.base}{n}" for n in range(count)]
+        try:
+            self.make()
+        except BaseException:
+            self.end()
+            raise
+
+    def make(self):
         for ns in [self.bridge, *self.hosts]:
             ip("netns", "add", ns)
             ip("-n", ns, "link", "set", "lo", "up")
@@ -81,8 +88,8 @@ class Machine:
         return told["stats64"]["rx"]["bytes"]
 
     def get(self, path, port=52415):
-        done = subprocess.run(["ip", "netns", "exec", self.ns, "curl", "-s", f"http://127.0.0.1:{port}{path}"],
-                              capture_output=True, text=True)
+        done = subprocess.run(["ip", "netns", "exec", self.ns, "curl", "-s", "-m", "60", f"http://127.0.0.1:{port}{path}"],
+                              capture_output=True, text=True, timeout=90)
         return json.loads(done.stdout)
 
     def end(self):

@@ -55,14 +55,21 @@ class DelayNet:
     def __init__(self, count, ms):
         from common31 import ip
         from common32 import start
-        self.ip, self.bridge = ip, None
-        self.hosts = [f"b39x{os.getpid()}{n}" for n in range(count)]
+        self.ip, self.bridge, self.child = ip, None, None
+        self.hosts = [f"b39x{os.getpid()}n{n}" for n in range(count)]
+        try:
+            self.make(ms, start)
+        except BaseException:
+            self.end()
+            raise
+
+    def make(self, ms, start):
+        ip = self.ip
         for ns in self.hosts:
             ip("netns", "add", ns)
             ip("-n", ns, "link", "set", "lo", "up")
         self.child = start([sys.executable, os.path.abspath(__file__), ms, *self.hosts], stdout=subprocess.PIPE, text=True)
         if self.child.stdout.readline().strip() != "ready":
-            self.end()
             sys.exit("no TAP devices: root and /dev/net/tun are needed")
         for n, ns in enumerate(self.hosts):
             ip("-n", ns, "link", "set", "eth0", "mtu", 9000)
@@ -70,8 +77,9 @@ class DelayNet:
             ip("-n", ns, "link", "set", "eth0", "up")
 
     def end(self):
-        self.child.kill()
-        self.child.wait()
+        if self.child:
+            self.child.kill()
+            self.child.wait()
         for ns in self.hosts:
             self.ip("netns", "del", ns, check=False)
 
