@@ -3,7 +3,6 @@
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
