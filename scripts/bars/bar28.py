@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
-"""Issue 28, the doors. PACELINE names the binary.
+"""Issue 28, the doors: the bars that are speeds and counts; the others are tests. PACELINE names the binary.
 
-    bar28.py grammar [--runs 20]  2 min  SmolLM2, a thread: decode held to a schema of 20 fields over free decode, time a token, in turns
-    bar28.py turns   [--runs 3]   4 min  an agent's second turn: cached tokens over the first turn's prompt, by chat, responses and messages
+    bar28.py [BAR..]         without names both, some 4 min
+    grammar  [--runs 20]  2 min  SmolLM2, a thread: decode held to a schema of 20 fields over free decode, time a token, in turns
+    turns    [--runs 3]   2 min  an agent's second turn: cached tokens over the first turn's prompt, by chat, responses and messages
 
-grammar: free answers ignore the end; constrained ones end with their document, so their time is a token's. The server is not pinned: the
-mask is computed on another core while the step runs.
+grammar: free answers ignore the end; constrained ones end with their document, so their time is a token's. Free ones are as long as the
+first constrained one. The server is not pinned: the mask is computed on another core while the step runs.
 """
+import chosen
 from common32 import *
-
-parser = arguments(__doc__, runs=0)
-parser.add_argument("what", nargs="?", choices=["grammar", "turns", "all"], default="all")
-a = parser.parse_args()
 
 
 def schema():
@@ -25,13 +23,14 @@ def grammar():
     server = Up(SMOLLM2, "--threads", 1, "--context", 1024, "--drafts", 0, "--parallel", 1, "--prefix-cache", "off")
     held = schema()
     try:
-        ratios, apart, plain, wrong = [], [], [], 0
+        ratios, apart, plain, wrong, length = [], [], [], 0, 200
         for n in range((a.runs or 20) + 1):
             prompt = f"Record {n} of the shop, as JSON with all of its fields:\n"
-            ways = {"held": lambda: server.ask(prompt, 400, guided_json=held), "free": lambda: server.ask(prompt, 200, ignore_eos=True)}
+            ways = {"held": lambda: server.ask(prompt, 400, guided_json=held), "free": lambda: server.ask(prompt, length, ignore_eos=True)}
             found = {name: ways[name]() for name in sorted(ways, reverse=bool(n % 2))}
-            again = server.ask(prompt, 200, ignore_eos=True)
+            again = server.ask(prompt, length, ignore_eos=True)
             if not n:
+                length = found["held"]["tokens"]
                 continue
             try:
                 wrong += set(json.loads(found["held"]["text"])) != set(held["properties"])
@@ -97,7 +96,6 @@ def turns():
         server.end()
 
 
-print(load(), BINARY, flush=True)
-for what in ["grammar", "turns"] if a.what == "all" else [a.what]:
-    globals()[what]()
-end()
+BARS = {"grammar": (grammar, 420), "turns": (turns, 480)}
+a = chosen.parsed(arguments(__doc__, runs=0), BARS)
+chosen.play(a.bars, BARS)

@@ -1,25 +1,26 @@
 #!/usr/bin/env python3
-"""Issue 32, many requests at once. PACELINE names the binary; each subcommand prints its bars, `all` runs every one.
+"""Issue 32, many requests at once. PACELINE names the binary.
 
-    bar32.py pace      [--runs 5]   3 min  SmolLM2, a thread: a 4,000-token prompt beside 4 streams, p99 of gaps; TTFT without a pace
-    bar32.py prefix    [--runs 5]   2 min  2,000 shared tokens: TTFT over cold, and after a restart, from disk
-    bar32.py ngram     [--runs 9]   4 min  guesses over none, repetitive and any text, tokens identical
-    bar32.py batch     [--runs 3]  12 min  0.5B and 1.5B shapes: 8, 16, 32 streams over R (models32.py, gguf and numpy)
-    bar32.py stages    [--runs 3]  12 min  1.5B (--kind): a prompt of 4,000 and two micro-batches of 8 over two stages of a thread
-    bar32.py mixed     [--requests 1000]  8 min  cancels, over-long prompts, slow readers, vanishing clients; memory
-    bar32.py llama     [--runs 5]   8 min  8 sequences beside llama.cpp's own batch API. LLAMA_DIR: a folder with the npm package
-                                           node-llama-cpp; LLAMA_BENCH: its driver, else scripts/peers/llama_bench.py
+    bar32.py [BAR..]             without names pace, prefix, ngram and kills, some 8 min
+    pace        [--runs 5]       4 min  SmolLM2, a thread: a 4,000-token prompt beside 4 streams, p99 of gaps; TTFT without a pace
+    prefix      [--runs 5]       1 min  2,000 shared tokens: TTFT over cold, and after a restart, from disk
+    ngram       [--runs 9]       2 min  guesses over none, repetitive and any text, tokens identical
+    kills       [--kills 20]     1 min  kill -9 while pages are written, then the same prompts; the bar's 300 are some 15 min
+    mixed       [--requests 1000]  8 min  cancels, over-long prompts, slow readers, vanishing clients; pages and memory
+    batch-0.5b  [--runs 3]       4 min  8, 16, 32 streams over R (shapes of models32.py, made once: gguf and numpy)
+    batch-1.5b  [--runs 3]       9 min  the same
+    stages-0.5b [--runs 3]       6 min  two micro-batches of 8 and a prompt of 4,000 over two stages of a thread
+    stages-1.5b [--runs 2]      10 min  the same
+    llama-0.5b  [--runs 5]       4 min  8 sequences beside llama.cpp's own batch API. LLAMA_DIR: a folder with the npm package
+    llama-1.5b  [--runs 5]       6 min  node-llama-cpp; LLAMA_BENCH: its driver, else scripts/peers/llama_bench.py
 
 --threads T (default 2) is for batch and llama. The bars are of an idle machine with 2 cores. `llama` is without AMX: on a machine
 that has it set PACELINE_CPU=avx512-vnni and give LLAMA_DIR a copy of the package without its AMX library.
 """
-import asyncio, random, socket
+import asyncio, random
+import chosen, models32
 from common32 import *
-import models32
 
-parser = arguments(__doc__, runs=0, requests=1000, threads=2, tokens=0, kind="1.5b")
-parser.add_argument("what", choices=["pace", "prefix", "ngram", "batch", "stages", "mixed", "llama", "all"])
-a = parser.parse_args()
 runs = lambda default: a.runs or default
 PLAIN = ["--drafts", 0, "--prefix-cache", "off"]
 VOCAB = models32.VOCAB
@@ -36,11 +37,12 @@ def gaps(streams, since, to):
 
 def story(server, n, tokens, on_event=None):
     return server.ask(f"Story {n}. Once upon a time in a town by a river there lived a bicycle that", tokens,
-                      ignore_eos=True, temperature=1, seed=n, on_event=on_event)
+                      ignore_eos=True, temperature=1, top_k=20, seed=n, on_event=on_event)
 
 
 def beside(server, key, prompt=4000):
     """(p99 of the gaps of 4 streams before a prompt, the same while it is read, its TTFT, its TTFT alone)"""
+    server.quiet()  # cancelled streams end
     alone = server.ttft(ids(prompt, 2 * key))
     begun, over = threading.Semaphore(0), threading.Event()
 
@@ -75,7 +77,8 @@ def pace():
     for name in ["auto", "off"]:
         server = Up(SMOLLM2, "--threads", 1, "--context", 8192, "--parallel", 6, "--pace", name, *PLAIN, cores="0")
         try:
-            found = [beside(server, 100 + n) for n in range(runs(5))]
+            with client_on(1):
+                found = [beside(server, 100 + n) for n in range(runs(5))]
         finally:
             server.end()
         told(f"pace {name}: p99 gap without the prompt", [1e3 * f[0] for f in found], "ms")
@@ -115,6 +118,34 @@ def prefix():
     bar("prefix of 2,000 after a restart, TTFT over cold", [100 * d["ttft"] / c for d, c in zip(disk, cold)], "%", 25, False)
 
 
+def kills():
+    """The worker and its parent are killed while a thread may write pages; no answer after it differs from one without them."""
+    home, r, known, wrong = folder(), random.Random(5), 0, 0
+    options = ["--threads", 1, "--context", 2048, "--drafts", 0]
+    base = ids(1200, 9000)
+    prompts = [base[: 150 * i] + ids(300, 9001 + i) for i in range(8)]
+    plain = Up(SMOLLM2, *options, "--prefix-cache", "off")
+    expected = [plain.ask(prompt, 6)["text"] for prompt in prompts]
+    plain.end()
+    for _ in range(a.kills):
+        server = Up(SMOLLM2, *options, home=home)
+        for which in r.choices(range(8), k=r.randint(1, 3)):
+            found = server.ask(prompts[which], 6)
+            known += found["cached"]
+            wrong += found["text"] != expected[which]
+        time.sleep(r.random() * 0.03)
+        for pid in reversed(server.tree()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        server.child.wait(10)
+        if r.random() < 0.3:
+            shutil.rmtree(f"{home}/prefixes", ignore_errors=True)  # much to write again
+    told("kills, tokens of prompts that were known", known)
+    if not known:
+        sys.exit("no page was ever known: nothing was written")
+    bar(f"kills, wrong answers after {a.kills} kills -9 during writes", wrong, "", 0, False)
+
+
 def ngram():
     """A text that repeats itself: greedy answers that come to copy their prompt. Any text: sampled answers."""
     options = ["--threads", 1, "--context", 4096, "--prefix-cache", "off"]
@@ -132,7 +163,8 @@ def ngram():
             ratios, equal = [], True
             for n in range(runs(9) + 1):
                 turn = servers if n % 2 else servers[::-1]
-                told_by = {id(s): s.ask(prompt(n), a.tokens or tokens, ignore_eos=True, **how) for s in turn}
+                with client_on(1):
+                    told_by = {id(s): s.ask(prompt(n), a.tokens or tokens, ignore_eos=True, **how) for s in turn}
                 guessed, plain = (told_by[id(s)] for s in servers)
                 equal &= guessed["text"] == plain["text"]
                 if n:
@@ -141,47 +173,48 @@ def ngram():
             bar(f"n-gram, {name} text, same answers", int(equal), "", 1)
 
 
-def batch():
+def batch(kind):
     bars = {8: 0.65, 16: 0.80, 32: 0.90}
-    for kind in models32.SHAPES:
-        server = Up(models32.path(kind), "--threads", a.threads, "--context", 1024, "--parallel", 32, "--pace", "off", *PLAIN)
-        try:
-            share = models32.share_of_layers(kind)
-            server.ttft(ids(512, 1, VOCAB))
-            found = {n: [] for n in bars}
-            reads = []
-            for r in range(runs(3)):
-                for n in bars:
-                    read = statistics.median(512 / server.ttft(ids(512, 100 * r + 10 * n + k, VOCAB)) for k in range(3))
-                    reads.append(read)
-                    rate = total_rate([server], n, a.tokens or 512, vocab=VOCAB, seed=1000 * r + n)
-                    found[n].append(rate / (read * share))
-            told(f"batch {kind}, prompts of 512", reads, "tokens/s")
-            told(f"batch {kind}, R", [share * r for r in reads], "tokens/s")
-            for n, limit in bars.items():
-                bar(f"batch {kind}, {n} streams over R", found[n], "x", limit)
-        finally:
-            server.end()
+    server = Up(models32.path(kind), "--threads", a.threads, "--context", 1024, "--parallel", 32, "--pace", "off", *PLAIN)
+    try:
+        share = models32.share_of_layers(kind)
+        server.ttft(ids(512, 1, VOCAB))
+        found = {n: [] for n in bars}
+        reads = []
+        for r in range(runs(3)):
+            for n in bars:
+                read = statistics.median(512 / server.ttft(ids(512, 100 * r + 10 * n + k, VOCAB)) for k in range(3))
+                reads.append(read)
+                rate = total_rate([server], n, a.tokens or 512, vocab=VOCAB, seed=1000 * r + n)
+                found[n].append(rate / (read * share))
+        told(f"batch {kind}, prompts of 512", reads, "tokens/s")
+        told(f"batch {kind}, R", [share * r for r in reads], "tokens/s")
+        for n, limit in bars.items():
+            bar(f"batch {kind}, {n} streams over R", found[n], "x", limit)
+    finally:
+        server.end()
 
 
-def stages():
+def stages(kind, default):
     """Two stages of a thread beside one and two processes of a thread; whoever is not asked sleeps."""
-    kind, common = models32.path(a.kind), ["--threads", 1, "--context", 4352, "--pace", "off", *PLAIN]
+    model, common = models32.path(kind), ["--threads", 1, "--context", 4352, "--pace", "off", *PLAIN]
     with contextlib.ExitStack() as all_of:
         def up(*args, cores=None):
-            server = Up(kind, *common, *args, cores=cores)
+            server = Up(model, *common, *args, cores=cores)
             all_of.callback(server.end)
             return server
         two = up("--nodes", 2, "--split", "pipeline", "--parallel", 16)
         ones = [up("--parallel", 8, cores=str(core)) for core in range(2)]
+        for server in [two, *ones]:
+            server.ttft(ids(64, 1, VOCAB))
         ratios, prompts = [], []
-        for r in range(runs(3)):
-            alone = ones[0].ttft(ids(4000, 2 * r, VOCAB))
-            prompts.append(alone / two.ttft(ids(4000, 2 * r + 1, VOCAB)))
+        for r in range(runs(default)):
+            alone = ones[0].ttft(ids(4000, 2 * r + 2, VOCAB))
+            prompts.append(alone / two.ttft(ids(4000, 2 * r + 3, VOCAB)))
             apart = total_rate(ones, 8, a.tokens or 512, vocab=VOCAB, seed=50 + r)
             ratios.append(total_rate([two], 16, a.tokens or 512, vocab=VOCAB, seed=80 + r) / apart)
-        bar(f"stages {a.kind}, two micro-batches of 8 over two processes of batch 8", ratios, "x", 0.85)
-        bar(f"stages {a.kind}, a prompt of 4,000 over two stages, over one", prompts, "x", 1.5)
+        bar(f"stages {kind}, two micro-batches of 8 over two processes of batch 8", ratios, "x", 0.85)
+        bar(f"stages {kind}, a prompt of 4,000 over two stages, over one", prompts, "x", 1.5)
 
 
 async def one_request(server, r, outcomes):
@@ -189,7 +222,8 @@ async def one_request(server, r, outcomes):
     kind, streams = r.choices(["whole", "cancel", "over-long", "slow", "vanish"], [50, 15, 10, 15, 10])[0], r.random() < 0.5
     streams |= kind != "whole"
     length = 20000 if kind == "over-long" else r.choice([8, 60, 300, 900])
-    body = json.dumps({"model": server.model, "prompt": ids(length, r.randrange(1 << 20)), "max_tokens": r.choice([1, 16, 64, 200]),
+    most = 400 if kind == "slow" else r.choice([1, 16, 64, 200])  # more than the system takes in for a client
+    body = json.dumps({"model": server.model, "prompt": ids(length, r.randrange(1 << 20)), "max_tokens": most,
                        "temperature": r.choice([0, 1]), "n": r.choice([1, 1, 1, 2]), "stream": streams}).encode()
     while True:
         to = socket.socket()
@@ -210,14 +244,16 @@ async def one_request(server, r, outcomes):
                 await asyncio.sleep(r.random() * 0.5)
                 writer.transport.abort()
                 return outcomes.append((kind, "gone"))
-            head = await reader.readuntil(b"\r\n\r\n")
-            status = int(head.split(b" ")[1])
+            status = 100  # which only says that the server still computes
+            while status == 100:
+                head = await reader.readuntil(b"\r\n\r\n")
+                status = int(head.split(b" ")[1])
             if status in (429, 503):  # told to come again
                 after = re.search(rb"(?i)retry-after: (\d+)", head)
                 await asyncio.sleep(float(after[1]) if after else 0.2)
                 continue
             data, n = b"", 0
-            while part := await reader.read(256 if kind == "slow" else 65536):
+            while part := await reader.read(1024 if kind == "slow" else 65536):
                 data += part
                 n += 1
                 if kind == "cancel" and n > 3:
@@ -234,6 +270,22 @@ async def one_request(server, r, outcomes):
             writer.close()
 
 
+def all_at_once(server, places):
+    """How many prompts that fill the context were computed at a time. They need every page that there is."""
+    over = threading.Event()
+
+    def look():
+        most, stop = 0, time.monotonic() + 60
+        while most < places and time.monotonic() < stop:
+            most = max(most, server.health()["running"])
+            time.sleep(0.02)
+        over.set()
+        return most
+    # The id that `ids` begins with differs, so none shares a page with another.
+    asks = [lambda n=n: server.ask(ids(2040, 5000 + n), 8, ignore_eos=True, on_event=lambda _: over.is_set()) for n in range(places)]
+    return together(look, *asks)[0]
+
+
 def mixed():
     server = Up(SMOLLM2, "--threads", 2, "--context", 2048, "--parallel", 8, "--prefix-cache", "off")
     r, outcomes, sizes = random.Random(32), [], []
@@ -244,17 +296,17 @@ def mixed():
                 await asyncio.wait_for(one_request(server, r, outcomes), 300)
             except asyncio.TimeoutError:
                 outcomes.append(("?", "no end within 300 s"))
-            except (OSError, asyncio.IncompleteReadError) as error:
+            except (OSError, EOFError, asyncio.LimitOverrunError) as error:
                 outcomes.append(("?", f"broken: {error!r}"))
 
     async def all_of(count):
         await asyncio.gather(*[worker((count + n) // 20) for n in range(20)])
-    quiet = lambda: until("requests end", lambda: (h := server.health())["running"] + h["waiting"] == 0, 120)
+
     try:
         parts = 5
         for part in range(parts):
             asyncio.run(all_of((a.requests + part) // parts))
-            quiet()
+            server.quiet(120)
             sizes.append(server.pss())
         bad = [o for o in outcomes if o[1] not in ("answer", "named error", "gone")]
         kinds = sorted({o for o in outcomes if o not in bad})
@@ -266,17 +318,16 @@ def mixed():
         told("mixed, memory after each fifth", sizes, "MiB")
         # The first two fifths fill the cache of prompts, which has a bound.
         bar("mixed, memory at the end over after two fifths", sizes[-1] / sizes[1], "x", 1.05, False)
-        whole = server.ask(ids(1900, 1), 8)
-        bar("mixed, a prompt of nearly all of the context is answered after it", int(whole["tokens"] is not None), "", 1)
+        bar("mixed, prompts of all of the context at once after it, of 8 (no page is missing)", all_at_once(server, 8), "", 8)
     finally:
         server.end()
 
 
-def llama():
+def llama(kind, limit):
     """Steps of 8 rows, one of each sequence, behind prompts of 16; the driver's library and session, with 8 sequences."""
     place = os.environ.get("LLAMA_DIR")
     if not place:
-        return skipped("llama, 8 sequences", "LLAMA_DIR names no folder with node-llama-cpp: npm install --prefix DIR "
+        return skipped(f"llama {kind}, 8 sequences", "LLAMA_DIR names no folder with node-llama-cpp: npm install --prefix DIR "
                        "--no-save --ignore-scripts node-llama-cpp@3.22.1")
     driver = os.environ.get("LLAMA_BENCH", f"{REPO}/scripts/peers/llama_bench.py")
     program = r"""
@@ -308,33 +359,34 @@ def once():
 once()
 for _ in sys.stdin: print(json.dumps(once()), flush=True)
 """
-    for kind, limit in [("0.5b", 2.2), ("1.5b", 1.6)]:
-        model = models32.path(kind)
-        server = Up(model, "--threads", a.threads, "--context", 1024, "--parallel", 8, "--pace", "off", *PLAIN)
-        peer = start([sys.executable, "-c", program, driver, place, model, a.threads, a.tokens or 96], text=True,
-                     stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            ours, theirs = [], []
-            for n in range(runs(5) + 1):
-                print("", file=peer.stdin, flush=True)
-                line = peer.stdout.readline()
-                if not line:
-                    skipped(f"llama {kind}", "the driver ended, its message is above")
-                    break
-                rate = total_rate([server], 8, a.tokens or 512, vocab=VOCAB, seed=n)
-                if n:
-                    theirs.append(json.loads(line))
-                    ours.append(rate)
-            told(f"llama {kind}, ours", ours, "tokens/s")
-            told(f"llama {kind}, llama.cpp", theirs, "tokens/s")
-            if ours:
-                bar(f"llama {kind}, 8 sequences over llama.cpp", [o / t for o, t in zip(ours, theirs)], "x", limit)
-        finally:
-            kill(peer)
-            server.end()
+    model = models32.path(kind)
+    server = Up(model, "--threads", a.threads, "--context", 1024, "--parallel", 8, "--pace", "off", *PLAIN)
+    peer = start([sys.executable, "-c", program, driver, place, model, a.threads, a.tokens or 96], text=True,
+                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        ours, theirs = [], []
+        for n in range(runs(5) + 1):
+            print("", file=peer.stdin, flush=True)
+            line = peer.stdout.readline()
+            if not line:
+                sys.exit("llama.cpp's driver ended, its message is above")
+            rate = total_rate([server], 8, a.tokens or 512, vocab=VOCAB, seed=n)
+            if n:
+                theirs.append(json.loads(line))
+                ours.append(rate)
+        told(f"llama {kind}, ours", ours, "tokens/s")
+        told(f"llama {kind}, llama.cpp", theirs, "tokens/s")
+        bar(f"llama {kind}, 8 sequences over llama.cpp", [o / t for o, t in zip(ours, theirs)], "x", limit)
+    finally:
+        kill(peer)
+        server.end()
 
 
-print(load(), BINARY, flush=True)
-for what in ["pace", "prefix", "ngram", "batch", "stages", "mixed", "llama"] if a.what == "all" else [a.what]:
-    globals()[what]()
-end()
+# A bar's most seconds are twice what it takes on an idle machine, or more.
+BARS = {"pace": (pace, 540), "prefix": (prefix, 240), "ngram": (ngram, 420), "kills": (kills, 240), "mixed": (mixed, 1200),
+        "batch-0.5b": (lambda: batch("0.5b"), 600), "batch-1.5b": (lambda: batch("1.5b"), 1200),
+        "stages-0.5b": (lambda: stages("0.5b", 3), 900), "stages-1.5b": (lambda: stages("1.5b", 2), 1500),
+        "llama-0.5b": (lambda: llama("0.5b", 2.2), 600), "llama-1.5b": (lambda: llama("1.5b", 1.6), 900)}
+a = chosen.parsed(arguments(__doc__, runs=0, requests=1000, threads=2, tokens=0, kills=20), BARS, list(BARS)[4:])
+BARS["kills"] = (kills, 200 + 8 * a.kills)
+chosen.play(a.bars, BARS)

@@ -49,7 +49,8 @@ def _end():
         shutil.rmtree(path, ignore_errors=True)
 
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+for _number in [signal.SIGTERM, signal.SIGHUP]:
+    signal.signal(_number, lambda *_: sys.exit("ended by SIGTERM"))
 
 
 def arguments(doc, **numbers):
@@ -68,9 +69,9 @@ def run(*args, env=None, timeout=900, check=True, cores=None, stdin=None, binary
     try:
         out, err = child.communicate(stdin, timeout=timeout)
     except subprocess.TimeoutExpired:
-        kill(child)
         sys.exit(f"{args}: not within {timeout} s")
     finally:
+        kill(child)
         _children.remove(child)
     if check and child.returncode:
         sys.exit(f"{' '.join(map(str, args))}: exit {child.returncode}: {err[-800:]}")
@@ -95,7 +96,7 @@ def bar(name, values, unit, limit, at_least=True):
     met = value >= limit if at_least else value <= limit
     many = f" ({shown(values[0])} .. {shown(values[-1])}, n={len(values)})" if len(values) > 1 else ""
     wanted = ">=" if at_least else "<="
-    print(f"bar {name}: {shown(value)}{' ' + unit if unit else ''}{many} (bar {wanted} {shown(limit)}) {'met' if met else 'missed'}", flush=True)
+    print(f"bar {name}: {shown(value)}{' ' + unit if unit else ''}{many} (bar {wanted} {shown(limit)}) {'ok' if met else 'missed'}", flush=True)
     if not met:
         _missed.append(name)
     return met
@@ -178,6 +179,10 @@ class Up(Server):
         body |= {"messages": prompt} if "chat" in path else {"prompt": prompt}
         return stream(self.port, body, path, on_event)
 
+    def quiet(self, seconds=60):
+        """Waits until no request is in work."""
+        until("requests end", lambda: (h := self.health())["running"] + h["waiting"] == 0, seconds)
+
     def ttft(self, prompt, **more):
         return self.ask(prompt, **more)["ttft"]
 
@@ -259,33 +264,58 @@ def ids(count, seed, vocab=49152):
 
 def total_rate(servers, streams, tokens=512, prompt=16, vocab=49152, seed=0, settle=1.0, most=12.0):
     """Tokens a second of all servers while `streams` answers of each are decoded together, by the servers' own counters.
-    The answers are cancelled after that."""
-    asks, rates, over = [], [], threading.Event()
+    Both ends of the time are just behind a step of the first server, as few steps may fit in it. The answers are cancelled
+    after that."""
+    asks, over, stepped = [], threading.Event(), threading.Event()
     for n, server in enumerate(servers):
         for s in range(streams):
-            asks.append(lambda server=server, key=seed * 10007 + n * 101 + s: server.ask(
-                ids(prompt, key, vocab), tokens, ignore_eos=True, on_event=lambda _: over.is_set()))
+            def heard(_, is_first=not n and not s):
+                if is_first:
+                    stepped.set()
+                return over.is_set()
+            asks.append(lambda server=server, key=seed * 10007 + n * 101 + s, heard=heard: server.ask(
+                ids(prompt, key, vocab), tokens, ignore_eos=True, on_event=heard))
     counts = lambda: (time.perf_counter(), sum(server.generated() for server in servers))
     begun, all_tokens = counts()[1], streams * len(servers)
 
+    def behind_step():
+        stepped.clear()
+        stepped.wait(5)
+        return counts()
+
     def watch():
+        rate = None
         try:
-            while counts()[1] < begun + 2 * all_tokens and not over.is_set():
+            stop = time.monotonic() + 120
+            while counts()[1] < begun + 2 * all_tokens and time.monotonic() < stop:
                 time.sleep(0.02)  # until all prompts are read
-            over.wait(settle)
-            (t0, n0), stop = counts(), time.monotonic() + most
-            while not over.wait(0.25) and time.monotonic() < stop:
-                t, n = counts()
+            time.sleep(settle)
+            (t0, n0), stop = behind_step(), time.monotonic() + most
+            while time.monotonic() < stop:
+                time.sleep(0.25)
+                t, n = behind_step()
                 if n - begun > 0.9 * tokens * all_tokens:
                     break
-                rates.append((n - n0) / (t - t0))
+                rate = (n - n0) / (t - t0)
         finally:
             over.set()
-    together(watch, *asks)
+        return rate
+    rate, *_ = together(watch, *asks)
     until("cancelled answers end", lambda: all(server.health()["running"] == 0 for server in servers), 60)
-    if not rates:
+    if not rate:
         sys.exit("answers ended before their rate was measured: more --tokens")
-    return rates[-1]
+    return rate
+
+
+@contextlib.contextmanager
+def client_on(core):
+    """Keeps this program off the cores of the servers that it measures. What it starts meanwhile is to name its own cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core} & before or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def cpu_seconds(pids):

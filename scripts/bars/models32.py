@@ -14,8 +14,10 @@ def path(kind, repo=REPO):
     from common import MLX_PYTHON
     out = f"/tmp/bars/qwen25-{kind}.gguf"
     if not os.path.exists(out):
+        if not os.path.exists(MLX_PYTHON):
+            sys.exit(f"no {out}, and no {MLX_PYTHON} with gguf and numpy to make it")
         os.makedirs(os.path.dirname(out), exist_ok=True)
-        subprocess.run([MLX_PYTHON, __file__, kind, "--repo", repo], check=True)
+        subprocess.run([MLX_PYTHON, __file__, kind, "--repo", repo], check=True, timeout=400)
     return out
 
 
