@@ -24,7 +24,7 @@
 //!
 //! In reading order:
 //! - [`model`] and [`cluster`]: facts.
-//! - [`placement`]: decisions.
+//! - [`placement`]: the decisions.
 //! - [`cost`]: seconds and bytes.
 //! - [`predict()`].
 //! - [`calibration`] and [`mod@fit`]: constants.

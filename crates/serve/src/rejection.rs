@@ -116,7 +116,9 @@ pub(crate) enum Rejection {
     )]
     NoAnswer { id: String, stay_s: u64 },
     /// A streamed answer that a silent node may keep.
-    #[error("streamed answer {id:?} was not found, and a node that may keep it is silent: try again")]
+    #[error(
+        "streamed answer {id:?} was not found, and a node that may keep it is silent: try again"
+    )]
     Unreached { id: String },
     /// The copies of a streamed answer that could be reached are behind its client.
     #[error(

@@ -8,7 +8,7 @@
 //!
 //! Modules in reading order:
 //! - [`stored`]: blocks as files hold them.
-//! - [`naive`]: definitions.
+//! - [`naive`]: the definitions of results.
 //! - `isa`: sixteen lanes per instruction set.
 //! - `formats` and `packed`: weights repacked for the lanes.
 //! - [`matmul`].
