@@ -1,23 +1,25 @@
 #!/usr/bin/env python3
-"""Issue 27, mixtures of experts: shapes of Qwen3-30B-A3B, Q4_K_M, --layers of its 48 (made once: gguf and numpy, 2.7 GB for 6).
+"""Issue 27, mixtures of experts: shapes of Qwen3-30B-A3B, Q4_K_M, --layers of its 48. PACELINE names the binary.
 
-    bar27.py speed  [--runs 9]  5 min   one thread: decode beside plain reads of the bytes that a token touches, and beside llama.cpp
-                                        (LLAMA_DIR: a folder with the npm package node-llama-cpp); prompts of 512 on one and two threads
-    bar27.py split  [--runs 9]  5 min   two nodes of a thread by shared memory: experts over tensor, and each beside the prediction
-    bar27.py delay  [--runs 5]  8 min   the same between two namespaces with 2 ms one way (root, TAP: delay_net.py; --ms for another)
+    bar27.py [BAR..]        without names speed and split, some 8 min
+    speed  [--runs 5]  6 min  one thread: decode beside plain reads of the bytes that a token touches, and beside llama.cpp;
+                              prompts of 512 beside llama.cpp on one and two threads
+    split  [--runs 7]  2 min  two nodes of a thread by shared memory: experts over tensor, and each beside its prediction
+    delay  [--runs 5]  5 min  the same between two namespaces with 2 ms one way (root, TAP: delay_net.py; --ms for another)
 
---experts NAME is the split that shares experts (default `experts`: attention whole on each node). Bytes of a token: all matrices but the
-embedding's, of experts 8 of 128, and keys and values of the positions before it.
+The model is made once, in a minute: /tmp/bars, 2.7 GB for 6 layers, by the Python of cargo xtask's mlx-lm (gguf, numpy).
+LLAMA_DIR names a folder with llama.cpp, whose bars are skipped without it:
+    npm install --ignore-scripts --prefix $LLAMA_DIR --no-save node-llama-cpp@3.22.1
+
+Bytes of a token: all matrices but the embedding's, of experts 8 of 128, and keys and values of the positions before it.
+Our tensor split deals whole experts and shares the attention, so the bar's first split is the tensor split itself. Measured is
+`--split experts`, whose nodes have all of the attention: more work for each, so the bar of 0.8 is harder.
 """
 import types
-import common31
+import chosen, common31
 from common32 import *
 
 LAYERS, D, HEADS, KV, HEAD, EXPERTS, USED, FF, VOCAB = 48, 2048, 32, 4, 128, 128, 8, 768, 151936
-parser = arguments(__doc__, runs=0, layers=6, experts="experts", ms=2.0)
-parser.add_argument("--make", help=argparse.SUPPRESS)
-parser.add_argument("what", nargs="?", choices=["speed", "split", "delay", "all"], default="all")
-a = parser.parse_args()
 
 
 def make(out):
@@ -56,7 +58,7 @@ def model():
     out = f"{MADE}/qwen3-30b-a3b-{a.layers}.gguf"
     if not os.path.exists(out):
         os.makedirs(MADE, exist_ok=True)
-        subprocess.run([MLX_PYTHON, os.path.abspath(__file__), "--layers", str(a.layers), "--make", out], check=True)
+        subprocess.run([MLX_PYTHON, os.path.abspath(__file__), "--layers", str(a.layers), "--make", out], check=True, timeout=600)
     return out
 
 
@@ -69,17 +71,19 @@ def touched(path, positions):
 
 def speed():
     path, place = model(), os.environ.get("LLAMA_DIR")
-    against = ["--against", place] if place else []
     if not place:
         skipped("speed, beside llama.cpp", "LLAMA_DIR names no folder with node-llama-cpp")
+    against = ["--against", os.path.abspath(place)] if place else []
     for threads in [1, 2]:
-        found = bench("model", path, "--threads", threads, "--prompt", 512, "--gen", 64, "--runs", a.runs or 9, *against, timeout=3000)
-        ours = found["paceline"]
+        if threads == 2 and not place:
+            break
+        found = bench("model", path, "--threads", threads, "--prompt", 512, "--gen", 64, "--runs", a.runs or 5, *against,
+                      env={"PACELINE_HOME": folder()}, timeout=900)
+        ours, ratio = found["paceline"], found["ratio"]
         bytes_of = touched(path, 512 + 32)
         told(f"speed, {threads} threads, prompts of 512", ours["prefill_tok_s"]["runs"], "tokens/s")
         told(f"speed, {threads} threads, decode of {bytes_of / 1e6:.0f} MB a token", ours["decode_tok_s"]["runs"], "tokens/s")
         shares = [100 * bytes_of * rate / (1e9 * reads) for rate, reads in zip(ours["decode_tok_s"]["runs"], ours["read_limit_gb_s"]["runs"])]
-        ratio = found.get("ratio")
         if threads == 1:
             bar("speed, decode of plain reads", shares, "%", 70)
             if ratio:
@@ -91,6 +95,7 @@ def speed():
 
 
 def predicted(server):
+    """Tokens a second of an answer alone, as told at the start; None where there is no prediction."""
     c = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     c.request("GET", "/metrics")
     found = re.findall(r"^paceline_decode_tok_s_predicted(?:\{[^}]*\})? (\S+)", c.getresponse().read().decode(), re.M)
@@ -100,57 +105,62 @@ def predicted(server):
 
 def off(name, said, measured):
     if said is None:
-        return skipped(f"{name}, prediction", "none was made")
+        sys.exit(f"{name}: there is no prediction")
     told(f"{name}, predicted", said, "tokens/s")
-    bar(f"{name}, prediction off by", [100 * abs(said / statistics.median(measured) - 1)], "%", 15, False)
+    bar(f"{name}, prediction off by", 100 * abs(said / statistics.median(measured) - 1), "%", 15, False)
 
 
 def split():
-    path, rates = model(), {a.experts: [], "tensor": []}
+    path, rates = model(), {"experts": [], "tensor": []}
     with contextlib.ExitStack() as all_of:
         servers = {}
         for name in rates:
             servers[name] = Up(path, "--nodes", 2, "--split", name, "--threads", 1, "--transport", "shm", "--context", 1024, "--parallel", 1,
                                "--drafts", 0, "--prefix-cache", "off")
             all_of.callback(servers[name].end)
-        for r in range((a.runs or 9) + 1):
+        for r in range((a.runs or 7) + 1):
             for name in sorted(rates, reverse=bool(r % 2)):
-                found = servers[name].ask(ids(16, r, VOCAB), 64, ignore_eos=True)["rate"]
-                rates[name] += [found] if r else []
+                found = servers[name].ask(ids(96, r, VOCAB), 64, ignore_eos=True)["rate"]
+                rates[name] += [found] if r else []  # the first warms up
         for name, found in rates.items():
             told(f"split {name}, shared memory", found, "tokens/s")
-        bar("split, experts over tensor, shared memory", [e / t for e, t in zip(rates[a.experts], rates["tensor"])], "x", 0.8)
+        bar("split, experts over tensor, shared memory", [e / t for e, t in zip(rates["experts"], rates["tensor"])], "x", 0.8)
         for name, found in rates.items():
             off(f"split {name}, shared memory", predicted(servers[name]), found)
 
 
 def delay():
     from delay_net import DelayNet
-    path, names = model(), {a.experts: None, "tensor": None}
+    if os.geteuid():
+        sys.exit("namespaces want root")
+    path, here = model(), folder()
+    # A name of its own for each: the same model again would be a replica.
+    files = {name: f"{here}/{name}.gguf" for name in ["experts", "tensor"]}
     net, machines = DelayNet(2, a.ms), []
     try:
         machines = [common31.Machine(BINARY, net, n) for n in range(2)]
+        first = machines[0]
         [m.up() for m in machines]
         common31.form(machines)
         time.sleep(10)  # ways are measured
-        said, rates = {}, {name: [] for name in names}
-        here = folder()
-        for name in names:
-            names[name] = f"{here}/{name}.gguf"  # a name of its own: the same model again would be a replica
-            another_name(path, names[name])
-            how = ["--nodes", "n0,n1", "--split", name, "--threads", 1, "--context", 1024]
-            options = json.loads(machines[0].told("load", names[name], *how, "--preview", "--json"))["placements"]
-            fit = [p for p in options if p["split"] == name and len(p["nodes"]) == 2]
-            said[name] = fit[0]["decode_tok_s"] if fit else None
-            machines[0].told("load", names[name], *how, "--parallel", 1, "--spare", 0, "--drafts", 0, "--weights", "shard")
-        called = {name: next(i["id"] for i in ask_node(machines[0].home, "ps") if i["split"] == name) for name in names}
-        for r in range(a.runs or 5):
-            for name in sorted(names, reverse=bool(r % 2)):
-                found = json.loads(machines[0].told("bench", "model", called[name], "--instance", "--prompt", 16, "--gen", 24, "--runs", 1, "--json"))
-                rates[name].append(found["paceline"]["decode_tok_s"]["median"])
+        how, said, rates = ["--nodes", "n0,n1", "--threads", 1, "--context", 1024], {}, {}
+        for name, file in files.items():
+            another_name(path, file)
+            placed = json.loads(first.told("load", file, *how, "--split", name, "--preview", "--json", timeout=120))["placements"]
+            said[name], rates[name] = next((p["decode_tok_s"] for p in placed if p["split"] == name), None), []
+            print(f"  {name}, the way: {'; '.join(placed[0]['paths']) if placed else 'none'}", flush=True)
+        for name, file in files.items():
+            first.told("load", file, *how, "--split", name, "--parallel", 1, "--spare", 0, "--drafts", 0, "--weights", "shard", timeout=300)
+        for r in range((a.runs or 5) + 1):
+            for name in sorted(rates, reverse=bool(r % 2)):
+                found = json.loads(first.told("bench", "model", files[name], "--instance", "--prompt", 96, "--gen", 24, "--runs", 1, "--json",
+                                              timeout=120))
+                if found["split"] != name or found["nodes"] != 2:
+                    sys.exit(f"the split is {found['split']} over {found['nodes']} nodes, not {name} over 2")
+                rates[name] += [found["paceline"]["decode_tok_s"]["median"]] if r else []
         for name, found in rates.items():
             told(f"delay {name}, {a.ms:g} ms one way", found, "tokens/s")
-        bar(f"delay, experts over tensor, {a.ms:g} ms one way", [e / t for e, t in zip(rates[a.experts], rates["tensor"])], "x", 1.4)
+        bar(f"delay, experts over tensor, {a.ms:g} ms one way", [e / t for e, t in zip(rates["experts"], rates["tensor"])], "x", 1.4)
         for name, found in rates.items():
             off(f"delay {name}", said[name], found)
     finally:
@@ -159,10 +169,11 @@ def delay():
         net.end()
 
 
+BARS = {"speed": (speed, 1500), "split": (split, 600), "delay": (delay, 1200)}
+parser = arguments(__doc__, runs=0, layers=6, ms=2.0)
+parser.add_argument("--make", help=argparse.SUPPRESS)
+a = chosen.parsed(parser, BARS, ["delay"])
 if a.make:
     make(a.make)
     sys.exit()
-print(load(), BINARY, flush=True)
-for what in ["speed", "split", "delay"] if a.what == "all" else [a.what]:
-    globals()[what]()
-end()
+chosen.play(a.bars, BARS)

@@ -1,160 +1,147 @@
 #!/usr/bin/env python3
-"""Issue 38, the new families on MLX, whose CPU build is a test bed. PACELINE names the binary, PACELINE_MLXC its libmlxc
-(else that of `paceline engines install mlx`, for which PACELINE_HOME is set).
+"""Issue 38, the new families on MLX, whose CPU build is a test bed. PACELINE names the binary.
 
-    bar38.py agreement [--tokens 40]  5 min  the tiny folders of tests-data/golden/hf: log-probabilities of a text by mlx-f32, and by a
-                                             pipeline of cpu and mlx, beside cpu-f32
-    bar38.py steps     [--runs 5]     3 min  time of a token by mlx beside cpu on the same folders
-    bar38.py ci                       the wall time of MLX's tests as CI runs them: cargo test of crates/model's `mlx` (it builds first)
+    bar38.py [BAR..]        without names agreement and goldens, some 5 min
+    agreement [--tokens 40]  4 min  every folder of tests-data/golden/hf: log-probabilities of a text by mlx-f32, and by pipelines of
+                                    cpu and mlx-f32 and of cpu and mlx, beside cpu-f32
+    goldens                  1 min  every folder of tests-data/golden/mlx: mlx-f32 beside the logits that MLX gave
+    ci                       2 min  the wall time of MLX's tests as CI runs them, behind a build (cargo, up to half an hour)
 
-Bounds of agreement: mlx-f32 1e-3 at the most, and through `cpu,mlx` (class mlx, bf16 or f16 files) 0.06 of the spread of the
-log-probabilities in the root mean square, after docs/numerics.md's 5.6 % of the logits' size.
+PACELINE_MLXC names libmlxc, else the one that `cargo xtask mlx` or `paceline engines install mlx` left is taken. --folders A,B: only these.
+
+Bounds: mlx-f32 1e-3 at every position. A pipeline's middle position, over the spread of the log-probabilities: cpu and mlx-f32 5e-3 (as in
+crates/model/tests/mlx.rs: keys and values are f16 on the CPU), cpu and mlx 0.06 (5.6 % of the logits' size, docs/numerics.md). The middle,
+because a rounded activation may turn a choice of experts, which moves all of that row.
 """
-import glob
+import array, glob, math
+import chosen, common32
 from common32 import *
 
-parser = arguments(__doc__, tokens=40, runs=5, folders="")
-parser.add_argument("what", nargs="?", choices=["agreement", "steps", "ci", "all"], default="all")
-a = parser.parse_args()
-FOLDERS = a.folders.split(",") if a.folders else sorted(
-    path for path in glob.glob(f"{REPO}/tests-data/golden/hf/*/") if os.path.exists(path + "config.json"))
-ALL = {**os.environ, "PACELINE_HOME": os.environ.get("PACELINE_HOME", folder())}
+GOLDEN = f"{REPO}/tests-data/golden"
+WAYS = {"mlx-f32": (["--class", "mlx-f32"], 1e-3),
+        "cpu and mlx-f32 in stages": (["--engine", "cpu,mlx", "--class", "mlx-f32", "--nodes", 2, "--split", "pipeline"], 5e-3),
+        "cpu and mlx in stages": (["--engine", "cpu,mlx", "--nodes", 2, "--split", "pipeline"], 0.06)}
 
 
-def has_mlx():
-    """Whether MLX can be opened; its library goes to all servers by PACELINE_MLXC."""
-    code, out, _ = run("engines", "--json", check=False, env=ALL)
-    engine = next((e for e in json.loads(out)["engines"] if e["name"] == "mlx"), {}) if code == 0 else {}
-    if engine.get("ready") and engine.get("library"):
-        ALL["PACELINE_MLXC"] = engine["library"]
-    return bool(engine.get("ready"))
+def mlx():
+    """The environment that names MLX; None where there is none, with a line that says why."""
+    installed = sorted(glob.glob(f"{os.path.dirname(MODELS)}/engines/mlx/*/lib/libmlxc.*"))
+    env = {"PACELINE_MLXC": installed[-1]} if installed and not os.environ.get("PACELINE_MLXC") else {}
+    found = next(e for e in json.loads(run("engines", "--json", env=env, timeout=60))["engines"] if e["name"] == "mlx")
+    if not found["ready"]:
+        return skipped("MLX", f"{found['problem']}: cargo xtask mlx, or PACELINE_MLXC")
+    return {"PACELINE_MLXC": found["library"]}
 
 
-def family(path):
-    with open(path + "config.json") as f:
-        return f"{os.path.basename(path.rstrip('/'))} ({json.load(f)['model_type']})"
+def folders(kind):
+    found = [path[:-len(".golden.json")] for path in sorted(glob.glob(f"{GOLDEN}/{kind}/*.golden.json"))]
+    return [path for path in found if os.path.isdir(path) and (not a.folders or os.path.basename(path) in a.folders.split(","))]
 
 
-class Small:
-    """A server of a tiny folder, or why there is none."""
-
-    def __init__(self, path, *how):
-        self.home, self.why, self.child = folder(), None, None
-        self.at = f"{self.home}/log"
-        env = {**ALL, "PACELINE_HOME": self.home}
-        with open(self.at, "w") as log:
-            self.child = start([BINARY, "up", path, "--port", 0, *ALONE, "--threads", 1, "--context", 128, "--parallel", 1, "--drafts", 0,
-                                "--prefix-cache", "off", *how], env=env, stdout=subprocess.DEVNULL, stderr=log)
-        stop = time.monotonic() + 300
-        while time.monotonic() < stop and not self.why:
-            with open(self.at, errors="replace") as log:
-                said = log.read()
-            if self.child.poll() is not None:
-                self.why = said.strip().splitlines()[-1] if said.strip() else "it ended"
-            elif found := re.search(r"listening on http://127\.0\.0\.1:(\d+)", said):
-                self.port = int(found[1])
-                try:
-                    if self.get("/health")["status"] == "ready":
-                        self.model = self.get("/v1/models")["data"][0]["id"]
-                        return
-                except OSError:
-                    pass
-            time.sleep(0.05)
-        self.why = self.why or "not ready within 300 s"
-
-    def get(self, path, body=None):
-        c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        c.request("POST" if body else "GET", path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
-        told_by = json.loads(c.getresponse().read())
-        c.close()
-        return told_by
-
-    def logprobs(self, tokens):
-        """Log-probabilities of a prompt's tokens."""
-        answer = self.get("/v1/completions", {"model": self.model, "prompt": tokens, "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0})
-        if "choices" not in answer:
-            raise RuntimeError(str(answer)[:300])
-        return [p for p in answer["choices"][0]["logprobs"]["token_logprobs"][: len(tokens)] if p is not None]
-
-    def rate(self, tokens, count):
-        return stream(self.port, {"model": self.model, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}, timeout=300)["rate"]
-
-    def end(self):
-        kill(self.child)
+def prompt(path):
+    with open(path + ".golden.json") as f:
+        return json.load(f)["prompt"][:a.tokens]
 
 
-def tokens_of(path, count):
-    with open(path + "config.json") as f:
-        config = json.load(f)
-    vocab = (config.get("text_config") or config)["vocab_size"]
-    return [(7 + 31 * i + i * i) % (vocab - 20) + 10 for i in range(count)]
+def logprobs(env, path, how):
+    """Log-probabilities of the prompt's tokens but the first, by a server of its own; why there are none, where there is none."""
+    server, tokens = None, prompt(path)
+    try:
+        server = Up(path, "--threads", 1, "--context", 256, "--parallel", 1, "--drafts", 0, "--prefix-cache", "off", *how, env=env, seconds=60)
+        answer = server.call("POST", "/v1/completions", {"model": server.model, "prompt": tokens, "max_tokens": 1, "echo": True, "logprobs": 0,
+                                                         "temperature": 0})
+    except SystemExit as why:
+        if isinstance(why, chosen.Late) or str(why) == "ended by SIGTERM":
+            raise
+        lines = str(why).strip().splitlines()
+        return next((line for line in lines if "error: " in line), lines[-1])[-300:]
+    finally:
+        if server:
+            server.end()
+        else:
+            kill(common32._children[-1])
+    found = answer["choices"][0]["logprobs"]["token_logprobs"][:len(tokens)]
+    if found[0] is not None or None in found[1:]:
+        sys.exit(f"{path}: not a log-probability for each token of the prompt: {found}")
+    return found[1:]
+
+
+def golden(path):
+    """The same from the logits of a golden file."""
+    with open(path + ".golden.safetensors", "rb") as f:
+        table = json.loads(f.read(int.from_bytes(f.read(8), "little")))["logits"]
+        begin, end = table["data_offsets"]
+        f.seek(begin, 1)
+        logits = array.array("f", f.read(end - begin))
+    vocab, found = table["shape"][1], []
+    for i, token in enumerate(prompt(path)[1:]):
+        row = logits[i * vocab:(i + 1) * vocab]
+        top = max(row)
+        found.append(row[token] - top - math.log(sum(math.exp(x - top) for x in row)))
+    return found
+
+
+def apart(found, expected):
+    return [abs(x - y) for x, y in zip(found, expected, strict=True)]
 
 
 def agreement():
-    ways = {"mlx-f32": (["--class", "mlx-f32"], 1e-3, False),
-            "cpu,mlx in stages": (["--engine", "cpu,mlx", "--nodes", 2, "--split", "pipeline"], 0.06, True)}
-    for path in FOLDERS:
-        name, tokens = family(path), tokens_of(path, a.tokens)
-        right = Small(path, "--class", "cpu-f32")
-        if right.why:
-            skipped(f"agreement {name}", right.why)
+    env, worst, silent = mlx(), {way: {} for way in WAYS}, []
+    if env is None:
+        return
+    for path in folders("hf"):
+        name = os.path.basename(path)
+        expected = logprobs(env, path, ["--class", "cpu-f32"])
+        if isinstance(expected, str):
+            silent.append(f"{name} by cpu-f32: {expected}")
             continue
-        expected = right.logprobs(tokens)
-        right.end()
-        spread = statistics.pstdev(expected) or 1.0
-        for way, (how, limit, relative) in ways.items():
-            server = Small(path, *how)
-            if server.why:
-                skipped(f"agreement {name}, {way}", server.why)
+        shown_of = []
+        for way, (how, _) in WAYS.items():
+            found = logprobs(env, path, how)
+            if isinstance(found, str):
+                silent.append(f"{name} by {way}: {found}")
                 continue
-            try:
-                found = server.logprobs(tokens)
-                apart = [abs(x - y) for x, y in zip(found, expected)]
-                told(f"agreement {name}, {way}, log-probabilities of {len(expected)} tokens, the most apart", max(apart))
-                if relative:
-                    apart = statistics.fmean(x * x for x in apart) ** 0.5 / spread
-                    bar(f"agreement {name}, {way}, root mean square apart over their spread", apart, "", limit, False)
-                else:
-                    bar(f"agreement {name}, {way}, the most apart", max(apart), "", limit, False)
-            except (RuntimeError, OSError) as error:
-                skipped(f"agreement {name}, {way}", str(error))
-            finally:
-                server.end()
+            far = apart(found, expected)
+            worst[way][name] = max(far) if way == "mlx-f32" else statistics.median(far) / statistics.pstdev(expected)
+            shown_of.append(f"{way} {worst[way][name]:.2e} (the most {max(far):.2e})")
+        print(f"  {name}: {'; '.join(shown_of)}", flush=True)
+    for line in silent:
+        print(f"  no answer: {line}", flush=True)
+    for way, (_, limit) in WAYS.items():
+        what = "the most apart" if way == "mlx-f32" else "the middle position over the spread"
+        if worst[way]:
+            bar(f"agreement, {way}, {what}, the worst of {len(worst[way])} folders", max(worst[way].values()), "", limit, False)
+    bar("agreement, folders and ways without an answer", len(silent), "", 0, False)
 
 
-def steps():
-    for path in FOLDERS:
-        name, tokens, ms = family(path), tokens_of(path, 16), {}
-        for way, how in [("mlx", ["--engine", "mlx"]), ("cpu", ["--engine", "cpu"])]:
-            server = Small(path, *how)
-            if server.why:
-                skipped(f"steps {name}, {way}", server.why)
-                continue
-            try:
-                server.rate(tokens, 4)
-                ms[way] = [1e3 / server.rate(tokens, 24) for _ in range(a.runs)]
-            finally:
-                server.end()
-        for way, values in ms.items():
-            told(f"steps {name}, {way}, a token", values, "ms")
+def goldens():
+    env, far = mlx(), {}
+    if env is None:
+        return
+    for path in folders("mlx"):
+        found = logprobs(env, path, ["--class", "mlx-f32"])
+        if isinstance(found, str):
+            sys.exit(f"{os.path.basename(path)}: {found}")
+        far[path] = max(apart(found, golden(path)))
+        print(f"  {os.path.basename(path)}: {far[path]:.2e}", flush=True)
+    bar(f"goldens, mlx-f32 beside MLX's own log-probabilities, the worst of {len(far)} folders", max(far.values()), "", 1e-3, False)
 
 
 def ci():
-    if "PACELINE_MLXC" not in os.environ or not shutil.which("cargo"):
-        return skipped("ci, MLX's tests", "PACELINE_MLXC names no libmlxc (cargo xtask mlx), or there is no cargo")
+    env = mlx()
+    if env is None or not shutil.which("cargo"):
+        return skipped("ci, MLX's tests", "there is no MLX or no cargo")
     test = ["cargo", "test", "--release", "-p", "paceline-model", "--test", "mlx"]
-    if subprocess.run([*test, "--no-run"], cwd=REPO).returncode:
+    more = {"cwd": REPO, "env": {**os.environ, **env, "PACELINE_TEST_MODELS": MODELS}}
+    if start([*test, "--no-run"], **more).wait(1800):
         sys.exit("the tests do not build")
     began = time.monotonic()
-    passed = subprocess.run(test, cwd=REPO, timeout=1800).returncode == 0
+    passed = start(test, **more).wait(900) == 0
     bar("ci, MLX's tests passed", int(passed), "", 1)
     bar("ci, MLX's tests, wall time", time.monotonic() - began, "s", 120, False)
 
 
-print(load(), BINARY, flush=True)
-if a.what != "ci" and not has_mlx():
-    skipped("all", "no MLX here: paceline engines install mlx, or PACELINE_MLXC")
-    sys.exit()
-for what in ["agreement", "steps", "ci"] if a.what == "all" else [a.what]:
-    globals()[what]()
-end()
+BARS = {"agreement": (agreement, 1200), "goldens": (goldens, 300), "ci": (ci, 2800)}
+parser = arguments(__doc__, tokens=40, folders="")
+a = chosen.parsed(parser, BARS, ["ci"])
+chosen.play(a.bars, BARS)

@@ -1,4 +1,4 @@
-"""Shared by bar26, bar29 and bar39: runs the bars that are named, each within a time of its own.
+"""Shared by bar26, bar27, bar29, bar34, bar38 and bar39: runs the bars that are named, each within a time of its own.
 
 A bar that fails, or takes too long, counts as missed, and the next one follows. What it started ends before that.
 """
