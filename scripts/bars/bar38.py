@@ -47,7 +47,7 @@ def logprobs(env, path, how):
     """Log-probabilities of the prompt's tokens but the first, by a server of its own; why there are none, where there is none."""
     server, tokens = None, prompt(path)
     try:
-        server = Up(path, "--threads", 1, "--context", 256, "--parallel", 1, "--drafts", 0, "--prefix-cache", "off", *how, env=env, seconds=60)
+        server = Up(path, "--threads", 1, "--context", 64, "--parallel", 1, "--drafts", 0, "--prefix-cache", "off", *how, env=env, seconds=60)
         answer = server.call("POST", "/v1/completions", {"model": server.model, "prompt": tokens, "max_tokens": 1, "echo": True, "logprobs": 0,
                                                          "temperature": 0})
     except SystemExit as why:

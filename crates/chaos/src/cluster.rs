@@ -342,16 +342,14 @@ impl Cluster {
     /// Kills the node's worker until the node is left out.
     fn flap(&self, victim: usize) -> Result<(), Error> {
         for _ in 0..FLAPS {
-            let told = self.instance()?["reason"].to_string();
-            if told.contains("left out") {
+            let Some(before) = self.flapping(victim)? else {
                 return Ok(());
-            }
-            let before = self.nodes[victim].workers()?;
+            };
             signal(&before, Signal::KILL)?;
             // Ready by another worker: its loss may not have been noticed yet.
             until(FLAP_LIMIT, "the model answers again", || {
                 let now = self.instance()?;
-                let out = now["reason"].to_string().contains("left out");
+                let out = is_left_out(&now);
                 let workers = self.nodes[victim].workers();
                 let is_new = workers.is_ok_and(|workers| workers != before);
                 Ok(now["state"] == "ready" && (out || is_new))
@@ -360,13 +358,27 @@ impl Cluster {
             thread::sleep(FLAP_PAUSE);
         }
         let instance = self.instance()?;
-        let told = instance["reason"].as_str().unwrap_or_default();
-        ensure(told.contains("left out"), || {
+        ensure(is_left_out(&instance), || {
             format!(
                 "{} failed {FLAPS} times and is not left out: {instance}",
                 self.nodes[victim].name
             )
         })
+    }
+
+    /// The workers of a node that flaps, once it has some: the model may answer without the node
+    /// for a moment. `None` once the node is left out.
+    fn flapping(&self, victim: usize) -> Result<Option<Vec<Pid>>, Error> {
+        let mut workers = None;
+        until(FLAP_LIMIT, "the node has a worker", || {
+            if is_left_out(&self.instance()?) {
+                workers = None;
+                return Ok(true);
+            }
+            workers = self.nodes[victim].workers().ok();
+            Ok(workers.is_some())
+        })?;
+        Ok(workers)
     }
 
     /// Wakes what a fault stopped, starts what it killed, and waits until all nodes compute the
@@ -558,6 +570,12 @@ impl Node {
         ensure(!found.is_empty(), || format!("{} has no worker", self.name))?;
         Ok(found)
     }
+}
+
+/// Whether an instance goes on without a node that failed too often.
+fn is_left_out(instance: &Value) -> bool {
+    let told = instance["reason"].as_str();
+    told.is_some_and(|told| told.contains("left out"))
 }
 
 /// Processes that a process has started.

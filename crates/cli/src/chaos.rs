@@ -122,19 +122,29 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let tell: Tell = Arc::new(|line| tell(printable(line)));
     signals.orderly(|cancel| {
         let mut chaos = Chaos::start(&plan, &model.path, program, tell)?;
-        while !cancel.is_cancelled()
-            && let Some(line) = chaos.round()?
-        {
-            if !args.json {
-                print(&line)?;
-            }
-            chaos.heal()?;
-        }
+        let played = play(&mut chaos, &|| cancel.is_cancelled(), args.json);
         let report = chaos.report();
         print(&match args.json {
             true => report.json().to_string(),
             false => report.total(),
         })?;
+        played?;
         Ok(report.verdict()?)
     })
+}
+
+/// Plays the rounds, and prints each unless all come as JSON in the end.
+///
+/// # Errors
+/// A cluster that does not heal.
+fn play(chaos: &mut Chaos, is_over: &dyn Fn() -> bool, json: bool) -> anyhow::Result<()> {
+    while !is_over()
+        && let Some(line) = chaos.round()?
+    {
+        if !json {
+            print(&line)?;
+        }
+        chaos.heal()?;
+    }
+    Ok(())
 }
