@@ -175,7 +175,9 @@ impl Session {
         figures.changes = self.loaded.changes().split_off(changes);
         let speed = figures.decode_tok_s();
         if let Some(measured) = speed.filter(|_| figures.tokens.len() >= LESSON) {
-            self.loaded.learn(measured);
+            let keys = n_prompt + figures.tokens.len() / 2;
+            self.loaded
+                .learn(u32::try_from(keys).unwrap_or(u32::MAX), measured);
         }
         Ok(figures)
     }

@@ -27,6 +27,7 @@ use paceline_comm::Backend;
 use paceline_model::{Config, Experts, Shard, Source, Split, SplitKind, StageKind, shape};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::cost::moe::touched;
+use paceline_plan::steer::KEYS;
 use paceline_plan::{
     Backend as Engine, Calibration, Cluster, Costs, Link, Member, ModelShape, Node, Pipeline,
     Placement, Rates, STEPS_MAX, Stage, Transport, Workload, predict,
@@ -57,8 +58,9 @@ pub struct Setting<'a> {
     pub backend: Backend,
 }
 
-/// Keys that a prediction assumes in the cache: a short question and answer.
-const KEYS: u32 = 128;
+/// Keys in the cache of a long answer, by which the price of one is told. The probe measures with
+/// about as many.
+const MANY_KEYS: u32 = 2048;
 
 /// Seconds of a mean layer's products for a row among others.
 #[derive(Clone, Copy, Debug)]
@@ -274,9 +276,18 @@ impl Forecast {
         self.facts.ratio(&self.run_key(split)).unwrap_or(1.0)
     }
 
-    /// Remembers what a run measured.
-    pub fn learn(&mut self, config: &Config, split: &Split, decode_tok_s: f64) {
-        let Ok(said) = self.facts(config, split) else {
+    /// Seconds that a further key in the cache adds to a token of `split`, on average up to
+    /// [`MANY_KEYS`]; 0 where the planner refuses the split.
+    pub fn key_s(&self, config: &Config, split: &Split) -> f64 {
+        let token_s = |keys| Some(1.0 / self.predict_at(config, split, keys).ok()?);
+        let grown = token_s(MANY_KEYS).zip(token_s(KEYS));
+        let grown = grown.map_or(0.0, |(many, few)| many - few);
+        (grown / f64::from(MANY_KEYS - KEYS)).max(0.0)
+    }
+
+    /// Remembers what a run measured with `keys` in the cache.
+    pub fn learn(&mut self, config: &Config, split: &Split, (keys, decode_tok_s): (u32, f64)) {
+        let Ok(said) = self.facts_at(config, split, keys) else {
             return;
         };
         if decode_tok_s.is_finite() && decode_tok_s > 0.0 {

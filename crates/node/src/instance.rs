@@ -32,6 +32,7 @@ use paceline_model::{Config, Split};
 use paceline_plan::Placement;
 use paceline_plan::apart::Readers;
 use paceline_plan::follow::Move;
+use paceline_plan::steer::KEYS;
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
@@ -139,6 +140,9 @@ impl InstanceSpec {
         let way = |cut: &Cut| {
             let known = forecast.as_ref().and_then(|all| all.load_s(&cut.split));
             let tok_s = cut.tok_s.filter(|v| v.is_finite() && *v > 0.0);
+            let key_s = forecast
+                .as_ref()
+                .map(|all| all.key_s(&self.config, &cut.split));
             Way {
                 name: match self.follows {
                     true => follow::name(&cut.split),
@@ -146,6 +150,7 @@ impl InstanceSpec {
                 },
                 leader: cut.split.leader(),
                 tok_s: tok_s.unwrap_or(1.0), // of no consequence: it is the only way then
+                key_s: key_s.unwrap_or(0.0),
                 change: known.and_then(|s| Duration::try_from_secs_f64(s).ok()),
             }
         };
@@ -818,7 +823,7 @@ impl Shell {
             && let Some(forecast) = &self.spec.forecast
         {
             let split = &self.spec.cuts[way].split;
-            lock(forecast).learn(&self.spec.config, split, tok_s);
+            lock(forecast).learn(&self.spec.config, split, (KEYS, tok_s));
         }
     }
 

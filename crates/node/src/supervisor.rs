@@ -30,7 +30,7 @@ use std::time::Duration;
 use paceline_base::Rank;
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{Failure, Reply, Request, Ticket};
-use paceline_plan::steer::{self, Order, Steering};
+use paceline_plan::steer::{self, KEYS, Order, Steering};
 
 pub use change::Change;
 use requests::Requests;
@@ -88,8 +88,11 @@ pub struct Way {
     pub name: String,
     /// The rank that takes requests.
     pub leader: Rank,
-    /// Decode tokens a second, as predicted and corrected by earlier runs; finite, above 0.
+    /// Decode tokens a second, as predicted and corrected by earlier runs; finite, above 0. For an
+    /// answer with [`KEYS`] keys in the cache.
     pub tok_s: f64,
+    /// Seconds that a further key adds to a token; 0 where that is not known.
+    pub key_s: f64,
     /// Time of a change to it; `None` where it was never loaded: as long as the first way.
     pub change: Option<Duration>,
 }
@@ -863,6 +866,7 @@ fn steering(
 ) -> Result<Steering, paceline_plan::Error> {
     let way = |way: &Way| steer::Way {
         tok_s: way.tok_s,
+        key_s: way.key_s,
         change: way.change.unwrap_or(unknown),
     };
     let ways: Vec<steer::Way> = ways.iter().map(way).collect();

@@ -11,11 +11,15 @@
 //! that is the roll-back.
 //!
 //! Pure: times come in with the events. Only tokens of an answer that is computed alone count,
-//! since predictions are for one.
+//! since predictions are for one. They are for a short answer too: the time of a token with many
+//! keys in the cache is scaled to what it would be with few.
 
 use std::time::Duration;
 
 use crate::Error;
+
+/// Keys in the cache that the speeds of ways are for: a short question and answer.
+pub const KEYS: u32 = 128;
 
 /// Factor by which another way must be better. Two runs of one split differ by up to 15 %: that
 /// noise is what the project's performance bars allow.
@@ -36,10 +40,20 @@ pub const MOST: u32 = 6;
 /// A way to compute a model, as it is known before.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Way {
-    /// Decode tokens a second, as predicted and corrected by earlier runs.
+    /// Decode tokens a second with [`KEYS`] in the cache, as predicted and corrected by earlier
+    /// runs.
     pub tok_s: f64,
+    /// Seconds that a further key in the cache adds to a token; 0 where that is not known.
+    pub key_s: f64,
     /// Time that a change to it takes.
     pub change: Duration,
+}
+
+impl Way {
+    /// Time of a token with [`KEYS`] over that with `further` ones.
+    fn of_short(&self, further: u32) -> f64 {
+        1.0 / (1.0 + f64::from(further) * self.key_s * self.tok_s)
+    }
 }
 
 /// Something that happened.
@@ -48,7 +62,10 @@ pub enum Event {
     /// A request came.
     Opened,
     /// A token of a request.
-    Token,
+    Token {
+        /// Keys in the cache beyond [`KEYS`].
+        further: u32,
+    },
     /// A request is over.
     Closed,
     /// The change that was ordered was made, and took so long.
@@ -189,7 +206,8 @@ impl Steering {
         self.changes
     }
 
-    /// Decode tokens a second that way `i` reached, if it was in use for long enough.
+    /// Decode tokens a second that way `i` reached, scaled to a short answer, if it was in use for
+    /// long enough.
     pub fn measured(&self, i: usize) -> Option<f64> {
         self.ways[i].measured
     }
@@ -207,7 +225,7 @@ impl Steering {
                     self.begin(now);
                 }
             }
-            Event::Token => return self.token(now),
+            Event::Token { further } => return self.token(now, further),
         }
         None
     }
@@ -231,7 +249,7 @@ impl Steering {
         (self.n, self.since, self.last, self.cold) = (0, now, None, COLD);
     }
 
-    fn token(&mut self, now: Duration) -> Option<Order> {
+    fn token(&mut self, now: Duration, further: u32) -> Option<Order> {
         // Tokens of the way before may be told late.
         if self.open != 1 || self.ordered.is_some() || now < self.since {
             return None;
@@ -241,7 +259,8 @@ impl Steering {
             self.cold -= 1;
             return None;
         }
-        let gap = now.saturating_sub(before).as_secs_f64();
+        let scale = self.ways[self.at].way.of_short(further);
+        let gap = now.saturating_sub(before).as_secs_f64() * scale;
         match self.gaps.get_mut(self.n % WINDOW) {
             Some(oldest) => *oldest = gap,
             None => self.gaps.push(gap),

@@ -362,6 +362,7 @@ impl Serving {
             name: "tensor".to_owned(),
             leader: Rank(0),
             tok_s: 1.0,
+            key_s: 0.0,
             change: None,
         };
         let is_restart = !self.begun.insert((node, id, epoch));

@@ -48,7 +48,7 @@ impl Supervisor {
     /// Tells the steering what happened, and does what it orders.
     pub(super) fn steer(&mut self, now: Duration, event: steer::Event) {
         let ready = matches!(self.phase, Phase::Ready);
-        if event == steer::Event::Token && !ready {
+        if matches!(event, steer::Event::Token { .. }) && !ready {
             return; // late ones say nothing about speed
         }
         if let Some(order) = self.steering.step(now, event) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_engine::{Failure, Reply, Request, Ticket};
 
-use super::{Action, FAILURES_MAX, HELD_LIMIT, Phase, STARTS_MIN, Supervisor, Why, steer};
+use super::{Action, FAILURES_MAX, HELD_LIMIT, KEYS, Phase, STARTS_MIN, Supervisor, Why, steer};
 
 /// A request that is not over.
 #[derive(Debug)]
@@ -26,6 +26,12 @@ pub(super) struct Open {
 }
 
 impl Open {
+    /// Keys of its last token in the cache, beyond those that predictions are for.
+    fn further_keys(&self) -> u32 {
+        let keys = self.request.prompt.len() + self.tokens.len();
+        u32::try_from(keys).unwrap_or(u32::MAX).saturating_sub(KEYS)
+    }
+
     /// Counts an epoch that failed; whether the answer can still come.
     fn outlives(&mut self, now: Duration, held_limit: Duration) -> bool {
         if std::mem::take(&mut self.in_work) {
@@ -171,8 +177,9 @@ impl Supervisor {
             Reply::Token { token, .. } => {
                 open.tokens.push(*token);
                 open.failures = 0;
+                let further = open.further_keys();
                 self.out.push_back(Action::Deliver(ticket, reply));
-                return self.steer(now, steer::Event::Token);
+                return self.steer(now, steer::Event::Token { further });
             }
             Reply::Finished { .. } => {
                 self.wait = self.policy.first_wait();

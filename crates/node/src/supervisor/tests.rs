@@ -166,6 +166,7 @@ impl World {
             leader: Rank((i % u64::from(ranks)) as u32),
             // All lie, so that changes are tried.
             tok_s: 1e6 / (i + 1) as f64,
+            key_s: 0.0,
             change: i.is_multiple_of(2).then_some(Duration::ZERO),
         };
         let policy = Policy {

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use super::{COLD, Event, LEAST, MOST, NOISE, Order, Steering, Way};
 
+const TOKEN: Event = Event::Token { further: 0 };
+
 /// SplitMix64 (Steele, Lea and Flood 2014).
 struct Random(u64);
 
@@ -24,7 +26,11 @@ impl Random {
 
 fn way(tok_s: f64, change_ms: u64) -> Way {
     let change = Duration::from_millis(change_ms);
-    Way { tok_s, change }
+    Way {
+        tok_s,
+        key_s: 0.0,
+        change,
+    }
 }
 
 /// A machine on which each way has a speed of its own.
@@ -58,7 +64,7 @@ impl Machine {
             let factor = spike * (1.0 + noise * (2.0 * random.unit() - 1.0));
             let gap = factor / self.truth[self.steering.at()];
             self.now += Duration::from_secs_f64(gap);
-            if let Some(order) = self.steering.step(self.now, Event::Token) {
+            if let Some(order) = self.steering.step(self.now, TOKEN) {
                 assert_ne!(order.from, order.to);
                 self.orders.push(order);
                 self.now += self.change;
@@ -112,18 +118,18 @@ fn only_tokens_of_an_answer_alone_count() {
     steering.step(at(0), Event::Opened);
     steering.step(at(0), Event::Opened);
     for ms in 0..1000 {
-        assert_eq!(steering.step(at(ms), Event::Token), None);
+        assert_eq!(steering.step(at(ms), TOKEN), None);
     }
     steering.step(at(1000), Event::Closed);
-    let order = (1000..2000).find_map(|ms| Some((ms, steering.step(at(ms), Event::Token)?)));
+    let order = (1000..2000).find_map(|ms| Some((ms, steering.step(at(ms), TOKEN)?)));
     let (ms, order) = order.unwrap();
     assert_eq!(ms, 1000 + (COLD + LEAST) as u64);
     assert_eq!((order.from, order.to), (0, 1));
     // While it is being done, and from before it was done:
-    assert_eq!(steering.step(at(2500), Event::Token), None);
+    assert_eq!(steering.step(at(2500), TOKEN), None);
     steering.step(at(3000), Event::Changed(at(500)));
     for ms in 2000..3000 {
-        assert_eq!(steering.step(at(ms), Event::Token), None);
+        assert_eq!(steering.step(at(ms), TOKEN), None);
     }
     assert_eq!(steering.measured(1), None);
     assert_eq!(steering.at(), 1);
@@ -138,7 +144,7 @@ fn steering_that_holds_is_moved_by_others() {
         .holding();
     steering.step(at(0), Event::Opened);
     for ms in 0..1000 {
-        assert_eq!(steering.step(at(ms), Event::Token), None);
+        assert_eq!(steering.step(at(ms), TOKEN), None);
     }
     assert_eq!(steering.order(0, 2.0), None, "it is in use");
     assert_eq!(steering.order(2, 2.0), None, "there is none");
@@ -167,7 +173,7 @@ fn a_way_that_cannot_be_had_is_not_tried_again() {
     let mut orders = 0;
     for ms in 0..1000 {
         let now = Duration::from_millis(ms);
-        if steering.step(now, Event::Token).is_some() {
+        if steering.step(now, TOKEN).is_some() {
             orders += 1;
             steering.step(now, Event::Refused);
         }
@@ -219,4 +225,22 @@ fn simulated_machines_end_well() {
         assert!(machine.now.as_secs_f64() <= allowed, "{case}");
     }
     assert!(changes > 20, "{changes}: the cases are too easy");
+}
+
+/// A token after 4,000 keys takes twice as long as the prediction says, as it should.
+#[test]
+fn a_long_answer_is_no_reason_to_change() {
+    let other = way(90.0, 0);
+    let long = Way {
+        key_s: 0.01 / 4000.0,
+        ..way(100.0, 0)
+    };
+    let mut steering = Steering::new(&[long, other], 0).unwrap();
+    steering.step(Duration::ZERO, Event::Opened);
+    for i in 0..200 {
+        let now = Duration::from_millis(20 * i);
+        assert_eq!(steering.step(now, Event::Token { further: 4000 }), None);
+    }
+    let measured = steering.measured(0).unwrap();
+    assert!((measured / 100.0 - 1.0).abs() < 1e-6, "{measured}");
 }

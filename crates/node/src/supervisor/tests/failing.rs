@@ -27,6 +27,7 @@ impl Failing {
             name: "none".to_owned(),
             leader: Rank(0),
             tok_s: 1.0,
+            key_s: 0.0,
             change: None,
         };
         let mut supervisor = Supervisor::new(vec![way; ways], 0, 1, policy).unwrap();
