@@ -277,7 +277,7 @@ impl Forecast {
     }
 
     /// Seconds that a further key in the cache adds to a token of `split`, on average up to
-    /// [`MANY_KEYS`]; 0 where the planner refuses the split.
+    /// [`MANY_KEYS`]. It is 0 where the planner refuses the split.
     pub fn key_s(&self, config: &Config, split: &Split) -> f64 {
         let token_s = |keys| Some(1.0 / self.predict_at(config, split, keys).ok()?);
         let grown = token_s(MANY_KEYS).zip(token_s(KEYS));

@@ -674,7 +674,8 @@ impl Loaded {
         forecast.predict_at(&self.config, self.split(), keys).ok()
     }
 
-    /// Remembers how fast an answer was decoded with `keys` in the cache. Workers are watched anyway.
+    /// Remembers how fast an answer was decoded with `keys` in the cache. Workers are watched
+    /// anyway.
     pub fn learn(&self, keys: u32, decode_tok_s: f64) {
         if let (Computing::Here { .. }, Some(forecast)) = (&self.computing, &self.forecast) {
             lock(forecast).learn(&self.config, &self.split, (keys, decode_tok_s));

@@ -11,7 +11,7 @@
 //! that is the roll-back.
 //!
 //! Pure: times come in with the events. Only tokens of an answer that is computed alone count,
-//! since predictions are for one. They are for a short answer too: the time of a token with many
+//! since predictions are for one. They are for a short answer too. So the time of a token with many
 //! keys in the cache is scaled to what it would be with few.
 
 use std::time::Duration;

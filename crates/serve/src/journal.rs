@@ -28,8 +28,8 @@ use crate::store::Stored;
 /// Longest wait for a second node: as long as the silence after which a node counts as gone.
 pub const MIRROR_LIMIT: Duration = Duration::from_secs(2);
 
-/// After no node kept a piece, tokens go on alone for so long before one is asked again: by then
-/// a silent node counts as gone, and another one is asked.
+/// After no node kept a piece, tokens go on alone for so long before one is asked again. By then a
+/// silent node counts as gone, and another one is asked.
 const ALONE: Duration = MIRROR_LIMIT;
 
 /// Of all room for journals one may take this part.
