@@ -16,7 +16,7 @@ const OPENERS_MAX: usize = 76;
 const SENTENCE_WORDS_MAX: usize = 25;
 
 /// Sentences of the tree that are longer. It only falls.
-const LONG_SENTENCES_MAX: usize = 30;
+const LONG_SENTENCES_MAX: usize = 29;
 
 /// Places that a finding lists.
 const LISTED_MAX: usize = 20;

@@ -449,7 +449,10 @@ fn a_program_that_was_replaced_still_starts_workers() {
     let world = World::new();
     let model = world.write_model(FAMILIES[0]);
     let program = world.path("models/paceline");
-    fs::copy(env!("CARGO_BIN_EXE_paceline"), &program).unwrap();
+    // Another process writes it: a child that another test starts would hold it open for writing.
+    let mut copy = Command::new("cp");
+    copy.arg(env!("CARGO_BIN_EXE_paceline")).arg(&program);
+    assert!(copy.status().unwrap().success());
     let mut command = Command::new(&program);
     command
         .args(["up", "--no-beacons", "--model", &model, "--port", "0"])
