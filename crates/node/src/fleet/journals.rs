@@ -414,20 +414,18 @@ fn longest(told: &Receiver<Told>, own: Vec<u8>, than: usize) -> Found {
     let (mut best, mut all_answered) = (own, true);
     loop {
         match told.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            Ok(Some(copy)) if copy.len() > best.len() => best = copy,
-            Ok(Some(_)) => continue,
-            Ok(None) => {
-                all_answered = false;
-                continue;
+            Ok(Some(copy)) if copy.len() > best.len() => {
+                best = copy;
+                if best.len() > than {
+                    end = end.min(Instant::now() + FIND_MORE);
+                }
             }
+            Ok(answer) => all_answered &= answer.is_some(),
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
                 all_answered = false;
                 break;
             }
-        }
-        if best.len() > than {
-            end = end.min(Instant::now() + FIND_MORE);
         }
     }
     match (best.len() > than, all_answered) {
