@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
+use paceline_cluster::Error as ClusterError;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 
 use crate::journal::Journal;
@@ -723,8 +724,10 @@ impl Team {
     }
 
     fn send(&mut self, to: Rank, message: &ToWorker) {
-        if let Err(error) = self.workers.send(to, message) {
-            self.lose(to, error.to_string());
+        match self.workers.send(to, message) {
+            // Its end follows within `CLOSED_LIMIT` of the monitor, and says why.
+            Ok(()) | Err(ClusterError::Closed { .. }) => {}
+            Err(error) => self.lose(to, error.to_string()),
         }
     }
 
