@@ -52,8 +52,8 @@ impl Changes {
     }
 
     fn of_nodes(&mut self, nodes: &[NodeView]) -> Vec<Kind> {
-        // A node is told when its name is known.
-        let named = nodes.iter().filter(|node| !node.facts.name.is_empty());
+        // A node is told when its name is known. Before, the name is made of its id.
+        let named = nodes.iter().filter(|node| node.has_told());
         let now: BTreeMap<_, _> = named
             .map(|node| (node.id.to_string(), (node.facts.name.clone(), node.state)))
             .collect();
@@ -86,7 +86,7 @@ impl Changes {
     /// Nodes that have become slow, or are slow no more. Of one that went only that is told.
     fn of_slow(&mut self, nodes: &[NodeView]) -> Vec<Kind> {
         let mut news = Vec::new();
-        for it in nodes.iter().filter(|it| !it.facts.name.is_empty()) {
+        for it in nodes.iter().filter(|it| it.has_told()) {
             let (id, node) = (it.id.to_string(), it.facts.name.clone());
             match (it.slow_ms, self.slow.contains(&id)) {
                 (Some(ms), false) => {
@@ -239,8 +239,12 @@ mod tests {
 
     use crate::links::tests::ways;
 
+    /// A node that has told its name, or none yet where that is empty.
     fn node(number: u8, name: &str, state: Life) -> NodeView {
-        let name = name.to_owned();
+        let (name, protocol) = match name {
+            "" => ("node-03030303".to_owned(), 0),
+            name => (name.to_owned(), 1),
+        };
         NodeView {
             id: NodeId([number; 16]),
             state,
@@ -250,6 +254,7 @@ mod tests {
             slow_ms: None,
             facts: Facts {
                 name,
+                protocol,
                 ..Facts::default()
             },
         }

@@ -17,8 +17,37 @@ use crate::Error;
 pub(crate) struct Channel {
     rank: Rank,
     socket: UnixStream,
-    /// Whether a further line can be written: false after half of one, or after closing.
-    writable: Mutex<bool>,
+    /// Why no further line is written: half of one may be out, or the channel is closed.
+    broken: Mutex<Option<Broken>>,
+}
+
+/// The outcome of a write that failed, which every later write has too.
+#[derive(Clone, Copy, Debug)]
+enum Broken {
+    Stuck {
+        written: usize,
+        bytes: usize,
+        limit: Duration,
+    },
+    Closed,
+}
+
+impl Broken {
+    const fn error(self, rank: Rank) -> Error {
+        match self {
+            Self::Stuck {
+                written,
+                bytes,
+                limit,
+            } => Error::Stuck {
+                rank,
+                written,
+                bytes,
+                limit,
+            },
+            Self::Closed => Error::Closed { rank },
+        }
+    }
 }
 
 impl Channel {
@@ -29,7 +58,7 @@ impl Channel {
         let channel = Self {
             rank,
             socket,
-            writable: Mutex::new(true),
+            broken: Mutex::new(None),
         };
         Ok((channel, theirs))
     }
@@ -46,18 +75,20 @@ impl Channel {
     /// Writes a line, waiting for the child to read at most `limit`.
     ///
     /// # Errors
-    /// [`Error::Stuck`], after which every write is [`Error::Closed`]: half a line may be out.
+    /// [`Error::Stuck`] and [`Error::Closed`]. Every later write fails alike: half a line may be
+    /// out. So a caller that ignores the first `Stuck` meets it again.
     pub(crate) fn write_line(&self, line: &[u8], limit: Duration) -> Result<(), Error> {
-        let mut writable = lock(&self.writable);
-        if !*writable {
-            return Err(Error::Closed { rank: self.rank });
+        let mut broken = lock(&self.broken);
+        if broken.is_none() {
+            *broken = self.write_all(line, limit).err();
         }
-        let result = self.write_all(line, limit);
-        *writable = result.is_ok();
-        result
+        match *broken {
+            None => Ok(()),
+            Some(broken) => Err(broken.error(self.rank)),
+        }
     }
 
-    fn write_all(&self, line: &[u8], limit: Duration) -> Result<(), Error> {
+    fn write_all(&self, line: &[u8], limit: Duration) -> Result<(), Broken> {
         let start = Instant::now();
         let mut written = 0;
         while written < line.len() {
@@ -67,8 +98,7 @@ impl Channel {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     let left = limit.saturating_sub(start.elapsed());
                     if left.is_zero() {
-                        return Err(Error::Stuck {
-                            rank: self.rank,
+                        return Err(Broken::Stuck {
                             written,
                             bytes: line.len(),
                             limit,
@@ -76,7 +106,7 @@ impl Channel {
                     }
                     wait_for(&mut [PollFd::new(&self.socket, PollFlags::OUT)], Some(left));
                 }
-                Err(_) => return Err(Error::Closed { rank: self.rank }),
+                Err(_) => return Err(Broken::Closed),
             }
         }
         Ok(())

@@ -46,7 +46,8 @@ pub enum Error {
         /// The limit, [`LINE_BYTES_MAX`](crate::LINE_BYTES_MAX).
         bytes_max: usize,
     },
-    /// A child did not read a message in time. The channel to it is of no use any more.
+    /// A child did not read a message in time. The channel to it is of no use any more: every later
+    /// message gets this error too.
     #[error("{rank} took {written} of {bytes} bytes of a message in {limit:?}")]
     Stuck {
         /// The rank that does not read.
@@ -58,7 +59,7 @@ pub enum Error {
         /// How long it was tried.
         limit: Duration,
     },
-    /// The channel to a child is closed: the child has ended, was asked to, or was stuck before.
+    /// The channel to a child is closed: the child has ended or closed it, or was asked to end.
     #[error("the channel to {rank} is closed")]
     Closed {
         /// Whose channel.

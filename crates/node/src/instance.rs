@@ -22,6 +22,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank, lock};
+use paceline_cluster::Error as ClusterError;
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_comm::Backend;
 use paceline_engine::{
@@ -781,8 +782,8 @@ impl Shell {
     }
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Option<Event> {
-        let sent = self.shared.crew.send(rank, message);
-        sent.err().map(|error| unreachable(rank, &error))
+        let error = self.shared.crew.send(rank, message).err()?;
+        unsent(rank, &error)
     }
 
     fn submit(
@@ -798,12 +799,11 @@ impl Shell {
             tokens,
         };
         let error = self.shared.crew.send(rank, &message).err()?;
-        Some(if error.is_of_message() {
+        if error.is_of_message() {
             let reason = error.to_string();
-            Event::Unsendable { ticket, reason }
-        } else {
-            unreachable(rank, &error)
-        })
+            return Some(Event::Unsendable { ticket, reason });
+        }
+        unsent(rank, &error)
     }
 
     /// Hands a reply to its sink; the last one forgets it.
@@ -911,6 +911,14 @@ impl Shell {
             let _ = first.send(outcome); // its caller waits
         }
     }
+}
+
+/// The event of a message that did not reach a worker. A closed channel gives none: the worker's
+/// end follows within `CLOSED_LIMIT` of the monitor, and says why. The supervisor stops a worker
+/// that is unreachable, which would drop that reason.
+fn unsent(rank: Rank, error: &Error) -> Option<Event> {
+    let is_closed = matches!(error, Error::Cluster(ClusterError::Closed { .. }));
+    (!is_closed).then(|| unreachable(rank, error))
 }
 
 fn unreachable(rank: Rank, error: &Error) -> Event {

@@ -178,6 +178,21 @@ fn machines(network: &Network, test: &str) -> Option<Vec<Machine>> {
     None
 }
 
+/// Waits until `host` lists the instances that `loader` has loaded, all of them ready. `load`
+/// returns when its own node knows that, and the others hear of it a moment later.
+fn until_ready(loader: &Machine, host: &Machine) {
+    let listed = |machine: &Machine| -> Vec<(Value, bool)> {
+        let all: Value = serde_json::from_str(&machine.told(&["ps", "--json"])).unwrap();
+        let all = all.as_array().unwrap().iter();
+        all.map(|it| (it["id"].clone(), it["state"] == "ready"))
+            .collect()
+    };
+    until(&format!("{} knows the instance", host.name), || {
+        let seen = listed(host);
+        !seen.is_empty() && seen.iter().all(|(_, is_ready)| *is_ready) && seen == listed(loader)
+    });
+}
+
 fn said(output: &Output) -> String {
     text(&output.stderr)
 }

@@ -5,7 +5,7 @@ use std::io::{BufRead as _, BufReader};
 
 use serde_json::Value;
 
-use super::{Machine, until};
+use super::{Machine, until, until_ready};
 use crate::common::namespaces::Network;
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
@@ -107,6 +107,9 @@ fn a_model_over_machines_outlives_them() {
     });
 
     hosts[0].told(&["load", MODEL, "--nodes", "3", "--threads", "1"]);
+    for host in &hosts[1..] {
+        until_ready(&hosts[0], host);
+    }
     // The owner first; the others as their ways are measured, which a busy machine changes.
     let order = nodes(&hosts[1]);
     assert_eq!(order[0], "n0");

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Machine, live::join_by_token, machines, said, train, until};
+use super::{Machine, live::join_by_token, machines, said, train, until, until_ready};
 use crate::common::namespaces::{Network, ip};
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
@@ -86,6 +86,7 @@ fn the_best_cable_is_used_left_and_taken_again() {
     let first = used(&hosts[0]).unwrap();
     let other = if first == "eth0" { "eth1" } else { "eth0" };
     hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
+    until_ready(&hosts[0], &hosts[1]);
     let before = asked(&hosts[1]);
 
     let set = |state: &str| ip(&["-n", &network.hosts()[0], "link", "set", &first, state]);
@@ -212,6 +213,7 @@ fn nothing_crosses_the_network_in_the_clear() {
     };
     form(&mut hosts, &[]);
     hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
+    until_ready(&hosts[0], &hosts[1]);
     let secret = "the quick brown fox jumps over the lazy dog";
     let run = [
         "run",

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 
-use super::{Machine, live::join_by_token, machines, said, until};
+use super::{Machine, live::join_by_token, machines, said, until, until_ready};
 use crate::common::namespaces::Network;
 use crate::nodes::tiny::{FAMILIES, Tiny};
 
@@ -64,6 +64,7 @@ fn each_machine_gets_what_it_computes_with() {
     for split in ["pipeline", "tensor"] {
         let load = ["load", MODEL, "--nodes", "3", "--split", split];
         hosts[0].told(&[&load[..], &["--weights", "shard", "--threads", "1"]].concat());
+        until_ready(&hosts[0], &hosts[2]);
         let (answer, line) = hosts[2].answer(MODEL, &[]);
         assert!(line.contains("asking the instance"), "{line}");
         assert_eq!(answer["tokens"], alone["tokens"], "{split}");

@@ -128,15 +128,11 @@ fn input_is_not_touched() {
 #[test]
 fn a_reader_that_leaves_ends_all() {
     let world = World::new();
-    let mut command = world.launch(&[
-        "-n",
-        "2",
-        "--grace",
-        "1",
-        "sh",
-        "-c",
-        "echo $$ >id.$MLX_RANK; while :; do echo x; done",
-    ]);
+    // Both ranks run, and have said which process they are, before the first byte of output.
+    let script = "echo $$ >id.$MLX_RANK; \
+                  while ! [ -s id.0 ] || ! [ -s id.1 ]; do sleep 0.02; done; \
+                  while :; do echo x; done";
+    let mut command = world.launch(&["-n", "2", "--grace", "1", "sh", "-c", script]);
     let mut child = command.spawn().unwrap();
     let mut byte = [0];
     let mut stdout = child.stdout.take().unwrap();

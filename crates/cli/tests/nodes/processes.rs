@@ -155,8 +155,8 @@ fn stat(id: u32) -> Option<(u32, String)> {
     Some((fields.next()?.parse().ok()?, state))
 }
 
-/// Children of a process, oldest first as far as their numbers tell, but for the interpreter of a
-/// chat template.
+/// Children of a process, oldest first, but for the interpreter of a chat template. Ids begin anew
+/// after the highest one: an id below the parent's is younger than all above it.
 pub(crate) fn children(parent: u32) -> Vec<u32> {
     let is_template = |id: &u32| command_line(*id).ends_with(b"\0template\0");
     let mut ids = all_children(parent);
@@ -182,7 +182,7 @@ fn all_children(parent: u32) -> Vec<u32> {
     let mut ids: Vec<u32> = ids
         .filter(|id| stat(*id).is_some_and(|(of, _)| of == parent))
         .collect();
-    ids.sort_unstable();
+    ids.sort_unstable_by_key(|id| (*id < parent, *id));
     ids
 }
 

@@ -76,7 +76,10 @@ struct Keeper {
     /// `None` once it is gone or let go.
     lifeline: Option<ChildStdin>,
     said: Arc<Mutex<Tail>>,
+    /// Reads its standard error into `said`.
+    reader: JoinHandle<()>,
     folder: Arc<Mutex<String>>,
+    ended: Option<Instant>,
     is_lost: bool,
 }
 
@@ -140,7 +143,7 @@ impl<'a> Sessions<'a> {
             let mut command = self.reach.shell(host, Sharing::Leads(number));
             let (mut process, mut lifeline) = start(&mut command)?;
             let said = Arc::default();
-            note_errors(&mut process, &said);
+            let reader = note_errors(&mut process, &said);
             let folder = Arc::default();
             self.read_keeper(number, &mut process, &folder);
             // One that cannot take it has ended, which is noticed.
@@ -149,7 +152,9 @@ impl<'a> Sessions<'a> {
                 process,
                 lifeline: Some(lifeline),
                 said,
+                reader,
                 folder,
+                ended: None,
                 is_lost: false,
             });
         }
@@ -349,12 +354,16 @@ impl<'a> Sessions<'a> {
         // In this order: a session counts as closed only when all that it said was read, and then
         // its last events are among those that are taken next.
         let mut closed: Vec<Event> = Vec::new();
-        for (rank, session) in self.ranks.iter_mut().enumerate() {
-            let ending = session.as_mut().and_then(Session::closed);
-            closed.extend(ending.map(|ending| Event::Closed(rank, ending)));
-        }
         for (number, keeper) in self.keepers.iter_mut().enumerate() {
             closed.extend(keeper.lost().map(|why| Event::HostLost(number, why)));
+        }
+        for (rank, session) in self.ranks.iter_mut().enumerate() {
+            // The loss of a host is the cause of the ends of its sessions, so it is told first.
+            if self.keepers[self.host_of[rank]].is_ending() {
+                continue;
+            }
+            let ending = session.as_mut().and_then(Session::closed);
+            closed.extend(ending.map(|ending| Event::Closed(rank, ending)));
         }
         events.extend(self.events.try_iter());
         events.extend(closed);
@@ -388,9 +397,18 @@ impl Keeper {
         }
     }
 
-    /// Why it is gone, once.
+    /// Whether it has ended, and [`lost`](Self::lost) has not said so yet.
+    fn is_ending(&self) -> bool {
+        self.ended.is_some() && !self.is_lost
+    }
+
+    /// Why it is gone, once, after its standard error was read.
     fn lost(&mut self) -> Option<String> {
         if self.is_lost || !self.process.has_ended() {
+            return None;
+        }
+        let since = *self.ended.get_or_insert_with(Instant::now);
+        if !self.reader.is_finished() && since.elapsed() < LAST_WORDS {
             return None;
         }
         self.is_lost = true;
@@ -477,8 +495,8 @@ fn read_pieces(
     })
 }
 
-/// Keeps the last lines of a process's standard error.
-fn note_errors(process: &mut Process, said: &Arc<Mutex<Tail>>) {
+/// Keeps the last lines of a process's standard error, in a thread that ends with it.
+fn note_errors(process: &mut Process, said: &Arc<Mutex<Tail>>) -> JoinHandle<()> {
     let stderr = process.take_stderr().expect("standard error was piped");
     let said = Arc::clone(said);
     let mut lines = Lines::default();
@@ -486,5 +504,5 @@ fn note_errors(process: &mut Process, said: &Arc<Mutex<Tail>>) {
         read(stderr, |bytes| {
             lines.feed(bytes, |line| lock(&said).push(line))
         });
-    });
+    })
 }

@@ -733,6 +733,8 @@ impl Inbox {
 mod tests {
     use std::path::PathBuf;
 
+    use paceline_base::testing::Stopwatch;
+
     use super::super::line::pair;
     use super::*;
     use crate::crew::line::MemoryLine;
@@ -1052,7 +1054,7 @@ mod tests {
         );
         say(&second, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
-        let began = Instant::now();
+        let began = Stopwatch::start();
         let lost = crew.receive(WAIT).unwrap().to_string();
         assert!(lost.contains("quokka: no sign of life for 1."), "{lost}");
         assert!(began.elapsed() < Duration::from_secs(2));

@@ -115,6 +115,15 @@ pub(super) const CUDA_13: &[Pin] = &[
             "c5f3418c0a845232a8cabc58f6fa52cfae7d8bd3680d94c3907aca710fd48d70",
         ],
     },
+    // Kernels that MLX compiles at run time include `mma.h`, whose other half `crt/mma.h` has a
+    // package of its own since CUDA 13. MLX's wheel does not ask for it.
+    Pin {
+        requirement: "nvidia-cuda-crt==13.5.37",
+        sha256: &[
+            "e898b7f73d3035fa89915a3f7bf3b54a73e90249746111aed295822c4729bb29",
+            "9ed2c565fdf3244fa6719769a80a466b85bfd4b1467ea339353bc91c971d09e0",
+        ],
+    },
     Pin {
         requirement: "nvidia-cuda-nvrtc==13.5.37",
         sha256: &[

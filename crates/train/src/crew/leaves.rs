@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use paceline_base::Rank;
 use paceline_base::tree;
+use paceline_cluster::Error as ClusterError;
 
 use super::{At, LOOK_EVERY, News, Team, publish, read_values};
 use crate::error::Error;
@@ -123,8 +124,11 @@ impl Team {
                 self.deadlines.begin(rank, range.len());
             }
             member.has.leaves.push(range);
-            if let Err(error) = self.workers.send(Rank(rank as u32), &message) {
-                back.extend(self.lose(rank as u32, error.to_string()).leaves);
+            match self.workers.send(Rank(rank as u32), &message) {
+                // Its end follows within `CLOSED_LIMIT` of the monitor, says why, and gives the
+                // leaves back.
+                Ok(()) | Err(ClusterError::Closed { .. }) => {}
+                Err(error) => back.extend(self.lose(rank as u32, error.to_string()).leaves),
             }
         }
         back

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use paceline_base::Rank;
 use paceline_base::tree::Stack;
+use paceline_cluster::Error as ClusterError;
 
 use super::flow::Flow;
 use super::{At, Has, LOOK_EVERY, News, Team, publish, read_values};
@@ -143,8 +144,11 @@ impl Team {
             };
             self.members[rank].has.task = Some(task);
             self.deadlines.begin(rank, 1);
-            if let Err(error) = self.workers.send(Rank(rank as u32), &ToWorker::Pass(task)) {
-                give_back(flow, &self.lose(rank as u32, error.to_string()));
+            match self.workers.send(Rank(rank as u32), &ToWorker::Pass(task)) {
+                // Its end follows within `CLOSED_LIMIT` of the monitor, says why, and gives the
+                // task back.
+                Ok(()) | Err(ClusterError::Closed { .. }) => {}
+                Err(error) => give_back(flow, &self.lose(rank as u32, error.to_string())),
             }
         }
     }

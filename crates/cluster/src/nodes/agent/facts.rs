@@ -69,10 +69,17 @@ pub struct NodeView {
     /// [`Pace::late`](super::super::member::Pace::late).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slow_ms: Option<u64>,
-    /// Its account of itself, empty before its first word. The name has a suffix where another
-    /// node has the same.
+    /// Its account of itself, empty before its first word except for the name. The name has a
+    /// suffix where another node has the same. It is made of the id where the node gave none.
     #[serde(flatten)]
     pub facts: Facts,
+}
+
+impl NodeView {
+    /// Whether the node's account of itself has come. Before, its name is made of its id.
+    pub fn has_told(&self) -> bool {
+        self.facts.protocol != 0
+    }
 }
 
 /// A node with its measured ways.

@@ -11,13 +11,14 @@ use zeroize::Zeroizing;
 use super::super::member::{Event, Life, Target};
 use super::super::pairing::{self, Code, Invitation};
 use super::super::{ClusterKey, Key, NodeId, Registers, discovery, placement, revocation};
+use super::facts::NodeView;
 use super::files::Files;
 use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts, paths};
 
 /// How long a newcomer listens for a machine that shows a code; those speak once a second.
 const LISTEN: Duration = Duration::from_secs(6);
 
-/// How long a node that joined waits for the first session with another.
+/// How long a node that joined waits for the first session with another, and for its name.
 const MEET: Duration = Duration::from_secs(5);
 
 /// How long a node that leaves waits for its last words to go out.
@@ -76,13 +77,16 @@ impl Agent {
         }
         let deadline = Instant::now() + MEET;
         let mut watch = self.watch();
-        while self.met().is_empty() && Instant::now() < deadline {
+        let mut met = self.met();
+        // A session comes before the facts of its node, and with them the name.
+        while (met.is_empty() || !met.iter().all(NodeView::has_told)) && Instant::now() < deadline {
             watch.wait(Duration::from_millis(50));
+            met = self.met();
         }
         Ok(Joined {
             cluster: key.name(),
             already,
-            met: self.met(),
+            met: met.into_iter().map(|node| node.facts.name).collect(),
             problems: self.problems(),
         })
     }
@@ -152,10 +156,11 @@ impl Agent {
         Err(Error::Lives { name, state })
     }
 
-    fn met(&self) -> Vec<String> {
+    /// The other nodes that this node has a session with.
+    fn met(&self) -> Vec<NodeView> {
         let nodes = self.nodes().into_iter();
         let met = nodes.filter(|node| node.id != self.id() && node.linked);
-        met.map(|node| node.facts.name).collect()
+        met.collect()
     }
 
     fn check_alone(&self) -> Result<(), Error> {

@@ -75,11 +75,14 @@ fn cluster(names: &[&str]) -> Vec<Node> {
             .collect();
         nodes.push(node(name, &key, &peers));
     }
-    // A node lives before its facts, and with them its name, have come.
-    let named = |agent: &Agent| lives(agent).iter().all(|name| !name.is_empty());
+    let mut names = names.to_vec();
+    names.sort_unstable();
     for node in &nodes {
-        until("all meet", || {
-            lives(&node.agent).len() == names.len() && named(&node.agent)
+        // A node lives before its facts have come. Until then its name is made of its id.
+        until("all meet and know the names", || {
+            let mut seen = lives(&node.agent);
+            seen.sort_unstable();
+            seen == names
         });
     }
     nodes
