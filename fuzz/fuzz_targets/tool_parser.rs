@@ -162,8 +162,8 @@ fuzz_target!(|input: (u8, Vec<(bool, String, i32, Vec<bool>)>)| {
     }
     let answer = spell(&calls);
     assert_eq!(ours(markers, &answer), calls, "{answer}");
-    // Its reader of Llama's form (1.10.0) cuts an answer at every `;`, within strings too, and finds
-    // no call then.
+    // The other reader of Llama's form (1.10.0) cuts an answer at every `;`, within strings too,
+    // and finds no call then.
     if markers == "<|python_tag|>" && answer.contains(';') {
         return;
     }
