@@ -17,8 +17,8 @@ use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use serde::{Deserialize, Serialize};
@@ -39,6 +39,10 @@ const LINE_BYTES_MAX: u64 = 4 << 20;
 /// For a client to send its command, or take a line.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 
+/// After its start, a node waits so long for a command that it does not know: the crates above add
+/// theirs one after the other, and a busy machine takes a second for that.
+const STARTING: Duration = Duration::from_secs(5);
+
 /// Takes a report of progress; false once the client is gone.
 pub type Progress<'a> = dyn FnMut(Value) -> bool + 'a;
 
@@ -55,15 +59,26 @@ impl<F> Command for F where
 
 /// Commands of the crates above.
 #[derive(Default)]
-pub(super) struct Commands(Mutex<BTreeMap<String, Arc<dyn Command>>>);
+pub(super) struct Commands {
+    known: Mutex<BTreeMap<String, Arc<dyn Command>>>,
+    added: Condvar,
+}
 
 impl Commands {
     pub(super) fn add(&self, name: &str, command: Arc<dyn Command>) {
-        lock(&self.0).insert(name.to_owned(), command);
+        lock(&self.known).insert(name.to_owned(), command);
+        self.added.notify_all();
     }
 
-    fn get(&self, name: &str) -> Option<Arc<dyn Command>> {
-        lock(&self.0).get(name).cloned()
+    /// A command, which is waited for until `deadline`.
+    fn get(&self, name: &str, deadline: Instant) -> Option<Arc<dyn Command>> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let known = lock(&self.known);
+        let waited = self
+            .added
+            .wait_timeout_while(known, left, |known| !known.contains_key(name));
+        let (known, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        known.get(name).cloned()
     }
 }
 
@@ -292,7 +307,8 @@ fn execute(agent: &Agent, request: &Request, progress: &mut Progress<'_>) -> Res
             Ok(json!({ "id": id }))
         }
         other => {
-            let command = agent.inner.commands.get(other);
+            let deadline = agent.inner.start + STARTING;
+            let command = agent.inner.commands.get(other, deadline);
             let unknown = || format!("the node has no command {other:?}; is it an older version?");
             command.ok_or_else(unknown)?(arguments, progress)
         }
@@ -311,4 +327,26 @@ fn describe(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_that_is_added_late_is_waited_for() {
+        let commands = Commands::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                commands.add(
+                    "ps",
+                    Arc::new(|_: &Value, _: &mut Progress<'_>| Ok(json!(1))),
+                );
+            });
+            let deadline = Instant::now() + Duration::from_secs(60);
+            assert!(commands.get("ps", deadline).is_some());
+        });
+        assert!(commands.get("fly", Instant::now()).is_none());
+    }
 }

@@ -451,7 +451,8 @@ impl Agent {
     }
 
     /// Answers a command of this home's command line, sent by [`local::ask`]. The handler's second
-    /// argument takes reports of progress.
+    /// argument takes reports of progress. Clients that asked for it before wait until it is added,
+    /// in the first five seconds of the node.
     pub fn serve_local(&self, command: &str, handler: impl local::Command) {
         self.inner.commands.add(command, Arc::new(handler));
     }
