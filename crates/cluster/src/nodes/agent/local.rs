@@ -39,7 +39,7 @@ const LINE_BYTES_MAX: u64 = 4 << 20;
 /// For a client to send its command, or take a line.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 
-/// After its start, a node waits so long for a command that it does not know: the crates above add
+/// After its start, a node waits so long for a command that it does not know. The crates above add
 /// theirs one after the other, and a busy machine takes a second for that.
 const STARTING: Duration = Duration::from_secs(5);
 
