@@ -283,7 +283,8 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
     /// takes it at once.
     ///
     /// # Errors
-    /// [`Error::Stuck`] and [`Error::Closed`]: the child is of no use any more.
+    /// [`Error::Stuck`] and [`Error::Closed`]: the child is of no use any more. After `Closed` an
+    /// event tells its end and the reason within seconds, so a caller does best to wait for that.
     /// [`Error::TooLong`], [`Error::Unencodable`], [`Error::NoSuchRank`]: nothing was sent.
     pub fn send(&self, rank: Rank, message: &To) -> Result<(), Error> {
         let channel = lock(&self.children)

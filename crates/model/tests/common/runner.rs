@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Logits, Model, Weights};
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Error, Logits, Model, Weights};
 use paceline_tensor::PAGE;
 
 use super::compare::argmax;
@@ -31,6 +31,16 @@ impl Runner {
 
     /// As [`of`](Self::of), the sequence's pages in this order.
     pub(crate) fn on_pages(model: Arc<dyn Weights>, positions: usize, pages: Vec<u32>) -> Self {
+        Self::reserved(model, positions, pages).unwrap()
+    }
+
+    /// As [`new`](Self::new), or why the model does not compute so many positions.
+    pub(crate) fn try_new(model: Model, positions: usize) -> Result<Self, Error> {
+        let pages = (0..positions.div_ceil(PAGE) as u32).collect();
+        Self::reserved(Arc::new(model), positions, pages)
+    }
+
+    fn reserved(model: Arc<dyn Weights>, positions: usize, pages: Vec<u32>) -> Result<Self, Error> {
         let size = BatchSize {
             rows: positions,
             logit_rows: positions,
@@ -38,8 +48,8 @@ impl Runner {
             context: positions,
         };
         let all = pages.iter().map(|page| *page as usize + 1).max();
-        let compute = model.reserve(size, all.unwrap_or(1) * PAGE).unwrap();
-        Self { compute, pages }
+        let compute = model.reserve(size, all.unwrap_or(1) * PAGE)?;
+        Ok(Self { compute, pages })
     }
 
     /// Logits after each of `tokens`, which start at position 0.

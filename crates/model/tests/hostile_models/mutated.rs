@@ -7,7 +7,7 @@ use std::time::Duration;
 use paceline_base::testing::{Stopwatch, mutations};
 use paceline_base::{KernelClass, SplitMix64};
 use paceline_formats::gguf::{Array, Value as Entry};
-use paceline_model::Family;
+use paceline_model::{Error, Family};
 use serde_json::{Map, Value, json};
 
 use super::gguf::small;
@@ -99,8 +99,15 @@ fn try_all(count: u64) {
         };
         let watch = Stopwatch::start();
         if let Ok(model) = try_load(&path, KernelClass::Cpu, &kernels) {
-            assert_eq!(Runner::new(model, 20).all(&[5; 20]).len(), 20, "{seed}");
-            computed += 1;
+            match Runner::try_new(model, 20) {
+                Ok(mut runner) => {
+                    assert_eq!(runner.all(&[5; 20]).len(), 20, "{seed}");
+                    computed += 1;
+                }
+                // Such a model answers prompts of up to `top_k` tokens.
+                Err(Error::Indexer { .. }) => {}
+                Err(error) => panic!("seed {seed}: {error}"),
+            }
         }
         let took = watch.elapsed();
         assert!(took <= TIME_MAX, "seed {seed}: {took:?}");
