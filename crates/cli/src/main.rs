@@ -181,11 +181,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// Keeps panics that become errors, of a library that reads tokenizers, from the terminal.
+/// Keeps panics that become errors, of libraries that read tokenizers and templates, from the terminal.
 fn hush_caught_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        if !paceline_formats::tokenizer::catches_panics() {
+        if !paceline_formats::panics::are_caught() {
             usual(panic);
         }
     }));

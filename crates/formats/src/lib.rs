@@ -32,6 +32,7 @@ pub mod gguf;
 pub mod grammar;
 pub mod hf;
 pub mod mlx;
+pub mod panics;
 pub mod safetensors;
 pub mod tensor;
 pub mod text;

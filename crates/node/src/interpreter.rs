@@ -273,7 +273,9 @@ fn cause(ending: Ending, tail: &[String]) -> Failure {
         let reason = "overflowed its stack".to_owned();
         return Failure::Ended { reason };
     }
-    let reason = match tail.last() {
+    // Rust's runtime says after a panic how a backtrace is had.
+    let is_note = |line: &&String| line.starts_with("note: ");
+    let reason = match tail.iter().rev().find(|line| !is_note(line)) {
         Some(line) => format!("{ending}: {line}"),
         None => ending.to_string(),
     };

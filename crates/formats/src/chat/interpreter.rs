@@ -102,6 +102,12 @@ pub enum Failure {
         /// The limit in bytes.
         limit: u64,
     },
+    /// The template made the interpreter panic.
+    #[error("chat template makes its interpreter panic: {message}")]
+    Panicked {
+        /// The panic's message.
+        message: String,
+    },
     /// The process that runs the template ended, or cannot be started.
     #[error("the process of the chat template {reason}")]
     Ended {
@@ -114,7 +120,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether the template used up its limits, or broke its process. No conversation should do
+    /// Whether the template used up its limits, or broke its interpreter or process. No conversation should do
     /// that, so it is the model's fault and not the client's.
     pub const fn is_of_model(&self) -> bool {
         matches!(
@@ -122,6 +128,7 @@ impl Failure {
             Self::TooManySteps { .. }
                 | Self::TooSlow { .. }
                 | Self::TooLarge { .. }
+                | Self::Panicked { .. }
                 | Self::Ended { .. }
         )
     }

@@ -8,6 +8,7 @@ use minijinja::value::Rest;
 use minijinja::{Environment, ErrorKind, Value};
 
 use super::{Failure, depth, json};
+use crate::panics;
 
 /// Longest template: the longest known (with tools, dates and thinking) have 20 KB.
 const MAX_TEMPLATE_BYTES: usize = 64 << 10;
@@ -59,7 +60,8 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     env.add_filter("tojson", json::tojson);
     env.add_test("iterable", is_iterable);
     env.add_function("raise_exception", raise_exception);
-    env.add_template_owned(NAME, source).map_err(syntax_error)?;
+    let added = panics::catch(|| env.add_template_owned(NAME, source));
+    added.map_err(panicked)?.map_err(syntax_error)?;
     Ok(env)
 }
 
@@ -107,6 +109,10 @@ fn syntax_error(error: minijinja::Error) -> Failure {
     }
 }
 
+const fn panicked(message: String) -> Failure {
+    Failure::Panicked { message }
+}
+
 fn reason_of(error: &minijinja::Error) -> String {
     error
         .detail()
@@ -121,7 +127,8 @@ pub(super) fn render(
 ) -> Result<String, Failure> {
     let template = env.get_template(NAME).map_err(syntax_error)?;
     let mut out = Limited::new(limit.min(MAX_OUTPUT_BYTES));
-    match template.render_captured_to(context, &mut out) {
+    let ended = panics::catch(|| template.render_captured_to(context, &mut out));
+    match ended.map_err(panicked)? {
         Ok(_) => Ok(String::from_utf8(out.bytes).expect("templates write text")),
         Err(_) if out.is_full => Err(Failure::OutputTooLong { limit: out.limit }),
         Err(error) => Err(render_error(&error)),
@@ -197,6 +204,21 @@ mod tests {
             let text = render(&env, minijinja::context! {}, 100).unwrap();
             assert_eq!(text, expected, "{value}");
         }
+    }
+
+    #[test]
+    fn a_panic_of_the_interpreter_is_a_failure_of_the_template() {
+        fn fall() -> Result<Value, minijinja::Error> {
+            panic!("not that {}", "deep");
+        }
+        let mut env = compile("{{ fall() if deep else 'text' }}").unwrap();
+        env.add_function("fall", fall);
+        let failure = render(&env, minijinja::context! { deep => true }, 100).unwrap_err();
+        assert!(failure.is_of_model(), "{failure}");
+        let words = "chat template makes its interpreter panic: not that deep";
+        assert_eq!(failure.to_string(), words);
+        let text = render(&env, minijinja::context! {}, 100);
+        assert_eq!(text.as_deref(), Ok("text"), "the next conversation");
     }
 
     #[test]

@@ -11,13 +11,10 @@
 //! - The size and depth of the file are limited before anything is parsed.
 //! - Ids are checked before they size an allocation.
 //! - Padding and truncation, which could ask for any amount of memory, are never run.
-//! - As a last line, a panic of the crate is caught and becomes an error. Its message goes where
-//!   the program's panics go, unless the program's hook asks [`catches_panics`].
+//! - As a last line, a panic of the crate is caught and becomes an error (`crate::panics`).
 
-use std::any::Any;
 use std::cell::Cell;
 use std::ops::Range as Span;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use serde_json::Value;
@@ -28,7 +25,7 @@ use tokenizers::{Encoding, ModelWrapper, NormalizedString, Token};
 use super::fragments::{Cutter, Fragment, Special};
 use super::vocab::{Kind, Spelling, Vocab, byte_token};
 use super::{Algorithm, Error, Parts, Tokenizer, ends};
-use crate::bounded;
+use crate::{bounded, panics};
 
 /// Largest `tokenizer.json` that is read: seven times Gemma's (33 MB), the largest known.
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
@@ -92,10 +89,11 @@ fn read(bytes: &[u8], config: &Config) -> Result<Tokenizer, Error> {
     if depth(bytes) > MAX_DEPTH {
         return Err(malformed(format!("brackets nest deeper than {MAX_DEPTH}")));
     }
-    let inner = guarded(|| tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string()))
-        .and_then(|result| result)
-        .map_err(malformed)?;
-    guarded(|| build(inner, config)).map_err(malformed)?
+    let inner =
+        panics::catch(|| tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string()))
+            .and_then(|result| result)
+            .map_err(malformed)?;
+    panics::catch(|| build(inner, config)).map_err(malformed)?
 }
 
 fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Error> {
@@ -158,7 +156,7 @@ impl Pipeline {
 
     fn run(&self, fragments: &[Fragment<'_>], tokens_max: usize) -> Result<Vec<u32>, Error> {
         let count = Cell::new(0);
-        let result = guarded(|| {
+        let result = panics::catch(|| {
             let ids = self.ids(fragments, (&count, tokens_max));
             ids.map_err(|e| e.to_string())
         });
@@ -256,30 +254,6 @@ fn cut_names<'a>(fragments: &[Fragment<'a>], control: &Cutter) -> Vec<Fragment<'
         }
     }
     out
-}
-
-/// Runs code of the crate; a panic is an error that says what it said.
-fn guarded<T>(run: impl FnOnce() -> T) -> Result<T, String> {
-    let before = GUARDED.replace(true);
-    let result = catch_unwind(AssertUnwindSafe(run));
-    GUARDED.set(before);
-    result.map_err(|panic| panic_text(&*panic))
-}
-
-thread_local! {
-    static GUARDED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Whether a panic of this thread, at this moment, is one that becomes an error: a program's panic
-/// hook need not report it.
-pub fn catches_panics() -> bool {
-    GUARDED.get()
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    text.unwrap_or("the tokenizers crate panicked").to_owned()
 }
 
 /// All tokens in order of ids, and those that are cut out of text.
@@ -494,17 +468,6 @@ fn check_size(what: &'static str, size: u64, limit: u64) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A program's panic hook is told so, and prints nothing (`cli` does that).
-    #[test]
-    fn a_panic_of_the_crate_is_an_error_that_a_hook_can_tell() {
-        let result = guarded::<()>(|| {
-            assert!(catches_panics());
-            panic!("deep inside {}", 7);
-        });
-        assert_eq!(result, Err("deep inside 7".to_owned()));
-        assert!(!catches_panics());
-    }
 
     #[test]
     fn depth_counts_brackets_outside_strings() {

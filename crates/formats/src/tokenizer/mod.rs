@@ -34,7 +34,6 @@ use crate::gguf::Metadata;
 use crate::text::StreamDecoder;
 pub(crate) use fragments::Fragment;
 use fragments::{Cutter, Special};
-pub use json::catches_panics;
 use vocab::{Kind, Vocab};
 
 /// Why a tokenizer could not be read, or could not encode a text.

@@ -124,6 +124,13 @@ fn output_ends_at_what_the_context_holds() {
 }
 
 #[test]
+fn last_words_are_those_of_the_panic() {
+    let tail = ["it fell", "note: run with `RUST_BACKTRACE=1` to see where"].map(str::to_owned);
+    let reason = format!("{}: it fell", Ending::Code(101));
+    assert_eq!(cause(Ending::Code(101), &tail), Failure::Ended { reason });
+}
+
+#[test]
 fn nesting_and_length_are_refused_at_load() {
     let nested = format!("{{{{ {}1 }}}}", "-".repeat(60_000));
     for source in [nested.as_str(), &"x".repeat(70_000), "{% if %}"] {

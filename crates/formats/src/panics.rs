@@ -1,0 +1,54 @@
+//! Panics of libraries that read what strangers wrote, made errors.
+//!
+//! The crates that read tokenizers and run chat templates were written for friends: some malformed
+//! inputs make them panic. A panic's message goes where the program's panics go, unless the
+//! program's hook asks [`are_caught`].
+
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+thread_local! {
+    static ARE_CAUGHT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a panic of this thread, at this moment, is one that becomes an error: a program's panic
+/// hook need not report it.
+pub fn are_caught() -> bool {
+    ARE_CAUGHT.get()
+}
+
+/// Runs code of a library.
+///
+/// # Errors
+/// The message of its panic. Nothing that `run` could change may be used after it, unless it is
+/// right after any part of a run.
+pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+    let before = ARE_CAUGHT.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(run));
+    ARE_CAUGHT.set(before);
+    result.map_err(|panic| text(&*panic))
+}
+
+fn text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("a library panicked without a message")
+        .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program's panic hook is told so, and prints nothing (`cli` does that).
+    #[test]
+    fn a_panic_is_an_error_that_a_hook_can_tell() {
+        let result = catch::<()>(|| {
+            assert!(are_caught());
+            panic!("deep inside {}", 7);
+        });
+        assert_eq!(result, Err("deep inside 7".to_owned()));
+        assert!(!are_caught());
+    }
+}
