@@ -411,7 +411,9 @@ impl Cluster {
             nodes == self.nodes.len()
         };
         let instance = self.instance()?;
-        if whole(&instance) && instance["reason"].is_null() {
+        // A node that was lost and is back is named, while another one still computes its part.
+        let all_compute = self.nodes.iter().all(|node| node.workers().is_ok());
+        if whole(&instance) && instance["reason"].is_null() && all_compute {
             return self.ready(limit);
         }
         let name = self.instance()?["id"].clone();

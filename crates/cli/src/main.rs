@@ -181,7 +181,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Keeps panics that become errors, of libraries that read tokenizers and templates, from the terminal.
+/// Keeps panics that become errors, of libraries that read tokenizers and templates, from the
+/// terminal.
 fn hush_caught_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

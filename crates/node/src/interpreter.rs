@@ -6,9 +6,9 @@
 //!                                    └── text, Failure ─────────┘
 //! ```
 //!
-//! A template is a program that came with a model. Its interpreter counts steps and output,
-//! but `x * 1000000000`, `replace`, `sort` or a deep value take memory, time or stack within one
-//! step. So the template runs in a process of its own. The process has 192 MiB of memory beside the
+//! A template is a program that came with a model. Its interpreter counts steps and output, and what
+//! filters look at, but `x.replace(y, z)`, `x == y` or a deep value take memory, time or stack within
+//! one step. So the template runs in a process of its own. The process has 192 MiB of memory beside the
 //! program itself, and 0.9 to 1.9 s of computing per rendering. It has no core dumps, no
 //! environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
 //!

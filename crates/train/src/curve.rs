@@ -11,9 +11,13 @@ const LEFT: f64 = 56.0;
 const BOTTOM: f64 = 40.0;
 const TOP: f64 = 24.0;
 
-/// The losses of a run over its steps: training as a line, held out as dots joined by a line.
+/// The losses of a run over its steps: training, and held out, each a line. A training loss is that
+/// before its step, so the held-out loss before the first step stands at the first step too.
 pub fn svg(steps: &[Measured]) -> String {
-    let held_out = steps.iter().filter_map(|m| Some((m.step, m.val_loss?)));
+    let held_out = steps.iter().flat_map(|m| {
+        let losses = [m.val_loss_before, m.val_loss];
+        losses.into_iter().flatten().map(|loss| (m.step, loss))
+    });
     let trained: Vec<(u64, f64)> = steps.iter().map(|m| (m.step, m.loss)).collect();
     let held_out: Vec<(u64, f64)> = held_out.collect();
     let all = || trained.iter().chain(&held_out).map(|(_, loss)| *loss);

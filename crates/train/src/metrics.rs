@@ -22,6 +22,9 @@ pub struct Measured {
     pub judged: u64,
     /// Tokens that went through the model.
     pub tokens: u64,
+    /// Of the first step only: negative log likelihood of a held-out token before it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub val_loss_before: Option<f64>,
     /// Negative log likelihood of a held-out token after the update.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_loss: Option<f64>,
@@ -45,7 +48,7 @@ pub struct Measured {
 /// The file of measured steps.
 pub(crate) struct Metrics {
     path: PathBuf,
-    first: Option<Measured>,
+    pub(crate) first: Option<Measured>,
     pub(crate) last: Option<Measured>,
 }
 

@@ -121,7 +121,7 @@ pub struct Report {
     pub steps: u64,
     /// Loss of the first step of all and of the last.
     pub loss: [f64; 2],
-    /// Held-out loss before the first step, unless that was another run's.
+    /// Held-out loss before the first step of all, by the metrics.
     pub val_loss_before: Option<f64>,
     /// Held-out loss at the end.
     pub val_loss: Option<f64>,
@@ -407,9 +407,9 @@ impl Run {
             cut: self.examples.cut,
             numbers: layout.len(),
         });
-        let val_loss_before = match state.step {
+        let mut val_loss_before = match state.step {
             0 => self.look(&state, crew, &options, watch)?,
-            _ => None, // that run told it
+            _ => None, // it is in the metrics
         };
         if let Some(loss) = val_loss_before {
             watch(Progress::HeldOut { loss });
@@ -424,7 +424,8 @@ impl Run {
                 let step = state.step + 1;
                 return Err(Error::Stopped { step });
             }
-            let measured = self.step(&mut state, crew, &options, watch)?;
+            let mut measured = self.step(&mut state, crew, &options, watch)?;
+            measured.val_loss_before = val_loss_before.take();
             metrics.add(&measured)?;
             events.add(&measured, now())?;
             watch(Progress::Step(measured));
@@ -438,7 +439,7 @@ impl Run {
         Ok(Report {
             steps,
             loss: metrics.ends(),
-            val_loss_before,
+            val_loss_before: metrics.first.as_ref().and_then(|m| m.val_loss_before),
             val_loss: metrics.last.as_ref().and_then(|m| m.val_loss),
             digest: state.digest(),
             lost: crew.lost(),
@@ -485,6 +486,7 @@ impl Run {
             grad_norm,
             judged,
             tokens,
+            val_loss_before: None,
             val_loss,
             val_ppl: val_loss.map(libm::exp),
             step_s,

@@ -253,10 +253,12 @@ fn any_number_of_workers_gives_the_same_bytes() {
         assert!(!output.join(".exchange").exists());
     }
     let picture = svg(&read_metrics(&folder.path().join("nodes-3/metrics.jsonl")).unwrap());
-    assert!(
-        picture.contains("held out") && picture.contains("step 16"),
-        "{picture}"
-    );
+    assert!(picture.contains("step 16"), "{picture}");
+    let held_out = picture.lines().find(|line| line.contains("held out"));
+    // Before the first step and after the eighth and sixteenth; the left edge is the first step.
+    let points = held_out.and_then(|line| line.split('"').nth(1)).unwrap();
+    assert_eq!(points.split(' ').count(), 3, "{points}");
+    assert!(points.starts_with("56.0,"), "{points}");
 }
 
 /// Three are killed and one is stopped; their leaves are computed by others, and others join.

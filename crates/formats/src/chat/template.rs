@@ -13,7 +13,8 @@ use crate::panics;
 /// Longest template: the longest known (with tools, dates and thinking) have 20 KB.
 const MAX_TEMPLATE_BYTES: usize = 64 << 10;
 
-/// Instructions of a rendering. A turn takes 30 (SmolLM2) to 300 (Qwen 3), so this is a
+/// Steps of a rendering: instructions, and 64 bytes of the texts that filters and operators read or
+/// make (minijinja's `fuel`). A turn takes 30 (SmolLM2) to 300 (Qwen 3), so this is a
 /// conversation of 30,000 turns; an endless template is stopped within a second.
 pub(super) const MAX_FUEL: u64 = 10_000_000;
 
