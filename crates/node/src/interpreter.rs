@@ -6,11 +6,11 @@
 //!                                    └── text, Failure ─────────┘
 //! ```
 //!
-//! A template is a program that came with a model. Its interpreter counts steps and output, and what
-//! filters look at, but `x.replace(y, z)`, `x == y` or a deep value take memory, time or stack within
-//! one step. So the template runs in a process of its own. The process has 192 MiB of memory beside the
-//! program itself, and 0.9 to 1.9 s of computing per rendering. It has no core dumps, no
-//! environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
+//! A template is a program that came with a model. Its interpreter counts steps, output, and the
+//! bytes that filters look at. But `x.replace(y, z)`, `x == y` or a deep value take memory, time or
+//! stack within one step. So the template runs in a process of its own. The process has 192 MiB of
+//! memory beside the program itself, and 0.9 to 1.9 s of computing per rendering. It has no core
+//! dumps, no environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
 //!
 //! The process is started when the model is opened, and stays. When a template breaks it, the
 //! conversation gets a [`Failure`] that says how, and the next conversation gets a new process.

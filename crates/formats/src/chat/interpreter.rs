@@ -120,8 +120,8 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether the template used up its limits, or broke its interpreter or process. No conversation
-    /// should do that, so it is the model's fault and not the client's.
+    /// Whether the template used up its limits, or broke its interpreter or process. No
+    /// conversation should do that, so it is the model's fault and not the client's.
     pub const fn is_of_model(&self) -> bool {
         matches!(
             self,
