@@ -13,32 +13,22 @@ import argparse
 import json
 import os
 import pathlib
-import socket
+import re
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 
 import ray
 
-#: Ports of the API and of the cluster, where they are free.
-PORTS = (52415, 52416)
+#: Ports of the API and of the cluster; where another program has one, the system chooses both.
+PORTS = ((52415, 52416), (0, 0))
 
 #: Seconds until all nodes have met.
 MEETING = 120
 
 PROGRAM = os.environ.get("PACELINE", "paceline")
-
-
-def free(port: int) -> int:
-    """`port`, or another one where something else has it."""
-    for wanted in (port, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", wanted))
-            except OSError:
-                continue
-            return probe.getsockname()[1]
-    return port
 
 
 @ray.remote(num_cpus=1, max_restarts=-1)
@@ -51,11 +41,29 @@ class Node:
         store.mkdir(parents=True, exist_ok=True)
         os.symlink(store.absolute(), f"{self.home}/models")
         self.run("join", "--token-file", "-", text=token)
-        self.port, self.control = (free(port) for port in PORTS)
         options = [word for peer in peers for word in ("--peer", peer)]
-        self.node = subprocess.Popen(
-            [PROGRAM, "up", "--port", str(self.port), "--control-port", str(self.control), *options],
-            env=self.env(), stdin=subprocess.DEVNULL)
+        if not any(self.start([*options, "--port", str(api), "--control-port", str(control)])
+                   for api, control in PORTS):
+            raise RuntimeError("no node: what it printed says why")
+
+    def start(self, options: list[str]) -> bool:
+        """Whether the node is up; it says then at which ports."""
+        self.node = subprocess.Popen([PROGRAM, "up", *options], env=self.env(), text=True,
+                                     stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for line in self.node.stderr:
+            sys.stderr.write(line)
+            if found := re.match(r"listening on \S+:(\d+)$", line):
+                self.port = int(found[1])
+            if found := re.match(r"node .* on port (\d+)$", line):
+                self.control = int(found[1])
+                threading.Thread(target=self.forward, daemon=True).start()
+                return True
+        self.node.wait()
+        return False
+
+    def forward(self) -> None:
+        for line in self.node.stderr:
+            sys.stderr.write(line)
 
     def env(self) -> dict[str, str]:
         return {**os.environ, "PACELINE_HOME": self.home}

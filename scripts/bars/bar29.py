@@ -11,8 +11,9 @@
     kills       [--minutes 10]         a SIGKILL every 15 s, to a worker and to a node in turn; every answer right
 
 Chaos as root has all faults, else those of processes. Silence: freeze-node, freeze-worker, cut-node. Death: kill-node, kill-worker,
-out-of-memory. Medians of death and of the next token are of rounds with one fault. `measured load and prefill` is that of
-`paceline run` over as many nodes as a loss leaves, a prompt of some 300 tokens.
+out-of-memory. Medians of death and of the next token are of rounds with one fault. The next token is that of answers which had
+tokens before the fault, and whose client's node stayed: a client waits 6 s for a node that says nothing. `measured load and
+prefill` is that of `paceline run` over as many nodes as a loss leaves, a prompt of some 300 tokens.
 """
 import random
 import chosen
@@ -80,6 +81,7 @@ def judged(name, reports, failed, nodes):
     for fault in sorted({r["fault"] for r in rounds}):
         told(f"{fault}, detected after ({len([r for r in rounds if r['fault'] == fault])} rounds)", of({fault}, "detected_s"), "s")
         told(f"{fault}, next token after that", of({fault}, "resumed_s"), "s")
+        told(f"{fault}, the same of clients that went on at another node", of({fault}, "moved_resumed_s"), "s")
     bar(f"{name}, answers lost of {answers} in {len(rounds)} rounds", sum(r["lost"] for r in rounds), "", 0, False)
     bar(f"{name}, answers altered", sum(r["altered"] for r in rounds), "", 0, False)
     bar(f"{name}, runs that did not end", failed, "", 0, False)

@@ -229,17 +229,18 @@ fn play(
     let at = hit.context("no answer got as far as the fault's token")?;
     let detected = detected.since(at);
     let told = detected.map(|after| at + after);
-    let resumed = |told| {
-        found
+    let longest = |has_moved: bool| {
+        let those = found
             .iter()
-            .filter_map(|answer| answer.next_after(told))
-            .max()
+            .filter(|answer| (answer.moves > 0) == has_moved);
+        those.filter_map(|answer| answer.resumed(at, told?)).max()
     };
     Ok(Seen {
         round,
         victim: cluster.name(victims[0]),
         detected,
-        resumed: told.and_then(resumed),
+        resumed: longest(false),
+        moved_resumed: longest(true),
         pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
         answers: found.len(),
         moved: found.iter().map(|answer| answer.moves).sum(),

@@ -19,7 +19,11 @@ pub(crate) struct Seen {
     /// Longest wait of a client for its next token.
     pub(crate) pause: Option<Duration>,
     /// From the moment that the fault was told to the next token of the client that waited longest.
+    /// It is one of those that had tokens before the fault, and whose node stayed.
     pub(crate) resumed: Option<Duration>,
+    /// The same of clients that went on at another node. It includes their own patience with a node
+    /// that says nothing.
+    pub(crate) moved_resumed: Option<Duration>,
     pub(crate) answers: usize,
     /// Times that clients went on at another node.
     pub(crate) moved: u32,
@@ -150,6 +154,7 @@ impl Seen {
             "at_token": self.round.at_token,
             "detected_s": self.detected.map(|time| time.as_secs_f64()),
             "resumed_s": self.resumed.map(|time| time.as_secs_f64()),
+            "moved_resumed_s": self.moved_resumed.map(|time| time.as_secs_f64()),
             "pause_s": self.pause.map(|time| time.as_secs_f64()),
             "answers": self.answers,
             "moved": self.moved,

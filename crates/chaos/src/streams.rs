@@ -368,10 +368,12 @@ impl Answer {
         !self.cancelled && !self.is_lost() && self.said != right.said
     }
 
-    /// From `moment` to the first piece after it; `None` where none came.
-    pub(crate) fn next_after(&self, moment: Instant) -> Option<Duration> {
-        let next = self.pieces.iter().find(|piece| **piece > moment)?;
-        Some(*next - moment)
+    /// From the moment when a fault was `told` to the next piece. `None` where none came, and where
+    /// the answer had no piece `at` the fault: it may have waited for others.
+    pub(crate) fn resumed(&self, at: Instant, told: Instant) -> Option<Duration> {
+        self.pieces.first().filter(|first| **first <= at)?;
+        let next = self.pieces.iter().find(|piece| **piece > told)?;
+        Some(*next - told)
     }
 
     /// The longest wait for a piece that came after `moment`; `None` where none came.
@@ -413,8 +415,11 @@ mod tests {
         answer.take("data: [DONE]").unwrap();
         assert!(!answer.is_lost());
         assert!(answer.pause(before).is_some());
-        assert!(answer.next_after(before).is_some());
         assert_eq!(answer.pause(Instant::now()), None);
+        assert_eq!(answer.resumed(before, before), None);
+        let begun = answer.pieces[0];
+        let next = answer.pieces[1] - begun;
+        assert_eq!(answer.resumed(begun, begun), Some(next));
         assert!(answer.is_altered(&Answer::default()));
         answer
             .take(r#"data: {"error":{"message":"lost"}}"#)

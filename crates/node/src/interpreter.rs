@@ -117,12 +117,23 @@ impl fmt::Debug for Apart {
 impl Interpreter for Apart {
     fn render(&self, job: Job) -> Result<String, Failure> {
         let mut turn = self.seat.take(WAIT).ok_or(Failure::Busy)?;
+        let ask = Ask::Render(job);
+        let answer = self.ask(&mut turn, &ask);
+        if answer == Err(killed()) {
+            return self.ask(&mut turn, &ask);
+        }
+        answer
+    }
+}
+
+impl Apart {
+    fn ask(&self, turn: &mut Turn<'_>, ask: &Ask) -> Answer {
         let child = match turn.child.take().filter(Child::lives) {
             Some(child) => child,
             None => Child::start(&self.program, &self.source)?,
         };
         // A child that broke is killed and reaped here, before another one can start.
-        let answer = child.ask(&Ask::Render(job))?;
+        let answer = child.ask(ask)?;
         turn.child = Some(child);
         answer
     }
@@ -257,6 +268,12 @@ impl Child {
 fn slow(limit: Duration) -> Failure {
     let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
     Failure::TooSlow { limit_ms }
+}
+
+/// The failure of a child that was ended from outside: by a person, or by a kernel short of memory.
+/// No template can bring this about, since the limits end a child by other signals.
+fn killed() -> Failure {
+    cause(Ending::Signal(Signal::KILL.as_raw()), &[])
 }
 
 /// The limit that ended the child, by the words of the kernel or of Rust's runtime.

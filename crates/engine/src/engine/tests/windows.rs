@@ -370,11 +370,11 @@ fn cheap(rig: &mut Rig) {
 
 #[test]
 fn windows_under_way_change_no_answer() {
+    let windows = Cell::new(0);
     for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
         let mut requests = mixed(&tiny);
         requests.extend((0..3).map(babble));
         let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-        let windows = Cell::new(0);
         let sizes_of = (1..4usize, 0..6usize, prop::bool::ANY, prop::bool::ANY);
         proptest!(ProptestConfig::with_cases(24), |(
             calls in calls(), pattern in patterns(), sizes_of in sizes_of
@@ -409,11 +409,11 @@ fn windows_under_way_change_no_answer() {
             }
             windows.set(windows.get() + rig.engine.guesses().told().windows);
         });
-        // They are some 90 to 300 of random cases.
-        assert!(
-            windows.get() > 25,
-            "{} windows behind others",
-            windows.get()
-        );
     }
+    // They are 588 at least in 40 runs of random cases. Of one model alone there may be few.
+    assert!(
+        windows.get() > 75,
+        "{} windows behind others",
+        windows.get()
+    );
 }
