@@ -206,7 +206,7 @@ fn play(
 ) -> Result<Seen, Error> {
     let victims = cluster.victims(round.victim)?;
     let clients = cluster.clients(requests);
-    let mut watch = None;
+    let (mut watch, mut missed) = (None, false);
     let (hit, found) = answers_at(&clients, round.at_token, || {
         watch = Some(cluster.watch(&victims)?);
         let begun = Instant::now();
@@ -219,7 +219,7 @@ fn play(
                 cluster.hit(round.fault, victims[0])?;
                 thread::sleep(after.saturating_sub(begun.elapsed()));
                 // It may have no worker at this moment.
-                let _ = cluster.hit(second, victims[1]);
+                missed = cluster.hit(second, victims[1]).is_err();
                 Ok(())
             }
             None => cluster.hit(round.fault, victims[0]),
@@ -236,7 +236,10 @@ fn play(
         those.filter_map(|answer| answer.resumed(at, told?)).max()
     };
     Ok(Seen {
-        round,
+        round: Round {
+            second: round.second.filter(|_| !missed),
+            ..round
+        },
         victim: cluster.name(victims[0]),
         detected,
         resumed: longest(false),

@@ -63,6 +63,10 @@ pub(crate) struct NodeArgs {
     /// with what would free how much, and nothing is removed unasked [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     disk_budget: Option<u64>,
+    /// Memory of this machine that models are placed by, such as 12G; a fifth of it is left to other
+    /// programs [default: all that it has]
+    #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
+    memory: Option<u64>,
     /// Folder of arrays whose files other machines of the cluster may read, by `paceline mapreduce
     /// --nodes N` there; may be given several times [default: none]
     #[arg(long, value_name = "DIR")]
@@ -207,9 +211,12 @@ impl NodeArgs {
 
     fn facts(&self, class: KernelClass) -> Facts {
         let name = self.name.clone().unwrap_or_else(host_name);
+        let all = facts(name, class);
+        let memory = self.memory.unwrap_or(u64::MAX);
         Facts {
             trusted: self.trusted_interface.clone(),
-            ..facts(name, class)
+            memory_bytes: all.memory_bytes.min(memory),
+            ..all
         }
     }
 }

@@ -44,6 +44,7 @@ mod places;
 pub(crate) mod prefixes;
 mod preview;
 mod replicas;
+mod reserves;
 mod rooted;
 mod speed;
 mod spread;
@@ -63,7 +64,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::agent::{Agent, Kind};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, AdapterFile, Duty, NODES_MAX, Report, State, Wanted, Weights,
@@ -79,7 +80,7 @@ use crate::crew::line::{Line, say};
 use crate::moved::Exchanged;
 use crate::trace::{Recording, Stages};
 use crate::{Instance, Portrait};
-use answers::{Kind, Remote};
+use answers::Remote;
 use copies::Copies;
 pub use hub::{Came, FromHub, Origin, Take};
 use journals::{Copier, Shelf};
@@ -635,6 +636,7 @@ impl Inner {
         let mut stale = stale::Stale::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
+            self.place_cramped();
             self.do_duties();
             self.grow(&mut growth, Instant::now());
             self.widen(&mut widening, Instant::now());
@@ -671,11 +673,13 @@ impl Inner {
                         epoch,
                         wanted,
                         flaps: Arc::default(),
+                        cramped: Arc::default(),
                         goes_on: epoch > 1 || is_restart,
                     });
                 }
                 Duty::TakeOver { id, epoch, wanted } => {
                     (self.spec.tell)(&format!("{}: its owner is lost, taking over", wanted.model));
+                    let wanted = self.with_room(id, &wanted);
                     // Refused where another node was faster.
                     let _: Result<(), _> = self.want(id, epoch, Some(&wanted));
                 }
@@ -969,13 +973,13 @@ impl Inner {
         Some(Arc::new(Wire(channel)))
     }
 
-    /// By which numbers the owner of an instance computes.
+    /// The kind of the node that owns an instance.
     fn kind_of_owner(&self, id: InstanceId) -> Option<Kind> {
         let map = self.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let mut nodes = self.agent.nodes().into_iter();
         let owner = nodes.find(|node| node.id == wanted.nodes[0])?;
-        Some((owner.facts.numerics, owner.facts.kernel_class))
+        Some(owner.facts.kind())
     }
 
     fn name(&self, id: NodeId) -> String {

@@ -112,6 +112,8 @@ type Made = (usize, Pinning, Arc<Kernels>);
 struct Kept {
     of: Identity,
     weights: Arc<dyn Weights>,
+    /// What a row of a layer took in the last epoch, where there was one.
+    row_time: Option<Duration>,
 }
 
 /// The properties that decide whether packed weights serve another epoch.
@@ -248,7 +250,11 @@ impl Worker<'_> {
             return Ok(kept);
         }
         let weights = self.load(job, (class, &source), kernels, None)?;
-        Ok(Kept { of, weights })
+        Ok(Kept {
+            of,
+            weights,
+            row_time: None,
+        })
     }
 
     /// The model of a job, and what its weights are.
@@ -307,9 +313,15 @@ impl Worker<'_> {
         let Some(links) = self.join(job, &of.shard)? else {
             return Ok(None);
         };
-        let weights = match self.kept.take().filter(|kept| kept.of == of) {
-            Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
-            None => self.load(job, (class, &source), Arc::clone(&kernels), Some(links))?,
+        let (weights, row_time) = match self.kept.take().filter(|kept| kept.of == of) {
+            Some(kept) => (
+                kept.weights.linked(links).ok_or(Error::Held)?,
+                kept.row_time,
+            ),
+            None => {
+                let loaded = self.load(job, (class, &source), Arc::clone(&kernels), Some(links));
+                (loaded?, None)
+            }
         };
         let draft = match of.shard.leads() {
             true => self.draft(job, &kernels)?,
@@ -325,7 +337,7 @@ impl Worker<'_> {
             job,
             (&source, draft),
             (weights, store, handing),
-            of,
+            (of, row_time),
         );
         epoch.map(Some)
     }

@@ -50,16 +50,22 @@ fn a_killed_chaos_leaves_no_node() {
     until("no node is left", || !nodes.iter().any(|id| lives(*id)));
 }
 
+/// A template by whose words the model calls tools as Hermes 2 Pro does.
+const TOOLS: &str = "{% if tools %}<turn>system\n{{ tools | tojson }} Answer by <tool_call>\n\
+    {\"name\": ..., \"arguments\": ...}\n</tool_call></turn>\n{% endif %}{% for m in messages %}\
+    <turn>{{ m['role'] }}\n{{ m['content'] }}</turn>\n{% endfor %}<turn>assistant\n";
+
 #[test]
 fn faults_neither_lose_nor_alter_answers() {
     let host = Machine::new("n0", None);
     let model = host.home.path().join("tiny.gguf");
-    FAMILIES[0].write(&model);
+    FAMILIES[0].write_with(&model, (TOOLS, 7));
     let model = model.to_str().unwrap();
     let asked = ["--rounds", "7", "--tokens", "400", "--streams", "5"];
     let output = host.run(&[&["chaos", model, "--seed", "3", "--json"], &asked[..]].concat());
     let report = text(&output.stdout);
     assert!(output.status.success(), "{}{report}", said(&output));
+    assert!(!said(&output).contains("no request with tools"), "it calls");
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["answers"], 35, "{report}");
     assert_eq!(report["lost"], 0, "{report}");

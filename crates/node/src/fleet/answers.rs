@@ -18,10 +18,11 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
 use paceline_cluster::nodes::InstanceId;
+use paceline_cluster::nodes::agent::Kind;
 use paceline_engine::{Failure, Reply, Request, Service, Sink, State, Status, Ticket};
 use serde::{Deserialize, Serialize};
 
-use super::Inner;
+use super::{Inner, report};
 use crate::Instance;
 use crate::crew::line::{Broken, Line, hear, pair, say};
 
@@ -231,9 +232,6 @@ pub(super) trait Relief: Send + Sync {
 /// How a model is cut of which no owner has told it yet.
 pub(super) const UNKNOWN: &str = "unknown";
 
-/// By which definition of the numbers a node computes: its revision and its kernel class.
-pub(super) type Kind = (u32, String);
-
 /// An instance of another node, as a service of this one. Dropping it hands what is open to the
 /// relief, and loses the rest.
 pub(super) struct Remote {
@@ -258,7 +256,7 @@ struct Open {
     answers: bool,
     /// Requests of other entries that the instance has in work, as the owner last said.
     others: usize,
-    /// By which numbers the owner computes.
+    /// Of the owner.
     kind: Option<Kind>,
     /// Nothing more is taken.
     is_over: bool,
@@ -279,7 +277,7 @@ impl Open {
         let class = self
             .kind
             .as_ref()
-            .map(|(_, class)| class.parse::<KernelClass>());
+            .map(|kind| kind.class.parse::<KernelClass>());
         class.is_none_or(|class| class.is_ok_and(KernelClass::is_exact))
     }
 
@@ -403,7 +401,7 @@ impl Entry {
         state.requests.len() + state.others
     }
 
-    /// By which numbers the last known owner computes.
+    /// Of the last known owner.
     pub(super) fn kind(&self) -> Option<Kind> {
         lock(&self.state).kind.clone()
     }
@@ -480,7 +478,8 @@ impl Entry {
             if !inner.is_wanted(self.id) {
                 self.lose("the model was unloaded");
             } else if since.elapsed() > OWNERLESS_LIMIT {
-                self.lose("no node owns the model any more");
+                let said = report(&inner.agent.map(), self.id).and_then(|it| it.reason);
+                self.lose(&said.unwrap_or_else(|| "no node owns the model any more".to_owned()));
             }
             drop(inner);
             std::thread::sleep(LOOK_EVERY);
@@ -716,7 +715,11 @@ pub(super) mod testing {
             state: Mutex::new(Open {
                 line: Some(Arc::new(line)),
                 answers: true,
-                kind: Some((1, class.to_owned())),
+                kind: Some(Kind {
+                    protocol: 1,
+                    numerics: 1,
+                    class: class.to_owned(),
+                }),
                 ..Open::default()
             }),
             over: AtomicBool::new(false),

@@ -124,8 +124,9 @@ impl Inner {
         };
         let others = all.iter().map(|(id, _, it)| (*id, it));
         let number = naming::next(&wanted.model, others, 1).first().copied();
+        let reserves = self.reserves(wanted, &nodes.iter().copied().collect());
         let added = Wanted {
-            successors: nodes[1..].to_vec(),
+            successors: nodes[1..].iter().chain(&reserves).copied().collect(),
             nodes,
             named: false,
             replica: number.unwrap_or(0),

@@ -165,6 +165,8 @@ impl Inner {
         let records = self.asked(&one)?.into_iter().next();
         let (id, mut wanted) = (new_id()?, records.ok_or("nothing is asked for")?);
         wanted.lender = Some(self.agent.id());
+        // Nobody takes it over from a lender that is dead.
+        wanted.successors.retain(|id| wanted.nodes.contains(id));
         // Before the record is there: this node unloads what it lends to no program.
         lock(&self.loans).insert(id);
         let written = self.want(id, 1, Some(&wanted));

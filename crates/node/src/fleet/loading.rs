@@ -97,9 +97,11 @@ impl Inner {
         } else if self.agent.nodes().len() > 1 {
             self.sign_meanwhile(&one, path);
         }
+        let used = groups.iter().flatten().copied().collect();
+        let reserves = self.reserves(&one, &used);
         let records = groups.into_iter().zip(numbers);
         let records = records.map(|(nodes, replica)| Wanted {
-            successors: nodes[1..].to_vec(),
+            successors: nodes[1..].iter().chain(&reserves).copied().collect(),
             width: u16::try_from(nodes.len()).ok(),
             nodes,
             replica,
@@ -351,7 +353,7 @@ impl Inner {
         }
         let views = self.agent.nodes();
         let own = views.iter().find(|view| view.id == self.agent.id());
-        let own = own.map(|view| (view.facts.numerics, &view.facts.kernel_class));
+        let own = own.map(|view| view.facts.kind());
         let mut all = BTreeSet::new();
         let find = |name: &String| {
             let node = self.agent.find(name).map_err(|error| error.to_string())?;
@@ -359,10 +361,10 @@ impl Inner {
             if facts.leaving {
                 return Err(preview::takes_none(name));
             }
-            if own.is_some_and(|own| own != (facts.numerics, &facts.kernel_class)) {
+            let kind = facts.kind();
+            if own.as_ref().is_some_and(|own| *own != kind) {
                 return Err(format!(
-                    "{name} computes as {} of revision {}, which hands no pages to this one",
-                    facts.kernel_class, facts.numerics
+                    "{name} has {kind}, which hands no pages to this node"
                 ));
             }
             match all.insert(node.id) {

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -36,30 +36,46 @@ pub(super) struct Owned {
     pub(super) wanted: Wanted,
     /// Workers that each of its nodes has lost so far.
     pub(super) flaps: Arc<Flaps>,
+    /// A rank was lost, and no other of its nodes has room for it.
+    pub(super) cramped: Arc<AtomicBool>,
     /// It was begun before, by an earlier record or by an earlier process of this node. Clients may
     /// have answers of it, so that a failure while it loads is not its end.
     pub(super) goes_on: bool,
 }
 
 impl Owned {
-    /// Brings the instance up and reports how it goes. Returns the service that answers for it.
+    /// Brings the instance up and reports how it goes. Returns the service that answers for it. An
+    /// instance that goes on is tried again when nodes come.
     pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
-        let started = self.try_start(inner);
-        match started {
-            Ok(answers) => {
-                self.report(inner, State::Ready, None, None);
-                self.back_up(inner);
-                Some(answers)
-            }
-            Err(reason) => {
+        let mut told = None;
+        loop {
+            let reason = match self.try_start(inner) {
+                Ok(answers) => {
+                    self.report(inner, State::Ready, None, None);
+                    self.back_up(inner);
+                    return Some(answers);
+                }
+                Err(reason) => reason,
+            };
+            if told.as_ref() != Some(&reason) {
                 (inner.spec.tell)(&format!("error: {}: {reason}", self.wanted.model));
+            }
+            told = Some(reason.clone());
+            if !self.goes_on {
                 self.report(inner, State::Failed, None, Some(reason));
-                None
+                return None;
+            }
+            self.report(inner, State::Recovering, None, Some(reason));
+            if !self.wait_for_nodes(inner) {
+                return None;
             }
         }
     }
 
     fn try_start(&self, inner: &Arc<Inner>) -> Result<Answers, String> {
+        if self.goes_on {
+            inner.check_room(self.id, &self.wanted)?;
+        }
         self.report(inner, State::Fetching, None, None);
         let path = self.own_file(inner)?;
         self.share(inner)?;
@@ -118,6 +134,7 @@ impl Owned {
             wanted,
             host: Arc::clone(&inner.host),
             flaps,
+            cramped: Arc::clone(&self.cramped),
             spares: Mutex::default(),
             known: Mutex::default(),
         };
@@ -293,9 +310,10 @@ impl Owned {
     }
 
     /// Has the first successor that lives get all of the model, so that the loss of this node loses
-    /// no weights. Until then it would.
+    /// no weights. Until then it would. The other nodes of the instance have all of a small file.
     fn back_up(&self, inner: &Arc<Inner>) {
-        if self.wanted.weights != Weights::Auto || !self.in_parts(inner) {
+        let is_alone = self.wanted.nodes.len() == 1 && self.wanted.lender.is_none();
+        if self.wanted.weights != Weights::Auto || !(is_alone || self.in_parts(inner)) {
             return;
         }
         let tell = Arc::clone(&inner.spec.tell);
@@ -304,7 +322,8 @@ impl Owned {
             let mut heirs = own.wanted.successors.iter();
             let heir = heirs.find(|id| inner.agent.life(**id) == Life::Alive);
             let Some(heir) = heir else { return };
-            let had = copies::ensure(&inner.agent, *heir, &own.wanted, &|_| ());
+            let mut files = own.wanted.clone().files();
+            let had = files.try_for_each(|it| copies::ensure(&inner.agent, *heir, &it, &|_| ()));
             let (name, model) = (inner.name(*heir), &own.wanted.model);
             match had {
                 Ok(()) => (inner.spec.tell)(&format!("{name} has all of {model} too")),

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use paceline_cluster::nodes::{NodeId, Registers};
 
 use super::flaps::Flaps;
 use super::preview::USABLE;
+use super::reserves::no_room;
 pub(super) use super::wire::Wire;
 use super::{CREW, copies};
 use crate::crew::host::{HostSpec, host};
@@ -45,6 +47,8 @@ pub(super) struct Nodes {
     pub(super) host: Arc<HostSpec>,
     /// Workers that each node of the instance has lost so far.
     pub(super) flaps: Arc<Flaps>,
+    /// Set where no other node of the instance has room for a rank that was lost.
+    pub(super) cramped: Arc<AtomicBool>,
     /// The node that holds the second worker, the spare, of each rank that has one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
     /// Ways that a recovery need not measure.
@@ -106,14 +110,21 @@ impl Places for Nodes {
     fn open(&self, rank: Rank) -> Result<Place, String> {
         let mut reasons = Vec::new();
         self.flaps.vacated(rank);
+        let (map, views) = (self.agent.map(), self.agent.nodes());
+        let mut lacks = false;
         for id in self.candidates(rank) {
-            match self.reach(id) {
+            let room = self.room_for(rank, id, (&views, &map));
+            lacks |= room.is_err();
+            match room.and_then(|()| self.reach(id)) {
                 Ok(place) => {
                     self.flaps.started(rank, id);
                     return Ok(place);
                 }
                 Err(reason) => reasons.push(reason),
             }
+        }
+        if lacks {
+            self.cramped.store(true, Ordering::SeqCst);
         }
         match reasons.is_empty() {
             true => Err("none of its nodes lives".to_owned()),
@@ -227,12 +238,41 @@ impl Nodes {
         all
     }
 
+    /// Checks whether a node has the memory for a rank that another node was planned for, beside
+    /// what records say it holds and the ranks of this instance that run there.
+    fn room_for(
+        &self,
+        rank: Rank,
+        id: NodeId,
+        (views, map): (&[NodeView], &Registers),
+    ) -> Result<(), String> {
+        let is_home = self.nodes[rank.0 as usize] == id;
+        let Some(view) = views.iter().find(|view| view.id == id && !is_home) else {
+            return Ok(());
+        };
+        let shard = shard_bytes(&self.wanted);
+        let ranks = (0..).map(Rank).zip(&self.nodes);
+        let at = |(other, home): (Rank, &NodeId)| self.flaps.node_of(other).unwrap_or(*home);
+        let here = ranks.filter(|(other, _)| *other != rank).map(at);
+        let here = here.filter(|at| *at == id).count() as u64;
+        // The record counts one shard of this instance at each of its nodes.
+        let own = if self.nodes.contains(&id) { shard } else { 0 };
+        let held = held(map, id).saturating_sub(own);
+        let held = held.saturating_add(shard.saturating_mul(here));
+        match fits(view.facts.memory_bytes, held, shard) {
+            true => Ok(()),
+            false => {
+                let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
+                let room = usable.saturating_sub(held);
+                Err(no_room(&view.facts.name, shard, room))
+            }
+        }
+    }
+
     /// Whether a node has the memory for one more shard, beside the shards that records say it
     /// holds and the spares of this instance.
     fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
-        let records = placement::wanted(map);
-        let shards = records.map(|(.., wanted)| held_bytes(&wanted, view.id));
-        let held = shards.fold(0, u64::saturating_add);
+        let held = held(map, view.id);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = shard_bytes(&self.wanted);
@@ -297,11 +337,10 @@ fn busy(map: &Registers) -> BTreeSet<NodeId> {
 
 /// Living nodes that stay, compute as this one does, the first of `views`, and are not `busy`.
 fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
-    let kind = |view: &NodeView| (view.facts.numerics, view.facts.kernel_class.clone());
-    let own = views.first().map(kind);
+    let own = views.first().map(|view| view.facts.kind());
     let is_idle = |view: &&NodeView| {
         let stays = view.state == Life::Alive && !view.facts.leaving;
-        stays && Some(kind(view)) == own && !busy.contains(&view.id)
+        stays && Some(view.facts.kind()) == own && !busy.contains(&view.id)
     };
     views.iter().filter(is_idle).map(|view| view.id).collect()
 }
@@ -311,8 +350,25 @@ fn shard_bytes(wanted: &Wanted) -> u64 {
     part_bytes(wanted, wanted.nodes.len())
 }
 
-fn part_bytes(wanted: &Wanted, ranks: usize) -> u64 {
+/// Memory of the part of each of so many ranks, as if all were alike.
+pub(super) fn part_bytes(wanted: &Wanted, ranks: usize) -> u64 {
     (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
+}
+
+/// Memory that a node has for one more part beside `records`; any where it does not tell.
+pub(super) fn room(view: &NodeView, records: &[Wanted]) -> u64 {
+    let held = records.iter().map(|wanted| held_bytes(wanted, view.id));
+    let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
+    match view.facts.memory_bytes {
+        0 => u64::MAX,
+        _ => usable.saturating_sub(held.fold(0, u64::saturating_add)),
+    }
+}
+
+/// Memory of what a node holds by all records.
+fn held(map: &Registers, id: NodeId) -> u64 {
+    let shards = placement::wanted(map).map(|(.., wanted)| held_bytes(&wanted, id));
+    shards.fold(0, u64::saturating_add)
 }
 
 /// Memory of what a node holds by a record: it decodes, or reads prompts, or neither.
@@ -362,6 +418,13 @@ mod tests {
             view(3, Life::Suspect, "cpu"),
             view(4, Life::Alive, "mlx"),
             view(5, Life::Alive, "cpu"),
+            NodeView {
+                facts: paceline_cluster::nodes::agent::Facts {
+                    protocol: 1,
+                    ..view(7, Life::Alive, "cpu").facts
+                },
+                ..view(7, Life::Alive, "cpu")
+            },
             NodeView {
                 facts: paceline_cluster::nodes::agent::Facts {
                     leaving: true,

@@ -140,9 +140,7 @@ impl Inner {
     /// comes first. Also returns which were left out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
-        let own = all
-            .first()
-            .map(|node| (node.facts.numerics, node.facts.kernel_class.clone()));
+        let own = all.first().map(|node| node.facts.kind());
         let (mut order, mut notes) = (Vec::new(), Vec::new());
         let paths = self.agent.paths(self.agent.id());
         for view in all.into_iter().filter(|node| node.state == Life::Alive) {
@@ -150,15 +148,10 @@ impl Inner {
                 notes.push(takes_none(&view.facts.name));
                 continue;
             }
-            let is_alike = own.as_ref().is_none_or(|(numerics, class)| {
-                view.facts.numerics == *numerics && view.facts.kernel_class == *class
-            });
-            if !is_alike && view.id != self.agent.id() {
-                let facts = &view.facts;
+            let (kind, name) = (view.facts.kind(), &view.facts.name);
+            if let Some(own) = own.as_ref().filter(|own| **own != kind) {
                 notes.push(format!(
-                    "{} computes by revision {} of class {:?}, this node does not: \
-                     they share no instance",
-                    facts.name, facts.numerics, facts.kernel_class
+                    "{name} has {kind}; this node has {own}: they share no instance"
                 ));
                 continue;
             }

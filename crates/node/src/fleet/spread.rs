@@ -144,12 +144,15 @@ impl Inner {
         let Some((first, others)) = views.split_first() else {
             return Ok(());
         };
-        let kind = |at: usize| (views[at].facts.numerics, &views[at].facts.kernel_class);
+        let kind = |at: usize| views[at].facts.kind();
         match (1..=others.len()).find(|at| kind(*at) != kind(0)) {
             None => Ok(()),
             Some(at) => Err(format!(
-                "{} and {} compute by other numbers: they share no model's replicas",
-                first.facts.name, views[at].facts.name
+                "{} has {}; {} has {}: they share no model's replicas",
+                first.facts.name,
+                kind(0),
+                views[at].facts.name,
+                kind(at)
             )),
         }
     }

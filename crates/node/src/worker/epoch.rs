@@ -50,13 +50,14 @@ pub(super) struct Leader {
 }
 
 impl Epoch {
-    /// Starts to compute; of a leader, `draft` guesses.
+    /// Starts to compute; of a leader, `draft` guesses. With the time of a row of a layer in the
+    /// epoch before, where the weights were kept.
     pub(super) fn start(
         channel: &Channel,
         job: &Job,
         (source, draft): (&Source, Option<Draft>),
         (weights, store, handing): (Arc<dyn Weights>, Option<Box<dyn PageStore>>, Handing),
-        of: Identity,
+        (of, row_time): (Identity, Option<Duration>),
     ) -> Result<Self, Error> {
         let part = if of.shard.leads() {
             let tokenizer = Arc::new(tokenizer(source)?);
@@ -81,7 +82,7 @@ impl Epoch {
             weights,
             handing,
             of,
-            watchdog: Watchdog::new(Instant::now()),
+            watchdog: Watchdog::new(Instant::now(), row_time),
         })
     }
 
@@ -89,6 +90,12 @@ impl Epoch {
     pub(super) fn hang(&mut self) -> Option<Error> {
         let links = self.weights.links()?;
         self.watchdog.look(Instant::now(), &links.progress)
+    }
+
+    /// What a row of a layer takes, as far as it is known.
+    fn row_time(&self) -> Option<Duration> {
+        let links = self.weights.links()?;
+        self.watchdog.row_time(&links.progress)
     }
 
     /// Has this rank hang at its next layer: a fault.
@@ -155,6 +162,7 @@ impl Epoch {
     /// The leader leaves by itself; the others' loops end because it has, or because a rank is
     /// gone.
     pub(super) fn leave(self) -> Option<Kept> {
+        let row_time = self.row_time();
         let Self {
             part, weights, of, ..
         } = self;
@@ -166,7 +174,11 @@ impl Epoch {
             }
         }
         let weights = weights.unlinked()?;
-        Some(Kept { of, weights })
+        Some(Kept {
+            of,
+            weights,
+            row_time,
+        })
     }
 }
 

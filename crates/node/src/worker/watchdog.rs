@@ -14,8 +14,8 @@ const LEAST: Duration = Duration::from_secs(2);
 /// So many times what a layer is expected to take is a hang.
 const TIMES: u32 = 8;
 
-/// Before a step has shown what a layer takes: the first may wait for pages of the model's file on
-/// a cold disk.
+/// Before a step with these weights has shown what a layer takes: the first may wait for pages of
+/// the model's file on a cold disk.
 const FIRST: Duration = Duration::from_secs(30);
 
 /// Looks at a rank's progress, and says once when there is none.
@@ -25,11 +25,15 @@ pub(super) struct Watchdog {
     /// Time awake without progress.
     stalled: Duration,
     told: bool,
+    /// Of a row of a layer in the epoch before, with the same weights.
+    before: Option<Duration>,
 }
 
 impl Watchdog {
-    pub(super) fn new(now: Instant) -> Self {
+    /// `before` is what a row of a layer took in the epoch before, with the same weights.
+    pub(super) fn new(now: Instant, before: Option<Duration>) -> Self {
         Self {
+            before,
             awake: Awake::new(now, 2 * LOOK_EVERY),
             last: 0,
             stalled: Duration::ZERO,
@@ -40,7 +44,12 @@ impl Watchdog {
     /// To be called about every [`LOOK_EVERY`]. The hang, when there is one.
     pub(super) fn look(&mut self, now: Instant, progress: &Progress) -> Option<Error> {
         let place = progress.look();
-        self.judge(now, place, progress.row_time())
+        self.judge(now, place, self.row_time(progress))
+    }
+
+    /// What a row of a layer takes: in this epoch, else in the one before.
+    pub(super) fn row_time(&self, progress: &Progress) -> Option<Duration> {
+        progress.row_time().or(self.before)
     }
 
     fn judge(&mut self, now: Instant, place: Place, row_time: Option<Duration>) -> Option<Error> {
@@ -79,12 +88,19 @@ mod tests {
     /// Milliseconds of looks every 100 ms until a hang is told.
     fn told_after(row_time: Option<Duration>, mut at: impl FnMut(u64) -> Place) -> Option<u64> {
         let start = Instant::now();
-        let mut watchdog = Watchdog::new(start);
+        let mut watchdog = Watchdog::new(start, None);
         let mut looks = (0..100_000).step_by(100);
         looks.find(|ms| {
             let now = start + Duration::from_millis(*ms);
             watchdog.judge(now, at(*ms), row_time).is_some()
         })
+    }
+
+    #[test]
+    fn an_epoch_goes_by_the_one_before_until_it_has_a_step() {
+        let (before, progress) = (Some(Duration::from_millis(7)), Progress::default());
+        let row_time = |before| Watchdog::new(Instant::now(), before).row_time(&progress);
+        assert_eq!((row_time(before), row_time(None)), (before, None));
     }
 
     #[test]
@@ -112,7 +128,7 @@ mod tests {
     #[test]
     fn time_in_which_the_whole_process_slept_hardly_counts() {
         let start = Instant::now();
-        let mut watchdog = Watchdog::new(start);
+        let mut watchdog = Watchdog::new(start, None);
         let at = |ms| start + Duration::from_millis(ms);
         let row = Some(Duration::from_millis(1));
         for ms in [100, 200, 60_000, 60_100] {

@@ -1,6 +1,7 @@
 //! The facts of a node, and how a list of nodes shows them.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
@@ -23,7 +24,7 @@ pub struct Facts {
     pub build: String,
     /// [`PROTOCOL`] of the program.
     pub protocol: u32,
-    /// Revision of the numbers' definition. Unlike revisions share no instance.
+    /// Revision of the numbers' definition.
     pub numerics: u32,
     /// Main memory in bytes, 0 when the system does not tell.
     pub memory_bytes: u64,
@@ -50,6 +51,36 @@ pub struct Facts {
     /// Whether the node is about to go, so that no work is handed to it, as
     /// [`Agent::set_leaving`](super::Agent::set_leaving) has it.
     pub leaving: bool,
+}
+
+/// What the nodes of an instance have alike: they understand each other, and compute the same bits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kind {
+    /// As [`Facts::protocol`].
+    pub protocol: u32,
+    /// As [`Facts::numerics`].
+    pub numerics: u32,
+    /// As [`Facts::kernel_class`].
+    pub class: String,
+}
+
+impl Facts {
+    /// Nodes of one kind share instances.
+    pub fn kind(&self) -> Kind {
+        Kind {
+            protocol: self.protocol,
+            numerics: self.numerics,
+            class: self.kernel_class.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (class, numerics) = (&self.class, self.numerics);
+        write!(f, "class {class}, revision {numerics} of the numbers, ")?;
+        write!(f, "protocol {}", self.protocol)
+    }
 }
 
 /// A node as `paceline nodes` shows it.

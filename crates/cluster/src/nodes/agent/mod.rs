@@ -59,7 +59,7 @@ use super::session::{self, Hello, Purpose};
 use super::{Identity, Key, NodeId, Now, Registers, Signature};
 pub use channel::{Channel, Handler};
 pub use examine::{Finding, Test};
-pub use facts::{Facts, NodeView, NodeWays, PROTOCOL, Way};
+pub use facts::{Facts, Kind, NodeView, NodeWays, PROTOCOL, Way};
 use files::Files;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
