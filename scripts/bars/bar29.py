@@ -10,29 +10,31 @@
     calm        [--minutes 30]         full load on all cores, foreign load beside it: no false detection
     kills       [--minutes 10]         a SIGKILL every 15 s, to a worker and to a node in turn; every answer right
 
-Chaos as root has all faults, else those of processes. Silence: freeze-node, freeze-worker, cut-node. Death: kill-node, kill-worker,
-out-of-memory. Medians of death and of the next token are of rounds with one fault. The next token is that of answers which had
-tokens before the fault, and whose client's node stayed: a client waits 6 s for a node that says nothing. `measured load and
-prefill` is that of `paceline run` over as many nodes as a loss leaves, a prompt of some 300 tokens.
+Chaos as root has all faults, else those of processes. Silence: freeze-node, freeze-worker, cut-node, split-node. Death: kill-node,
+kill-worker, out-of-memory. Medians of death and of the next token are of rounds with one fault. The next token is that of answers
+which had tokens before the fault, and whose client's node stayed: a client waits 6 s for a node that says nothing. `measured load
+and prefill` is that of `paceline run` over as many nodes as a loss leaves, a prompt of some 300 tokens.
 """
 import random
 import chosen
 from common32 import *
 
-SILENT, DEAD = {"freeze-node", "freeze-worker", "cut-node"}, {"kill-node", "kill-worker", "out-of-memory"}
+SILENT, DEAD = {"freeze-node", "freeze-worker", "cut-node", "split-node"}, {"kill-node", "kill-worker", "out-of-memory"}
 FALSE = ("node_silent", "node_went", "fault")
+PROMPT = 40  # tokens of a question of chaos in its template, at least
 
 
 def load_and_prefill(nodes):
-    """Seconds of both, medians of three behind one that measures the machine."""
-    loads, prefills, home = [], [], folder()
+    """Seconds of both, and tokens of the prompt a second, medians of three behind one that measures the machine."""
+    loads, prefills, rates, home = [], [], [], folder()
     for n in range(4):
         text = f"{n} " + "the stone at the road says how far it is to the next town. " * 20
         found = json.loads(run("run", a.model, text, "--raw", "--local", "--json", "--nodes", nodes, "--threads", 1, "--temperature", 0,
                                "--max-tokens", 4, env={"PACELINE_HOME": home}, timeout=120))
         loads.append(found["load_ms"] / 1e3)
         prefills.append(found["ttft_ms"] / 1e3)
-    return statistics.median(loads[1:]), statistics.median(prefills[1:])
+        rates.append(found["prefill_tok_s"])
+    return statistics.median(loads[1:]), statistics.median(prefills[1:]), statistics.median(rates[1:])
 
 
 def played(seconds, *options):
@@ -53,10 +55,10 @@ def played(seconds, *options):
         if child.poll() is None:
             kill(child)
             swept(child.pid, at)
-    try:
-        return json.loads(out)
-    except ValueError:
+    if child.returncode:
         print(f"  chaos: exit {child.returncode}: {err[-600:]}", flush=True)
+    with contextlib.suppress(ValueError):
+        return json.loads(out)
 
 
 def swept(pid, folder):
@@ -89,8 +91,11 @@ def judged(name, reports, failed, nodes):
     told(f"{name}, silence detected after", silent, "s")
     bar(f"{name}, slowest detection of silence of {len(silent)}", [max(silent)] if silent else [], "s", 2, False)
     bar(f"{name}, death of a process detected after", of(DEAD, "detected_s"), "s", 0.3, False)
-    loading, prefill = load_and_prefill(nodes - 1)
-    print(f"  load {loading:.2f} s, prefill {prefill:.2f} s, on {nodes - 1} nodes of a thread", flush=True)
+    loading, prefill, rate = load_and_prefill(nodes - 1)
+    print(f"  load {loading:.2f} s, prefill {prefill:.2f} s, {rate:.0f} tokens/s, on {nodes - 1} nodes of a thread", flush=True)
+    own = [r["resumed_s"] - loading - (r.get("tokens", 0) + r["answers"] * PROMPT) / rate for r in rounds
+           if r["fault"] in SILENT | DEAD and r["second"] is None and r["resumed_s"] is not None]
+    told(f"{name}, next token beyond load and prefill of all that the answers had", own, "s")
     limit = prefill + 0.5 + (0 if a.spare else loading)
     what = "with a spare, prefill" if a.spare else "measured load, prefill"
     bar(f"{name}, next token after detection ({what} + 0.5 s)", of(SILENT | DEAD, "resumed_s"), "s", round(limit, 2), False)

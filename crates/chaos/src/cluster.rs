@@ -39,6 +39,9 @@ const FLAPS: u32 = 3;
 /// Between two kills of a worker.
 const FLAP_PAUSE: Duration = Duration::from_millis(500);
 
+/// A node is silent after 1.5 s and dead some 2 s later; another one owns its models then.
+const SPLIT_FOR: Duration = Duration::from_secs(5);
+
 /// For a worker's loss to be noticed, and for the model to answer again.
 const FLAP_LIMIT: Duration = Duration::from_secs(60);
 
@@ -319,6 +322,7 @@ impl Cluster {
                     .context("no node has a network of its own")?;
                 spaces.connect(victim, false)
             }
+            Fault::SplitNode => self.split(victim),
             Fault::FillDisk => node.fill(),
             Fault::OutOfMemory => starve(&node.workers()?),
             Fault::KillWorker => signal(&node.workers()?, Signal::KILL),
@@ -337,6 +341,17 @@ impl Cluster {
                 Ok(())
             }
         }
+    }
+
+    /// Cuts the node off for a while: both halves find the other one dead.
+    fn split(&self, victim: usize) -> Result<(), Error> {
+        let spaces = self
+            .spaces
+            .as_ref()
+            .context("no node has a network of its own")?;
+        spaces.connect(victim, false)?;
+        thread::sleep(SPLIT_FOR);
+        spaces.connect(victim, true)
     }
 
     /// Kills the node's worker until the node is left out.

@@ -245,6 +245,7 @@ fn play(
         resumed: longest(false),
         moved_resumed: longest(true),
         pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
+        tokens: found.iter().map(|answer| answer.pieces_at(at)).sum(),
         answers: found.len(),
         moved: found.iter().map(|answer| answer.moves).sum(),
         lost: found.iter().filter(|answer| answer.is_lost()).count(),

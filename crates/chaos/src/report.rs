@@ -24,6 +24,8 @@ pub(crate) struct Seen {
     /// The same of clients that went on at another node. It includes their own patience with a node
     /// that says nothing.
     pub(crate) moved_resumed: Option<Duration>,
+    /// Tokens that the answers had at the fault: recovery computes them as prompts.
+    pub(crate) tokens: usize,
     pub(crate) answers: usize,
     /// Times that clients went on at another node.
     pub(crate) moved: u32,
@@ -156,6 +158,7 @@ impl Seen {
             "resumed_s": self.resumed.map(|time| time.as_secs_f64()),
             "moved_resumed_s": self.moved_resumed.map(|time| time.as_secs_f64()),
             "pause_s": self.pause.map(|time| time.as_secs_f64()),
+            "tokens": self.tokens,
             "answers": self.answers,
             "moved": self.moved,
             "lost": self.lost,

@@ -385,6 +385,11 @@ impl Answer {
         Some(*next - told)
     }
 
+    /// Pieces that had come at `moment`.
+    pub(crate) fn pieces_at(&self, moment: Instant) -> usize {
+        self.pieces.partition_point(|piece| *piece <= moment)
+    }
+
     /// The longest wait for a piece that came after `moment`; `None` where none came.
     pub(crate) fn pause(&self, moment: Instant) -> Option<Duration> {
         let pairs = self.pieces.iter().zip(self.pieces.iter().skip(1));
@@ -429,6 +434,7 @@ mod tests {
         let begun = answer.pieces[0];
         let next = answer.pieces[1] - begun;
         assert_eq!(answer.resumed(begun, begun), Some(next));
+        assert_eq!((answer.pieces_at(before), answer.pieces_at(begun)), (0, 1));
         assert!(answer.is_altered(&Answer::default()));
         let cancelled = |said: &str| Answer {
             said: BTreeMap::from([(0, said.to_owned())]),

@@ -63,8 +63,8 @@ pub(crate) struct NodeArgs {
     /// with what would free how much, and nothing is removed unasked [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     disk_budget: Option<u64>,
-    /// Memory of this machine that models are placed by, such as 12G; a fifth of it is left to other
-    /// programs [default: all that it has]
+    /// Memory that models are placed by, such as 12G: a fifth is left to other programs [default:
+    /// what this machine has]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     memory: Option<u64>,
     /// Folder of arrays whose files other machines of the cluster may read, by `paceline mapreduce

@@ -83,7 +83,7 @@ use crate::{Instance, Portrait};
 use answers::Remote;
 use copies::Copies;
 pub use hub::{Came, FromHub, Origin, Take};
-use journals::{Copier, Shelf};
+use journals::{Copier, Deaths, Shelf};
 use naming::Name;
 pub use naming::Replica;
 use opening::Opening;
@@ -301,6 +301,7 @@ struct Inner {
     rests: AtomicBool,
     copier: Copier,
     shelf: Shelf,
+    deaths: Deaths,
 }
 
 /// The service by which this node answers requests for a name.
@@ -376,6 +377,7 @@ impl Fleet {
             }),
             copier: Copier::start(agent.clone())?,
             shelf: Shelf::default(),
+            deaths: Deaths::default(),
             agent,
             spec,
             speed: speed::Known::default(),
@@ -643,6 +645,7 @@ impl Inner {
             self.rest(&mut battery, Instant::now());
             self.tend_doors();
             self.take_back();
+            let _ = self.has_lost_some(); // so that deaths are known from their beginning
             self.stay();
             self.remove_stale(&mut stale, Instant::now());
             let began = Instant::now();

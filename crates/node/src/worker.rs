@@ -112,7 +112,7 @@ type Made = (usize, Pinning, Arc<Kernels>);
 struct Kept {
     of: Identity,
     weights: Arc<dyn Weights>,
-    /// What a row of a layer took in the last epoch, where there was one.
+    /// Time of a row of a layer in the last epoch, where there was one.
     row_time: Option<Duration>,
 }
 

@@ -207,11 +207,9 @@ impl Events {
 }
 
 impl Recorder {
-    /// Keeps replies here and on another node; leaves those out that say nothing new.
+    /// Keeps replies here and on another node; leaves those out that say nothing new. Without any
+    /// it is the request that the other node gets, whose client knows its name from now on.
     async fn record(&mut self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
-        if lines.is_empty() {
-            return Ok(());
-        }
         self.append(lines)?;
         if let Some(mirror) = &self.mirror
             && let Some(reason) = self.journal.protect(&**mirror, self.now).await

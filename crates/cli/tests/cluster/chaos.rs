@@ -142,10 +142,10 @@ fn a_node_without_network_disk_or_memory_neither_loses_nor_alters_answers() {
         let asked = ["--rounds", rounds, "--tokens", "400", "--streams", "4"];
         host.run(&[&space[..], &asked].concat())
     };
-    let (mut rounds, mut output) = (3, run("3", "cut-node,fill-disk,out-of-memory"));
+    let (mut rounds, mut output) = (4, run("4", "cut-node,split-node,fill-disk,out-of-memory"));
     if said(&output).contains("needs a control group") {
         eprintln!("SKIPPED a node without memory: {}", said(&output).trim());
-        (rounds, output) = (2, run("2", "cut-node,fill-disk"));
+        (rounds, output) = (3, run("3", "cut-node,split-node,fill-disk"));
     }
     let said = said(&output);
     if said.contains("no network namespaces") {

@@ -62,6 +62,17 @@ impl Mac {
     }
 }
 
+/// Whether the battery is being used up, and its charge, by the text that `pmset -g batt` prints.
+/// `None` for a Mac without one.
+pub(super) fn battery(text: &str) -> Option<(bool, f64)> {
+    let is_used = text.lines().next()?.contains("'Battery Power'");
+    let line = text.lines().find(|line| line.contains("InternalBattery"))?;
+    let (before, _) = line.split_once('%')?;
+    let digits = before.rsplit(|c: char| !c.is_ascii_digit()).next()?;
+    let percent: u8 = digits.parse().ok().filter(|percent| *percent <= 100)?;
+    Some((is_used, f64::from(percent) / 100.0))
+}
+
 /// Other systems tell in files.
 #[cfg(not(target_os = "macos"))]
 impl Mac {
@@ -70,4 +81,25 @@ impl Mac {
     }
 
     pub(super) const fn fill(&mut self, _sample: &mut Sample) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::battery;
+
+    #[test]
+    fn a_battery_is_read_from_what_pmset_prints() {
+        let text = |from: &str, charge: &str| {
+            format!(
+                "Now drawing from '{from}'\n -InternalBattery-0 (id=4653155)\t{charge}; \
+                 discharging; 5:13 remaining present: true\n"
+            )
+        };
+        assert_eq!(battery(&text("Battery Power", "9%")), Some((true, 0.09)));
+        assert_eq!(battery(&text("AC Power", "100%")), Some((false, 1.0)));
+        assert_eq!(battery("Now drawing from 'AC Power'\n"), None);
+        assert_eq!(battery(&text("Battery Power", "999%")), None);
+        assert_eq!(battery(&text("Battery Power", "?%")), None);
+        assert_eq!(battery(""), None);
+    }
 }

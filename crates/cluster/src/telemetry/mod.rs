@@ -20,6 +20,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::machine;
+
 pub use energy::Energy;
 use files::Files;
 use mac::Mac;
@@ -142,8 +144,11 @@ impl Sample {
 }
 
 /// Whether the battery of the machine below `root` is being used up, and its charge, 0 to 1; `None`
-/// without one, and on Macs. Reads a few small files.
+/// without one. Reads a few small files; on a Mac waits for `pmset`, which takes some milliseconds.
 pub fn battery(root: impl Into<PathBuf>) -> Option<(bool, f64)> {
+    if cfg!(target_os = "macos") {
+        return mac::battery(&machine::ask("pmset", &["-g", "batt"])?);
+    }
     let mut sample = Sample::default();
     Files(root.into()).battery(&mut sample);
     Some((sample.on_battery?, sample.battery?))

@@ -91,7 +91,8 @@ pub enum Found {
     Copy(Vec<u8>),
     /// All nodes that live have answered, and none has it.
     Nowhere,
-    /// No node that answered has it. Another node, which may have it, has not answered.
+    /// No node that answered has it. Another node, which may have it, has not answered, or died a
+    /// moment ago.
     Unsure,
 }
 
@@ -376,7 +377,37 @@ impl Fleet {
 fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Found {
     let own = inner.shelf.find(id, Instant::now());
     let told = ask_others(inner, id, key);
-    longest(&told, own.unwrap_or_default(), than)
+    match longest(&told, own.unwrap_or_default(), than) {
+        Found::Nowhere if inner.has_lost_some() => Found::Unsure,
+        found => found,
+    }
+}
+
+/// Since when nodes are dead for this one. The others may live on, and this one be cut off.
+#[derive(Default)]
+pub(super) struct Deaths(Mutex<BTreeMap<NodeId, Instant>>);
+
+impl Deaths {
+    /// Takes in which nodes are dead now; whether one may still have journals that this node does
+    /// not see.
+    fn look(&self, dead: &[NodeId], now: Instant) -> bool {
+        let mut all = lock(&self.0);
+        all.retain(|id, _| dead.contains(id));
+        dead.iter().for_each(|id| {
+            all.entry(*id).or_insert(now);
+        });
+        let mut since = all.values();
+        since.any(|at| now.saturating_duration_since(*at) <= STAY)
+    }
+}
+
+impl Inner {
+    /// Whether a node died so short ago that journals it had would still be kept. Also called now
+    /// and then, to learn of deaths.
+    pub(super) fn has_lost_some(&self) -> bool {
+        let dead = others(&self.agent, &[Life::Dead]);
+        self.deaths.look(&dead, Instant::now())
+    }
 }
 
 /// The answer of a node that was asked: the copy that it has, empty where it has none; `None`
@@ -460,6 +491,20 @@ mod tests {
         assert_eq!(unpacked(&packed(&sent)), Some(sent));
         assert_eq!(unpacked(b"{}\n"), None);
         assert_eq!(unpacked(b"no line"), None);
+    }
+
+    #[test]
+    fn a_node_that_died_may_have_journals_for_as_long_as_they_stay() {
+        let (deaths, start) = (Deaths::default(), Instant::now());
+        let node = |number: u8| NodeId([number; 16]);
+        let at = |s| start + Duration::from_secs(s);
+        assert!(!deaths.look(&[], at(0)));
+        assert!(deaths.look(&[node(1)], at(10)));
+        assert!(deaths.look(&[node(1)], at(70)));
+        assert!(!deaths.look(&[node(1)], at(71)));
+        assert!(deaths.look(&[node(1), node(2)], at(80)));
+        assert!(!deaths.look(&[node(1)], at(90)), "2 is back");
+        assert!(deaths.look(&[node(2), node(1)], at(100)));
     }
 
     #[test]

@@ -238,8 +238,8 @@ impl Nodes {
         all
     }
 
-    /// Checks whether a node has the memory for a rank that another node was planned for, beside
-    /// what records say it holds and the ranks of this instance that run there.
+    /// Checks whether a node has the memory for a rank that another node was planned for. Records
+    /// say what it holds, and ranks of this instance may run there besides.
     fn room_for(
         &self,
         rank: Rank,

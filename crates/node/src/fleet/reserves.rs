@@ -1,12 +1,11 @@
-//! Where an instance goes on once the nodes of its record cannot compute it: they are all dead, or
+//! Where an instance goes on once the nodes of its record cannot compute it. They are all dead, or
 //! those that are left have too little memory.
 //!
-//! ```text
-//!  loaded       record with reserves as its last successors; the first one gets the model
-//!  all dead     the first reserve takes over (placement::duties)
-//!  no room      a record over the nodes that live, with as few further ones as hold the model
-//!  none helps   the owner waits for nodes, and says what is missing
-//! ```
+//! - A new record has *reserves* as its last successors, and the first of them gets the model. Once
+//!   all other nodes are dead it takes over ([`placement::duties`]).
+//! - Where no node has room for a lost rank, the next record has the living nodes, and as few
+//!   further ones as hold the model.
+//! - Where no node helps, the owner says what is missing, and waits for nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -227,15 +226,16 @@ mod tests {
             .into_iter()
             .map(|(number, room)| (node(number), room))
             .collect();
-        let others = nodes(&[2, 3, 4, 5]);
-        let found =
-            |bytes: u64, left: &[u8]| filled(&nodes(left), &others, &rooms, |n| bytes / n as u64);
+        let found = |bytes: u64, left: &[u8]| {
+            let others: Vec<u8> = (2..6).filter(|number| !left.contains(number)).collect();
+            filled(&nodes(left), &nodes(&others), &rooms, |n| bytes / n as u64)
+        };
         assert_eq!(found(60, &[1]), Some(nodes(&[1])), "it fits");
         assert_eq!(found(80, &[1]), Some(nodes(&[1, 3])), "2 is too small");
         assert_eq!(found(120, &[1]), Some(nodes(&[1, 3, 4])));
         assert_eq!(found(140, &[1]), Some(nodes(&[1, 3, 4, 5])));
         assert_eq!(found(160, &[1]), None, "each would need 40, and 5 has 35");
-        assert_eq!(found(50, &[2]), None, "2 stays, and holds no fifth");
+        assert_eq!(found(50, &[2]), None, "2 stays, and holds no quarter");
         assert_eq!(found(30, &[]), Some(nodes(&[3])));
         assert_eq!(found(1, &[9]), None, "9 is not known");
     }

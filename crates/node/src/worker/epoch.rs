@@ -92,7 +92,7 @@ impl Epoch {
         self.watchdog.look(Instant::now(), &links.progress)
     }
 
-    /// What a row of a layer takes, as far as it is known.
+    /// Time of a row of a layer, as far as it is known.
     fn row_time(&self) -> Option<Duration> {
         let links = self.weights.links()?;
         self.watchdog.row_time(&links.progress)

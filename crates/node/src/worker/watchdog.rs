@@ -14,7 +14,7 @@ const LEAST: Duration = Duration::from_secs(2);
 /// So many times what a layer is expected to take is a hang.
 const TIMES: u32 = 8;
 
-/// Before a step with these weights has shown what a layer takes: the first may wait for pages of
+/// Before a step with these weights has shown what a layer takes. The first may wait for pages of
 /// the model's file on a cold disk.
 const FIRST: Duration = Duration::from_secs(30);
 
@@ -47,7 +47,7 @@ impl Watchdog {
         self.judge(now, place, self.row_time(progress))
     }
 
-    /// What a row of a layer takes: in this epoch, else in the one before.
+    /// Time of a row of a layer: in this epoch, else in the one before.
     pub(super) fn row_time(&self, progress: &Progress) -> Option<Duration> {
         progress.row_time().or(self.before)
     }

@@ -257,19 +257,39 @@ impl Mirror for Shelf {
     }
 }
 
+/// A server whose answers are kept on the shelf too.
+fn mirrored(shelf: &Shelf) -> Rig {
+    let own = shelf.clone();
+    let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+    let model = tiny::tool_model();
+    let change = |config: &mut paceline_serve::Config| {
+        config.journals.mirror_to(Arc::new(own));
+    };
+    Rig::start(change, model, Arc::new(service.clone()), service)
+}
+
+/// Its request may wait for others: it knows the name of its answer by then.
+#[test]
+fn a_client_without_a_token_goes_on_at_another_node() {
+    let shelf = Shelf::default();
+    let first = mirrored(&shelf);
+    first.service.script(Script::Silence);
+    let mut response = first.post(CHAT, &chat_body(r#""stream":true"#));
+    assert_eq!(response.status, 200);
+    let begun: Vec<Event> = std::iter::from_fn(|| response.numbered())
+        .flatten()
+        .take(1)
+        .collect();
+    drop((response, first));
+    let second = mirrored(&shelf);
+    let rest = all(again(&second, CHAT, id_of(&begun), ""));
+    assert_eq!(said(&rest)[&0], WORDS.concat());
+}
+
 #[test]
 fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
     let shelf = Shelf::default();
-    let with = || {
-        let own = shelf.clone();
-        let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
-        let model = tiny::tool_model();
-        let change = |config: &mut paceline_serve::Config| {
-            config.journals.mirror_to(Arc::new(own));
-        };
-        Rig::start(change, model, Arc::new(service.clone()), service)
-    };
-    let first = with();
+    let first = mirrored(&shelf);
     let early = r#"{"model":"tiny","input":"before","stream":false}"#;
     let earlier = first.post(RESPOND, early).json()["id"].clone();
     first.service.script(Script::Halt(script(&WORDS[..3])));
@@ -279,7 +299,7 @@ fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
     let mut events = until_halt(&first, RESPOND, &body, 3);
     let asked = first.service.last();
     drop(first);
-    let second = with();
+    let second = mirrored(&shelf);
     let rest = all(again(&second, RESPOND, id_of(&events), ""));
     assert_eq!(second.service.last_after(), [97, 98, 99]);
     // The conversation before it went along, and the seed.

@@ -53,7 +53,7 @@ pub struct Facts {
     pub leaving: bool,
 }
 
-/// What the nodes of an instance have alike: they understand each other, and compute the same bits.
+/// Alike for all nodes of an instance: they understand each other, and compute the same bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// As [`Facts::protocol`].
