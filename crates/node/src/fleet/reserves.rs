@@ -73,7 +73,7 @@ impl Inner {
     /// its user asked for was looked at when it was loaded.
     ///
     /// # Errors
-    /// What is missing, and where.
+    /// The machine that lacks memory, and how much.
     pub(super) fn check_room(&self, id: InstanceId, wanted: &Wanted) -> Result<(), String> {
         if wanted.nodes.len() >= usize::from(wanted.width.unwrap_or(0)) {
             return Ok(());
