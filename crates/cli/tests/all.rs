@@ -7,6 +7,7 @@ mod common;
 mod engines;
 #[cfg(target_os = "linux")]
 mod environment;
+mod golden;
 mod hosts;
 mod kb;
 mod launch;

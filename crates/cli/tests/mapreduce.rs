@@ -66,7 +66,7 @@ fn bytes_of(values: impl Iterator<Item = f64>) -> Vec<u8> {
 
 /// A world with columns: values over many binary orders, keys of 1,000 groups, the same rows
 /// shuffled, and points of two axes.
-fn stocked() -> World {
+pub(crate) fn stocked() -> World {
     let world = World::new();
     let rows: Vec<(f64, u64)> = numbers()
         .zip(numbers().skip(7))
@@ -123,7 +123,7 @@ fn result(mut object: Value) -> Value {
     object
 }
 
-fn json(world: &World, args: &[&str], nodes: &str) -> Value {
+pub(crate) fn json(world: &World, args: &[&str], nodes: &str) -> Value {
     result(object(start(world, &[args, &["--nodes", nodes]].concat())))
 }
 

@@ -23,8 +23,10 @@ use rustix::process::{Pid, Signal, kill_process};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// paceline with nothing of the tester's environment and nothing on standard input.
+/// `PACELINE_TEST_BINARY` names another one than the one built here.
 pub(crate) fn paceline(home: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
+    let built = || env!("CARGO_BIN_EXE_paceline").into();
+    let mut command = Command::new(std::env::var_os("PACELINE_TEST_BINARY").unwrap_or_else(built));
     command
         .env_clear()
         .env("PACELINE_HOME", home)

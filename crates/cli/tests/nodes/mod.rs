@@ -24,7 +24,7 @@ mod lost;
 mod mlx;
 pub(crate) mod processes;
 mod same;
-mod server;
+pub(crate) mod server;
 mod shown;
 mod steered;
 pub(crate) mod tiny;
@@ -55,7 +55,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 impl World {
     /// Writes a model; the answer is the MODEL of the command line.
-    fn write_model(&self, tiny: Tiny) -> String {
+    pub(crate) fn write_model(&self, tiny: Tiny) -> String {
         let path = self.path(&format!("models/{}.gguf", tiny.family));
         tiny.write(&path);
         path.to_str().unwrap().to_owned()
