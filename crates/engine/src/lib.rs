@@ -96,7 +96,7 @@ pub use request::{
     Event, Finish, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId,
     TokenLogprobs,
 };
-pub use runner::Runner;
+pub use runner::{Runner, StepClock};
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
 pub use snapshot::Snapshot;

@@ -15,6 +15,8 @@
 //! the clock that its owner gives, and tells the engine, which keeps its pace by that.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::{Engine, Failure, Request, Service, Sink, Snapshot, Status, Ticket};
@@ -31,6 +33,22 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The current time, for durations.
 pub(crate) type Now = fn() -> Instant;
+
+/// The time at which a runner's last step ended, for sinks: all tokens of a step have the same.
+#[derive(Clone, Debug, Default)]
+pub struct StepClock(Arc<AtomicU64>);
+
+impl StepClock {
+    /// Microseconds from the runner's start to the end of its last step; 0 before the first.
+    pub fn last_us(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, since_start: Duration) {
+        let us = u64::try_from(since_start.as_micros()).unwrap_or(u64::MAX);
+        self.0.store(us, Ordering::Relaxed);
+    }
+}
 
 /// An engine on its own thread. Dropping it waits for the step that runs and ends the thread.
 pub struct Runner {
@@ -63,6 +81,11 @@ impl Runner {
         look: impl FnOnce(&Engine) -> T + Send + 'static,
     ) -> Result<T, Failure> {
         self.driver.inspect(look)
+    }
+
+    /// The clock of its steps.
+    pub fn clock(&self) -> StepClock {
+        self.driver.clock().clone()
     }
 
     /// Takes every request out between two steps, with the state to go on from elsewhere, in the

@@ -234,6 +234,9 @@ pub enum FromWorker {
     Reply {
         /// Its name.
         ticket: Ticket,
+        /// When the step that gave it ended, by the leader's clock. `None` where no step gave it.
+        #[serde(default)]
+        at_us: Option<u64>,
         /// The reply.
         reply: Reply,
     },

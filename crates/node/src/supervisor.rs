@@ -620,7 +620,14 @@ impl Supervisor {
                 starting.ready[place] = Some(facts);
                 self.become_ready(now);
             }
-            (FromWorker::Reply { ticket, reply }, _) => self.reply(now, ticket, reply),
+            (
+                FromWorker::Reply {
+                    ticket,
+                    at_us,
+                    reply,
+                },
+                _,
+            ) => self.reply(now, ticket, reply, at_us.map(Duration::from_micros)),
             (FromWorker::Left { epoch, .. }, Phase::Leaving { .. })
                 if epoch == self.epoch && self.seats[place] == Seat::Busy =>
             {
@@ -671,6 +678,7 @@ impl Supervisor {
             again,
         }));
         self.changed(now, &why);
+        self.steer(now, steer::Event::Restarted);
         self.hand_over();
     }
 

@@ -10,9 +10,10 @@
 //! to staying. A way that turned out worse than another's measured speed is left by the same rule:
 //! that is the roll-back.
 //!
-//! Pure: times come in with the events. Only tokens of an answer that is computed alone count,
-//! since predictions are for one. They are for a short answer too. So the time of a token with many
-//! keys in the cache is scaled to what it would be with few.
+//! Pure: times come in with the events. The time of a token is its step's, by the leader's clock:
+//! tokens of one step share the step's time, however they arrive. Only tokens of an answer that is
+//! computed alone count, since predictions are for one. They are for a short answer too. So the
+//! time of a token with many keys in the cache is scaled to what it would be with few.
 
 use std::time::Duration;
 
@@ -28,7 +29,7 @@ pub const NOISE: f64 = 0.15;
 /// Tokens at one way before anything is concluded: a few times the spikes of a busy machine.
 pub const LEAST: usize = 24;
 
-/// Tokens that do not count after a start or a gap: caches and pools are cold.
+/// Steps that do not count after a start or a gap: caches and pools are cold.
 const COLD: usize = 4;
 
 /// Tokens whose median is the speed.
@@ -65,9 +66,13 @@ pub enum Event {
     Token {
         /// Keys in the cache beyond [`KEYS`].
         further: u32,
+        /// When the step that gave it ended, by the leader's clock.
+        at: Duration,
     },
     /// A request is over.
     Closed,
+    /// The way in use was started again, with another clock of its leader.
+    Restarted,
     /// The change that was ordered was made, and took so long.
     Changed(Duration),
     /// The change that was ordered could not be made: the way before is in use again.
@@ -102,6 +107,18 @@ impl Known {
     }
 }
 
+/// A step of an answer alone.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    /// When it ended.
+    at: Duration,
+    /// Time since the end of the step before; `None` of the first.
+    took: Option<Duration>,
+    tokens: u32,
+    /// Keys in the cache beyond [`KEYS`], of its first token.
+    further: u32,
+}
+
 /// Follows answers and orders changes. [`step`](Self::step) is given everything that happens, in
 /// order.
 #[derive(Clone, Debug)]
@@ -117,12 +134,12 @@ pub struct Steering {
     open: usize,
     /// When the way in use began.
     since: Duration,
-    /// The last token of an answer alone.
-    last: Option<Duration>,
+    /// The last step of an answer alone, which may give more tokens.
+    last: Option<Step>,
     cold: usize,
-    /// Seconds between tokens, as many as [`WINDOW`], as a ring.
+    /// Seconds of each token, as many as [`WINDOW`], as a ring.
     gaps: Vec<f64>,
-    /// Gaps since the change.
+    /// Tokens since the change.
     n: usize,
 }
 
@@ -225,7 +242,8 @@ impl Steering {
                     self.begin(now);
                 }
             }
-            Event::Token { further } => return self.token(now, further),
+            Event::Restarted => self.interrupt(self.open),
+            Event::Token { further, at } => return self.token(now, further, at),
         }
         None
     }
@@ -249,23 +267,42 @@ impl Steering {
         (self.n, self.since, self.last, self.cold) = (0, now, None, COLD);
     }
 
-    fn token(&mut self, now: Duration, further: u32) -> Option<Order> {
+    fn token(&mut self, now: Duration, further: u32, at: Duration) -> Option<Order> {
         // Tokens of the way before may be told late.
         if self.open != 1 || self.ordered.is_some() || now < self.since {
             return None;
         }
-        let before = self.last.replace(now)?;
+        if let Some(step) = self.last.as_mut().filter(|step| step.at == at) {
+            step.tokens = step.tokens.saturating_add(1);
+            return None;
+        }
+        let took = self.last.and_then(|before| at.checked_sub(before.at));
+        let step = Step {
+            at,
+            took,
+            tokens: 1,
+            further,
+        };
+        // The step before has given all its tokens.
+        let before = self.last.replace(step)?;
+        self.count(before, before.took?)
+    }
+
+    /// Counts a step that took so long.
+    fn count(&mut self, step: Step, took: Duration) -> Option<Order> {
         if self.cold > 0 {
             self.cold -= 1;
             return None;
         }
-        let scale = self.ways[self.at].way.of_short(further);
-        let gap = now.saturating_sub(before).as_secs_f64() * scale;
-        match self.gaps.get_mut(self.n % WINDOW) {
-            Some(oldest) => *oldest = gap,
-            None => self.gaps.push(gap),
+        let scale = self.ways[self.at].way.of_short(step.further);
+        let gap = took.as_secs_f64() * scale / f64::from(step.tokens);
+        for _ in 0..step.tokens.min(WINDOW as u32) {
+            match self.gaps.get_mut(self.n % WINDOW) {
+                Some(oldest) => *oldest = gap,
+                None => self.gaps.push(gap),
+            }
+            self.n += 1;
         }
-        self.n += 1;
         self.decide()
     }
 

@@ -687,7 +687,12 @@ impl Serving {
             Reply::Finished { .. } => drop(seat.answers.remove(&ticket)),
             _ => later.push((TOKEN_EVERY, Due::Token(life, rank, process, ticket))),
         }
-        self.say(life, rank, FromWorker::Reply { ticket, reply }, later);
+        let word = FromWorker::Reply {
+            ticket,
+            at_us: Some(net.now.as_micros() as u64),
+            reply,
+        };
+        self.say(life, rank, word, later);
     }
 
     fn kill(&mut self, net: &Net<'_>, later: &mut Later) {

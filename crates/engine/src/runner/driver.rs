@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use paceline_base::lock;
 
-use super::Now;
 use super::core::{Core, Limits, Load};
 use super::worker::Worker;
+use super::{Now, StepClock};
 use crate::{Failure, Request, Sink, Snapshot, State, Status, Ticket};
 
 /// A sequence on its way to the engine.
@@ -55,6 +55,7 @@ pub(super) struct Inbox<C> {
 pub(super) struct Shared<C> {
     inbox: Mutex<Inbox<C>>,
     pub(super) wake: Condvar,
+    pub(super) clock: StepClock,
     limits: Limits,
 }
 
@@ -74,6 +75,7 @@ impl<C> Shared<C> {
         Self {
             inbox: Mutex::new(inbox),
             wake: Condvar::new(),
+            clock: StepClock::default(),
             limits,
         }
     }
@@ -227,6 +229,10 @@ impl<C: Core> Driver<C> {
             let gone = self.shared.lock().check_ready().err();
             gone.unwrap_or_else(|| unavailable("what was to look at the engine panicked"))
         })
+    }
+
+    pub(super) fn clock(&self) -> &StepClock {
+        &self.shared.clock
     }
 
     fn is_own_thread(&self) -> bool {

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Now;
 use super::core::{Core, Load};
@@ -31,6 +31,7 @@ pub(super) struct Worker<C: Core> {
     shared: Arc<Shared<C>>,
     now: Now,
     idle_interval: Duration,
+    begun: Instant,
     open: BTreeMap<SequenceId, Open>,
 }
 
@@ -41,6 +42,7 @@ impl<C: Core> Worker<C> {
             shared,
             now,
             idle_interval,
+            begun: now(),
             open: BTreeMap::new(),
         }
     }
@@ -70,7 +72,9 @@ impl<C: Core> Worker<C> {
             }
             let began = (self.now)();
             let events = self.core.step()?;
-            self.core.took((self.now)().duration_since(began));
+            let ended = (self.now)();
+            self.core.took(ended.duration_since(began));
+            self.shared.clock.set(ended.duration_since(self.begun));
             // Before the replies: who hears of an end finds the place free.
             self.publish(&events);
             events.into_iter().for_each(|event| self.pass_on(event));

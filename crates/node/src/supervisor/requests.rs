@@ -159,8 +159,14 @@ impl Supervisor {
         self.closed(now);
     }
 
-    /// Takes in a reply of the leader.
-    pub(super) fn reply(&mut self, now: Duration, ticket: Ticket, reply: Reply) {
+    /// Takes in a reply of the leader, by a step that ended `at` a time of its clock.
+    pub(super) fn reply(
+        &mut self,
+        now: Duration,
+        ticket: Ticket,
+        reply: Reply,
+        at: Option<Duration>,
+    ) {
         // The engine fails next: the request stays open until the cause is known.
         if is_consequence(&reply) {
             return;
@@ -179,7 +185,10 @@ impl Supervisor {
                 open.failures = 0;
                 let further = open.further_keys();
                 self.out.push_back(Action::Deliver(ticket, reply));
-                return self.steer(now, steer::Event::Token { further });
+                if let Some(at) = at {
+                    self.steer(now, steer::Event::Token { further, at });
+                }
+                return;
             }
             Reply::Finished { .. } => {
                 self.wait = self.policy.first_wait();

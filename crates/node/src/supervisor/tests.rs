@@ -424,7 +424,15 @@ impl World {
                 Plan::Token(rank, process, epoch, ticket),
             );
         }
-        self.told(rank, FromWorker::Reply { ticket, reply });
+        let at_us = Some(self.now.as_micros() as u64);
+        self.told(
+            rank,
+            FromWorker::Reply {
+                ticket,
+                at_us,
+                reply,
+            },
+        );
     }
 
     fn step(&mut self, event: Event) {
@@ -541,6 +549,7 @@ impl World {
                 2,
                 FromWorker::Reply {
                     ticket,
+                    at_us: None,
                     reply: read,
                 },
             );

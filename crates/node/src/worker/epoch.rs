@@ -69,10 +69,12 @@ impl Epoch {
                 Some(store) => engine.with_store(store),
                 None => engine,
             };
+            let guesses = engine.guesses().clone();
+            let runner = Runner::start(engine, Instant::now);
             Part::Leads(Leader {
-                guesses: engine.guesses().clone(),
-                runner: Runner::start(engine, Instant::now),
-                tickets: Tickets::default(),
+                tickets: Tickets::new(runner.clock()),
+                runner,
+                guesses,
             })
         } else {
             follow(channel, job, &weights, store)?

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use paceline_base::lock;
-use paceline_engine::{Failure, Reply, Sink, Ticket};
+use paceline_engine::{Failure, Reply, Sink, StepClock, Ticket};
 
 use super::Channel;
 use crate::Error;
@@ -12,12 +12,23 @@ use crate::messages::FromWorker;
 
 /// Open requests: the instance's name for each, and the engine's once it has one. A request may be
 /// over before the engine has said what it calls it.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Tickets(Arc<Mutex<HashMap<Ticket, Option<Ticket>>>>);
+#[derive(Clone, Debug)]
+pub(super) struct Tickets {
+    open: Arc<Mutex<HashMap<Ticket, Option<Ticket>>>>,
+    clock: StepClock,
+}
 
 impl Tickets {
+    /// For an engine whose steps end by `clock`.
+    pub(super) fn new(clock: StepClock) -> Self {
+        Self {
+            open: Arc::default(),
+            clock,
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, Option<Ticket>>> {
-        lock(&self.0)
+        lock(&self.open)
     }
 
     /// Hands a request to the engine; the engine's objections are told to the instance.
@@ -32,7 +43,11 @@ impl Tickets {
             Err(failure) => {
                 self.close(ticket);
                 let reply = Reply::Failed(failure);
-                channel.send(&FromWorker::Reply { ticket, reply })?;
+                channel.send(&FromWorker::Reply {
+                    ticket,
+                    at_us: None,
+                    reply,
+                })?;
             }
         }
         Ok(())
@@ -46,8 +61,13 @@ impl Tickets {
             if matches!(reply, Reply::Finished { .. } | Reply::Failed(_)) {
                 tickets.close(ticket);
             }
+            let at_us = Some(tickets.clock.last_us());
             // An instance that is gone ends this process by the reader of the channel.
-            let _ = channel.send(&FromWorker::Reply { ticket, reply });
+            let _ = channel.send(&FromWorker::Reply {
+                ticket,
+                at_us,
+                reply,
+            });
         })
     }
 

@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use super::{COLD, Event, LEAST, MOST, NOISE, Order, Steering, Way};
 
-const TOKEN: Event = Event::Token { further: 0 };
+/// A token of a step that ended at that time.
+const fn token(at: Duration) -> Event {
+    Event::Token { further: 0, at }
+}
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
 struct Random(u64);
@@ -64,7 +67,7 @@ impl Machine {
             let factor = spike * (1.0 + noise * (2.0 * random.unit() - 1.0));
             let gap = factor / self.truth[self.steering.at()];
             self.now += Duration::from_secs_f64(gap);
-            if let Some(order) = self.steering.step(self.now, TOKEN) {
+            if let Some(order) = self.steering.step(self.now, token(self.now)) {
                 assert_ne!(order.from, order.to);
                 self.orders.push(order);
                 self.now += self.change;
@@ -118,18 +121,19 @@ fn only_tokens_of_an_answer_alone_count() {
     steering.step(at(0), Event::Opened);
     steering.step(at(0), Event::Opened);
     for ms in 0..1000 {
-        assert_eq!(steering.step(at(ms), TOKEN), None);
+        assert_eq!(steering.step(at(ms), token(at(ms))), None);
     }
     steering.step(at(1000), Event::Closed);
-    let order = (1000..2000).find_map(|ms| Some((ms, steering.step(at(ms), TOKEN)?)));
+    let order = (1000..2000).find_map(|ms| Some((ms, steering.step(at(ms), token(at(ms)))?)));
     let (ms, order) = order.unwrap();
-    assert_eq!(ms, 1000 + (COLD + LEAST) as u64);
+    // A step has given all its tokens when the next one ends.
+    assert_eq!(ms, 1001 + (COLD + LEAST) as u64);
     assert_eq!((order.from, order.to), (0, 1));
     // While it is being done, and from before it was done:
-    assert_eq!(steering.step(at(2500), TOKEN), None);
+    assert_eq!(steering.step(at(2500), token(at(2500))), None);
     steering.step(at(3000), Event::Changed(at(500)));
     for ms in 2000..3000 {
-        assert_eq!(steering.step(at(ms), TOKEN), None);
+        assert_eq!(steering.step(at(ms), token(at(ms))), None);
     }
     assert_eq!(steering.measured(1), None);
     assert_eq!(steering.at(), 1);
@@ -144,7 +148,7 @@ fn steering_that_holds_is_moved_by_others() {
         .holding();
     steering.step(at(0), Event::Opened);
     for ms in 0..1000 {
-        assert_eq!(steering.step(at(ms), TOKEN), None);
+        assert_eq!(steering.step(at(ms), token(at(ms))), None);
     }
     assert_eq!(steering.order(0, 2.0), None, "it is in use");
     assert_eq!(steering.order(2, 2.0), None, "there is none");
@@ -173,7 +177,7 @@ fn a_way_that_cannot_be_had_is_not_tried_again() {
     let mut orders = 0;
     for ms in 0..1000 {
         let now = Duration::from_millis(ms);
-        if steering.step(now, TOKEN).is_some() {
+        if steering.step(now, token(now)).is_some() {
             orders += 1;
             steering.step(now, Event::Refused);
         }
@@ -239,8 +243,34 @@ fn a_long_answer_is_no_reason_to_change() {
     steering.step(Duration::ZERO, Event::Opened);
     for i in 0..200 {
         let now = Duration::from_millis(20 * i);
-        assert_eq!(steering.step(now, Event::Token { further: 4000 }), None);
+        let token = Event::Token {
+            further: 4000,
+            at: now,
+        };
+        assert_eq!(steering.step(now, token), None);
     }
     let measured = steering.measured(0).unwrap();
     assert!((measured / 100.0 - 1.0).abs() < 1e-6, "{measured}");
+}
+
+/// Steps of so many ms give so many tokens each. All are told at once, as after a connection that
+/// stalled.
+fn answer(steering: &mut Steering, step_ms: u64, tokens: u32) -> Option<f64> {
+    for step in 0..80 {
+        let ended = Duration::from_millis(step_ms * step);
+        for _ in 0..tokens {
+            steering.step(Duration::from_secs(10), token(ended));
+        }
+    }
+    steering.measured(0)
+}
+
+#[test]
+fn tokens_of_a_step_share_its_time() {
+    let mut steering = Steering::new(&[way(1.0, 0)], 0).unwrap();
+    assert_eq!(answer(&mut steering, 100, 4), None, "no request is open");
+    steering.step(Duration::ZERO, Event::Opened);
+    assert_eq!(answer(&mut steering, 100, 4), Some(40.0));
+    // The clock of another leader goes back.
+    assert_eq!(answer(&mut steering, 50, 1), Some(20.0));
 }

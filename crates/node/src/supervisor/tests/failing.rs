@@ -89,7 +89,11 @@ fn waits(resume: bool) -> Vec<u128> {
                 reason: Finish::Length,
             };
             let ticket = Ticket(1);
-            failing.said(FromWorker::Reply { ticket, reply });
+            failing.said(FromWorker::Reply {
+                ticket,
+                at_us: None,
+                reply,
+            });
         }
         let told = failing.fail().into_iter().find_map(|action| match action {
             Action::Tell(Notice::Failed { again_in, .. }) => again_in,
@@ -189,4 +193,36 @@ fn a_better_way_is_moved_to_and_answers_go_on() {
         (instance.supervisor.way(), instance.supervisor.changes()),
         (1, 1)
     );
+}
+
+/// Tokens come in bursts: those of a step whose guesses were right, and those that waited for a
+/// slow connection. The speed is that of the steps, before and after a failure.
+#[test]
+fn the_measured_speed_is_that_of_steps_however_tokens_arrive() {
+    let mut instance = Failing::new(true);
+    instance.become_ready();
+    instance.ask(Ticket(1));
+    for _ in 0..2 {
+        // Each leader has a clock of its own.
+        for at_us in (1..=20).map(|step| step * 100_000) {
+            instance.now += Duration::from_millis(100);
+            for _ in 0..4 {
+                instance.now += Duration::from_micros(1); // as fast as they are read
+                let reply = Reply::Token {
+                    token: 1,
+                    text: String::new(),
+                    logprobs: None,
+                };
+                instance.said(FromWorker::Reply {
+                    ticket: Ticket(1),
+                    at_us: Some(at_us),
+                    reply,
+                });
+            }
+        }
+        let measured = instance.supervisor.measured().unwrap();
+        assert!((measured - 40.0).abs() < 0.1, "{measured} tokens/s");
+        instance.fail();
+        instance.become_ready();
+    }
 }
