@@ -5,7 +5,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_engine::{Error as EngineError, Failure, Request, SamplingParams};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
-use paceline_formats::tokenizer::{Error as TokenizerError, Specials};
+use paceline_formats::tokenizer::Error as TokenizerError;
 use paceline_node::Error as NodeError;
 use paceline_node::trace::{Clock, Recording, Timeline, Times};
 use serde_json::Value;
@@ -113,12 +113,12 @@ impl Session {
         })
     }
 
-    /// Tokens of a plain text.
+    /// Tokens of a prompt without a template; names of control tokens are these tokens.
     ///
     /// # Errors
     /// A text that the tokenizer refuses.
-    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
-        self.loaded.tokenizer.encode(text, Specials::AsText, true)
+    pub fn encode_prompt(&self, prompt: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.loaded.tokenizer.encode_prompt(prompt, usize::MAX)
     }
 
     /// Tokens of a conversation up to where the model is to answer.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use paceline_base::KernelClass;
 use paceline_engine::{Engine, EngineConfig, Reply, Request, Runner, SamplingParams, Service};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
-use paceline_formats::tokenizer::{Specials, Tokenizer};
+use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadOptions, Model, Source};
 use paceline_tensor::Kernels;
 
@@ -190,7 +190,7 @@ impl PacelineModel {
             }
             _ => self
                 .tokenizer
-                .encode(prompt, Specials::AsText, true)
+                .encode_prompt(prompt, usize::MAX)
                 .map_err(Failure::other)?,
         };
         Ok(Request {

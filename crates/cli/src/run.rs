@@ -60,7 +60,7 @@ pub(crate) struct Args {
         conflicts_with = "raw"
     )]
     system: Option<String>,
-    /// Give the prompt to the model as it is, without its chat template
+    /// Give the prompt to the model as it is, control tokens included, without its chat template
     #[arg(long)]
     raw: bool,
     /// Most tokens of an answer [default: until the model ends it or the context is full]
@@ -278,7 +278,7 @@ fn encode(args: &Args, session: &Session, prompt: String) -> anyhow::Result<Vec<
         let model = args.model.clone();
         return Err(Error::NoSystem { model }.into());
     }
-    Ok(session.encode_text(&prompt)?)
+    Ok(session.encode_prompt(&prompt)?)
 }
 
 fn start_of_chat(args: &Args) -> Vec<Message> {

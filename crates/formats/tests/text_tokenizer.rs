@@ -150,8 +150,7 @@ struct Gemma4 {
     merges: Vec<String>,
 }
 
-#[test]
-fn gemma4_gguf_vocabularies_equal_llama_cpp() {
+fn gemma4() -> Tokenizer {
     let vocab: Gemma4 = golden("gemma4-tiny.json");
     let entries = [
         ("model", Value::from("gemma4")),
@@ -165,10 +164,32 @@ fn gemma4_gguf_vocabularies_equal_llama_cpp() {
     ];
     let entries = entries.map(|(key, value)| (format!("tokenizer.ggml.{key}"), value));
     let metadata = Metadata::from_entries(entries.to_vec()).unwrap();
-    let tokenizer = Tokenizer::from_gguf(&metadata).unwrap();
+    Tokenizer::from_gguf(&metadata).unwrap()
+}
+
+#[test]
+fn gemma4_gguf_vocabularies_equal_llama_cpp() {
+    let tokenizer = gemma4();
     check("gemma4-tiny.json", &tokenizer, |_, _| false);
     check_round_trip(&tokenizer, true);
     assert!(tokenizer.adds_bos(), "whatever the file says");
+}
+
+#[test]
+fn a_prompt_gets_the_first_token_that_it_lacks() {
+    let tokenizer = gemma4();
+    let bos = tokenizer.bos().unwrap();
+    let name = tokenizer.token_text(bos).unwrap().to_owned();
+    let plain = tokenizer.encode("a", Specials::Parse, false).unwrap();
+    for (written, expected) in [(0, 1), (1, 1), (2, 2)] {
+        let prompt = name.repeat(written) + "a";
+        let ids = tokenizer.encode_prompt(&prompt, usize::MAX).unwrap();
+        assert_eq!(
+            ids,
+            [vec![bos; expected], plain.clone()].concat(),
+            "{prompt}"
+        );
+    }
 }
 
 #[test]

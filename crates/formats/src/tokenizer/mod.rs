@@ -173,9 +173,10 @@ pub enum Error {
 /// Treatment of the names of special tokens in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Specials {
-    /// Names of control tokens are ordinary text: for everything that a user wrote.
+    /// Names of control tokens are ordinary text: for messages, and for texts that are no prompts.
     AsText,
-    /// Names of special tokens become these tokens: for text that the program itself made.
+    /// Names of special tokens become these tokens: for text that the program itself made, and for
+    /// prompts without a template.
     Parse,
 }
 
@@ -324,6 +325,20 @@ impl Tokenizer {
         }
         self.encode_fragments(&cutter.cut(text), tokens_max, &mut out)?;
         Ok(out)
+    }
+
+    /// The ids of a prompt without a template. Names of special tokens become these tokens. BOS goes
+    /// first if the model wants one and the prompt does not begin with it.
+    ///
+    /// # Errors
+    /// As [`encode_within`](Self::encode_within).
+    pub fn encode_prompt(&self, prompt: &str, tokens_max: usize) -> Result<Vec<u32>, Error> {
+        let mut ids = self.encode_within(prompt, Specials::Parse, true, tokens_max)?;
+        let twice = self.bos.filter(|_| self.add_bos).map(|bos| [bos, bos]);
+        if twice.is_some_and(|twice| ids.starts_with(&twice)) {
+            ids.remove(0);
+        }
+        Ok(ids)
     }
 
     /// The ids of a whole text that a user wrote, with the tokens around it that the model was

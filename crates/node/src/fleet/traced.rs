@@ -7,7 +7,6 @@ use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::placement::{self, Wanted};
 use paceline_engine::{Request, SamplingParams};
 use paceline_formats::chat::{ChatOptions, Message};
-use paceline_formats::tokenizer::Specials;
 use paceline_model::{Config, Source};
 use serde::{Deserialize, Serialize};
 
@@ -150,7 +149,7 @@ fn encode(source: &Source, program: &Program, prompt: &str) -> Result<Vec<u32>, 
             encoded.map_err(|error| error.to_string())?
         }
         None => {
-            let encoded = tokenizer.encode(prompt, Specials::AsText, true);
+            let encoded = tokenizer.encode_prompt(prompt, usize::MAX);
             encoded.map_err(|error| error.to_string())?
         }
     };

@@ -1,6 +1,5 @@
 //! `POST /v1/completions`: fields and prompts to requests.
 
-use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value};
 
 use super::fields::COMPLETION;
@@ -113,9 +112,7 @@ impl Reader<'_> {
         text: String,
         param: impl FnOnce() -> String,
     ) -> Result<Prompt, Rejection> {
-        self.check_bytes(text.len(), "prompt")?;
-        let ids = self.encode(&text, (Specials::AsText, true), "prompt")?;
-        self.check_prompt(&ids, param, "prompt")?;
+        let ids = self.raw(&text, param)?;
         let text = Some(text);
         Ok(Prompt { ids, text })
     }

@@ -430,7 +430,8 @@ pub(crate) const COMPLETION: &[Field] = &[
     Field::new(
         "prompt",
         Own(schema::prompt),
-        "What is completed: a text, texts, token ids, or lists of token ids.",
+        "What is completed: a text, texts, token ids, or lists of token ids. Names of control \
+         tokens in texts are these tokens.",
     )
     .required(),
     MODEL,

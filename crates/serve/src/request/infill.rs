@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use super::bounds::MAX_EXTRA;
 use super::fields::llama::INFILL;
+use super::sampling::drop_random_seed;
 use super::{Ask, Reader, StreamOptions, Teller, array, object, stop, unsupported};
 use crate::rejection::Rejection;
 
@@ -25,10 +26,10 @@ const NAMES: [[&str; 3]; 5] = [
     ["<PRE>", "<SUF>", "<MID>"],
 ];
 
-/// A hole in a text.
+/// A hole in a text. Names of special tokens around it are these tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Hole<'a> {
-    /// Other files.
+    /// Other files, in which they stay text.
     pub(super) context: &'a str,
     pub(super) before: &'a str,
     pub(super) after: &'a str,
@@ -50,14 +51,14 @@ impl Reader<'_> {
         } = hole;
         self.check_bytes(context.len() + before.len() + after.len(), param)?;
         let tokenizer = &self.model.tokenizer;
-        let text = |text: &str| self.encode(text, (Specials::AsText, false), param);
+        let text = |text: &str, specials| self.encode(text, (specials, false), param);
         let mut ids: Vec<u32> = Vec::new();
         ids.extend(tokenizer.bos().filter(|_| tokenizer.adds_bos()));
-        ids.extend(text(context)?);
+        ids.extend(text(context, Specials::AsText)?);
         ids.push(prefix);
-        ids.extend(text(before)?);
+        ids.extend(text(before, Specials::Parse)?);
         ids.push(suffix);
-        ids.extend(text(after)?);
+        ids.extend(text(after, Specials::Parse)?);
         ids.push(middle);
         self.check_prompt(&ids, || param.into(), param)?;
         Ok(ids)
@@ -86,6 +87,7 @@ impl Reader<'_> {
         self.check_model(&fields)?;
         let max_tokens = fields.count("n_predict").unwrap_or(usize::MAX);
         let stop = stop(fields.take("stop"), "stop")?;
+        drop_random_seed(&mut fields);
         let like = self.request(&mut fields, max_tokens, None, stop)?;
         let context = self.extra(fields.take("input_extra"))?;
         let text = |name| fields.text(name).unwrap_or_default();

@@ -278,6 +278,24 @@ impl Reader<'_> {
         ids.map_err(|error| self.too_long(error.into(), param))
     }
 
+    /// The ids of a prompt without a template, as far as [`bounds`](Self::bounds) go. Names of special
+    /// tokens are these tokens.
+    ///
+    /// # Errors
+    /// [`Rejection::FarTooLong`], [`Rejection::Tokenizer`], and those of
+    /// [`check_prompt`](Self::check_prompt); `param` names this prompt of several.
+    fn raw(&self, prompt: &str, param: impl FnOnce() -> String) -> Result<Vec<u32>, Rejection> {
+        const FIELD: &str = "prompt";
+        self.check_bytes(prompt.len(), FIELD)?;
+        let ids = self
+            .model
+            .tokenizer
+            .encode_prompt(prompt, self.bounds().tokens);
+        let ids = ids.map_err(|error| self.too_long(error.into(), FIELD))?;
+        self.check_prompt(&ids, param, FIELD)?;
+        Ok(ids)
+    }
+
     /// `rejection`, in the words for prompts that are too long if it is one.
     fn too_long(&self, rejection: Rejection, param: &'static str) -> Rejection {
         let tokens = match rejection {

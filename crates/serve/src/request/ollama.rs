@@ -4,13 +4,13 @@ use serde_json::{Map, Value, json};
 
 use super::fields::ollama as table;
 use super::infill::Hole;
+use super::sampling::drop_random_seed;
 use super::{Reader, StreamOptions, Teller, Understood, array, object, stop};
 use crate::conversation::{Call, Conversation, Format, Role, Thinking, Turn, arguments};
 use crate::field::{Fields, wrong_type};
 use crate::rejection::Rejection;
 use crate::render::ollama::{Kind, rfc3339};
 use paceline_engine::Request;
-use paceline_formats::tokenizer::Specials;
 
 /// Most calls of a message.
 const MAX_CALLS: usize = 128;
@@ -72,7 +72,7 @@ impl Reader<'_> {
             self.plain(vec![self.hole(&hole, "suffix")?], 1, &like, how)
         } else if fields.is_true("raw") || self.model.template.is_none() {
             let like = self.held(&mut fields, like)?;
-            self.plain(vec![self.raw(&prompt)?], 1, &like, how)
+            self.plain(vec![self.raw(&prompt, || "prompt".into())?], 1, &like, how)
         } else {
             let system = fields.text("system").filter(|text| !text.is_empty());
             let system = system.map(|text| Turn::new(Role::System, text));
@@ -89,14 +89,6 @@ impl Reader<'_> {
         let format = format(fields.take("format"))?;
         let constraint = self.calling.whole(&format, "format")?;
         Ok(Request { constraint, ..like })
-    }
-
-    /// A prompt as it is.
-    fn raw(&self, prompt: &str) -> Result<Vec<u32>, Rejection> {
-        self.check_bytes(prompt.len(), "prompt")?;
-        let ids = self.encode(prompt, (Specials::Parse, true), "prompt")?;
-        self.check_prompt(&ids, || "prompt".into(), "prompt")?;
-        Ok(ids)
     }
 
     /// The answer to a request for nothing: the model is loaded.
@@ -191,6 +183,7 @@ impl Reader<'_> {
         let mut options = self.fields(map, table::OPTION, "options.")?;
         let max_tokens = options.count("num_predict").unwrap_or(usize::MAX);
         let stop = stop(options.take("stop"), "options.stop")?;
+        drop_random_seed(&mut options);
         self.request(&mut options, max_tokens, None, stop)
     }
 }

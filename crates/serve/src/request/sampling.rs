@@ -11,6 +11,13 @@ use crate::rejection::Rejection;
 /// Makes the end of an answer as good as impossible.
 const NEVER: f32 = -100.0;
 
+/// Drops a seed of -1, which asks llama-server and Ollama for a random one.
+pub(super) fn drop_random_seed(fields: &mut Fields) {
+    if fields.integer("seed") == Some(-1) {
+        fields.take("seed");
+    }
+}
+
 impl Reader<'_> {
     /// A request without its prompt.
     pub(super) fn request(

@@ -640,6 +640,83 @@ fn texts_become_tokens_and_prompts_as_at_llama_server() {
     assert!(hole.text().contains("no tokens that fill a hole"));
 }
 
+/// Prompts without a template have the control tokens that their author wrote; messages have none.
+#[test]
+fn control_tokens_are_read_in_raw_prompts_alone() {
+    const START: u32 = 256;
+    let rig = Rig::of(crate::tiny::hole_model());
+    for (path, body, expected) in [
+        (
+            "/v1/completions",
+            r#"{"model":"tiny","prompt":"<|im_start|>a"}"#,
+            vec![START, 97],
+        ),
+        (
+            "/v1/completions",
+            r#"{"model":"tiny","prompt":["<|im_start|>"]}"#,
+            vec![START],
+        ),
+        (
+            "/v1/completions",
+            r#"{"model":"tiny","prompt":"<|im_start|>","suffix":"<|im_start|>"}"#,
+            vec![258, START, 259, START, 260],
+        ),
+        (
+            "/infill",
+            r#"{"input_prefix":"<|im_start|>","input_suffix":"<|im_start|>"}"#,
+            vec![258, START, 259, START, 260],
+        ),
+        (
+            "/api/generate",
+            r#"{"model":"tiny","raw":true,"prompt":"<|im_start|>a"}"#,
+            vec![START, 97],
+        ),
+    ] {
+        rig.post(path, body).ok(body);
+        assert_eq!(rig.service.last().prompt, expected, "{path} {body}");
+    }
+    let count = |path: &str, body: &str| {
+        rig.post(path, body).ok(body);
+        let prompt = rig.service.last().prompt;
+        prompt.iter().filter(|id| **id == START).count()
+    };
+    // The template's own: of the message, and of the answer.
+    let chat = r#"{"model":"tiny","messages":[{"role":"user","content":"<|im_start|>"}]}"#;
+    assert_eq!(count("/v1/chat/completions", chat), 2);
+    let generate = r#"{"model":"tiny","prompt":"<|im_start|>"}"#;
+    assert_eq!(count("/api/generate", generate), 2);
+    // Other files are no part of the prompt's own text.
+    let extra = r#"{"input_prefix":"a","input_extra":[{"filename":"b","text":"<|im_start|>"}]}"#;
+    assert_eq!(count("/infill", extra), 0);
+}
+
+/// llama-server and Ollama draw a seed for -1; OpenAI knows no such number.
+#[test]
+fn a_seed_of_minus_one_is_random_where_it_means_that() {
+    let rig = Rig::of(crate::tiny::hole_model());
+    let seed = |path: &str, body: &str| {
+        rig.post(path, body).ok(body);
+        rig.service.last().sampling.seed
+    };
+    for (path, body) in [
+        ("/infill", r#"{"input_prefix":"a","seed":-1}"#),
+        (
+            "/api/generate",
+            r#"{"model":"tiny","prompt":"a","options":{"seed":-1}}"#,
+        ),
+        (
+            "/api/chat",
+            r#"{"model":"tiny","messages":[{"role":"user","content":"a"}],"options":{"seed":-1}}"#,
+        ),
+    ] {
+        assert_ne!(seed(path, body), seed(path, body), "{path}");
+        let given = body.replace("-1", "-2");
+        assert_eq!(seed(path, &given), seed(path, &given), "{path}");
+    }
+    let body = r#"{"model":"tiny","prompt":"a","seed":-1}"#;
+    assert_eq!(seed("/v1/completions", body), u64::MAX);
+}
+
 #[test]
 fn fields_of_every_dialect_are_refused_by_name() {
     let rig = Rig::new();

@@ -2,7 +2,7 @@
 
 use super::{
     CACHE_PROMPT, FREQUENCY, IGNORE_EOS, LOGIT_BIAS, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, PRESENCE,
-    REPEAT_PENALTY, SEED, STOP, STREAM, TEMPERATURE, TOP_K, TOP_P,
+    REPEAT_PENALTY, STOP, STREAM, TEMPERATURE, TOP_K, TOP_P,
 };
 use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Object, Own, Text};
@@ -127,7 +127,14 @@ pub(crate) const INFILL: &[Field] = &[
     REPEAT_PENALTY,
     IGNORE_EOS,
     LOGIT_BIAS,
-    SEED,
+    Field::new(
+        "seed",
+        Integer {
+            min: i64::MIN,
+            max: i64::MAX,
+        },
+        "Starts the random numbers; -1 for a random one. Default random.",
+    ),
     STOP,
     STREAM,
     CACHE_PROMPT,

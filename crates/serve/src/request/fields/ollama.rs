@@ -175,7 +175,7 @@ pub(crate) const OPTION: &[Field] = &[
             min: i64::MIN,
             max: i64::MAX,
         },
-        "Starts the random numbers.",
+        "Starts the random numbers; -1 for a random one. Default random.",
     ),
     Field::new("stop", Own(schema::stop), "Texts that end the answer."),
     Field::new(
