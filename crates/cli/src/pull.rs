@@ -20,7 +20,8 @@ pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
     model: String,
     /// Then have these machines of the cluster get it from this one and from each other, by their
-    /// names; `all`: all that live
+    /// names; `all`: all that live. Copies that they have are checked to the last byte, and
+    /// damaged blocks fetched again
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     to: Vec<String>,
     /// Print one JSON object

@@ -44,7 +44,7 @@ pub(crate) fn remove(model: &str, nodes: &[String], as_json: bool) -> anyhow::Re
     if outcomes.is_empty() {
         bail!("no node has a model {:?}", printable(model));
     }
-    say(outcomes, as_json, |node, bytes| {
+    say(outcomes, as_json, |node, bytes, _| {
         format!("removed {} on {node}, freed {bytes}", printable(model))
     })
 }
@@ -70,23 +70,38 @@ pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Resu
     let told = told?;
     let outcomes = told["nodes"].as_array();
     let outcomes = outcomes.map(Vec::as_slice).unwrap_or_default();
-    say(outcomes, as_json, |node, bytes| {
-        format!("{} is on {node} ({bytes})", printable(model))
+    say(outcomes, as_json, |node, bytes, outcome| {
+        let mended = mended(&outcome["mended"]);
+        format!("{} is on {node} ({bytes}){mended}", printable(model))
     })
+}
+
+/// What was damaged of a node's copy, in words; empty where nothing was.
+fn mended(mended: &Value) -> String {
+    match (mended["blocks"].as_u64(), mended["bytes"].as_u64()) {
+        (Some(blocks), Some(bytes)) => {
+            let plural = if blocks == 1 { "" } else { "s" };
+            format!(
+                ", mended {blocks} block{plural} ({}) of its copy",
+                Bytes(bytes)
+            )
+        }
+        _ => String::new(),
+    }
 }
 
 /// Prints what became of each node.
 fn say(
     outcomes: &[Value],
     as_json: bool,
-    line: impl Fn(&str, Bytes) -> String,
+    line: impl Fn(&str, Bytes, &Value) -> String,
 ) -> anyhow::Result<()> {
     let mut failed = Vec::new();
     for outcome in outcomes {
         let node = printable(outcome["node"].as_str().unwrap_or_default());
         match (outcome["bytes"].as_u64(), outcome["reason"].as_str()) {
-            (Some(bytes), _) if as_json => tell(line(&node, Bytes(bytes))),
-            (Some(bytes), _) => print(&line(&node, Bytes(bytes)))?,
+            (Some(bytes), _) if as_json => tell(line(&node, Bytes(bytes), outcome)),
+            (Some(bytes), _) => print(&line(&node, Bytes(bytes), outcome))?,
             (None, reason) => {
                 let reason = printable(reason.unwrap_or("for no reason that it says"));
                 failed.push(format!("{node}: {reason}"));

@@ -1,8 +1,12 @@
-//! A model's file that still arrives, as a worker reads it.
+//! A copy of a model's file, as a worker reads it: some of it may be missing, or damaged.
 //!
 //! The worker's machine fetches what the worker asks for, and notes each group that is here in the
 //! file beside the model's ([`HAVE`]). The worker looks there before it reads, and asks for what is
 //! missing. It packs one matrix while the next ones arrive.
+//!
+//! Groups that were here before are compared with the hash tree beside the file ([`TREE`]) before
+//! they are read, and no others. The machine repairs those that differ, in place. A file of the
+//! user's own has no tree beside it, and is read as it is.
 
 use std::fs::File;
 use std::io;
@@ -18,11 +22,15 @@ use paceline_formats::tensor::{Absent, Arrivals};
 use paceline_model::{Shard, Source};
 
 use crate::Error;
-use crate::fleet::partial::{FILE, HAVE};
-use crate::fleet::tree::Groups;
+use crate::fleet::damage::wrong_groups;
+use crate::fleet::partial::{FILE, HAVE, TREE};
+use crate::fleet::tree::{Groups, Tree};
 
 /// How often a worker looks whether bytes have come; a group takes half a millisecond at 1 Gbit/s.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// How often a worker compares damaged groups again. That takes 20 µs a group.
+const COMPARE_EVERY: Duration = Duration::from_millis(10);
 
 /// Longest wait in which nothing comes at all. The machine gives up sooner and says why.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -30,27 +38,36 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// First byte and end of a part of the file.
 pub(crate) type Part = (u64, u64);
 
-/// Asks the machine for parts of the model's file; must not block for long.
-pub(crate) type Ask = dyn Fn(Vec<Part>) + Send + Sync;
+/// What a worker needs its machine to do about parts of the model's file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// To fetch those that are missing.
+    Fetch(Vec<Part>),
+    /// To fetch again those that are damaged.
+    Repair(Vec<Part>),
+}
+
+/// Tells the machine; must not block for long.
+pub(crate) type Ask = dyn Fn(Wish) + Send + Sync;
 
 /// Whether a file may lack parts.
 pub(crate) fn is_partial(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == FILE)
 }
 
-/// Opens a model. Weights of a file that still arrives are waited for when they are read, and asked
-/// for by `ask`.
+/// Opens a model. Weights of a copy are waited for when they are read, and compared with its hash
+/// tree. `ask` hears of those that are missing or damaged.
 ///
 /// # Errors
 /// As [`Source::open`], and what the system says.
 pub(crate) fn open(path: &Path, ask: Arc<Ask>) -> Result<Source, Error> {
-    if !is_partial(path) {
-        return Ok(Source::open(path)?);
-    }
     let arriving = Arriving::new(path, ask).map_err(|source| Error::System {
         what: "look which parts of the model are here",
         source,
     })?;
+    let Some(arriving) = arriving else {
+        return Ok(Source::open(path)?);
+    };
     let file = Gguf::open_arriving(path, Arc::new(arriving));
     Ok(Source::Gguf(file.map_err(paceline_model::Error::from)?))
 }
@@ -95,28 +112,48 @@ fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Part> {
     parts
 }
 
-/// The state of a file that arrives.
+/// The state of a copy.
 struct Arriving {
     file: String,
     groups: Groups,
-    have: File,
-    /// By group: whether it is known to be here.
+    /// `None` of a whole one.
+    have: Option<File>,
+    /// Its bytes and its hash tree, where there is one.
+    tree: Option<(File, Tree)>,
+    /// By group: whether it is known to be here, and to be right.
     there: Vec<AtomicBool>,
+    /// By group: whether it was here before, so that its bytes are to be compared.
+    is_old: Vec<bool>,
     ask: Arc<Ask>,
 }
 
 impl Arriving {
-    fn new(path: &Path, ask: Arc<Ask>) -> io::Result<Self> {
+    /// Of the file at `path`; `None` of a whole one without a hash tree.
+    fn new(path: &Path, ask: Arc<Ask>) -> io::Result<Option<Self>> {
+        let (have, tree) = (is_partial(path), tree_of(path)?);
+        if !have && tree.is_none() {
+            return Ok(None);
+        }
         let groups = Groups::of(std::fs::metadata(path)?.len());
-        let have = File::open(path.with_extension(HAVE))?;
+        let have = have.then(|| File::open(path.with_extension(HAVE)));
+        let have = have.transpose()?;
+        let mut is_old = vec![1; groups.count() as usize];
+        if let Some(have) = &have {
+            have.read_exact_at(&mut is_old, 0)?;
+        }
         let there = (0..groups.count()).map(|_| AtomicBool::new(false));
-        Ok(Self {
+        Ok(Some(Self {
             file: path.display().to_string(),
             groups,
             have,
             there: there.collect(),
+            is_old: is_old
+                .iter()
+                .map(|told| *told != 0 && tree.is_some())
+                .collect(),
+            tree,
             ask,
-        })
+        }))
     }
 
     fn is_here(&self, groups: &Range<u64>) -> bool {
@@ -124,12 +161,53 @@ impl Arriving {
         own.iter().all(|there| there.load(Ordering::Acquire))
     }
 
-    /// Looks which of the groups are here by now.
+    /// Compares those groups that were here before and were not compared yet. Those that differ are
+    /// waited for until the machine has repaired them.
+    fn compare(&self, groups: &Range<u64>) -> Result<(), String> {
+        let Some((file, tree)) = &self.tree else {
+            return Ok(());
+        };
+        let is_open = |group: &u64| {
+            let group = *group as usize;
+            self.is_old[group] && !self.there[group].load(Ordering::Acquire)
+        };
+        let open: Vec<u64> = groups.clone().filter(is_open).collect();
+        let wrong = |groups: &[u64]| wrong_groups(file, tree, groups, &|_| true);
+        let mut left = wrong(&open);
+        if !left.is_empty() {
+            let spans = left.iter().map(|run| self.groups.span(run));
+            let parts = spans.map(|span| (span.start, span.end)).collect();
+            (self.ask)(Wish::Repair(parts));
+        }
+        let mut since = Instant::now();
+        while !left.is_empty() {
+            if since.elapsed() > SILENCE {
+                let reason = "they are damaged, and right ones did not come for";
+                return Err(format!("{reason} {} s", SILENCE.as_secs()));
+            }
+            std::thread::sleep(COMPARE_EVERY);
+            let groups: Vec<u64> = left.iter().cloned().flatten().collect();
+            let still = wrong(&groups);
+            if still != left {
+                since = Instant::now();
+            }
+            left = still;
+        }
+        for group in open {
+            self.there[group as usize].store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Looks which of the groups have come by now.
     fn look(&self, groups: &Range<u64>) -> io::Result<()> {
+        let Some(have) = &self.have else {
+            return Ok(());
+        };
         let mut told = vec![0; (groups.end - groups.start) as usize];
-        self.have.read_exact_at(&mut told, groups.start)?;
+        have.read_exact_at(&mut told, groups.start)?;
         for (index, told) in groups.clone().zip(told) {
-            if told != 0 {
+            if told != 0 && !self.is_old[index as usize] {
                 self.there[index as usize].store(true, Ordering::Release);
             }
         }
@@ -138,16 +216,18 @@ impl Arriving {
 
     /// When any byte of the file came last.
     fn changed(&self) -> Option<SystemTime> {
-        self.have.metadata().and_then(|facts| facts.modified()).ok()
+        let facts = self.have.as_ref()?.metadata();
+        facts.and_then(|facts| facts.modified()).ok()
     }
 
     fn wait_for(&self, groups: &Range<u64>, bytes: Part) -> Result<(), String> {
+        self.compare(groups)?;
         let look = || self.look(groups).map_err(|error| error.to_string());
         look()?;
         if self.is_here(groups) {
             return Ok(());
         }
-        (self.ask)(vec![bytes]);
+        (self.ask)(Wish::Fetch(vec![bytes]));
         let (mut last, mut since) = (self.changed(), Instant::now());
         while !self.is_here(groups) {
             if since.elapsed() > SILENCE {
@@ -162,6 +242,17 @@ impl Arriving {
         }
         Ok(())
     }
+}
+
+/// The bytes and the hash tree of a file; `None` without a tree beside it that fits its length.
+fn tree_of(path: &Path) -> io::Result<Option<(File, Tree)>> {
+    let leaves = match std::fs::read(path.with_extension(TREE)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        leaves => leaves?,
+    };
+    let file = File::open(path)?;
+    let tree = Tree::from_bytes(file.metadata()?.len(), &leaves);
+    Ok(tree.map(|tree| (file, tree)))
 }
 
 impl Arrivals for Arriving {
@@ -187,6 +278,7 @@ impl std::fmt::Debug for Arriving {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::sync::Mutex;
 
     use paceline_base::lock;
@@ -203,11 +295,14 @@ mod tests {
         std::fs::write(&have, [1, 0, 0]).unwrap();
         let asked: Arc<Mutex<Vec<Part>>> = Arc::default();
         let (own, told) = (Arc::clone(&asked), have.clone());
-        let ask = move |parts: Vec<Part>| {
+        let ask = move |wish: Wish| {
+            let Wish::Fetch(parts) = wish else {
+                panic!("{wish:?}");
+            };
             lock(&own).extend(parts);
             std::fs::write(&told, [1, 1, 0]).unwrap(); // the machine has fetched it
         };
-        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap();
+        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap().unwrap();
         arriving.wait(0..each).unwrap();
         assert!(lock(&asked).is_empty(), "it is here");
         arriving.wait(each - 1..each + 1).unwrap();
@@ -222,5 +317,83 @@ mod tests {
         let ranges = [0..10, 32..64, 10_000..10_001, 64..70];
         let parts = joined(ranges.into_iter());
         assert_eq!(parts, [(0, 64), (10_000, 10_001), (64, 70)]);
+    }
+    /// A whole copy of four groups with its tree beside it, and its bytes.
+    fn copy(dir: &Path) -> (PathBuf, Vec<u8>) {
+        let (path, each) = (dir.join("m.gguf"), Groups::of(0).each as usize);
+        let bytes: Vec<u8> = (0..3 * each + 9).map(|i| (i / 7) as u8).collect();
+        let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
+        std::fs::write(&path, &bytes).unwrap();
+        std::fs::write(path.with_extension(TREE), tree.to_bytes()).unwrap();
+        (path, bytes)
+    }
+
+    /// Flips a bit of the file, whose length and time stay.
+    fn flip(path: &Path, bytes: &[u8], at: usize) {
+        let file = File::options().write(true).open(path).unwrap();
+        let changed = file.metadata().unwrap().modified().unwrap();
+        file.write_all_at(&[bytes[at] ^ 1], at as u64).unwrap();
+        file.set_modified(changed).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_group_is_repaired_before_it_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, bytes) = copy(dir.path());
+        let each = Groups::of(0).each as usize;
+        flip(&path, &bytes, each + 7);
+        flip(&path, &bytes, 3 * each);
+        let wishes: Arc<Mutex<Vec<Wish>>> = Arc::default();
+        let (heard, right, place) = (Arc::clone(&wishes), bytes.clone(), path.clone());
+        let ask = move |wish: Wish| {
+            lock(&heard).push(wish);
+            let file = File::options().write(true).open(&place).unwrap();
+            file.write_all_at(&right[each..2 * each], each as u64)
+                .unwrap();
+        };
+        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap().unwrap();
+        arriving.wait(0..each).unwrap();
+        arriving.wait(2 * each..3 * each).unwrap();
+        assert!(lock(&wishes).is_empty(), "others' parts are not compared");
+        arriving.wait(0..3 * each).unwrap();
+        let each = each as u64;
+        assert_eq!(*lock(&wishes), [Wish::Repair(vec![(each, 2 * each)])]);
+    }
+
+    #[test]
+    fn groups_that_were_here_before_are_compared_and_those_that_come_are_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (whole, bytes) = copy(dir.path());
+        let path = whole.with_extension(FILE);
+        std::fs::rename(&whole, &path).unwrap();
+        let each = Groups::of(0).each as usize;
+        let have = path.with_extension(HAVE);
+        std::fs::write(&have, [1, 1, 0, 0]).unwrap();
+        flip(&path, &bytes, each);
+        let wishes: Arc<Mutex<Vec<Wish>>> = Arc::default();
+        let (heard, right, place) = (Arc::clone(&wishes), bytes, path.clone());
+        let ask = move |wish: Wish| {
+            match &wish {
+                Wish::Repair(_) => std::fs::write(&place, &right).unwrap(),
+                Wish::Fetch(_) => std::fs::write(&have, [1; 4]).unwrap(),
+            }
+            lock(&heard).push(wish);
+        };
+        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap().unwrap();
+        arriving.wait(0..3 * each).unwrap();
+        let each = each as u64;
+        let expected = [
+            Wish::Repair(vec![(each, 2 * each)]),
+            Wish::Fetch(vec![(0, 3 * each)]),
+        ];
+        assert_eq!(*lock(&wishes), expected);
+    }
+
+    #[test]
+    fn a_file_of_the_users_own_is_read_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, _) = copy(dir.path());
+        std::fs::remove_file(path.with_extension(TREE)).unwrap();
+        assert!(Arriving::new(&path, Arc::new(|_| ())).unwrap().is_none());
     }
 }

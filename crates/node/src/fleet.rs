@@ -26,6 +26,7 @@ mod answers;
 mod battery;
 mod choice;
 mod copies;
+pub(crate) mod damage;
 mod deal;
 mod encoders;
 mod flaps;
@@ -82,6 +83,7 @@ use crate::trace::{Recording, Stages};
 use crate::{Instance, Portrait};
 use answers::Remote;
 use copies::Copies;
+pub use copies::Mended;
 pub use hub::{Came, FromHub, Origin, Take};
 use journals::{Copier, Deaths, Shelf};
 use naming::Name;
@@ -359,8 +361,8 @@ impl Fleet {
         let copies = Copies::new(found, may_have, Arc::clone(&spec.tell));
         let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
-        let (brings, here) = (Arc::clone(&copies), [agent.clone(), agent.clone()]);
-        let [finder, bringer] = here;
+        let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
+        let [finder, bringer, repairer] = [(); 3].map(|()| agent.clone());
         let inner = Arc::new(Inner {
             copies,
             host: Arc::new(HostSpec {
@@ -371,6 +373,9 @@ impl Fleet {
                 find: Box::new(move |model| own.find_part(&finder, model)),
                 bring: Box::new(move |model, parts, goes_on| {
                     brings.bring(&bringer, model, parts, goes_on)
+                }),
+                repair: Box::new(move |model, parts, goes_on| {
+                    repairs.repair(&repairer, model, parts, goes_on)
                 }),
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),

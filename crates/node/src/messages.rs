@@ -225,6 +225,13 @@ pub enum FromWorker {
         /// In the order in which they are read.
         parts: Vec<(u64, u64)>,
     },
+    /// Parts of the model's file here have other bytes than its hash tree says: first bytes and
+    /// ends. The worker waits until its machine has fetched them again. The machine keeps this to
+    /// itself.
+    Damaged {
+        /// Groups of the tree.
+        parts: Vec<(u64, u64)>,
+    },
     /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of a version without
     /// this message gives up the worker, which it needs for nothing else.
     Prepared,

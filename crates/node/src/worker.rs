@@ -29,6 +29,7 @@ use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
 use crate::adapters::read_all;
+use crate::arriving::Wish;
 use crate::disk::Disk;
 use crate::load::Wanted;
 use crate::messages::{FromWorker, Hands, Job, RankFacts, ToWorker};
@@ -282,12 +283,16 @@ impl Worker<'_> {
         Ok((source, of))
     }
 
-    /// Asks this process's machine for parts of the model's file.
+    /// Asks this process's machine about parts of the model's file.
     fn asks(&self) -> Arc<arriving::Ask> {
         let channel = Arc::clone(&self.channel);
-        Arc::new(move |parts| {
+        Arc::new(move |wish| {
+            let message = match wish {
+                Wish::Fetch(parts) => FromWorker::Wants { parts },
+                Wish::Repair(parts) => FromWorker::Damaged { parts },
+            };
             // Should the instance be gone, the reader of the channel ends this process.
-            let _ = channel.send(&FromWorker::Wants { parts });
+            let _ = channel.send(&message);
         })
     }
 

@@ -3,10 +3,13 @@
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use paceline_formats::gguf::testing::Writer;
 use serde_json::{Value, json};
 
 use super::{Machine, live::join_by_token, machines, said, until, until_ready};
@@ -88,11 +91,75 @@ fn each_machine_gets_what_it_computes_with() {
                 .all(|(_, share)| *share == 0.0)
         );
     }
-    sent(&hosts);
+    a_split_file_is_refused(&hosts);
+    sent(&hosts, &alone);
+}
+
+/// Parts of a split file reach no other machine.
+fn a_split_file_is_refused(hosts: &[Machine]) {
+    const PART: &str = "m-00001-of-00003.gguf";
+    let part = Writer::new().meta("split.no", 0_u32);
+    let part = part.meta("split.count", 3_u32);
+    part.write(hosts[0].home.path().join(PART));
+    for command in [["load", PART, "--nodes", "2"], ["pull", PART, "--to", "n1"]] {
+        let refused = hosts[0].run(&command);
+        let said = said(&refused);
+        assert!(!refused.status.success(), "{command:?}");
+        assert!(
+            said.contains("is one of 3 files of a split model"),
+            "{said}"
+        );
+    }
+    assert_eq!(whole_copies(&hosts[1]), Vec::<PathBuf>::new());
+}
+
+/// The whole copies of a machine.
+fn whole_copies(host: &Machine) -> Vec<PathBuf> {
+    let files = fs::read_dir(host.home.path().join("copies"));
+    let files = files.into_iter().flatten().flatten();
+    let files = files.map(|file| file.path());
+    let is_whole = |path: &PathBuf| path.extension().is_some_and(|ending| ending == "gguf");
+    files.filter(is_whole).collect()
+}
+
+/// Overwrites a copy as a program or a disk does, with its length and its time of change as before.
+fn damage(copy: &Path, bytes: &[u8], at: u64) {
+    let file = fs::File::options().write(true).open(copy).unwrap();
+    let changed = file.metadata().unwrap().modified().unwrap();
+    file.write_all_at(bytes, at).unwrap();
+    file.set_modified(changed).unwrap();
+}
+
+/// A damaged copy of `n1` gives the right answer once it is loaded, and `pull` completes a cut one.
+fn mended(hosts: &[Machine], alone: &Value) {
+    let copies = whole_copies(&hosts[1]);
+    let [copy] = copies.as_slice() else {
+        panic!("{copies:?}");
+    };
+    let right = fs::read(copy).unwrap();
+    damage(copy, &vec![0; 8 << 20], 12 << 20);
+    let load = ["load", MODEL, "--nodes", "n1", "--threads", "1"];
+    hosts[0].told(&[&load[..], &["--weights", "whole"]].concat());
+    let (answer, line) = hosts[0].answer(MODEL, &[]);
+    assert!(line.contains("asking the instance on n1"), "{line}");
+    assert_eq!(answer["tokens"], alone["tokens"]);
+    assert!(fs::read(copy).unwrap() == right, "it is mended on the disk");
+    hosts[0].told(&["unload", MODEL]);
+
+    let file = fs::File::options().write(true).open(copy).unwrap();
+    file.set_len(right.len() as u64 - (1 << 20)).unwrap();
+    let told = hosts[0].told(&["pull", MODEL, "--to", "n1"]);
+    assert!(
+        told.contains("deep.gguf is on n1 (") && told.contains("), mended 1"),
+        "{told}"
+    );
+    assert!(fs::read(copy).unwrap() == right, "it is complete again");
+    let told = hosts[0].told(&["pull", MODEL, "--to", "n1"]);
+    assert!(!told.contains("mended"), "{told}");
 }
 
 /// The model is sent to the machine that has room for it, and refused by the other one.
-fn sent(hosts: &[Machine]) {
+fn sent(hosts: &[Machine], alone: &Value) {
     let sent = hosts[0].run(&["pull", MODEL, "--to", "n1,n2"]);
     assert!(!sent.status.success(), "n2 has no room for it");
     let said = said(&sent);
@@ -107,6 +174,10 @@ fn sent(hosts: &[Machine]) {
         table.contains("n2: ") && table.contains("disk budget"),
         "{table}"
     );
+    mended(hosts, alone);
+    until("it is unloaded", || {
+        hosts[2].told(&["ps", "--json"]) == "[]"
+    });
     let freed = hosts[2].told(&["rm", MODEL, "--node", "n1"]);
     assert!(freed.contains("removed deep.gguf on n1"), "{freed}");
     let none = hosts[2].run(&["rm", MODEL, "--node", "n1"]);
@@ -153,6 +224,11 @@ impl Hub {
         for folder in ["models", "copies"] {
             let _ = fs::remove_dir_all(host.home.path().join(folder));
         }
+        self.up(host);
+    }
+
+    /// Starts the machine's node.
+    fn up(&self, host: &mut Machine) {
         let log = fs::File::create(host.home.path().join("log")).unwrap();
         let up = ["up", "--port", "0", "--control-port", "0", "--no-beacons"];
         let mut command = self.beside(host, &[&up[..], &["--name", "alone"]].concat());
@@ -209,17 +285,28 @@ fn a_model_that_no_machine_has_comes_from_the_hub_it_came_from() {
     let (before, _) = alone.answer(HUB_MODEL, &[]);
 
     hub.up_anew(&mut alone);
-    let copies = alone.home.path().join("copies");
-    let has_copy = || {
-        let mut files = fs::read_dir(&copies).into_iter().flatten().flatten();
-        files.any(|file| file.path().extension().is_some_and(|it| it == "gguf"))
-    };
-    until("it has come", has_copy);
+    until("it has come", || !whole_copies(&alone).is_empty());
     until("it answers", || only(&alone)["state"] == "ready");
     let (after, line) = alone.answer(HUB_MODEL, &[]);
     assert!(line.contains("asking the instance on alone"), "{line}");
     assert_eq!(after["tokens"], before["tokens"]);
     assert_eq!(hub.left.load(Ordering::SeqCst), 0, "once for each time");
+
+    // Where nobody has the right bytes, the damaged file is named.
+    alone.kill();
+    let copies = whole_copies(&alone);
+    damage(
+        &copies[0],
+        b"wrong",
+        fs::metadata(&copies[0]).unwrap().len() / 2,
+    );
+    hub.up(&mut alone);
+    until("it fails", || only(&alone)["state"] == "failed");
+    let reason = only(&alone)["reason"].as_str().unwrap().to_owned();
+    let path = copies[0].display().to_string();
+    for part in [path.as_str(), " is damaged", "`paceline rm own/repo`"] {
+        assert!(reason.contains(part), "{reason}");
+    }
 
     hub.up_anew(&mut alone);
     until("it fails", || only(&alone)["state"] == "failed");

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use super::line::{Broken, Line, Silence, hear, say};
 use super::{Crew, LocalCrew, LocalSpec};
-use crate::arriving;
+use crate::arriving::{self, Wish};
 use crate::messages::{FromWorker, ToWorker};
 
 /// How often each side says that it lives, as workers do to their parent.
@@ -160,6 +160,8 @@ pub struct HostSpec {
     pub find: Box<FindModel>,
     /// Fetches parts of a model's file that the worker waits for.
     pub bring: Box<BringParts>,
+    /// Fetches again parts of a model's file that the worker has found damaged.
+    pub repair: Box<BringParts>,
     /// The only interface that workers listen at; all without.
     pub interface: Option<String>,
     /// Gets what workers write to standard error.
@@ -300,17 +302,18 @@ fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<()
 fn supply(
     line: &dyn Line,
     spec: &HostSpec,
-    (model, wished): (&ModelName, &Receiver<Vec<(u64, u64)>>),
+    (model, wished): (&ModelName, &Receiver<Wish>),
     over: &AtomicBool,
 ) {
     let goes_on = || !over.load(Ordering::SeqCst);
     while goes_on() {
-        let parts = match wished.recv_timeout(BEAT) {
-            Ok(parts) => parts,
+        let brought = match wished.recv_timeout(BEAT) {
+            Ok(Wish::Fetch(parts)) => (spec.bring)(model, &parts, &goes_on),
+            Ok(Wish::Repair(parts)) => (spec.repair)(model, &parts, &goes_on),
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => return,
         };
-        if let Err(reason) = (spec.bring)(model, &parts, &goes_on) {
+        if let Err(reason) = brought {
             // An owner that is gone needs no reason.
             let _: Result<(), _> = say(line, &FromHost::Gone { reason });
             over.store(true, Ordering::SeqCst);
@@ -320,11 +323,7 @@ fn supply(
 
 /// Passes on what the worker says and does, until the line ends. Its wishes for the model's file go
 /// to `wishes`.
-fn tell_owner(
-    line: &dyn Line,
-    crew: &LocalCrew,
-    (wishes, over): (SyncSender<Vec<(u64, u64)>>, &AtomicBool),
-) {
+fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wish>, &AtomicBool)) {
     let (mut told, mut earlier) = (Instant::now(), Vec::new());
     while !over.load(Ordering::SeqCst) {
         let news = match crew.receive(BEAT) {
@@ -335,6 +334,15 @@ fn tell_owner(
                 true if told.elapsed() >= BEAT => FromHost::Beat,
                 true => continue,
                 false => FromHost::Gone {
+                    reason: format!("the worker has over {WISHES_MAX} wishes at once"),
+                },
+            },
+            Some(Event::Message {
+                message: FromWorker::Damaged { parts },
+                ..
+            }) => match wishes.try_send(Wish::Repair(parts)) {
+                Ok(()) => FromHost::Beat,
+                Err(_) => FromHost::Gone {
                     reason: format!("the worker has over {WISHES_MAX} wishes at once"),
                 },
             },
@@ -352,7 +360,7 @@ fn tell_owner(
 /// Has those of `parts` fetched that no earlier wish has, which is fetched already, or about to be;
 /// false where too many wait.
 fn wish(
-    wishes: &SyncSender<Vec<(u64, u64)>>,
+    wishes: &SyncSender<Wish>,
     mut parts: Vec<(u64, u64)>,
     earlier: &mut Vec<(u64, u64)>,
 ) -> bool {
@@ -363,7 +371,7 @@ fn wish(
     }
     let room = EARLIER_MAX.saturating_sub(earlier.len());
     earlier.extend(parts.iter().take(room));
-    wishes.try_send(parts).is_ok()
+    wishes.try_send(Wish::Fetch(parts)).is_ok()
 }
 
 impl From<Event<FromWorker>> for FromHost {
@@ -411,7 +419,8 @@ mod tests {
         }
         assert!(wish(&wishes, vec![(2000, 2001), (5, 6)], &mut earlier));
         let fetched: Vec<_> = wished.try_iter().collect();
-        assert_eq!(fetched, [vec![(0, 1000)], vec![(2000, 2001)]]);
+        let expected = [vec![(0, 1000)], vec![(2000, 2001)]];
+        assert_eq!(fetched, expected.map(Wish::Fetch));
         for start in 0..WISHES_MAX as u64 {
             assert!(wish(
                 &wishes,

@@ -12,15 +12,21 @@
 //! owner, service `file`, and checked by its SHA-256. Bytes that no node gives come from the hub
 //! (`hub`).
 //!
+//! A disk may damage a copy. Each start of a worker compares the file's first bytes with the hash
+//! tree, and the worker compares what it computes with (`arriving`). `pull --to` compares every
+//! byte. Damaged groups are fetched again (`mending`).
+//!
 //! Kept files: `SHA256.gguf`, complete copies, and the files of [`Partial`].
 
 mod asking;
 mod files;
+mod mending;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -32,6 +38,7 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{NodeId, placement, placement::Wanted};
 use paceline_formats::gguf::Gguf;
 
+use super::damage::Count;
 use super::hub::{self, FromHub, Origin};
 use super::partial::{self, Partial};
 use super::pieces::{self, Fetching, Short, Stock};
@@ -45,8 +52,12 @@ use crate::crew::line::{Broken, hear, say};
 use crate::fleet::places::Wire;
 use crate::identity;
 use asking::{Fetch, Told, fetch};
-pub(super) use asking::{ensure, ensure_part, ensure_while, holders};
+pub(super) use asking::{ensure, ensure_part, ensure_right, ensure_while, holders};
+pub(super) use files::{Several, check_single};
 use files::{copy, files, hash, send_file};
+pub(super) use mending::Extent;
+use mending::Known;
+pub use mending::Mended;
 
 /// Longest wait for the next piece or word of another node.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -88,13 +99,20 @@ pub(super) struct Held {
 impl Held {
     /// The groups that any process needs to open the file and to know it.
     fn first(&self) -> Vec<Range<u64>> {
-        let Rooted { bytes, header, .. } = self.rooted;
-        let parts = identity::parts(bytes as usize, header as usize);
-        let groups = self.partial.groups();
-        let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
-        parts.collect()
+        first_groups(&self.rooted, self.partial.groups())
     }
 }
+
+/// The groups that any process needs to open a file and to know it.
+fn first_groups(rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
+    let parts = identity::parts(rooted.bytes as usize, rooted.header as usize);
+    let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
+    parts.collect()
+}
+
+/// Path, length and times of a file, or of a folder's files. Each write changes the last time, and
+/// no program can set it.
+type Stamp = (PathBuf, u64, SystemTime, (i64, i64));
 
 /// Finds models of this machine, and keeps copies.
 pub(super) struct Copies {
@@ -105,7 +123,9 @@ pub(super) struct Copies {
     may_have: Box<MayHave>,
     tell: Arc<Tell>,
     /// SHA-256 of files, as long as they stay as they are: to read one takes a second a gigabyte.
-    known: Mutex<HashMap<(PathBuf, u64, SystemTime), String>>,
+    known: Mutex<HashMap<Stamp, String>>,
+    /// Roots of copies as other nodes told them, by SHA-256: the map may come later.
+    roots: Mutex<HashMap<String, Known>>,
     /// Held while a whole file is copied: two copies of one model would be one file.
     turn: Mutex<()>,
     /// By SHA-256. Held while a file of which parts are here is opened, which reads them all.
@@ -133,6 +153,7 @@ impl Copies {
             may_have,
             tell,
             known: Mutex::default(),
+            roots: Mutex::default(),
             turn: Mutex::default(),
             turns: Mutex::default(),
             hub: None,
@@ -156,9 +177,7 @@ impl Copies {
             let copy = place_in(&self.folder, sha256, ending);
             copy.is_ok_and(|copy| copy.is_file())
         };
-        let is_it = |((path, ..), sum): (&(PathBuf, u64, SystemTime), &String)| {
-            sum == sha256 && path.exists()
-        };
+        let is_it = |((path, ..), sum): (&Stamp, &String)| sum == sha256 && path.exists();
         lies("gguf") || lies(partial::FILE) || lock(&self.known).iter().any(is_it)
     }
 
@@ -197,19 +216,52 @@ impl Copies {
     /// # Errors
     /// What the system says.
     pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
-        let (mut bytes, mut changed) = (0, SystemTime::UNIX_EPOCH);
+        let (mut bytes, mut changed, mut written) = (0, SystemTime::UNIX_EPOCH, (0, 0));
         for file in files(path)? {
             let facts = fs::metadata(file)?;
             bytes += facts.len();
             changed = changed.max(facts.modified()?);
+            written = written.max((facts.ctime(), facts.ctime_nsec()));
         }
-        let key = (path.to_owned(), bytes, changed);
+        let key = (path.to_owned(), bytes, changed, written);
         if let Some(known) = lock(&self.known).get(&key) {
             return Ok(known.clone());
         }
         let sum = hash(path)?;
         lock(&self.known).insert(key, sum.clone());
         Ok(sum)
+    }
+
+    /// SHA-256 of the model at `path`: of a copy what its name says, whose bytes are checked when
+    /// they are used, else as [`hash`](Self::hash).
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn sum(&self, path: &Path) -> io::Result<String> {
+        match self.copied(path) {
+            Some(sha256) => Ok(sha256.to_owned()),
+            None => self.hash(path),
+        }
+    }
+
+    /// The SHA-256 in the name of a whole copy.
+    fn copied<'a>(&self, path: &'a Path) -> Option<&'a str> {
+        let stem = path.file_stem()?.to_str()?;
+        (place_in(&self.folder, stem, "gguf").ok()? == path).then_some(stem)
+    }
+
+    /// Length of the model at `path`: of a copy that of its model, whatever was cut off.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn length(&self, agent: &Agent, path: &Path) -> io::Result<u64> {
+        let rooted = self
+            .copied(path)
+            .map(|sha256| rooted::of(&agent.map(), sha256));
+        match rooted {
+            Some(Ok(rooted)) => Ok(rooted.bytes),
+            _ => fs::metadata(path).map(|facts| facts.len()),
+        }
     }
 
     /// Makes a file, which is in the folder of copies, a copy that its user calls `name`. Its
@@ -247,11 +299,22 @@ impl Copies {
         ))
     }
 
+    /// As [`find`](Self::find), with bytes of a copy checked and mended.
+    pub(super) fn find_right(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        extent: Extent<'_>,
+    ) -> Result<PathBuf, String> {
+        let path = self.find(model)?;
+        self.check((agent, model), None, extent, &|_| true)?;
+        Ok(path)
+    }
+
     /// As [`find`](Self::find), or a file of which parts are here, all that it takes to open it
-    /// among them.
+    /// among them. The bytes of a copy that it takes to open it are checked.
     pub(super) fn find_part(&self, agent: &Agent, model: &ModelName) -> Result<PathBuf, String> {
         let reason = match self.find(model) {
-            Ok(path) => return Ok(path),
+            Ok(_) => return self.find_right((agent, model), Extent::Start),
             Err(reason) => reason,
         };
         if !self.place(model, partial::FILE)?.is_file() {
@@ -280,6 +343,9 @@ impl Copies {
         if let Ok(known) = rooted::of(&agent.map(), &model.sha256) {
             return known.publish(agent, &model.sha256);
         }
+        if self.copied(path).is_some() {
+            self.check_sum(path, model)?;
+        }
         let file = Gguf::open(path).map_err(|error| error.to_string())?;
         let contents = file.contents().map(|(_, header)| header);
         let headers: Vec<usize> = contents.collect();
@@ -298,13 +364,19 @@ impl Copies {
         let fetched = match hear::<Fetch>(&line, SILENCE) {
             Ok(Some(fetch)) => {
                 let mut told = |bytes: u64| say(&line, &Told::Done(bytes));
-                self.fetch(agent, Some(channel.peer()), &fetch, &mut told)
+                let fetched = self.fetch(agent, Some(channel.peer()), &fetch, &mut told);
+                // Earlier versions do not ask, and would not understand.
+                fetched.map(|mended| mended.filter(|_| fetch.checks))
             }
             Ok(None) => Err("nothing was asked for".to_owned()),
             Err(broken) => Err(broken.to_string()),
         };
         // An owner that is gone needs no answer.
-        let _: Result<(), _> = say(&line, &fetched.map_or_else(Told::Refused, |()| Told::Ready));
+        let _: Result<(), _> = match fetched {
+            Ok(Some(mended)) => say(&line, &Told::Mended(mended)),
+            Ok(None) => say(&line, &Told::Ready),
+            Err(reason) => say(&line, &Told::Refused(reason)),
+        };
     }
 
     /// Has this node have all of a model; waits until it has. It comes from all nodes that have
@@ -322,6 +394,7 @@ impl Copies {
             Ok(())
         };
         self.fetch(agent, from, &fetch(agent, wanted), &mut told)
+            .map(drop)
     }
 
     /// Has this node have what it takes to open a model's file, whose root somebody has signed.
@@ -341,18 +414,39 @@ impl Copies {
         from: Option<NodeId>,
         fetch: &Fetch,
         told: &mut Hear<'_>,
-    ) -> Result<(), String> {
-        if self.find(&fetch.model).is_ok() {
-            return Ok(());
-        }
+    ) -> Result<Option<Mended>, String> {
+        let (is_here, map) = (self.find(&fetch.model).is_ok(), agent.map());
         if fetch.asks {
-            return Err("it has no copy of the model".to_owned());
+            let lacks = || "it has no copy of the model".to_owned();
+            return is_here.then_some(None).ok_or_else(lacks);
         }
-        let (map, sha256) = (agent.map(), &fetch.model.sha256);
+        let sha256 = &fetch.model.sha256;
         let given = fetch.rooted.clone();
         let given = given.filter(|rooted| rooted.check(&map, sha256).is_ok());
         let rooted = given.map_or_else(|| rooted::of(&map, sha256), Ok);
         let rooted = rooted.map(|it| (it.bytes == fetch.bytes).then_some(it));
+        if is_here {
+            let known = rooted.ok().flatten().map(|rooted| (rooted, from));
+            let extent = if fetch.checks {
+                Extent::All
+            } else {
+                Extent::Start
+            };
+            let run = |count: &Count<'_>| self.check((agent, &fetch.model), known, extent, count);
+            return watched(run, told);
+        }
+        self.get(agent, (rooted, from), fetch, told).map(|()| None)
+    }
+
+    /// Fetches a model that is not here, by its root where it is known: `None` for one of another
+    /// length.
+    fn get(
+        &self,
+        agent: &Agent,
+        (rooted, from): (Result<Option<Rooted>, String>, Option<NodeId>),
+        fetch: &Fetch,
+        told: &mut Hear<'_>,
+    ) -> Result<(), String> {
         let reason = match (rooted, from) {
             (Ok(Some(rooted)), _) => match self.held(agent, &fetch.model, Some((rooted, from))) {
                 Ok(held) => return self.fetch_parts(agent, fetch, &held, told),
@@ -567,7 +661,9 @@ impl Copies {
         }
         let span = |run: &Range<u64>| partial.groups().span(run);
         let bytes = missing.iter().map(|run| span(run).end - span(run).start);
-        (self.may_have)(bytes.sum())?;
+        if !partial.is_copy() {
+            (self.may_have)(bytes.sum())?;
+        }
         let sources = self.sources(agent, model, [Some(held.rooted.by), held.from]);
         let lied = |source: &pieces::Source, lie: &str| {
             lock(&self.liars).insert(source.id);
@@ -623,6 +719,10 @@ impl Copies {
         let failed = |error: io::Error| format!("{}: {error}", path.display());
         let sum = hash(path).map_err(failed)?;
         if sum != model.sha256 {
+            let wrong = held.partial.recheck(&(0..held.partial.groups().count()));
+            if !wrong.map_err(failed)?.is_empty() {
+                return Err(format!("{} was changed after it came", path.display()));
+            }
             self.forget(&model.sha256).map_err(failed)?;
             let views = agent.nodes().into_iter();
             let mut by = views.filter(|view| view.id == held.rooted.by);
@@ -727,6 +827,7 @@ impl Copies {
         let line = Wire(channel.clone());
         let sent = match hear::<ModelName>(&line, SILENCE) {
             Ok(Some(model)) => self.find(&model).and_then(|path| {
+                check_single(&path).map_err(|several| several.to_string())?;
                 send_file(&line, &path).map_err(|error| format!("{}: {error}", path.display()))
             }),
             _ => return,
@@ -769,14 +870,11 @@ fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
 /// Hears how many bytes are copied; an error ends the copying.
 type Hear<'a> = dyn FnMut(u64) -> Result<(), Broken> + 'a;
 
-/// Hears how many bytes came; false ends the fetching.
-type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
-
 /// Runs a fetch on a thread of its own, and tells how far it is until it ends.
-fn watched(
-    run: impl FnOnce(&Count<'_>) -> Result<(), String> + Send,
+fn watched<T: Send>(
+    run: impl FnOnce(&Count<'_>) -> Result<T, String> + Send,
     told: &mut Hear<'_>,
-) -> Result<(), String> {
+) -> Result<T, String> {
     let (done, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
     let count = |bytes: u64| {
         done.fetch_add(bytes, Ordering::Relaxed);

@@ -12,6 +12,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
 use paceline_model::{Config, Source, SplitKind};
 
+use super::copies::{self, Several};
 use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
 use crate::{adapters, texts};
 
@@ -36,11 +37,13 @@ impl Inner {
         }
         let path = self.copies.of_user(&ask.model)?;
         let all: BTreeSet<NodeId> = groups.iter().flatten().copied().collect();
-        preview::check_file(&path, all.len())?;
+        let readers = self.readers(ask)?;
+        let machines: BTreeSet<NodeId> = all.iter().chain(&readers).copied().collect();
+        self.check_files(&path, &machines)?;
         if let Some(draft) = &ask.draft {
-            self.check_draft(draft, (&ask.model, &path), all.len())?;
+            self.check_draft(draft, (&ask.model, &path), &machines)?;
         }
-        self.check_apart(ask, &all)?;
+        self.check_apart(&readers, &all)?;
         for nodes in &groups {
             self.measure_unknown(nodes);
             for way in self.ways_told(nodes) {
@@ -51,8 +54,8 @@ impl Inner {
     }
 
     /// Whether the nodes that are to read prompts are others than those that decode.
-    fn check_apart(&self, ask: &Ask, decoding: &BTreeSet<NodeId>) -> Result<(), String> {
-        match self.readers(ask)?.iter().find(|id| decoding.contains(id)) {
+    fn check_apart(&self, readers: &[NodeId], decoding: &BTreeSet<NodeId>) -> Result<(), String> {
+        match readers.iter().find(|id| decoding.contains(id)) {
             Some(both) => Err(format!(
                 "{} is to decode and to read prompts: name other --nodes",
                 self.name(*both)
@@ -61,15 +64,26 @@ impl Inner {
         }
     }
 
-    /// Whether a draft model can guess for a model, and be shared with so many nodes.
+    /// Whether these machines can have the model at `path`. A folder may be loaded on one other
+    /// machine that has it; of a split file that machine would be sent a part.
+    fn check_files(&self, path: &Path, machines: &BTreeSet<NodeId>) -> Result<(), String> {
+        let are_others = machines.iter().any(|id| *id != self.agent.id());
+        match copies::check_single(path) {
+            Err(several @ Several::Folder { .. }) if machines.len() > 1 => Err(several.to_string()),
+            Err(several @ Several::Split { .. }) if are_others => Err(several.to_string()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a draft model can guess for a model, and be shared with these machines.
     fn check_draft(
         &self,
         draft: &str,
         (model, path): (&str, &Path),
-        nodes: usize,
+        machines: &BTreeSet<NodeId>,
     ) -> Result<(), String> {
         let of_draft = self.copies.of_user(draft)?;
-        preview::check_file(&of_draft, nodes)?;
+        self.check_files(&of_draft, machines)?;
         let tokenizer = |name: &str, path: &Path| {
             let source = Source::open(path).map_err(|error| format!("{name}: {error}"))?;
             texts::tokenizer(&source).map_err(|error| format!("{name}: {error}"))
@@ -153,12 +167,12 @@ impl Inner {
     /// Fields that the records of all replicas share.
     fn record(&self, ask: &Ask, path: &Path) -> Result<Wanted, String> {
         let failed = |error| format!("{}: {error}", path.display());
-        let sha256 = self.copies.hash(path).map_err(failed)?;
+        let sha256 = self.copies.sum(path).map_err(failed)?;
         self.tell_origin(&sha256, path);
         Ok(Wanted {
             model: ask.model.clone(),
             sha256,
-            bytes: std::fs::metadata(path).map_err(failed)?.len(),
+            bytes: self.copies.length(&self.agent, path).map_err(failed)?,
             nodes: Vec::new(),
             successors: Vec::new(),
             named: !ask.nodes.is_empty(),
@@ -192,6 +206,7 @@ impl Inner {
     /// A model of this machine as a record that no instance has, for nodes that are to have it.
     pub(super) fn sent(&self, model: &str) -> Result<Wanted, String> {
         let path = self.copies.of_user(model)?;
+        copies::check_single(&path).map_err(|several| several.to_string())?;
         let ask = Ask {
             model: model.to_owned(),
             nodes: Vec::new(),
@@ -218,6 +233,9 @@ impl Inner {
     /// Tells the cluster from which file of the hub the file at `path` came, if that is known. A
     /// node that no other node gives bytes of it asks the hub.
     pub(super) fn tell_origin(&self, sha256: &str, path: &Path) {
+        if copies::check_single(path).is_err() {
+            return; // nodes ask the hub for one file
+        }
         let origin = self.spec.hub.origin(path);
         if let Some(origin) = origin.filter(|origin| origin.sha256 == sha256) {
             origin.publish(&self.agent);
@@ -228,12 +246,12 @@ impl Inner {
     fn draft(&self, name: &str) -> Result<DraftOf, String> {
         let path = self.copies.of_user(name)?;
         let failed = |error| format!("{}: {error}", path.display());
-        let sha256 = self.copies.hash(&path).map_err(failed)?;
+        let sha256 = self.copies.sum(&path).map_err(failed)?;
         self.tell_origin(&sha256, &path);
         Ok(DraftOf {
             model: name.to_owned(),
             sha256,
-            bytes: std::fs::metadata(&path).map_err(failed)?.len(),
+            bytes: self.copies.length(&self.agent, &path).map_err(failed)?,
         })
     }
 

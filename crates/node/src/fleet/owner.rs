@@ -14,6 +14,7 @@ use paceline_cluster::nodes::{InstanceId, Key, NodeId, Registers};
 use paceline_comm::Backend;
 use paceline_model::Source;
 
+use super::copies::Extent;
 use super::flaps::{Flaps, LOSSES_MAX, Named};
 use super::places::Nodes;
 use super::{Answers, Inner, Running, copies, encoders, name_of, report, rooted};
@@ -83,6 +84,8 @@ impl Owned {
         let adapters = self.adapter_files(inner)?;
         self.report(inner, State::Loading, None, None);
         if encoders::is_encoder(&path) {
+            let model = (&inner.agent, &name_of(&self.wanted));
+            let path = inner.copies.find_right(model, Extent::All)?;
             return encoders::load(&path, &self.wanted).map(Answers::Encoder);
         }
         let mut prepared = self.prepare(inner, &path, draft.as_deref())?;
@@ -151,7 +154,8 @@ impl Owned {
     /// The model's file on this node, which gets it from the others where it lacks it.
     fn own_file(&self, inner: &Inner) -> Result<PathBuf, String> {
         let source = self.wanted.source.filter(|id| *id != inner.agent.id());
-        if let Ok(found) = path_of(inner, &self.wanted) {
+        let model = (&inner.agent, &name_of(&self.wanted));
+        if let Ok(found) = inner.copies.find_right(model, Extent::Start) {
             inner.tell_origin(&self.wanted.sha256, &found);
             return Ok(found);
         }
@@ -323,7 +327,11 @@ impl Owned {
             let heir = heirs.find(|id| inner.agent.life(**id) == Life::Alive);
             let Some(heir) = heir else { return };
             let mut files = own.wanted.clone().files();
-            let had = files.try_for_each(|it| copies::ensure(&inner.agent, *heir, &it, &|_| ()));
+            let path = path_of(&inner, &own.wanted).ok();
+            let had = match path.and_then(|path| copies::check_single(&path).err()) {
+                Some(several) => Err(several.to_string()),
+                None => files.try_for_each(|it| copies::ensure(&inner.agent, *heir, &it, &|_| ())),
+            };
             let (name, model) = (inner.name(*heir), &own.wanted.model);
             match had {
                 Ok(()) => (inner.spec.tell)(&format!("{name} has all of {model} too")),

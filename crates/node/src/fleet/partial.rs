@@ -8,6 +8,9 @@
 //! A group is checked by the tree before it is written, and told only after that. Groups that an
 //! earlier process left are checked again: a power cut may keep the report of a group and lose its
 //! bytes.
+//!
+//! A whole copy with wrong groups is one too while they are fetched again ([`Partial::of_copy`]).
+//! It keeps its name and has no [`HAVE`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -28,7 +31,7 @@ pub(crate) const FILE: &str = "shard";
 pub(crate) const HAVE: &str = "have";
 
 /// Ending of the name of the file of leaves.
-pub(super) const TREE: &str = "tree";
+pub(crate) const TREE: &str = "tree";
 
 /// When the file was changed last, as its facts say. Bytes that come change no byte that was read.
 /// A worker keeps packed weights of a file as long as the file did not change.
@@ -44,7 +47,10 @@ pub(super) struct Partial {
     pub(super) path: PathBuf,
     tree: Tree,
     file: File,
-    have: File,
+    /// `None` of a whole copy that is mended.
+    have: Option<File>,
+    /// When the file was changed last, as its facts are to say.
+    changed: SystemTime,
     there: Mutex<Vec<bool>>,
     /// Held while groups are fetched: two that fetch would fetch the same.
     pub(super) turn: Mutex<()>,
@@ -75,30 +81,86 @@ impl Partial {
             path: path.to_owned(),
             tree,
             file,
-            have,
+            have: Some(have),
+            changed: SystemTime::UNIX_EPOCH + CHANGED,
             there: Mutex::new(vec![false; count]),
             turn: Mutex::default(),
         };
         partial.check()?;
-        partial
-            .file
-            .set_modified(SystemTime::UNIX_EPOCH + CHANGED)?;
+        partial.file.set_modified(partial.changed)?;
         Ok(partial)
+    }
+
+    /// Opens the whole copy at `path`, in which the groups `wrong` have other bytes than these
+    /// leaves, so that they can be taken in again in place. A file of another length gets the right
+    /// one. Its time of change stays: workers keep packed weights by it.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn of_copy(path: &Path, tree: Tree, wrong: &[Range<u64>]) -> io::Result<Self> {
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let facts = file.metadata()?;
+        if facts.len() != tree.groups.bytes {
+            file.set_len(tree.groups.bytes)?;
+        }
+        let mut there = vec![true; tree.groups.count() as usize];
+        for index in wrong.iter().cloned().flatten() {
+            there[index as usize] = false;
+        }
+        let changed = facts.modified()?;
+        file.set_modified(changed)?;
+        Ok(Self {
+            path: path.to_owned(),
+            tree,
+            file,
+            have: None,
+            changed,
+            there: Mutex::new(there),
+            turn: Mutex::default(),
+        })
     }
 
     /// Finds the groups that are told to be here and are. Cost: reads them all.
     fn check(&self) -> io::Result<()> {
         let mut told = vec![0; self.groups().count() as usize];
-        self.have.read_exact_at(&mut told, 0)?;
-        for (index, _) in told.iter().enumerate().filter(|(_, told)| **told != 0) {
-            let index = index as u64;
-            let bytes = self.read(&(index..index + 1))?;
-            match self.tree.holds(index, &bytes) {
-                true => lock(&self.there)[index as usize] = true,
-                false => self.have.write_all_at(&[0], index)?,
-            }
+        if let Some(have) = &self.have {
+            have.read_exact_at(&mut told, 0)?;
         }
-        Ok(())
+        for (index, _) in told.iter().enumerate().filter(|(_, told)| **told != 0) {
+            lock(&self.there)[index] = true;
+        }
+        self.recheck(&(0..self.groups().count())).map(drop)
+    }
+
+    /// Finds the groups of `wanted` that were here and have other bytes by now: they count as
+    /// missing from now on. Cost: reads those that are here.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn recheck(&self, wanted: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let here = {
+            let there = lock(&self.there);
+            runs(&there, true, wanted)
+        };
+        let mut wrong = Vec::new();
+        for index in here.into_iter().flatten() {
+            // A disk that cannot read a group has lost it.
+            let bytes = self.read(&(index..index + 1));
+            if bytes.is_ok_and(|bytes| self.tree.holds(index, &bytes)) {
+                continue;
+            }
+            if let Some(have) = &self.have {
+                have.write_all_at(&[0], index)?;
+            }
+            lock(&self.there)[index as usize] = false;
+            wrong.push(index..index + 1);
+        }
+        Ok(wrong)
+    }
+
+    /// Whether it is a whole copy that is mended, whose bytes the disk has already.
+    pub(super) const fn is_copy(&self) -> bool {
+        self.have.is_none()
     }
 
     /// How the file is cut.
@@ -121,8 +183,10 @@ impl Partial {
         }
         let at = self.groups().span(&(index..index + 1)).start;
         self.file.write_all_at(bytes, at)?;
-        self.file.set_modified(SystemTime::UNIX_EPOCH + CHANGED)?;
-        self.have.write_all_at(&[1], index)?;
+        self.file.set_modified(self.changed)?;
+        if let Some(have) = &self.have {
+            have.write_all_at(&[1], index)?;
+        }
         lock(&self.there)[index as usize] = true;
         Ok(true)
     }
@@ -180,7 +244,7 @@ impl Partial {
     /// What the system says.
     pub(super) fn sync(&self) -> io::Result<()> {
         self.file.sync_all()?;
-        self.have.sync_all()
+        self.have.as_ref().map_or(Ok(()), File::sync_all)
     }
 }
 

@@ -5,7 +5,6 @@
 //! the split of one of them.
 
 use std::cmp::Reverse;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -366,16 +365,5 @@ fn machine(
         memory: Bytes((view.facts.memory_bytes as f64 * USABLE) as u64),
         reads,
         computes,
-    }
-}
-
-/// Whether a model's files can be shared with other machines: of one GGUF file.
-pub(super) fn check_file(path: &Path, nodes: usize) -> Result<(), String> {
-    match path.is_dir() && nodes > 1 {
-        true => Err(format!(
-            "{} is a folder: over several machines only models of one GGUF file can be loaded",
-            path.display()
-        )),
-        false => Ok(()),
     }
 }

@@ -22,7 +22,7 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, Wanted};
 use serde::{Deserialize, Serialize};
 
-use super::copies::{self, MayHave, NAME};
+use super::copies::{self, MayHave, Mended, NAME};
 use super::places::Wire;
 use super::{Fleet, Inner, STORES, hub, partial};
 use crate::crew::line::{Line, hear, say};
@@ -85,6 +85,9 @@ pub struct Outcome {
     pub node: String,
     /// Bytes that were freed, or that the node has now.
     pub bytes: Option<u64>,
+    /// What was damaged of the node's copy, and is right now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mended: Option<Mended>,
     /// Why nothing was done.
     pub reason: Option<String>,
 }
@@ -436,7 +439,8 @@ impl Fleet {
     }
 
     /// Has the nodes of these names, or all that live, get all of a model of this machine. Each
-    /// gets it from all that have parts of it. `progress` hears bytes done and of how many, some
+    /// gets it from all that have parts of it. A copy that one has is checked to its last byte, and
+    /// mended. `progress` hears bytes done and of how many, some
     /// times a second.
     ///
     /// # Errors
@@ -460,7 +464,7 @@ impl Fleet {
                     done[at].store(bytes, Ordering::Relaxed);
                 }
             };
-            copies::ensure(&inner.agent, node, &wanted, &told).map(|()| wanted.bytes)
+            copies::ensure_right(&inner.agent, node, &wanted, &told)
         };
         let told = std::thread::scope(|scope| {
             let (nodes, ensure) = (&nodes, &ensure);
@@ -472,8 +476,11 @@ impl Fleet {
             let ended = asked.join();
             ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
-        let outcome = |(node, told): (String, Result<u64, String>)| match told {
-            Ok(bytes) => Outcome::done(node, bytes),
+        let outcome = |(node, told): (String, Result<Option<Mended>, String>)| match told {
+            Ok(mended) => Outcome {
+                mended,
+                ..Outcome::done(node, wanted.bytes)
+            },
             Err(reason) => Outcome::not(node, reason),
         };
         Ok(told.into_iter().map(outcome).collect())
@@ -485,6 +492,7 @@ impl Outcome {
         Self {
             node,
             bytes: Some(bytes),
+            mended: None,
             reason: None,
         }
     }
@@ -493,6 +501,7 @@ impl Outcome {
         Self {
             node,
             bytes: None,
+            mended: None,
             reason: Some(reason),
         }
     }

@@ -73,8 +73,8 @@ impl Groups {
 
 /// The leaves of a file's tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Tree {
-    pub(super) groups: Groups,
+pub(crate) struct Tree {
+    pub(crate) groups: Groups,
     leaves: Vec<Leaf>,
 }
 
@@ -83,7 +83,7 @@ impl Tree {
     ///
     /// # Errors
     /// A file that cannot be read, or that is shorter.
-    pub(super) fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
+    pub(crate) fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
         let groups = Groups::of(bytes);
         let mut leaves = Vec::with_capacity(groups.count() as usize);
         let mut group = vec![0; groups.each as usize];
@@ -98,7 +98,7 @@ impl Tree {
 
     /// Of leaves behind each other, as [`to_bytes`](Self::to_bytes) gives them; `None` for another
     /// number than a file of `bytes` has.
-    pub(super) fn from_bytes(bytes: u64, leaves: &[u8]) -> Option<Self> {
+    pub(crate) fn from_bytes(bytes: u64, leaves: &[u8]) -> Option<Self> {
         let groups = Groups::of(bytes);
         let is_whole = leaves.len() as u64 == groups.count() * LEAF_BYTES as u64;
         let read = || {
@@ -113,7 +113,7 @@ impl Tree {
     }
 
     /// The leaves behind each other.
-    pub(super) fn to_bytes(&self) -> Vec<u8> {
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
         self.leaves.concat()
     }
 
@@ -129,7 +129,7 @@ impl Tree {
     }
 
     /// Whether these are the bytes of a group.
-    pub(super) fn holds(&self, index: u64, bytes: &[u8]) -> bool {
+    pub(crate) fn holds(&self, index: u64, bytes: &[u8]) -> bool {
         let span = self.groups.span(&(index..index + 1));
         let own = self.leaves.get(index as usize);
         own.is_some_and(|own| {

@@ -8,7 +8,7 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::placement::Wanted;
 use serde::{Deserialize, Serialize};
 
-use super::{SILENCE, TELL_EVERY};
+use super::{Mended, SILENCE, TELL_EVERY};
 use crate::crew::host::ModelName;
 use crate::crew::line::{hear, say};
 use crate::fleet::places::Wire;
@@ -30,6 +30,10 @@ pub(in crate::fleet) struct Fetch {
     /// asked may be older. Earlier versions copy the file from the asking node.
     #[serde(default)]
     pub(in crate::fleet) rooted: Option<Rooted>,
+    /// Every byte of its copy is to be compared, not just those that it takes to open it. Earlier
+    /// versions compare none.
+    #[serde(default)]
+    pub(in crate::fleet) checks: bool,
 }
 
 /// A node's report of its copy.
@@ -38,6 +42,8 @@ pub(super) enum Told {
     /// Bytes that it has.
     Done(u64),
     Ready,
+    /// It was damaged, and is ready now.
+    Mended(Mended),
     Refused(String),
 }
 
@@ -54,10 +60,23 @@ pub(in crate::fleet) fn ensure(
     wanted: &Wanted,
     progress: &dyn Fn(u64),
 ) -> Result<(), String> {
-    follow(
-        &request(agent, node, &fetch(agent, wanted), SILENCE)?,
-        progress,
-    )
+    let line = request(agent, node, &fetch(agent, wanted), SILENCE)?;
+    follow(&line, progress).map(drop)
+}
+
+/// As [`ensure`], but a copy that the node has is checked to its last byte. Returns what of it was
+/// mended.
+pub(in crate::fleet) fn ensure_right(
+    agent: &Agent,
+    node: NodeId,
+    wanted: &Wanted,
+    progress: &dyn Fn(u64),
+) -> Result<Option<Mended>, String> {
+    let fetch = Fetch {
+        checks: true,
+        ..fetch(agent, wanted)
+    };
+    follow(&request(agent, node, &fetch, SILENCE)?, progress)
 }
 
 /// As [`ensure`], but the node fetches what it needs to open the file: its workers ask for the
@@ -72,17 +91,18 @@ pub(in crate::fleet) fn ensure_part(
         parts: true,
         ..fetch(agent, wanted)
     };
-    follow(&request(agent, node, &fetch, SILENCE)?, progress)
+    follow(&request(agent, node, &fetch, SILENCE)?, progress).map(drop)
 }
 
 /// Waits until a node that was told to have a model has it.
-fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<(), String> {
+fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<Option<Mended>, String> {
     loop {
         // To hash a file of 100 GB on a slow disk takes minutes, in which nothing is said.
         let told = hear::<Told>(line, SILENCE * 20).map_err(|broken| broken.to_string())?;
         match told {
             Some(Told::Done(bytes)) => progress(bytes),
-            Some(Told::Ready) => return Ok(()),
+            Some(Told::Ready) => return Ok(None),
+            Some(Told::Mended(mended)) => return Ok(Some(mended)),
             Some(Told::Refused(reason)) => return Err(reason),
             None => return Err("it says nothing about its copy of the model".to_owned()),
         }
@@ -101,7 +121,7 @@ pub(in crate::fleet) fn ensure_while(
     let line = request(agent, node, &fetch(agent, wanted), limit.min(SILENCE))?;
     while goes_on() {
         match hear::<Told>(&line, TELL_EVERY).map_err(|broken| broken.to_string())? {
-            Some(Told::Ready) => return Ok(()),
+            Some(Told::Ready | Told::Mended(_)) => return Ok(()),
             Some(Told::Refused(reason)) => return Err(reason),
             Some(Told::Done(_)) | None => {}
         }
@@ -148,6 +168,7 @@ pub(super) fn fetch(agent: &Agent, wanted: &Wanted) -> Fetch {
         asks: false,
         parts: false,
         rooted: rooted::of(&agent.map(), &wanted.sha256).ok(),
+        checks: false,
     }
 }
 

@@ -5,6 +5,8 @@ use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use paceline_formats::gguf::Header;
+use paceline_formats::tensor::MappedBytes;
 use sha2::{Digest, Sha256};
 
 use super::{Fetch, Hear, SILENCE, TELL_EVERY};
@@ -116,6 +118,42 @@ pub(super) fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
+/// A model of several files. Copies are of one, so that no other machine can be given it.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(in crate::fleet) enum Several {
+    /// Weights in safetensors files.
+    #[error("{} is a folder: over several machines only models of one GGUF file can be loaded", path.display())]
+    Folder { path: PathBuf },
+    /// A GGUF file whose other parts lie beside it.
+    #[error(
+        "{} is one of {parts} files of a split model: other machines can be given only models of \
+         one GGUF file; `llama-gguf-split --merge` makes one, or load it on the machine that has \
+         all of them",
+        path.display()
+    )]
+    Split { path: PathBuf, parts: u64 },
+}
+
+/// Checks whether the model at `path` is one file. Reads the file's header. A file that is not GGUF
+/// passes: its reader names what is wrong with it.
+///
+/// # Errors
+/// [`Several`].
+pub(in crate::fleet) fn check_single(path: &Path) -> Result<(), Several> {
+    let path = path.to_owned();
+    if path.is_dir() {
+        return Err(Several::Folder { path });
+    }
+    let count = || {
+        let header = Header::parse(&MappedBytes::open(&path).ok()?).ok()?;
+        header.metadata().opt_u64("split.count").ok()?
+    };
+    match count() {
+        Some(parts @ 2..) => Err(Several::Split { path, parts }),
+        _ => Ok(()),
+    }
+}
+
 fn digits(sum: Sha256) -> String {
     sum.finalize()
         .iter()
@@ -125,6 +163,8 @@ fn digits(sum: Sha256) -> String {
 
 #[cfg(test)]
 mod tests {
+    use paceline_formats::gguf::testing::Writer;
+
     use super::*;
 
     #[test]
@@ -142,5 +182,27 @@ mod tests {
         assert_eq!(hash(folder.path()).unwrap(), first);
         write("c", "");
         assert_ne!(hash(folder.path()).unwrap(), first);
+    }
+
+    #[test]
+    fn models_of_several_files_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let part = |count: u32| {
+            let part = Writer::new().meta("split.no", 0_u32);
+            part.meta("split.count", count)
+        };
+        part(1).write(path("one.gguf"));
+        part(3).write(path("m-00001-of-00003.gguf"));
+        fs::write(path("other"), "no GGUF").unwrap();
+        let check = |name: &str| check_single(&path(name));
+        assert_eq!((check("one.gguf"), check("other")), (Ok(()), Ok(())));
+        let split = check("m-00001-of-00003.gguf").unwrap_err().to_string();
+        assert!(
+            split.contains("is one of 3 files of a split model"),
+            "{split}"
+        );
+        let path = folder.path().to_owned();
+        assert_eq!(check_single(&path), Err(Several::Folder { path }));
     }
 }

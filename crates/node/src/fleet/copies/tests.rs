@@ -1,5 +1,7 @@
 //! Copies between two nodes, and what is found of them.
 
+use std::os::unix::fs::FileExt;
+
 use paceline_cluster::nodes::agent::{Config, Discovery, Facts, join_at_rest};
 use paceline_cluster::nodes::placement::Weights;
 use paceline_cluster::nodes::{ClusterKey, InstanceId, Key};
@@ -373,4 +375,165 @@ fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
     assert_eq!(read, [(0, 16 << 16), (17 << 16, 48 << 16)], "no byte twice");
     assert_eq!(fs::read(own.find(&name).unwrap()).unwrap(), bytes);
     one.stop();
+}
+
+/// Opens a copy for a fault; its time of change stays as it was once `change` has ended.
+fn damage(copy: &Path, change: impl FnOnce(&fs::File)) {
+    let file = fs::File::options().write(true).open(copy).unwrap();
+    let changed = file.metadata().unwrap().modified().unwrap();
+    change(&file);
+    file.set_modified(changed).unwrap();
+}
+
+/// A node with a copy of [`model`], beside one that has the file itself.
+struct Pair {
+    _homes: [tempfile::TempDir; 2],
+    agents: [Agent; 2],
+    copies: Copies,
+    copy: PathBuf,
+    bytes: Vec<u8>,
+    name: ModelName,
+    told: Arc<Mutex<Vec<String>>>,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let homes: [_; 2] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
+        let (path, bytes, name) = model(homes[0].path());
+        let key = ClusterKey::random().unwrap();
+        let one = agent(homes[0].path(), &key, None);
+        let two = agent(homes[1].path(), &key, Some(one.port()));
+        gives(&one, &Arc::new(copies(homes[0].path(), path)));
+        let folder = homes[1].path().join("copies");
+        fs::create_dir_all(&folder).unwrap();
+        let copy = folder.join(format!("{}.gguf", name.sha256));
+        fs::write(&copy, &bytes).unwrap();
+        let told: Arc<Mutex<Vec<String>>> = Arc::default();
+        let heard = Arc::clone(&told);
+        let tell = move |line: &str| lock(&heard).push(line.to_owned());
+        let find: Box<Find> = Box::new(|_| Err("there is none".to_owned()));
+        // A mended copy takes no more of the disk than before.
+        let full = Box::new(|bytes| Err(format!("{bytes} bytes are too many")));
+        Self {
+            _homes: homes,
+            agents: [one, two],
+            copies: Copies::new((find, folder), full, Arc::new(tell)),
+            copy,
+            bytes,
+            name,
+            told,
+        }
+    }
+
+    /// Signs the root on the node with the file; waits until the other one knows it.
+    fn sign(&self) {
+        let [one, two] = &self.agents;
+        let tree = Tree::read(&mut &*self.bytes, self.bytes.len() as u64).unwrap();
+        let rooted = Rooted::sign(one, &self.name.sha256, &tree, 1000).unwrap();
+        rooted.publish(one, &self.name.sha256).unwrap();
+        until("the root arrives", || {
+            rooted::of(&two.map(), &self.name.sha256).is_ok() && two.life(one.id()) == Life::Alive
+        });
+    }
+
+    fn check(&self, extent: Extent<'_>) -> Result<Option<u64>, String> {
+        let model = (&self.agents[1], &self.name);
+        let mended = self.copies.check(model, None, extent, &|_| true)?;
+        Ok(mended.map(|it| it.bytes))
+    }
+
+    fn is_right(&self) -> bool {
+        fs::read(&self.copy).unwrap() == self.bytes
+    }
+
+    fn flip(&self, at: u64) {
+        let wrong = [self.bytes[at as usize] ^ 1];
+        damage(&self.copy, |file| file.write_all_at(&wrong, at).unwrap());
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.agents.iter().for_each(Agent::stop);
+    }
+}
+
+#[test]
+fn a_damaged_copy_is_mended_from_another_node() {
+    let pair = Pair::new();
+    pair.sign();
+    let each = 64 << 10;
+    assert_eq!(pair.check(Extent::All), Ok(None), "it is right");
+    pair.flip((2 << 20) + 5);
+    let others = Extent::Parts(&[(0, 2 << 20), ((2 << 20) + each, 3 << 20)]);
+    assert_eq!(pair.check(others), Ok(None), "not among these bytes");
+    assert_eq!(
+        pair.check(Extent::Parts(&[(2 << 20, 3 << 20)])),
+        Ok(Some(each))
+    );
+    assert!(pair.is_right());
+
+    let long = pair.bytes.len() as u64;
+    for (length, lacks) in [(long - 1, each), (100, long), (0, long), (long + 9, each)] {
+        damage(&pair.copy, |file| file.set_len(length).unwrap());
+        assert_eq!(pair.check(Extent::Start), Ok(Some(lacks)), "{length} bytes");
+        assert!(pair.is_right(), "{length} bytes");
+    }
+    let lines = lock(&pair.told).join("\n");
+    for part in [
+        "warning: m: the copy ",
+        ".gguf is damaged at bytes 2097152..2162688",
+        "m: mended 1 blocks (64.0 KiB) of the copy",
+    ] {
+        assert!(lines.contains(part), "{part}: {lines}");
+    }
+
+    // A damaged tree damns no right copy.
+    fs::write(pair.copy.with_extension(partial::TREE), [7; 48 * 32]).unwrap();
+    assert_eq!(pair.check(Extent::All), Ok(None));
+
+    pair.agents[0].stop();
+    pair.flip(9);
+    let refused = pair.check(Extent::Start).unwrap_err();
+    for part in [
+        ".gguf is damaged at bytes 0..65536: bytes 0..65536 cannot be had",
+        "`paceline pull m --to ",
+    ] {
+        assert!(refused.contains(part), "{refused}");
+    }
+}
+
+#[test]
+fn a_copy_without_a_signed_root_is_checked_by_its_sha256() {
+    let pair = Pair::new();
+    assert_eq!(pair.check(Extent::Start), Ok(None));
+    pair.flip(3 << 19);
+    let refused = pair.check(Extent::Start).unwrap_err();
+    assert!(refused.contains("is damaged, its SHA-256 is "), "{refused}");
+    let found = pair.copies.find_part(&pair.agents[1], &pair.name);
+    assert_eq!(found, Err(refused));
+}
+
+#[test]
+fn groups_that_were_damaged_after_they_came_are_fetched_again() {
+    let pair = Pair::new();
+    pair.sign();
+    fs::remove_file(&pair.copy).unwrap();
+    let copies = none(&pair.copies.folder);
+    let (two, part) = (&pair.agents[1], [(0, 1 << 20)]);
+    copies.bring(two, &pair.name, &part, &|| true).unwrap();
+    let shard = pair.copy.with_extension(partial::FILE);
+    damage(&shard, |file| file.write_all_at(b"wrong", 7).unwrap());
+    copies.repair(two, &pair.name, &part, &|| true).unwrap();
+    let there = fs::read(&shard).unwrap();
+    assert_eq!(there[..1 << 20], pair.bytes[..1 << 20]);
+
+    // What a user asks to be sent is checked to the last byte, be it here in parts.
+    damage(&shard, |file| file.write_all_at(b"wrong", 7).unwrap());
+    let mut record = wanted(pair.name.clone(), pair.bytes.len() as u64);
+    record.source = Some(pair.agents[0].id());
+    let failed = copies.take(two, None, &record, &|_| ()).unwrap_err();
+    assert!(failed.contains("was changed after it came"), "{failed}");
+    copies.take(two, None, &record, &|_| ()).unwrap();
+    assert!(pair.is_right());
 }

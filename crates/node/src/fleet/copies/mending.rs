@@ -1,0 +1,256 @@
+//! Whole copies whose bytes are not those of their model any more: found and fetched again.
+
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use paceline_base::{Bytes, lock};
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::Agent;
+use serde::{Deserialize, Serialize};
+
+use super::{Copies, Held, first_groups, merged, partial, write_whole};
+use crate::arriving::Part;
+use crate::crew::host::ModelName;
+use crate::fleet::damage::{Count, wrong_groups};
+use crate::fleet::partial::Partial;
+use crate::fleet::rooted::{self, Rooted};
+use crate::fleet::tree::{Groups, Tree, shown};
+
+/// Damaged ranges that an error or a warning lists; more say nothing more.
+const RANGES_MAX: usize = 3;
+
+/// Which bytes of a copy are compared.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::fleet) enum Extent<'a> {
+    /// Those that any process needs to open the file and to know it.
+    Start,
+    /// These.
+    Parts(&'a [Part]),
+    /// Every byte.
+    All,
+}
+
+impl Extent<'_> {
+    fn groups(self, rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
+        match self {
+            Self::Start => first_groups(rooted, groups),
+            Self::Parts(parts) => {
+                let around = |(start, end): &Part| groups.around(&(*start..*end));
+                parts.iter().map(around).collect()
+            }
+            Self::All => std::iter::once(0..groups.count()).collect(),
+        }
+    }
+}
+
+/// What was fetched again of a damaged copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mended {
+    /// Blocks: the units of the file's hash tree.
+    pub blocks: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+}
+
+/// The root of a model's file, and the node that said so.
+pub(super) type Known = (Rooted, Option<NodeId>);
+
+impl Copies {
+    /// Compares bytes of a whole copy with the model's hash tree, and fetches what differs from
+    /// other nodes or the hub, in place. Nothing where this node has no copy. A copy whose root no
+    /// node has signed is compared by its SHA-256. `count` hears bytes that were compared or
+    /// fetched. Returns what was fetched.
+    ///
+    /// # Errors
+    /// What is damaged, and why it cannot be had.
+    pub(in crate::fleet) fn check(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        known: Option<Known>,
+        extent: Extent<'_>,
+        count: &Count<'_>,
+    ) -> Result<Option<Mended>, String> {
+        let copy = self.place(model, "gguf")?;
+        if !copy.is_file() {
+            return Ok(None);
+        }
+        let Some(known) = known.or_else(|| self.root(agent, model)) else {
+            return self.check_sum(&copy, model).map(|()| None);
+        };
+        lock(&self.roots).insert(model.sha256.clone(), known.clone());
+        let tree = self.tree_of_copy((agent, model), &copy, &known)?;
+        let compare = |groups| {
+            let wrong = compare(&copy, &tree, groups, count);
+            wrong.map_err(|error| format!("{}: {error}", copy.display()))
+        };
+        if compare(extent.groups(&known.0, tree.groups))?.is_empty() {
+            return Ok(None);
+        }
+        let turn = self.turn(&model.sha256);
+        let _turn = lock(&turn);
+        // Perhaps mended meanwhile, for another worker.
+        let wrong = compare(extent.groups(&known.0, tree.groups))?;
+        match wrong.is_empty() {
+            true => Ok(None),
+            false => self
+                .mend((agent, model), (&copy, &tree), (known, wrong), count)
+                .map(Some),
+        }
+    }
+
+    /// The root of a model, as the map has it or as a node that asked for a check said.
+    fn root(&self, agent: &Agent, model: &ModelName) -> Option<Known> {
+        let map = agent.map();
+        let told = || {
+            let told = lock(&self.roots).get(&model.sha256).cloned();
+            told.filter(|(rooted, _)| rooted.check(&map, &model.sha256).is_ok())
+        };
+        let of_map = rooted::of(&map, &model.sha256).ok();
+        of_map.map(|rooted| (rooted, None)).or_else(told)
+    }
+
+    /// Refuses a copy with another SHA-256 than its name says. Reads all of it, unless it is as it
+    /// was when this process last did.
+    pub(super) fn check_sum(&self, copy: &Path, model: &ModelName) -> Result<(), String> {
+        let sum = self.hash(copy);
+        let sum = sum.map_err(|error| format!("{}: {error}", copy.display()))?;
+        match sum == model.sha256 {
+            true => Ok(()),
+            false => Err(format!(
+                "the copy {} is damaged, its SHA-256 is {sum}: `paceline rm {}` removes it",
+                copy.display(),
+                model.name
+            )),
+        }
+    }
+
+    /// The leaves below a copy's root: kept here, of another node, or of the copy itself where its
+    /// SHA-256 is right.
+    fn tree_of_copy(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        copy: &Path,
+        (rooted, from): &Known,
+    ) -> Result<Tree, String> {
+        let reason = match self.leaves(agent, model, (rooted, *from)) {
+            Ok(tree) => return Ok(tree),
+            Err(reason) => reason,
+        };
+        self.check_sum(copy, model)?;
+        let failed = |error: io::Error| format!("{}: {error}", copy.display());
+        let mut file = File::open(copy).map_err(failed)?;
+        let tree = Tree::read(&mut file, rooted.bytes).map_err(failed)?;
+        if shown(tree.root()) != rooted.root {
+            return Err(reason);
+        }
+        write_whole(&self.place(model, partial::TREE)?, &tree.to_bytes()).map_err(failed)?;
+        Ok(tree)
+    }
+
+    /// Fetches the groups `wrong` of a copy in place.
+    fn mend(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        (copy, tree): (&Path, &Tree),
+        ((rooted, from), wrong): (Known, Vec<Range<u64>>),
+        count: &Count<'_>,
+    ) -> Result<Mended, String> {
+        let groups = tree.groups;
+        let damage = format!(
+            "the copy {} is damaged at bytes {}",
+            copy.display(),
+            ranges(groups, &wrong)
+        );
+        (self.tell)(&format!("warning: {}: {damage}", model.name));
+        let failed = |error: io::Error| format!("{damage}: {error}");
+        let held = Held {
+            partial: Partial::of_copy(copy, tree.clone(), &wrong).map_err(failed)?,
+            rooted,
+            from,
+        };
+        let fetched = self.fetch_groups((agent, model), &held, &wrong, count);
+        fetched.map_err(|reason| format!("{damage}: {reason}"))?;
+        held.partial.sync().map_err(failed)?;
+        let mended = Mended {
+            blocks: wrong.iter().map(|run| run.end - run.start).sum(),
+            bytes: wrong.iter().map(|run| bytes_of(groups, run)).sum(),
+        };
+        let (name, Mended { blocks, bytes }) = (&model.name, mended);
+        let bytes = Bytes(bytes);
+        (self.tell)(&format!(
+            "{name}: mended {blocks} blocks ({bytes}) of the copy"
+        ));
+        Ok(mended)
+    }
+
+    /// As [`check`](Self::check), for a worker that found damage in its part of the file, whole or
+    /// not.
+    ///
+    /// # Errors
+    /// As of `check`, and what the system says.
+    pub(in crate::fleet) fn repair(
+        &self,
+        agent: &Agent,
+        model: &ModelName,
+        parts: &[Part],
+        goes_on: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), String> {
+        let count: &Count<'_> = &|_| goes_on();
+        if self.place(model, "gguf")?.is_file() {
+            let checked = self.check((agent, model), None, Extent::Parts(parts), count);
+            return checked.map(drop);
+        }
+        let held: Arc<Held> = self.held(agent, model, None)?;
+        let (path, groups) = (&held.partial.path, held.partial.groups());
+        for run in Extent::Parts(parts).groups(&held.rooted, groups) {
+            let wrong = held.partial.recheck(&run);
+            let wrong = wrong.map_err(|error| format!("{}: {error}", path.display()))?;
+            if !wrong.is_empty() {
+                let (path, at) = (path.display(), ranges(groups, &merged(wrong)));
+                let name = &model.name;
+                (self.tell)(&format!("warning: {name}: {path} is damaged at bytes {at}"));
+            }
+        }
+        self.bring(agent, model, parts, goes_on)
+    }
+}
+
+/// Groups of a copy that differ from its tree, of these and of those that its length cuts off.
+fn compare(
+    copy: &Path,
+    tree: &Tree,
+    mut groups: Vec<Range<u64>>,
+    count: &Count<'_>,
+) -> io::Result<Vec<Range<u64>>> {
+    let file = File::open(copy)?;
+    groups.push(tree.groups.around(&(file.metadata()?.len()..u64::MAX)));
+    let groups: Vec<u64> = merged(groups).into_iter().flatten().collect();
+    let mut wrong = wrong_groups(&file, tree, &groups, count);
+    if wrong.is_empty() && fs::metadata(copy)?.len() > tree.groups.bytes {
+        // Its groups are right, and more follows them.
+        let last = tree.groups.count() - 1;
+        wrong.push(last..last + 1);
+    }
+    Ok(wrong)
+}
+
+fn bytes_of(groups: Groups, run: &Range<u64>) -> u64 {
+    let span = groups.span(run);
+    span.end - span.start
+}
+
+/// Runs of groups as ranges of bytes for people.
+fn ranges(groups: Groups, runs: &[Range<u64>]) -> String {
+    let span = |run: &Range<u64>| groups.span(run);
+    let first = runs.iter().take(RANGES_MAX).map(span);
+    let first: Vec<String> = first
+        .map(|it| format!("{}..{}", it.start, it.end))
+        .collect();
+    match runs.len().saturating_sub(RANGES_MAX) {
+        0 => first.join(", "),
+        more => format!("{} and {more} more ranges", first.join(", ")),
+    }
+}

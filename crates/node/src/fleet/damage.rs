@@ -1,0 +1,149 @@
+//! Finds damage in a model's file: the groups whose bytes are not those of its hash tree.
+//!
+//! A disk may lose bytes, a program may overwrite them, and a power cut may lose writes. None of it
+//! need show in the file's length or times. So the bytes themselves are compared, before a rank
+//! computes with them (`arriving`) or a node vouches for its copy (`copies`).
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use paceline_base::lock;
+
+use super::tree::Tree;
+
+/// Bytes that are worth one more thread: BLAKE3 takes a millisecond for them, a thread some 20 µs.
+const THREAD_BYTES: u64 = 4 << 20;
+
+/// Most threads: eight with 3 GB/s each read memory as fast as most machines can.
+const THREADS_MAX: usize = 8;
+
+/// Hears how many more bytes were compared; false ends the search.
+pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
+
+/// Those of `groups` whose bytes in `file` are not those of `tree`, in runs. Bytes that cannot be
+/// read are wrong. Cost: reads all of `groups`, by several threads where they are many.
+pub(crate) fn wrong_groups(
+    file: &File,
+    tree: &Tree,
+    groups: &[u64],
+    count: &Count<'_>,
+) -> Vec<Range<u64>> {
+    let bytes = tree.groups.each.saturating_mul(groups.len() as u64);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let useful = usize::try_from(bytes / THREAD_BYTES).unwrap_or(usize::MAX);
+    let threads = useful.min(cores).clamp(1, THREADS_MAX);
+    let search = Search {
+        file,
+        tree,
+        groups,
+        next: AtomicUsize::new(0),
+        is_over: AtomicBool::new(false),
+        wrong: Mutex::default(),
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(|| search.run(count));
+        }
+        search.run(count);
+    });
+    let mut wrong = lock(&search.wrong).clone();
+    wrong.sort_unstable();
+    runs(&wrong)
+}
+
+/// A search by several threads, each of which takes the next group.
+struct Search<'a> {
+    file: &'a File,
+    tree: &'a Tree,
+    groups: &'a [u64],
+    next: AtomicUsize,
+    is_over: AtomicBool,
+    wrong: Mutex<Vec<u64>>,
+}
+
+impl Search<'_> {
+    fn run(&self, count: &Count<'_>) {
+        let mut bytes = Vec::new();
+        while !self.is_over.load(Ordering::Relaxed) {
+            let next = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(&index) = self.groups.get(next) else {
+                return;
+            };
+            let span = self.tree.groups.span(&(index..index + 1));
+            bytes.resize((span.end - span.start) as usize, 0);
+            let read = self.file.read_exact_at(&mut bytes, span.start);
+            if read.is_err() || !self.tree.holds(index, &bytes) {
+                lock(&self.wrong).push(index);
+            }
+            if !count(bytes.len() as u64) {
+                self.is_over.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// Consecutive groups as runs.
+fn runs(groups: &[u64]) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for &index in groups {
+        match runs.last_mut() {
+            Some(run) if run.end == index => run.end += 1,
+            _ => runs.push(index..index + 1),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    const EACH: usize = 64 << 10;
+
+    /// A file of 100 groups and a bit, its bytes and its tree.
+    fn file() -> (File, Vec<u8>, Tree) {
+        let bytes: Vec<u8> = (0..100 * EACH + 9).map(|i| (i / 7) as u8).collect();
+        let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&bytes).unwrap();
+        (file, bytes, tree)
+    }
+
+    fn wrong(file: &File, tree: &Tree, groups: Range<u64>) -> Vec<Range<u64>> {
+        let groups: Vec<u64> = groups.collect();
+        wrong_groups(file, tree, &groups, &|_| true)
+    }
+
+    #[test]
+    fn a_flipped_bit_is_found_in_its_group_alone() {
+        let (file, bytes, tree) = file();
+        assert_eq!(wrong(&file, &tree, 0..101), []);
+        for at in [3 * EACH, 4 * EACH + 1, 100 * EACH + 8] {
+            file.write_all_at(&[bytes[at] ^ 1], at as u64).unwrap();
+        }
+        assert_eq!(wrong(&file, &tree, 0..101), [3..5, 100..101]);
+        assert_eq!(wrong(&file, &tree, 5..100), [], "not what was asked for");
+    }
+
+    #[test]
+    fn all_that_a_cut_file_lacks_is_wrong() {
+        let (file, bytes, tree) = file();
+        file.set_len(bytes.len() as u64 - 10).unwrap();
+        assert_eq!(wrong(&file, &tree, 0..101), [99..101]);
+        file.set_len(0).unwrap();
+        assert_eq!(wrong(&file, &tree, 0..101), [0..101]);
+    }
+
+    #[test]
+    fn a_search_ends_when_its_caller_says_so() {
+        let (file, _, tree) = file();
+        file.set_len(0).unwrap();
+        let few = wrong_groups(&file, &tree, &[0, 1, 2], &|_| false);
+        assert_eq!(few, [0..1]);
+    }
+}
