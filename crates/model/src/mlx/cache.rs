@@ -1,9 +1,9 @@
 //! Cache of all layers, in pages, as MLX's arrays.
 //!
-//! A layer's keys and values are one pair of arrays, `(1, K, pages * 64, D)`. Position `i` of a
-//! page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A sequence that
-//! has such pages is read in place and written by one update; of others the rows are gathered. An
-//! engine's only sequence always has such pages, at first.
+//! A layer's keys and values are one pair of arrays, `(1, K, rows, D)` ([`Shape::rows`]). Position
+//! `i` of a page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A
+//! sequence that has such pages is read in place and written by one update; of others the rows are
+//! gathered. An engine's only sequence always has such pages, at first.
 //!
 //! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
 //! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
@@ -19,6 +19,11 @@ mod delta;
 
 pub(super) use delta::{DeltaPages, DeltaSizes};
 
+/// mlx-lm's caches have a multiple of this many rows. By it MLX's attention on CUDA recognises
+/// them. Source: `kv_cache_step` in MLX 0.32.2's `backend/cuda/scaled_dot_product_attention.cpp`.
+const MLX_LM_STEP: usize = 256;
+const _: () = assert!(!PAGE.is_multiple_of(MLX_LM_STEP));
+
 /// Caches of all layers of a rank.
 #[derive(Debug)]
 pub(super) struct Cache {
@@ -30,9 +35,9 @@ pub(super) struct Cache {
 enum Kept {
     /// Nothing: it looks at another's, or this rank has none of its heads.
     Nothing,
-    /// `(1, K, pages * PAGE, D)` and `(1, K, pages * PAGE, E)`: keys and values.
+    /// `(1, K, rows, D)` and `(1, K, rows, E)`: keys and values.
     Rows([Array; 2]),
-    /// `(1, 1, pages * PAGE, R + P)`: keys, whose first R numbers are the value.
+    /// `(1, 1, rows, R + P)`: keys, whose first R numbers are the value.
     Latent(Array, i32),
     Delta(DeltaPages),
 }
@@ -63,9 +68,23 @@ pub(super) enum LayerSizes {
 }
 
 impl Shape {
+    /// Rows of a layer's arrays: those of its pages, and an unused page where these would be a
+    /// multiple of [`MLX_LM_STEP`].
+    ///
+    /// On CUDA, MLX gives one query's keys to cuDNN where they are a slice of such an array. It
+    /// takes every such slice for one that begins at row 0, so others would be read from memory in
+    /// front of the array. Slices of any other array are read by MLX's own kernel, in place.
+    fn rows(&self) -> usize {
+        let rows = self.pages * PAGE;
+        match rows.is_multiple_of(MLX_LM_STEP) {
+            true => rows + PAGE,
+            false => rows,
+        }
+    }
+
     /// Bytes of all of it.
     pub(super) fn bytes(&self) -> u64 {
-        let rows = (self.pages * PAGE * self.dtype.bytes()) as u64;
+        let rows = (self.rows() * self.dtype.bytes()) as u64;
         let bytes = self.layers.iter().map(|layer| match *layer {
             LayerSizes::Nothing => 0,
             LayerSizes::Rows { heads, key, value } => rows * (heads * (key + value)) as u64,
@@ -79,7 +98,7 @@ impl Shape {
 impl Cache {
     /// Zeros; the memory is taken at once.
     pub(super) fn new(stream: &Stream, shape: &Shape) -> Result<Self, Error> {
-        let rows = (shape.pages * PAGE) as i32;
+        let rows = shape.rows() as i32;
         let zeros = |heads: usize, dim: usize| {
             stream.zeros(&[1, heads as i32, rows, dim as i32], shape.dtype)
         };
@@ -290,8 +309,7 @@ impl View {
         new: Range<usize>,
         window: Option<usize>,
     ) -> Result<Self, Error> {
-        let first = window.map_or(0, |window| (new.start + 1).saturating_sub(window));
-        let seen = first..new.end;
+        let seen = seen(&new, window);
         let runs = runs(pages, seen.clone());
         let rows = match &runs[..] {
             [run] => Rows::Run(run.clone()),
@@ -320,6 +338,12 @@ impl View {
     }
 }
 
+/// Positions that the queries of the positions `new` see through `window`.
+fn seen(new: &Range<usize>, window: Option<usize>) -> Range<usize> {
+    let first = window.map_or(0, |window| (new.start + 1).saturating_sub(window));
+    first..new.end
+}
+
 /// Rows of the cache that hold `positions` of a sequence with `pages`, as few ranges as possible.
 fn runs(pages: &[u32], positions: Range<usize>) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
@@ -339,6 +363,8 @@ fn runs(pages: &[u32], positions: Range<usize>) -> Vec<Range<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use paceline_base::SplitMix64;
+
     use super::*;
 
     #[test]
@@ -349,6 +375,125 @@ mod tests {
         assert_eq!(runs(&[3], 7..8), whole(199..200));
         assert!(runs(&[3], 7..7).is_empty());
         assert_eq!(runs(&[1, 0, 3], 60..130), [124..128, 0..64, 192..194]);
+    }
+
+    /// A schedule: sequences, as their pages and positions, over the free pages of a cache.
+    struct Schedule {
+        random: SplitMix64,
+        free: Vec<u32>,
+        sequences: Vec<(Vec<u32>, usize)>,
+    }
+
+    impl Schedule {
+        fn new(seed: u64, pages: usize) -> Self {
+            let mut random = SplitMix64::new(seed);
+            let sequences = vec![(Vec::new(), 0); 1 + random.below(8)];
+            let mut free: Vec<u32> = (0..pages as u32).rev().collect();
+            if random.below(2) == 0 {
+                random.shuffle(&mut free);
+            }
+            Self {
+                random,
+                free,
+                sequences,
+            }
+        }
+
+        /// A sequence's step, a chunk of a prompt or one position: its pages and new positions.
+        /// Where no page is free it ends instead, and the next one takes its place.
+        fn step(&mut self) -> Option<(Vec<u32>, Range<usize>)> {
+            let i = self.random.below(self.sequences.len());
+            let n = match self.random.below(4) {
+                0 => 1 + self.random.below(512),
+                _ => 1,
+            };
+            let (pages, end) = &mut self.sequences[i];
+            let new = *end..*end + n;
+            let wanted = new.end.div_ceil(PAGE) - pages.len();
+            if wanted > self.free.len() || self.random.below(64) == 0 {
+                self.free.append(pages);
+                *end = 0;
+                return None;
+            }
+            pages.extend(self.free.drain(self.free.len() - wanted..).rev());
+            *end = new.end;
+            Some((pages.clone(), new))
+        }
+    }
+
+    /// MLX on CUDA reads a slice of a whole multiple of 256 rows as if it began at row 0.
+    #[test]
+    fn no_slice_for_attention_starts_within_a_buffer_like_mlx_lms() {
+        let mut trapped = 0;
+        for seed in 0..200 {
+            let mut random = SplitMix64::new(seed);
+            let pages = 4 * (1 + random.below(128)) - random.below(2) * random.below(4);
+            let shape = Shape {
+                layers: Vec::new(),
+                pages,
+                dtype: Dtype::F16,
+            };
+            let mut schedule = Schedule::new(seed, pages);
+            for (pages, new) in (0..200).filter_map(|_| schedule.step()) {
+                for window in [None, Some(128), Some(300)] {
+                    let runs = runs(&pages, seen(&new, window));
+                    let [run] = &runs[..] else { continue };
+                    let (begins, rows) = (run.start, shape.rows());
+                    assert!(run.end <= shape.pages * PAGE, "seed {seed}: {run:?}");
+                    assert!(
+                        begins == 0 || !rows.is_multiple_of(256),
+                        "seed {seed}: rows {run:?} of {rows}"
+                    );
+                    trapped += usize::from(
+                        begins > 0 && run.len() >= 256 && (shape.pages * PAGE).is_multiple_of(256),
+                    );
+                }
+            }
+        }
+        assert!(trapped > 100, "{trapped} slices would be misread");
+    }
+
+    /// The arrays themselves, and rows behind the first page as they come back.
+    #[test]
+    fn arrays_have_the_rows_of_their_shape() {
+        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
+            return eprintln!("SKIPPED rows of an mlx cache: PACELINE_MLXC names no libmlxc");
+        };
+        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
+        let stream = library.stream(paceline_mlx::Device::Cpu).unwrap();
+        let shape = Shape {
+            layers: vec![
+                LayerSizes::Rows {
+                    heads: 1,
+                    key: 2,
+                    value: 2,
+                },
+                LayerSizes::Latent { key: 2, value: 1 },
+            ],
+            pages: 8,
+            dtype: Dtype::F32,
+        };
+        let mut cache = Cache::new(&stream, &shape).unwrap();
+        let rows = |cache: &Cache| -> Vec<i32> {
+            cache
+                .arrays()
+                .iter()
+                .map(|array| array.shape()[2])
+                .collect()
+        };
+        assert_eq!(rows(&cache), [9 * 64; 3]);
+        let bytes: u64 = cache.arrays().iter().map(|array| array.n_bytes()).sum();
+        assert_eq!(bytes, shape.bytes());
+
+        let values: Vec<f32> = (0..600).map(|i| i as f32).collect();
+        let new = stream.array_f32(&values, &[1, 1, 300, 2]).unwrap();
+        let span = Span::new(&stream, &[3, 4, 5, 6, 7], 0..300, &[None]).unwrap();
+        cache.write(&stream, 0, &span, [&new, &new]).unwrap();
+        let [keys, _] = cache.read(&stream, 0, &span.views[0]).unwrap();
+        let keys = stream.rows_f32(&keys).unwrap();
+        stream.eval([&keys]).unwrap();
+        assert_eq!(keys.as_f32().unwrap(), values);
+        assert_eq!(rows(&cache), [9 * 64; 3]);
     }
 
     #[test]
