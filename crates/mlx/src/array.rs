@@ -243,9 +243,12 @@ impl Stream {
         self.array(bytes, shape, Dtype::U32)
     }
 
-    /// An array in the memory of `owner`, which is dropped with the last use of it. Where the
-    /// device cannot use that memory (a CUDA card; MLX's own CPU build), MLX copies it and drops
-    /// `owner` at once.
+    /// An array of the bytes of `owner`.
+    ///
+    /// Memory that starts and ends with a page is used in place where the device can do so, and
+    /// `owner` is dropped with the last use of it. Metal requires whole pages of such memory, and
+    /// tensors in files are not. All other memory is copied, by this function or by MLX (for a
+    /// CUDA card and in its CPU build), and `owner` is dropped at once.
     ///
     /// # Errors
     /// As [`array`](Self::array).
@@ -256,6 +259,9 @@ impl Stream {
         // Boxed first, so that bytes that lie in the owner itself do not move any more.
         let owner = Box::new(owner);
         let bytes = (*owner).as_ref();
+        if !is_whole_pages(bytes.as_ptr().addr(), bytes.len(), page_bytes()) {
+            return self.array(bytes, shape, dtype);
+        }
         Self::check(shape, dtype, bytes.len())?;
         let data = bytes.as_ptr().cast_mut().cast();
         let payload: Box<Box<dyn Any + Send>> = Box::new(owner);
@@ -285,5 +291,46 @@ impl Stream {
         let handle = unsafe { (self.library.table().array_new_float32)(value) };
         let value = Array::of(&self.library, "mlx_array_new_float32", handle)?;
         self.astype(&value, dtype)
+    }
+}
+
+unsafe extern "C" {
+    /// Bytes of a page of this system: 4 KiB, or 16 KiB on Apple silicon.
+    safe fn getpagesize() -> c_int;
+}
+
+/// Bytes of a page; 0, of which no address is a multiple, for a number below 0.
+fn page_bytes() -> usize {
+    usize::try_from(getpagesize()).unwrap_or(0)
+}
+
+/// Whether `bytes` from `address` on are whole pages. Source: Apple's documentation of
+/// `makeBuffer(bytesNoCopy:length:options:deallocator:)`, which requires it.
+const fn is_whole_pages(address: usize, bytes: usize, page_bytes: usize) -> bool {
+    bytes > 0 && address.is_multiple_of(page_bytes) && bytes.is_multiple_of(page_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_used_in_place_by_whole_pages_alone() {
+        const PAGE: usize = 16 << 10;
+        for (address, bytes, expected) in [
+            (3 * PAGE, PAGE, true),
+            (3 * PAGE, 4 * PAGE, true),
+            (3 * PAGE + 64, PAGE, false),
+            (3 * PAGE + (4 << 10), PAGE, false),
+            (3 * PAGE, PAGE - 1, false),
+            (3 * PAGE, PAGE + (4 << 10), false),
+            (3 * PAGE, 64, false),
+            (3 * PAGE, 0, false),
+        ] {
+            let got = is_whole_pages(address, bytes, PAGE);
+            assert_eq!(got, expected, "{bytes} bytes at {address}");
+        }
+        assert!(!is_whole_pages(3 * PAGE, PAGE, 0));
+        assert!(page_bytes().is_power_of_two() && page_bytes() >= 4 << 10);
     }
 }

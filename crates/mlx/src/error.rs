@@ -70,6 +70,12 @@ pub enum Error {
         /// Major and minor version that the table is for.
         expected: &'static str,
     },
+    /// There are several libraries, and none can be used.
+    #[error("mlx: none of {} libraries can be used: {}", refused.len(), each(refused))]
+    NoneFits {
+        /// Why not, each with its path, in the order of the places.
+        refused: Vec<Error>,
+    },
     /// There is no such device.
     #[error("mlx: no {device} device in this build of MLX")]
     NoDevice {
@@ -119,6 +125,12 @@ pub enum Error {
         /// Memory of the device.
         available: Bytes,
     },
+}
+
+fn each(errors: &[Error]) -> String {
+    let texts = errors.iter().map(ToString::to_string);
+    let texts: Vec<String> = texts.map(|text| text.replacen("mlx: ", "", 1)).collect();
+    texts.join("; ")
 }
 
 fn list(paths: &[PathBuf]) -> String {

@@ -32,6 +32,13 @@
 //! # Ok::<(), paceline_mlx::Error>(())
 //! ```
 
+/// Variable of the environment by which MLX chooses how GPUs compute products of f32. It is read
+/// once, in the first product.
+///
+/// `0` means in f32. Else CUDA cards and Apple's M5 round factors to 10 bits of mantissa (TF32).
+/// Source: `enable_tf32` in MLX 0.32.2's `utils.h`.
+pub const TF32: &str = "MLX_ENABLE_TF32";
+
 mod array;
 mod closure;
 mod dtype;

@@ -47,19 +47,33 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Opens the first library of `places` that is there.
+    /// Opens the first library of `places` that can be used. Others are passed over: an MLX of
+    /// another version may be on the machine for another program.
     ///
     /// # Errors
-    /// [`Error::NotFound`] with all places, and what [`load`](Self::load) says.
+    /// - [`Error::NotFound`] with all places, where none has a library;
+    /// - what [`load`](Self::load) says of the only library there is;
+    /// - [`Error::NoneFits`] with what it says of each of several.
     pub fn open(places: &Places) -> Result<Self, Error> {
-        let path = places.find().ok_or_else(|| Error::NotFound {
-            name: LIBRARY_NAME,
-            looked: places.candidates(),
-        })?;
-        Self::load(&path)
+        let mut refused = Vec::new();
+        for path in places.found() {
+            match Self::load(&path) {
+                Ok(library) => return Ok(library),
+                Err(error) => refused.push(error),
+            }
+        }
+        Err(match refused.len() {
+            0 => Error::NotFound {
+                name: LIBRARY_NAME,
+                looked: places.candidates(),
+            },
+            1 => refused.remove(0),
+            _ => Error::NoneFits { refused },
+        })
     }
 
-    /// Opens the library at `path`.
+    /// Opens the library at `path`. Environment variables of MLX, such as [`TF32`](crate::TF32),
+    /// are set before that or have no effect.
     ///
     /// # Errors
     /// - [`Error::Read`], [`Error::Truncated`], [`Error::NotALibrary`], [`Error::Load`] for a file

@@ -17,7 +17,7 @@ const HOMEBREW: [&str; 3] = [
 ];
 
 /// Places to look in, in this order: [`explicit`](Self::explicit) and then no other, beside the
-/// program, Homebrew's, the installed one.
+/// program, the installed one, Homebrew's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
     /// The library itself, or the folder it is in.
@@ -38,16 +38,19 @@ impl Places {
                 path.clone()
             }];
         }
-        let beside = self.beside.iter().map(PathBuf::clone);
-        let homebrew = HOMEBREW.iter().map(PathBuf::from);
-        let folders = beside.chain(homebrew);
-        let files = folders.map(|folder| folder.join(LIBRARY_NAME));
-        files.chain(self.installed.clone()).collect()
+        let beside = self.beside.iter().map(|folder| folder.join(LIBRARY_NAME));
+        let homebrew = HOMEBREW
+            .iter()
+            .map(|folder| Path::new(folder).join(LIBRARY_NAME));
+        let own = beside.chain(self.installed.clone());
+        own.chain(homebrew).collect()
     }
 
-    /// The first candidate that is there.
-    pub fn find(&self) -> Option<PathBuf> {
-        self.candidates().into_iter().find(|path| is_there(path))
+    /// The candidates that are there.
+    pub fn found(&self) -> Vec<PathBuf> {
+        let mut all = self.candidates();
+        all.retain(|path| is_there(path));
+        all
     }
 }
 
@@ -75,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn beside_comes_before_homebrew_before_installed() {
+    fn beside_comes_before_installed_before_homebrew() {
         let places = Places {
             explicit: None,
             beside: Some("/opt/paceline".into()),
@@ -83,11 +86,11 @@ mod tests {
         };
         let candidates = places.candidates();
         assert_eq!(candidates[0], Path::new("/opt/paceline").join(LIBRARY_NAME));
+        assert_eq!(candidates[1], Path::new("/home/mlx/libmlxc"));
         assert_eq!(
-            candidates[1],
+            candidates[2],
             Path::new("/opt/homebrew/lib").join(LIBRARY_NAME)
         );
-        assert_eq!(candidates.last(), Some(&PathBuf::from("/home/mlx/libmlxc")));
     }
 
     #[test]
@@ -98,8 +101,8 @@ mod tests {
             ..Places::default()
         };
         assert_eq!(places.candidates(), [folder.path().join(LIBRARY_NAME)]);
-        assert_eq!(places.find(), None);
+        assert!(places.found().is_empty());
         std::fs::write(folder.path().join(LIBRARY_NAME), "").unwrap();
-        assert!(places.find().is_some());
+        assert_eq!(places.found(), places.candidates());
     }
 }

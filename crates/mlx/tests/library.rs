@@ -5,7 +5,9 @@
 #[path = "fake/build.rs"]
 mod build;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Sender, channel};
 
 use paceline_mlx::{
     Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Quantised, QuantisedMode,
@@ -116,6 +118,39 @@ fn another_version_is_refused_by_name() {
     );
 }
 
+/// Of places that all have a library, the first that fits is opened; if none does, the error has
+/// the reason of each.
+#[test]
+fn a_library_that_does_not_fit_is_passed_over() {
+    let (beside, installed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let Some(other) = fake(beside.path(), "wrong_version") else {
+        return eprintln!("SKIPPED mlx that does not fit is passed over: no rustc");
+    };
+    let hollow = fake(installed.path(), "right_version").unwrap();
+    let mut places = Places {
+        explicit: None,
+        beside: Some(beside.path().into()),
+        installed: Some(hollow.clone()),
+    };
+    if places.found().len() > 2 {
+        return eprintln!("SKIPPED mlx that does not fit is passed over: Homebrew has one");
+    }
+    let error = Library::open(&places).unwrap_err().to_string();
+    let (other, hollow) = (other.display(), hollow.display());
+    assert_eq!(
+        error,
+        format!(
+            "mlx: none of 2 libraries can be used: {other} is of version 0.31.1, expected 0.32.x; \
+             {hollow} has no function mlx_set_error_handler"
+        )
+    );
+    let Some(real) = path("mlx that fits is opened behind one that does not") else {
+        return;
+    };
+    places.installed = Some(real.clone());
+    assert_eq!(Library::open(&places).unwrap().path(), real);
+}
+
 #[test]
 fn a_cut_library_is_refused_before_it_is_loaded() {
     let Some(whole) = path("a cut library is refused") else {
@@ -211,29 +246,70 @@ fn errors_are_returned_and_do_not_end_the_process() {
     assert_eq!(values(&stream, &x), [1.0, 2.0], "it still computes");
 }
 
+/// A part of some bytes, and a channel that hears when it is dropped.
+struct Owner(Vec<u8>, Range<usize>, Sender<()>);
+
+impl AsRef<[u8]> for Owner {
+    fn as_ref(&self) -> &[u8] {
+        &self.0[self.1.clone()]
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.2.send(()).unwrap();
+    }
+}
+
+/// Without whole pages nothing reaches the device but a copy.
+#[test]
+fn memory_is_given_to_a_device_by_whole_pages_alone() {
+    let test = "mlx memory by whole pages";
+    let Some(mlx) = path(test) else {
+        return;
+    };
+    let (place, folder) = (
+        mlx.parent().unwrap().display(),
+        tempfile::tempdir().unwrap(),
+    );
+    let link = [
+        format!("-Lnative={place}"),
+        format!("-Clink-arg=-Wl,-rpath,{place}"),
+    ];
+    let Some(library) = build::build(folder.path(), "pages.rs", &link.each_ref().map(|x| &**x))
+    else {
+        return eprintln!("SKIPPED {test}: no rustc");
+    };
+    let stream = Library::load(&library)
+        .unwrap()
+        .stream(Device::Cpu)
+        .unwrap();
+    const PAGES: usize = 64 << 10; // whole ones of every system
+    for (start, n, taken) in [(0, PAGES, true), (64, PAGES, false), (0, PAGES - 1, false)] {
+        let bytes: Vec<u8> = (0..3 * PAGES).map(|i| (i % 251) as u8).collect();
+        let start = bytes.as_ptr().align_offset(PAGES) + start;
+        let expected = bytes[start..start + n].to_vec();
+        let (sender, receiver) = channel();
+        let owner = Owner(bytes, start..start + n, sender);
+        let x = stream.array_owned(owner, &[n as i32], Dtype::U8).unwrap();
+        assert_eq!(x.as_bytes().unwrap(), expected);
+        drop(x);
+        assert_eq!(receiver.try_recv().is_err(), taken, "{n} bytes at {start}");
+    }
+}
+
 #[test]
 fn memory_that_was_given_is_dropped_once() {
     let Some(stream) = stream("mlx memory is dropped once") else {
         return;
     };
-    struct Owner(Vec<u8>, std::sync::mpsc::Sender<()>);
-    impl AsRef<[u8]> for Owner {
-        fn as_ref(&self) -> &[u8] {
-            &self.0
-        }
-    }
-    impl Drop for Owner {
-        fn drop(&mut self) {
-            self.1.send(()).unwrap();
-        }
-    }
-    let (sender, receiver) = std::sync::mpsc::channel();
+    let (sender, receiver) = channel();
     let bytes = [1.5f32, -2.0]
         .iter()
         .flat_map(|x| x.to_le_bytes())
         .collect();
     let x = stream
-        .array_owned(Owner(bytes, sender), &[2], Dtype::F32)
+        .array_owned(Owner(bytes, 0..8, sender), &[2], Dtype::F32)
         .unwrap();
     let copy = x.clone();
     assert_eq!(values(&stream, &copy), [1.5, -2.0]);

@@ -109,7 +109,8 @@ const fn of_mlx(error: &paceline_mlx::Error) -> Option<&'static str> {
         | Error::NotALibrary { .. }
         | Error::Load { .. }
         | Error::Symbol { .. }
-        | Error::Version { .. } => {
+        | Error::Version { .. }
+        | Error::NoneFits { .. } => {
             "`paceline engines install mlx` installs one that fits; PACELINE_MLXC names another"
         }
         Error::OutOfMemory { .. } => LESS_MEMORY,

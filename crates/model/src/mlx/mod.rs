@@ -23,8 +23,8 @@
 //! States of delta nets and routers are f32 in every class.
 //!
 //! **Memory.** What weights and cache will take is known from the file's header and compared with
-//! the device before anything is loaded. Floats and MLX's own groups stay in the mapped file where
-//! the device shares the machine's memory; else MLX's copy is the only one.
+//! the device before anything is loaded. MLX copies weights from the mapped file, since its devices
+//! use whole pages of a file alone in place ([`Stream::array_owned`]).
 
 mod alone;
 mod cache;

@@ -2,7 +2,7 @@
 //!
 //! | stored | in MLX |
 //! |---|---|
-//! | F32, F16, BF16 | as stored, in place |
+//! | F32, F16, BF16 | as stored |
 //! | Q4_0 | 4 bits in groups of 32, scale `d`, bias `-8 d` |
 //! | Q4_1 | 4 bits in groups of 32, scale `d`, bias `m` |
 //! | Q5_0, Q5_1 | the same with 5 bits, bias `-16 d` or `m` |
@@ -10,7 +10,7 @@
 //! | MXFP4 | 4-bit floats in groups of 32, a power of two each |
 //! | Q4_K, Q5_K | 4 or 5 bits in groups of 32: scales and biases are rounded to halves |
 //! | all other blocks | 8 bits in groups of 32: off by up to 1/510 of a group's range |
-//! | MLX's own groups | as stored, in place |
+//! | MLX's own groups | as stored |
 //!
 //! All but the last two of GGUF's keep every weight ([`nearest`] tells them). Scales and biases are
 //! halves, as in the file, except where `8 d` or `128 d` is beyond them, which no quantiser writes.
@@ -57,7 +57,7 @@ pub(super) struct Plane {
 }
 
 impl Plane {
-    /// The array of a range of rows and columns. Whole rows of a file stay in place.
+    /// The array of a range of rows and columns. Of whole rows of a file it is the only copy.
     pub(super) fn array(
         &self,
         stream: &Stream,
