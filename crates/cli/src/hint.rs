@@ -63,6 +63,9 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(hint) = crate::wires::hint(cause) {
             return vec![hint];
         }
+        if let Some(hint) = crate::mapreduce::hint(cause) {
+            return vec![hint.to_owned()];
+        }
         let of_plan = crate::plan::hints(cause);
         if !of_plan.is_empty() {
             return of_plan;

@@ -21,15 +21,15 @@ use job::JobArgs;
 pub(crate) enum Command {
     /// One number of all values: an exact sum, a mean, a variance, an extreme
     Reduce(ReduceArgs),
-    /// How many values lie in each of some intervals
+    /// How many values lie in each of some intervals; NaN is counted apart
     Hist(HistArgs),
-    /// The largest or smallest values and their rows
+    /// The largest or smallest values and their rows; NaN is counted and left out
     Topk(TopkArgs),
     /// The values in ascending order, written to a .npy file; also of files larger than memory
     Sort(SortArgs),
     /// A reduction for each key
     Groupby(GroupbyArgs),
-    /// Clusters of rows, and their means
+    /// Clusters of rows, and their means; rows with NaN or infinities are refused
     Kmeans(KmeansArgs),
     /// The mean of an expression over random numbers, with its error
     Montecarlo(MontecarloArgs),
@@ -156,7 +156,7 @@ pub(crate) struct GroupbyArgs {
 /// Arguments of `paceline mapreduce kmeans`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct KmeansArgs {
-    /// A .npy file of rows: its first axis
+    /// A .npy file of rows, its first axis, of finite numbers
     #[arg(value_name = "INPUT")]
     input: PathBuf,
     /// How many clusters
@@ -167,7 +167,7 @@ pub(crate) struct KmeansArgs {
     #[arg(long, value_name = "N", default_value_t = 20,
           value_parser = clap::value_parser!(u32).range(1..=100_000))]
     iterations: u32,
-    /// Which rows are the first centroids: k different ones, drawn by this number
+    /// Which rows are the first centroids: k with different values, drawn by this number
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// A .npy file of the first centroids, k rows
@@ -236,6 +236,19 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Montecarlo(args) => jobs::montecarlo(args),
         Command::Map(args) => jobs::map(args),
         Command::Worker(args) => compute(args),
+    }
+}
+
+/// Advice for an error of an array job.
+pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+    use paceline_mapreduce::Error;
+    match cause.downcast_ref()? {
+        Error::NoDistance { .. } => Some("leave such rows out, or give them finite values"),
+        Error::Distinct { .. } => Some("take a smaller -k"),
+        Error::Edges { .. } => {
+            Some("--range LOW HIGH gives the edges; values in no bin are counted apart")
+        }
+        _ => None,
     }
 }
 

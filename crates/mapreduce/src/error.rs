@@ -107,6 +107,34 @@ pub enum Error {
         /// Rows.
         rows: u64,
     },
+    /// More clusters than rows that differ.
+    #[error("{k} clusters of {rows} different rows")]
+    Distinct {
+        /// Clusters.
+        k: u32,
+        /// Rows that differ from each other.
+        rows: u64,
+    },
+    /// A row has no finite distance from a centroid, so it belongs to no cluster.
+    #[error("{}: row {row} has {what}, which has no distance (such rows in all: {rows})", path.display())]
+    NoDistance {
+        /// The file.
+        path: PathBuf,
+        /// The first such row, from 0.
+        row: u64,
+        /// Its values that have none.
+        what: &'static str,
+        /// How many such rows there are.
+        rows: u64,
+    },
+    /// Least and greatest value give no edges of bins.
+    #[error("the values reach from {low} to {high}, expected finite values for the edges of bins")]
+    Edges {
+        /// The least value.
+        low: f64,
+        /// The greatest value.
+        high: f64,
+    },
     /// A sort has too little memory for its values.
     #[error("{memory} bytes of memory are too few, expected at least {needed}")]
     Memory {

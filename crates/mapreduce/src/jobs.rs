@@ -259,10 +259,13 @@ impl<'a> Runs<'a> {
     /// and greatest value, or half a unit around a sole one as NumPy has it. Two passes.
     ///
     /// # Errors
-    /// As of [`number`](Self::number).
+    /// As of [`number`](Self::number); [`Error::Edges`] of values with NaN or infinities.
     pub fn bounds(&mut self, columns: &Columns) -> Result<(f64, f64), Error> {
         let mut of = |op| self.number(&columns.task(Kind::Reduce(op)));
         let (low, high) = (of(Op::Min)?.as_f64(), of(Op::Max)?.as_f64());
+        if !(high - low).is_finite() {
+            return Err(Error::Edges { low, high });
+        }
         Ok(match low == high {
             true => (low - 0.5, high + 0.5),
             false => (low, high),
@@ -462,4 +465,58 @@ impl Figures {
 fn all_the_same(threads: &[Option<usize>]) -> Option<usize> {
     let first = threads.first().copied().flatten()?;
     threads.iter().all(|it| *it == Some(first)).then_some(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::npy;
+
+    struct Silent;
+
+    impl Watcher for Silent {
+        fn begin(&mut self, _: &Task) {}
+        fn hear(&mut self, _: Progress) {}
+        fn end(&mut self) {}
+    }
+
+    #[test]
+    fn nan_is_counted_and_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.npy");
+        let values = [1.0, f64::NAN, 3.0, 9.0, -f64::NAN];
+        let mut bytes = npy::write(Dtype::F64, &[values.len() as u64]);
+        bytes.extend(values.iter().flat_map(|x| x.to_le_bytes()));
+        std::fs::write(&path, bytes).unwrap();
+        let columns = Columns {
+            inputs: vec![Input::npy(&path).unwrap().flat()],
+            ..Columns::default()
+        };
+        let mut watcher = Silent;
+        let crew = (Crew::here(2), Instant::now());
+        let mut runs = Runs::new(crew, Choice::Cpu, None, &mut watcher);
+
+        let bins = Bins::new(0.0, 4.0, 2).unwrap();
+        let task = columns.task(Kind::Hist(bins));
+        let histogram = runs.histogram(&task, &bins).unwrap();
+        assert_eq!((histogram.nan, &histogram.counts[..]), (2, &[1, 1][..]));
+        let told = histogram.left_out().unwrap();
+        assert_eq!(told, "in no bin: 2 NaN, 0 below, 1 above");
+        let error = runs.bounds(&columns).unwrap_err().to_string();
+        assert!(error.contains("from NaN to NaN"), "{error}");
+
+        for smallest in [false, true] {
+            let best = runs.best(&columns.best(2, smallest)).unwrap();
+            assert_eq!((best.values.len(), best.nan), (2, 2));
+            assert_eq!(best.left_out().unwrap(), "left out: 2 NaN");
+        }
+        let whole = Histogram {
+            counts: vec![1],
+            edges: vec![0.0, 1.0],
+            below: 0,
+            above: 0,
+            nan: 0,
+        };
+        assert_eq!(whole.left_out(), None);
+    }
 }

@@ -1,7 +1,7 @@
 //! The k largest or smallest values, and the rows that have them.
 //!
 //! Ties go to the lowest row, so that the result does not depend on parts. NaN is never among
-//! them; -0 lies below 0.
+//! them, but counted; -0 lies below 0.
 
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +30,8 @@ pub struct Top {
     found: Vec<(i64, u64)>,
     /// A score that has to be exceeded, once `k` are found.
     bar: Option<i64>,
+    /// Values that are NaN.
+    nan: u64,
 }
 
 impl Top {
@@ -39,7 +41,13 @@ impl Top {
             pick,
             found: Vec::new(),
             bar: None,
+            nan: 0,
         }
+    }
+
+    /// How many values are NaN.
+    pub const fn nan(&self) -> u64 {
+        self.nan
     }
 
     /// Takes a block in, whose rows follow those before it.
@@ -47,10 +55,12 @@ impl Top {
         match values {
             Values::Floats(floats) => {
                 for (value, row) in floats.iter().zip(first_row..) {
-                    if !value.is_nan() {
-                        let score = self.score(order(self.pick.dtype, *value));
-                        self.offer(score, row);
+                    if value.is_nan() {
+                        self.nan += 1;
+                        continue;
                     }
+                    let score = self.score(order(self.pick.dtype, *value));
+                    self.offer(score, row);
                 }
             }
             Values::Wide(wide) => {
@@ -92,6 +102,7 @@ impl Top {
     /// Takes in the best of other rows.
     pub fn merge(&mut self, other: Self) {
         self.found.extend(other.found);
+        self.nan += other.nan;
         self.settle();
     }
 
@@ -142,6 +153,7 @@ mod tests {
                     top.take(&Values::Floats(part), (number * cut) as u64);
                     all.merge(top);
                 }
+                assert_eq!(all.nan(), 52, "{k} of {cut}");
                 let got: Vec<u64> = all.values().iter().map(|(_, row)| *row).collect();
                 assert_eq!(got, rows, "{k} of {cut}");
             }

@@ -9,6 +9,7 @@ import math
 import pathlib
 import sys
 import tempfile
+import warnings
 
 import numpy as np
 
@@ -44,6 +45,11 @@ def orders() -> None:
     counts, edges = machines.hist(VALUES, bins=10, range=(-5, 5))
     expected, borders = np.histogram(VALUES, 10, (-5, 5))
     assert np.allclose(edges, borders) and abs(counts - expected).sum() <= 2, counts
+    for work in (lambda x: machines.topk(x, k=2), lambda x: machines.hist(x, range=(0, 1))):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            work(np.array([0.5, math.nan, 0.25]))
+        assert [str(warning.message) for warning in told] == ["1 NaN left out"], told
 
 
 def groups() -> None:
@@ -80,6 +86,7 @@ def refusals() -> None:
     machines = paceline.connect()
     for expected, work in {
         "max of no values": lambda: machines.reduce("max", np.zeros(0)),
+        "row 1 has NaN": lambda: machines.kmeans(np.array([[1.0], [math.nan], [2.0]]), 2),
         "median": lambda: machines.reduce("median", np.zeros(2)),
         "nowhere.npy": lambda: machines.sum("/nowhere.npy"),
         "complex128": lambda: machines.sum(np.zeros(2, complex)),

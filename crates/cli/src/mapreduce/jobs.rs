@@ -16,6 +16,7 @@ use super::watch::Watches;
 use super::{
     GroupbyArgs, HistArgs, JobArgs, KmeansArgs, MapArgs, MontecarloArgs, ReduceArgs, TopkArgs,
 };
+use crate::output::tell;
 
 /// `paceline mapreduce reduce`.
 pub(super) fn reduce(args: &ReduceArgs) -> anyhow::Result<()> {
@@ -47,6 +48,9 @@ pub(super) fn hist(args: &HistArgs) -> anyhow::Result<()> {
     let task = columns.task(Kind::Hist(bins));
     let histogram = runs.histogram(&task, &bins)?;
     let figures = end(runs, task.rows())?;
+    if !args.job.json {
+        histogram.left_out().iter().for_each(tell);
+    }
     show(&figures, args.job.json, &histogram, Histogram::text)
 }
 
@@ -68,6 +72,9 @@ pub(super) fn topk(args: &TopkArgs) -> anyhow::Result<()> {
     let mut runs = args.job.start(&mut watch)?;
     let best = runs.best(&task)?;
     let figures = end(runs, task.rows())?;
+    if !args.job.json {
+        best.left_out().iter().for_each(tell);
+    }
     show(&figures, args.job.json, &best, Best::text)
 }
 

@@ -48,6 +48,15 @@ impl Histogram {
         }
     }
 
+    /// A line about values in no bin, if there are any.
+    pub fn left_out(&self) -> Option<String> {
+        let Self {
+            below, above, nan, ..
+        } = self;
+        (below + above + nan > 0)
+            .then(|| format!("in no bin: {nan} NaN, {below} below, {above} above"))
+    }
+
     /// A line for each bin: its left edge, and its count.
     pub fn text(&self) -> String {
         lines(&self.edges, &self.counts)
@@ -61,12 +70,29 @@ pub struct Best {
     pub values: Vec<Value>,
     /// The row of each.
     pub indices: Vec<u64>,
+    /// Values that are no number, which are left out; no field of the object where there are none.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub nan: u64,
+}
+
+const fn is_zero(n: &u64) -> bool {
+    *n == 0
 }
 
 impl Best {
     pub(super) fn new(top: Top) -> Self {
+        let nan = top.nan();
         let (values, indices) = top.values().into_iter().unzip();
-        Self { values, indices }
+        Self {
+            values,
+            indices,
+            nan,
+        }
+    }
+
+    /// A line about values that are left out, if there are any.
+    pub fn left_out(&self) -> Option<String> {
+        (self.nan > 0).then(|| format!("left out: {} NaN", self.nan))
     }
 
     /// A line for each: the value, and its row.

@@ -16,6 +16,7 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ._server import binary
@@ -108,7 +109,8 @@ class Machines:
         """How many values lie in each of `bins` intervals of equal width.
 
         Returns:
-            Counts `(bins,)` and edges `(bins + 1,)`, as of `numpy.histogram`.
+            Counts `(bins,)` and edges `(bins + 1,)`, as of `numpy.histogram`. NaN lies in no bin;
+            a `RuntimeWarning` counts it.
         """
         options = ["--bins", str(bins)]
         if range:
@@ -116,12 +118,15 @@ class Machines:
         if map:
             options += ["--map", map]
         done = self._job(["hist"], inputs, options)
+        _warn_of_nan(done)
         np = _numpy()
         return np.array(done["counts"], np.int64), np.array(done["edges"], np.float64)
 
     def topk(self, *inputs: Any, k: int = 10, smallest: bool = False,
              map: str | None = None) -> tuple[Any, Any]:
-        """The `k` largest values, or the smallest, in order; NaN is left out.
+        """The `k` largest values, or the smallest, in order.
+
+        NaN is left out; a `RuntimeWarning` counts it.
 
         Returns:
             Values `(k,)` and their row numbers `(k,)`; fewer where there are fewer.
@@ -130,6 +135,7 @@ class Machines:
         if map:
             options += ["--map", map]
         done = self._job(["topk"], inputs, options)
+        _warn_of_nan(done)
         np = _numpy()
         return np.array([_number(value) for value in done["values"]]), np.array(
             done["indices"], np.int64)
@@ -168,7 +174,7 @@ class Machines:
         return self._written(["map"], inputs, ["--map", expression], out)
 
     def kmeans(self, rows: Any, k: int, *, iterations: int = 20, seed: int = 0) -> Clusters:
-        """Clusters of `rows`, `(n, ...)`; `seed` chooses the first centroids."""
+        """Clusters of `rows`, `(n, ...)`, of finite numbers; `seed` chooses the first centroids."""
         done = self._job(["kmeans"], (rows,), ["-k", str(k), "--iterations", str(iterations),
                                                "--seed", str(seed)])
         centroids = _numpy().array(done["centroids"], _numpy().float64)
@@ -242,6 +248,12 @@ def _numpy() -> Any:
     import numpy
 
     return numpy
+
+
+def _warn_of_nan(done: dict[str, Any]) -> None:
+    """Warns the caller of the method that calls this."""
+    if count := done.get("nan"):
+        warnings.warn(f"{count} NaN left out", RuntimeWarning, stacklevel=3)
 
 
 def _number(value: Any) -> Any:
