@@ -335,11 +335,18 @@ fn has_lost_lender(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> bool {
     wanted.lender.is_some_and(|lender| !lives(&lender))
 }
 
+/// A record's split for fewer nodes. A direction stays as it is; sizes, as in `2x2`, would not fit.
+pub fn split_of_fewer(split: String) -> String {
+    match split.contains(|c: char| c.is_ascii_digit()) {
+        true => SPLIT_ANY.to_owned(),
+        false => split,
+    }
+}
+
 /// The record after its owner died: on the nodes that live, `own` first.
 fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) -> Wanted {
     let former = wanted.nodes[0];
-    // What was named for another number of nodes would not fit.
-    wanted.split = SPLIT_ANY.to_owned();
+    wanted.split = split_of_fewer(wanted.split);
     let others = wanted.nodes.iter().filter(|id| **id != own && lives(id));
     wanted.nodes = std::iter::once(own).chain(others.copied()).collect();
     wanted.successors.retain(|id| *id != own);
@@ -367,7 +374,7 @@ pub fn without(
     let rest = nodes.into_iter().filter(|id| *id != owner && stays(id));
     wanted.nodes = std::iter::once(owner).chain(rest).collect();
     if wanted.nodes.len() != before {
-        wanted.split = SPLIT_ANY.to_owned();
+        wanted.split = split_of_fewer(wanted.split);
     }
     wanted.successors.retain(|id| *id != owner && *id != leaver);
     // It may come back, and comes after all others then.
@@ -467,6 +474,18 @@ mod tests {
         };
         assert_eq!(wanted.nodes, [node(3)], "on those that live");
         assert_eq!(wanted.successors, [node(2), node(4), node(1)]);
+    }
+
+    #[test]
+    fn a_direction_of_a_split_outlives_a_loss() {
+        for (split, after) in [
+            ("auto", "auto"),
+            ("pipeline", "pipeline"),
+            ("2x2", "auto"),
+            ("2x2-experts", "auto"),
+        ] {
+            assert_eq!(split_of_fewer(split.to_owned()), after);
+        }
     }
 
     #[test]

@@ -13,6 +13,7 @@ use paceline_engine::Draft;
 use paceline_model::{Config, Source, SplitKind};
 
 use super::copies::{self, Several};
+use super::preview::Proposal;
 use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
 use crate::{adapters, texts};
 
@@ -103,7 +104,8 @@ impl Inner {
         let others: Vec<_> = placement::wanted(&map).collect();
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
         let numbers = naming::next(&ask.model, others, groups.len());
-        let one = self.record(ask, path)?;
+        let mut one = self.record(ask, path)?;
+        one.split = self.split(ask, path, &groups[0]);
         let own = self.agent.id();
         let all = groups.iter().flatten().chain(&one.prompts);
         if all.into_iter().any(|id| *id != own) {
@@ -122,6 +124,41 @@ impl Inner {
             ..one.clone()
         });
         Ok(records.collect())
+    }
+
+    /// How a model is cut over `nodes`. An open split is the first of a preview; it stays open where
+    /// nothing can be predicted.
+    fn split(&self, ask: &Ask, path: &Path, nodes: &[NodeId]) -> String {
+        if ask.split != SplitKind::Auto || nodes.len() < 2 {
+            return ask.split.to_string();
+        }
+        match self.planned(ask, path, nodes) {
+            Ok(best) => {
+                let (model, split, tok_s) = (&ask.model, &best.split, best.decode_tok_s);
+                (self.spec.tell)(&format!(
+                    "{model}: split {split}, {tok_s:.1} tokens/s as predicted"
+                ));
+                best.split
+            }
+            Err(reason) => {
+                (self.spec.tell)(&format!(
+                    "{}: the split is not planned: {reason}",
+                    ask.model
+                ));
+                SPLIT_ANY.to_owned()
+            }
+        }
+    }
+
+    /// The first proposal for `nodes`.
+    fn planned(&self, ask: &Ask, path: &Path, nodes: &[NodeId]) -> Result<Proposal, String> {
+        let source = Source::open(path).map_err(|error| error.to_string())?;
+        let config = Config::read(&source).map_err(|error| error.to_string())?;
+        let forecast = self.forecast(&source, &config, self.threads(ask))?;
+        let nodes = (nodes, &self.machines(nodes)[..]);
+        let (proposals, mut reasons) = self.proposals((&config, &forecast), ask.split, nodes);
+        let first = proposals.into_iter().next();
+        first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
     }
 
     /// Signs the roots of a model and its draft, so that other nodes can fetch parts of them.
@@ -176,10 +213,7 @@ impl Inner {
             nodes: Vec::new(),
             successors: Vec::new(),
             named: !ask.nodes.is_empty(),
-            split: match ask.split {
-                SplitKind::Auto => SPLIT_ANY.to_owned(),
-                kind => kind.to_string(),
-            },
+            split: ask.split.to_string(),
             threads: ask.threads.unwrap_or(self.spec.threads as u16),
             context: ask.context,
             parallel: ask.parallel,

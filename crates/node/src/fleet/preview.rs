@@ -15,14 +15,14 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::NODES_MAX;
 use paceline_comm::Backend;
-use paceline_model::{Config, Source, Split, SplitKind};
+use paceline_model::{Config, Source};
 use serde::Serialize;
 
 use super::places::Wire;
 use super::speed::{self, Speed};
 use super::{Ask, Inner, SPEED};
 use crate::crew::line::hear;
-use crate::forecast::across::{Machine, Way};
+use crate::forecast::across::{Machine, best_first};
 use crate::forecast::{Forecast, Setting};
 
 /// Share of a machine's memory that a model may have: the rest is the system's and other programs'.
@@ -55,6 +55,13 @@ pub struct Proposal {
     /// that of the first group of nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<Vec<String>>,
+}
+
+impl Proposal {
+    /// Whether it fits, and its speed, as [`best_first`] compares them.
+    pub(super) const fn speed(&self) -> (bool, f64) {
+        (self.fits, self.decode_tok_s)
+    }
 }
 
 /// Proposals, the fastest that fits first.
@@ -97,19 +104,13 @@ impl Inner {
         let machines = self.machines(&largest);
         let mut placements = Vec::new();
         for set in &sets {
-            for split in splits(&config, set.len(), ask.split) {
-                let proposed = self.propose((&config, &forecast), &split, set, &machines);
-                match proposed {
-                    Ok(proposal) => placements.push(proposal),
-                    Err(reason) if notes.contains(&reason) => {}
-                    Err(reason) => notes.push(reason),
-                }
-            }
+            let of_set = (&set[..], &machines[..]);
+            let (proposals, reasons) = self.proposals((&config, &forecast), ask.split, of_set);
+            placements.extend(proposals);
+            let new = reasons.into_iter().filter(|it| !notes.contains(it));
+            notes.extend(new.collect::<Vec<_>>());
         }
-        placements.sort_by(|a, b| {
-            let speed = b.decode_tok_s.total_cmp(&a.decode_tok_s);
-            b.fits.cmp(&a.fits).then(speed)
-        });
+        placements.sort_by(|a, b| best_first(a.speed(), b.speed()));
         let model = ask.model.clone();
         Ok(Preview {
             model,
@@ -187,7 +188,7 @@ impl Inner {
     }
 
     /// The way that data takes from one node to another, with its bandwidth.
-    fn way(&self, from: NodeId, to: NodeId) -> Option<paths::Path> {
+    pub(super) fn way(&self, from: NodeId, to: NodeId) -> Option<paths::Path> {
         let route = self.agent.route(from, to)?;
         let there = self.agent.paths(from).into_iter();
         let back = self.agent.paths(to).into_iter();
@@ -264,82 +265,15 @@ impl Inner {
         let line = Wire(self.agent.open(id, SPEED, speed::LIMIT).ok()?);
         hear::<Option<Speed>>(&line, speed::LIMIT).ok()?.flatten()
     }
-
-    pub(super) fn propose(
-        &self,
-        (config, forecast): (&Config, &Forecast),
-        split: &Split,
-        set: &[NodeId],
-        machines: &[(NodeId, Machine)],
-    ) -> Result<Proposal, String> {
-        let known = |id: &NodeId| machines.iter().find(|(other, _)| other == id);
-        let own: Vec<Machine> = set
-            .iter()
-            .filter_map(known)
-            .map(|it| it.1.clone())
-            .collect();
-        let ways = self.ways(set)?;
-        let said = forecast.across(config, split, &own, &ways);
-        let said = said.map_err(|error| format!("{} nodes, {split}: {error}", set.len()))?;
-        Ok(Proposal {
-            nodes: set.iter().map(|id| self.name(*id)).collect(),
-            split: match set.len() {
-                1 => "auto".to_owned(),
-                _ => split.to_string(),
-            },
-            decode_tok_s: said.decode_tok_s,
-            ttft_ms: said.ttft_s.map(|seconds| seconds * 1e3),
-            fits: said.fits(),
-            bytes: said
-                .nodes
-                .iter()
-                .map(|it| it.usage.total() as u64)
-                .collect(),
-            paths: self.ways_told(set),
-            replicas: Vec::new(),
-        })
-    }
-
-    fn ways(&self, set: &[NodeId]) -> Result<Vec<Way>, String> {
-        let at = |id: NodeId| set.iter().position(|other| *other == id);
-        let way = |(from, to): (NodeId, NodeId)| {
-            let unknown = || {
-                let (from, to) = (self.name(from), self.name(to));
-                format!(
-                    "no way from {from} to {to} answers: `paceline doctor --peer {to}` on {from}"
-                )
-            };
-            let path = self.way(from, to).ok_or_else(unknown)?;
-            Ok(Way {
-                a: at(from).unwrap_or(0),
-                b: at(to).unwrap_or(0),
-                round_trip: path.latency_us as f64 / 1e6,
-                bytes_per_s: path.bytes_per_s.unwrap_or(1) as f64,
-            })
-        };
-        pairs(set).map(way).collect()
-    }
 }
 
 /// Each two of `nodes`.
-fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+pub(super) fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
     let later = |(i, from): (usize, &NodeId)| {
         let from = *from;
         nodes[i + 1..].iter().map(move |to| (from, *to))
     };
     nodes.iter().enumerate().flat_map(later)
-}
-
-/// The ways to cut a model over `n` nodes, or the one that is asked for.
-pub(super) fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
-    let kinds = match kind {
-        SplitKind::Auto if n == 1 => vec![SplitKind::Auto],
-        SplitKind::Auto => vec![SplitKind::Tensor, SplitKind::Pipeline, SplitKind::Experts],
-        kind => vec![kind],
-    };
-    let n = u32::try_from(n).unwrap_or(u32::MAX);
-    let plan = |kind| Split::plan(config, kind, n, &[]).ok();
-    kinds.into_iter().filter_map(plan).collect()
 }
 
 /// Why a node that leaves is given nothing. It also leaves while its battery is low.

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use paceline_base::{Bytes, lock};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, NODES_MAX, SPLIT_ANY, Wanted};
+use paceline_cluster::nodes::placement::{self, NODES_MAX, SPLIT_ANY, Wanted, split_of_fewer};
 use paceline_cluster::nodes::{InstanceId, NodeId};
 
 use super::owner::Owned;
@@ -191,8 +191,10 @@ fn filled(
 /// The record over other nodes; who could own it so far comes first.
 fn over(wanted: &Wanted, nodes: Vec<NodeId>) -> Wanted {
     let mut next = wanted.clone();
-    if nodes.len() != wanted.nodes.len() {
-        // What was named for another number of nodes would not fit.
+    if nodes.len() < wanted.nodes.len() {
+        next.split = split_of_fewer(next.split);
+    } else if nodes.len() > wanted.nodes.len() {
+        // A layer may have too few parts for so many.
         next.split = SPLIT_ANY.to_owned();
     }
     let owner = nodes.first().copied();

@@ -14,7 +14,7 @@ use paceline_cluster::nodes::placement::{self, NODES_MAX};
 use paceline_model::{Config, Source};
 
 use super::deal::{Need, Short, check, deal, share_out};
-use super::preview::{COUNT_MAX, Proposal, USABLE, splits};
+use super::preview::{COUNT_MAX, Proposal, USABLE};
 use super::{Ask, Inner, encoders};
 use crate::forecast::Forecast;
 use crate::room::LEAST;
@@ -87,9 +87,10 @@ impl Inner {
             let first = pool.first(each);
             self.measure_unknown(first);
             let machines = self.machines(first);
-            for split in splits(&config, each, ask.split) {
-                let said = self.propose((&config, &forecast), &split, first, &machines);
-                let placed = said.and_then(|said| self.place(ask, pool, said));
+            let (said, reasons) =
+                self.proposals((&config, &forecast), ask.split, (first, &machines));
+            let placed = said.into_iter().map(|said| self.place(ask, pool, said));
+            for placed in placed.chain(reasons.into_iter().map(Err)) {
                 match placed {
                     Ok(placed) => proposals.push(placed),
                     Err(reason) if notes.contains(&reason) => {}

@@ -25,12 +25,11 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, State};
 use paceline_model::{Config, Source, SplitKind};
 
-use super::Inner;
 use super::owner::{self, Owned};
-use super::preview::{Proposal, splits};
+use super::preview::Proposal;
+use super::{Inner, proposals};
 use crate::Instance;
 use crate::forecast::Forecast;
-use crate::forecast::across::Machine;
 
 /// How long no request is open before a placement changes. The next question of a chat may take
 /// longer, and then it waits for a hand-over.
@@ -208,14 +207,14 @@ impl Inner {
     /// Writes the next record where that is worth it.
     fn try_take(&self, chance: &Chance) -> Result<(), String> {
         let (owned, nodes) = (&chance.owned, &chance.nodes);
-        let gain = self.gain(owned, nodes)?;
+        let (gain, then) = self.gain(owned, nodes)?;
         if gain < GAIN {
             return Err(format!("others would be {gain:.2} times as fast"));
         }
         if open(&chance.instance) > 0 {
             return Err("it is in use".to_owned());
         }
-        let next = next_record(&owned.wanted, nodes);
+        let next = next_record(&owned.wanted, nodes, then.split);
         self.want(owned.id, owned.epoch + 1, Some(&next))?;
         let names: Vec<String> = nodes.iter().map(|id| self.name(*id)).collect();
         let (model, names) = (&owned.wanted.model, names.join(", "));
@@ -225,28 +224,26 @@ impl Inner {
         Ok(())
     }
 
-    /// How many times as fast an instance would be on `nodes`, as predicted.
-    fn gain(&self, owned: &Owned, nodes: &[NodeId]) -> Result<f64, String> {
+    /// How many times as fast an instance would be on `nodes`, as predicted; and how it would be
+    /// cut.
+    fn gain(&self, owned: &Owned, nodes: &[NodeId]) -> Result<(f64, Proposal), String> {
         let wanted = &owned.wanted;
         let path = owner::path_of(self, wanted)?;
         let (source, config) = open_model(&path)?;
-        self.measure_unknown(nodes);
+        let ranks = (0..).map(Rank).zip(&wanted.nodes);
+        let at: Vec<NodeId> = ranks
+            .map(|(rank, home)| owned.flaps.node_of(rank).unwrap_or(*home))
+            .collect();
+        let all: BTreeSet<NodeId> = nodes.iter().chain(&at).copied().collect();
+        let all: Vec<NodeId> = all.into_iter().collect();
+        self.measure_unknown(&all);
         let threads = usize::from(wanted.threads.max(1));
         let forecast = self.forecast(&source, &config, threads)?;
-        let machines = self.machines(nodes);
-        let at = (0..).zip(&wanted.nodes);
-        let at: Vec<NodeId> = at
-            .map(|(rank, home)| owned.flaps.node_of(Rank(rank)).unwrap_or(*home))
-            .collect();
-        // Of a node that is dead no way is known: the one in its place stands for it.
-        let homes = &nodes[..wanted.nodes.len()];
-        let shared = shared(&machines, homes, &at);
+        let machines = self.machines(&all);
         let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);
-        let best = |set: &[NodeId], machines: &[(NodeId, Machine)]| {
-            self.fastest((&config, &forecast), kind, set, machines)
-        };
-        let now = best(homes, &shared)?;
-        let then = best(nodes, &machines)?;
+        let best = |ranks: &[NodeId]| self.fastest((&config, &forecast), kind, (ranks, &machines));
+        let now = best(&at)?;
+        let then = best(nodes)?;
         let rooms = self.rooms();
         for (id, bytes) in nodes.iter().zip(&then.bytes) {
             if rooms.get(id).is_some_and(|room| room < bytes) {
@@ -254,32 +251,20 @@ impl Inner {
                 return Err(format!("{name} has no memory for both placements"));
             }
         }
-        Ok(then.decode_tok_s / now.decode_tok_s.max(f64::MIN_POSITIVE))
+        let gain = then.decode_tok_s / now.decode_tok_s.max(f64::MIN_POSITIVE);
+        Ok((gain, then))
     }
 
-    /// The prediction for the fastest split over `set` that fits.
+    /// The prediction for the fastest split over `nodes` that fits.
     fn fastest(
         &self,
-        (config, forecast): (&Config, &Forecast),
+        model: (&Config, &Forecast),
         kind: SplitKind,
-        set: &[NodeId],
-        machines: &[(NodeId, Machine)],
+        nodes: proposals::Nodes<'_>,
     ) -> Result<Proposal, String> {
-        let mut reason = "no split fits".to_owned();
-        let mut best: Option<Proposal> = None;
-        for split in splits(config, set.len(), kind) {
-            match self.propose((config, forecast), &split, set, machines) {
-                Ok(said) if !said.fits => {}
-                Ok(said) => {
-                    let is_better = |best: &Proposal| said.decode_tok_s > best.decode_tok_s;
-                    if best.as_ref().is_none_or(is_better) {
-                        best = Some(said);
-                    }
-                }
-                Err(why) => reason = why,
-            }
-        }
-        best.ok_or(reason)
+        let (proposals, mut reasons) = self.proposals(model, kind, nodes);
+        let first = proposals.into_iter().next().filter(|it| it.fits);
+        first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
     }
 }
 
@@ -299,8 +284,9 @@ fn open_model(path: &Path) -> Result<(Source, Config), String> {
 }
 
 /// The record with these nodes; who could own it so far comes first.
-fn next_record(wanted: &Wanted, nodes: &[NodeId]) -> Wanted {
+fn next_record(wanted: &Wanted, nodes: &[NodeId], split: String) -> Wanted {
     let mut next = wanted.clone();
+    next.split = split;
     let new = nodes[1..]
         .iter()
         .filter(|id| !wanted.successors.contains(id));
@@ -309,32 +295,8 @@ fn next_record(wanted: &Wanted, nodes: &[NodeId]) -> Wanted {
     next
 }
 
-/// The machines of `homes` as their ranks have them `at` the nodes where they run: as many ranks as
-/// run on a machine share it.
-fn shared(
-    machines: &[(NodeId, Machine)],
-    homes: &[NodeId],
-    at: &[NodeId],
-) -> Vec<(NodeId, Machine)> {
-    let of = |id: NodeId| machines.iter().find(|(other, _)| *other == id);
-    let all_at = |id: NodeId| at.iter().filter(|other| **other == id).count();
-    let share = |(home, at): (&NodeId, &NodeId)| {
-        let ranks = all_at(*at).max(1) as f64;
-        let (_, machine) = of(*at).or_else(|| of(*home))?;
-        let shared = Machine {
-            reads: machine.reads / ranks,
-            computes: machine.computes / ranks,
-            ..machine.clone()
-        };
-        Some((*home, shared))
-    };
-    homes.iter().zip(at).filter_map(share).collect()
-}
-
 #[cfg(test)]
 mod tests {
-    use paceline_base::Bytes;
-
     use super::*;
 
     fn node(number: u8) -> NodeId {
@@ -390,31 +352,5 @@ mod tests {
         assert!(widening.is_due(id, start + AGAIN_AFTER));
         widening.busy.store(true, Ordering::SeqCst);
         assert!(!widening.is_due(id, start + AGAIN_AFTER));
-    }
-
-    #[test]
-    fn ranks_share_the_machine_that_they_run_on() {
-        let machine = |number: u8, reads| {
-            let (name, memory) = (number.to_string(), Bytes(1));
-            let computes = reads * 2.0;
-            let machine = Machine {
-                name,
-                memory,
-                reads,
-                computes,
-            };
-            (node(number), machine)
-        };
-        let machines = [machine(1, 1.0), machine(2, 4.0), machine(3, 1.0)];
-        let homes = [1, 2, 3].map(node);
-        let of = |at: [u8; 3]| -> Vec<f64> {
-            let shared = shared(&machines, &homes, &at.map(node));
-            assert!(shared.iter().map(|it| it.0).eq(homes));
-            shared.into_iter().map(|it| it.1.reads).collect()
-        };
-        assert_eq!(of([1, 2, 3]), [1.0, 4.0, 1.0]);
-        assert_eq!(of([1, 2, 2]), [1.0, 2.0, 2.0], "the third machine is gone");
-        // A node that is not known computes as the rank's own does.
-        assert_eq!(of([1, 2, 9]), [1.0, 4.0, 1.0]);
     }
 }
