@@ -31,6 +31,18 @@ pub struct Model {
     pub wheels: &'static [Wheel],
 }
 
+impl Model {
+    /// The repository of the weights that the file was quantised from: `owner/name`.
+    pub fn weights(&self) -> Option<&'static str> {
+        let known = [
+            ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+            ("gemma3-270m", "google/gemma-3-270m"),
+        ];
+        let found = known.iter().find(|(alias, _)| *alias == self.alias);
+        found.map(|(_, repository)| *repository)
+    }
+}
+
 /// A file on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubFile {
@@ -158,6 +170,27 @@ mod tests {
     use super::*;
     use crate::hash::is_sha256;
     use crate::name::{EntryName, HubId, check_file_path};
+    use crate::{Found, Kind};
+
+    #[test]
+    fn the_repository_of_a_models_weights_is_known() {
+        let weights = |name: Option<EntryName>, kind| {
+            let path = "model".into();
+            let found = Found { path, kind, name };
+            found.weights().map(str::to_owned)
+        };
+        let smollm2 = Some("HuggingFaceTB/SmolLM2-135M-Instruct".to_owned());
+        assert_eq!(
+            weights(Some(EntryName::alias("smollm2")), Kind::Gguf),
+            smollm2
+        );
+        let id = HubId::parse("Qwen/Qwen3-0.6B").unwrap();
+        let folder = weights(Some(EntryName::folder(&id)), Kind::Safetensors);
+        assert_eq!(folder.as_deref(), Some("Qwen/Qwen3-0.6B"));
+        let file = EntryName::gguf(&id, "a.gguf").ok();
+        assert_eq!(weights(file, Kind::Gguf), None);
+        assert_eq!(weights(None, Kind::Safetensors), None);
+    }
 
     #[test]
     fn the_builtin_catalogue_is_consistent() {
@@ -170,6 +203,8 @@ mod tests {
                 assert_eq!(Catalogue::BUILTIN.find(name), Some(model));
                 assert_eq!(Catalogue::BUILTIN.find(&name.to_uppercase()), Some(model));
             }
+            let weights = HubId::parse(model.weights().unwrap());
+            assert!(weights.is_ok(), "{}", model.alias);
             assert!(is_sha256(model.sha256) && check_file_path(model.file).is_ok());
             if let Some(hub) = &model.hub {
                 assert!(HubId::parse(hub.repo).is_ok() && check_file_path(hub.file).is_ok());

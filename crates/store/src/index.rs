@@ -54,6 +54,17 @@ pub struct Found {
     pub name: Option<EntryName>,
 }
 
+impl Found {
+    /// The repository on the hub with its weights as safetensors, where the store knows it.
+    pub fn weights(&self) -> Option<&str> {
+        let name = self.name.as_ref()?.as_str();
+        match self.kind {
+            Kind::Safetensors => Some(name),
+            Kind::Gguf => Catalogue::BUILTIN.find(name)?.weights(),
+        }
+    }
+}
+
 /// A file of a stored model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
