@@ -44,6 +44,7 @@ mod pieces;
 mod places;
 pub(crate) mod prefixes;
 mod preview;
+mod proposals;
 mod replicas;
 mod reserves;
 mod rooted;
