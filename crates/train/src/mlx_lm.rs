@@ -1,318 +1,501 @@
 //! Configurations of `mlx_lm.lora` 0.32: the YAML of `--config`, or the `adapter_config.json` that
-//! it leaves. What is absent has mlx-lm's default.
+//! it leaves.
 //!
-//! YAML is read as far as such files use it. That is maps by indentation, lists of values in a line
-//! or by dashes, texts with and without quotes, numbers, and comments. JSON is YAML.
+//! An entry that is absent or null has mlx-lm's default. Each entry becomes an option, or is
+//! ignored with a reason, or is an error with its line.
 
-use serde_json::{Map, Value, json};
+mod yaml;
 
-/// An option of `paceline train` for each entry, in an order that does not matter: the option's
-/// name, and its value.
-///
-/// # Errors
-/// The line, or the entry, that nothing can be done with.
-pub fn options(text: &str) -> Result<Vec<(&'static str, String)>, String> {
-    let config = match serde_json::from_str(text) {
-        Ok(Value::Object(map)) => map,
-        _ => yaml(text)?,
-    };
-    let mut out = Vec::new();
-    for (entry, option) in [
-        ("data", "--data"),
-        ("adapter_path", "--output"),
-        ("max_seq_length", "--max-tokens-per-row"),
-        ("seed", "--seed"),
-    ] {
-        let value = config.get(entry).cloned().unwrap_or_else(|| default(entry));
-        if !value.is_null() {
-            out.push((option, plain(entry, &value)?));
+use std::fmt;
+
+use yaml::{Entry, Node, Value};
+
+/// Entries that become options, and those that must have one value.
+const KNOWN: [&str; 19] = [
+    "adapter_path",
+    "batch_size",
+    "data",
+    "fine_tune_type",
+    "grad_accumulation_steps",
+    "iters",
+    "learning_rate",
+    "lora_parameters",
+    "lr_schedule",
+    "mask_prompt",
+    "max_seq_length",
+    "model",
+    "num_layers",
+    "optimizer",
+    "optimizer_config",
+    "resume_adapter_file",
+    "save_every",
+    "seed",
+    "steps_per_eval",
+];
+
+/// Entries that `paceline train` answers by itself: it always trains, and the file was named.
+const ANSWERED: [&str; 2] = ["config", "train"];
+
+/// mlx-lm's optimizers, each with an entry in `optimizer_config`.
+const OPTIMIZERS: [&str; 5] = ["adafactor", "adam", "adamw", "muon", "sgd"];
+
+/// Most updates over which a rate falls: the bound of `--decay-steps`.
+const DECAY_STEPS_MAX: f64 = (1u64 << 32) as f64;
+
+/// Why a configuration cannot be used.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// The text is no YAML.
+    #[error("line {line}: {reason}")]
+    Syntax {
+        /// The line, from 1.
+        line: usize,
+        /// The parser's reason.
+        reason: String,
+    },
+    /// A form that YAML has and this reader does not take.
+    #[error("line {line}: {form} is not supported")]
+    Form {
+        /// The line, from 1.
+        line: usize,
+        /// The form.
+        form: &'static str,
+    },
+    /// An entry has no known name.
+    #[error("line {line}: the entry {name} is unknown")]
+    Unknown {
+        /// The line, from 1.
+        line: usize,
+        /// The name, with those of the maps around it.
+        name: String,
+    },
+    /// Two entries of a map have the same name.
+    #[error("line {line}: the entry {name} is there twice")]
+    Twice {
+        /// The second one's line, from 1.
+        line: usize,
+        /// The name.
+        name: String,
+    },
+    /// An entry has a value that cannot be used.
+    #[error("line {line}: {name} is {value}, expected {expected}")]
+    Value {
+        /// The value's line, from 1.
+        line: usize,
+        /// The entry's name, with those of the maps around it.
+        name: String,
+        /// The value.
+        value: String,
+        /// The values that can be used.
+        expected: String,
+    },
+}
+
+/// An entry that has another value than mlx-lm's default and changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ignored {
+    /// Its line, from 1.
+    pub line: usize,
+    /// Its name.
+    pub name: String,
+    /// Why it changes nothing.
+    pub reason: &'static str,
+}
+
+impl fmt::Display for Ignored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { line, name, reason } = self;
+        write!(f, "line {line}: {name} is ignored: {reason}")
+    }
+}
+
+/// Options and ignored entries of a configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Config {
+    /// Options of `paceline train` and their values; the model is `MODEL`.
+    pub options: Vec<(&'static str, String)>,
+    /// Entries that change nothing.
+    pub ignored: Vec<Ignored>,
+}
+
+impl Config {
+    /// Reads the text of a configuration.
+    ///
+    /// # Errors
+    /// [`Error`] with the line.
+    pub fn read(text: &str) -> Result<Self, Error> {
+        let entries = yaml::read(text)?;
+        let entries = Entries::new(String::new(), 1, &entries);
+        let mut config = Self::default();
+        config.ignored = ignored(&entries)?;
+        if let Some(node) = entries.get("resume_adapter_file") {
+            return Err(entries.wrong("resume_adapter_file", node, "null"));
         }
+        config.places(&entries)?;
+        config.steps(&entries)?;
+        config.method(&entries)?;
+        config.schedule(&entries)?;
+        config.lora(&entries)?;
+        Ok(config)
     }
-    let get = |entry: &str| config.get(entry).cloned().unwrap_or_else(|| default(entry));
-    if let Some(model) = config.get("model") {
-        out.push(("MODEL", plain("model", model)?));
+
+    fn push(&mut self, option: &'static str, value: impl ToString) {
+        self.options.push((option, value.to_string()));
     }
-    steps(&get, &mut out)?;
-    out.push((
-        "--method",
-        one_of(
-            &get,
-            "fine_tune_type",
-            &[("lora", "lora"), ("full", "full")],
-        )?,
-    ));
-    let rules = [("adam", "adamw"), ("adamw", "adamw"), ("sgd", "sgd")];
-    out.push(("--optimizer", one_of(&get, "optimizer", &rules)?));
-    out.push(("--weight-decay", decay(&get)?));
-    // It shortens no gradient.
-    out.push(("--clip", "0".to_owned()));
-    let last = get("mask_prompt") == Value::Bool(true);
-    out.push(("--train-on", if last { "last" } else { "all" }.to_owned()));
-    match get("num_layers").as_i64() {
-        Some(-1) => {}
-        Some(layers @ 1..) => out.push(("--layers", layers.to_string())),
-        _ => {
-            return Err(format!(
-                "num_layers is {}, expected -1, or 1 or more",
-                get("num_layers")
-            ));
+
+    fn places(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
+        for (entry, option) in [
+            ("data", "--data"),
+            ("adapter_path", "--output"),
+            ("model", "MODEL"),
+        ] {
+            if let Some(text) = entries.text(entry)? {
+                self.push(option, text);
+            }
         }
+        self.push(
+            "--max-tokens-per-row",
+            entries.whole("max_seq_length", 2048)?,
+        );
+        self.push("--seed", entries.whole("seed", 0)?);
+        Ok(())
     }
-    schedule(&get, &mut out)?;
-    lora(&get("lora_parameters"), &mut out)?;
-    Ok(out)
-}
 
-/// mlx-lm's own values.
-fn default(entry: &str) -> Value {
-    match entry {
-        "batch_size" => json!(4),
-        "iters" => json!(1000),
-        "grad_accumulation_steps" => json!(1),
-        "fine_tune_type" => json!("lora"),
-        "optimizer" => json!("adam"),
-        "mask_prompt" => json!(false),
-        "num_layers" => json!(16),
-        "learning_rate" => json!(1e-5),
-        "max_seq_length" => json!(2048),
-        "steps_per_eval" => json!(200),
-        "save_every" => json!(100),
-        "seed" => json!(0),
-        "lora_parameters" => json!({ "rank": 8, "dropout": 0.0, "scale": 20.0 }),
-        _ => Value::Null,
+    /// Counts of iterations, of which some make an update: our step. Those behind the last update
+    /// make none.
+    fn steps(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
+        let gathered = entries.whole("grad_accumulation_steps", 1)?.max(1);
+        let batch = entries.whole("batch_size", 4)?;
+        self.push("--batch", batch.saturating_mul(gathered));
+        self.push("--steps", entries.whole("iters", 1000)? / gathered);
+        for (entry, option, usual) in [
+            ("steps_per_eval", "--eval-every", 200),
+            ("save_every", "--save-every", 100),
+        ] {
+            self.push(option, (entries.whole(entry, usual)? / gathered).max(1));
+        }
+        Ok(())
+    }
+
+    fn method(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
+        let methods = [("lora", "lora"), ("full", "full")];
+        self.push(
+            "--method",
+            entries.one_of("fine_tune_type", "lora", &methods)?,
+        );
+        let rules = [("adam", "adamw"), ("adamw", "adamw"), ("sgd", "sgd")];
+        self.push("--optimizer", entries.one_of("optimizer", "adam", &rules)?);
+        self.push("--weight-decay", decay(entries)?);
+        self.push("--clip", 0); // mlx-lm shortens no gradient
+        let last = entries.flag("mask_prompt", false)?;
+        self.push("--train-on", if last { "last" } else { "all" });
+        match entries.get("num_layers").map(|node| (node, &node.value)) {
+            None => self.push("--layers", 16),
+            Some((_, Value::Integer(-1))) => {}
+            Some((_, Value::Integer(layers @ 1..))) => self.push("--layers", layers),
+            Some((node, _)) => return Err(entries.wrong("num_layers", node, "-1, or 1 or more")),
+        }
+        Ok(())
+    }
+
+    /// The learning rate and how it goes on, update by update.
+    fn schedule(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
+        let Some(schedule) = entries.map("lr_schedule")? else {
+            self.push("--lr", entries.number("learning_rate", 1e-5)?);
+            self.push("--schedule", "constant");
+            self.push("--warmup", 0);
+            return Ok(());
+        };
+        schedule.only(&["name", "arguments", "warmup", "warmup_init"])?;
+        let names = [("cosine_decay", "cosine"), ("linear_schedule", "linear")];
+        let name = schedule.one_of("name", "", &names)?;
+        // cosine_decay(init, decay_steps, end = 0), linear_schedule(init, end, steps).
+        let (steps, end, least) = if name == "cosine" {
+            (1, 2, 2)
+        } else {
+            (2, 1, 3)
+        };
+        let arguments = schedule.numbers("arguments", least)?;
+        let wrong = |which: usize, expected: String| Error::Value {
+            line: schedule.node("arguments").line,
+            name: format!("lr_schedule.arguments[{which}]"),
+            value: arguments[which].to_string(),
+            expected,
+        };
+        if arguments.get(end).is_some_and(|end| *end != 0.0) {
+            return Err(wrong(end, "0, where every rate ends".to_owned()));
+        }
+        let n = arguments[steps];
+        if n.fract() != 0.0 || !(1.0..=DECAY_STEPS_MAX).contains(&n) {
+            return Err(wrong(steps, format!("1 to {DECAY_STEPS_MAX} decay steps")));
+        }
+        self.push("--decay-steps", n as u64);
+        self.push("--lr", arguments[0]);
+        self.push("--schedule", name);
+        self.push("--warmup", schedule.whole("warmup", 0)?);
+        if schedule.number("warmup_init", 0.0)? != 0.0 {
+            self.ignored.push(Ignored {
+                line: schedule.node("warmup_init").line,
+                name: "lr_schedule.warmup_init".to_owned(),
+                reason: "the warm-up begins at the rate divided by its steps",
+            });
+        }
+        Ok(())
+    }
+
+    /// The size and the place of adapters.
+    fn lora(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
+        let lora = entries.map("lora_parameters")?;
+        let lora = lora.unwrap_or_else(|| Entries::new(String::new(), 1, &[]));
+        lora.only(&["rank", "scale", "dropout", "keys"])?;
+        let (rank, scale) = (lora.whole("rank", 8)?, lora.number("scale", 20.0)?);
+        self.push("--rank", rank);
+        self.push("--alpha", scale * rank as f64);
+        self.push("--dropout", lora.number("dropout", 0.0)?);
+        let Some(node) = lora.get("keys") else {
+            return Ok(());
+        };
+        let wrong = |node: &Node| lora.wrong("keys", node, "a list of texts");
+        let Value::List(keys) = &node.value else {
+            return Err(wrong(node));
+        };
+        let short = |key: &Node| match &key.value {
+            Value::Text(key) => Ok(key.rsplit('.').next().unwrap_or(key).to_owned()),
+            _ => Err(wrong(key)),
+        };
+        let names: Vec<String> = keys.iter().map(short).collect::<Result<_, _>>()?;
+        self.push("--targets", names.join(","));
+        Ok(())
     }
 }
 
-type Get<'a> = &'a dyn Fn(&str) -> Value;
-
-fn plain(entry: &str, value: &Value) -> Result<String, String> {
-    match value {
-        Value::String(text) => Ok(text.clone()),
-        Value::Number(number) => Ok(number.to_string()),
-        other => Err(format!("{entry} is {other}, expected a text or a number")),
-    }
+/// Entries that change nothing here: mlx-lm's default, and the reason.
+fn without_effect() -> [(&'static str, Value, &'static str); 9] {
+    let no_test = "no test set is read; held-out data is --valid";
+    [
+        (
+            "clear_cache_threshold",
+            Value::Integer(0),
+            "MLX's cache is kept",
+        ),
+        (
+            "grad_checkpoint",
+            Value::Bool(false),
+            "activations beyond 512 MiB are computed again",
+        ),
+        (
+            "project_name",
+            Value::Null,
+            "curves are written for TensorBoard",
+        ),
+        (
+            "report_to",
+            Value::Null,
+            "curves are written for TensorBoard",
+        ),
+        (
+            "steps_per_report",
+            Value::Integer(10),
+            "every step is in metrics.jsonl",
+        ),
+        ("test", Value::Bool(false), no_test),
+        ("test_batches", Value::Integer(500), no_test),
+        (
+            "trust_remote_code",
+            Value::Bool(false),
+            "no code of a model is run",
+        ),
+        (
+            "val_batches",
+            Value::Integer(25),
+            "all held-out rows are evaluated",
+        ),
+    ]
 }
 
-fn whole(get: Get<'_>, entry: &str) -> Result<u64, String> {
-    let value = get(entry);
-    let number = value.as_u64();
-    number.ok_or_else(|| format!("{entry} is {value}, expected a whole number"))
-}
-
-fn one_of(get: Get<'_>, entry: &str, known: &[(&str, &str)]) -> Result<String, String> {
-    let value = get(entry);
-    let found = known.iter().find(|(name, _)| value == *name);
-    let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
-    let ours = found.map(|(_, ours)| (*ours).to_owned());
-    ours.ok_or_else(|| format!("{entry} is {value}, expected one of {}", names.join(", ")))
-}
-
-/// Counts of iterations, of which some make an update: our step. Those behind the last update make
-/// none.
-fn steps(get: Get<'_>, out: &mut Vec<(&'static str, String)>) -> Result<(), String> {
-    let gathered = whole(get, "grad_accumulation_steps")?.max(1);
-    let batch = whole(get, "batch_size")?.saturating_mul(gathered);
-    out.push(("--batch", batch.to_string()));
-    out.push(("--steps", (whole(get, "iters")? / gathered).to_string()));
-    for (entry, option) in [
-        ("steps_per_eval", "--eval-every"),
-        ("save_every", "--save-every"),
-    ] {
-        let every = (whole(get, entry)? / gathered).max(1);
-        out.push((option, every.to_string()));
-    }
-    Ok(())
+/// The entries without effect that have another value than mlx-lm's default.
+fn ignored(entries: &Entries<'_>) -> Result<Vec<Ignored>, Error> {
+    let table = without_effect();
+    let names = table.iter().map(|(name, _, _)| *name);
+    let known: Vec<&str> = names.chain(KNOWN).chain(ANSWERED).collect();
+    entries.only(&known)?;
+    let told = table.into_iter().filter_map(|(name, usual, reason)| {
+        let node = entries.get(name)?;
+        (node.value != usual).then(|| Ignored {
+            line: node.line,
+            name: name.to_owned(),
+            reason,
+        })
+    });
+    Ok(told.collect())
 }
 
 /// Decay of weights: in adamw MLX's, unless the optimizer's own entries say another one.
-fn decay(get: Get<'_>) -> Result<String, String> {
-    let rule = get("optimizer");
-    let rule = rule.as_str().unwrap_or_default();
+fn decay(entries: &Entries<'_>) -> Result<f64, Error> {
+    let rule = entries.text("optimizer")?.unwrap_or("adam");
     let usual = if rule == "adamw" { 0.01 } else { 0.0 };
-    let own = get("optimizer_config")[rule].clone();
-    let own = own.as_object().cloned().unwrap_or_default();
-    if let Some(other) = own.keys().find(|key| *key != "weight_decay") {
-        return Err(format!(
-            "optimizer_config.{rule}.{other} is {}, expected weight_decay alone",
-            own[other]
-        ));
-    }
-    let Some(value) = own.get("weight_decay") else {
-        return Ok(usual.to_string());
+    let Some(all) = entries.map("optimizer_config")? else {
+        return Ok(usual);
     };
-    let number = value.as_f64();
-    let number = number.ok_or_else(|| format!("weight_decay is {value}, expected a number"))?;
-    Ok(number.to_string())
+    all.only(&OPTIMIZERS)?;
+    let Some(own) = all.map(rule)? else {
+        return Ok(usual);
+    };
+    own.only(&["weight_decay"])?;
+    own.number("weight_decay", usual)
 }
 
-/// The learning rate and how it goes on, update by update.
-fn schedule(get: Get<'_>, out: &mut Vec<(&'static str, String)>) -> Result<(), String> {
-    let (mut rate, schedule) = (get("learning_rate"), get("lr_schedule"));
-    let (mut name, mut warmup) = ("constant", 0);
-    if !schedule.is_null() {
-        name = match schedule["name"].as_str() {
-            Some("cosine_decay") => "cosine",
-            Some("linear_schedule") => "linear",
-            _ => {
-                let got = &schedule["name"];
-                let expected = "expected cosine_decay or linear_schedule";
-                return Err(format!("lr_schedule.name is {got}, {expected}"));
-            }
-        };
-        let arguments = &schedule["arguments"];
-        rate = arguments[0].clone();
-        // cosine_decay(init, decay_steps, end = 0), linear_schedule(init, end, steps).
-        let (steps, end) = if name == "cosine" { (1, 2) } else { (2, 1) };
-        let end = arguments[end].as_f64().unwrap_or(0.0);
-        if end != 0.0 {
-            return Err(format!("lr_schedule ends at {end}, expected 0"));
+/// A map, and the names of the maps around it with their dots.
+#[derive(Debug)]
+struct Entries<'a> {
+    path: String,
+    line: usize,
+    entries: &'a [Entry],
+}
+
+impl<'a> Entries<'a> {
+    const fn new(path: String, line: usize, entries: &'a [Entry]) -> Self {
+        Self {
+            path,
+            line,
+            entries,
         }
-        out.push(("--decay-steps", decay_steps(&arguments[steps])?));
-        warmup = schedule["warmup"].as_u64().unwrap_or(0);
     }
-    let number = rate.as_f64();
-    let number = number.ok_or_else(|| format!("the learning rate is {rate}, expected a number"))?;
-    out.push(("--lr", number.to_string()));
-    out.push(("--schedule", name.to_owned()));
-    out.push(("--warmup", warmup.to_string()));
-    Ok(())
-}
 
-/// The number of updates over which a rate falls, which mlx-lm has no default for.
-fn decay_steps(value: &Value) -> Result<String, String> {
-    // YAML's 1e3 is a number with a fraction.
-    let whole = value.as_f64().filter(|n| n.fract() == 0.0 && *n >= 1.0);
-    let whole = whole.filter(|n| *n <= (1u64 << 32) as f64);
-    let steps = whole.map(|n| (n as u64).to_string());
-    steps
-        .ok_or_else(|| format!("lr_schedule.arguments has {value} decay steps, expected 1 to 2^32"))
-}
+    fn entry(&self, name: &str) -> Option<&'a Entry> {
+        self.entries.iter().find(|entry| entry.name == name)
+    }
 
-/// The size and the place of adapters.
-fn lora(parameters: &Value, out: &mut Vec<(&'static str, String)>) -> Result<(), String> {
-    let of = |entry: &str, usual: f64| {
-        let value = &parameters[entry];
-        let known = if value.is_null() {
-            Some(usual)
+    /// The value of an entry, unless it is null.
+    fn get(&self, name: &str) -> Option<&'a Node> {
+        let node = self.entry(name).map(|entry| &entry.node);
+        node.filter(|node| node.value != Value::Null)
+    }
+
+    /// The value of an entry; null in the map's line if it is absent.
+    fn node(&self, name: &str) -> Node {
+        let absent = Node {
+            line: self.line,
+            value: Value::Null,
+        };
+        self.entry(name).map_or(absent, |entry| entry.node.clone())
+    }
+
+    fn wrong(&self, name: &str, node: &Node, expected: &str) -> Error {
+        Error::Value {
+            line: node.line,
+            name: format!("{}{name}", self.path),
+            value: node.value.to_string(),
+            expected: expected.to_owned(),
+        }
+    }
+
+    /// Refuses entries of other names.
+    fn only(&self, known: &[&str]) -> Result<(), Error> {
+        let mut entries = self.entries.iter();
+        match entries.find(|entry| !known.contains(&entry.name.as_str())) {
+            None => Ok(()),
+            Some(entry) => Err(Error::Unknown {
+                line: entry.line,
+                name: format!("{}{}", self.path, entry.name),
+            }),
+        }
+    }
+
+    fn map(&self, name: &str) -> Result<Option<Self>, Error> {
+        match self.get(name).map(|node| (node, &node.value)) {
+            None => Ok(None),
+            Some((node, Value::Map(entries))) => {
+                let path = format!("{}{name}.", self.path);
+                Ok(Some(Self::new(path, node.line, entries)))
+            }
+            Some((node, _)) => Err(self.wrong(name, node, "a map")),
+        }
+    }
+
+    fn text(&self, name: &str) -> Result<Option<&'a str>, Error> {
+        match self.get(name).map(|node| (node, &node.value)) {
+            None => Ok(None),
+            Some((_, Value::Text(text))) => Ok(Some(text)),
+            Some((node, _)) => Err(self.wrong(name, node, "a text")),
+        }
+    }
+
+    fn flag(&self, name: &str, usual: bool) -> Result<bool, Error> {
+        match self.get(name).map(|node| (node, &node.value)) {
+            None => Ok(usual),
+            Some((_, Value::Bool(flag))) => Ok(*flag),
+            Some((node, _)) => Err(self.wrong(name, node, "true or false")),
+        }
+    }
+
+    /// A count. `1e3` is a float, with which mlx-lm counts nothing.
+    fn whole(&self, name: &str, usual: u64) -> Result<u64, Error> {
+        let Some(node) = self.get(name) else {
+            return Ok(usual);
+        };
+        let whole = match node.value {
+            Value::Integer(n) => u64::try_from(n).ok(),
+            _ => None,
+        };
+        whole.ok_or_else(|| self.wrong(name, node, "a whole number"))
+    }
+
+    fn number(&self, name: &str, usual: f64) -> Result<f64, Error> {
+        let Some(node) = self.get(name) else {
+            return Ok(usual);
+        };
+        finite(node).ok_or_else(|| self.wrong(name, node, "a number"))
+    }
+
+    /// A list of `least` numbers, 2 or 3, or of 3.
+    fn numbers(&self, name: &str, least: usize) -> Result<Vec<f64>, Error> {
+        let node = self.node(name);
+        let expected = if least == 3 {
+            "3 numbers"
         } else {
-            value.as_f64()
+            "2 or 3 numbers"
         };
-        known.ok_or_else(|| format!("lora_parameters.{entry} is {value}, expected a number"))
-    };
-    let (rank, scale) = (of("rank", 8.0)?, of("scale", 20.0)?);
-    out.push(("--rank", rank.to_string()));
-    out.push(("--alpha", (scale * rank).to_string()));
-    out.push(("--dropout", of("dropout", 0.0)?.to_string()));
-    if let Some(keys) = parameters["keys"].as_array() {
-        let short = |key: &Value| {
-            let name = key.as_str().and_then(|key| key.rsplit('.').next());
-            name.map(str::to_owned)
-                .ok_or_else(|| format!("lora_parameters.keys has {key}, expected a text"))
+        let wrong = || self.wrong(name, &node, expected);
+        let Value::List(items) = &node.value else {
+            return Err(wrong());
         };
-        let names: Vec<String> = keys.iter().map(short).collect::<Result<_, _>>()?;
-        out.push(("--targets", names.join(",")));
-    }
-    Ok(())
-}
-
-/// A line that says something: its number, its indentation, and the text.
-type Line<'a> = (usize, usize, &'a str);
-
-fn yaml(text: &str) -> Result<Map<String, Value>, String> {
-    let lines = text.lines().enumerate().map(|(i, line)| {
-        let said = without_comment(line).trim_end();
-        let indent = said.len() - said.trim_start().len();
-        (i + 1, indent, said.trim_start())
-    });
-    let lines: Vec<Line<'_>> = lines.filter(|(_, _, said)| !said.is_empty()).collect();
-    let lines: Vec<Line<'_>> = lines
-        .into_iter()
-        .filter(|(_, _, said)| *said != "---")
-        .collect();
-    let (map, rest) = map(&lines, 0)?;
-    match rest.first() {
-        None => Ok(map),
-        Some((line, _, said)) => Err(format!("line {line}: {said:?} is not understood")),
-    }
-}
-
-/// A line up to its comment, if it has one.
-fn without_comment(line: &str) -> &str {
-    let mut quote = None;
-    for (i, c) in line.char_indices() {
-        match (quote, c) {
-            (None, '"' | '\'') => quote = Some(c),
-            (Some(open), c) if c == open => quote = None,
-            (None, '#') if i == 0 || line[..i].ends_with([' ', '\t']) => return &line[..i],
-            _ => {}
+        if !(least..=3).contains(&items.len()) {
+            return Err(wrong());
         }
+        let number = |item| finite(item).ok_or_else(|| self.wrong(name, item, "a number"));
+        items.iter().map(number).collect()
     }
-    line
-}
 
-/// A map of lines that are indented like the first, and the lines behind it.
-fn map<'a, 'b>(
-    mut lines: &'b [Line<'a>],
-    indent: usize,
-) -> Result<(Map<String, Value>, &'b [Line<'a>]), String> {
-    let mut out = Map::new();
-    while let Some(((number, at, said), rest)) = lines.split_first() {
-        if *at != indent {
-            break;
-        }
-        let wrong = || format!("line {number}: {said:?} is no entry of a map");
-        let (key, value) = said.split_once(':').ok_or_else(wrong)?;
-        let key = key.trim().trim_matches(['"', '\'']).to_owned();
-        lines = rest;
-        let value = match (value.trim(), rest.first()) {
-            ("", Some((_, inner, said))) if said.starts_with("- ") && *inner >= indent => {
-                let n = rest
-                    .iter()
-                    .take_while(|l| l.1 == *inner && l.2.starts_with("- "));
-                let n = n.count();
-                lines = &rest[n..];
-                let items = rest[..n]
-                    .iter()
-                    .map(|(number, _, said)| scalar(&said[2..], *number));
-                Value::Array(items.collect::<Result<_, _>>()?)
-            }
-            ("", Some((_, inner, _))) if *inner > indent => {
-                let (inner, rest) = map(rest, *inner)?;
-                lines = rest;
-                Value::Object(inner)
-            }
-            (value, _) => scalar(value, *number)?,
+    fn one_of<'b>(
+        &self,
+        name: &str,
+        usual: &str,
+        known: &[(&str, &'b str)],
+    ) -> Result<&'b str, Error> {
+        let word = match self.get(name).map(|node| &node.value) {
+            None => usual,
+            Some(Value::Text(word)) => word,
+            Some(_) => "",
         };
-        out.insert(key, value);
+        let found = known.iter().find(|(theirs, _)| *theirs == word);
+        found.map(|(_, ours)| *ours).ok_or_else(|| {
+            let names: Vec<&str> = known.iter().map(|(theirs, _)| *theirs).collect();
+            self.wrong(
+                name,
+                &self.node(name),
+                &format!("one of {}", names.join(", ")),
+            )
+        })
     }
-    Ok((out, lines))
 }
 
-/// A value in a line.
-fn scalar(text: &str, line: usize) -> Result<Value, String> {
-    let text = text.trim();
-    if let Some(inner) = text.strip_prefix('[') {
-        let inner = inner.strip_suffix(']');
-        let inner = inner.ok_or_else(|| format!("line {line}: a list without an end"))?;
-        let items = inner.split(',').filter(|item| !item.trim().is_empty());
-        let items = items.map(|item| scalar(item, line));
-        return Ok(Value::Array(items.collect::<Result<_, _>>()?));
+fn finite(node: &Node) -> Option<f64> {
+    match node.value {
+        Value::Integer(n) => Some(n as f64),
+        Value::Float(x) if x.is_finite() => Some(x),
+        _ => None,
     }
-    for quote in ['"', '\''] {
-        if let Some(inner) = text.strip_prefix(quote).and_then(|t| t.strip_suffix(quote)) {
-            return Ok(Value::String(inner.to_owned()));
-        }
-    }
-    Ok(match text {
-        "" | "null" | "~" => Value::Null,
-        "true" | "True" => Value::Bool(true),
-        "false" | "False" => Value::Bool(false),
-        text => match (text.parse::<i64>(), text.parse::<f64>()) {
-            (Ok(whole), _) => json!(whole),
-            (_, Ok(number)) => json!(number),
-            _ => Value::String(text.to_owned()),
-        },
-    })
 }
 
 #[cfg(test)]
@@ -326,7 +509,6 @@ model: "mlx-community/SmolLM2-135M"
 train: true
 data: "/path/to/training/data"   # a folder
 seed: 7
-lora_layers: 8
 num_layers: 8
 batch_size: 4
 grad_accumulation_steps: 2
@@ -360,7 +542,7 @@ lr_schedule:
 
     #[test]
     fn the_sample_of_the_documentation_is_read() {
-        let told = options(SAMPLE).unwrap();
+        let told = Config::read(SAMPLE).unwrap().options;
         for (name, value) in [
             ("MODEL", "mlx-community/SmolLM2-135M"),
             ("--data", "/path/to/training/data"),
@@ -389,7 +571,7 @@ lr_schedule:
 
     #[test]
     fn json_and_defaults_are_read_and_what_we_have_not_is_named() {
-        let told = options("{\"num_layers\": -1}").unwrap();
+        let told = Config::read("{\"num_layers\": -1}").unwrap().options;
         assert_eq!(find(&told, "--layers"), None);
         assert_eq!(find(&told, "--steps").as_deref(), Some("1000"));
         assert_eq!(find(&told, "--lr").as_deref(), Some("0.00001"));
@@ -404,7 +586,7 @@ lr_schedule:
             ("lr_schedule:\n  name: step_decay", "lr_schedule.name"),
             (
                 "lr_schedule:\n  name: linear_schedule\n  arguments: [1e-4, 0.0]",
-                "lr_schedule.arguments has null decay steps",
+                "lr_schedule.arguments is a list of 2, expected 3 numbers",
             ),
             ("num_layers: 0", "num_layers is 0"),
             (
@@ -412,8 +594,98 @@ lr_schedule:
                 "optimizer_config.adam.eps",
             ),
         ] {
-            let error = options(text).unwrap_err();
+            let error = Config::read(text).unwrap_err().to_string();
+            assert!(error.starts_with("line "), "{text}: {error}");
             assert!(error.contains(said), "{text}: {error}");
+        }
+    }
+
+    /// Values of mlx-lm 0.32.2's loader. Before, braces were a text, and the defaults were trained.
+    #[test]
+    fn maps_in_braces_have_their_numbers() {
+        let config = Config::read(
+            "lora_parameters: {rank: 4, dropout: 0.1, scale: 10.0}\n\
+             lr_schedule: {name: cosine_decay, warmup: 100, arguments: [1e-5, 1000]}\n\
+             optimizer: adamw\noptimizer_config: {adamw: {weight_decay: 0.5}}\n\
+             grad_checkpoint: true\nval_batches: 25\n",
+        );
+        let Config { options, ignored } = config.unwrap();
+        for (name, value) in [
+            ("--rank", "4"),
+            ("--alpha", "40"),
+            ("--dropout", "0.1"),
+            ("--lr", "0.00001"),
+            ("--warmup", "100"),
+            ("--decay-steps", "1000"),
+            ("--weight-decay", "0.5"),
+        ] {
+            assert_eq!(find(&options, name).as_deref(), Some(value), "{name}");
+        }
+        let told: Vec<String> = ignored.iter().map(ToString::to_string).collect();
+        let reason = "activations beyond 512 MiB are computed again";
+        assert_eq!(
+            told,
+            [format!("line 5: grad_checkpoint is ignored: {reason}")]
+        );
+    }
+
+    #[test]
+    fn what_is_not_understood_ends_with_its_line() {
+        for (text, said) in [
+            (
+                "seed: 1\nlora_layers: 8",
+                "line 2: the entry lora_layers is unknown",
+            ),
+            (
+                "lora_parameters:\n  rank: 8\n  alpha: 16",
+                "line 3: the entry lora_parameters.alpha is unknown",
+            ),
+            (
+                "lora_parameters: rank 8",
+                "line 1: lora_parameters is \"rank 8\", expected a map",
+            ),
+            (
+                "lora_parameters: {rank: \"4\"}",
+                "lora_parameters.rank is \"4\"",
+            ),
+            (
+                "lora_parameters: {scale: .inf}",
+                "lora_parameters.scale is inf",
+            ),
+            (
+                "lora_parameters: {keys: q_proj}",
+                "lora_parameters.keys is \"q_proj\"",
+            ),
+            ("mask_prompt: 1", "mask_prompt is 1, expected true or false"),
+            ("iters: 1e3", "iters is 1000.0, expected a whole number"),
+            (
+                "learning_rate: \"1e-4\"",
+                "learning_rate is \"1e-4\", expected a number",
+            ),
+            ("seed: 1\nseed: 2", "line 2: the entry seed is there twice"),
+            ("resume_adapter_file: a.safetensors", "expected null"),
+            (
+                "lr_schedule: {name: cosine_decay, arguments: [1e-5, 1000, 1e-7]}",
+                "lr_schedule.arguments[2] is 0.0000001, expected 0",
+            ),
+            (
+                "lr_schedule: {name: cosine_decay, arguments: [1e-5, 1000], warmup: many}",
+                "lr_schedule.warmup is \"many\"",
+            ),
+            (
+                "lr_schedule: {arguments: [1e-5, 9]}",
+                "lr_schedule.name is null",
+            ),
+            (
+                "lr_schedule: {name: cosine_decay, arguments: [1e-5, 0.5]}",
+                "[1] is 0.5",
+            ),
+        ] {
+            let error = Config::read(text).unwrap_err().to_string();
+            assert!(
+                error.starts_with("line ") && error.contains(said),
+                "{text}: {error}"
+            );
         }
     }
 }

@@ -10,6 +10,7 @@ use paceline_train::mlx_lm;
 use super::Args;
 use crate::error::Error;
 use crate::log::LogArgs;
+use crate::output::tell;
 
 /// The command line once more, behind the options of a configuration: the last word counts.
 #[derive(Debug, Parser)]
@@ -36,9 +37,12 @@ pub(super) fn needed<'a, T>(value: Option<&'a T>, name: &'static str) -> Result<
 pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
     let named = || path.display().to_string();
     let text = std::fs::read_to_string(path).with_context(named)?;
-    let options = mlx_lm::options(&text).map_err(|reason| anyhow!(reason).context(named()))?;
+    let config = mlx_lm::Config::read(&text).with_context(named)?;
+    for ignored in &config.ignored {
+        tell(format_args!("{}: {ignored}", path.display()));
+    }
     let mut words: Vec<OsString> = Vec::new();
-    for (option, value) in options {
+    for (option, value) in config.options {
         match option {
             "MODEL" if args.model.is_some() => {}
             "MODEL" => words.push(value.into()),
