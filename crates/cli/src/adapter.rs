@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::KernelClass;
 use paceline_board::adapters::{base, facts, fused, text};
+use paceline_store::Found;
 use paceline_tensor::Kernels;
-use paceline_train::adapter::{Adapter, Form};
+use paceline_train::adapter::{Adapter, Form, base_name};
 use paceline_train::fuse::fuse;
 
 pub(crate) use paceline_board::adapters::name_of;
@@ -85,11 +86,17 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Show(args) => show(args),
         Command::Convert(args) => {
-            let base = match &args.base {
-                Some(model) => Some(base(&pull::ensure(model, signals)?.path)?),
+            let found = match &args.base {
+                Some(model) => Some(pull::ensure(model, signals)?),
                 None => None,
             };
-            let (adapter, _) = Adapter::read_for(&args.adapter, base)?;
+            let base = found.as_ref().map(|found| base(&found.path)).transpose()?;
+            let named = found.as_ref().map(name_of_base).transpose()?;
+            let (mut adapter, _) = Adapter::read_for(&args.adapter, base)?;
+            adapter.base = named.flatten().or(adapter.base);
+            if adapter.base_with_weights().is_none() {
+                tell(UNNAMED);
+            }
             match (args.to, base) {
                 (FormName::Gguf, Some(base)) => adapter.write_gguf(&args.output, base)?,
                 (FormName::Mlx, _) => adapter.write(&args.output, Form::Mlx)?,
@@ -127,6 +134,21 @@ fn show(args: &ShowArgs) -> anyhow::Result<()> {
 fn kernels() -> anyhow::Result<Kernels> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     load::free_kernels(threads)
+}
+
+/// Told of an adapter whose files do not name the model that it is for.
+pub(crate) const UNNAMED: &str = "the adapter's files name no base: give PEFT the base's folder or \
+                                  hub id, or write it as base_model_name_or_path";
+
+/// The name by which PEFT finds a model's weights: a repository of the hub or a folder.
+///
+/// # Errors
+/// What is wrong with the model's file.
+pub(crate) fn name_of_base(found: &Found) -> Result<Option<String>, paceline_train::Error> {
+    match found.weights() {
+        Some(repository) => Ok(Some(repository.to_owned())),
+        None => base_name(&std::path::absolute(&found.path).unwrap_or_else(|_| found.path.clone())),
+    }
 }
 
 /// Whether nodes compute with adapters beside a model. Where MLX computes, they are fused first.

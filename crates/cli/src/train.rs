@@ -13,6 +13,7 @@ use paceline_train::{
 };
 use serde_json::json;
 
+use crate::adapter::{UNNAMED, name_of_base};
 use crate::interrupt::Signals;
 use crate::output::{print, tell};
 use crate::{home, load, process, pull};
@@ -282,11 +283,18 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let output = foreign::needed(args.output.as_ref(), "--output")?;
     let name = foreign::needed(args.model.as_ref(), "MODEL")?;
     let found = pull::ensure(name, signals)?;
+    let base = match args.method {
+        Method::Lora | Method::Qlora => name_of_base(&found)?,
+        Method::Full => None,
+    };
     let job = args.job(found.path)?;
     let (report, (nodes, threads)) = signals.orderly(|cancel| {
         let stop = || cancel.is_cancelled();
-        train(args, (&job, output, name), &stop)
+        train(args, (&job, output, name), base.clone(), &stop)
     })?;
+    if base.is_none() && args.method != Method::Full {
+        tell(UNNAMED);
+    }
     let metrics = read_metrics(&output.join("metrics.jsonl"))?;
     let curve = output.join("loss.svg");
     std::fs::write(&curve, svg(&metrics)).with_context(|| curve.display().to_string())?;
@@ -311,6 +319,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 fn train(
     args: &Args,
     (job, output, name): (&Job, &Path, &str),
+    base: Option<String>,
     stop: &dyn Fn() -> bool,
 ) -> anyhow::Result<(Report, CrewSize)> {
     let posts = places::posts(args, name)?;
@@ -330,7 +339,7 @@ fn train(
         kernels,
         mlx: home::mlx_places()?,
     };
-    let run = Run::open(job, means, posts.is_empty())?;
+    let run = Run::open(job, means, posts.is_empty())?.with_base(base);
     let nodes = posts.len().max(1);
     let mut crew = match posts.is_empty() {
         true => Crew::here(),

@@ -10,6 +10,7 @@
 //!
 //! Values are never changed by a conversion, only turned: f32 both ways.
 
+mod base;
 mod gguf;
 
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ use crate::error::Error;
 use crate::fuse::role_of;
 use crate::tensors::{self, Named};
 
+pub use base::base_name;
 pub use gguf::Base;
 
 /// The forms.
@@ -75,12 +77,17 @@ pub struct PairOf<'a> {
 
 impl Adapter {
     /// An adapter of these tensors, with PEFT's names.
-    pub(crate) fn new(rank: usize, alpha: f64, base: String, mut tensors: Vec<Named>) -> Self {
+    pub(crate) fn new(
+        rank: usize,
+        alpha: f64,
+        base: Option<String>,
+        mut tensors: Vec<Named>,
+    ) -> Self {
         tensors.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
         Self {
             rank,
             alpha,
-            base: Some(base),
+            base,
             dropout: 0.0,
             tensors,
         }
@@ -319,9 +326,15 @@ impl Adapter {
         Ok(())
     }
 
+    /// The base, unless it is a GGUF file: PEFT and MLX take a folder or a repository.
+    pub fn base_with_weights(&self) -> Option<&str> {
+        let base = self.base.as_deref();
+        base.filter(|base| Path::new(base).extension().is_none_or(|end| end != "gguf"))
+    }
+
     fn peft_config(&self) -> Value {
         json!({
-            "base_model_name_or_path": self.base,
+            "base_model_name_or_path": self.base_with_weights(),
             "bias": "none",
             "fan_in_fan_out": false,
             "inference_mode": true,
@@ -345,7 +358,7 @@ impl Adapter {
         keys.dedup();
         json!({
             "fine_tune_type": "lora",
-            "model": self.base,
+            "model": self.base_with_weights(),
             "num_layers": -1,
             "lora_parameters": {
                 "rank": self.rank,

@@ -35,6 +35,7 @@ pub enum TrainOn {
 struct Example {
     tokens: Vec<u32>,
     judged: Vec<bool>,
+    rendered: bool,
 }
 
 /// Examples, in the order of their files, and the rows that they are put into.
@@ -45,6 +46,9 @@ pub struct Examples {
     rows: Vec<Vec<usize>>,
     /// How many were cut to the longest length.
     pub cut: usize,
+    /// How many are text with names of control tokens, as a template writes them. In text they are
+    /// ordinary text.
+    pub rendered: usize,
     /// SHA-256 of all tokens and masks.
     pub digest: String,
 }
@@ -103,7 +107,7 @@ impl Reader {
     pub fn read(&self, path: &Path, name: &str) -> Result<Examples, Error> {
         let path = file_of(path, name);
         let text = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
-        let (mut examples, mut cut) = (Vec::new(), 0);
+        let (mut examples, mut cut, mut rendered) = (Vec::new(), 0, 0);
         for (i, line) in text.lines().enumerate() {
             if line.trim().is_empty() {
                 continue;
@@ -114,6 +118,7 @@ impl Reader {
                 reason,
             };
             let mut example = self.example(line).map_err(at)?;
+            rendered += usize::from(example.rendered);
             if example.tokens.len() > self.tokens_max {
                 example.tokens.truncate(self.tokens_max);
                 example.judged.truncate(self.tokens_max);
@@ -138,6 +143,7 @@ impl Reader {
             examples,
             rows,
             cut,
+            rendered,
             digest,
         })
     }
@@ -174,7 +180,10 @@ impl Reader {
             return self.turn(text(&value, "prompt")?, text(&value, "completion")?, &value);
         }
         if has("text") {
-            return self.plain("", text(&value, "text")?, true);
+            let text = text(&value, "text")?;
+            let mut example = self.plain("", text, true)?;
+            example.rendered = self.names_control(text)?;
+            return Ok(example);
         }
         let keys: Vec<&str> = object.keys().map(String::as_str).take(8).collect();
         Err(format!(
@@ -206,7 +215,18 @@ impl Reader {
         tokens.extend(encode(after, false)?);
         tokens.extend(self.tokenizer.eos());
         let judged = (0..tokens.len()).map(|i| all || i >= asked).collect();
-        Ok(Example { tokens, judged })
+        Ok(Example {
+            tokens,
+            judged,
+            rendered: false,
+        })
+    }
+
+    /// Whether a text has the name of a control token.
+    fn names_control(&self, text: &str) -> Result<bool, String> {
+        let ids = self.tokenizer.encode(text, Specials::Parse, false);
+        let ids = ids.map_err(|e| e.to_string())?;
+        Ok(ids.iter().any(|id| self.tokenizer.is_control(*id)))
     }
 
     fn chat(&self, turns: Vec<Message>, value: &Value) -> Result<Example, String> {
@@ -259,7 +279,11 @@ impl Reader {
             }
             judged[begin..end].fill(true);
         }
-        Ok(Example { tokens, judged })
+        Ok(Example {
+            tokens,
+            judged,
+            rendered: false,
+        })
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::adapter::{Adapter, Form};
+use crate::adapter::{Adapter, Form, base_name};
 use crate::checkpoint::{State, named};
 use crate::class::{Class, Means};
 use crate::crew::Crew;
@@ -92,6 +92,8 @@ pub enum Progress {
         rows: usize,
         /// Examples that were cut to the longest length.
         cut: usize,
+        /// Examples of text with names of control tokens.
+        rendered: usize,
         /// Numbers that are trained.
         numbers: usize,
     },
@@ -129,6 +131,8 @@ pub struct Report {
     pub digest: String,
     /// Workers that were lost.
     pub lost: u32,
+    /// Examples of text with names of control tokens, also of what is held out.
+    pub rendered: usize,
     /// Files of the result.
     pub files: Vec<PathBuf>,
 }
@@ -164,6 +168,7 @@ impl Report {
             "stages": about.stages,
             "threads": about.threads,
             "lost": self.lost,
+            "rendered": self.rendered,
             "files": self.files,
         })
     }
@@ -177,6 +182,7 @@ pub struct Run {
     pub(crate) examples: Examples,
     valid: Option<Examples>,
     pub(crate) order: Order,
+    base: Option<String>,
 }
 
 /// Largest step that is accepted: a day's worth of a small model's tokens.
@@ -307,7 +313,21 @@ impl Run {
             examples,
             valid,
             order,
+            base: None,
         })
+    }
+
+    /// The same with a name of the base model, which its adapter's files have: a repository of the
+    /// hub or a folder. Without one it is [`base_name`] of the model.
+    pub fn with_base(mut self, base: Option<String>) -> Self {
+        self.base = base;
+        self
+    }
+
+    /// Examples of text with names of control tokens, also of what is held out.
+    fn rendered(&self) -> usize {
+        let held_out = self.valid.as_ref().map_or(0, |valid| valid.rendered);
+        self.examples.rendered + held_out
     }
 
     /// The model.
@@ -399,14 +419,7 @@ impl Run {
         for line in self.net.notes() {
             watch(Progress::Note { line: line.clone() });
         }
-        watch(Progress::Begun {
-            step: state.step,
-            steps: self.job.optimiser.steps,
-            examples: self.examples.examples(),
-            rows: self.examples.count(),
-            cut: self.examples.cut,
-            numbers: layout.len(),
-        });
+        watch(self.begun(state.step));
         let mut val_loss_before = match state.step {
             0 => self.look(&state, crew, &options, watch)?,
             _ => None, // it is in the metrics
@@ -443,8 +456,22 @@ impl Run {
             val_loss: metrics.last.as_ref().and_then(|m| m.val_loss),
             digest: state.digest(),
             lost: crew.lost(),
+            rendered: self.rendered(),
             files,
         })
+    }
+
+    /// The event that everything is read, before a step.
+    fn begun(&self, step: u64) -> Progress {
+        Progress::Begun {
+            step,
+            steps: self.job.optimiser.steps,
+            examples: self.examples.examples(),
+            rows: self.examples.count(),
+            cut: self.examples.cut,
+            rendered: self.rendered(),
+            numbers: self.net.layout().len(),
+        }
     }
 
     fn step(
@@ -565,7 +592,10 @@ impl Run {
         let owned = found
             .into_iter()
             .map(|(name, shape, v)| (name, shape.to_vec(), v.to_vec()));
-        let base = trained.model.display().to_string();
+        let base = match &self.base {
+            Some(base) => Some(base.clone()),
+            None => base_name(&trained.model)?,
+        };
         let lora = trained.lora;
         let mut adapter = Adapter::new(lora.rank, f64::from(lora.alpha), base, owned.collect());
         adapter.dropout = f64::from(trained.dropout);

@@ -43,6 +43,7 @@ impl Watch {
                 examples,
                 rows,
                 cut,
+                rendered,
                 numbers,
             } => {
                 self.steps = steps;
@@ -62,6 +63,12 @@ impl Watch {
                 if cut > 0 {
                     lines.push(format!(
                         "warning: {cut} examples were cut to --max-tokens-per-row"
+                    ));
+                }
+                if rendered > 0 {
+                    lines.push(format!(
+                        "warning: {rendered} examples of text have names of control tokens, which \
+                         are trained on as ordinary text; conversations belong under messages"
                     ));
                 }
                 lines

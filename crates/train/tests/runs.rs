@@ -16,7 +16,7 @@ use paceline_train::adapter::{Adapter, Form};
 use paceline_train::bridge::{Ends, FarSpec, far, near};
 use paceline_train::{
     Class, Crew, Error, Job, Leaf, Means, Method, Net, OptimiserOptions, Post, Processes, Progress,
-    Report, Rule, Run, RunOptions, Schedule, TrainOn, fuse, read_metrics, svg, worker,
+    Report, Rule, Run, RunOptions, Schedule, TrainOn, Watch, fuse, read_metrics, svg, worker,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
@@ -481,6 +481,29 @@ fn going_on_gives_the_bytes_of_not_having_stopped() {
         .unwrap_err()
         .to_string();
     assert!(refused.contains("digest"), "{refused}");
+}
+
+/// Rows that a template has rendered before have names of control tokens in their text.
+#[test]
+fn rendered_text_is_counted_and_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, output) = (folder.path().join("data.jsonl"), folder.path().join("out"));
+    let texts = ["<bos>ride on<eos>", "a line of riders", "front <eos> turn"];
+    let lines = texts.map(|text| json!({ "text": text }).to_string() + "\n");
+    std::fs::write(&path, lines.concat()).unwrap();
+    let mut job = job(&path, 1);
+    (job.batch, job.leaf) = (2, 1);
+    let (mut watch, mut told) = (Watch::new(1, Some(1)), Vec::new());
+    let hear = |progress: &Progress, _: &[u32]| told.extend(watch.hear(progress.clone(), 0.0));
+    let report = train(&job, nodes(1), &output, (false, &|| false), hear).unwrap();
+    assert_eq!(report.rendered, 4, "two rows, which are held out too");
+    let said = "4 examples of text have names of control tokens";
+    assert!(told.iter().any(|line| line.contains(said)), "{told:?}");
+    // The base's name in the adapter is what PEFT opens: the folder with its weights.
+    let config = std::fs::read(output.join("adapter_config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    let base = config["base_model_name_or_path"].as_str().unwrap();
+    assert_eq!(Path::new(base), job.trained.model);
 }
 
 #[test]

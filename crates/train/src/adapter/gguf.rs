@@ -114,8 +114,8 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
         )
         .meta("adapter.type", Value::String("lora".to_owned()))
         .meta(ALPHA, Value::F32(adapter.alpha as f32));
-    if let Some(name) = &adapter.base {
-        writer = writer.meta(BASE, Value::String(name.clone()));
+    if let Some(name) = adapter.base_with_weights() {
+        writer = writer.meta(BASE, Value::String(name.to_owned()));
     }
     if is_turned {
         writer = writer.meta(HEAD_DIM, Value::U32(base.head_dim as u32));
@@ -220,7 +220,7 @@ mod tests {
             tensor("v_proj", "lora_A", [2, 12]),
             tensor("v_proj", "lora_B", [4, 2]),
         ];
-        Adapter::new(2, 5.0, "base".to_owned(), tensors)
+        Adapter::new(2, 5.0, Some("base".to_owned()), tensors)
     }
 
     #[test]
