@@ -505,7 +505,6 @@ impl Run {
             true => self.look(state, crew, options, watch)?,
         };
         let flop = forecast::step_flop(&self.net, self.job.trained.method, tokens);
-        let share = flop / (options.flops * step_s).max(1.0);
         Ok(Measured {
             step: state.step,
             loss,
@@ -518,7 +517,7 @@ impl Run {
             val_ppl: val_loss.map(libm::exp),
             step_s,
             tok_s: tokens as f64 / step_s.max(1e-9),
-            flop_share: (options.flops > 0.0).then_some(share),
+            flop_share: forecast::flop_share(flop, options.flops, step_s),
             memory_bytes: (options.memory)(),
             nodes: crew.nodes(),
         })

@@ -91,7 +91,10 @@ impl Watch {
                     format!(", held out {loss:.4} (perplexity {:.2})", loss.exp())
                 });
                 let share = m.flop_share.map_or(String::new(), |share| {
-                    format!(" ({:.0} % of the machine's arithmetic)", share * 100.0)
+                    format!(
+                        " ({:.0} % of the arithmetic measured before)",
+                        share * 100.0
+                    )
                 });
                 let memory = m.memory_bytes.map_or(String::new(), |bytes| {
                     format!(", {} in memory", Bytes(bytes))
