@@ -21,7 +21,7 @@ use llguidance::api::{ParserLimits, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
 use paceline_formats::grammar::{
     Constraint, Grammar, MAX_GRAMMAR_BYTES, MAX_MARKER_BYTES, MAX_MARKERS, Start, Unsupported,
-    strict,
+    compilable, strict,
 };
 use paceline_formats::tokenizer::Tokenizer;
 use serde_json::json;
@@ -135,8 +135,12 @@ impl Grammars {
 
     fn compile(&self, grammar: &Grammar) -> Result<Matcher, ConstraintError> {
         let top = match grammar {
-            Grammar::JsonSchema(text) => TopLevelGrammar::from_json_schema(schema_of(text)?),
-            Grammar::JsonObject => TopLevelGrammar::from_json_schema(json!({"type": "object"})),
+            Grammar::JsonSchema(text) => {
+                TopLevelGrammar::from_json_schema(compilable(&schema_of(text)?))
+            }
+            Grammar::JsonObject => {
+                TopLevelGrammar::from_json_schema(compilable(&json!({"type": "object"})))
+            }
             Grammar::Regex(pattern) => TopLevelGrammar::from_regex(pattern),
             Grammar::Choice(texts) => TopLevelGrammar::from_lark(choice(texts)),
             Grammar::Lark(text) => TopLevelGrammar::from_lark(text.clone()),

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 mod format;
 mod schema;
 
-pub use schema::{Unsupported, relaxed, strict};
+pub use schema::{Unsupported, compilable, relaxed, strict};
 
 /// Longest grammar in bytes, as text: schemas of coding agents with 60 tools have 100 KB.
 pub const MAX_GRAMMAR_BYTES: usize = 1 << 20;

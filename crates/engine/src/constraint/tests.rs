@@ -167,6 +167,51 @@ fn each_kind_of_grammar() {
     }
 }
 
+/// How many of `text` repeated may come behind `begun`, 100 at most.
+fn repeats(guide: &Guide, begun: &str, text: &str, tokenizer: &Tokenizer) -> usize {
+    let mut guide = guide.clone();
+    let vocab = tokenizer.vocab_size();
+    let encode = |text: &str| tokenizer.encode(text, Specials::Parse, false).unwrap();
+    for token in encode(begun) {
+        guide.accept(token, tokenizer);
+    }
+    let token = encode(text)[0];
+    let passes = |guide: &mut Guide| match guide.allowed(vocab) {
+        Allowed::Only(mask) => mask.is_allowed(token),
+        allowed => panic!("{begun}: {allowed:?}"),
+    };
+    let mut n = 0;
+    while n < 100 && passes(&mut guide) {
+        guide.accept(token, tokenizer);
+        n += 1;
+    }
+    n
+}
+
+/// A model that prefers white space to everything else comes to the end of its answer.
+#[test]
+fn white_space_in_json_is_bounded() {
+    let tokenizer = tokenizer();
+    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    let schema = r#"{"type": "object", "properties": {"a": {"const": 42}, "b": {"type": "array"}},
+        "required": ["a", "b"], "additionalProperties": false}"#;
+    for grammar in [Grammar::JsonSchema(schema.into()), Grammar::JsonObject] {
+        let guide = grammars.guide(whole(grammar)).unwrap();
+        let document = r#"{"a":42,"b":[1,{}]}"#;
+        // Not inside a name or a number.
+        for at in [1, 4, 5, 7, 8, 11, 12, 13, 14, 15, 16, 17, 18] {
+            let begun = &document[..at];
+            let repeats = |begun: &str, text| repeats(&guide, begun, text, &tokenizer);
+            assert_eq!(repeats(begun, " "), 20, "{begun}");
+            assert_eq!(repeats(begun, "\n"), 20, "{begun}");
+            assert_eq!(repeats(&format!("{begun}\n"), " "), 40, "{begun}");
+        }
+        for ends in ["", document] {
+            assert_eq!(repeats(&guide, ends, " ", &tokenizer), 0, "{ends}");
+        }
+    }
+}
+
 #[test]
 fn grammars_begin_where_they_should() {
     let tokenizer = tokenizer();

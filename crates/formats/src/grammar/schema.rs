@@ -100,6 +100,13 @@ const FORMATS: [&str; 10] = [
     "uri",
 ];
 
+/// White space between two tokens of JSON: 20 bytes, as between the parts of a call, or a line end and
+/// 40 blanks, the indentation of ten levels of four. Without a bound small models write nothing else.
+const SPACE: &str = r"[ \n\r\t]{1,20}|\n {1,40}";
+
+/// Options of the compiler, in the schema itself.
+const OPTIONS: &str = "x-guidance";
+
 /// Deepest nesting.
 const MAX_DEPTH: usize = 64;
 
@@ -118,10 +125,24 @@ pub fn relaxed(schema: &Json) -> (Json, Vec<Unsupported>) {
     let (mut schema, mut dropped) = clean_all(schema);
     if let Json::Object(map) = &mut schema {
         // Takes `oneOf` as `anyOf`, and what else is not known as anything.
-        map.insert("x-guidance".into(), json!({"lenient": true}));
+        map.insert(OPTIONS.into(), json!({"lenient": true}));
     }
     dropped.truncate(MAX_TOLD);
     (schema, dropped)
+}
+
+/// `schema`, which [`strict`] or [`relaxed`] gave, for the compiler. White space between the tokens
+/// of its documents is bounded.
+pub fn compilable(schema: &Json) -> Json {
+    let mut schema = match schema {
+        Json::Bool(true) => json!({}),
+        other => other.clone(),
+    };
+    if let Json::Object(map) = &mut schema {
+        let options = map.entry(OPTIONS).or_insert_with(|| json!({}));
+        options["whitespace_pattern"] = SPACE.into();
+    }
+    schema
 }
 
 /// Most keywords that are told.

@@ -1,7 +1,5 @@
 //! Constraints of answers that are no calls, for models that may think before they answer.
 
-use std::fmt::Write as _;
-
 use serde_json::Value as Json;
 
 use super::tail::tail_of;
@@ -40,7 +38,7 @@ impl Syntax {
             // Models write line ends behind what they thought.
             _ => "start: WS? answer\n".to_owned(),
         };
-        writeln!(lark, "answer: %json {schema}").expect("strings take all");
+        lark += &calls::json_rule("answer", schema);
         Constraint {
             grammar: Grammar::Lark(lark + calls::SPACE),
             start: bound.start,

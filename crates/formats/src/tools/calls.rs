@@ -4,14 +4,12 @@
 //! the reader looks for. Where the model may also answer in words, the grammar begins behind the
 //! marker and ends with the call. Where it must call, the grammar is the whole answer.
 
-use std::fmt::Write as _;
-
 use serde_json::{Value as Json, json};
 
 use super::detect::Syntax;
 use super::form::{Calls, Item};
 use super::{Family, answer, elements, harmony};
-use crate::grammar::{Constraint, Grammar, Span, Start, Unsupported, relaxed, strict};
+use crate::grammar::{Constraint, Grammar, Span, Start, Unsupported, compilable, relaxed, strict};
 use crate::tokenizer::{Fragment, Tokenizer};
 
 /// Calls that a request allows.
@@ -50,6 +48,11 @@ struct Tool {
 /// White space as models write it between parts of a call; a bound keeps small models from writing
 /// nothing else.
 pub(super) const SPACE: &str = "WS: /[ \\n\\r\\t]{1,20}/\n";
+
+/// `rule`: JSON of `schema`.
+pub(super) fn json_rule(rule: &str, schema: &Json) -> String {
+    format!("{rule}: %json {}\n", compilable(schema))
+}
 
 impl Syntax {
     /// The grammar of the calls that `rules` allow in the answer to `prompt`. `None` for models
@@ -201,7 +204,7 @@ impl Writer<'_> {
         let (start, last) = match answer {
             Some(schema) => (
                 format!("{start} | answer"),
-                format!("\nanswer: %json {schema}"),
+                format!("\n{}", json_rule("answer", schema)),
             ),
             None => (start, String::new()),
         };
@@ -278,7 +281,7 @@ impl Writer<'_> {
     fn arguments(&self) -> String {
         let mut out = String::new();
         for (i, tool) in self.tools.iter().enumerate() {
-            writeln!(out, "args{i}: %json {}", tool.schema).expect("strings take all");
+            out += &json_rule(&format!("args{i}"), &tool.schema);
         }
         out
     }
@@ -420,7 +423,8 @@ impl Writer<'_> {
             }
         }
         let close = self.literal(close);
-        format!("{rule}: {open} {rule}v WS? {close} WS?\n{rule}v: %json {schema}\n")
+        let value = json_rule(&format!("{rule}v"), &schema);
+        format!("{rule}: {open} {rule}v WS? {close} WS?\n{value}")
     }
 
     fn any_parameter(&self, form: &elements::Form, rule: &str) -> String {

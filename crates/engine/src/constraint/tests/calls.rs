@@ -102,6 +102,33 @@ fn an_answer_of_a_schema_stands_beside_calls() {
     }
 }
 
+/// In arguments of calls, and in answers behind thoughts.
+#[test]
+fn white_space_in_calls_is_bounded() {
+    let tokenizer = crate::engine::tests::tiny::byte_tokenizer(&[]);
+    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    let syntax = Syntax::of(&ChatTemplate::new("<tool_call> </think>").unwrap());
+    let schema = json!({"type": "object", "required": ["n"]});
+    let answer = syntax.bound_json(&tokenizer, &[], &schema);
+    let tools = tools();
+    let rules = CallRules {
+        tools: &tools,
+        is_required: true,
+        is_parallel: true,
+        has_any_arguments: false,
+        answer: None,
+    };
+    let call = syntax.constraint(&tokenizer, &[], &rules).unwrap();
+    let begun = r#"<tool_call>{"name": "look", "arguments": {"#;
+    for (constraint, begun) in [
+        (answer, "<think>a</think>{"),
+        (call.unwrap().constraint, begun),
+    ] {
+        let guide = grammars.guide(constraint).unwrap();
+        assert_eq!(repeats(&guide, begun, " ", &tokenizer), 20, "{begun}");
+    }
+}
+
 #[test]
 fn a_model_may_think_before_it_answers_or_calls() {
     for (prompt, thought) in [
