@@ -419,6 +419,7 @@ impl Config {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
+        fields.check_unread(&config)?;
         if let Some(tied) = outer_tied(source) {
             config.tied = Some(tied);
         }

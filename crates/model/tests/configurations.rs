@@ -158,6 +158,43 @@ fn scales_of_gemma() {
     assert_eq!(large.layers[0].query_scale, root(256.0 / 4.0));
 }
 
+/// Keys that only some programs read change nothing where they ask for what is computed.
+#[test]
+fn keys_that_say_what_is_computed_pass() {
+    for family in [Family::Llama, Family::Gemma3, Family::Qwen3Moe] {
+        let plain = gguf(family, &[]);
+        let numbers = [
+            ("attention.scale", plain.layers[0].query_scale),
+            ("embedding_scale", plain.embedding_scale),
+            ("logit_scale", 1.0),
+            ("residual_scale", 0.0),
+            ("final_logit_softcapping", 0.0),
+            ("attention.clamp_kqv", 0.0),
+            ("rope.scale_linear", 1.0),
+            ("rope.scaling.attn_factor", 1.0),
+        ];
+        let mut entries = vec![("attention.causal", Entry::from(true))];
+        entries.extend(numbers.map(|(key, value)| (key, value.into())));
+        entries.extend([
+            ("expert_gating_func", Entry::from(1u32)),
+            ("expert_weights_norm", true.into()),
+        ]);
+        assert_eq!(gguf(family, &entries), plain, "{family:?}");
+    }
+    let plain = gguf(Family::Llama, &[]);
+    let window = ("attention.sliding_window", (plain.context as u32).into());
+    assert_eq!(gguf(Family::Llama, &[window]), plain);
+
+    let plain = hf("llama-tied", &json!({}));
+    let same = json!({
+        "is_causal": true, "use_bidirectional_attention": null, "use_qk_norm": false,
+        "logit_scale": 1, "logits_scaling": 1.0, "residual_multiplier": 1, "clip_qkv": null,
+        "attention_multiplier": plain.layers[0].query_scale, "final_logit_softcapping": null,
+        "scale_attn_by_inverse_layer_idx": false, "attn_output_gate": false,
+    });
+    assert_eq!(hf("llama-tied", &same), plain);
+}
+
 /// Most layers see 512 positions, and keep little more than those.
 #[test]
 fn windows_keep_a_third_of_the_cache_at_32768_positions() {

@@ -6,6 +6,7 @@ mod experts;
 mod gemma4;
 mod latent;
 mod rope;
+mod unread;
 
 pub(crate) use rope::RopeKind;
 
@@ -321,16 +322,6 @@ impl<'a> Fields<'a> {
         } else {
             Err(wrong_value("query scalar", scalar, "above 0"))
         }
-    }
-
-    /// Refuses the soft caps of Gemma 2, which Gemma 3 has fields for and does not use.
-    pub(crate) fn refuse_softcaps(&self) -> Result<(), Error> {
-        for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
-            if let Some(cap) = self.opt_float(key, key)?.filter(|cap| *cap != 0.0) {
-                return Err(wrong_value(key, cap, "none (soft caps are not supported)"));
-            }
-        }
-        Ok(())
     }
 
     /// Positions that windowed layers see.

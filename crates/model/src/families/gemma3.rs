@@ -28,7 +28,6 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     config.embedding_scale = (config.width as f32).sqrt();
     config.norm_offset = fields.gemma_norm_offset();
     let query_scale = 1.0 / fields.gemma_query_scalar(&config)?.sqrt();
-    fields.refuse_softcaps()?;
     let full = fields.rope(&config, ROPE)?;
     config.ropes = vec![full, fields.gemma_window_rope(&config)?];
     let window = fields.window()?;

@@ -222,6 +222,43 @@ fn experts_and_settings_of_gemma_are_refused() {
     );
 }
 
+/// Keys that llama.cpp knows, with values that are not what is computed.
+#[test]
+fn keys_that_change_the_arithmetic_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let llama = |key, value, expected| {
+        check_entry(dir.path(), Family::Llama, key, Some(value), expected);
+    };
+    let causal = "attention.causal is false, expected true";
+    llama("attention.causal", false.into(), causal);
+    llama("logit_scale", 0.5f32.into(), "logit_scale is 0.5");
+    llama("attention.scale", 1f32.into(), "expected 0.25");
+    llama("embedding_scale", 12f32.into(), "embedding_scale is 12");
+    llama("residual_scale", 0.2f32.into(), "residual_scale is 0.2");
+    llama(
+        "attn_logit_softcapping",
+        f32::NAN.into(),
+        "attn_logit_softcapping is NaN",
+    );
+    llama(
+        "attention.clamp_kqv",
+        8f32.into(),
+        "attention.clamp_kqv is 8",
+    );
+    llama("rope.scale_linear", 4f32.into(), "rope.scale_linear is 4");
+    let factor = "rope.scaling.attn_factor";
+    llama(factor, 2f32.into(), "rope.scaling.attn_factor is 2");
+    let window = "attention.sliding_window";
+    llama(window, 7u32.into(), "attention.sliding_window is 7");
+    let experts = |key, value, expected| {
+        check_entry(dir.path(), Family::Qwen3Moe, key, Some(value), expected);
+    };
+    experts("expert_gating_func", 2u32.into(), "expert_gating_func is 2");
+    experts("expert_weights_norm", false.into(), "expected true");
+    experts("expert_weights_scale", 2.5f32.into(), "expected 1");
+    experts("expert_group_count", 2u32.into(), "expected 1");
+}
+
 /// Possible values, but not those of the weights.
 #[test]
 fn sizes_that_the_weights_do_not_have_are_refused() {

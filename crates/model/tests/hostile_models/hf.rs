@@ -205,6 +205,52 @@ fn numbers_of_gemma_that_lie_are_refused() {
     );
 }
 
+/// Keys that classes of transformers know, with values that are not what is computed.
+#[test]
+fn keys_that_change_the_arithmetic_are_refused() {
+    let bidirectional = "use_bidirectional_attention is true, expected false";
+    // EmbeddingGemma.
+    let gemma = Folder::copy("gemma3-bf16");
+    gemma.check("use_bidirectional_attention", json!(true), bidirectional);
+    let llama = Folder::copy("llama-tied");
+    for (field, value, expected) in [
+        ("use_bidirectional_attention", json!(true), bidirectional),
+        ("is_causal", json!(false), "is_causal is false"),
+        ("use_qk_norm", json!(true), "use_qk_norm is true"),
+        ("logit_scale", json!(0.0625), "logit_scale is 0.0625"),
+        ("logits_scaling", json!(8), "logits_scaling is 8"),
+        (
+            "embedding_multiplier",
+            json!(12),
+            "embedding_multiplier is 12",
+        ),
+        (
+            "residual_multiplier",
+            json!(0.22),
+            "residual_multiplier is 0.22",
+        ),
+        (
+            "attention_multiplier",
+            json!(1),
+            "attention_multiplier is 1",
+        ),
+        (
+            "final_logit_softcapping",
+            json!(30),
+            "final_logit_softcapping is 30",
+        ),
+        ("clip_qkv", json!(8), "clip_qkv is 8"),
+        (
+            "scale_attn_by_inverse_layer_idx",
+            json!(true),
+            "scale_attn_by_inverse_layer_idx is true",
+        ),
+        ("attn_output_gate", json!(true), "attn_output_gate is true"),
+    ] {
+        llama.check(field, value, expected);
+    }
+}
+
 // long: a table of cases
 #[test]
 fn numbers_of_gemma4_that_lie_are_refused() {

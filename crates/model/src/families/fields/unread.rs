@@ -1,0 +1,229 @@
+//! Keys that change what a model computes and that no reader of its family reads.
+//!
+//! The tables have the keys that llama.cpp (`src/llama-arch.cpp`) or a class of transformers knows,
+//! each with the value that is computed here. Any other value is refused by name. A new key that
+//! is computed goes to its family's reader, and that family to `readers`.
+
+use serde_json::Value;
+
+use super::{Fields, wrong_value};
+use crate::config::Gating;
+use crate::families::Family;
+use crate::{Config, Error, Experts};
+
+/// A key in both layouts, with an empty name where a layout has none.
+struct Key<C> {
+    gguf: &'static str,
+    hf: &'static str,
+    /// The value that is computed.
+    computed: C,
+    /// Families whose readers read it.
+    readers: &'static [Family],
+}
+
+impl<C: Copy> Key<C> {
+    const fn new(
+        gguf: &'static str,
+        hf: &'static str,
+        computed: C,
+        readers: &'static [Family],
+    ) -> Self {
+        Self {
+            gguf,
+            hf,
+            computed,
+            readers,
+        }
+    }
+
+    /// Its name in the layout of `fields`.
+    const fn name(&self, fields: &Fields<'_>) -> &'static str {
+        match fields {
+            Fields::Gguf { .. } => self.gguf,
+            Fields::Hf(_) => self.hf,
+        }
+    }
+
+    fn is_read(&self, family: Family) -> bool {
+        self.readers.contains(&family)
+    }
+}
+
+type Flag = Key<fn(Family) -> bool>;
+
+const FLAGS: [Flag; 7] = [
+    Flag::new("attention.causal", "is_causal", |_| true, &[]),
+    Flag::new("", BIDIRECTIONAL, |_| false, &[Family::Gemma4]),
+    Flag::new(PARALLEL, PARALLEL, |_| false, &[]),
+    Flag::new("swin_norm", "", |_| false, &[]),
+    Flag::new("", "scale_attn_by_inverse_layer_idx", |_| false, &[]),
+    Flag::new("", "attn_output_gate", Family::has_delta_nets, &[]),
+    Flag::new("", "use_qk_norm", Family::norms_heads, QK_NORM),
+];
+const BIDIRECTIONAL: &str = "use_bidirectional_attention";
+const PARALLEL: &str = "use_parallel_residual";
+const QK_NORM: &[Family] = &[Family::Glm4Moe, Family::MiniMaxM2];
+
+/// 0 means that the file does not say, as in llama.cpp.
+type Number = Key<fn(&Config) -> f32>;
+
+const fn one(_: &Config) -> f32 {
+    1.0
+}
+
+/// Only 0 passes.
+const fn none(_: &Config) -> f32 {
+    0.0
+}
+
+fn query_scale(config: &Config) -> f32 {
+    config.layers.first().map_or(1.0, |layer| layer.query_scale)
+}
+
+const NUMBERS: [Number; 18] = [
+    Number::new("logit_scale", "logit_scale", one, &[]),
+    Number::new("", "logits_scaling", one, &[]),
+    Number::new(
+        "embedding_scale",
+        "embedding_multiplier",
+        |c| c.embedding_scale,
+        &[],
+    ),
+    Number::new("residual_scale", "residual_multiplier", one, &[]),
+    Number::new("attention.scale", "attention_multiplier", query_scale, &[]),
+    Number::new("attention.output_scale", "", one, &[]),
+    Number::new("attention.value_scale", "", one, &[]),
+    Number::new("attention.temperature_scale", "", none, &[Family::DeepSeek]),
+    Number::new("attention.clamp_kqv", "clip_qkv", none, &[Family::Dbrx]),
+    Number::new("attention.max_alibi_bias", "", none, &[]),
+    Number::new(ATTENTION_CAP, ATTENTION_CAP, none, &[]),
+    Number::new(ROUTER_CAP, ROUTER_CAP, none, &[]),
+    Number::new(FINAL_CAP, FINAL_CAP, none, &[Family::Gemma4]),
+    Number::new("expert_group_scale", "", one, &[]),
+    Number::new("rope.scale_linear", "", one, &[]),
+    Number::new("rope.scaling.alpha", "", one, &[]),
+    Number::new("rope.scaling.yarn_ext_factor", "", one, &[]),
+    Number::new("rope.scaling.yarn_attn_factor", "", one, &[]),
+];
+const ATTENTION_CAP: &str = "attn_logit_softcapping";
+const ROUTER_CAP: &str = "router_logit_softcapping";
+const FINAL_CAP: &str = "final_logit_softcapping";
+
+impl Fields<'_> {
+    /// Refuses keys that ask for another arithmetic than `config`, which their family's reader made.
+    ///
+    /// # Errors
+    /// [`Error::Value`] with the key, its value and the one that is computed.
+    pub(crate) fn check_unread(&self, config: &Config) -> Result<(), Error> {
+        self.check_flags(config.family)?;
+        for number in NUMBERS.iter().filter(|key| !key.is_read(config.family)) {
+            let said = self.opt_float(number.gguf, number.hf)?;
+            check_number(number.name(self), said, (number.computed)(config))?;
+        }
+        if let Self::Gguf { .. } = self {
+            self.check_gguf_window(config)?;
+            self.check_gguf_rope()?;
+            self.check_gguf_experts(config)?;
+        }
+        Ok(())
+    }
+
+    fn check_flags(&self, family: Family) -> Result<(), Error> {
+        for flag in FLAGS.iter().filter(|key| !key.is_read(family)) {
+            let computed = (flag.computed)(family);
+            let said = self.opt_flag(flag.gguf, flag.hf)?;
+            check_flag(flag.name(self), said, computed)?;
+        }
+        Ok(())
+    }
+
+    fn opt_flag(&self, gguf: &str, hf: &str) -> Result<Option<bool>, Error> {
+        match self {
+            Self::Gguf { metadata, .. } => Ok(metadata.opt_bool(&self.key(gguf))?),
+            Self::Hf(_) => self.hf(hf, "true or false", Value::as_bool),
+        }
+    }
+
+    /// A window of a family without windows must hold the whole context.
+    fn check_gguf_window(&self, config: &Config) -> Result<(), Error> {
+        const KEY: &str = "attention.sliding_window";
+        if matches!(
+            config.family,
+            Family::Gemma3 | Family::Gemma4 | Family::GptOss
+        ) {
+            return Ok(());
+        }
+        let said = self.opt_size(KEY, "", 0, u64::MAX)?;
+        match said.filter(|window| (1..config.context).contains(window)) {
+            None => Ok(()),
+            Some(window) => Err(wrong_value(KEY, window, "none (the family has no windows)")),
+        }
+    }
+
+    /// `YaRN` alone multiplies cosines and sines by a factor.
+    fn check_gguf_rope(&self) -> Result<(), Error> {
+        const KEY: &str = "rope.scaling.attn_factor";
+        if self.gguf_scaling()? == Some("yarn") {
+            return Ok(());
+        }
+        check_number(KEY, self.opt_float(KEY, "")?, 1.0)
+    }
+
+    /// Experts are chosen and weighed as their family's reader says.
+    fn check_gguf_experts(&self, config: &Config) -> Result<(), Error> {
+        let Some(experts) = config.experts() else {
+            return Ok(());
+        };
+        self.check_gguf_gating(experts)?;
+        check_number(
+            "expert_weights_scale",
+            self.opt_float("expert_weights_scale", "")?,
+            experts.scale,
+        )?;
+        let groups = self.opt_size("expert_group_count", "", 0, u64::MAX)?;
+        let computed = experts.groups.map_or(1, |groups| groups.count);
+        match groups.filter(|groups| *groups > 1 && *groups != computed) {
+            None => Ok(()),
+            Some(groups) => Err(wrong_value(
+                "expert_group_count",
+                groups,
+                computed.to_string(),
+            )),
+        }
+    }
+
+    /// The function on the router's scores, by its number in llama.cpp (0: the file does not say),
+    /// and whether the weights of chosen experts sum to 1.
+    fn check_gguf_gating(&self, experts: Experts) -> Result<(), Error> {
+        let (number, name) = match experts.gating {
+            Gating::Softmax => (1, "1 (softmax)"),
+            Gating::Sigmoid => (2, "2 (sigmoid)"),
+            Gating::OfChosen => (3, "3 (softmax of those chosen)"),
+        };
+        let said = self.opt_size("expert_gating_func", "", 0, u64::MAX)?;
+        if let Some(other) = said.filter(|said| ![0, number].contains(said)) {
+            return Err(wrong_value("expert_gating_func", other, name));
+        }
+        let said = self.opt_flag("expert_weights_norm", "")?;
+        // A softmax over those chosen sums to 1 by itself.
+        let computed = experts.normalised || experts.gating == Gating::OfChosen;
+        check_flag("expert_weights_norm", said, computed)
+    }
+}
+
+fn check_flag(name: &'static str, said: Option<bool>, computed: bool) -> Result<(), Error> {
+    match said.filter(|said| *said != computed) {
+        None => Ok(()),
+        Some(said) => Err(wrong_value(name, said, computed.to_string())),
+    }
+}
+
+/// Files have numbers as decimals, and of single precision: `computed` to five digits passes.
+fn check_number(name: &'static str, said: Option<f32>, computed: f32) -> Result<(), Error> {
+    let is_computed = |said: f32| (said - computed).abs() <= 1e-5 * computed.abs();
+    match said.filter(|said| *said != 0.0 && !is_computed(*said)) {
+        None => Ok(()),
+        Some(said) if computed == 0.0 => Err(wrong_value(name, said, "none")),
+        Some(said) => Err(wrong_value(name, said, computed.to_string())),
+    }
+}
