@@ -47,6 +47,7 @@ pub mod fit;
 pub mod follow;
 pub mod model;
 mod network;
+pub mod origin;
 pub mod placement;
 pub mod predict;
 pub mod published;

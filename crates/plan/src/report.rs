@@ -32,6 +32,7 @@ use serde_json::Value;
 
 use crate::advice::{Sensitivity, sensitivity as changes_of};
 use crate::catalogue::LinkKind;
+use crate::origin::Origin;
 use crate::solver::{Candidate, Family, Options, Outcome, solve, stream_from_disk};
 use crate::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Objective, Workload};
 use crate::{Placement, Prediction, predict};
@@ -64,6 +65,8 @@ pub struct Answer {
     pub outcome: Outcome,
     /// Changes of the cluster, each with its gain.
     pub changes: Vec<Sensitivity>,
+    /// The published runs that its speed rests on, where it was not measured here.
+    pub origin: Option<Origin>,
 }
 
 impl Question {
@@ -87,7 +90,13 @@ impl Question {
         };
         let links = self.other_links()?;
         let changes = changes_of(costs, &self.calibration, &self.options, &outcome, &links)?;
-        Ok(Answer { outcome, changes })
+        let placement = &outcome.best.placement;
+        let origin = Origin::of(costs.cluster, placement, &self.calibration)?;
+        Ok(Answer {
+            outcome,
+            changes,
+            origin,
+        })
     }
 
     /// Links to try in place of those that are there.
@@ -117,27 +126,23 @@ fn streamed(costs: &Costs<'_>) -> Result<Outcome, Error> {
 impl Answer {
     /// The whole report, for people.
     pub fn text(&self, question: &Question, costs: &Costs<'_>) -> String {
-        plan(question, costs, &self.outcome, &self.changes)
+        plan(question, costs, self)
     }
 
     /// The plan, its alternatives and what would change it, for programs.
     pub fn json(&self, costs: &Costs<'_>) -> Value {
-        json::plan(costs, &self.outcome, &self.changes)
+        json::plan(costs, self)
     }
 }
 
-fn plan(
-    question: &Question,
-    costs: &Costs<'_>,
-    outcome: &Outcome,
-    changes: &[Sensitivity],
-) -> String {
+fn plan(question: &Question, costs: &Costs<'_>, answer: &Answer) -> String {
     let mut text = heading(question, costs);
+    let (outcome, changes) = (&answer.outcome, &answer.changes);
     let best = &outcome.best;
     let _ = writeln!(text, "\nplan: {}\n", layout::label(&best.placement));
     text.push_str(&layout::drawing(costs, &best.placement, &best.prediction));
     text.push('\n');
-    text.push_str(&figures(best));
+    text.push_str(&figures(best, answer.origin.as_ref()));
     text.push_str(&apart(costs, best));
     text.push_str(&alternatives(outcome, question.options.objective));
     text.push_str(&sensitivity(changes));
@@ -232,9 +237,9 @@ fn without_prefill(costs: &Costs<'_>, placement: &Placement) -> Option<Predictio
     predict(costs, &alone).ok()
 }
 
-fn figures(best: &Candidate) -> String {
+fn figures(best: &Candidate, origin: Option<&Origin>) -> String {
     let said = &best.prediction;
-    let rows = [
+    let mut rows = vec![
         (
             "decode, one request",
             format!("{:.1} tok/s", said.decode_tok_s),
@@ -267,6 +272,11 @@ fn figures(best: &Candidate) -> String {
             format!("{} USD", or_dash(said.usd_per_tok_s(), 0)),
         ),
     ];
+    if let Some(origin) = origin {
+        let [low, high] = origin.range(said.decode_tok_s);
+        let range = format!("{low:.1} to {high:.1} tok/s");
+        rows.splice(1..1, [("  range", range), ("  rests on", origin.told())]);
+    }
     let line = |(name, value): &(&str, String)| format!("  {name:<21} {value}\n");
     rows.iter().map(line).collect()
 }

@@ -1,15 +1,17 @@
 //! A plan as one JSON object.
 
 use crate::advice::Sensitivity;
+use crate::origin::Origin;
 use crate::predict::{LinkUse, NodeUse};
-use crate::solver::{Candidate, Outcome};
+use crate::solver::Candidate;
 use crate::{Costs, Member, Pipeline, Placement, Prediction, Split, Stage};
 use serde_json::{Value, json};
 
-use super::layout;
+use super::{Answer, layout};
 
-/// The plan, its alternatives and what would change it.
-pub(super) fn plan(costs: &Costs<'_>, outcome: &Outcome, changes: &[Sensitivity]) -> Value {
+/// The plan, its origin, its alternatives and what would change it.
+pub(super) fn plan(costs: &Costs<'_>, answer: &Answer) -> Value {
+    let outcome = &answer.outcome;
     let others = outcome.alternatives.iter().map(|c| candidate(costs, c));
     json!({
         "model": costs.model.name,
@@ -21,10 +23,20 @@ pub(super) fn plan(costs: &Costs<'_>, outcome: &Outcome, changes: &[Sensitivity]
             "context": costs.workload.context,
         },
         "plan": candidate(costs, &outcome.best),
+        "origin": answer.origin.as_ref().map(|it| origin(it, &outcome.best.prediction)),
         "alternatives": others.collect::<Vec<_>>(),
-        "changes": changes.iter().map(change).collect::<Vec<_>>(),
+        "changes": answer.changes.iter().map(change).collect::<Vec<_>>(),
         "considered": outcome.considered,
         "exact": outcome.exact,
+    })
+}
+
+fn origin(origin: &Origin, said: &Prediction) -> Value {
+    json!({
+        "engines": origin.engines,
+        "published_runs": origin.runs,
+        "same_machine": origin.same_machine,
+        "decode_tok_s_range": origin.range(said.decode_tok_s),
     })
 }
 
