@@ -311,6 +311,13 @@ fn ssh(path: Option<&OsStr>) -> Check {
     )
 }
 
+/// How RDMA is switched on under macOS 26.2 or later. Apple showed the switch in System Settings at
+/// WWDC26 (session 233, June 2026), and no source says from which version on it is there. Before
+/// it there was recovery mode alone (technote TN3205).
+pub const ENABLE_RDMA: &str = "search System Settings for RDMA, switch on \"Enable RDMA over \
+    Thunderbolt\" and restart; without that entry run rdma_ctl enable in macOS Recovery (macOS \
+    26.2 or later, Thunderbolt 5)";
+
 fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
     const MAC: bool = cfg!(target_os = "macos");
     match devices {
@@ -321,11 +328,7 @@ fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
             "sudo networksetup -setnetworkserviceenabled \"Thunderbolt Bridge\" off",
         ),
         Ok(names) => of_ports(&names, &idle_rdma_ports()),
-        Err(error) if MAC => Check::missing(
-            "rdma",
-            error.to_string(),
-            "start into recovery and run rdma_ctl enable (macOS 26.2 or later, Thunderbolt 5)",
-        ),
+        Err(error) if MAC => Check::missing("rdma", error.to_string(), ENABLE_RDMA),
         // The library is there, and the kernel has no devices for it.
         Err(error @ RdmaError::NoList { .. }) => Check::absent("rdma", error.to_string()),
         Err(error) => Check::missing(
@@ -435,6 +438,13 @@ mod tests {
             assert_eq!(check.state, State::Missing, "{models}");
             assert!(check.found.contains("cannot write in /proc:"), "{check:?}");
         }
+    }
+
+    #[test]
+    fn rdma_is_switched_on_in_system_settings_where_they_have_the_switch() {
+        let at = |what: &str| ENABLE_RDMA.find(what).unwrap();
+        assert!(at("System Settings") < at("rdma_ctl enable"));
+        assert!(at("rdma_ctl enable") < at("Recovery"));
     }
 
     #[test]

@@ -112,7 +112,7 @@ fn all_ids(world: &World) -> Vec<u64> {
 fn every_id_is_reached_through_the_program() {
     let world = World::new();
     let ids = all_ids(&world);
-    assert_eq!(ids.len(), 51);
+    assert_eq!(ids.len(), 52);
     for id in ids {
         let id_text = id.to_string();
         let detail = world.json(&["detail", &id_text]);
@@ -210,7 +210,7 @@ fn conflicts_come_with_what_the_planner_assumes_and_why() {
         assert!(said.contains(part), "{said}");
     }
     let skill = world.json(&["skill", "gpu-distributed"]);
-    assert_eq!(skill["conflicts"].as_array().unwrap().len(), 30);
+    assert_eq!(skill["conflicts"].as_array().unwrap().len(), 32);
     for conflict in skill["conflicts"].as_array().unwrap() {
         assert_eq!(
             conflict["assumptions"].as_array().unwrap().len(),

@@ -31,9 +31,9 @@ fn own_words(finding: &Finding) -> Vec<(&'static str, String)> {
 }
 
 #[test]
-fn all_51_are_there() {
+fn all_52_are_there() {
     let kb = KnowledgeBase::built_in();
-    assert_eq!(kb.findings().count(), 51);
+    assert_eq!(kb.findings().count(), 52);
     assert_eq!(kb.topics().len(), 16);
     assert_eq!(kb.answers().len(), 13);
     assert_eq!(kb.skills().len(), 1);
@@ -90,7 +90,7 @@ fn every_id_is_among_the_first_five_hits_for_its_own_words() {
 fn every_conflict_is_symmetric_and_has_one_assumption_of_the_planner() {
     let kb = KnowledgeBase::built_in();
     let conflicts = kb.conflicts();
-    assert_eq!(conflicts.len(), 30);
+    assert_eq!(conflicts.len(), 32);
     for conflict in conflicts {
         let first = kb.finding(conflict.first).unwrap();
         assert!(first.conflicts.contains(&conflict.second), "{conflict:?}");
@@ -102,4 +102,20 @@ fn every_conflict_is_symmetric_and_has_one_assumption_of_the_planner() {
             "{conflict:?}"
         );
     }
+}
+
+/// RDMA was switched on in recovery mode alone, until macOS had a switch for it.
+#[test]
+fn the_switch_for_rdma_corrects_the_finding_on_recovery_mode() {
+    let kb = KnowledgeBase::built_in();
+    let old = kb.finding(413).unwrap();
+    assert_eq!(old.conflicts, [550]);
+    assert!(
+        kb.finding(550)
+            .unwrap()
+            .statement
+            .contains("System Settings")
+    );
+    let asked = kb.search("enable RDMA in System Settings", 3);
+    assert_eq!(asked.hits[0].id, 550);
 }

@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 
+use paceline_board::doctor::ENABLE_RDMA;
 use paceline_launch::topology::Error as TopologyError;
 use paceline_process::processes::Ending;
 
@@ -85,9 +86,7 @@ fn of_topology(error: &TopologyError) -> Option<String> {
         }
         TopologyError::NoRing { .. } => format!("connect them, or leave hosts out; {DOT}"),
         TopologyError::NoRdma { .. } => {
-            "`rdma_ctl enable` in macOS Recovery (26.2 and later, Thunderbolt 5), or take \
-             --backend ring"
-                .to_owned()
+            format!("{ENABLE_RDMA}; or take --backend ring")
         }
         TopologyError::OneHost => "name several: --hosts A,B".to_owned(),
         TopologyError::SameMachine { .. } => "name it once".to_owned(),

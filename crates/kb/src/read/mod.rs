@@ -15,7 +15,7 @@ use crate::entry::{Assumption, Check, Confidence, Finding, Origin, QuickAnswer, 
 use crate::error::{Error, Fault, PROBLEMS_MAX, Problem};
 use fields::{Fields, Reader};
 
-/// Most bytes of one file. The 51 built-in findings take 48 KB, so this is room for a thousand.
+/// Most bytes of one file. The 52 built-in findings take 50 KB, so this is room for a thousand.
 pub const FILE_BYTES_MAX: usize = 1 << 20;
 
 /// Knowledge area of a finding that names none.
