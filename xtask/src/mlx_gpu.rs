@@ -175,6 +175,7 @@ fn tests(
     command.args(["--", "--show-output"]);
     command.env(LIBRARY, library).envs(mlx_engine::tokens());
     command.env("PACELINE_TEST_MODELS", models::folder()?);
+    command.env("MLX_ENABLE_TF32", "0"); // as the program sets it
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path(name), |line| {
         if log.read(line) {

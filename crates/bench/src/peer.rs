@@ -61,6 +61,7 @@ impl Served {
         let python: OsString = python.unwrap_or_else(|| OsStr::new("python3").to_owned());
         let mut python = Command::new(python);
         python.args(["-c", MLX_LM]).arg(model);
+        python.env_remove(paceline_mlx::TF32); // its default, which this program has changed
         Self::start("mlx-lm", python, task)
     }
 

@@ -166,6 +166,11 @@ fn main() -> ExitCode {
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
     hush_caught_panics();
     let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
+    // These start programs of the user, which keep the user's environment.
+    if !matches!(command, Command::Launch(_) | Command::Agent(_)) {
+        // SAFETY: no thread was started so far.
+        unsafe { process::disable_tf32() };
+    }
     let begun = log::start(&log);
     match begun.and_then(|()| execute(&command)) {
         Ok(()) => ExitCode::SUCCESS,

@@ -245,10 +245,9 @@ impl Stream {
 
     /// An array of the bytes of `owner`.
     ///
-    /// Memory that starts and ends with a page is used in place where the device can do so, and
-    /// `owner` is dropped with the last use of it. Metal requires whole pages of such memory, and
-    /// tensors in files are not. All other memory is copied, by this function or by MLX (for a
-    /// CUDA card and in its CPU build), and `owner` is dropped at once.
+    /// Whole pages are used in place where the device can do so, and `owner` is dropped with the
+    /// last use of them. Metal requires whole pages, and tensors in files are not. All other
+    /// memory is copied, and `owner` is dropped at once. A CUDA card and MLX's CPU build copy all.
     ///
     /// # Errors
     /// As [`array`](Self::array).

@@ -24,6 +24,7 @@ fn run(world: &World, library: &Path, model: &str, more: &[&str]) -> Output {
     let own = ["run", model, "Once upon a time", "--max-tokens", "12"];
     let own = own.into_iter().chain(["--temperature", "0", "--json"]);
     let mut command = world.paceline(own.chain(more.iter().copied()));
+    command.env("MLX_ENABLE_TF32", "1"); // a user's, which changes no number
     finish(command.env("PACELINE_MLXC", library))
 }
 
@@ -117,6 +118,10 @@ fn libraries_that_cannot_be_used_are_told_by_name() {
             std::fs::remove_file(other).unwrap();
         }
         None => eprintln!("SKIPPED mlx of another version, by the binary: no rustc"),
+    }
+    if let Some(stating) = fake::build(&world.path("tmp"), "other.rs", &["--cfg", "states_tf32"]) {
+        refused(&stating, "is of version without TF32, expected 0.32.x");
+        std::fs::remove_file(stating).unwrap();
     }
     world.assert_clean();
 }
