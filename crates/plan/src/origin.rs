@@ -10,8 +10,8 @@ use crate::published::{BUILTIN, Published, Row};
 use crate::validate::{Scored, validate};
 use crate::{Backend, Calibration, Catalogue, Cluster, Error, Placement};
 
-/// Published runs below which a range says nothing: an engine's constants were fitted on up to three
-/// of them, which they meet within 2 % (`mlx-experts`).
+/// Published runs below which a range says nothing. Constants meet the few runs on which they were
+/// fitted: all three of `mlx-experts` within 2 %.
 const RUNS_MIN: usize = 5;
 
 /// The origin of the decode speed that is predicted for a placement.
