@@ -9,7 +9,7 @@ use paceline_base::Bytes;
 use paceline_serve::{PullStep, Puller};
 use paceline_store::{
     Cancel, Entry, EntryName, Error, Found, Home, Kind, Plan, Progress, PullOptions, Pulled,
-    Resolved, check_used, list, pull, resolve, usual_name, verify,
+    Resolved, check_used, fetch_pinned, list, origin, pull, resolve, usual_name, verify,
 };
 use serde_json::{Value, json};
 
@@ -27,6 +27,8 @@ pub enum Came {
     InStore,
     /// It was there, and its bytes were checked.
     Checked,
+    /// It was there with wrong bytes, and was fetched again.
+    Mended,
     /// It is no model of the store.
     Own,
 }
@@ -38,6 +40,7 @@ impl Came {
             Self::Fetched => "pulled",
             Self::InStore => "already in the store",
             Self::Checked => "already in the store, checked",
+            Self::Mended => "was damaged, fetched again",
             Self::Own => "your own file, nothing to pull",
         }
     }
@@ -62,7 +65,8 @@ pub struct Pulls<'a> {
 }
 
 impl Pulls<'_> {
-    /// The model that `spec` means, fetched or checked, and how it came to be here.
+    /// The model that `spec` means, fetched or checked, and how it came to be here. One with wrong
+    /// bytes is fetched again where its record says from where.
     ///
     /// # Errors
     /// As of [`resolve`], [`pull`] and [`verify`]; [`Error::Damaged`].
@@ -83,8 +87,35 @@ impl Pulls<'_> {
             return Ok((found, Came::Own));
         };
         let checked = verify(self.home, name, self.cancel, &mut *(self.progress)());
-        checked.map_err(|error| damaged(name.as_str(), error))?;
-        Ok((found, Came::Checked))
+        match checked {
+            Ok(()) => Ok((found, Came::Checked)),
+            Err(error @ Error::HashMismatch { .. }) => {
+                self.mend(name, &found, error)?;
+                Ok((found, Came::Mended))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Fetches the file of a stored model again; `error` says how it is damaged.
+    fn mend(&self, name: &EntryName, found: &Found, error: Error) -> Result<(), Error> {
+        let error = damaged(name.as_str(), error);
+        let place = (found.path.parent(), found.path.file_name());
+        let (Some(pinned), (Some(folder), Some(file))) = (origin(self.home, &found.path), place)
+        else {
+            return Err(error); // of several files, or from nowhere known
+        };
+        (self.tell)(&format!("warning: {error}; fetching it again"));
+        let (file, mut progress) = (file.to_string_lossy(), (self.progress)());
+        let to = (folder, &*file);
+        match fetch_pinned(&pinned, to, self.options, self.cancel, &mut *progress) {
+            Ok(()) => verify(self.home, name, self.cancel, &mut *progress),
+            Err(Error::Cancelled) => Err(Error::Cancelled),
+            Err(failed) => {
+                (self.tell)(&format!("warning: cannot fetch {name} again: {failed}"));
+                Err(error)
+            }
+        }
     }
 
     /// The model that `spec` means, fetched if need be, and noted as used now. `may` refuses one
@@ -195,7 +226,7 @@ pub fn object(found: &Found, bytes: Option<Bytes>, came: Came) -> Value {
         "path": found.path.to_string_lossy(),
         "type": found.kind,
         "bytes": bytes.map(|bytes| bytes.0),
-        "fetched": came == Came::Fetched,
+        "fetched": matches!(came, Came::Fetched | Came::Mended),
     })
 }
 

@@ -76,7 +76,7 @@ pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Resu
     })
 }
 
-/// What was damaged of a node's copy, in words; empty where nothing was.
+/// The mended part of a node's copy, in words; empty of a copy that was right.
 fn mended(mended: &Value) -> String {
     match (mended["blocks"].as_u64(), mended["bytes"].as_u64()) {
         (Some(blocks), Some(bytes)) => {

@@ -38,12 +38,12 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// First byte and end of a part of the file.
 pub(crate) type Part = (u64, u64);
 
-/// What a worker needs its machine to do about parts of the model's file.
+/// A request of a worker to its machine about parts of the model's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Wish {
-    /// To fetch those that are missing.
+    /// These are missing, and are to be fetched.
     Fetch(Vec<Part>),
-    /// To fetch again those that are damaged.
+    /// These are damaged, and are to be fetched again.
     Repair(Vec<Part>),
 }
 

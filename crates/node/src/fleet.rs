@@ -852,7 +852,8 @@ impl Inner {
         };
         if encoders::is_encoder(&path) {
             // It computes here, with all weights.
-            let Ok(path) = owner::path_of(self, wanted) else {
+            let model = (&self.agent, &name_of(wanted));
+            let Ok(path) = self.copies.find_right(model, copies::Extent::All) else {
                 return false;
             };
             self.open_encoder(name.clone(), id, wanted.clone(), path);

@@ -265,6 +265,23 @@ fn give(mut stream: &TcpStream, file: &[u8], left: &AtomicUsize) {
     let _ = stream.write_all(&body);
 }
 
+/// A file of the store with wrong bytes is fetched again by `pull`.
+fn mended_by_pull(hub: &Hub, host: &Machine, right: &[u8]) {
+    let stored = host.home.path().join("models/own--repo--m.gguf/m.gguf");
+    damage(&stored, b"wrong", right.len() as u64 / 2);
+    let again = hub.beside(host, &["pull", "own/repo"]).output().unwrap();
+    let told = crate::common::text(&again.stdout);
+    assert!(
+        told.contains("own/repo: was damaged, fetched again"),
+        "{}",
+        said(&again)
+    );
+    assert!(
+        fs::read(&stored).unwrap() == right,
+        "it is the file of before"
+    );
+}
+
 /// `paceline ps --json` of the only instance.
 fn only(host: &Machine) -> Value {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
@@ -277,10 +294,12 @@ fn a_model_that_no_machine_has_comes_from_the_hub_it_came_from() {
     let mut alone = Machine::new("alone", None);
     let file = alone.home.path().join("file");
     FAMILIES[0].write(&file);
-    let hub = Hub::start(fs::read(&file).unwrap(), 2);
+    let right = fs::read(&file).unwrap();
+    let hub = Hub::start(right.clone(), 3);
     hub.up_anew(&mut alone);
     let pulled = hub.beside(&alone, &["pull", HUB_MODEL]).output().unwrap();
     assert!(pulled.status.success(), "{}", said(&pulled));
+    mended_by_pull(&hub, &alone, &right);
     alone.told(&["load", HUB_MODEL, "--threads", "1"]);
     let (before, _) = alone.answer(HUB_MODEL, &[]);
 

@@ -23,8 +23,9 @@ const THREADS_MAX: usize = 8;
 /// Hears how many more bytes were compared; false ends the search.
 pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
-/// Those of `groups` whose bytes in `file` are not those of `tree`, in runs. Bytes that cannot be
-/// read are wrong. Cost: reads all of `groups`, by several threads where they are many.
+/// Finds the groups, among `groups`, whose bytes in `file` are not those of `tree`; in runs. Bytes
+/// that cannot be read are wrong. Cost: reads all of `groups`, by several threads where they are
+/// many.
 pub(crate) fn wrong_groups(
     file: &File,
     tree: &Tree,

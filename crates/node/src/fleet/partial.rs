@@ -91,9 +91,9 @@ impl Partial {
         Ok(partial)
     }
 
-    /// Opens the whole copy at `path`, in which the groups `wrong` have other bytes than these
-    /// leaves, so that they can be taken in again in place. A file of another length gets the right
-    /// one. Its time of change stays: workers keep packed weights by it.
+    /// Opens the whole copy at `path`, whose groups `wrong` differ from these leaves. They can be
+    /// taken in again, in place. A file of another length gets the right one. Its time of change
+    /// stays: workers keep packed weights by it.
     ///
     /// # Errors
     /// What the system says.

@@ -85,7 +85,7 @@ pub struct Outcome {
     pub node: String,
     /// Bytes that were freed, or that the node has now.
     pub bytes: Option<u64>,
-    /// What was damaged of the node's copy, and is right now.
+    /// The part of the node's copy that was damaged, and is right now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mended: Option<Mended>,
     /// Why nothing was done.

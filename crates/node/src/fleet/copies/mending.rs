@@ -19,7 +19,7 @@ use crate::fleet::partial::Partial;
 use crate::fleet::rooted::{self, Rooted};
 use crate::fleet::tree::{Groups, Tree, shown};
 
-/// Damaged ranges that an error or a warning lists; more say nothing more.
+/// Most damaged ranges that an error or a warning lists: a line for people.
 const RANGES_MAX: usize = 3;
 
 /// Which bytes of a copy are compared.
@@ -46,7 +46,7 @@ impl Extent<'_> {
     }
 }
 
-/// What was fetched again of a damaged copy.
+/// The part of a damaged copy that was fetched again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mended {
     /// Blocks: the units of the file's hash tree.
@@ -59,10 +59,10 @@ pub struct Mended {
 pub(super) type Known = (Rooted, Option<NodeId>);
 
 impl Copies {
-    /// Compares bytes of a whole copy with the model's hash tree, and fetches what differs from
-    /// other nodes or the hub, in place. Nothing where this node has no copy. A copy whose root no
-    /// node has signed is compared by its SHA-256. `count` hears bytes that were compared or
-    /// fetched. Returns what was fetched.
+    /// Compares bytes of a whole copy with the model's hash tree. Groups that differ are fetched
+    /// from other nodes or the hub, and written in place. A copy whose root no node has signed is
+    /// compared by its SHA-256. `count` hears how many bytes were compared or fetched. Returns the
+    /// part that was fetched; `None` of a right copy, and where this node has none.
     ///
     /// # Errors
     /// What is damaged, and why it cannot be had.

@@ -528,7 +528,7 @@ fn groups_that_were_damaged_after_they_came_are_fetched_again() {
     let there = fs::read(&shard).unwrap();
     assert_eq!(there[..1 << 20], pair.bytes[..1 << 20]);
 
-    // What a user asks to be sent is checked to the last byte, be it here in parts.
+    // The SHA-256 of the whole finds it too, and a second try mends it.
     damage(&shard, |file| file.write_all_at(b"wrong", 7).unwrap());
     let mut record = wanted(pair.name.clone(), pair.bytes.len() as u64);
     record.source = Some(pair.agents[0].id());
