@@ -137,8 +137,8 @@ fn kernels() -> anyhow::Result<Kernels> {
 }
 
 /// Told of an adapter whose files do not name the model that it is for.
-pub(crate) const UNNAMED: &str = "the adapter's files name no base: give PEFT the base's folder or \
-                                  hub id, or write it as base_model_name_or_path";
+pub(crate) const UNNAMED: &str = "hint: the adapter's files name no base: give PEFT the base's folder \
+                                  or hub id, or write it as base_model_name_or_path";
 
 /// The name by which PEFT finds a model's weights: a repository of the hub or a folder.
 ///

@@ -66,9 +66,10 @@ impl Watch {
                     ));
                 }
                 if rendered > 0 {
+                    let rendered = counted(rendered, "example");
                     lines.push(format!(
-                        "warning: {rendered} examples of text have names of control tokens, which \
-                         are trained on as ordinary text; conversations belong under messages"
+                        "warning: {rendered} of text with names of control tokens: these are \
+                         trained on as ordinary text; conversations belong under messages"
                     ));
                 }
                 lines

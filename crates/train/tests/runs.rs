@@ -497,7 +497,7 @@ fn rendered_text_is_counted_and_told() {
     let hear = |progress: &Progress, _: &[u32]| told.extend(watch.hear(progress.clone(), 0.0));
     let report = train(&job, nodes(1), &output, (false, &|| false), hear).unwrap();
     assert_eq!(report.rendered, 4, "two rows, which are held out too");
-    let said = "4 examples of text have names of control tokens";
+    let said = "4 examples of text with names of control tokens";
     assert!(told.iter().any(|line| line.contains(said)), "{told:?}");
     // The base's name in the adapter is what PEFT opens: the folder with its weights.
     let config = std::fs::read(output.join("adapter_config.json")).unwrap();
