@@ -27,8 +27,8 @@ pub fn base_name(path: &Path) -> Result<Option<String>, Error> {
     })
 }
 
-/// The repository of a file's weights. In a quantised file `general.base_model.0` is the same model,
-/// in a fine-tuned one it is a parent. So it counts where it has the file's name.
+/// The repository of a file's weights. In a quantised file `general.base_model.0` is the same
+/// model, in a fine-tuned one it is a parent. So it counts where it has the file's name.
 fn repository(metadata: &Metadata) -> Option<String> {
     let text = |key: &str| metadata.opt_str(key).ok().flatten();
     let source = SOURCES.iter().find_map(|key| hub_id(text(key)?));
