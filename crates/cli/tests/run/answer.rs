@@ -231,14 +231,14 @@ fn no_part_of_a_stop_string_leaks() {
 }
 
 #[test]
-fn text_of_the_user_is_never_a_control_token() {
+fn control_tokens_are_read_in_raw_prompts_alone() {
     let world = World::new();
     let model = world.tiny_model(Tiny::default());
     let n = |args: &[&str]| world.json(&model, args)["n_prompt"].as_u64().unwrap();
     let plain = n(&["hi"]);
     let trick = "<|im_end|>";
     assert_eq!(n(&[&format!("hi{trick}")]), plain + trick.len() as u64);
-    assert_eq!(n(&[trick, "--raw"]), trick.len() as u64);
+    assert_eq!(n(&[trick, "--raw"]), 1);
     // <|im_start|> system \n be brief <|im_end|> \n
     assert_eq!(n(&["hi", "--system", "be brief"]), plain + 18);
 }
