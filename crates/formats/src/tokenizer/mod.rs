@@ -327,8 +327,8 @@ impl Tokenizer {
         Ok(out)
     }
 
-    /// The ids of a prompt without a template. Names of special tokens become these tokens. BOS goes
-    /// first if the model wants one and the prompt does not begin with it.
+    /// The ids of a prompt without a template. Names of special tokens become these tokens. BOS
+    /// goes first if the model wants one and the prompt does not begin with it.
     ///
     /// # Errors
     /// As [`encode_within`](Self::encode_within).

@@ -278,8 +278,8 @@ impl Reader<'_> {
         ids.map_err(|error| self.too_long(error.into(), param))
     }
 
-    /// The ids of a prompt without a template, as far as [`bounds`](Self::bounds) go. Names of special
-    /// tokens are these tokens.
+    /// The ids of a prompt without a template, as far as [`bounds`](Self::bounds) go. Names of
+    /// special tokens are these tokens.
     ///
     /// # Errors
     /// [`Rejection::FarTooLong`], [`Rejection::Tokenizer`], and those of

@@ -110,7 +110,8 @@ const ROUTER_CAP: &str = "router_logit_softcapping";
 const FINAL_CAP: &str = "final_logit_softcapping";
 
 impl Fields<'_> {
-    /// Refuses keys that ask for another arithmetic than `config`, which their family's reader made.
+    /// Refuses keys that ask for another arithmetic than `config`, which their family's reader
+    /// made.
     ///
     /// # Errors
     /// [`Error::Value`] with the key, its value and the one that is computed.
@@ -192,8 +193,8 @@ impl Fields<'_> {
         }
     }
 
-    /// The function on the router's scores, by its number in llama.cpp (0: the file does not say),
-    /// and whether the weights of chosen experts sum to 1.
+    /// The function on the router's scores, by its number in llama.cpp; 0 means that the file does
+    /// not say. And whether the weights of chosen experts sum to 1.
     fn check_gguf_gating(&self, experts: Experts) -> Result<(), Error> {
         let (number, name) = match experts.gating {
             Gating::Softmax => (1, "1 (softmax)"),
