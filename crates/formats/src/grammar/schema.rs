@@ -100,8 +100,9 @@ const FORMATS: [&str; 10] = [
     "uri",
 ];
 
-/// White space between two tokens of JSON. It has up to 20 bytes, as between the parts of a call, or
-/// a line end and 40 blanks (ten levels of four). Without a bound small models write nothing else.
+/// White space between two tokens of JSON. It has up to 20 bytes, as between the parts of a call,
+/// or a line end and 40 blanks (ten levels of four). Without a bound small models write nothing
+/// else.
 const SPACE: &str = r"[ \n\r\t]{1,20}|\n {1,40}";
 
 /// Options of the compiler, in the schema itself.
