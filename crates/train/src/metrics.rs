@@ -35,8 +35,8 @@ pub struct Measured {
     pub step_s: f64,
     /// Tokens a second.
     pub tok_s: f64,
-    /// Share of the rate of arithmetic that was measured before the first step. `None` where that is
-    /// not known, and of a step that was faster.
+    /// Share of the rate of arithmetic that was measured before the first step. `None` where that
+    /// is not known, and of a step that was faster.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub flop_share: Option<f64>,
     /// Most bytes that the run's own process had in memory so far.

@@ -126,8 +126,8 @@ impl Inner {
         Ok(records.collect())
     }
 
-    /// How a model is cut over `nodes`. An open split is the first of a preview; it stays open where
-    /// nothing can be predicted.
+    /// How a model is cut over `nodes`. An open split is the first of a preview; it stays open
+    /// where nothing can be predicted.
     fn split(&self, ask: &Ask, path: &Path, nodes: &[NodeId]) -> String {
         if ask.split != SplitKind::Auto || nodes.len() < 2 {
             return ask.split.to_string();
