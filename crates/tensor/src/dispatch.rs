@@ -217,17 +217,18 @@ macro_rules! kernel {
     };
 }
 
-/// Hands the integer types, in the order of `BlockType`, to another macro behind what it gets.
+/// Hands two lists to another macro behind what it gets. The first has the packed formats, each
+/// with a name for its function. The second has the function of each integer type, in the order
+/// of `BlockType`. Types that are packed alike share a function.
 macro_rules! integer_types {
     ($then:ident! $($first:tt)*) => {
         $then!($($first)*
-            q4_0 Q4_0, q4_1 Q4_1, q5_0 Q5_0, q5_1 Q5_1, q8_0 Q8_0, q2_k Q2_K,
-            q3_k Q3_K, q4_k Q4_K, q5_k Q5_K, q6_k Q6_K, iq4_nl IQ4_NL, iq4_xs IQ4_XS,
-            affine2_f16 AFFINE2_F16, affine2_bf16 AFFINE2_BF16, affine3_f16 AFFINE3_F16,
-            affine3_bf16 AFFINE3_BF16, affine4_f16 AFFINE4_F16, affine4_bf16 AFFINE4_BF16,
-            affine5_f16 AFFINE5_F16, affine5_bf16 AFFINE5_BF16, affine6_f16 AFFINE6_F16,
-            affine6_bf16 AFFINE6_BF16, affine8_f16 AFFINE8_F16, affine8_bf16 AFFINE8_BF16,
-            mxfp4 MXFP4);
+            [q4_0 Q4_0, q4_1 Q4_1, q5_0 Q5_0, q5_1 Q5_1, q8_0 Q8_0, q2_k Q2_K, q3_k Q3_K,
+             q4_k Q4_K, q5_k Q5_K, q6_k Q6_K, iq4_nl IQ4_NL, iq4_xs IQ4_XS, affine2 AFFINE2,
+             affine3 AFFINE3, affine6 AFFINE6, affine8 AFFINE8, mxfp4 MXFP4]
+            [q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
+             affine2, affine2, affine3, affine3, q4_1, q4_1, q5_1, q5_1, affine6, affine6,
+             affine8, affine8, mxfp4]);
     };
 }
 
@@ -237,10 +238,11 @@ macro_rules! integer_groups {
     ([$($feature:literal)?] $isa:ty, $terms:literal) => {
         integer_types!(integer_groups! @each [$($feature)?] $isa, $terms,);
     };
-    (@each [$($feature:literal)?] $isa:ty, $terms:literal, $($name:ident $format:ident),*) => {
-        integer_groups!(@functions $isa, $terms, [$($feature)?], $($name $format),*);
+    (@each $feature:tt $isa:ty, $terms:literal,
+     [$($name:ident $format:ident),*] [$($of_type:ident),*]) => {
+        integer_groups!(@functions $isa, $terms, $feature, $($name $format),*);
         pub(super) const GROUPS: [unsafe fn(GroupArgs<'_>); BlockType::COMPUTED] =
-            [f32_group, f16_group, bf16_group, $($name),*];
+            [f32_group, f16_group, bf16_group, $($of_type),*];
     };
     (@functions $isa:ty, $terms:literal, $feature:tt, $($name:ident $format:ident),*) => {
         $(kernel!($feature $name(args: GroupArgs<'_>)
@@ -289,10 +291,11 @@ macro_rules! batch {
             store,
         };
     };
-    (@unpack $feature:tt $isa:ty, $unpack:ident, $($name:ident $format:ident),*) => {
+    (@unpack $feature:tt $isa:ty, $unpack:ident,
+     [$($name:ident $format:ident),*] [$($of_type:ident),*]) => {
         batch!(@unpack_each $feature $isa, $unpack, $($name $format),*);
         const UNPACK: [unsafe fn(Unpack); BlockType::COMPUTED] =
-            [no_panel, no_panel, no_panel, $($name),*];
+            [no_panel, no_panel, no_panel, $($of_type),*];
     };
     (@unpack_each $feature:tt $isa:ty, $unpack:ident, $($name:ident $format:ident),*) => {
         $(kernel!($feature $name(args: Unpack) = $unpack::unpack::<$isa, formats::$format>);)*

@@ -707,8 +707,9 @@ pub(crate) const fn center(block_type: paceline_base::BlockType) -> i32 {
     }
 }
 
+/// A type per packed format, and the block types that are packed so.
 macro_rules! formats {
-    ($($name:ident: $planes:ty, $scales:ty;)*) => {
+    ($($name:ident = $($block:ident)|+: $planes:ty, $scales:ty;)*) => {
         $(#[derive(Debug)]
         #[allow(non_camel_case_types, reason = "the names are the formats' own")]
         pub(crate) struct $name;
@@ -721,7 +722,7 @@ macro_rules! formats {
         pub(crate) fn kind(block_type: paceline_base::BlockType) -> Option<Kind> {
             use paceline_base::BlockType;
             match block_type.computed() {
-                $(BlockType::$name => Some(Kind::of::<$name>()),)*
+                $($(BlockType::$block)|+ => Some(Kind::of::<$name>()),)*
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 | BlockType::MXFP4_SPLIT => None,
             }
         }
@@ -730,7 +731,7 @@ macro_rules! formats {
         pub(crate) fn layout(block_type: paceline_base::BlockType) -> Option<Layout> {
             use paceline_base::BlockType;
             match block_type.computed() {
-                $(BlockType::$name => Some($name::LAYOUT),)*
+                $($(BlockType::$block)|+ => Some($name::LAYOUT),)*
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 | BlockType::MXFP4_SPLIT => None,
             }
         }
@@ -738,29 +739,21 @@ macro_rules! formats {
 }
 
 formats! {
-    Q4_0: Nibbles<8>, One;
-    Q4_1: Nibbles<8>, OneMin;
-    Q5_0: FiveBits<16>, One;
-    Q5_1: FiveBits<0>, OneMin;
-    Q8_0: EightBits, One<true>;
-    IQ4_NL: Codes<Iq4>, One<true>;
-    Q2_K: TwoBits, NibbleHalves;
-    Q3_K: ThreeBits, SignedHalves;
-    Q4_K: Nibbles<8>, ScaleMin<8>;
-    Q5_K: FiveBits<0>, ScaleMin<0>;
-    Q6_K: SixBits, SignedHalves;
-    IQ4_XS: Codes<Iq4>, SignedScale;
-    AFFINE2_F16: TwoBits, OneMin;
-    AFFINE2_BF16: TwoBits, OneMin;
-    AFFINE3_F16: ThreeBits, OneMin;
-    AFFINE3_BF16: ThreeBits, OneMin;
-    AFFINE4_F16: Nibbles<8>, OneMin;
-    AFFINE4_BF16: Nibbles<8>, OneMin;
-    AFFINE5_F16: FiveBits<0>, OneMin;
-    AFFINE5_BF16: FiveBits<0>, OneMin;
-    AFFINE6_F16: SixBits, OneMin<true>;
-    AFFINE6_BF16: SixBits, OneMin<true>;
-    AFFINE8_F16: EightBits, OneMin<true>;
-    AFFINE8_BF16: EightBits, OneMin<true>;
-    MXFP4: Codes<Floats4>, One;
+    Q4_0 = Q4_0: Nibbles<8>, One;
+    Q4_1 = Q4_1 | AFFINE4_F16 | AFFINE4_BF16: Nibbles<8>, OneMin;
+    Q5_0 = Q5_0: FiveBits<16>, One;
+    Q5_1 = Q5_1 | AFFINE5_F16 | AFFINE5_BF16: FiveBits<0>, OneMin;
+    Q8_0 = Q8_0: EightBits, One<true>;
+    IQ4_NL = IQ4_NL: Codes<Iq4>, One<true>;
+    Q2_K = Q2_K: TwoBits, NibbleHalves;
+    Q3_K = Q3_K: ThreeBits, SignedHalves;
+    Q4_K = Q4_K: Nibbles<8>, ScaleMin<8>;
+    Q5_K = Q5_K: FiveBits<0>, ScaleMin<0>;
+    Q6_K = Q6_K: SixBits, SignedHalves;
+    IQ4_XS = IQ4_XS: Codes<Iq4>, SignedScale;
+    AFFINE2 = AFFINE2_F16 | AFFINE2_BF16: TwoBits, OneMin;
+    AFFINE3 = AFFINE3_F16 | AFFINE3_BF16: ThreeBits, OneMin;
+    AFFINE6 = AFFINE6_F16 | AFFINE6_BF16: SixBits, OneMin<true>;
+    AFFINE8 = AFFINE8_F16 | AFFINE8_BF16: EightBits, OneMin<true>;
+    MXFP4 = MXFP4: Codes<Floats4>, One;
 }
