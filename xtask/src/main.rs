@@ -22,6 +22,7 @@ mod mlx_tools;
 mod models;
 mod mpi;
 mod neon;
+mod nextest;
 mod package;
 mod process;
 mod rdma;

@@ -1,6 +1,8 @@
 //! The steps of a test run, one after the other, with their times and one closing line.
 
+use std::num::NonZero;
 use std::panic::resume_unwind;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -8,6 +10,7 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::extent::{Extent, LONG};
+use crate::nextest::NextestLog;
 use crate::tally::Tally;
 use crate::{
     asan, darwin, deny, docs, fuzz, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi,
@@ -138,6 +141,7 @@ impl Step {
                 self,
                 &["test", "--release", "--workspace", "--tests", "--no-run"],
             ),
+            Step::Unit if has_nextest() => nextest(extent),
             Step::Unit => cargo_test(self, "--tests", extent),
             Step::Doc => cargo_test(self, "--doc", extent),
             Step::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
@@ -276,13 +280,56 @@ fn gpu(extent: Extent) -> Result<Tally> {
     Ok(tally)
 }
 
-/// Tests of the whole workspace, of the kind that `kind` selects. It passes on the test models'
-/// folder, so that the tests read what the models step made, a Python with MLX, and MLX's C layer.
-/// Tests that lack one say so by name.
+/// Whether `cargo nextest` is on this machine.
+fn has_nextest() -> bool {
+    let mut command = repo::cargo();
+    command.args(["nextest", "--version"]);
+    process::capture(command, Duration::from_secs(20)).is_ok()
+}
+
+/// All tests but those of documentation, each as a process of its own, by `.config/nextest.toml`.
+fn nextest(extent: Extent) -> Result<Tally> {
+    let mut command = repo::cargo();
+    command.args([
+        "nextest",
+        "run",
+        "--release",
+        "--workspace",
+        "--color",
+        "never",
+    ]);
+    command.args(["--no-fail-fast", "--success-output", "immediate"]);
+    // One more than cores: many tests wait for other processes.
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    command.args(["--test-threads", &(cores + 1).to_string()]);
+    point_to_models(&mut command, extent)?;
+    let mut log = NextestLog::default();
+    let success = process::stream(command, &process::log_path("unit"), |line| {
+        if log.read(line) {
+            println!("{line}");
+        }
+    })?;
+    Ok(log.finish("unit", success))
+}
+
+/// Tests of the whole workspace, of the kind that `kind` selects, by the plain harness.
 fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
     command.args(["--", "--show-output"]);
+    point_to_models(&mut command, extent)?;
+    let mut log = TestLog::new();
+    let success = process::stream(command, &process::log_path(step.name()), |line| {
+        if log.read(line) && !process::is_progress(line) {
+            println!("{line}");
+        }
+    })?;
+    Ok(log.finish(step.name(), success))
+}
+
+/// Passes on the test models' folder, so that the tests read what the models step made, a Python
+/// with MLX, and MLX's C layer. Tests that lack one say so by name.
+fn point_to_models(command: &mut Command, extent: Extent) -> Result<()> {
     command.env(
         "PACELINE_TEST_MODELS",
         models::folder().context("find the test models")?,
@@ -298,13 +345,7 @@ fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
         Ok(library) => drop(command.env(mlx_engine::LIBRARY, library)),
         Err(error) => println!("no MLX to open: {error:#}"),
     }
-    let mut log = TestLog::new();
-    let success = process::stream(command, &process::log_path(step.name()), |line| {
-        if log.read(line) && !process::is_progress(line) {
-            println!("{line}");
-        }
-    })?;
-    Ok(log.finish(step.name(), success))
+    Ok(())
 }
 
 #[cfg(test)]

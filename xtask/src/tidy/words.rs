@@ -19,7 +19,7 @@ const SENTENCE_WORDS_MAX: usize = 25;
 const LONG_SENTENCES_MAX: usize = 29;
 
 /// Places that a finding lists.
-const LISTED_MAX: usize = 20;
+const LISTED_MAX: usize = 40;
 
 /// A paragraph or an item of a list in a doc comment.
 struct Paragraph {
