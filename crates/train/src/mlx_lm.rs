@@ -126,8 +126,10 @@ impl Config {
     pub fn read(text: &str) -> Result<Self, Error> {
         let entries = yaml::read(text)?;
         let entries = Entries::new(String::new(), 1, &entries);
-        let mut config = Self::default();
-        config.ignored = ignored(&entries)?;
+        let mut config = Self {
+            ignored: ignored(&entries)?,
+            ..Self::default()
+        };
         if let Some(node) = entries.get("resume_adapter_file") {
             return Err(entries.wrong("resume_adapter_file", node, "null"));
         }
