@@ -286,12 +286,14 @@ impl Cluster {
         let is_over = over.clone();
         let thread = thread::spawn(move || {
             while !is_over.load(Ordering::Relaxed) {
-                let told = local::ask(&home, "ps", json!({}), ASK_LIMIT, |_| {}).ok()?;
-                let now = &told[0];
-                if ["state", "epoch", "nodes"]
-                    .iter()
-                    .any(|name| now[name] != before[name])
-                {
+                // A node that does not answer in time tells of nothing, and is asked again.
+                let told = local::ask(&home, "ps", json!({}), ASK_LIMIT, |_| {});
+                let differs = |now: &Value| {
+                    ["state", "epoch", "nodes"]
+                        .iter()
+                        .any(|name| now[name] != before[name])
+                };
+                if told.is_ok_and(|told| differs(&told[0])) {
                     return Some(Instant::now());
                 }
                 thread::sleep(ASK_EVERY / 4);
@@ -608,10 +610,10 @@ fn children(of: Pid) -> Result<Vec<Pid>, Error> {
     Ok(found)
 }
 
-/// Whether a child computes: not the interpreter of a chat template.
+/// Whether a child computes: not one that has ended, and not the interpreter of a chat template.
 fn is_worker(pid: i32) -> bool {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    !line.ends_with(b"\0template\0")
+    !line.is_empty() && !line.ends_with(b"\0template\0")
 }
 
 /// Leaves processes no memory, and waits until the kernel has killed them.
