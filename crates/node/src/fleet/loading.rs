@@ -4,7 +4,10 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use paceline_cluster::nodes::agent::NodeView;
+use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, AdapterFile, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPARE_AUTO, SPLIT_ANY, Wanted, Weights,
 };
@@ -17,6 +20,10 @@ use super::preview::Proposal;
 use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
 use crate::{adapters, texts};
 
+/// How long a load waits for the facts of nodes that were just met. They follow within
+/// milliseconds; on busy cores one node in thirty had not sent them when `load` came.
+const FACTS_WAIT: Duration = Duration::from_secs(5);
+
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
     pub(super) fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
@@ -25,6 +32,7 @@ impl Inner {
 
     /// The first record of each replica of what is asked for.
     pub(super) fn asked(&self, ask: &Ask) -> Result<Vec<Wanted>, String> {
+        self.await_facts();
         let groups = match ask.replicas {
             0 | 1 => vec![self.choose(ask)?],
             2..=REPLICAS_MAX => self.spread(ask)?,
@@ -124,6 +132,16 @@ impl Inner {
             ..one.clone()
         });
         Ok(records.collect())
+    }
+
+    /// Waits until all living nodes have told their facts, without which they seem to compute in
+    /// another way. Blocks for [`FACTS_WAIT`] at most.
+    fn await_facts(&self) {
+        let deadline = Instant::now() + FACTS_WAIT;
+        let is_silent = |node: &NodeView| node.state == Life::Alive && !node.has_told();
+        while self.agent.nodes().iter().any(is_silent) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// How a model is cut over `nodes`. An open split is the first of a preview; it stays open
