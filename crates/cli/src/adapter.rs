@@ -143,7 +143,7 @@ pub(crate) const UNNAMED: &str = "hint: the adapter's files name no base: give P
 /// The name by which PEFT finds a model's weights: a repository of the hub or a folder.
 ///
 /// # Errors
-/// What is wrong with the model's file.
+/// As [`base_name`](paceline_train::adapter::base_name).
 pub(crate) fn name_of_base(found: &Found) -> Result<Option<String>, paceline_train::Error> {
     match found.weights() {
         Some(repository) => Ok(Some(repository.to_owned())),

@@ -298,7 +298,7 @@ unsafe extern "C" {
     safe fn getpagesize() -> c_int;
 }
 
-/// Bytes of a page; 0, of which no address is a multiple, for a number below 0.
+/// Bytes of a page, or 0 where the system gives a number below 0. No address is a multiple of 0.
 fn page_bytes() -> usize {
     usize::try_from(getpagesize()).unwrap_or(0)
 }

@@ -6,7 +6,7 @@
 //!
 //! Groups that were here before are compared with the hash tree beside the file ([`TREE`]) before
 //! they are read, and no others. The machine repairs those that differ, in place. A file of the
-//! user's own has no tree beside it, and is read as it is.
+//! user's own has no hash tree, and is read as it is.
 
 use std::fs::File;
 use std::io;
@@ -244,7 +244,7 @@ impl Arriving {
     }
 }
 
-/// The bytes and the hash tree of a file; `None` without a tree beside it that fits its length.
+/// The bytes and the hash tree of a file; `None` where there is no tree, or one of another length.
 fn tree_of(path: &Path) -> io::Result<Option<(File, Tree)>> {
     let leaves = match std::fs::read(path.with_extension(TREE)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -318,7 +318,7 @@ mod tests {
         let parts = joined(ranges.into_iter());
         assert_eq!(parts, [(0, 64), (10_000, 10_001), (64, 70)]);
     }
-    /// A whole copy of four groups with its tree beside it, and its bytes.
+    /// A whole copy of four groups and its hash tree; its bytes.
     fn copy(dir: &Path) -> (PathBuf, Vec<u8>) {
         let (path, each) = (dir.join("m.gguf"), Groups::of(0).each as usize);
         let bytes: Vec<u8> = (0..3 * each + 9).map(|i| (i / 7) as u8).collect();

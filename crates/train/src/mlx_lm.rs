@@ -163,8 +163,8 @@ impl Config {
         Ok(())
     }
 
-    /// Counts of iterations, of which some make an update: our step. Those behind the last update
-    /// make none.
+    /// Converts counts of iterations to steps. A step is an update, made of as many iterations as
+    /// gradients are accumulated over. Iterations behind the last update are left out.
     fn steps(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
         let gathered = entries.whole("grad_accumulation_steps", 1)?.max(1);
         let batch = entries.whole("batch_size", 4)?;

@@ -64,7 +64,7 @@ fn training() {
     check("training", extent, &rows);
 }
 
-/// What a run left: its adapter, or its model.
+/// The tensors that a run wrote: its adapter, or its model.
 fn trained(world: &World, output: &str) -> Vec<u8> {
     let folder = world.path("models").join(output);
     ["adapter_model.safetensors", "model.safetensors"]

@@ -232,11 +232,11 @@ impl Copies {
         Ok(sum)
     }
 
-    /// SHA-256 of the model at `path`: of a copy what its name says, whose bytes are checked when
-    /// they are used, else as [`hash`](Self::hash).
+    /// SHA-256 of the model at `path`. The name of a copy has it, since the bytes of a copy are
+    /// checked when they are used. Other files are hashed.
     ///
     /// # Errors
-    /// What the system says.
+    /// As [`hash`](Self::hash).
     pub(super) fn sum(&self, path: &Path) -> io::Result<String> {
         match self.copied(path) {
             Some(sha256) => Ok(sha256.to_owned()),
@@ -250,10 +250,10 @@ impl Copies {
         (place_in(&self.folder, stem, "gguf").ok()? == path).then_some(stem)
     }
 
-    /// Length of the model at `path`: of a copy that of its model, whatever was cut off.
+    /// Length of the model at `path`. For a copy it is the signed length, which a cut file lacks.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn length(&self, agent: &Agent, path: &Path) -> io::Result<u64> {
         let rooted = self
             .copied(path)

@@ -55,7 +55,7 @@ pub(crate) fn wrong_groups(
     runs(&wrong)
 }
 
-/// A search by several threads, each of which takes the next group.
+/// A search by several threads. Each thread takes the next group.
 struct Search<'a> {
     file: &'a File,
     tree: &'a Tree,

@@ -96,7 +96,7 @@ impl Partial {
     /// stays: workers keep packed weights by it.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn of_copy(path: &Path, tree: Tree, wrong: &[Range<u64>]) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let facts = file.metadata()?;
@@ -136,7 +136,7 @@ impl Partial {
     /// missing from now on. Cost: reads those that are here.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn recheck(&self, wanted: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let here = {
             let there = lock(&self.there);

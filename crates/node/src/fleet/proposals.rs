@@ -16,7 +16,7 @@ pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, Machine)]);
 
 impl Inner {
     /// The ways to cut a model over `ranks`, the node of each rank, the fastest that fits first.
-    /// Also says why others cannot be had.
+    /// Also returns why others were refused.
     pub(super) fn proposals(
         &self,
         (config, forecast): (&Config, &Forecast),

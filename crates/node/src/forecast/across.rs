@@ -68,8 +68,8 @@ impl Machines {
 pub type Ranked = (Split, Prediction);
 
 impl Forecast {
-    /// The ways to cut a model over `machines` as `kind` asks, the fastest that fits first: what an
-    /// open split is chosen by. Also says why others cannot be had.
+    /// The ways to cut a model over `machines` as `kind` asks, the fastest that fits first. An open
+    /// split becomes the first of them. Also returns why others were refused.
     pub fn ranked(
         &self,
         config: &Config,

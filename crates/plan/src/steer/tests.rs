@@ -253,8 +253,8 @@ fn a_long_answer_is_no_reason_to_change() {
     assert!((measured / 100.0 - 1.0).abs() < 1e-6, "{measured}");
 }
 
-/// Plays 80 steps of `step_ms` with `tokens` each. All are told at once, as after a connection that
-/// stalled.
+/// Plays 80 steps of `step_ms` with `tokens` each. All tokens arrive at once, as after a
+/// connection that stalled.
 fn answer(steering: &mut Steering, step_ms: u64, tokens: u32) -> Option<f64> {
     for step in 0..80 {
         let ended = Duration::from_millis(step_ms * step);

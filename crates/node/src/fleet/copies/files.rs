@@ -124,7 +124,7 @@ pub(in crate::fleet) enum Several {
     /// Weights in safetensors files.
     #[error("{} is a folder: over several machines only models of one GGUF file can be loaded", path.display())]
     Folder { path: PathBuf },
-    /// A GGUF file whose other parts lie beside it.
+    /// One file of a split GGUF.
     #[error(
         "{} is one of {parts} files of a split model: other machines can be given only models of \
          one GGUF file; `llama-gguf-split --merge` makes one, or load it on the machine that has \

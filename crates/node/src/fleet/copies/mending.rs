@@ -22,14 +22,14 @@ use crate::fleet::tree::{Groups, Tree, shown};
 /// Most damaged ranges that an error or a warning lists: a line for people.
 const RANGES_MAX: usize = 3;
 
-/// Longest copy of which all is compared once some of it is damaged, which is told in one line
-/// then. A worker waits meanwhile; at 1 GB/s it takes four seconds.
+/// A damaged copy up to this size is compared whole, so that one message lists all its damage.
+/// A worker waits meanwhile; at 1 GB/s it takes four seconds.
 const WHOLE_BYTES: u64 = 4 << 30;
 
 /// Bytes of a copy that are compared.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::fleet) enum Extent<'a> {
-    /// Those that any process needs to open the file and to know it.
+    /// The bytes that opening and identifying the file takes.
     Start,
     /// These.
     Parts(&'a [Part]),
@@ -69,7 +69,7 @@ impl Copies {
     /// part that was fetched; `None` of a right copy, and where this node has none.
     ///
     /// # Errors
-    /// What is damaged, and why it cannot be had.
+    /// The damaged bytes, and why no source has given them.
     pub(in crate::fleet) fn check(
         &self,
         (agent, model): (&Agent, &ModelName),
