@@ -704,11 +704,7 @@ impl Copies {
         goes_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), String> {
         let held = self.held(agent, model, None)?;
-        let groups = held.partial.groups();
-        let wanted = parts
-            .iter()
-            .map(|(start, end)| groups.around(&(*start..*end)));
-        let wanted: Vec<Range<u64>> = wanted.collect();
+        let wanted = Extent::Parts(parts).groups(&held.rooted, held.partial.groups());
         self.fetch_groups((agent, model), &held, &wanted, &|_| goes_on())
     }
 

@@ -136,7 +136,7 @@ impl Inner {
 
     /// Waits until all living nodes have told their facts, without which they seem to compute in
     /// another way. Blocks for [`FACTS_WAIT`] at most.
-    fn await_facts(&self) {
+    pub(super) fn await_facts(&self) {
         let deadline = Instant::now() + FACTS_WAIT;
         let is_silent = |node: &NodeView| node.state == Life::Alive && !node.has_told();
         while self.agent.nodes().iter().any(is_silent) && Instant::now() < deadline {

@@ -22,6 +22,7 @@ use std::time::{Duration, SystemTime};
 
 use paceline_base::lock;
 
+use super::damage::wrong_groups;
 use super::tree::{Groups, Tree};
 
 /// Ending of the file's name.
@@ -132,8 +133,8 @@ impl Partial {
         self.recheck(&(0..self.groups().count())).map(drop)
     }
 
-    /// Finds the groups of `wanted` that were here and have other bytes by now: they count as
-    /// missing from now on. Cost: reads those that are here.
+    /// Finds the groups of `wanted` that were here and have other bytes by now, in runs. They count
+    /// as missing from now on. Cost: reads those that are here.
     ///
     /// # Errors
     /// The system's error.
@@ -142,18 +143,13 @@ impl Partial {
             let there = lock(&self.there);
             runs(&there, true, wanted)
         };
-        let mut wrong = Vec::new();
-        for index in here.into_iter().flatten() {
-            // A disk that cannot read a group has lost it.
-            let bytes = self.read(&(index..index + 1));
-            if bytes.is_ok_and(|bytes| self.tree.holds(index, &bytes)) {
-                continue;
-            }
+        let here: Vec<u64> = here.into_iter().flatten().collect();
+        let wrong = wrong_groups(&self.file, &self.tree, &here, &|_| true);
+        for index in wrong.iter().cloned().flatten() {
             if let Some(have) = &self.have {
                 have.write_all_at(&[0], index)?;
             }
             lock(&self.there)[index as usize] = false;
-            wrong.push(index..index + 1);
         }
         Ok(wrong)
     }

@@ -85,6 +85,7 @@ struct Candidate {
 impl Inner {
     /// Placements of what is asked for.
     pub(super) fn preview(self: &Arc<Self>, ask: &Ask) -> Result<Preview, String> {
+        self.await_facts();
         if ask.replicas > 1 {
             let (placements, notes) = self.preview_spread(ask)?;
             let model = ask.model.clone();

@@ -38,7 +38,8 @@ pub(in crate::fleet) enum Extent<'a> {
 }
 
 impl Extent<'_> {
-    fn groups(self, rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
+    /// The groups that have these bytes.
+    pub(super) fn groups(self, rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
         match self {
             Self::Start => first_groups(rooted, groups),
             Self::Parts(parts) => {
@@ -198,7 +199,7 @@ impl Copies {
     /// not.
     ///
     /// # Errors
-    /// As of `check`, and what the system says.
+    /// As of `check`, and the system's.
     pub(in crate::fleet) fn repair(
         &self,
         agent: &Agent,
