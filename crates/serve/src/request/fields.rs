@@ -105,6 +105,15 @@ pub(super) const SEED: Field = Field::new(
     "Starts the random numbers: equal requests with equal seeds give equal answers while \
      system_fingerprint is equal. Choice i of n is what seed + i gives alone. Default random.",
 );
+/// Of llama-server and Ollama: -1 is no seed ([`drop_random_seed`](super::sampling::drop_random_seed)).
+pub(super) const SEED_OR_RANDOM: Field = Field::new(
+    "seed",
+    Integer {
+        min: i64::MIN,
+        max: i64::MAX,
+    },
+    "Starts the random numbers; -1 for a random one. Default random.",
+);
 pub(super) const STOP: Field = Field::new(
     "stop",
     Own(schema::stop),

@@ -2,7 +2,7 @@
 
 use super::{
     CACHE_PROMPT, FREQUENCY, IGNORE_EOS, LOGIT_BIAS, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, PRESENCE,
-    REPEAT_PENALTY, STOP, STREAM, TEMPERATURE, TOP_K, TOP_P,
+    REPEAT_PENALTY, SEED_OR_RANDOM, STOP, STREAM, TEMPERATURE, TOP_K, TOP_P,
 };
 use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Object, Own, Text};
@@ -127,14 +127,7 @@ pub(crate) const INFILL: &[Field] = &[
     REPEAT_PENALTY,
     IGNORE_EOS,
     LOGIT_BIAS,
-    Field::new(
-        "seed",
-        Integer {
-            min: i64::MIN,
-            max: i64::MAX,
-        },
-        "Starts the random numbers; -1 for a random one. Default random.",
-    ),
+    SEED_OR_RANDOM,
     STOP,
     STREAM,
     CACHE_PROMPT,

@@ -1,8 +1,8 @@
 //! The fields of Ollama's API, as its Python client 0.6 and its server 0.13 have them.
 
 use super::{
-    FREQUENCY, KEEP_ALIVE, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, NOT_YET, PRESENCE, TEMPERATURE,
-    TOP_K, TOP_P,
+    FREQUENCY, KEEP_ALIVE, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, NOT_YET, PRESENCE, SEED_OR_RANDOM,
+    TEMPERATURE, TOP_K, TOP_P,
 };
 use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Number, Object, Only, Own, Text};
@@ -169,14 +169,7 @@ pub(crate) const OPTION: &[Field] = &[
         },
         "So many last tokens.",
     ),
-    Field::new(
-        "seed",
-        Integer {
-            min: i64::MIN,
-            max: i64::MAX,
-        },
-        "Starts the random numbers; -1 for a random one. Default random.",
-    ),
+    SEED_OR_RANDOM,
     Field::new("stop", Own(schema::stop), "Texts that end the answer."),
     Field::new(
         "num_predict",
