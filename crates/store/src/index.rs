@@ -60,7 +60,7 @@ impl Found {
         let name = self.name.as_ref()?.as_str();
         match self.kind {
             Kind::Safetensors => Some(name),
-            Kind::Gguf => Catalogue::BUILTIN.find(name)?.weights(),
+            Kind::Gguf => Some(Catalogue::BUILTIN.find(name)?.weights),
         }
     }
 }

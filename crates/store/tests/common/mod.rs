@@ -410,6 +410,7 @@ pub fn catalogue(body: &[u8], on_hub: bool, wheels: Vec<Wheel>) -> Catalogue {
     let model = Model {
         shape: None,
         alias: "tiny",
+        weights: "owner/weights",
         also: &[],
         about: "test",
         licence: "none",
