@@ -46,10 +46,11 @@ enum Extent {
 
 impl Extent {
     fn of_this_run() -> Self {
-        match std::env::var_os("PACELINE_GOLDEN") {
-            Some(_) => Self::Write,
-            None if paceline_base::testing::long() => Self::All,
-            None => Self::Part,
+        match std::env::var("PACELINE_GOLDEN").as_deref() {
+            Ok("write") => Self::Write,
+            Ok(other) => panic!("PACELINE_GOLDEN is {other:?}, expected write"),
+            Err(_) if paceline_base::testing::long() => Self::All,
+            Err(_) => Self::Part,
         }
     }
 

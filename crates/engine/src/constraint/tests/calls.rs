@@ -102,6 +102,17 @@ fn an_answer_of_a_schema_stands_beside_calls() {
     }
 }
 
+/// Calls must come, and may be several.
+const fn required(tools: &[Json]) -> CallRules<'_> {
+    CallRules {
+        tools,
+        is_required: true,
+        is_parallel: true,
+        has_any_arguments: false,
+        answer: None,
+    }
+}
+
 /// In arguments of calls, and in answers behind thoughts.
 #[test]
 fn white_space_in_calls_is_bounded() {
@@ -111,14 +122,9 @@ fn white_space_in_calls_is_bounded() {
     let schema = json!({"type": "object", "required": ["n"]});
     let answer = syntax.bound_json(&tokenizer, &[], &schema);
     let tools = tools();
-    let rules = CallRules {
-        tools: &tools,
-        is_required: true,
-        is_parallel: true,
-        has_any_arguments: false,
-        answer: None,
-    };
-    let call = syntax.constraint(&tokenizer, &[], &rules).unwrap();
+    let call = syntax
+        .constraint(&tokenizer, &[], &required(&tools))
+        .unwrap();
     let begun = r#"<tool_call>{"name": "look", "arguments": {"#;
     for (constraint, begun) in [
         (answer, "<think>a</think>{"),
@@ -142,14 +148,7 @@ fn a_model_may_think_before_it_answers_or_calls() {
         let schema = json!({"type": "object", "required": ["n"]});
         let answer = syntax.bound_json(&tokenizer, &prompt, &schema);
         let tools = tools();
-        let rules = CallRules {
-            tools: &tools,
-            is_required: true,
-            is_parallel: true,
-            has_any_arguments: false,
-            answer: None,
-        };
-        let call = syntax.constraint(&tokenizer, &prompt, &rules);
+        let call = syntax.constraint(&tokenizer, &prompt, &required(&tools));
         let call = call.unwrap().unwrap().constraint;
         for (constraint, text) in [(&answer, r#"{"n": 1}"#), (&call, CASES[0].calls[0])] {
             let passed = |text: &str| passes(&grammars, &tokenizer, constraint, text);
