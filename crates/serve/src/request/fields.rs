@@ -105,7 +105,7 @@ pub(super) const SEED: Field = Field::new(
     "Starts the random numbers: equal requests with equal seeds give equal answers while \
      system_fingerprint is equal. Choice i of n is what seed + i gives alone. Default random.",
 );
-/// Of llama-server and Ollama: -1 is no seed ([`drop_random_seed`](super::sampling::drop_random_seed)).
+/// The seed of llama-server and Ollama, where `drop_random_seed` drops a -1.
 pub(super) const SEED_OR_RANDOM: Field = Field::new(
     "seed",
     Integer {
