@@ -340,9 +340,9 @@ fn a_model_that_no_machine_has_comes_from_the_hub_it_came_from() {
 /// tried again depends on what its node had written before it was killed.
 fn until_refused(host: &Machine, parts: &[&str]) {
     let is_refused = || {
-        let told = only(host)["reason"].clone();
-        let told = told.as_str().unwrap_or_default();
-        parts.iter().all(|part| told.contains(part))
+        let instance = only(host);
+        let told = instance["reason"].as_str().unwrap_or_default();
+        instance["state"] != "ready" && parts.iter().all(|part| told.contains(part))
     };
     until(&format!("it is refused: {parts:?}"), is_refused);
 }
