@@ -186,7 +186,6 @@ pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     total.failed == 0
 }
 
-/// The outcome of a step.
 type Outcome = (&'static str, Duration, Tally);
 
 /// Runs lanes side by side, the steps of each in order; outcomes come lane by lane. Lines of lanes

@@ -170,7 +170,6 @@ impl BlockType {
         }
     }
 
-    /// Bytes of one block.
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,

@@ -77,7 +77,6 @@ impl ExactSum {
         }
     }
 
-    /// Adds a value.
     pub fn add(&mut self, value: f64) {
         self.note(value);
         if value.is_finite() {

@@ -38,7 +38,6 @@ pub struct Node {
 }
 
 impl Node {
-    /// The leaf with this index.
     pub const fn leaf(index: usize) -> Self {
         Self { level: 0, index }
     }

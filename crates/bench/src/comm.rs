@@ -52,7 +52,6 @@ pub struct Spec {
 /// An operation at one size.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
-    /// Its name.
     pub op: String,
     /// Of a rank's buffer.
     pub bytes: usize,
@@ -60,7 +59,6 @@ pub struct Row {
     pub algorithm: String,
     /// Microseconds of which a tenth of the calls take less.
     pub p10_us: f64,
-    /// The median.
     pub p50_us: f64,
     /// Microseconds that one call of a hundred takes more than.
     pub p99_us: f64,

@@ -23,7 +23,6 @@ const LIMIT_BYTES: usize = 512 << 20;
 pub enum Limit {
     /// By all threads.
     Cpu {
-        /// The memory that is read.
         memory: ReadLimit,
         /// The kernels that read.
         kernels: Arc<Kernels>,
@@ -32,7 +31,6 @@ pub enum Limit {
     Mlx {
         /// MLX.
         library: Library,
-        /// The device.
         device: Device,
     },
 }

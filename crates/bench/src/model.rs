@@ -19,7 +19,6 @@ use crate::{Error, quantile};
 pub struct Subject<'a> {
     /// The model that answers.
     pub model: &'a Loaded,
-    /// Its tokenizer.
     pub tokenizer: &'a Tokenizer,
     /// How numbers are computed.
     pub classes: &'a Classes,

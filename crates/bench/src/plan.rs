@@ -13,7 +13,6 @@ pub struct Runs {
     pub split: String,
     /// Decode, tokens a second, as predicted before each run.
     pub predicted: Vec<f64>,
-    /// As measured.
     pub measured: Vec<f64>,
 }
 

@@ -18,16 +18,12 @@ pub enum Error {
     /// What is wrong with the adapter, or with putting it into a model.
     #[error("{0}")]
     Adapter(#[from] paceline_train::Error),
-    /// What is wrong with the model.
     #[error("{0}")]
     Model(#[from] paceline_model::Error),
-    /// The system has no current folder.
     #[error("{0}")]
     System(#[from] io::Error),
-    /// The system refuses a file.
     #[error("{}", path.display())]
     At {
-        /// Its path.
         path: PathBuf,
         /// What the system says.
         source: io::Error,

@@ -166,7 +166,6 @@ pub struct About<'a> {
     pub load_time: Duration,
     /// Most bytes of memory of this process, where the system says it.
     pub peak_memory: Option<u64>,
-    /// Nodes.
     pub nodes: u32,
     /// How the model is cut.
     pub split: String,

@@ -53,7 +53,6 @@ pub fn picture(graph: &Graph) -> String {
     net.svg()
 }
 
-/// The hostfile as a value.
 fn hostfile(file: &Hostfile) -> Value {
     serde_json::to_value(file).expect("a hostfile always has a JSON form")
 }

@@ -20,13 +20,11 @@ pub struct Engine {
     pub version: String,
     /// The library that was opened, or `None` where there is none.
     pub library: Option<PathBuf>,
-    /// Its devices.
     pub devices: Vec<DeviceRow>,
     /// Why it is not ready.
     pub problem: Option<String>,
 }
 
-/// A device of an engine.
 #[derive(Debug, Serialize)]
 pub struct DeviceRow {
     /// `cpu` or `gpu`.

@@ -9,29 +9,22 @@ use paceline_formats::tokenizer;
 /// Why a node cannot tell of itself, or cannot serve a model.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file for events cannot be written.
     #[error("cannot write events to {}", path.display())]
     Events {
-        /// The file.
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
-    /// The system refuses a thread.
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     /// A model's files cannot be used; what is wrong does not name them.
     #[error("cannot load {}", path.display())]
     Load {
-        /// The file or folder.
         path: PathBuf,
-        /// The fault in it.
         source: Box<paceline_model::Error>,
     },
     /// A model's files cannot be used; says which and why.
     #[error(transparent)]
     Model(Box<paceline_model::Error>),
-    /// A model's tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] tokenizer::Error),
 }

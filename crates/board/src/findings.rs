@@ -18,7 +18,6 @@ use serde_json::Value;
 /// Why a command of the knowledge base ends early.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No finding has this id.
     #[error("no finding has the id {id}")]
     NoSuchFinding {
         /// The id asked for.
@@ -34,7 +33,6 @@ pub enum Error {
         /// Names that look like it.
         near: Vec<String>,
     },
-    /// Several topics have this in their name.
     #[error("{name:?} is part of the names of {} topics, need one", choices.len())]
     AmbiguousTopic {
         /// As typed.
@@ -48,22 +46,17 @@ pub enum Error {
         /// As typed.
         text: String,
     },
-    /// The path is no file.
     #[error("{} is not a file", path.display())]
     NotAFile {
-        /// The path.
         path: PathBuf,
     },
-    /// The file's name cannot be kept.
     #[error("{} has no name that its findings could be kept under", path.display())]
     NoName {
-        /// The path.
         path: PathBuf,
     },
     /// The file is not valid, by itself or beside what is there.
     #[error("{} is not taken: {source}", path.display())]
     Invalid {
-        /// The path.
         path: PathBuf,
         /// The fault in it, with line and key.
         source: paceline_kb::Error,
@@ -76,10 +69,8 @@ pub enum Error {
         /// The fault that it would have.
         source: paceline_kb::Error,
     },
-    /// The file cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Its path.
         path: PathBuf,
         /// Why not.
         source: Box<Error>,
@@ -92,7 +83,6 @@ pub enum Error {
         /// Why not.
         source: Box<Error>,
     },
-    /// The system refuses a call.
     #[error(transparent)]
     System(#[from] io::Error),
     /// A file of this name, with other contents, is there already.
@@ -113,7 +103,6 @@ const BYTES_MAX: usize = 16 * FILE_BYTES_MAX;
 pub enum Taken {
     /// It stays, and the new one is refused.
     Refuse,
-    /// It is replaced.
     Replace,
 }
 

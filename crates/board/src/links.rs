@@ -28,7 +28,6 @@ pub(super) struct Told {
     pub(super) from: String,
     /// Name of the other node.
     pub(super) to: String,
-    /// The way.
     #[serde(flatten)]
     pub(super) way: Link,
     /// Bytes a second that leave by the way's interface now.

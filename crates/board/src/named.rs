@@ -11,16 +11,12 @@ use paceline_store::Home;
 /// Why a name means nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A model's files cannot be read.
     #[error("{0}")]
     Shape(#[from] shape::Error),
-    /// The planner knows no such thing.
     #[error("{0}")]
     Plan(#[from] paceline_plan::Error),
-    /// A file cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Its path.
         path: PathBuf,
         /// The system's error.
         source: io::Error,

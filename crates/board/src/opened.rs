@@ -46,7 +46,6 @@ pub struct Asked {
 /// How workers of this machine are started.
 #[derive(Clone)]
 pub struct Workers {
-    /// This program.
     pub program: PathBuf,
     /// Its arguments as a worker.
     pub args: Vec<OsString>,
@@ -72,7 +71,6 @@ pub struct Opened {
     prepared: Prepared,
     /// The model that guesses for it.
     draft: Option<PathBuf>,
-    /// Its tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// Nothing when the model has none. What is wrong with one matters only to those who use it.
     pub template: Option<Result<ChatTemplate, ChatError>>,
@@ -387,7 +385,6 @@ impl Opened {
 #[derive(Debug)]
 pub struct Loaded {
     model: paceline_node::Loaded,
-    /// Its tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// As of [`Opened`].
     pub template: Option<Result<ChatTemplate, ChatError>>,

@@ -52,7 +52,6 @@ impl Came {
     reason = "what shows progress says nothing"
 )]
 pub struct Pulls<'a> {
-    /// The store.
     pub home: &'a Home,
     /// Hub, pip, retries, deadlines.
     pub options: &'a PullOptions,

@@ -17,7 +17,6 @@ use serde_json::Value;
 /// Points of the graph of tokens a second: two minutes.
 const SPEEDS_MAX: usize = 120;
 
-/// Rows of the graph.
 const GRAPH_ROWS: usize = 3;
 
 /// The column that machines are sorted by.

@@ -125,7 +125,6 @@ impl Facts {
         self.add("chats", text, value);
     }
 
-    /// Its shape.
     pub fn add_shape(&mut self, shape: &ModelShape) {
         let (all, active) = (shape.params(), shape.active_params());
         let mut text = format!("{:.2} billion", all / 1e9);

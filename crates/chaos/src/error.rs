@@ -7,21 +7,17 @@ use paceline_cluster::nodes::agent::local;
 /// Why a cluster cannot be made, broken or healed, or that its answers were not right.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A step failed.
     #[error("{doing}")]
     Step {
         /// The step: `cannot start a node`.
         doing: String,
-        /// Its cause.
         source: Box<Error>,
     },
-    /// The system refuses a call.
     #[error(transparent)]
     System(#[from] io::Error),
     /// A node does not answer on its socket, or refuses a command.
     #[error("{0}")]
     Node(#[from] local::Error),
-    /// A node answers what is no JSON.
     #[error(transparent)]
     Json(#[from] serde_json::Error),
     /// The cluster, the system or the request is not as a round needs it; says in which way.
@@ -30,7 +26,6 @@ pub enum Error {
     /// Clients did not get what they get from a cluster that nobody breaks.
     #[error("of {answers} answers {lost} were lost and {altered} altered{first}")]
     Answers {
-        /// All answers.
         answers: usize,
         /// Answers that did not come to their end.
         lost: usize,

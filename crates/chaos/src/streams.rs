@@ -305,7 +305,6 @@ impl Answer {
         Ok(())
     }
 
-    /// Takes an event of a response.
     fn take_response(&mut self, kind: &str, event: &Value) -> Result<(), Error> {
         let response = &event["response"];
         if kind == "response.failed" {

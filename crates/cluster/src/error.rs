@@ -15,7 +15,6 @@ pub enum Error {
         rank: Rank,
         /// The program that was to run.
         program: PathBuf,
-        /// The system's error.
         source: std::io::Error,
     },
     /// A socket pair or a thread cannot be had; no process is left.
@@ -23,7 +22,6 @@ pub enum Error {
     Resource {
         /// The resource that was asked for.
         what: &'static str,
-        /// The system's error.
         source: std::io::Error,
     },
     /// The rank is not one of the workers.
@@ -31,13 +29,11 @@ pub enum Error {
     NoSuchRank {
         /// The rank that was named.
         rank: Rank,
-        /// How many there are.
         size: u32,
     },
     /// A message cannot be written as JSON; nothing was sent.
     #[error("a message cannot be written as JSON: {reason}")]
     Unencodable {
-        /// The encoder's error.
         reason: String,
     },
     /// A message is too long; nothing was sent.
@@ -62,7 +58,6 @@ pub enum Error {
     /// The channel to a child is closed: the child has ended or closed it, or was asked to end.
     #[error("the channel to {rank} is closed")]
     Closed {
-        /// Whose channel.
         rank: Rank,
     },
     /// Standard input is not a control channel: the process was not started by [`Workers`].
@@ -70,7 +65,6 @@ pub enum Error {
     /// [`Workers`]: crate::workers::Workers
     #[error("standard input is not a control channel: {source}")]
     NoControl {
-        /// The system's error.
         source: std::io::Error,
     },
     /// No worker could be started on another machine.
@@ -92,7 +86,6 @@ pub enum Garbage {
     /// A line is not the JSON of a message.
     #[error("{excerpt} is not a message: {reason}")]
     Malformed {
-        /// The decoder's error, shortened.
         reason: String,
         /// The line, shortened, what is not printable ASCII escaped.
         excerpt: String,

@@ -112,7 +112,6 @@ pub fn memory_bytes() -> Option<u64> {
 /// Main memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// All of it.
     pub total: Bytes,
     /// Memory that programs can still have, where the system says.
     pub available: Option<Bytes>,
@@ -150,9 +149,7 @@ fn parse_meminfo(text: &str) -> Option<Memory> {
 /// A GPU of NVIDIA's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its name.
     pub name: String,
-    /// Its memory.
     pub memory: Bytes,
 }
 

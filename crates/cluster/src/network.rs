@@ -31,7 +31,6 @@ const NO_HARDWARE: &str = "65534";
 /// A network interface with addresses, loopback not among them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
-    /// Its name.
     pub name: String,
     /// Largest packet in bytes, where the system says.
     pub mtu: Option<u32>,

@@ -39,11 +39,9 @@ pub struct Enforced {
 /// How far a rule holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
-    /// All of it.
     Full,
     /// As much as an older kernel knows.
     Part,
-    /// Nothing.
     Nothing,
 }
 

@@ -21,7 +21,6 @@ pub const LINE_BYTES_MAX: usize = 64 << 20;
 /// parent bears. So no scheduling hiccup of a busy machine looks like death. Costs one byte each.
 pub const BEAT: Duration = Duration::from_millis(200);
 
-/// The line that is a beat.
 pub(crate) const BEAT_LINE: &[u8] = b"\n";
 
 /// Bytes of foreign text that an error shows: one line of a terminal.

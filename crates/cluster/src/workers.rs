@@ -139,7 +139,6 @@ pub enum Event<T> {
     Message {
         /// The rank that sent it.
         rank: Rank,
-        /// The message.
         message: T,
     },
     /// It ended and is reaped. Its last event.

@@ -87,13 +87,11 @@ pub struct MlxPlace<'a> {
 /// Why there is no group.
 #[derive(Debug, thiserror::Error)]
 pub enum MlxError {
-    /// MLX has no backend of this name.
     #[error("backend {name:?}, expected any, ring, mpi, nccl or jaccl")]
     Name {
         /// The name that was given.
         name: String,
     },
-    /// A setting is missing.
     #[error("{backend}: {missing} not given")]
     Missing {
         /// Which was to be made.
@@ -101,7 +99,6 @@ pub enum MlxError {
         /// The setting that it needs.
         missing: &'static str,
     },
-    /// A wire that nobody has allowed.
     #[error("{backend} is plaintext: not allowed")]
     Plaintext {
         /// Which.
@@ -110,16 +107,12 @@ pub enum MlxError {
     /// None of the backends is there and configured.
     #[error("no backend could be started")]
     None,
-    /// The ring.
     #[error(transparent)]
     Ring(#[from] mlx_ring::JoinError),
-    /// MPI.
     #[error(transparent)]
     Mpi(#[from] mpi::StartError),
-    /// NCCL.
     #[error(transparent)]
     Nccl(#[from] nccl::JoinError),
-    /// JACCL's cables.
     #[error(transparent)]
     Jaccl(#[from] InitError),
 }

@@ -97,7 +97,6 @@ unsafe impl Send for Cable {}
 const GATHERS: u32 = 2;
 
 impl Cable {
-    /// Bytes of all slots.
     pub(super) const fn bytes(slot_bytes: usize) -> usize {
         2 * REQUESTS * slot_bytes
     }

@@ -15,55 +15,41 @@ pub enum RdmaError {
     Library {
         /// File name or path that was tried.
         name: String,
-        /// The loader's error.
         source: libloading::Error,
     },
-    /// The library lacks a function.
     #[error("{library} has no function {symbol}")]
     Symbol {
-        /// The library.
         library: String,
-        /// The function.
         symbol: &'static str,
     },
     /// A device context has no function for posting or polling.
     #[error("device {device}: its table of operations lacks {symbol}")]
     Operation {
-        /// The device.
         device: String,
-        /// The function.
         symbol: &'static str,
     },
     /// The library has no list of devices: the system has no RDMA.
     #[error("list RDMA devices: {source}")]
     NoList {
-        /// The library's error.
         source: io::Error,
     },
-    /// No device has this name.
     #[error("no RDMA device {wanted}; there are: {}", .there.join(", "))]
     NoSuchDevice {
         /// The name in the device matrix.
         wanted: String,
-        /// All names.
         there: Vec<String>,
     },
-    /// A function of the library failed.
     #[error("device {device}: {call}({operands}): {source}")]
     Verb {
-        /// The device.
         device: String,
-        /// The function.
         call: &'static str,
         /// Its arguments, as far as they matter.
         operands: String,
         /// `errno`.
         source: io::Error,
     },
-    /// The port is not up.
     #[error("device {device}: port 1 is in state {state}, expected 4 (active)")]
     PortDown {
-        /// The device.
         device: String,
         /// `enum ibv_port_state`.
         state: u32,
@@ -71,31 +57,22 @@ pub enum RdmaError {
     /// The port has no address that peers can be told.
     #[error("device {device}: none of the {entries} GIDs of port 1 is an IPv4 address")]
     NoAddress {
-        /// The device.
         device: String,
-        /// Entries of the table.
         entries: i32,
     },
-    /// A device cannot hold as many objects.
     #[error("device {device}: {wanted} {what}, at most {limit}")]
     Limit {
-        /// The device.
         device: String,
-        /// Of what.
         what: &'static str,
-        /// How many are wanted.
         wanted: usize,
         /// How many there may be.
         limit: usize,
     },
-    /// A work request failed.
     #[error("cable {cable} to {peer}: {what} completed with status {status} (vendor {vendor})")]
     Completion {
-        /// The other end.
         peer: Rank,
         /// Which of the cables to it.
         cable: usize,
-        /// Send or receive.
         what: &'static str,
         /// `enum ibv_wc_status`.
         status: u32,
@@ -105,7 +82,6 @@ pub enum RdmaError {
     /// A completion came that nothing was posted for.
     #[error("cable {cable} to {peer}: a completion for work request {id:#x} and {bytes} bytes")]
     Stray {
-        /// The other end.
         peer: Rank,
         /// Which of the cables to it.
         cable: usize,
@@ -117,7 +93,6 @@ pub enum RdmaError {
     /// A message has a valid head and cannot be meant.
     #[error("cable {cable} to {peer}: message {sequence} of lane {lane} does not fit")]
     Garbled {
-        /// The other end.
         peer: Rank,
         /// Which of the cables to it.
         cable: usize,
@@ -129,19 +104,16 @@ pub enum RdmaError {
     /// A peer does not acknowledge what it is sent, although its process lives.
     #[error("{peer} has not acknowledged message {sequence} for {millis} ms, sent {tries} times")]
     Unheard {
-        /// The other end.
         peer: Rank,
         /// The oldest message on its way.
         sequence: u64,
         /// How often it was sent.
         tries: u32,
-        /// Since when.
         millis: u128,
     },
     /// A cable, of several, loses whatever is sent over it.
     #[error("cable {cable} to {peer} loses whatever is sent over it")]
     Silent {
-        /// The other end.
         peer: Rank,
         /// Which of the cables to it.
         cable: usize,
@@ -149,7 +121,6 @@ pub enum RdmaError {
     /// A cable, of several, carries nothing any more, says the other end.
     #[error("cable {cable} to {peer} was given up at the other end")]
     GivenUp {
-        /// The other end.
         peer: Rank,
         /// Which of the cables to it.
         cable: usize,
@@ -169,38 +140,29 @@ pub enum RdmaError {
         /// The device on the side of `rank`.
         device: String,
     },
-    /// The table of devices is wrong.
     #[error(transparent)]
     Matrix(#[from] MatrixError),
     /// Ranks were given different tables of devices, or different options.
     #[error("{rank} was given other devices or options than rank 0")]
     Different {
-        /// The first that differs.
         rank: Rank,
     },
     /// Another rank could not set its devices up; it knows why.
     #[error("{rank} could not set up its RDMA devices")]
     Elsewhere {
-        /// The first such rank.
         rank: Rank,
     },
-    /// A connection of JACCL's side channel failed.
     #[error("side channel: {what} {peer}: {source}")]
     Side {
-        /// The other end.
         peer: Rank,
-        /// The operation that failed.
         what: &'static str,
-        /// The system's error.
         source: io::Error,
     },
     /// A rank's message over the side channel makes no sense.
     #[error("side channel: {rank} sent no address")]
     NoMeeting {
-        /// The first such rank.
         rank: Rank,
     },
-    /// The ranks did not meet.
     #[error(transparent)]
     Join(#[from] JoinError),
 }

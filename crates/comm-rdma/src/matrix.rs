@@ -18,7 +18,6 @@ pub const CABLES_MAX: usize = 4;
 /// Why a table of devices is none.
 #[derive(Debug, thiserror::Error)]
 pub enum MatrixError {
-    /// It is no JSON.
     #[error("device matrix: {0}")]
     Json(#[from] serde_json::Error),
     /// It is no list of rows as long as it has rows.
@@ -37,13 +36,10 @@ pub enum MatrixError {
         /// Column.
         to: usize,
     },
-    /// A rank has a cable to itself.
     #[error("device matrix: rank {rank} has a cable to itself")]
     Diagonal {
-        /// The rank.
         rank: usize,
     },
-    /// A cable has one end.
     #[error("device matrix: rank {from} has {there} cables to rank {to}, which has {back} back")]
     OneEnd {
         /// Row.
@@ -65,7 +61,6 @@ pub enum MatrixError {
         /// Devices in that entry.
         cables: usize,
     },
-    /// It is for another number of ranks.
     #[error("device matrix: it is for {got} ranks, expected {expected}")]
     Size {
         /// Ranks of the group.

@@ -19,26 +19,20 @@ pub const RING: [&str; 2] = ["JACCL_RING", "MLX_JACCL_RING"];
 /// Why there are no settings.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
-    /// A variable is missing.
     #[error("neither {} nor {} is set", .names[0], .names[1])]
     Missing {
-        /// Its names.
         names: [&'static str; 2],
     },
-    /// The rank is no number.
     #[error("{name} is {value:?}: {source}")]
     Number {
-        /// The variable.
         name: &'static str,
         /// The variable's value.
         value: String,
         /// Why that is none.
         source: ParseIntError,
     },
-    /// The coordinator is no address.
     #[error("{name} is {value:?}, expected ip:port")]
     Address {
-        /// The variable.
         name: &'static str,
         /// The variable's value.
         value: String,
@@ -46,12 +40,10 @@ pub enum SettingsError {
     /// The rank has no row in the device file.
     #[error("{rank} has no row in the device file, which is for {size} ranks")]
     Rank {
-        /// The rank.
         rank: Rank,
         /// Rows.
         size: usize,
     },
-    /// The device file is wrong.
     #[error(transparent)]
     Matrix(#[from] MatrixError),
 }

@@ -262,7 +262,6 @@ impl Adapter {
         self.pairs.load(Ordering::Acquire)
     }
 
-    /// And at most.
     pub(crate) const fn pairs_most(&self) -> usize {
         self.limits.queue_pairs.0
     }

@@ -61,7 +61,6 @@ impl fmt::Display for Kind {
 pub struct Call {
     /// Number of the call on its rank, from 1. Collectives and messages are counted apart.
     pub sequence: u64,
-    /// The operation.
     pub kind: Kind,
     /// Element type; `U8` for a barrier.
     pub dtype: Dtype,

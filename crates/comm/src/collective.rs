@@ -22,7 +22,6 @@ pub enum Collective<'a> {
     AllReduce {
         /// This rank's values, then the result, `(n,)`.
         data: DataMut<'a>,
-        /// The reduction.
         op: Reduce,
     },
     /// See `reduce_scatter` and `reduce_scatter_v`. `input` and `output` have one type.
@@ -33,7 +32,6 @@ pub enum Collective<'a> {
         output: DataMut<'a>,
         /// The length of every part, the same on all ranks.
         counts: Counts<'a>,
-        /// The reduction.
         op: Reduce,
     },
     /// See `all_to_all` and `all_to_all_v`. `input` and `output` have one type.

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 pub struct Deadline(Instant);
 
 impl Deadline {
-    /// The deadline at this instant.
     pub const fn at(instant: Instant) -> Self {
         Self(instant)
     }

@@ -18,10 +18,8 @@ pub enum Error {
         /// The rank that is gone.
         rank: Rank,
     },
-    /// The deadline of a call passed.
     #[error("{call}: {rank} did not take part before the deadline")]
     Timeout {
-        /// The call that waited.
         call: Call,
         /// The first rank that was missing.
         rank: Rank,
@@ -43,11 +41,8 @@ pub enum Error {
         call: Call,
         /// The rank that made the call.
         rank: Rank,
-        /// Name of the argument.
         buffer: &'static str,
-        /// Elements asked for.
         expected: u64,
-        /// Elements given.
         got: u64,
     },
     /// A root or peer is not in the group, or a rank sends to itself.
@@ -57,9 +52,7 @@ pub enum Error {
         call: Call,
         /// The rank that made the call.
         rank: Rank,
-        /// The rank it named.
         named: Rank,
-        /// Ranks in the group.
         size: u32,
     },
     /// A rank gave no sign of life for longer than the group allows.
@@ -67,7 +60,6 @@ pub enum Error {
     Silent {
         /// The call in which this rank noticed.
         call: Call,
-        /// The silent rank.
         rank: Rank,
         /// How long, in milliseconds.
         millis: u32,
@@ -84,21 +76,17 @@ pub enum Error {
     /// that makes this call gets this.
     #[error("{call}: {backend} does not have this between {rank} and its group")]
     Unsupported {
-        /// The call.
         call: Call,
         /// The rank that made the call.
         rank: Rank,
-        /// Name of the backend.
         backend: &'static str,
     },
     /// A library that a backend is made of failed.
     #[error("{call}: {backend} failed on {rank} with code {code}")]
     Library {
-        /// The call.
         call: Call,
         /// The rank that made the call.
         rank: Rank,
-        /// Name of the library.
         backend: &'static str,
         /// Its own number for what went wrong.
         code: i32,
@@ -106,11 +94,9 @@ pub enum Error {
     /// The system refused what a new group needs, such as one more open file.
     #[error("{call}: {rank} cannot {what}: {}", of_system(.code))]
     System {
-        /// The call.
         call: Call,
         /// The rank that made the call.
         rank: Rank,
-        /// The operation that failed.
         what: &'static str,
         /// The system's number for what went wrong; 0 if it gave none.
         code: i32,

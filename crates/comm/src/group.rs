@@ -80,7 +80,6 @@ pub struct Copies {
 ///
 /// **Size 1.** Collectives copy input to output; there is nobody to send to.
 pub trait Group: fmt::Debug + Send + Sync {
-    /// This rank.
     fn rank(&self) -> Rank;
 
     /// Number of ranks, at least 1.

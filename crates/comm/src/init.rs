@@ -76,7 +76,6 @@ impl fmt::Display for Backend {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no backend is called {got:?}")]
 pub struct UnknownBackend {
-    /// The name.
     pub got: String,
 }
 
@@ -106,7 +105,6 @@ pub enum Strict {
 pub struct Seat<'a, A = SocketAddr> {
     /// The listener that `addrs[rank]` leads to.
     pub listener: Listener,
-    /// This rank.
     pub rank: Rank,
     /// Every rank's addresses.
     pub addrs: &'a [A],
@@ -140,7 +138,6 @@ pub enum InitError {
         /// Which.
         backend: Backend,
     },
-    /// Shared memory or TCP.
     #[error(transparent)]
     Join(#[from] JoinError),
     /// The error of a [`Provider`], of the type that it documents, to be downcast.

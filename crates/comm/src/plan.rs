@@ -206,7 +206,6 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// The acts of each step.
     pub(crate) fn steps(&self) -> impl Iterator<Item = &[Act]> {
         let starts = std::iter::once(0).chain(self.ends.iter().copied());
         starts

@@ -82,7 +82,6 @@ trait Number {
     fn prod(a: Self::Wide, b: Self::Wide) -> Self::Wide;
 }
 
-/// A number by its bytes.
 macro_rules! bytes_of {
     ($type:ty) => {
         type Bytes = [u8; size_of::<$type>()];

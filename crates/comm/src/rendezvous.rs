@@ -47,7 +47,6 @@ pub enum Wanted {
     Exactly(u32),
     /// All ranks that have come when nobody new came for so long, at least this many.
     AtLeast {
-        /// Ranks.
         ranks: u32,
         /// How long nobody new may come.
         settled: Duration,
@@ -57,7 +56,6 @@ pub enum Wanted {
 /// The members of a group, the same on all its ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Members {
-    /// This rank.
     pub rank: Rank,
     /// All addresses in rank order.
     pub addrs: Vec<SocketAddr>,
@@ -68,13 +66,11 @@ pub struct Members {
 /// Why ranks did not meet.
 #[derive(Debug, thiserror::Error)]
 pub enum MeetingError {
-    /// Too few came before the deadline.
     #[error(
         "round {round}: {came} ranks came before the deadline, expected {wanted}{}",
         because(.turned_away)
     )]
     TooFew {
-        /// The round.
         round: u64,
         /// Ranks that came, this one included.
         came: u32,
@@ -86,7 +82,6 @@ pub enum MeetingError {
     /// The process that listens at the address does not want this rank.
     #[error("the meeting at {at} refuses this rank: {why}")]
     Refused {
-        /// The address.
         at: SocketAddr,
         /// The reason: what is wrong with this rank.
         why: Refusal,

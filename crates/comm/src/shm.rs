@@ -168,7 +168,6 @@ fn name_of(said: &[u8; NAME_BYTES]) -> Option<&str> {
     std::str::from_utf8(name).ok()
 }
 
-/// The process that said this.
 fn process_of(said: &[u8; NAME_BYTES]) -> Option<u32> {
     let rest = name_of(said)?.strip_prefix("/proc/")?;
     rest.split('/').next()?.parse().ok()

@@ -186,7 +186,6 @@ pub struct Patience {
 pub enum Pause {
     /// Look again; it was paused.
     Look,
-    /// Block.
     Block,
 }
 

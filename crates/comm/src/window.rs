@@ -55,7 +55,6 @@ impl Answers {
 /// Why something cannot be noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WindowError {
-    /// Nobody exposes these bytes.
     #[error("{rank} exposes {exposed} bytes, {length} at {offset} are not among them")]
     Outside {
         /// Whose memory.

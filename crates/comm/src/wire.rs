@@ -33,7 +33,6 @@ const BUFFERS: [&str; 6] = ["counts", "input", "output", "data", "sends", "recei
 pub(crate) enum What {
     /// Part of a collective.
     Call,
-    /// A message.
     Message,
     /// `call.length` messages were taken by the receiver.
     Credit,

@@ -34,7 +34,6 @@ use watch::Watch;
 /// Why a constraint cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
-    /// The grammar's text is too long.
     #[error("the grammar has {got} bytes, expected at most {most}")]
     TooLong {
         /// Its bytes.
@@ -42,7 +41,6 @@ pub enum ConstraintError {
         /// How many would be accepted.
         most: usize,
     },
-    /// A schema is not JSON.
     #[error("the schema is not JSON: {reason}")]
     NotJson {
         /// The parser's error.

@@ -64,7 +64,6 @@ impl EncoderService {
         }
     }
 
-    /// The encoder.
     pub const fn encoder(&self) -> &Encoder {
         &self.encoder
     }

@@ -136,7 +136,6 @@ impl Engine {
         })
     }
 
-    /// The model.
     pub fn model(&self) -> &dyn Weights {
         &*self.model
     }
@@ -202,7 +201,6 @@ impl Engine {
         Ok(id)
     }
 
-    /// The adapter of a name.
     fn adapter(&self, name: Option<&str>) -> Result<Option<Adapted>, Error> {
         let Some(name) = name else {
             return Ok(None);
@@ -741,7 +739,6 @@ struct PlannedRows {
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
     checked: Vec<u32>,
-    /// Their maker.
     guesser: Option<Guesser>,
     /// Whether it is a window behind others under way: all that it checks are guesses.
     is_behind: bool,

@@ -7,7 +7,6 @@ use crate::{ConstraintError, ParamError, Request, SequenceId, Snapshot};
 /// Why the engine refuses a request or a snapshot, or cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A request needs at least one token.
     #[error("the prompt is empty")]
     EmptyPrompt,
     /// The prompt leaves no room for an answer.
@@ -18,20 +17,16 @@ pub enum Error {
         /// Tokens that a sequence can have, one of them for the answer.
         context: usize,
     },
-    /// A token outside the vocabulary.
     #[error("token {token} at position {position} is outside the vocabulary of {vocab}")]
     Token {
-        /// The token.
         token: u32,
         /// Its place in the prompt or snapshot.
         position: usize,
         /// Number of tokens.
         vocab: usize,
     },
-    /// A sampling parameter out of range.
     #[error(transparent)]
     Sampling(#[from] ParamError),
-    /// Too many log-probabilities of a prompt.
     #[error(
         "{got} log-probabilities of the prompt are asked for, alternatives included, expected at \
          most {most}"
@@ -42,7 +37,6 @@ pub enum Error {
         /// [`MAX_PROMPT_LOGPROBS`](crate::MAX_PROMPT_LOGPROBS).
         most: usize,
     },
-    /// Log-probabilities of too many tokens.
     #[error("logprobs is {got}, expected at most {most}")]
     Logprobs {
         /// How many were asked for.
@@ -50,13 +44,10 @@ pub enum Error {
         /// How many would be told.
         most: usize,
     },
-    /// Not a pace.
     #[error("pace is {got:?}, expected `auto`, `off` or milliseconds from 1 to 60000")]
     Pace {
-        /// The text.
         got: String,
     },
-    /// A bias on too many tokens.
     #[error("logit_bias has {got} tokens, expected at most {most}")]
     BiasCount {
         /// Its tokens.
@@ -67,29 +58,21 @@ pub enum Error {
     /// A bias on a token that does not exist.
     #[error("logit_bias has token {token}, which is outside the vocabulary of {vocab}")]
     BiasToken {
-        /// The token.
         token: u32,
         /// Number of tokens.
         vocab: usize,
     },
-    /// A bias out of range.
     #[error("logit_bias of token {token} is {got}, expected -100 to 100")]
     BiasValue {
-        /// The token.
         token: u32,
-        /// Its bias.
         got: f32,
     },
-    /// Two biases of one token.
     #[error("logit_bias has token {token} twice")]
     BiasTwice {
-        /// The token.
         token: u32,
     },
-    /// A stop string that cannot be used.
     #[error(transparent)]
     Stop(#[from] text::Error),
-    /// A constraint that cannot be used.
     #[error(transparent)]
     Constraint(#[from] ConstraintError),
     /// A request for an adapter that the model has not beside it.
@@ -110,9 +93,7 @@ pub enum Error {
     /// The queue is full; the request comes back unchanged, to be tried again later.
     #[error("{waiting} requests are waiting already")]
     Busy {
-        /// Requests in the queue.
         waiting: usize,
-        /// The request.
         request: Box<Request>,
     },
     /// No such sequence: it has finished, or never was.
@@ -126,15 +107,12 @@ pub enum Error {
         /// Model and kernel class of the engine.
         expected: String,
     },
-    /// A snapshot whose numbers contradict each other.
     #[error(
         "snapshot of {tokens} tokens, {prompt} of them the prompt, with {left} to generate, \
          is of no running sequence"
     )]
     BadSnapshot {
-        /// Tokens in it.
         tokens: usize,
-        /// Length of its prompt.
         prompt: usize,
         /// Tokens that may still be generated.
         left: usize,
@@ -153,19 +131,14 @@ pub enum Error {
     /// As many sequences as fit wait to be resumed; the snapshot comes back unchanged.
     #[error("{waiting} sequences are waiting to be resumed already")]
     BusyResuming {
-        /// Sequences in the queue.
         waiting: usize,
-        /// The snapshot.
         snapshot: Box<Snapshot>,
     },
     /// A setting of the engine that cannot work.
     #[error("{setting} is {got}, expected {expected}")]
     Config {
-        /// Name of the setting.
         setting: &'static str,
-        /// Its value.
         got: usize,
-        /// The accepted values.
         expected: &'static str,
     },
     /// The draft model and the model do not mean the same by a token.
@@ -181,7 +154,6 @@ pub enum Error {
         /// The same of the model's.
         expected: String,
     },
-    /// Memory for the cache.
     #[error(transparent)]
     Model(#[from] paceline_model::Error),
 }

@@ -110,7 +110,6 @@ impl Owned {
         }
     }
 
-    /// Its pages of each of the windows.
     pub(crate) fn windows(&self) -> impl Iterator<Item = WindowPages<'_>> {
         self.windows.iter().map(Held::pages)
     }

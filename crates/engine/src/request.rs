@@ -159,7 +159,6 @@ pub enum Finish {
 /// A request that is to go on after tokens that its caller has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resumed {
-    /// It goes on as this sequence.
     Goes(SequenceId),
     /// The caller's tokens were the whole answer: only its end was not told.
     Over {
@@ -176,7 +175,6 @@ pub enum Event {
     /// The prompt is in the cache; the first token, if one is wanted, comes with the same step.
     /// Told once, however often the sequence is preempted or moved.
     PromptRead {
-        /// The sequence.
         id: SequenceId,
         /// Tokens of the prompt that another sequence had computed before.
         reused: usize,
@@ -186,9 +184,7 @@ pub enum Event {
     /// A token was generated. `text` holds what became certain: it may be empty while a character
     /// or a possible stop string is incomplete.
     Token {
-        /// The sequence.
         id: SequenceId,
-        /// The token.
         token: u32,
         /// Text to show.
         text: String,
@@ -197,7 +193,6 @@ pub enum Event {
     },
     /// The sequence is over and forgotten.
     Finished {
-        /// The sequence.
         id: SequenceId,
         /// Text that was held back and is certain now.
         text: String,

@@ -83,7 +83,6 @@ impl Runner {
         self.driver.inspect(look)
     }
 
-    /// The clock of its steps.
     pub fn clock(&self) -> StepClock {
         self.driver.clock().clone()
     }

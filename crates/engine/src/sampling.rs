@@ -122,9 +122,7 @@ impl Default for SamplingParams {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{name} is {got}, expected {expected}")]
 pub struct ParamError {
-    /// The parameter.
     pub name: &'static str,
-    /// Its value.
     pub got: f32,
     /// The accepted values.
     pub expected: &'static str,

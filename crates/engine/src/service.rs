@@ -70,7 +70,6 @@ pub enum Reply {
     },
     /// A token was generated. `text` holds what became certain, and may be empty.
     Token {
-        /// The token.
         token: u32,
         /// Text to show.
         text: String,
@@ -97,7 +96,6 @@ pub enum Failure {
         /// Requests that wait.
         waiting: usize,
     },
-    /// No room is left for an answer.
     #[error("the prompt has {tokens} tokens, the context is {context}: one must be left to answer")]
     PromptTooLong {
         /// Tokens of the prompt.

@@ -81,7 +81,6 @@ pub struct Span {
 /// The grammar that an answer must match, and from where on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Constraint {
-    /// The grammar.
     pub grammar: Grammar,
     /// From where on.
     pub start: Start,

@@ -47,27 +47,22 @@ pub enum Error {
     /// A file that is needed cannot be read.
     #[error("{}: cannot read: {error}", path.display())]
     Io {
-        /// The file.
         path: PathBuf,
         /// Why.
         error: io::Error,
     },
-    /// The path is not a folder.
     #[error("{}: not a folder", path.display())]
     NotAFolder {
-        /// The path.
         path: PathBuf,
     },
     /// A folder, pipe or device in the place of a file.
     #[error("{}: not a regular file", path.display())]
     NotAFile {
-        /// The path.
         path: PathBuf,
     },
     /// A text file that is larger than any of its kind.
     #[error("{}: larger than {max}", path.display())]
     TooLarge {
-        /// The file.
         path: PathBuf,
         /// The most that is read.
         max: Bytes,
@@ -75,31 +70,24 @@ pub enum Error {
     /// A file that is not JSON, or not with the fields it must have.
     #[error("{}: {error}", path.display())]
     Json {
-        /// The file.
         path: PathBuf,
         /// Where and what.
         error: serde_json::Error,
     },
-    /// A file that is not UTF-8.
     #[error("{}: not UTF-8", path.display())]
     NotUtf8 {
-        /// The file.
         path: PathBuf,
     },
     /// A field of another type than it must have.
     #[error("{}: {field}: expected {expected}", path.display())]
     Field {
-        /// The file.
         path: PathBuf,
-        /// The field.
         field: &'static str,
         /// Types that the field may have.
         expected: &'static str,
     },
-    /// A folder without weights that paceline reads.
     #[error("{}: holds no model.safetensors or model.safetensors.index.json", path.display())]
     NoWeights {
-        /// The folder.
         path: PathBuf,
     },
     /// The index names a file outside the folder.
@@ -107,35 +95,27 @@ pub enum Error {
     Escape {
         /// The index.
         path: PathBuf,
-        /// The tensor.
         tensor: String,
         /// The file it is said to be in.
         file: String,
     },
-    /// The index names a tensor twice.
     #[error("{}: tensor {tensor} occurs twice", path.display())]
     DuplicateTensor {
         /// The index.
         path: PathBuf,
-        /// The tensor.
         tensor: String,
     },
     /// A tensor that is wanted and in no file.
     #[error("{}: tensor {tensor} is missing", path.display())]
     MissingTensor {
-        /// The folder.
         path: PathBuf,
-        /// The tensor.
         tensor: String,
     },
     /// A matrix is quantised in a way that paceline does not read, or nothing says in which.
     #[error("{}: {tensor}: {field} is {got}, expected {expected}", path.display())]
     Quantization {
-        /// The configuration.
         path: PathBuf,
-        /// The matrix.
         tensor: String,
-        /// The field.
         field: &'static str,
         /// Value that is there.
         got: String,
@@ -145,11 +125,8 @@ pub enum Error {
     /// A part of a quantised matrix has another type than its scheme wants.
     #[error("{}: tensor {tensor}: dtype {dtype}, expected {expected}", path.display())]
     QuantisedDtype {
-        /// The folder.
         path: PathBuf,
-        /// The part.
         tensor: String,
-        /// Its type.
         dtype: String,
         /// The type wanted.
         expected: &'static str,
@@ -157,11 +134,9 @@ pub enum Error {
     /// A stack of experts has another shape than it must have.
     #[error("{}: tensor {tensor}: shape {got:?}, expected {expected}", path.display())]
     Stack {
-        /// The folder.
         path: PathBuf,
         /// The stack, or a part of it.
         tensor: String,
-        /// Its shape.
         got: Vec<usize>,
         /// The shape that it must have.
         expected: &'static str,
@@ -172,7 +147,6 @@ pub enum Error {
     /// Memory for a quantised matrix could not be had.
     #[error("tensor {tensor}: cannot reserve memory: {error}")]
     Memory {
-        /// The matrix.
         tensor: String,
         /// Error of the system.
         error: io::Error,
@@ -244,7 +218,6 @@ impl HfFolder {
         })
     }
 
-    /// The folder.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -77,13 +77,9 @@ pub struct Quantised {
     path.display(), scheme.bits, scheme.group_size
 )]
 pub struct Misfit {
-    /// The folder.
     pub path: PathBuf,
-    /// The matrix.
     pub tensor: String,
-    /// The part.
     pub part: &'static str,
-    /// Its shape.
     pub got: Vec<usize>,
     /// Shape of the scales.
     pub scales: Vec<usize>,

@@ -33,15 +33,11 @@ pub enum Error {
     /// Another error, with the file it was found in.
     #[error("{}: {error}", path.display())]
     InFile {
-        /// The file.
         path: PathBuf,
-        /// The fault.
         error: Box<Error>,
     },
-    /// The file cannot be opened or mapped.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The file is of another format.
     #[error("not a safetensors file: {looks_like}")]
     NotSafetensors {
         /// Kind of file that it seems to be.
@@ -73,7 +69,6 @@ pub enum Error {
     /// was asked for.
     #[error("tensor {tensor}: shape {shape:?} is empty or too large")]
     Shape {
-        /// The name.
         tensor: String,
         /// Sizes, outermost first.
         shape: Vec<u64>,
@@ -83,7 +78,6 @@ pub enum Error {
         "tensor {tensor}: range {start}..{end} has not the {expected} bytes of {dtype} {shape:?}"
     )]
     SizeMismatch {
-        /// The name.
         tensor: String,
         /// Name of the dtype.
         dtype: String,
@@ -96,10 +90,8 @@ pub enum Error {
         /// Length by dtype and shape.
         expected: u64,
     },
-    /// A range that ends before it starts.
     #[error("tensor {tensor}: range {start}..{end} is reversed")]
     Reversed {
-        /// The name.
         tensor: String,
         /// First byte in the data.
         start: u64,
@@ -109,7 +101,6 @@ pub enum Error {
     /// A tensor that does not begin where the one before ends.
     #[error("tensor {tensor}: data start at {start}, expected {expected}: a gap or an overlap")]
     NotContiguous {
-        /// The name.
         tensor: String,
         /// First byte in the data.
         start: u64,
@@ -124,16 +115,13 @@ pub enum Error {
         /// Size of the file.
         actual: u64,
     },
-    /// A tensor that is wanted and absent.
     #[error("tensor {tensor} is missing")]
     MissingTensor {
-        /// The name.
         tensor: String,
     },
     /// A tensor of a dtype that paceline does not read.
     #[error("tensor {tensor}: dtype {dtype} is not supported, expected F32, F16 or BF16")]
     Dtype {
-        /// The name.
         tensor: String,
         /// Name of the dtype.
         dtype: String,

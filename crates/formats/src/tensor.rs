@@ -23,7 +23,6 @@ use rustix::fs::{Mode, OFlags};
 /// Why a file cannot be mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The system refused.
     #[error("cannot read: {0}")]
     Io(#[from] std::io::Error),
     /// The path is a folder, a pipe or a device.
@@ -35,7 +34,6 @@ pub enum OpenError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("bytes {}..{} of {file} are not here: {reason}", range.start, range.end)]
 pub struct Absent {
-    /// The file.
     pub file: String,
     /// The bytes that were waited for, counted from the start of the file.
     pub range: Range<usize>,

@@ -5,24 +5,19 @@ use std::time::Duration;
 /// Why a device gives no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// No adapter, or none that is allowed.
     #[error("no graphics processor is found{}", but(seen))]
     NoAdapter {
         /// Labels of adapters that do not count, and why.
         seen: Vec<String>,
     },
-    /// The adapter gives no device.
     #[error("{label} gives no device: {reason}")]
     Refused {
-        /// The adapter.
         label: String,
-        /// Message of the driver.
         reason: String,
     },
     /// The device is gone, or its driver failed: compute elsewhere.
     #[error("{label} is lost: {reason}")]
     Lost {
-        /// The device.
         label: String,
         /// Reason, as far as it is known.
         reason: String,
@@ -30,7 +25,6 @@ pub enum Error {
     /// The device did not end in time, and is not used again.
     #[error("{label} has not ended within {limit:?}")]
     Late {
-        /// The device.
         label: String,
         /// How long it was given.
         limit: Duration,
@@ -38,27 +32,20 @@ pub enum Error {
     /// More bytes than the device takes in one buffer.
     #[error("{bytes} bytes are too many for {label}, which takes {most} at a time")]
     Bytes {
-        /// The device.
         label: String,
         /// Size of the buffer that was asked for.
         bytes: u64,
-        /// The adapter's limit.
         most: u64,
     },
-    /// The driver does not take a kernel.
     #[error("{label} does not take the kernel {kernel}: {reason}")]
     Kernel {
-        /// The device.
         label: String,
-        /// Its name.
         kernel: String,
-        /// Message of the driver.
         reason: String,
     },
     /// The text of a user's function is refused.
     #[error("the WGSL function is refused: {reason}")]
     Function {
-        /// Fault in the text.
         reason: String,
     },
 }

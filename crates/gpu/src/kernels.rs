@@ -67,7 +67,6 @@ pub struct Rows<'a> {
 pub struct Extremes {
     /// The least; above `greatest` when there is no value but NaN.
     pub least: u64,
-    /// The greatest.
     pub greatest: u64,
     /// Whether a NaN is among the values.
     pub has_nan: bool,

@@ -27,7 +27,6 @@ const QUESTION_WORDS_MAX: usize = 256;
 /// An answer and how well it fits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fit<'a> {
-    /// The answer.
     pub answer: &'a QuickAnswer,
     /// How much of the question it covers, from 0 to 1.
     pub cover: f32,

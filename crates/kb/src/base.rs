@@ -17,7 +17,6 @@ const FINDINGS: &str = include_str!("../data/findings.toml");
 /// Assumptions of the planner where findings disagree, and commands that check findings.
 const PLANNER: &str = include_str!("../data/planner.toml");
 
-/// A file of the user's.
 #[derive(Debug, Clone, Copy)]
 pub struct UserFile<'a> {
     /// Its name, for messages.
@@ -42,7 +41,6 @@ pub struct Contents {
 pub struct Skill {
     /// Its short name, such as `gpu-distributed`.
     pub name: String,
-    /// A sentence.
     pub description: String,
 }
 
@@ -51,7 +49,6 @@ pub struct Skill {
 pub enum Area<'a> {
     /// All topics of a skill.
     Skill(&'a Skill),
-    /// A topic.
     Topic(&'a Topic),
     /// Several topics that the name is part of.
     Ambiguous(Vec<&'a Topic>),
@@ -70,7 +67,6 @@ pub struct Stats {
     pub by_confidence: Vec<(Option<Confidence>, usize)>,
     /// Findings without a source.
     pub n_without_source: usize,
-    /// Topics.
     pub n_topics: usize,
     /// Pairs of findings that disagree.
     pub n_conflicts: usize,
@@ -179,7 +175,6 @@ impl KnowledgeBase {
         self.findings.get(&id)
     }
 
-    /// All quick answers.
     pub fn answers(&self) -> &[QuickAnswer] {
         &self.answers
     }

@@ -53,7 +53,6 @@ pub struct Finding {
     pub id: u32,
     /// The knowledge area it was collected for.
     pub skill: String,
-    /// The claim.
     pub statement: String,
     /// Figures, and how they are known. May be empty.
     pub evidence: String,
@@ -69,7 +68,6 @@ pub struct Finding {
     pub conflicts: Vec<u32>,
     /// How they disagree, and doubts that need no second finding. May be empty.
     pub conflict_note: String,
-    /// The origin of the finding.
     pub origin: Origin,
 }
 
@@ -84,7 +82,6 @@ pub struct Topic {
     pub ids: Vec<u32>,
     /// Findings placed here although the source lists them elsewhere or nowhere.
     pub also: Vec<u32>,
-    /// The origin of the topic.
     pub origin: Origin,
 }
 
@@ -113,13 +110,11 @@ pub(crate) fn slug(name: &str) -> String {
 pub struct QuickAnswer {
     /// The question as it was collected.
     pub question: String,
-    /// The answer.
     pub answer: String,
     /// Findings that it rests on.
     pub findings: Vec<u32>,
     /// Where the answer goes further than the findings do. May be empty.
     pub note: String,
-    /// The origin of the answer.
     pub origin: Origin,
 }
 
@@ -139,7 +134,6 @@ pub struct Assumption {
 /// A command that checks findings on the user's own machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
-    /// The findings.
     pub findings: Vec<u32>,
     /// The command as one types it, `paceline` first; words in capitals are for the user to fill
     /// in.

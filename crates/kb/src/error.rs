@@ -14,7 +14,6 @@ pub enum Error {
         /// The limit in bytes.
         max: usize,
     },
-    /// TOML is UTF-8.
     #[error("line {line}: not UTF-8 text, byte {at} is {byte:#04x}")]
     NotUtf8 {
         /// From 1.
@@ -24,7 +23,6 @@ pub enum Error {
         /// The byte there.
         byte: u8,
     },
-    /// Not TOML.
     #[error("line {line}, column {column}{}: {message}", in_key(key.as_deref()))]
     Syntax {
         /// From 1.
@@ -33,10 +31,8 @@ pub enum Error {
         column: usize,
         /// The key or header that was being read.
         key: Option<String>,
-        /// The parser's message.
         message: String,
     },
-    /// TOML, but no findings.
     #[error("{}", list(problems, *more))]
     Invalid {
         /// By line, at most [`PROBLEMS_MAX`].
@@ -55,20 +51,16 @@ pub struct Problem {
     pub entry: String,
     /// The key; empty when the entry as a whole is meant.
     pub key: String,
-    /// The fault.
     pub fault: Fault,
 }
 
 /// A fault of a key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// Needed and not there.
     #[error("missing")]
     Missing,
-    /// There and empty.
     #[error("empty")]
     Empty,
-    /// Another type of value.
     #[error("expected {expected}, got {got}")]
     WrongType {
         /// A phrase, such as `a string`.
@@ -76,69 +68,51 @@ pub enum Fault {
         /// TOML's name of the type.
         got: &'static str,
     },
-    /// No id.
     #[error("expected a whole number from 1 to 4294967295, got {}", got.replace(char::is_control, " "))]
     NotAnId {
         /// The text of the value.
         got: String,
     },
-    /// A key that nothing reads.
     #[error("unknown key{}, expected one of {known}", meant(nearest.as_deref()))]
     UnknownKey {
         /// A known key that looks like it.
         nearest: Option<String>,
-        /// All known keys.
         known: String,
     },
-    /// No grade.
     #[error("expected verified, high, medium or low, got {got:?}")]
     NotAConfidence {
-        /// The text.
         got: String,
     },
-    /// Two findings of one id.
     #[error("{id} is taken by {by}")]
     IdTaken {
-        /// The id.
         id: u32,
         /// The other finding, in words.
         by: String,
     },
-    /// No finding has this id.
     #[error("no finding has the id {id}")]
     NoSuchFinding {
-        /// The id.
         id: u32,
     },
-    /// A finding in conflict with itself.
     #[error("finding {id} is in conflict with itself")]
     ConflictsWithItself {
-        /// The id.
         id: u32,
     },
     /// A topic that is nearly the name of another.
     #[error("no topic is called {name:?}{}", meant(Some(nearest)))]
     NearTopic {
-        /// As written.
         name: String,
         /// The topic that looks like it.
         nearest: String,
     },
-    /// A topic that is there already.
     #[error("topic {name:?} exists already, in {by}")]
     TopicTaken {
-        /// As written.
         name: String,
-        /// Where, in words.
         by: String,
     },
-    /// Terminals obey control characters.
     #[error("control character {code:#04x} in the text")]
     ControlCharacter {
-        /// Its code point.
         code: u32,
     },
-    /// A table that holds nothing of use.
     #[error("nothing to add: expected at least one [[finding]] or [[answer]]")]
     NothingThere,
 }

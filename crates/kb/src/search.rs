@@ -31,9 +31,7 @@ const PREFIX_MIN: usize = 3;
 /// Where a finding was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Field {
-    /// The claim.
     Statement,
-    /// Its figures.
     Evidence,
     /// How it disagrees with others.
     ConflictNote,
@@ -65,7 +63,6 @@ impl Field {
 /// A finding that a query found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Hit {
-    /// Its id.
     pub id: u32,
     /// BM25; only comparable within one search.
     pub score: f32,

@@ -64,7 +64,6 @@ pub enum Devices {
 /// Why a hostfile cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file cannot be read.
     #[error("cannot read hostfile {}: {source}", path.display())]
     Read {
         /// Which.
@@ -72,7 +71,6 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The file cannot be written.
     #[error("cannot write hostfile {}: {source}", path.display())]
     Write {
         /// Which.
@@ -85,10 +83,8 @@ pub enum Error {
     TooLarge {
         /// Which.
         path: PathBuf,
-        /// Its size.
         bytes: u64,
     },
-    /// It is not JSON.
     #[error("hostfile is not JSON: {reason}")]
     NotJson {
         /// The parser's error, with line and column.
@@ -99,15 +95,12 @@ pub enum Error {
     Shape {
         /// Which part.
         at: String,
-        /// Its value.
         got: String,
         /// The expected value.
         expected: &'static str,
     },
-    /// It names no host.
     #[error("hostfile names no host")]
     NoHosts,
-    /// More hosts than anybody has.
     #[error("{count} hosts, expected at most {HOSTS_MAX}")]
     TooManyHosts {
         /// How many.
@@ -116,7 +109,6 @@ pub enum Error {
     /// A host's name that `ssh` would take for something else.
     #[error("host name {name:?} {problem}")]
     Name {
-        /// The name.
         name: String,
         /// The problem with the name.
         problem: &'static str,
@@ -285,7 +277,6 @@ impl Host {
         })
     }
 
-    /// A rank of a ring hostfile.
     fn of_ring(addresses: Vec<String>, rank: usize) -> Result<Self, Error> {
         let at = || format!("an address of host {rank}");
         let mut ips: Vec<String> = Vec::new();

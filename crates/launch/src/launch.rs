@@ -80,7 +80,6 @@ pub enum StdinTo {
     Rank0,
     /// Every rank, the same bytes. The slowest reader sets the pace.
     All,
-    /// None.
     None,
 }
 

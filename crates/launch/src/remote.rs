@@ -78,7 +78,6 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// It took too long and was ended.
     #[error("no answer within {limit:?}")]
     Late {
         /// How long it was given.

@@ -17,7 +17,6 @@ use crate::{Values, sort, sum};
 /// Values of a column: 256 MiB of f64, beyond any cache here.
 const COLUMN: usize = 32 << 20;
 
-/// Bytes of a piece.
 const PIECE_BYTES: usize = 2 << 20;
 
 fn took(f: impl FnOnce()) -> Duration {

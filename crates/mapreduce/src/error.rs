@@ -8,54 +8,42 @@ use crate::npy::Problem;
 /// Why a job cannot be done.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The system refused something about a file.
     #[error("cannot {what} {}", path.display())]
     File {
         /// The operation that was tried.
         what: &'static str,
-        /// The file.
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     /// The file is no array that can be read.
     #[error("{}: {problem}", path.display())]
     Npy {
-        /// The file.
         path: PathBuf,
-        /// The fault in it.
         problem: Problem,
     },
     /// The file became shorter while the job ran.
     #[error("{} changed while it was used", path.display())]
     Changed {
-        /// The file.
         path: PathBuf,
     },
     /// A task has not the inputs that it needs.
     #[error("{task} takes {expected} inputs, got {got}")]
     Inputs {
-        /// The task.
         task: &'static str,
-        /// How many it needs.
         expected: usize,
-        /// How many there are.
         got: usize,
     },
     /// Inputs that are taken row by row differ in length.
     #[error("{} has {got} values, expected {expected} as the first input", path.display())]
     Shapes {
-        /// The input that differs.
         path: PathBuf,
         /// The number of its values.
         got: u64,
         /// The number of the first input's values.
         expected: u64,
     },
-    /// A result that no values have.
     #[error("{0} of no values")]
     Empty(&'static str),
-    /// The expression is none.
     #[error(transparent)]
     Expression(#[from] crate::expr::ExprError),
     /// Groups are made by integers, and have a sum, a mean, an extreme or a count.
@@ -64,11 +52,8 @@ pub enum Error {
              integer keys"
     )]
     Grouping {
-        /// The reduction.
         op: &'static str,
-        /// Type of the keys.
         keys: crate::Dtype,
-        /// Type of the values.
         values: crate::Dtype,
     },
     /// Clusters whose centroids have no numbers, or too many.
@@ -77,9 +62,7 @@ pub enum Error {
         crate::kmeans::CELLS_MAX
     )]
     Cells {
-        /// Clusters.
         k: u32,
-        /// Columns of a row.
         columns: u64,
     },
     /// First centroids that are not those of so many clusters of such rows.
@@ -88,13 +71,9 @@ pub enum Error {
         path.display()
     )]
     Init {
-        /// Their file.
         path: PathBuf,
-        /// Its rows.
         rows: u64,
-        /// Its columns.
         columns: u64,
-        /// Clusters.
         k: u32,
         /// Columns of the rows that are to be clustered.
         expected: u64,
@@ -102,15 +81,11 @@ pub enum Error {
     /// More clusters than rows to draw them from.
     #[error("{k} clusters of {rows} rows")]
     Drawn {
-        /// Clusters.
         k: u32,
-        /// Rows.
         rows: u64,
     },
-    /// More clusters than rows that differ.
     #[error("{k} clusters of {rows} different rows")]
     Distinct {
-        /// Clusters.
         k: u32,
         /// Rows that differ from each other.
         rows: u64,
@@ -118,7 +93,6 @@ pub enum Error {
     /// A row has no finite distance from a centroid, so it belongs to no cluster.
     #[error("{}: row {row} has {what}, which has no distance (such rows in all: {rows})", path.display())]
     NoDistance {
-        /// The file.
         path: PathBuf,
         /// The first such row, from 0.
         row: u64,
@@ -130,9 +104,7 @@ pub enum Error {
     /// Least and greatest value give no edges of bins.
     #[error("the values reach from {low} to {high}, expected finite values for the edges of bins")]
     Edges {
-        /// The least value.
         low: f64,
-        /// The greatest value.
         high: f64,
     },
     /// A sort has too little memory for its values.
@@ -146,98 +118,74 @@ pub enum Error {
     /// Splitters drawn again and again left a bucket that is larger than its share of memory.
     #[error("values fall into a bucket of {bytes} bytes, which has room for {most}")]
     Bucket {
-        /// The largest bucket.
         bytes: u64,
-        /// Its room.
         most: u64,
     },
     /// A journal says that some of a result is written, but the result is not there.
     #[error("{} is gone, of which {} says that it is written in part", path.display(), journal.display())]
     Gone {
-        /// The result.
         path: PathBuf,
-        /// The journal.
         journal: PathBuf,
     },
     /// A job that goes on finds nothing of the result that it has written so far.
     #[error("{} is gone, which this job has written in part", path.display())]
     PartGone {
-        /// The result.
         path: PathBuf,
     },
     /// A whole result could not get its name.
     #[error("cannot rename {} to {}", from.display(), to.display())]
     Rename {
-        /// Where it is.
         from: PathBuf,
-        /// Its name.
         to: PathBuf,
-        /// What the system said.
         source: io::Error,
     },
     /// The file that a job would go on from is another's.
     #[error("{} is not that of this job, or an input changed since", path.display())]
     OtherJob {
-        /// The file.
         path: PathBuf,
     },
     /// An expression makes one column, and the task takes two.
     #[error("{task} takes columns as they are: no expression can be computed first")]
     Mapped {
-        /// The task.
         task: &'static str,
     },
     /// An expression and a function at once, or a function for a task that has no place for one.
     #[error("{task} takes no WGSL function")]
     Function {
-        /// The task.
         task: &'static str,
     },
-    /// No graphics processor computes what needs one.
     #[error("{reason}")]
     Device {
-        /// Why.
         reason: String,
     },
     /// A worker's inputs are not those of the job.
     #[error("{worker} has other inputs of the same names: its results would be of other data")]
     OtherInputs {
-        /// Which worker.
         worker: String,
     },
     /// Another machine's job names a file that this machine does not lend.
     #[error("{} is not there, or in no folder that the machine lends to array jobs", path.display())]
     NotLent {
-        /// The file.
         path: PathBuf,
     },
-    /// Workers could not be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
-    /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread {
-        /// The system's error.
         source: io::Error,
     },
     /// A worker said why it cannot go on: another would fail too.
     #[error("{worker}: {reason}")]
     Worker {
-        /// Which.
         worker: String,
-        /// The worker's error.
         reason: String,
     },
-    /// All workers were lost.
     #[error("all workers are lost, the last one: {last}")]
     Lost {
-        /// Reason for the loss.
         last: String,
     },
-    /// The parent sent what was not expected.
     #[error("the parent sent {got}, expected {expected}")]
     Protocol {
-        /// The message that came.
         got: &'static str,
         /// The message that should have come.
         expected: &'static str,

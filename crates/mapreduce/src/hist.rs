@@ -88,7 +88,6 @@ impl Counts {
         [self.below, self.above, self.nan]
     }
 
-    /// The bins.
     pub const fn bins(&self) -> &Bins {
         &self.bins
     }

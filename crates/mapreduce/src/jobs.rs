@@ -157,7 +157,6 @@ impl Writing {
         })
     }
 
-    /// Rows that it has.
     pub const fn rows(&self) -> u64 {
         self.rows
     }

@@ -70,7 +70,6 @@ impl Cell {
 pub struct Centroids {
     /// How many.
     pub k: u32,
-    /// Columns of each.
     pub columns: u32,
     /// Row by row.
     #[serde(with = "all_bits")]

@@ -55,7 +55,6 @@ pub(crate) enum ToWorker {
     Lease(Part),
 }
 
-/// From a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
     /// The inputs of a job are open.

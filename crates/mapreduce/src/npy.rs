@@ -29,16 +29,13 @@ pub struct Header {
 /// Why a file is no array that can be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
-    /// Not NumPy's magic string.
     #[error("no .npy file: it does not begin with \\x93NUMPY")]
     Magic,
-    /// A version that does not exist.
     #[error("version {0}, expected 1, 2 or 3")]
     Version(u8),
     /// The header is longer than the file, or than any real one.
     #[error("a header of {bytes} bytes, expected at most {max}")]
     Long {
-        /// Its length.
         bytes: u64,
         /// The bytes that are there, or allowed.
         max: u64,
@@ -51,16 +48,12 @@ pub enum Problem {
         /// The token that should be there.
         expected: &'static str,
     },
-    /// A type that is not computed.
     #[error("values of type {0:?}, expected little-endian floats or integers of 1 to 8 bytes")]
     Type(String),
-    /// Columns lie one after the other.
     #[error("Fortran order, expected C order")]
     Fortran,
-    /// More values than addresses.
     #[error("the shape is too large")]
     Shape,
-    /// File and header disagree.
     #[error("{got} bytes of values, expected {expected}")]
     Length {
         /// The bytes that are there.

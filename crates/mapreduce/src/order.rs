@@ -8,7 +8,6 @@ pub(crate) const fn key(value: f64) -> i64 {
     bits ^ ((bits >> 63) as u64 >> 1) as i64
 }
 
-/// The float of a key.
 pub(crate) const fn float(key: i64) -> f64 {
     f64::from_bits((key ^ ((key >> 63) as u64 >> 1) as i64) as u64)
 }

@@ -38,7 +38,6 @@ pub struct Input {
     pub dtype: Dtype,
     /// Bytes before the first.
     pub data_at: u64,
-    /// Rows.
     pub rows: u64,
     /// Values of a row: the product of all axes but the first.
     pub columns: u64,
@@ -103,7 +102,6 @@ impl Input {
         })
     }
 
-    /// Bytes of a row.
     pub fn row_bytes(&self) -> u64 {
         self.columns * self.dtype.bytes() as u64
     }

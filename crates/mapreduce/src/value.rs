@@ -126,7 +126,6 @@ pub(crate) fn text_of(sum: &ExactSum) -> String {
         .collect()
 }
 
-/// The sum of a text.
 pub(crate) fn sum_of(text: &str) -> Result<ExactSum, String> {
     let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
     let pair = |pair: &[u8]| Some(digit(pair[0])? << 4 | digit(*pair.get(1)?)?);

@@ -17,12 +17,9 @@ pub enum Error {
         /// Files that were looked for.
         looked: Vec<PathBuf>,
     },
-    /// The library's file cannot be read.
     #[error("mlx: read {}: {source}", path.display())]
     Read {
-        /// The library.
         path: PathBuf,
-        /// Error of the system.
         source: std::io::Error,
     },
     /// The library's file ends before what its headers describe.
@@ -31,7 +28,6 @@ pub enum Error {
         path.display()
     )]
     Truncated {
-        /// The library.
         path: PathBuf,
         /// Bytes that there should be.
         expected: u64,
@@ -41,29 +37,22 @@ pub enum Error {
     /// The file is not a shared library of this system.
     #[error("mlx: {} is not a shared library of this system", path.display())]
     NotALibrary {
-        /// The file.
         path: PathBuf,
     },
     /// The system cannot load the library, or one that it needs.
     #[error("mlx: load {}: {source}", path.display())]
     Load {
-        /// The library.
         path: PathBuf,
-        /// Error of the system.
         source: libloading::Error,
     },
-    /// The library lacks a function.
     #[error("mlx: {} has no function {symbol}", path.display())]
     Symbol {
-        /// The library.
         path: PathBuf,
-        /// The function.
         symbol: &'static str,
     },
     /// The library is of another version than the table of functions.
     #[error("mlx: {} is of version {got}, expected {expected}.x", path.display())]
     Version {
-        /// The library.
         path: PathBuf,
         /// The version that it states.
         got: String,
@@ -76,26 +65,19 @@ pub enum Error {
         /// Why not, each with its path, in the order of the places.
         refused: Vec<Error>,
     },
-    /// There is no such device.
     #[error("mlx: no {device} device in this build of MLX")]
     NoDevice {
-        /// The device.
         device: &'static str,
     },
-    /// A call failed.
     #[error("mlx: {call}: {message}")]
     Call {
-        /// The function.
         call: &'static str,
-        /// Message of MLX.
         message: String,
     },
     /// The bytes of an array are not as many as its shape says.
     #[error("mlx: array of shape {shape:?} and type {dtype}: {got} bytes, expected {expected}")]
     Length {
-        /// Sizes.
         shape: Vec<i32>,
-        /// Type.
         dtype: Dtype,
         /// Bytes that it takes.
         expected: u64,
@@ -112,17 +94,13 @@ pub enum Error {
         /// Whether its rows follow one another.
         rows: bool,
     },
-    /// A thread cannot be started.
     #[error("mlx: start a thread: {0}")]
     Thread(std::io::Error),
     /// The computation needs more memory than there is.
     #[error("mlx: {needed} are needed ({what}), the device has {available}")]
     OutOfMemory {
-        /// Its parts, with figures.
         what: String,
-        /// All of it.
         needed: Bytes,
-        /// Memory of the device.
         available: Bytes,
     },
 }

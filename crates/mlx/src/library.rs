@@ -220,7 +220,6 @@ pub(crate) fn done(call: &'static str, code: c_int) -> Result<(), Error> {
     Err(failed(call))
 }
 
-/// The error of a call that failed.
 pub(crate) fn failed(call: &'static str) -> Error {
     let message = SAID.take();
     // Behind it, mlx-c says where in its own sources it was.

@@ -46,7 +46,6 @@ pub struct Quantised {
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {
-    /// All.
     None,
     /// The last query sees all, each before it one less.
     Causal,

@@ -10,7 +10,6 @@ use crate::{Array, Error, Library};
 /// Where MLX computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Device {
-    /// The processor.
     Cpu,
     /// The GPU: Metal or CUDA.
     Gpu,
@@ -25,7 +24,6 @@ impl Device {
         }
     }
 
-    /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -97,12 +95,10 @@ impl Stream {
         }
     }
 
-    /// The library.
     pub const fn library(&self) -> &Library {
         &self.library
     }
 
-    /// The device.
     pub const fn device(&self) -> Device {
         self.device
     }

@@ -28,11 +28,9 @@ const CHUNK: usize = 64;
 /// How much of a row of logits is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// All.
     Whole,
     /// The first of the largest.
     Best,
-    /// The largest.
     Top(TopLogits),
 }
 

@@ -82,7 +82,6 @@ pub(crate) const CLAMP_SLOPE: f32 = 1.702;
 pub enum Gating {
     /// A softmax over all.
     Softmax,
-    /// A sigmoid of each.
     Sigmoid,
     /// A softmax over those chosen.
     OfChosen,

@@ -13,10 +13,8 @@ use crate::split;
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The GGUF file cannot be read.
     #[error(transparent)]
     Gguf(#[from] gguf::Error),
-    /// The Hugging Face folder cannot be read.
     #[error(transparent)]
     Hf(#[from] hf::Error),
     /// Weights of a file that still arrives do not come.
@@ -27,21 +25,16 @@ pub enum Error {
     Architecture {
         /// The name in the file.
         architecture: String,
-        /// Known names.
         supported: String,
     },
-    /// The configuration lacks a field.
     #[error("config.json has no {field}")]
     MissingField {
-        /// Name of the field.
         field: &'static str,
     },
     /// A field of the configuration is of another type.
     #[error("config.json: {field} is {got}, expected {expected}")]
     FieldType {
-        /// Name of the field.
         field: String,
-        /// The expected value.
         expected: &'static str,
         /// The value that is there.
         got: String,
@@ -49,9 +42,7 @@ pub enum Error {
     /// A value that no model of this family has, or that paceline cannot compute with.
     #[error("{field} is {got}, expected {expected}")]
     Value {
-        /// Meaning of the value.
         field: &'static str,
-        /// The value.
         got: String,
         /// Values that would be accepted.
         expected: Cow<'static, str>,
@@ -59,35 +50,26 @@ pub enum Error {
     /// A weight has another shape than the configuration says.
     #[error("tensor {name}: shape {got:?}, expected {expected:?}")]
     Shape {
-        /// Name in the file.
         name: String,
         /// Shape in the file, outermost first.
         got: Vec<usize>,
-        /// Shape by the configuration.
         expected: Vec<usize>,
     },
     /// A weight is infinite or not a number, where that would decide everything else.
     #[error("tensor {name} holds {got}, expected finite numbers")]
     NotFinite {
-        /// Name in the file.
         name: String,
-        /// The value found.
         got: f32,
     },
-    /// Weights cannot be packed.
     #[error("tensor {name}: {source}")]
     Pack {
-        /// Name in the file.
         name: String,
-        /// Why.
         source: paceline_tensor::Error,
     },
     /// The shape of a layer is not one that can be computed.
     #[error("layer {layer}: {what}")]
     Layer {
-        /// Which.
         layer: usize,
-        /// The fault.
         what: &'static str,
     },
     /// A kernel class is for models whose layers are all alike and dense.
@@ -104,7 +86,6 @@ pub enum Error {
     /// An adapter is for another model, or for matrices that nothing can be added to.
     #[error("adapter {name}: {reason}")]
     Adapter {
-        /// Its name.
         name: String,
         /// The part that does not fit.
         reason: String,
@@ -112,7 +93,6 @@ pub enum Error {
     /// More adapters than a model may have beside it.
     #[error("{got} adapters, expected at most {most}")]
     Adapters {
-        /// How many there are.
         got: usize,
         /// [`ADAPTERS_MAX`](crate::ADAPTERS_MAX).
         most: usize,
@@ -123,7 +103,6 @@ pub enum Error {
         /// The engine that was asked.
         engine: &'static str,
     },
-    /// The engine has no such recurrent layers.
     #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
     Recurrence {
         /// The engine that was asked.
@@ -152,16 +131,13 @@ pub enum Error {
         /// Positions that the indexer chooses.
         top_k: usize,
     },
-    /// The key/value cache cannot be reserved.
     #[error("key/value cache: {0}")]
     Cache(paceline_tensor::Error),
-    /// The model cannot be cut as asked.
     #[error(transparent)]
     Split(#[from] split::Error),
     /// MLX cannot be used, or a call of it failed.
     #[error(transparent)]
     Mlx(#[from] paceline_mlx::Error),
-    /// A kernel class of another engine.
     #[error("kernel class {class} is not one of engine {engine}")]
     Class {
         /// The class that was asked for.
@@ -175,21 +151,16 @@ pub enum Error {
          mlx does not cut"
     )]
     CutGroup {
-        /// Which matrix.
         role: Role,
-        /// Where the cut is.
         column: usize,
-        /// Columns of a group.
         group: usize,
     },
     /// A matrix of a type that the engine would hold with other values.
     #[error("{engine} has no form for {block_type}, which {role:?} is of")]
     NoForm {
-        /// Which matrix.
         role: Role,
         /// How the file has it.
         block_type: &'static str,
-        /// Name of the engine.
         engine: &'static str,
     },
     /// The system refuses a thread: that which MLX computes on, or that which exchanges sums.
@@ -203,7 +174,6 @@ pub enum Error {
         /// The longest that is waited for.
         limit: Duration,
     },
-    /// An evaluation does not end.
     #[error("{}", hung(*limit, *usual))]
     Hung {
         /// The longest that is waited for.
@@ -233,7 +203,6 @@ pub enum Error {
         what: &'static str,
         /// Size that the leader asked for.
         got: usize,
-        /// The most that fits.
         limit: usize,
     },
     /// A layer whose pages the ranks of one split cannot give those of another.

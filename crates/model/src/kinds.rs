@@ -82,7 +82,6 @@ impl Kinds {
         self.backs.len()
     }
 
-    /// The kind of a layer.
     pub fn of(&self, layer: usize) -> usize {
         self.of[layer]
     }

@@ -48,7 +48,6 @@ pub struct Model {
     /// Where layers have embeddings of their own.
     per_layer: Option<PerLayerInputs>,
     layers: Vec<Layer>,
-    /// Of each of its layers.
     uses: Vec<LayerUses>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,

@@ -63,7 +63,6 @@ pub struct Progress {
 pub struct Busy {
     /// Nanoseconds, exchanges with other ranks left out.
     pub ns: u64,
-    /// Steps.
     pub steps: u64,
 }
 

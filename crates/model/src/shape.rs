@@ -45,23 +45,18 @@ pub enum Error {
     /// The folder is no model that can be read.
     #[error(transparent)]
     Hf(#[from] hf::Error),
-    /// The configuration is no JSON.
     #[error("{} is no JSON", path.display())]
     Json {
-        /// The file.
         path: PathBuf,
         /// The fault and its place.
         source: serde_json::Error,
     },
-    /// The configuration cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
         path: PathBuf,
         /// Error of the system.
         source: std::io::Error,
     },
-    /// A size that no model can have.
     #[error(transparent)]
     Plan(#[from] paceline_plan::Error),
 }

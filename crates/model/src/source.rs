@@ -37,7 +37,6 @@ impl Source {
         }
     }
 
-    /// Bytes of all files.
     pub fn file_bytes(&self) -> Bytes {
         match self {
             Self::Gguf(file) => file.file_bytes(),

@@ -735,7 +735,6 @@ impl LeafCut {
         self.mine().is_empty()
     }
 
-    /// Columns of a range of leaves.
     fn columns_of(&self, leaves: Range<usize>) -> Range<usize> {
         let column = |leaf: usize| (leaf * self.leaf_cols).min(self.cols);
         column(leaves.start)..column(leaves.end)

@@ -98,7 +98,6 @@ fn random_sequences(vocab: usize, lens: &[usize], seed: u64) -> Vec<Vec<u32>> {
     lens.iter().map(&mut sequence).collect()
 }
 
-/// A type for each family.
 const FAMILIES: [(Family, BlockType); 4] = [
     (Family::Llama, BlockType::Q4_1),
     (Family::Qwen2, BlockType::Q8_0),

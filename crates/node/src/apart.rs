@@ -56,9 +56,7 @@ pub enum Event {
     /// A request came; so many tokens of its prompt are unknown to the decoding ranks, and may be
     /// read elsewhere.
     Submit {
-        /// The request.
         ticket: Ticket,
-        /// Tokens.
         tokens: u32,
     },
     /// Its caller does not want it any more.
@@ -69,7 +67,6 @@ pub enum Event {
     Arrived(Ticket, Rank),
     /// The decoding ranks read so many tokens of a prompt by themselves.
     ReadHere {
-        /// Tokens.
         tokens: u32,
         /// How long that took.
         took: Duration,
@@ -84,7 +81,6 @@ pub enum Event {
     ThereLost(String),
     /// A decoding rank listens.
     Receives {
-        /// The rank.
         rank: Rank,
         /// Number of the round.
         round: u64,
@@ -93,7 +89,6 @@ pub enum Event {
     },
     /// A rank for prompts is connected with all decoding ranks.
     HandsOver {
-        /// The rank.
         rank: Rank,
         /// Number of the round.
         round: u64,
@@ -213,7 +208,6 @@ pub struct Counts {
     pub fell_back: u64,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub struct Apart {
     readers: Readers,

@@ -26,13 +26,11 @@ pub enum Error {
     Engines {
         /// Engines in the list.
         got: u32,
-        /// Nodes.
         nodes: u32,
     },
     /// A class of an engine that no node has.
     #[error("no node computes as {class}")]
     ClassOfOther {
-        /// The class.
         class: KernelClass,
     },
 }

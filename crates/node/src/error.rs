@@ -8,7 +8,6 @@ use paceline_model::split;
 /// Why an instance cannot be started, or a worker cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The workers cannot be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
     /// Nodes that share layers would compute them by different rules.
@@ -16,10 +15,8 @@ pub enum Error {
     MixedStage {
         /// Class of the stage's first node.
         a: KernelClass,
-        /// Class of another.
         b: KernelClass,
     },
-    /// A placement has more than workers execute.
     #[error("an instance computes one pipeline of layers in memory, and this placement has {part}")]
     Placement {
         /// The part that workers do not execute.
@@ -28,24 +25,19 @@ pub enum Error {
     /// MLX computes few rows no faster than one by one, so guesses would cost and give nothing.
     #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
     DraftOnMlx,
-    /// An adapter's files cannot be read.
     #[error(transparent)]
     Adapter(#[from] paceline_train::Error),
     /// Other files lie where an adapter was when its instance was started.
     #[error("adapter {name}: {}: the file was replaced", path.display())]
     OtherAdapter {
-        /// Its name.
         name: String,
-        /// Where.
         path: std::path::PathBuf,
     },
     /// Two adapters of one instance have one name.
     #[error("two adapters are called {name}")]
     SameAdapter {
-        /// The name.
         name: String,
     },
-    /// MLX adds no adapters to its weights.
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
     /// MLX keeps keys and values in arrays of its own, which no rank gives away.
@@ -58,7 +50,6 @@ pub enum Error {
     MixedPrompts {
         /// Class of the first node.
         a: KernelClass,
-        /// Class of another.
         b: KernelClass,
     },
     /// Bytes from a rank that reads prompts are no page for this one.
@@ -70,7 +61,6 @@ pub enum Error {
     /// Packed weights cannot be taken into another epoch.
     #[error("something still holds the weights of the epoch before")]
     Held,
-    /// A worker failed; says which and how.
     #[error("{reason}")]
     Worker {
         /// The rank that caused it.
@@ -81,7 +71,6 @@ pub enum Error {
     /// A worker on another machine cannot be started or reached.
     #[error("{rank} on {source}")]
     Place {
-        /// The rank.
         rank: Rank,
         /// The machine, and what happened.
         source: crate::crew::line::Broken,
@@ -89,17 +78,13 @@ pub enum Error {
     /// Another file lies where the model was when its instance was loaded.
     #[error("{}: the file was replaced: it is model {got}, the instance is of {expected}", path.display())]
     OtherModel {
-        /// Where.
         path: std::path::PathBuf,
-        /// Which model is there.
         got: String,
-        /// Which should be.
         expected: String,
     },
     /// The engine of this worker cannot go on.
     #[error("{reason}")]
     Stopped {
-        /// The engine's error.
         reason: String,
         /// Whose fault it is, if another rank's.
         blamed: Option<Rank>,
@@ -107,7 +92,6 @@ pub enum Error {
     /// The parent speaks another protocol than this worker.
     #[error("the parent sent {got} where {expected} was due: are they of one version?")]
     Protocol {
-        /// The message that came.
         got: &'static str,
         /// The message that should have come.
         expected: &'static str,
@@ -128,30 +112,22 @@ pub enum Error {
     /// A setting that the parent sent cannot be read.
     #[error("{field} is {got:?}, which this worker does not know")]
     Setting {
-        /// Its name.
         field: &'static str,
-        /// Its value.
         got: String,
     },
-    /// The model cannot be cut as asked.
     #[error(transparent)]
     Split(#[from] split::Error),
     /// The model cannot be loaded, or a step failed.
     #[error(transparent)]
     Model(#[from] paceline_model::Error),
-    /// The engine cannot be made.
     #[error(transparent)]
     Engine(#[from] paceline_engine::Error),
-    /// The ranks cannot reach one another.
     #[error(transparent)]
     Join(#[from] paceline_comm::InitError),
-    /// A rank failed while the ranks met.
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),
-    /// The model's tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] paceline_formats::tokenizer::Error),
-    /// The planner refuses a placement.
     #[error(transparent)]
     Plan(#[from] paceline_plan::Error),
     /// Weights cannot be packed, or memory for a cache cannot be had.
@@ -160,27 +136,22 @@ pub enum Error {
     /// A rank did not tell what it recorded.
     #[error("{rank} did not tell what it recorded: trace again")]
     NotTraced {
-        /// The rank.
         rank: Rank,
     },
     /// The model's speed on this machine cannot be measured by probing some of its layers.
     #[error("speed cannot be measured: {what}")]
     NotMeasured {
-        /// Why.
         what: &'static str,
     },
     /// A thread ended before its work was done; it has said why on standard error.
     #[error("{what} ended early")]
     Ended {
-        /// Which.
         what: &'static str,
     },
     /// All ports that a worker may listen at are taken.
     #[error("ports {first} to {last} are taken, and a worker may listen at no other")]
     Ports {
-        /// The first of them.
         first: u16,
-        /// The last.
         last: u16,
     },
     /// The system refuses threads, sockets or random numbers.
@@ -188,7 +159,6 @@ pub enum Error {
     System {
         /// The action that was tried.
         what: &'static str,
-        /// The system's error.
         source: std::io::Error,
     },
 }

@@ -237,7 +237,6 @@ pub struct Ask {
 /// An instance, as any node sees it.
 #[derive(Clone, Debug, Serialize)]
 pub struct View {
-    /// Its id.
     pub id: String,
     /// The model's name, as its user gave it.
     pub model: String,
@@ -267,7 +266,6 @@ pub struct View {
 /// An instance that this node can ask.
 #[derive(Clone, Debug, Serialize)]
 pub struct Using {
-    /// The instance.
     #[serde(flatten)]
     pub view: View,
     /// The model's file on this node.

@@ -48,7 +48,6 @@ type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Setting<'a> {
     /// The model's files.
     pub source: &'a Source,
-    /// Its shape.
     pub config: &'a Config,
     /// How numbers are computed.
     pub class: KernelClass,
@@ -67,7 +66,6 @@ const MANY_KEYS: u32 = 2048;
 struct Row {
     /// But for experts.
     common: f64,
-    /// Of its experts.
     experts: f64,
 }
 

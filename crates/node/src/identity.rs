@@ -24,7 +24,6 @@ use sha2::{Digest, Sha256};
 /// about 10 ms.
 const SAMPLES: usize = 64;
 
-/// Bytes of a sample.
 const SAMPLE_BYTES: usize = 4096;
 
 /// Digits of an identity: 64 bits, which no accident repeats.

@@ -52,7 +52,6 @@ const END_LIMIT: Duration = Duration::from_secs(1);
 enum Ask {
     /// Compile this template; the answer is empty.
     Load(String),
-    /// Render it.
     Render(Job),
 }
 
@@ -62,9 +61,7 @@ type Answer = Result<String, Failure>;
 /// The program that runs [`child::run`].
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// Its file.
     pub path: PathBuf,
-    /// Its arguments.
     pub args: Vec<OsString>,
     /// Its environment: it gets nothing of this process's.
     pub env: Vec<(OsString, OsString)>,

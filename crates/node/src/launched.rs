@@ -26,52 +26,38 @@ use paceline_comm_rdma::{
 /// Why the environment names no wire, or its ranks do not meet.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
-    /// RDMA's variables are missing or wrong.
     #[error("{0}")]
     Settings(#[from] SettingsError),
-    /// The device file is wrong.
     #[error("{0}")]
     Matrix(#[from] MatrixError),
-    /// The verbs library cannot be used.
     #[error("{0}")]
     Rdma(#[from] RdmaError),
-    /// The ranks do not meet.
     #[error("{0}")]
     Mlx(#[from] MlxError),
-    /// The device file cannot be read.
     #[error("cannot read the device file {path}")]
     DeviceFile {
-        /// Its path.
         path: String,
         /// Report of the system.
         source: io::Error,
     },
-    /// The hostfile cannot be read.
     #[error("cannot use the hostfile {path}")]
     Hostfile {
-        /// Its path.
         path: String,
         /// Report of the system, or what is wrong with the JSON.
         source: io::Error,
     },
-    /// An address cannot be looked up.
     #[error("cannot use address {text}")]
     Address {
-        /// The address.
         text: String,
         /// Report of the system.
         source: io::Error,
     },
-    /// A name that stands for no address.
     #[error("{text} has no address")]
     NoAddress {
-        /// The name.
         text: String,
     },
-    /// A variable that is no number.
     #[error("{name} is {value:?}, expected a number")]
     Number {
-        /// The variable.
         name: &'static str,
         /// The value that it holds.
         value: String,

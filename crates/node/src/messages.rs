@@ -35,7 +35,6 @@ pub enum ToWorker {
     },
     /// A request, to the leader.
     Submit {
-        /// Its name.
         ticket: Ticket,
         /// The request to compute.
         request: Box<Request>,
@@ -44,7 +43,6 @@ pub enum ToWorker {
     },
     /// Stop a request, to the leader.
     Cancel {
-        /// Its name.
         ticket: Ticket,
     },
     /// Tell what was sent so far, and how often experts were chosen.
@@ -209,7 +207,6 @@ impl fmt::Debug for EpochKey {
 pub enum FromWorker {
     /// Where it waits for the other ranks.
     Listening {
-        /// The address.
         addr: SocketAddr,
     },
     /// Weights are being packed.
@@ -239,12 +236,10 @@ pub enum FromWorker {
     Ready(RankFacts),
     /// Something happened to a request.
     Reply {
-        /// Its name.
         ticket: Ticket,
         /// When the step that gave it ended, by the leader's clock. `None` where no step gave it.
         #[serde(default)]
         at_us: Option<u64>,
-        /// The reply.
         reply: Reply,
     },
     /// The answer to `Measure`.
@@ -316,7 +311,6 @@ pub enum FromWorker {
 /// A worker's facts about itself when it is ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankFacts {
-    /// Its process.
     pub pid: u32,
     /// Bytes of packed weights that it holds.
     pub weight_bytes: u64,

@@ -25,7 +25,6 @@ const PARTS: f64 = (1 << 20) as f64;
 /// A way to cut the model.
 #[derive(Clone, Debug)]
 pub struct Cut {
-    /// The placement.
     pub placement: Placement,
     /// Split of the model by the placement.
     pub split: Split,

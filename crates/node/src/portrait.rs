@@ -58,7 +58,6 @@ pub struct Prompts {
 /// The part of a model that a rank holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Shard {
-    /// The rank.
     pub rank: usize,
     /// First layer of its stage.
     pub first_layer: usize,

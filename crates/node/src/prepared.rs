@@ -54,7 +54,6 @@ pub struct Options {
     pub threads: usize,
     /// How keys and values are kept if not as the class does; not on MLX.
     pub kv: Option<KvType>,
-    /// Nodes.
     pub nodes: u32,
     /// In which directions the model is cut.
     pub kind: SplitKind,

@@ -74,7 +74,6 @@ impl Room {
         }
     }
 
-    /// An engine of this room.
     pub fn engine(self, model: &str) -> EngineConfig {
         EngineConfig {
             cache_positions: self.all,

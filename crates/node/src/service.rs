@@ -29,18 +29,15 @@ const STOP_S: u32 = 130;
 /// Why a service was not installed, asked or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The system has neither systemd nor launchd.
     #[error("services need systemd (Linux) or launchd (macOS)")]
     NoManager,
     /// A file or folder of the service cannot be written or removed.
     #[error("{path}: {source}", path = path.display())]
     File {
-        /// The file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// The service manager cannot be run.
     #[error("cannot run {program}: {source}; the unit is {unit}", unit = unit.display())]
     NotRun {
         /// `systemctl` or `launchctl`.
@@ -50,7 +47,6 @@ pub enum Error {
         /// The file that it should read.
         unit: PathBuf,
     },
-    /// The service manager refuses.
     #[error("`{command}` fails: {said}")]
     Refused {
         /// The command line.
@@ -58,7 +54,6 @@ pub enum Error {
         /// The last line that it printed.
         said: String,
     },
-    /// There is no unit file.
     #[error("no service is installed: {path} is missing", path = path.display())]
     Missing {
         /// Where it would be.

@@ -136,7 +136,6 @@ pub enum Event {
     Submit {
         /// The name, never used before.
         ticket: Ticket,
-        /// The request.
         request: Box<Request>,
         /// Tokens of the answer that the caller has, from another owner of the instance.
         tokens: Vec<u32>,
@@ -147,21 +146,18 @@ pub enum Event {
     Crew(CrewEvent<FromWorker>),
     /// A worker could not be started or reached.
     Unreachable {
-        /// Its rank.
         rank: Rank,
         /// Why.
         reason: String,
     },
     /// A request could not be put into a message.
     Unsendable {
-        /// Its name.
         ticket: Ticket,
         /// Why.
         reason: String,
     },
     /// Another way is better now: change to it, unless another change or a failure is under way.
     Move {
-        /// Its place.
         to: usize,
         /// Tokens a second there, as a multiple of those now.
         gain: f64,
@@ -179,7 +175,6 @@ pub enum Action {
     Start(Rank),
     /// Give a rank its part of the epoch.
     Assign {
-        /// The rank.
         rank: Rank,
         /// Number of the epoch, from 1.
         epoch: u64,
@@ -188,7 +183,6 @@ pub enum Action {
     },
     /// Tell a rank where all ranks listen.
     Join {
-        /// The rank.
         rank: Rank,
         /// An address for each rank.
         addrs: Vec<SocketAddr>,
@@ -199,20 +193,15 @@ pub enum Action {
     Stop(Rank),
     /// Hand a request to the leader, with what was answered before.
     Submit {
-        /// The leader.
         rank: Rank,
-        /// Its name.
         ticket: Ticket,
-        /// The request.
         request: Box<Request>,
         /// Tokens of the answer that the caller has.
         tokens: Vec<u32>,
     },
     /// Have the leader forget a request.
     Cancel {
-        /// The leader.
         rank: Rank,
-        /// Its name.
         ticket: Ticket,
     },
     /// Hand a reply to the request's caller.
@@ -221,14 +210,12 @@ pub enum Action {
     Forget(Ticket),
     /// Remember how fast a way decodes.
     Learn {
-        /// The way.
         way: usize,
         /// Decode tokens a second.
         tok_s: f64,
     },
     /// Remember how long a way took from its first order to the last rank's readiness.
     Loaded {
-        /// The way.
         way: usize,
         /// How long.
         took: Duration,
@@ -244,7 +231,6 @@ pub enum Action {
 pub enum Notice {
     /// A rank has loaded `done` of `of` steps.
     Loading {
-        /// The rank.
         rank: Rank,
         /// Steps done.
         done: usize,
@@ -287,7 +273,6 @@ pub enum Stand {
     Ready,
     /// The last epoch failed; says why, and whether another one follows.
     Failed {
-        /// The failure.
         reason: String,
         /// Whether another epoch follows.
         again: bool,

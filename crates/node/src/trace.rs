@@ -71,7 +71,6 @@ impl Clock {
 /// Breakdown of a rank's time, in nanoseconds; all parts but `hidden_ns` add up to the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Parts {
-    /// Computed.
     pub compute_ns: i64,
     /// Exchanged values with ranks that were there.
     pub exchange_ns: i64,

@@ -26,7 +26,6 @@ pub const BENCH: &str = "bench";
 /// The service that starts a worker of an array job.
 pub const ARRAYS: &str = "arrays";
 
-/// Bytes of a message.
 const MESSAGE_BYTES: usize = 64 << 10;
 
 /// How often a side that says nothing is looked at.

@@ -42,9 +42,7 @@ use crate::Error;
 pub struct Catalogue {
     /// Machines.
     pub hardware: Vec<HardwareEntry>,
-    /// Links.
     pub links: Vec<LinkKind>,
-    /// Models.
     pub models: Vec<ModelEntry>,
 }
 

@@ -18,42 +18,32 @@ pub enum Error {
         /// The range it must lie in.
         expected: &'static str,
     },
-    /// A cluster without nodes.
     #[error("the cluster has no nodes")]
     NoNodes,
     /// More nodes than the solver is meant for.
     #[error("the cluster has {got} nodes, at most {max} are planned for")]
     TooManyNodes {
-        /// Nodes given.
         got: usize,
-        /// The limit.
         max: usize,
     },
     /// More links than pairs of nodes can use.
     #[error("the cluster has {got} links, at most {max} are planned for")]
     TooManyLinks {
-        /// Links given.
         got: usize,
-        /// The limit.
         max: usize,
     },
-    /// Two nodes of one name.
     #[error("two nodes are named {name:?}")]
     DuplicateNode {
-        /// The name.
         name: String,
     },
     /// A link names a node that is not there, or joins a node with itself.
     #[error("link {link}: {problem} {node:?}")]
     LinkEnd {
-        /// The link's kind.
         link: String,
         /// `no node named` or `both ends are`.
         problem: &'static str,
-        /// The name in question.
         node: String,
     },
-    /// Nodes that cannot reach each other.
     #[error("no link joins {a:?} with {b:?}, directly or through other nodes")]
     Disconnected {
         /// A node of one part.
@@ -66,7 +56,6 @@ pub enum Error {
     Unknown {
         /// `model`, `machine`, `link` or `engine`.
         kind: &'static str,
-        /// The name asked for.
         name: String,
         /// Names that look like it.
         nearest: String,
@@ -76,10 +65,8 @@ pub enum Error {
     MissingFact {
         /// The node or its kind.
         node: String,
-        /// Which fact.
         fact: &'static str,
     },
-    /// A TOML text that cannot be read.
     #[error("{what}: {reason}")]
     Toml {
         /// Kind of text: a catalogue, a cluster, published rows.
@@ -93,17 +80,13 @@ pub enum Error {
     /// The placement to predict does not suit model or cluster.
     #[error("placement: {problem}")]
     Placement {
-        /// Fault of the placement.
         problem: String,
     },
     /// A linear program that the solver gave up on.
     #[error("the integer program ({rows} rows, {columns} columns) has no answer: {reason}")]
     Program {
-        /// Constraints.
         rows: usize,
-        /// Variables.
         columns: usize,
-        /// The solver's words.
         reason: String,
     },
 }
@@ -114,7 +97,6 @@ pub enum Error {
     "{model} needs {need} in {context} tokens of context, the nodes have {have} for it{detail}"
 )]
 pub struct Infeasible {
-    /// The model.
     pub model: String,
     /// Weights, cache and buffers of the smallest placement.
     pub need: Bytes,
@@ -133,12 +115,10 @@ pub struct Infeasible {
 pub enum Change {
     /// A shorter context per request.
     Context {
-        /// The longest that fits.
         tokens: u32,
     },
     /// Fewer requests at a time.
     Concurrency {
-        /// The most that fit.
         requests: u32,
     },
     /// Fewer bits per weight.
@@ -148,14 +128,11 @@ pub enum Change {
     },
     /// More memory in the cluster.
     Memory {
-        /// How much more, usable.
         bytes: Bytes,
     },
     /// More nodes like one that is there.
     Nodes {
-        /// How many.
         count: u32,
-        /// Of which kind.
         kind: String,
     },
     /// Reading weights from disk for every token.

@@ -330,7 +330,6 @@ impl ModelShape {
         self.head_params() * self.bits.rest / 8.0
     }
 
-    /// Bytes of all weights.
     pub fn weight_bytes(&self) -> f64 {
         let layers: f64 = (0..self.layers).map(|layer| self.layer_bytes(layer)).sum();
         layers + self.head_bytes() * if self.tied { 1.0 } else { 2.0 }

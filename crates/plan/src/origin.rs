@@ -25,7 +25,6 @@ pub struct Origin {
     pub same_machine: bool,
     /// The least multiple of its prediction that a run reached.
     pub low: f64,
-    /// The greatest.
     pub high: f64,
 }
 

@@ -69,7 +69,6 @@ pub struct Placement {
 }
 
 impl Stage {
-    /// A stage on one node.
     pub fn whole(layers: Range<u32>, node: usize) -> Self {
         let member = Member {
             node,
@@ -129,7 +128,6 @@ impl Pipeline {
         }
     }
 
-    /// All layers on one group.
     pub fn group(n_layers: u32, split: Split, nodes: &[usize]) -> Self {
         Self {
             stages: vec![Stage::even(0..n_layers, split, nodes)],

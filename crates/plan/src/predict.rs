@@ -29,7 +29,6 @@ pub struct NodeUse {
 pub struct LinkUse {
     /// Stage indices that it joins; equal inside a stage.
     pub stages: (usize, usize),
-    /// Kind of link.
     pub kind: String,
     /// How bytes travel.
     pub transport: Transport,
@@ -57,7 +56,6 @@ pub struct Prediction {
     pub joules_per_token: Option<f64>,
     /// Price of the nodes in use.
     pub price_usd: Option<f64>,
-    /// Nodes in use.
     pub nodes: Vec<NodeUse>,
     /// Links of the first replica.
     pub links: Vec<LinkUse>,

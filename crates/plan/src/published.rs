@@ -38,7 +38,6 @@ pub struct Row {
     pub quantization: String,
     /// Stored bits per weight on average.
     pub bits: Option<f64>,
-    /// Machines.
     #[serde(default)]
     pub hardware: Vec<Machines>,
     /// Machines altogether; 0 when not stated.
@@ -64,7 +63,6 @@ pub struct Row {
     pub comm_share: Option<f64>,
     /// Watts of all nodes.
     pub power_w: Option<f64>,
-    /// Prompt tokens.
     pub prompt_tokens: Option<u32>,
     /// Answer tokens.
     pub output_tokens: Option<u32>,
@@ -114,7 +112,6 @@ fn number_or_word<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error
 /// A file of rows and what they refer to.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Published {
-    /// The rows.
     #[serde(rename = "measurement", default)]
     pub rows: Vec<Row>,
     #[serde(default)]
@@ -139,25 +136,20 @@ pub struct Said {
 /// Why a row cannot be predicted.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Skip {
-    /// The model's shape is not known.
     #[error("the model's shape is not known")]
     Model,
-    /// Bits per weight are not stated.
     #[error("bits per weight are not stated")]
     Bits,
-    /// The machines are not known well enough.
     #[error("the machines are not known")]
     Machines,
     /// The weights are larger than the memory that is stated, so something else was used too.
     #[error("the weights are larger than the memory stated")]
     Memory,
-    /// The way of splitting is not known.
     #[error("the strategy is not known")]
     Strategy,
     /// The metric needs what is not stated, or is none of ours.
     #[error("the metric {0:?} cannot be predicted from what is stated")]
     Metric(String),
-    /// The model refuses.
     #[error("{0}")]
     Refused(Error),
 }

@@ -50,7 +50,6 @@ pub struct Question {
     pub calibration: Calibration,
     /// The clusters in question; a plan is for the first.
     pub clusters: Vec<Cluster>,
-    /// The model.
     pub model: ModelShape,
     /// Requests, and how long they are.
     pub workload: Workload,

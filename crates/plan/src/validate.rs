@@ -8,7 +8,6 @@ use crate::{Calibration, Error};
 /// A row with what the model says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scored {
-    /// The row.
     pub row: Row,
     /// The model's number, or why there is none.
     pub said: Result<Said, Skip>,
@@ -34,7 +33,6 @@ pub struct Set {
 pub struct Ordering {
     /// The row with the larger published number.
     pub more: String,
-    /// The other.
     pub less: String,
     /// Published ratio, above 1.
     pub published: f64,
@@ -42,7 +40,6 @@ pub struct Ordering {
     pub predicted: f64,
 }
 
-/// All of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
     /// Every row, in file order.

@@ -13,14 +13,11 @@ const NO_KEY: &str = "paceline";
 pub enum Program {
     /// Claude Code.
     Claude,
-    /// Codex.
     Codex,
-    /// OpenCode.
     Opencode,
 }
 
 impl Program {
-    /// The program's name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Claude => "claude",

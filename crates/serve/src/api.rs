@@ -109,7 +109,6 @@ impl App {
 #[derive(Clone, Copy, Debug)]
 struct OneOfSeveral;
 
-/// All routes.
 pub(crate) fn router(app: &Arc<App>) -> Router {
     let mut router = Router::new()
         .route("/", get(pages::index))

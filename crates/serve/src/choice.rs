@@ -234,7 +234,6 @@ pub(crate) struct Said {
     pub(crate) ending: Option<Ending>,
 }
 
-/// A call in it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SaidCall {
     pub(crate) id: String,

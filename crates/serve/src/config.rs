@@ -121,7 +121,6 @@ pub struct Times {
     pub headers: Duration,
     /// Between requests of a connection.
     pub idle: Duration,
-    /// For a body.
     pub body: Duration,
     /// That a client may take nothing of what is to be sent before its connection is closed.
     pub stalled_write: Duration,

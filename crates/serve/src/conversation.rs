@@ -148,7 +148,6 @@ pub(crate) enum ToolChoice {
     None,
     /// At least one.
     Required,
-    /// This one.
     Named(String),
 }
 
@@ -159,7 +158,6 @@ pub(crate) enum Format {
     Text,
     /// Any JSON object.
     JsonObject,
-    /// JSON of this schema.
     JsonSchema(Value),
     /// Text that a grammar other than a schema describes.
     Grammar(Grammar),

@@ -10,7 +10,6 @@ use tokio_rustls::rustls;
 /// told to the client.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nowhere to listen.
     #[error("no address to listen on")]
     NoAddress,
     /// Anybody could use the model: there are no keys, and others reach the address.
@@ -19,17 +18,12 @@ pub enum Error {
          expected a loopback address, keys, or leave to be open to the network"
     )]
     Open {
-        /// The address.
         addr: SocketAddr,
     },
-    /// A bound that cannot work.
     #[error("limit {limit} is {got}, expected 1 to {most}")]
     Limit {
-        /// Its name.
         limit: &'static str,
-        /// Its value.
         got: usize,
-        /// The largest value.
         most: usize,
     },
     /// The name of the model, or of a fact, cannot be shown.
@@ -37,60 +31,45 @@ pub enum Error {
     Name {
         /// The kind of thing that it names.
         what: &'static str,
-        /// The name.
         name: String,
     },
-    /// The address cannot be listened on.
     #[error("listening on {addr}")]
     Bind {
-        /// The address.
         addr: SocketAddr,
-        /// The system's error.
         source: io::Error,
     },
     /// Threads or sockets of the server cannot be set up.
     #[error("setting up the server")]
     SetUp(#[source] io::Error),
-    /// The key file.
     #[error(transparent)]
     Keys(#[from] crate::keys::Error),
     /// A file of a certificate or its key could not be read.
     #[error("reading {}", path.display())]
     TlsRead {
-        /// The file.
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     /// A file of a certificate or its key could not be written.
     #[error("writing {}", path.display())]
     TlsWrite {
-        /// The file.
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     /// A file is not what it is given as.
     #[error("{}: no {what} in PEM form", path.display())]
     TlsPem {
-        /// The file.
         path: PathBuf,
         /// `certificate` or `private key`.
         what: &'static str,
-        /// The reason.
         source: rustls::pki_types::pem::Error,
     },
     /// A certificate and a key that cannot be used together.
     #[error("certificate {} with key {}", certificate.display(), key.display())]
     TlsPair {
-        /// File of the certificate.
         certificate: PathBuf,
-        /// File of the key.
         key: PathBuf,
-        /// The reason.
         source: rustls::Error,
     },
-    /// A certificate could not be made.
     #[error("making a certificate")]
     TlsMake(#[source] rcgen::Error),
 }

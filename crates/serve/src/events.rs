@@ -29,29 +29,24 @@ const TEXT_BYTES_MAX: usize = 300;
 pub enum Kind {
     /// A node of the cluster is alive.
     NodeCame {
-        /// Its name.
         node: String,
     },
     /// A node does not answer at the moment.
     NodeSilent {
-        /// Its name.
         node: String,
     },
     /// A node is dead, or was taken out of the cluster.
     NodeWent {
-        /// Its name.
         node: String,
     },
     /// A node answers, but its answers stay late.
     NodeSlow {
-        /// Its name.
         node: String,
         /// Seconds of its last answer to a ping.
         answer_s: f64,
     },
     /// A slow node answers in time again.
     NodeSteady {
-        /// Its name.
         node: String,
     },
     /// The way from a node to another is a different one, or its measured latency or bandwidth is.
@@ -69,7 +64,6 @@ pub enum Kind {
     },
     /// An instance has another state.
     Instance {
-        /// Its id.
         id: String,
         /// The name of its model.
         model: String,
@@ -124,7 +118,6 @@ pub enum Kind {
         request: u64,
         /// The name of its model.
         model: String,
-        /// Tokens of its prompt.
         prompt_tokens: u64,
     },
     /// A choice has its first token.
@@ -169,7 +162,6 @@ pub struct Event {
     pub seq: u64,
     /// Milliseconds since 1970, UTC.
     pub unix_ms: u64,
-    /// The news.
     #[serde(flatten)]
     pub kind: Kind,
 }

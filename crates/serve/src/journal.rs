@@ -547,7 +547,6 @@ impl Journals {
         }
     }
 
-    /// Bytes of all journals.
     fn bytes(&self) -> usize {
         self.0.total.load(Relaxed)
     }

@@ -42,18 +42,14 @@ const VERSION: u32 = 1;
 /// Why keys cannot be read or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file could not be read.
     #[error("reading {}", path.display())]
     Read {
-        /// The file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// The file could not be written.
     #[error("writing {}", path.display())]
     Write {
-        /// The file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -61,38 +57,27 @@ pub enum Error {
     /// The file is not what [`Keys`] writes.
     #[error("{}: {reason}", path.display())]
     Malformed {
-        /// The file.
         path: PathBuf,
         /// The fault in the file.
         reason: String,
     },
-    /// Others can read or write the file.
     #[error("{} has mode {mode:04o}, expected 0600: others could read or change it", path.display())]
     Mode {
-        /// The file.
         path: PathBuf,
-        /// Its permissions.
         mode: u32,
     },
-    /// No more fit.
     #[error("{} has {MAX_KEYS} keys already, which is the most", path.display())]
     Full {
-        /// The file.
         path: PathBuf,
     },
-    /// A name that cannot be listed.
     #[error("key name {name:?}: expected 1 to {MAX_NAME} characters without control characters")]
     Name {
-        /// The name.
         name: String,
     },
-    /// No key has this id.
     #[error("no key has the id {id:?}")]
     NoKey {
-        /// The id.
         id: String,
     },
-    /// The system gives no random numbers.
     #[error("the system gives no random numbers: {0}")]
     Random(getrandom::Error),
 }

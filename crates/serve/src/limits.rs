@@ -28,7 +28,6 @@ pub struct Limits {
     /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
     /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
     pub parsing: usize,
-    /// Bytes of a body.
     pub body_bytes: usize,
     /// Levels of arrays and objects in a body; at most 100 (serde_json refuses more than 127).
     pub json_depth: usize,

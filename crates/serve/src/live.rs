@@ -47,7 +47,6 @@ pub struct Running {
     pub request: u64,
     /// The name of its model.
     pub model: String,
-    /// Tokens of its prompt.
     pub prompt_tokens: u64,
     /// Tokens generated so far.
     pub tokens: u64,

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::access::Client;
 use crate::rejection::Rejection;
 
-/// All places.
 #[derive(Debug)]
 pub(crate) struct Places {
     all: usize,
@@ -39,7 +38,6 @@ impl Places {
         self.taken.lock().expect("nothing panics with the lock")
     }
 
-    /// Places that are taken.
     pub(crate) fn taken(&self) -> usize {
         self.lock().all
     }

@@ -20,16 +20,13 @@ use serde_json::json;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Rejection {
     // 400: the body.
-    /// The body is not JSON.
     #[error("the body is not JSON: {reason}")]
     NotJson { reason: String },
-    /// Arrays and objects within each other.
     #[error("the body has more than {limit} levels of arrays and objects")]
     TooDeep { limit: usize },
     /// Too many values for the memory that parsing may take.
     #[error("the body has more than {limit} values")]
     TooManyValues { limit: usize },
-    /// JSON, but no object.
     #[error("the body is {got}, expected an object")]
     NotObject { got: String },
     /// The body ended early or was sent wrongly.
@@ -37,10 +34,8 @@ pub(crate) enum Rejection {
     BrokenBody { reason: String },
 
     // 400: a field.
-    /// A field that must be there.
     #[error("{param} is missing: {expected}")]
     Missing { param: String, expected: String },
-    /// A field that no specification knows.
     #[error(
         "{param} is no field of this request: it would have no effect, and this server was not \
          started with --lenient"
@@ -54,14 +49,12 @@ pub(crate) enum Rejection {
         got: String,
         why: &'static str,
     },
-    /// Another type of JSON.
     #[error("{param} is {got}, expected {expected}")]
     Type {
         param: String,
         got: String,
         expected: String,
     },
-    /// The right type out of bounds.
     #[error("{param} is {got}, expected {expected}")]
     Range {
         param: String,
@@ -79,7 +72,6 @@ pub(crate) enum Rejection {
     /// A schema or grammar that cannot be followed.
     #[error("{param} cannot be held to: {reason}")]
     Grammar { param: String, reason: String },
-    /// Two fields that contradict each other.
     #[error("{param} cannot be given {condition}")]
     Conflict {
         param: &'static str,
@@ -126,19 +118,14 @@ pub(crate) enum Rejection {
          and its choices cannot be told again in the same order: try again, or ask anew"
     )]
     Behind { id: String },
-    /// A prompt of no token.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt { param: String },
-    /// A base model was asked to chat.
     #[error("{model} has no chat template: it completes text only, at /v1/completions")]
     NoTemplate { model: String },
-    /// The template does not take these messages.
     #[error(transparent)]
     Template(chat::Error),
-    /// The text cannot be made tokens.
     #[error(transparent)]
     Tokenizer(#[from] tokenizer::Error),
-    /// The engine refuses.
     #[error("{reason}")]
     Invalid { reason: String },
 
@@ -151,13 +138,11 @@ pub(crate) enum Rejection {
         "host {host:?} is not a name of this server: it was not started with --allow-host for it"
     )]
     Host { host: String },
-    /// A web page of somebody else.
     #[error(
         "web pages of {origin:?} may not use this server: it was not started with \
          --allow-origin for them"
     )]
     Origin { origin: String },
-    /// Keys are asked for.
     #[error("no API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY")]
     NoKey,
     /// A key that is not in the file.
@@ -178,7 +163,6 @@ pub(crate) enum Rejection {
     NoAdmin,
 
     // 404, 405, 408, 413, 415: the way of asking.
-    /// A model that is not served here.
     #[error("model {model:?} is not served here, {served:?} is")]
     Model { model: String, served: String },
     /// A model that is not in the store.
@@ -190,29 +174,22 @@ pub(crate) enum Rejection {
     /// A model that cannot be removed while it is served.
     #[error("model {model:?} is being served: it can be removed when the server has ended")]
     InUse { model: String },
-    /// This node has no model.
     #[error("this node has no model loaded: start it with `paceline up MODEL`")]
     NothingLoaded,
-    /// No such path.
     #[error("there is nothing at {path}")]
     NoRoute { path: String },
-    /// The path takes other methods.
     #[error("{path} does not take {method}, expected {allowed}")]
     Method {
         path: String,
         method: String,
         allowed: &'static str,
     },
-    /// The body did not arrive in time.
     #[error("the body did not arrive within {limit_s} s")]
     SlowBody { limit_s: u64 },
-    /// The body is too long.
     #[error("the body is longer than {limit} bytes")]
     LongBody { limit: usize },
-    /// The body is compressed.
     #[error("Content-Encoding is {got:?}, expected none: bodies are read uncompressed only")]
     Encoded { got: String },
-    /// The path and query are too long.
     #[error("the address has {got} bytes, expected at most {limit}")]
     LongTarget { got: usize, limit: usize },
     /// Not declared as JSON. A page elsewhere cannot declare it without asking first.
@@ -238,28 +215,21 @@ pub(crate) enum Rejection {
     /// As many models as may be are being fetched.
     #[error("{limit} models are being fetched already, which is the most at a time")]
     TooManyPulls { limit: usize },
-    /// The model's queue is full.
     #[error("{waiting} requests are waiting already, which is the most that are held")]
     Busy { waiting: usize },
-    /// Weights are being read.
     #[error("the model is being loaded")]
     Loading,
-    /// The model is gone.
     #[error("the model cannot answer: {reason}")]
     Unavailable { reason: String },
-    /// The server is about to end.
     #[error("the server is shutting down")]
     ShuttingDown,
-    /// A rank failed under way.
     #[error("the answer was lost: {reason}")]
     Lost { reason: String },
     /// A defect of ours: work for this request panicked, or its replies ended without a last one.
     #[error("the server failed to {what}")]
     Broken { what: &'static str },
-    /// The request took too long.
     #[error("no complete answer within {limit_s} s")]
     Deadline { limit_s: u64 },
-    /// A stream's reader fell behind.
     #[error("the client is more than {limit} tokens behind: the answer was stopped")]
     SlowReader { limit: usize },
 }

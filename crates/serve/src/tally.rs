@@ -56,7 +56,6 @@ impl Tally {
         }
     }
 
-    /// A client used a key.
     pub(crate) fn key_used(&self, client: String, key: &str) {
         let what = What::Key(key.to_owned());
         self.note(Row { client, what }, self.events.unix_ms());

@@ -54,7 +54,6 @@ pub enum Fault {
 pub struct Happening {
     /// Virtual time.
     pub at: Duration,
-    /// The fault.
     pub fault: Fault,
 }
 
@@ -63,7 +62,6 @@ pub struct Happening {
 pub struct Scenario {
     /// The seed that it was drawn from, and that the run's own randomness starts with.
     pub seed: u64,
-    /// Nodes.
     pub nodes: usize,
     /// How long it is played; nothing bad happens in the last third.
     pub length: Duration,

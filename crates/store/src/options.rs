@@ -78,7 +78,6 @@ impl Default for Hub {
 /// How to start pip: the program and the arguments before `download`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pip {
-    /// The program.
     pub program: OsString,
     /// Its first arguments.
     pub args: Vec<OsString>,
@@ -175,13 +174,9 @@ impl Default for Deadlines {
 /// Everything a pull can be told.
 #[derive(Clone, Debug)]
 pub struct PullOptions {
-    /// The hub.
     pub hub: Hub,
-    /// pip.
     pub pip: Pip,
-    /// Retries.
     pub retry: RetryPolicy,
-    /// Deadlines.
     pub deadlines: Deadlines,
     /// Asks how many bytes the file system of a folder can take; tests put their own here.
     pub free_space: fn(&Path) -> io::Result<u64>,

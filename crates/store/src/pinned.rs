@@ -27,7 +27,6 @@ pub struct Pinned {
     pub revision: String,
     /// Path inside the repository.
     pub file: String,
-    /// Its length.
     pub bytes: u64,
     /// Its SHA-256, lower-case hex.
     pub sha256: String,

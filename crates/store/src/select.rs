@@ -29,7 +29,6 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 pub(crate) enum Choice {
     /// A GGUF model; several files when it is split, in order.
     Gguf(Vec<String>),
-    /// A folder.
     Folder(Vec<String>),
 }
 

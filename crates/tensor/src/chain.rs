@@ -26,7 +26,6 @@ const COLS_MAX: usize = 2 * LANES;
 /// A matrix by its strides: element `(i, j)` is `values[i * row + j * col]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Strided<'a> {
-    /// The elements.
     pub values: &'a [f32],
     /// Distance of two rows.
     pub row: usize,

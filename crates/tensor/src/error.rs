@@ -8,11 +8,8 @@ pub enum Error {
     /// The bytes are not those of such a matrix.
     #[error("matrix of {rows} x {cols} {block_type}: expected {expected} bytes, got {got}")]
     Size {
-        /// Output features.
         rows: usize,
-        /// Input features.
         cols: usize,
-        /// Storage type.
         block_type: BlockType,
         /// Bytes that the shape needs; 0 when rows are not whole blocks or the size overflows.
         expected: usize,
@@ -24,7 +21,6 @@ pub enum Error {
     Memory {
         /// Bytes asked for.
         bytes: Bytes,
-        /// What the system said.
         reason: String,
     },
 }

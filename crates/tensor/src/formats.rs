@@ -169,7 +169,6 @@ pub(crate) trait Planes {
     const SIGNED: bool;
     /// The largest magnitude of a weight, less the offset.
     const LARGEST: i32;
-    /// The quads.
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8];
 }
 
@@ -205,7 +204,6 @@ pub(crate) struct FiveBits<const OFFSET: i32>;
 /// Nibbles and two more bits.
 #[derive(Debug)]
 pub(crate) struct SixBits;
-/// Two bits.
 #[derive(Debug)]
 pub(crate) struct TwoBits;
 /// Two bits and a third.

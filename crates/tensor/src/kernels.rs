@@ -48,7 +48,6 @@ pub const MAX_PRODUCTS: usize = 16;
 pub struct Unavailable {
     /// The one asked for.
     pub wanted: InstructionSet,
-    /// The sets that it has.
     pub available: Vec<InstructionSet>,
 }
 
@@ -72,7 +71,6 @@ pub struct Kernels {
 /// A product to compute: `out = x W^T`, `(x.rows(), weights.rows())`.
 #[derive(Debug)]
 pub struct Product<'a> {
-    /// The matrix.
     pub weights: &'a Packed,
     /// Column of `x` that meets column 0 of the matrix, a multiple of 32.
     pub first_col: usize,
@@ -139,7 +137,6 @@ impl Kernels {
         &self.meter
     }
 
-    /// The threads.
     pub const fn pool(&self) -> &ThreadPool {
         &self.pool
     }

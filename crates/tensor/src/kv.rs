@@ -110,7 +110,6 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// Bytes of one page.
     pub const fn page_bytes(self) -> usize {
         self.heads * self.head_bytes()
     }
@@ -160,7 +159,6 @@ impl StateShape {
         self.padded() + PAGE * (self.head_dim + self.value_dim)
     }
 
-    /// Bytes of one page.
     pub const fn page_bytes(self) -> usize {
         4 * self.heads * self.head_len()
     }
@@ -200,7 +198,6 @@ impl DeltaShape {
         PAGE * (self.channels() + self.key_heads * self.head_dim)
     }
 
-    /// Bytes of one page.
     pub const fn page_bytes(self) -> usize {
         4 * (self.shared_len() + self.heads * self.head_len())
     }
@@ -240,7 +237,6 @@ impl LayerStore {
         }
     }
 
-    /// Bytes of one page.
     pub const fn page_bytes(self) -> usize {
         match self {
             Self::Rows(shape) => shape.page_bytes(),
@@ -348,7 +344,6 @@ impl KvCache {
         self.pools[0].pages
     }
 
-    /// Pages of each pool.
     pub fn pool_pages(&self) -> impl Iterator<Item = usize> {
         self.pools.iter().map(|pool| pool.pages)
     }

@@ -686,7 +686,6 @@ impl FloatWeight for bf16 {
     }
 }
 
-/// Float weights.
 #[derive(Debug)]
 struct Floats<T>(std::marker::PhantomData<T>);
 

@@ -26,7 +26,6 @@ use crate::tensors::{self, Named};
 pub use base::base_name;
 pub use gguf::Base;
 
-/// The forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Hugging Face's.
@@ -60,7 +59,6 @@ pub struct Adapter {
     tensors: Vec<Named>,
 }
 
-/// A pair of an adapter.
 #[derive(Clone, Copy, Debug)]
 pub struct PairOf<'a> {
     /// Name of the matrix, such as `model.layers.0.mlp.up_proj`.

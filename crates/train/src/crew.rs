@@ -68,7 +68,6 @@ pub struct Processes {
 /// A worker process.
 #[derive(Clone, Debug)]
 pub struct Post {
-    /// Its arguments.
     pub args: Vec<OsString>,
     /// Its threads; 0 for as many as its machine has cores.
     pub threads: usize,

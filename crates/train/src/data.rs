@@ -26,7 +26,6 @@ pub enum TrainOn {
     Assistant,
     /// Tokens of the last turn of the assistant.
     Last,
-    /// All.
     All,
 }
 
@@ -433,7 +432,6 @@ impl Examples {
         self.rows.len()
     }
 
-    /// The largest token of all.
     pub fn largest_token(&self) -> u32 {
         let all = self.examples.iter().flat_map(|example| &example.tokens);
         all.copied().max().unwrap_or(0)

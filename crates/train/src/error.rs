@@ -6,55 +6,42 @@ use std::path::{Path, PathBuf};
 /// Why training cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The model cannot be read.
     #[error(transparent)]
     Model(#[from] paceline_model::Error),
     /// The model is of a family whose gradients are not written.
     #[error("training of {family} is not supported: {why}")]
     Family {
-        /// The family.
         family: String,
-        /// The missing feature.
         why: &'static str,
     },
-    /// The model's tokenizer cannot be read.
     #[error("the model's tokenizer")]
     Tokenizer(#[from] paceline_formats::tokenizer::Error),
-    /// The model's chat template cannot be read.
     #[error("the model's chat template")]
     Template(#[source] paceline_formats::chat::Error),
-    /// The system refused something about a file.
     #[error("cannot {what} {}", path.display())]
     File {
         /// The operation that was tried.
         what: &'static str,
-        /// The file.
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     /// A line of data cannot be trained on.
     #[error("{}:{line}: {reason}", path.display())]
     Data {
-        /// The file.
         path: PathBuf,
         /// From 1.
         line: usize,
         /// The fault in the line.
         reason: String,
     },
-    /// A file without examples.
     #[error("{} has no examples", path.display())]
     NoExamples {
-        /// The file.
         path: PathBuf,
     },
     /// An option has a value that nothing can be done with.
     #[error("{option} is {got}, expected {expected}")]
     Option {
-        /// The option.
         option: &'static str,
-        /// Its value.
         got: String,
         /// The values that it may have.
         expected: String,
@@ -62,9 +49,7 @@ pub enum Error {
     /// A file of an adapter or a checkpoint is not as it should be.
     #[error("{}: {reason}", path.display())]
     Malformed {
-        /// The file.
         path: PathBuf,
-        /// The fault.
         reason: String,
     },
     /// The folder has a run of other options.
@@ -73,19 +58,14 @@ pub enum Error {
         path.display()
     )]
     OtherRun {
-        /// The folder.
         path: PathBuf,
-        /// The option that differs.
         field: String,
-        /// In the folder.
         there: String,
-        /// Of this command.
         here: String,
     },
     /// The folder has a run, and it was not said to go on.
     #[error("{} has a run already: --resume goes on with it", path.display())]
     RunThere {
-        /// The folder.
         path: PathBuf,
     },
     /// The loss is no number: the learning rate is too high, or the model is broken.
@@ -93,19 +73,15 @@ pub enum Error {
     Diverged {
         /// The step, from 1.
         step: u64,
-        /// The loss.
         loss: f64,
     },
-    /// Worker processes cannot be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
     /// A worker's machine is out of reach, or ended its worker.
     #[error("the other machine: {reason}")]
     Line {
-        /// Reason of the loss.
         reason: String,
     },
-    /// No worker is left.
     #[error("no worker is left; the last one was lost because {last}")]
     Lost {
         /// Reason for the last loss.
@@ -114,27 +90,21 @@ pub enum Error {
     /// A worker cannot go on, and nor could another.
     #[error("worker {rank}{}: {reason}", on(place))]
     Worker {
-        /// Its rank.
         rank: u32,
         /// Its machine, empty for this one.
         place: String,
-        /// The worker's error.
         reason: String,
     },
     /// A worker got a message out of turn.
     #[error("got {got}, expected {expected}")]
     Protocol {
-        /// The message that came.
         got: &'static str,
         /// The message that was expected.
         expected: &'static str,
     },
-    /// The system refused threads.
     #[error("cannot start {threads} threads")]
     Threads {
-        /// How many.
         threads: usize,
-        /// The system's error.
         source: io::Error,
     },
     /// The caller asked for the end. What was saved last is there.

@@ -8,7 +8,6 @@ use crate::error::Error;
 
 /// Places of a tensor that are looked at.
 const SAMPLES: usize = 16;
-/// Bytes of each.
 const SAMPLE_BYTES: usize = 256;
 
 /// SHA-256 of names, sizes, types and samples of all tensors. Another quantisation, another

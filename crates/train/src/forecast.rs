@@ -45,7 +45,6 @@ pub struct Machine {
     pub flops: f64,
     /// Watts under load, where they are known.
     pub watts: Option<f64>,
-    /// Processes on it.
     pub processes: usize,
 }
 

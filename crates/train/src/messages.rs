@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use crate::run::Job;
 use crate::stage::Stage;
 
-/// To a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
     /// The job of the run. Sent once, first.
@@ -46,7 +45,6 @@ pub(crate) enum Set {
     Valid,
 }
 
-/// From a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
     /// The model is loaded: what tells it and the data apart from others.
@@ -104,7 +102,6 @@ impl Task {
         format!("{}/inputs-{set}-{}-{stage}", self.step, self.leaf)
     }
 
-    /// The gradient of that.
     pub(crate) fn gradient_file(&self, stage: usize) -> String {
         format!("{}/gradient-{}-{stage}", self.step, self.leaf)
     }

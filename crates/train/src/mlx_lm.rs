@@ -45,7 +45,6 @@ const DECAY_STEPS_MAX: f64 = (1u64 << 32) as f64;
 /// Why a configuration cannot be used.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// The text is no YAML.
     #[error("line {line}: {reason}")]
     Syntax {
         /// The line, from 1.
@@ -58,10 +57,8 @@ pub enum Error {
     Form {
         /// The line, from 1.
         line: usize,
-        /// The form.
         form: &'static str,
     },
-    /// An entry has no known name.
     #[error("line {line}: the entry {name} is unknown")]
     Unknown {
         /// The line, from 1.
@@ -74,7 +71,6 @@ pub enum Error {
     Twice {
         /// The second one's line, from 1.
         line: usize,
-        /// The name.
         name: String,
     },
     /// An entry has a value that cannot be used.
@@ -84,7 +80,6 @@ pub enum Error {
         line: usize,
         /// The entry's name, with those of the maps around it.
         name: String,
-        /// The value.
         value: String,
         /// The values that can be used.
         expected: String,
@@ -96,7 +91,6 @@ pub enum Error {
 pub struct Ignored {
     /// Its line, from 1.
     pub line: usize,
-    /// Its name.
     pub name: String,
     /// Why it changes nothing.
     pub reason: &'static str,

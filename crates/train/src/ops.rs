@@ -141,7 +141,6 @@ impl Gate {
         }
     }
 
-    /// hidden = f(gate) up
     pub(crate) fn forward(self, gate: &[f32], up: &[f32], hidden: &mut [f32]) {
         for ((h, g), u) in hidden.iter_mut().zip(gate).zip(up) {
             *h = self.at(*g).0 * u;

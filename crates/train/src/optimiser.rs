@@ -18,7 +18,6 @@ pub enum Schedule {
     Cosine,
     /// Straight, to 0.
     Linear,
-    /// As it is.
     Constant,
 }
 
@@ -36,7 +35,6 @@ pub enum Rule {
 /// Settings of an optimiser.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimiserOptions {
-    /// The rule.
     pub rule: Rule,
     /// Highest learning rate.
     pub lr: f64,
@@ -64,7 +62,6 @@ const BLOCK: usize = 4096;
 /// Moments of all numbers, and how they are updated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimiser {
-    /// The settings.
     pub options: OptimiserOptions,
     /// First moments.
     pub first: Vec<f32>,

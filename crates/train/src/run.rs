@@ -86,7 +86,6 @@ pub enum Progress {
         step: u64,
         /// Steps of the whole run.
         steps: u64,
-        /// Examples.
         examples: usize,
         /// Rows that they are put into.
         rows: usize,
@@ -106,7 +105,6 @@ pub enum Progress {
     Step(Measured),
     /// A line about the engine, told once.
     Note {
-        /// The line.
         line: String,
     },
     /// A worker was lost, and its leaves are computed by others.
@@ -345,7 +343,6 @@ impl Run {
         )
     }
 
-    /// The leaf of a task.
     pub(crate) fn leaf_of(&self, task: &Task) -> (Leaf, Option<Dropout>) {
         match (task.set, &self.valid) {
             (Set::Valid, Some(valid)) => (valid.leaf(&[task.leaf]), None),

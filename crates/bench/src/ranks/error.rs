@@ -9,12 +9,10 @@ use paceline_node::launched::WireError;
 /// Why ranks in processes of their own cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A step failed.
     #[error("{doing}")]
     Step {
         /// The step: `cannot start a rank`.
         doing: String,
-        /// Its cause.
         source: Box<Error>,
     },
     /// The system refuses a call, or a pipe has ended.
@@ -38,13 +36,10 @@ pub enum Error {
     /// The wire of a rank cannot be had.
     #[error("{0}")]
     Wire(#[from] WireError),
-    /// Ranks do not meet.
     #[error("{0}")]
     Join(#[from] InitError),
-    /// A collective fails.
     #[error("{0}")]
     Comm(#[from] paceline_comm::Error),
-    /// This machine's node cannot be asked.
     #[error("{0}")]
     Node(#[from] local::Error),
     /// A rank, a machine or another library is not as the measurement needs it; says in which way.

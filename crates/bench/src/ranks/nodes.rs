@@ -81,7 +81,6 @@ pub struct Here<'a> {
     pub home: &'a Path,
     /// Arguments of a rank on this machine: where it listens.
     pub listen: &'a [OsString],
-    /// Its environment.
     pub env: &'a [(OsString, OsString)],
 }
 

@@ -17,41 +17,30 @@ const KEY_BYTES: usize = 32;
 /// Why a file of secrets cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file cannot be read.
     #[error("reading {}", path.display())]
     Read {
-        /// The file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// The file cannot be written.
     #[error("writing {}", path.display())]
     Write {
-        /// The file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// The file is not what was written.
     #[error("{}: {bytes} bytes, expected {expected}", path.display())]
     Malformed {
-        /// The file.
         path: PathBuf,
-        /// Its length.
         bytes: usize,
         /// The length it should have.
         expected: usize,
     },
-    /// Others can read the file.
     #[error("{} has mode {mode:04o}, expected 0600: others could read it", path.display())]
     Mode {
-        /// The file.
         path: PathBuf,
-        /// Its mode.
         mode: u32,
     },
-    /// The system has no random numbers.
     #[error("cannot draw random numbers: {0}")]
     Random(io::Error),
 }

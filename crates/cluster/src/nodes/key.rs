@@ -24,10 +24,8 @@ pub struct ClusterKey(Zeroizing<[u8; 32]>);
 /// Text that is no token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotAToken {
-    /// It begins otherwise or has another length.
     #[error("not a cluster token: it should begin with {TOKEN_PREFIX} and have 78 characters")]
     Form,
-    /// Its checksum is another's.
     #[error("the cluster token is damaged: its checksum does not match")]
     Checksum,
 }

@@ -94,9 +94,7 @@ pub enum Event {
     Unlinked(NodeId),
     /// A message came over the session with `from`.
     Received {
-        /// The sender.
         from: NodeId,
-        /// The message.
         message: Message,
     },
     /// This node writes to the map.
@@ -121,7 +119,6 @@ pub enum Action {
     Send {
         /// To whom.
         to: NodeId,
-        /// The message.
         message: Message,
     },
     /// End the session with a node that is dead or gone.
@@ -197,7 +194,6 @@ impl Member {
         member
     }
 
-    /// This node.
     pub const fn own(&self) -> NodeId {
         self.own
     }

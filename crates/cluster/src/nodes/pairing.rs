@@ -42,16 +42,12 @@ const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 /// Why nobody was let in.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no code that counts.
     #[error("no code is shown, or it is older than five minutes, or was mistyped three times")]
     NotInvited,
-    /// The code is another.
     #[error("the code is wrong, or is no longer valid")]
     WrongCode,
-    /// Text that is no code.
     #[error("a code has six digits, such as 123-456")]
     NotACode,
-    /// The connection broke.
     #[error("the connection broke: {0}")]
     Broken(#[from] io::Error),
 }

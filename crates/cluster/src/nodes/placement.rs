@@ -179,7 +179,6 @@ pub struct AdapterFile {
     pub name: String,
     /// SHA-256 of its file, in hexadecimal digits.
     pub sha256: String,
-    /// Bytes of its file.
     pub bytes: u64,
 }
 
@@ -269,7 +268,6 @@ pub enum Duty {
         id: InstanceId,
         /// Epoch of the record.
         epoch: u64,
-        /// The record.
         wanted: Wanted,
     },
     /// Write this record: its owner is dead and this node is next.

@@ -105,7 +105,6 @@ pub struct Hello {
 /// Why there is no session, or no more.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody answers there.
     #[error("cannot connect to {addr}: {source}")]
     Connect {
         /// Where.
@@ -113,19 +112,15 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
-    /// The connection broke.
     #[error("the connection broke: {0}")]
     Broken(#[source] io::Error),
-    /// The other side closed it.
     #[error("the other side closed the connection")]
     Closed,
     /// The peer has another cluster key, or is no node at all.
     #[error("the other side is not in this cluster")]
     Stranger,
-    /// The peer speaks another protocol.
     #[error("the other side speaks another protocol than this version of paceline")]
     Protocol,
-    /// It took too long.
     #[error("no answer within {limit:?}")]
     Late {
         /// How long was waited.
@@ -139,7 +134,6 @@ pub enum Error {
         /// The reason that it gives.
         reason: String,
     },
-    /// This node will not have it.
     #[error("refused {name}: {reason}")]
     Refusing {
         /// The peer's name.
@@ -147,12 +141,9 @@ pub enum Error {
         /// Why.
         reason: String,
     },
-    /// A message is longer than allowed.
     #[error("a message of {bytes} bytes, allowed are {bytes_max}")]
     TooLong {
-        /// Its length.
         bytes: usize,
-        /// The limit.
         bytes_max: usize,
     },
 }
@@ -172,7 +163,6 @@ pub type Judge<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
 /// The identity, key and rules of this side.
 #[derive(Clone, Copy)]
 pub struct Own<'a> {
-    /// Its identity.
     pub identity: &'a Identity,
     /// Which cluster.
     pub key: &'a ClusterKey,
@@ -476,7 +466,6 @@ impl Session {
         &self.hello
     }
 
-    /// The session's purpose.
     pub const fn purpose(&self) -> Purpose {
         self.purpose
     }

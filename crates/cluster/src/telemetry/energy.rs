@@ -10,7 +10,6 @@ const JOULES_PER_KWH: f64 = 3.6e6;
 pub struct Energy {
     /// Power of all machines that compute.
     pub watts: f64,
-    /// Energy of a token.
     pub joules_per_token: f64,
     /// Price of a million tokens, in the currency of the price of a kilowatt-hour.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -114,7 +114,6 @@ pub struct Gpu {
     /// Share of time that it was busy, 0 to 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub busy: Option<f64>,
-    /// Bytes of its memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
     /// Bytes of it in use.

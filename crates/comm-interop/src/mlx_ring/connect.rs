@@ -49,7 +49,6 @@ pub enum JoinError {
         /// Addresses of `rank`.
         got: usize,
     },
-    /// The system refused.
     #[error("mlx-ring: {what} {addr}: {source}")]
     System {
         /// The operation that was tried.
@@ -66,7 +65,6 @@ pub enum JoinError {
         rank: Rank,
         /// The act that was expected: connect to this rank's address, or accept at its own.
         what: &'static str,
-        /// The address.
         addr: SocketAddr,
     },
     /// More than the neighbour came to an address, and stayed.

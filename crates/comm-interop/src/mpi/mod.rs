@@ -86,7 +86,6 @@ pub enum StartError {
         rank: Rank,
         /// Of how many.
         size: usize,
-        /// The rank that it is.
         got: Rank,
         /// Of how many.
         got_size: u32,

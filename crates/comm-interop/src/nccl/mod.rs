@@ -50,7 +50,6 @@ const YIELDS: u32 = 200;
 /// Why a rank could not join.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
-    /// Nobody said that bytes may travel unencrypted.
     #[error("nccl is plaintext: not allowed")]
     Plaintext,
     /// The libraries or the GPU cannot be used.
@@ -70,7 +69,6 @@ pub enum JoinError {
         /// The system's error.
         source: io::Error,
     },
-    /// Not all ranks came before the deadline.
     #[error("nccl: the ranks did not all come before the deadline")]
     Late,
 }
@@ -78,7 +76,6 @@ pub enum JoinError {
 /// A rank that meets the others as MLX's do.
 #[derive(Clone, Copy, Debug)]
 pub struct Seat {
-    /// This rank.
     pub rank: Rank,
     /// All ranks: MLX's `MLX_WORLD_SIZE`.
     pub size: u32,

@@ -24,7 +24,6 @@ const CUDA_NAMES: [&str; 1] = ["libcuda.so.1"];
 /// Where the libraries are, if not where the system looks.
 #[derive(Clone, Debug, Default)]
 pub struct Libraries {
-    /// NCCL.
     pub nccl: Option<PathBuf>,
     /// The CUDA driver.
     pub cuda: Option<PathBuf>,
@@ -36,22 +35,17 @@ pub enum OpenError {
     /// The library is not there, or not one.
     #[error("open {name}: {source}")]
     Missing {
-        /// The library.
         name: String,
         /// The system's error.
         source: libloading::Error,
     },
-    /// The library has no such function.
     #[error("{library} has no {symbol}: {source}")]
     Symbol {
-        /// The library.
         library: &'static str,
-        /// The function.
         symbol: &'static str,
         /// The system's error.
         source: libloading::Error,
     },
-    /// The library is of another time.
     #[error("nccl version {got}, expected {min} or later and before {end}")]
     Version {
         /// The version that it names.
@@ -61,15 +55,12 @@ pub enum OpenError {
         /// The first that is not.
         end: i32,
     },
-    /// A call failed.
     #[error("{call} failed with code {code}")]
     Call {
-        /// The function.
         call: &'static str,
         /// The code that it returned.
         code: i32,
     },
-    /// There is no GPU.
     #[error("no cuda device")]
     NoDevice,
 }

@@ -111,7 +111,6 @@ pub(crate) fn number() -> u32 {
     NUMBERS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// A device.
 pub(crate) struct DeviceCore {
     pub(crate) name: CString,
     /// The device's identifiers, of which `address_at` is its address.
@@ -377,7 +376,6 @@ impl QueueCore {
     }
 }
 
-/// A queue pair.
 pub(crate) struct PairCore {
     pub(crate) number: u32,
     pub(crate) device: Arc<DeviceCore>,

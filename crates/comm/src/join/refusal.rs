@@ -15,14 +15,12 @@ pub enum Refusal {
     Version {
         /// Of the rank that refuses.
         ours: u16,
-        /// Of the one refused.
         theirs: u16,
     },
     /// Another number of ranks.
     Size {
         /// Of the rank that refuses.
         ours: u32,
-        /// Of the one refused.
         theirs: u32,
     },
     /// Another group id: a member of another group, or of none.
@@ -41,7 +39,6 @@ pub enum Refusal {
     Streams {
         /// Of the rank that refuses.
         ours: u16,
-        /// Of the one refused.
         theirs: u16,
     },
 }
@@ -77,7 +74,6 @@ pub enum JoinError {
         /// Addresses given.
         size: usize,
     },
-    /// The system refused something.
     #[error("{what}: {source}")]
     System {
         /// The operation that failed.
@@ -85,7 +81,6 @@ pub enum JoinError {
         /// The system's error.
         source: io::Error,
     },
-    /// The deadline passed.
     #[error("{rank} did not join before the deadline{}", refused(.turned_away))]
     Missing {
         /// The first rank that was missing.
@@ -93,7 +88,6 @@ pub enum JoinError {
         /// Why somebody who wanted to join was turned away, if that happened.
         turned_away: Option<Refusal>,
     },
-    /// Another rank does not want this one.
     #[error("{by} refuses this rank: {why}")]
     Refused {
         /// The rank that refuses.
@@ -115,7 +109,6 @@ pub enum JoinError {
         /// The first such address.
         addr: SocketAddr,
     },
-    /// A rank has no address.
     #[error("{rank} has no address")]
     NoAddress {
         /// The rank without an address.

@@ -61,7 +61,6 @@ impl<T: Kept> Keeping<T> {
         Ok(keeping)
     }
 
-    /// The links.
     pub fn linked(&self) -> &Linked<T> {
         &self.linked
     }

@@ -131,7 +131,6 @@ impl<'a> Buffers<'a> {
         }
     }
 
-    /// All of a buffer.
     pub(super) fn all(&self, place: Place) -> &[u8] {
         match place {
             Place::Input => self.input,

@@ -90,7 +90,6 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// This rank.
     pub fn rank(&self) -> Rank {
         number(self.rank)
     }

@@ -27,7 +27,6 @@ pub trait Interpreter: fmt::Debug + Send + Sync {
 /// Input of a rendering: the template's variables, its clock and its output limit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
-    /// All variables.
     pub variables: serde_json::Map<String, Json>,
     /// Seconds since 1970 (UTC) for `strftime_now`; the function is not there without it.
     pub now_unix_s: Option<i64>,
@@ -53,10 +52,8 @@ pub enum Failure {
         line: usize,
         /// The counted items, such as "tokens in a tag".
         what: String,
-        /// The limit.
         limit: usize,
     },
-    /// The template is not valid Jinja.
     #[error("chat template, line {line}: {reason}")]
     Syntax {
         /// 1-based; 0 if not known.
@@ -64,7 +61,6 @@ pub enum Failure {
         /// The parser's message.
         reason: String,
     },
-    /// The template failed.
     #[error("chat template failed in line {line}: {reason}")]
     Render {
         /// 1-based; 0 if not known.
@@ -78,31 +74,25 @@ pub enum Failure {
         /// The template's message, given to `raise_exception`.
         message: String,
     },
-    /// The template takes too many steps.
     #[error("chat template takes more than {limit} steps")]
     TooManySteps {
-        /// The limit.
         limit: u64,
     },
-    /// The template writes too much.
     #[error("chat template writes more than {limit} bytes")]
     OutputTooLong {
         /// The limit in bytes.
         limit: usize,
     },
-    /// The template takes too long.
     #[error("chat template takes more than {limit_ms} ms")]
     TooSlow {
         /// The limit in milliseconds.
         limit_ms: u64,
     },
-    /// The template asks for too much memory.
     #[error("chat template takes more than {limit} bytes of memory")]
     TooLarge {
         /// The limit in bytes.
         limit: u64,
     },
-    /// The template made the interpreter panic.
     #[error("chat template makes its interpreter panic: {message}")]
     Panicked {
         /// The panic's message.

@@ -57,7 +57,6 @@ impl Message {
 pub struct ToolCall {
     /// Names the call; a result refers to it.
     pub id: String,
-    /// The tool.
     pub name: String,
     /// An object, or the text as it came when it is no JSON.
     pub arguments: Json,

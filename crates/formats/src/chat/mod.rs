@@ -51,10 +51,8 @@ pub enum Error {
     /// Metadata of a GGUF is of another type.
     #[error(transparent)]
     Metadata(#[from] crate::gguf::Error),
-    /// A file could not be read.
     #[error("reading {}", path.display())]
     Read {
-        /// The file.
         path: PathBuf,
         /// Error of the system.
         source: std::io::Error,
@@ -62,15 +60,12 @@ pub enum Error {
     /// A configuration file is not JSON of the expected form.
     #[error("{}: {reason}", path.display())]
     Malformed {
-        /// The file.
         path: PathBuf,
-        /// The fault.
         reason: String,
     },
     /// The file that holds the template is longer than any real one.
     #[error("{}: {size} bytes, expected at most {limit}", path.display())]
     TooLong {
-        /// The file.
         path: PathBuf,
         /// Its size in bytes.
         size: usize,
@@ -83,7 +78,6 @@ pub enum Error {
     /// A role that is no known word: templates make names of control tokens of roles.
     #[error("role {role:?} is not one of {}", ROLES.join(", "))]
     UnknownRole {
-        /// The role.
         role: String,
     },
     /// No character is left to keep messages apart from control tokens.
@@ -129,7 +123,6 @@ pub struct ChatOptions {
 pub struct Bounds {
     /// Bytes of the text that the template writes.
     pub text_bytes: usize,
-    /// Tokens.
     pub tokens: usize,
 }
 

@@ -16,15 +16,11 @@ pub enum Error {
     /// Another error, with the file it was found in.
     #[error("{}: {error}", path.display())]
     InFile {
-        /// The file.
         path: PathBuf,
-        /// The fault.
         error: Box<Error>,
     },
-    /// The file cannot be opened or mapped.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The file is of another format.
     #[error("not a GGUF file: {looks_like}")]
     NotGguf {
         /// Kind of file that it seems to be.
@@ -39,7 +35,6 @@ pub enum Error {
     /// A version of the format that is not 2 or 3.
     #[error("GGUF version {version} is not supported, expected 2 or 3")]
     Version {
-        /// Version in the file.
         version: u32,
     },
     /// The header goes on past the end of the file.
@@ -50,11 +45,8 @@ pub enum Error {
     HeaderPastEnd {
         /// Item that was being read.
         what: &'static str,
-        /// Where it starts.
         offset: u64,
-        /// The least it takes.
         needed: u64,
-        /// Size of the file.
         file_bytes: u64,
     },
     /// Tensor data goes on past the end of the file.
@@ -65,19 +57,14 @@ pub enum Error {
     Truncated {
         /// The tensor that ends last.
         tensor: String,
-        /// End of that tensor.
         expected: u64,
-        /// Size of the file.
         actual: u64,
     },
     /// A key or a tensor name that is empty or longer than the format allows.
     #[error("{what} at byte {offset} has {len} bytes, expected 1 to {max}")]
     NameLength {
-        /// Key or tensor name.
         what: &'static str,
-        /// Where it starts.
         offset: u64,
-        /// Its length.
         len: u64,
         /// The most that is allowed.
         max: u64,
@@ -92,18 +79,14 @@ pub enum Error {
         /// The most that is allowed.
         max: u64,
     },
-    /// A string that is not UTF-8.
     #[error("{what} at byte {offset} is not UTF-8")]
     NotUtf8 {
-        /// Meaning of the string.
         what: &'static str,
-        /// Where it starts.
         offset: u64,
     },
     /// A truth value that is neither 0 nor 1.
     #[error("bool at byte {offset} is {byte}, expected 0 or 1")]
     InvalidBool {
-        /// Where it is.
         offset: u64,
         /// The byte found.
         byte: u8,
@@ -111,37 +94,26 @@ pub enum Error {
     /// A number that stands for no value type.
     #[error("metadata key {key}: value type {id} is unknown")]
     UnknownValueType {
-        /// The key.
         key: String,
         /// The number.
         id: u32,
     },
-    /// Arrays of arrays, too deep.
     #[error("metadata key {key}: arrays are nested deeper than {max} levels")]
     TooDeep {
-        /// The key.
         key: String,
-        /// The deepest allowed.
         max: usize,
     },
-    /// A key that is there twice.
     #[error("metadata key {key} occurs twice")]
     DuplicateKey {
-        /// The key.
         key: String,
     },
-    /// A key that is wanted and absent.
     #[error("metadata key {key} is missing")]
     MissingKey {
-        /// The key.
         key: String,
     },
-    /// A value of another type than wanted.
     #[error("metadata key {key}: expected {expected}, got {got}")]
     WrongType {
-        /// The key.
         key: String,
-        /// The type wanted.
         expected: &'static str,
         /// The type in the file.
         got: String,
@@ -155,13 +127,10 @@ pub enum Error {
     /// A tensor name that is there twice, in one file or in two parts.
     #[error("tensor {tensor} occurs twice")]
     DuplicateTensor {
-        /// The name.
         tensor: String,
     },
-    /// More dimensions than the format has.
     #[error("tensor {tensor} has {dims} dimensions, at most {max} are allowed")]
     TooManyDims {
-        /// The name.
         tensor: String,
         /// The number in the file.
         dims: u32,
@@ -171,9 +140,7 @@ pub enum Error {
     /// A dimension of 0, or a number of values or bytes that does not fit the machine.
     #[error("tensor {tensor}: shape {shape:?} is empty or too large")]
     Shape {
-        /// The name.
         tensor: String,
-        /// Sizes, outermost first.
         shape: Vec<u64>,
     },
     /// A row that is not a whole number of blocks.
@@ -181,9 +148,7 @@ pub enum Error {
         "tensor {tensor}: rows of shape {shape:?} are not whole blocks of {block} values ({name})"
     )]
     PartialBlock {
-        /// The tensor.
         tensor: String,
-        /// Sizes, outermost first.
         shape: Vec<usize>,
         /// Name of the storage type.
         name: &'static str,
@@ -193,33 +158,26 @@ pub enum Error {
     /// A tensor that does not start at a multiple of the alignment.
     #[error("tensor {tensor}: offset {offset} is not a multiple of the alignment {alignment}")]
     Misaligned {
-        /// The name.
         tensor: String,
         /// Offset from the start of the tensor data.
         offset: u64,
         /// The alignment of the file.
         alignment: u64,
     },
-    /// Two tensors share bytes.
     #[error("tensors {first} and {second} overlap")]
     Overlap {
         /// The one that starts first.
         first: String,
-        /// The other.
         second: String,
     },
-    /// A tensor that is wanted and absent.
     #[error("tensor {tensor} is missing")]
     MissingTensor {
-        /// The name.
         tensor: String,
     },
     /// A tensor that is stored in a way that paceline does not read.
     #[error("tensor {tensor}: {error}")]
     Unsupported {
-        /// The name.
         tensor: String,
-        /// The storage type.
         error: UnknownBlockType,
     },
     /// A part of a split model under a name that does not tell where the others are.
@@ -233,17 +191,14 @@ pub enum Error {
     /// A part that does not belong where its name puts it.
     #[error("{key} is {got}, expected {expected} by the file name")]
     SplitMismatch {
-        /// The metadata key.
         key: &'static str,
         /// The value in this part.
         got: u64,
-        /// The value wanted.
         expected: u64,
     },
     /// The parts together hold another number of tensors than they announce.
     #[error("the parts hold {got} tensors, expected {expected}")]
     SplitTensors {
-        /// Tensors found.
         got: u64,
         /// Tensors announced in the first part.
         expected: u64,

@@ -102,7 +102,6 @@ pub enum Value {
 }
 
 impl Value {
-    /// The type of this value.
     pub fn value_type(&self) -> ValueType {
         match self {
             Self::U8(_) => ValueType::U8,
@@ -168,7 +167,6 @@ pub enum Array {
 }
 
 impl Array {
-    /// The type of the elements.
     pub fn element_type(&self) -> ValueType {
         match self {
             Self::U8(_) => ValueType::U8,

@@ -12,7 +12,6 @@ use super::format;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("schema keyword {keyword:?} at {place} is not supported")]
 pub struct Unsupported {
-    /// The keyword.
     pub keyword: String,
     /// JSON pointer of the schema that has it; `#` is the whole.
     pub place: String,

@@ -26,7 +26,6 @@ const VALUES: usize = 16;
 /// Which part of a stack is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
-    /// The expert.
     pub index: usize,
     /// How many there are.
     pub of: usize,

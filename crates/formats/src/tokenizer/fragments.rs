@@ -9,7 +9,6 @@ use super::Error;
 pub(crate) enum Fragment<'a> {
     /// This token, whatever its text.
     Token {
-        /// Its id.
         id: u32,
         /// The text it was found as.
         text: &'a str,

@@ -45,17 +45,14 @@ pub enum Error {
     /// `tokenizer.ggml.model` names a kind of vocabulary that is not supported.
     #[error("tokenizer model {name} is not supported, expected gpt2, llama, bert or gemma4")]
     UnknownModel {
-        /// The name.
         name: String,
     },
     /// `tokenizer.ggml.pre` names a way of cutting words that is not known: guessing one would
     /// give other ids than the model was trained with.
     #[error("pre-tokenizer {name} is not supported")]
     UnknownPre {
-        /// The name.
         name: String,
     },
-    /// There are no tokens.
     #[error("the vocabulary is empty")]
     EmptyVocabulary,
     /// A list that goes with the tokens has another length.
@@ -63,12 +60,10 @@ pub enum Error {
     Count {
         /// The key of the list.
         key: &'static str,
-        /// Its length.
         got: usize,
         /// The number of tokens.
         expected: usize,
     },
-    /// A score is not a number.
     #[error("score of token {id} is not a number")]
     Score {
         /// The token.
@@ -88,10 +83,8 @@ pub enum Error {
         /// How many there are.
         count: usize,
     },
-    /// A file could not be read.
     #[error("reading {}", path.display())]
     Read {
-        /// The file.
         path: PathBuf,
         /// Error of the system.
         source: std::io::Error,
@@ -119,7 +112,6 @@ pub enum Error {
     Id {
         /// The token.
         text: String,
-        /// Its id.
         id: u32,
         /// The lowest id that is refused.
         limit: u64,
@@ -129,7 +121,6 @@ pub enum Error {
     /// The decoder of a `tokenizer.json` is of a kind that cannot be streamed token by token.
     #[error("decoder {name} of tokenizer.json is not supported")]
     UnknownDecoder {
-        /// Its type.
         name: String,
     },
     /// The merges and tokens do not make a model.
@@ -147,13 +138,11 @@ pub enum Error {
     /// A byte can be spelt neither by a byte token nor by the unknown token.
     #[error("the vocabulary has no token for byte {byte:#04x}")]
     NoByteToken {
-        /// The byte.
         byte: u8,
     },
     /// The text has more tokens than the caller takes.
     #[error("the text has more than {tokens_max} tokens")]
     TooManyTokens {
-        /// The limit.
         tokens_max: usize,
     },
     /// The `tokenizers` crate could not encode a text.

@@ -29,7 +29,6 @@ pub struct CallRules<'a> {
     pub answer: Option<&'a Json>,
 }
 
-/// A grammar of calls.
 #[derive(Clone, Debug)]
 pub struct CallGrammar {
     /// The grammar that the answer must match, and from where on.

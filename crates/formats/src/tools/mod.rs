@@ -55,7 +55,6 @@ pub enum Event {
         /// Names the call for its result: what the model wrote where the family has ids, else made
         /// from [`ReaderOptions::id_seed`].
         id: String,
-        /// The tool.
         name: String,
     },
     /// Part of the arguments, as JSON text. Never empty.

@@ -73,7 +73,6 @@ const FIELD_KEYS: [&str; 11] = [
 /// Why a response template cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResponseError {
-    /// It is larger than any real one.
     #[error("response_template has {got} bytes, expected at most {}", MAX_BYTES)]
     TooLarge {
         /// Its bytes.
@@ -85,7 +84,6 @@ pub enum ResponseError {
         /// How many it has.
         got: usize,
     },
-    /// Another version of the format.
     #[error("response_template has version {got}, expected 1")]
     Version {
         /// The version of the template.
@@ -96,40 +94,32 @@ pub enum ResponseError {
     Key {
         /// The template, or the field.
         place: String,
-        /// The key.
         key: String,
     },
-    /// A value of another type or kind.
     #[error("{place}: {key} is {got}, expected {expected}")]
     Value {
         /// The template, or the field.
         place: String,
-        /// The key.
         key: &'static str,
         /// The value, clipped.
         got: String,
         /// The accepted values.
         expected: &'static str,
     },
-    /// A regular expression that cannot be used.
     #[error("{place}: {key} is no regular expression that can be used: {reason}")]
     Pattern {
         /// The template, or the field.
         place: String,
-        /// The key.
         key: &'static str,
         /// First line of the error of the compiler of expressions.
         reason: String,
     },
-    /// Two fields without an opening delimiter.
     #[error("fields {first:?} and {second:?} both have no open, expected one at most")]
     TwoImplicit {
-        /// A field.
         first: String,
         /// Another.
         second: String,
     },
-    /// Nothing says where the answer begins.
     #[error("response_template has no start_anchor")]
     NoAnchor,
 }

@@ -13,25 +13,19 @@ pub enum Error {
     /// The program of a rank did not end with code 0.
     #[error("{rank} on {host} {ending}")]
     Failed {
-        /// Which rank.
         rank: Rank,
-        /// Where it ran.
         host: String,
-        /// How it ended.
         ending: Ending,
     },
     /// There is no session with a host; no program was started.
     #[error("cannot reach {host}: {why}")]
     HostUnreachable {
-        /// The host.
         host: String,
         /// The last that `ssh` said, or how it ended.
         why: String,
     },
-    /// The connection to a host broke.
     #[error("the connection to {host} is lost: {why}")]
     HostLost {
-        /// The host.
         host: String,
         /// The last that `ssh` said, or how it ended.
         why: String,
@@ -39,27 +33,20 @@ pub enum Error {
     /// The session of a rank ended without a word of its program.
     #[error("the session of {rank} on {host} is lost: it {ending}")]
     SessionLost {
-        /// Which rank.
         rank: Rank,
-        /// Its host.
         host: String,
-        /// How the session ended.
         ending: Ending,
     },
     /// The shell of a rank did not come as far as the program; no program was started.
     #[error("cannot start {rank} on {host}: its shell {ending}")]
     NotStarted {
-        /// Which rank.
         rank: Rank,
-        /// Its host.
         host: String,
-        /// How the shell ended.
         ending: Ending,
     },
     /// The SSH server of a host runs commands in its own process group; no program was started.
     #[error("{host} does not give a session a process group of its own")]
     SharedGroup {
-        /// The host.
         host: String,
     },
     /// Some hosts were not ready in time; no program was started.
@@ -76,17 +63,14 @@ pub enum Error {
         running.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     )]
     Lingered {
-        /// The rank that ended.
         ended: Rank,
         /// The ranks that did not end.
         running: Vec<Rank>,
         /// How long they were given.
         limit: Duration,
     },
-    /// Nobody reads the output any more.
     #[error("nobody reads the output")]
     OutputGone,
-    /// A person wanted it to end.
     #[error("interrupted")]
     Cancelled,
     /// A shell or `ssh` cannot be started here.

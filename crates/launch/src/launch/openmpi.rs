@@ -16,16 +16,13 @@ pub enum FindError {
     /// No `mpirun`.
     #[error("there is no mpirun in PATH")]
     NoMpirun,
-    /// Another MPI, whose options are others.
     #[error("mpirun is not Open MPI's: it says {said:?}")]
     NotOpenMpi {
         /// The first line of `mpirun --version`.
         said: String,
     },
-    /// It cannot be asked.
     #[error("{0}")]
     Asked(#[from] RemoteError),
-    /// Its hostfile cannot be written.
     #[error("cannot write mpirun's hostfile")]
     Hostfile(#[source] io::Error),
 }

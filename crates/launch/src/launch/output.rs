@@ -45,7 +45,6 @@ impl Output {
 /// Lines and ranks of one stream of one session.
 #[derive(Debug)]
 pub(super) enum Sorter {
-    /// All lines are this rank's.
     Session(Rank, Lines),
     /// Lines have `mpirun`'s tags.
     Mpirun(Lines, Tagged),

@@ -112,7 +112,6 @@ impl Default for Options {
 /// Hosts and settings that do not fit the backend.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// No such backend.
     #[error("backend is {name:?}, expected one of {}", Backend::NAMES.join(", "))]
     Backend {
         /// The name that was asked for.
@@ -121,10 +120,8 @@ pub enum PlanError {
     /// A rank of a ring has no address.
     #[error("host {host} has no address, and backend ring needs one of each host")]
     NoAddress {
-        /// The host.
         host: String,
     },
-    /// Nobody knows where rank 0 is.
     #[error("host {host} has no address, and backend {backend} needs one of rank 0")]
     NoCoordinator {
         /// The host of rank 0.
@@ -135,12 +132,9 @@ pub enum PlanError {
     /// MLX's ring splits addresses at the first colon.
     #[error("host {host} has the address {ip}, but backend ring takes IPv4 only")]
     Ipv6 {
-        /// The host.
         host: String,
-        /// Its address.
         ip: String,
     },
-    /// The ports end before the connections do.
     #[error("{count} connections from port {first} on go beyond port 65535")]
     Ports {
         /// The first port.
@@ -151,13 +145,10 @@ pub enum PlanError {
     /// A text is no `NAME=VALUE`.
     #[error("environment variable {text:?}: the name is not letters, digits and underscores")]
     Env {
-        /// The text.
         text: String,
     },
-    /// Devices and hosts do not match.
     #[error("host {host} lists devices for {got} ranks, expected {expected}")]
     RdmaCount {
-        /// The host.
         host: String,
         /// Entries it has.
         got: usize,
@@ -167,15 +158,12 @@ pub enum PlanError {
     /// A device that leads from a rank to itself.
     #[error("host {host} lists a device for its own rank {rank}, expected null")]
     RdmaSelf {
-        /// The host.
         host: String,
-        /// Its rank.
         rank: usize,
     },
     /// Cables that the backend needs are not there.
     #[error("no RDMA device is listed for {}", join(pairs))]
     RdmaMissing {
-        /// From and to.
         pairs: Vec<(String, String)>,
     },
 }

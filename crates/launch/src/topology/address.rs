@@ -13,9 +13,7 @@ const BLOCKS: u32 = 1 << 14;
 /// A network that an interface is in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Network {
-    /// The interface.
     pub interface: String,
-    /// Its address.
     pub address: Ipv4Addr,
     /// Bits of the network's part of it, 0 to 32.
     pub prefix: u8,

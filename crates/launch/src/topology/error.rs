@@ -5,18 +5,14 @@ use std::time::Duration;
 /// Errors of finding a topology, with the host where they occurred.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A host cannot be reached.
     #[error("cannot reach {host}: {why}")]
     Unreachable {
-        /// The host.
         host: String,
         /// The last that `ssh` said, or how it ended.
         why: String,
     },
-    /// A host answers too slowly.
     #[error("{host} does not say within {limit:?} how it is connected")]
     Late {
-        /// The host.
         host: String,
         /// How long it was given.
         limit: Duration,
@@ -24,7 +20,6 @@ pub enum Error {
     /// A host has no Thunderbolt, or is no Mac.
     #[error("{host} says nothing about Thunderbolt: {why}")]
     NoThunderbolt {
-        /// The host.
         host: String,
         /// The output or ending of `system_profiler` instead.
         why: String,
@@ -32,39 +27,28 @@ pub enum Error {
     /// The description of a host's ports is not what it should be.
     #[error("{host}: {what} is missing from what system_profiler says of {port}")]
     Port {
-        /// The host.
         host: String,
-        /// The port's identifier.
         port: String,
-        /// The missing part.
         what: &'static str,
     },
-    /// A connected port has no network interface.
     #[error("{host} has a cable in Thunderbolt {receptacle}, but no network service of that name")]
     NoService {
-        /// The host.
         host: String,
         /// The number of the receptacle.
         receptacle: String,
     },
-    /// Two hosts are one machine.
     #[error("{first} and {second} are the same machine")]
     SameMachine {
-        /// The first name.
         first: String,
-        /// Another.
         second: String,
     },
-    /// A group has at least two.
     #[error("one host has nobody to be connected to")]
     OneHost,
-    /// Pairs without a cable between them.
     #[error("no mesh: {}", not_connected(missing))]
     NoMesh {
         /// All pairs that lack one.
         missing: Vec<(String, String)>,
     },
-    /// There is no way round all hosts.
     #[error("no ring through all hosts: {}", not_connected(missing))]
     NoRing {
         /// The fewest cables that would make one; empty when that was not searched.
@@ -73,21 +57,16 @@ pub enum Error {
     /// Too many hosts with too many cables to tell whether there is a ring.
     #[error("no ring found among {count} hosts in {steps} steps")]
     SearchTooLong {
-        /// How many hosts.
         count: usize,
         /// How far the search went.
         steps: u64,
     },
-    /// Hosts without RDMA.
     #[error("no RDMA on {}", hosts.join(", "))]
     NoRdma {
-        /// Which.
         hosts: Vec<String>,
     },
-    /// More cables than private networks.
     #[error("{cables} cables, but 192.168.0.0/16 has no free network for all of them")]
     NoNetworks {
-        /// How many cables.
         cables: usize,
     },
 }

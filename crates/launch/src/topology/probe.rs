@@ -32,7 +32,6 @@ pub struct Machine {
     /// Its address on the ordinary network: of `en0`, else `en1`; on Linux of the network that
     /// all hosts share, else of the default route.
     pub address: Option<String>,
-    /// Networks that it is in.
     pub networks: Vec<Network>,
     /// Whether an administrator's commands run without a password.
     pub can_sudo: bool,

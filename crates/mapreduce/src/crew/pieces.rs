@@ -68,7 +68,6 @@ impl Pieces {
     }
 }
 
-/// Values of a part.
 fn values_of(part: Part, task: &Task) -> u64 {
     let columns = task.inputs().first().map_or(1, |input| input.columns);
     part.rows.saturating_mul(columns)

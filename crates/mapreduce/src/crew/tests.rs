@@ -11,7 +11,6 @@ use crate::{Dtype, FileSink, Input, Origin, Values};
 /// The first messages that a script waits for: a start and a job.
 const BEGUN: &str = "read a; read a";
 
-/// A worker says this.
 fn says(message: &FromWorker) -> String {
     let text = serde_json::to_string(message).unwrap();
     format!("echo '{text}' >&0")

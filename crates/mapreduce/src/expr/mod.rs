@@ -144,33 +144,26 @@ pub struct ExprError {
 /// A problem of a text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
-    /// Something else should stand there.
     #[error("expected {0}")]
     Expected(&'static str),
-    /// A name that means nothing.
     #[error("no column or function is called {0:?}")]
     Name(String),
-    /// An input that is not given.
     #[error("{name} is input {number}, but there are {inputs}")]
     Input {
-        /// The name.
         name: &'static str,
         /// Its number, from 1.
         number: usize,
         /// How many there are.
         inputs: usize,
     },
-    /// A function with another number of arguments.
     #[error("{name} takes {expected} arguments, got {got}")]
     Arguments {
-        /// The function.
         name: String,
         /// How many it takes.
         expected: usize,
         /// How many there are.
         got: usize,
     },
-    /// A value of the other type.
     #[error("expected {expected}, got {got}")]
     Type {
         /// The type that is needed.
@@ -178,10 +171,8 @@ pub enum Problem {
         /// The type that is there.
         got: Type,
     },
-    /// More than a bound allows.
     #[error("more than {max} {what}")]
     Bound {
-        /// Of what.
         what: &'static str,
         /// How many are allowed.
         max: usize,

@@ -15,7 +15,6 @@ use crate::{Dtype, Value};
 pub struct Number {
     /// Name of the reduction.
     pub op: &'static str,
-    /// The result.
     pub value: Value,
     /// Type of the values that were reduced.
     pub dtype: Dtype,
@@ -134,7 +133,6 @@ impl Grouped {
 /// The mean of an expression over random numbers.
 #[derive(Clone, Debug, Serialize)]
 pub struct Estimate {
-    /// The mean.
     pub value: f64,
     /// One standard deviation of `value`.
     pub std_error: f64,

@@ -93,7 +93,6 @@ impl Sort {
         }
     }
 
-    /// The journal of a half.
     fn journal(&self, half: &str, attempt: u32) -> Option<PathBuf> {
         let journal = self.journal.as_ref()?;
         Some(match (half, attempt) {
@@ -127,7 +126,6 @@ impl Sort {
     }
 }
 
-/// The halves of a sort.
 struct Halves<'a> {
     sort: &'a Sort,
     store: &'a Arc<Store>,

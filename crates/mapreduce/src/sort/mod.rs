@@ -46,7 +46,6 @@ pub struct Scatter {
     pub dtype: Dtype,
     /// Keys in ascending order.
     pub splitters: Vec<u64>,
-    /// Rows of a part.
     pub part_rows: u64,
     /// Where parts are stored; `None` in the memory of this process.
     pub folder: Option<PathBuf>,
@@ -152,7 +151,6 @@ impl Order {
         }
     }
 
-    /// The value of a key.
     #[inline(always)]
     fn value<const N: usize>(self, key: u64) -> [u8; N] {
         let (sign, all) = (1 << (8 * N - 1), u64::MAX >> (64 - 8 * N));

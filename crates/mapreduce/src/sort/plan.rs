@@ -28,7 +28,6 @@ pub const MEMORY_MIN: u64 = 4 << 20;
 /// How a sort is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Rows of a part.
     pub part_rows: u64,
     /// Buckets that are asked for; equal values can make them fewer.
     pub buckets: u64,

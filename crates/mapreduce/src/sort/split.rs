@@ -52,7 +52,6 @@ impl Splitters {
         }
     }
 
-    /// The bucket of a key.
     #[inline(always)]
     fn bucket(&self, key: u64) -> u16 {
         let cell = match key.checked_sub(self.low) {

@@ -24,7 +24,6 @@ pub(super) struct Weights {
     pub(super) layers: Vec<Layer>,
 }
 
-/// A layer.
 #[derive(Debug)]
 pub(super) struct Layer {
     /// `(C, C)`

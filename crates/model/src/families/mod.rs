@@ -163,9 +163,7 @@ pub enum Family {
     Qwen2Moe,
     /// Qwen 3 with experts.
     Qwen3Moe,
-    /// DBRX.
     Dbrx,
-    /// gpt-oss.
     GptOss,
     /// GLM 4.5 to 4.7, with experts.
     Glm4Moe,

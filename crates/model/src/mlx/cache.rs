@@ -53,7 +53,6 @@ pub(super) struct Shape {
 /// Sizes of what a layer keeps of each position or page, of this rank's heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LayerSizes {
-    /// Nothing.
     Nothing,
     /// Keys and values: heads, elements of a key and of a value.
     Rows {
@@ -82,7 +81,6 @@ impl Shape {
         }
     }
 
-    /// Bytes of all of it.
     pub(super) fn bytes(&self) -> u64 {
         let rows = (self.rows() * self.dtype.bytes()) as u64;
         let bytes = self.layers.iter().map(|layer| match *layer {

@@ -74,7 +74,6 @@ const CACHE_MIN: u64 = 64 << 20;
 pub struct MlxOptions {
     /// Where the library is.
     pub places: Places,
-    /// A kernel class of MLX.
     pub class: KernelClass,
     /// Positions of the caches that will be reserved, to know before loading whether all fits.
     pub positions: usize,

@@ -17,43 +17,31 @@ pub enum Error {
          2x3-experts, up to {MAX_RANKS} each"
     )]
     Kind {
-        /// What was given.
         got: String,
     },
     /// The number of ranks is out of range.
     #[error("{got} ranks, expected 1 to {MAX_RANKS}")]
     Ranks {
-        /// What was given.
         got: u32,
     },
-    /// The grid has another number of ranks.
     #[error("split {tensor}x{pipeline} is for {} ranks, there are {ranks}", tensor * pipeline)]
     Grid {
-        /// Ranks of a stage.
         tensor: u32,
-        /// Stages.
         pipeline: u32,
-        /// Ranks there are.
         ranks: u32,
     },
-    /// Not one share for each rank.
     #[error("{got} shares for {ranks} ranks, expected one for each")]
     Shares {
         /// Number of shares.
         got: usize,
-        /// Ranks.
         ranks: u32,
     },
-    /// A share of nothing.
     #[error("the share of {rank} is 0, expected 1 or more")]
     ZeroShare {
-        /// Whose share it is.
         rank: Rank,
     },
-    /// More stages than layers.
     #[error("{stages} pipeline stages for {layers} layers, expected at most one for each")]
     Stages {
-        /// Pipeline stages.
         stages: u32,
         /// Layers of the model, those that share a cache as one.
         layers: usize,
@@ -71,13 +59,11 @@ pub enum Error {
         "no stage can begin with layer {layer}: a layer behind it uses the cache of one before"
     )]
     Shared {
-        /// Where the cut is.
         layer: usize,
     },
     /// Ranks of a stage are to share the experts of layers that have none.
     #[error("layers {layers:?} have no experts that ranks could share")]
     NoExperts {
-        /// Of the stage.
         layers: Range<usize>,
     },
     /// A stage does not say which of its ranks has which leaves of a sum.
@@ -85,7 +71,6 @@ pub enum Error {
     Leaves {
         /// Leaves of the sum, or blocks of rows.
         leaves: usize,
-        /// Ranks of the stage.
         ranks: usize,
     },
     /// A rank of a tensor split is left without work.
@@ -94,13 +79,11 @@ pub enum Error {
          feed-forward over {tensor} ranks"
     )]
     NothingLeft {
-        /// Who gets nothing.
         rank: Rank,
         /// Leaves of the attention's sum.
         heads: usize,
         /// Leaves of the feed-forward's sum.
         ffn: usize,
-        /// Ranks of the stage.
         tensor: u32,
     },
 }

@@ -180,7 +180,6 @@ pub struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Rows of the batch.
     pub fn rows(&self) -> usize {
         self.sequences.iter().map(|s| s.tokens.len()).sum()
     }
@@ -224,7 +223,6 @@ pub struct BatchSize {
     pub rows: usize,
     /// Rows whose logits are wanted.
     pub logit_rows: usize,
-    /// Sequences.
     pub sequences: usize,
     /// Positions of a sequence.
     pub context: usize,

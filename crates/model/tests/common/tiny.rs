@@ -515,7 +515,6 @@ impl TinyFile {
         self.tensors.push(tensor);
     }
 
-    /// Writes the file.
     pub(crate) fn write(&self, path: &Path) {
         let mut writer = Writer::new();
         for (key, value) in &self.entries {

@@ -55,7 +55,6 @@ pub struct ModelName {
 pub(super) enum ToHost<M = ToWorker> {
     /// The first message: start a worker.
     Start {
-        /// Of this model.
         model: ModelName,
         /// Threads of it that stay on cores of their own.
         pin: Option<usize>,
@@ -66,7 +65,6 @@ pub(super) enum ToHost<M = ToWorker> {
         #[serde(default)]
         adapters: Vec<ModelName>,
     },
-    /// For the worker.
     Worker(M),
     /// The owner lives.
     Beat,
@@ -92,7 +90,6 @@ pub(super) enum FromHost {
         adapters: Vec<PathBuf>,
         /// The first core of its threads.
         first_core: Option<usize>,
-        /// The process.
         pid: Option<u32>,
     },
     /// The other answer to `Start`.
@@ -100,7 +97,6 @@ pub(super) enum FromHost {
         /// Why.
         reason: String,
     },
-    /// From the worker.
     Message(FromWorker),
     /// The worker ended.
     Exited {

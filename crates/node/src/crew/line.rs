@@ -28,7 +28,6 @@ pub struct Broken {
 }
 
 impl Broken {
-    /// With a reason.
     pub fn new(reason: impl fmt::Display) -> Self {
         let reason = reason.to_string();
         Self { reason }

@@ -35,7 +35,6 @@ const HELD_MAX: usize = 4096;
 pub struct Place {
     /// The machine's name for people.
     pub name: String,
-    /// Its node.
     pub node: NodeId,
     /// A fresh line to it, at whose other end [`host`](super::host::host) runs.
     pub line: Box<dyn Line>,

@@ -383,7 +383,6 @@ impl Remote {
 }
 
 impl Entry {
-    /// The instance.
     pub(super) const fn id(&self) -> InstanceId {
         self.id
     }

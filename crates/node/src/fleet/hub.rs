@@ -23,7 +23,6 @@ use super::stale;
 pub struct Origin {
     /// `owner/name`.
     pub repo: String,
-    /// The commit.
     pub revision: String,
     /// Path inside the repository.
     pub file: String,

@@ -44,7 +44,6 @@ pub(super) type Run = (u64, u64);
 /// A file of which some groups are here.
 #[derive(Debug)]
 pub(super) struct Partial {
-    /// The file.
     pub(super) path: PathBuf,
     tree: Tree,
     file: File,
@@ -200,7 +199,6 @@ impl Partial {
         all.into_iter().map(|run| (run.start, run.end)).collect()
     }
 
-    /// Bytes that are here.
     pub(super) fn bytes_here(&self) -> u64 {
         let runs = self.runs().into_iter();
         let bytes = runs.map(|(start, end)| {

@@ -100,11 +100,9 @@ pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send
 
 /// The user's models of this machine, and what its disk may hold.
 pub struct OwnStore {
-    /// Its models.
     pub list: Box<ListModels>,
     /// SHA-256 of the files of its models, in hexadecimal digits.
     pub hashes: Box<dyn Fn() -> Vec<String> + Send + Sync>,
-    /// Removes one.
     pub remove: Box<RemoveModel>,
     /// Bytes that the disk has free.
     pub free: Box<dyn Fn() -> Option<u64> + Send + Sync>,

@@ -27,7 +27,6 @@ const GROUP_BYTES_MIN: u64 = 64 << 10;
 /// Most groups of a file: 8 MiB of leaves, for files from 16 GiB on.
 const GROUPS_MAX: u64 = 1 << 18;
 
-/// Bytes of a leaf.
 pub(super) const LEAF_BYTES: usize = 32;
 
 /// A subtree's hash, or the root where the file has one group.
@@ -138,7 +137,6 @@ impl Tree {
     }
 }
 
-/// The leaf of a group.
 fn leaf(groups: Groups, index: u64, bytes: &[u8]) -> Leaf {
     if groups.count() == 1 {
         return *blake3::hash(bytes).as_bytes();

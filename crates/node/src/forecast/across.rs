@@ -18,7 +18,6 @@ const ANSWER: u32 = 128;
 /// A machine beside this one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
-    /// Its name.
     pub name: String,
     /// Bytes that a model may use.
     pub memory: Bytes,

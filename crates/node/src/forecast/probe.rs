@@ -242,7 +242,6 @@ fn mean_layer(stands: &[f64], each: impl Iterator<Item = f64>) -> f64 {
 struct Timed {
     /// A mean layer.
     layer: f64,
-    /// Its products.
     products: Metered,
     /// The head's product.
     head: f64,

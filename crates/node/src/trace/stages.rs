@@ -32,7 +32,6 @@ pub struct Stages {
     pub split: String,
     /// Milliseconds of the stretch; 0 where no step was computed.
     pub whole_ms: f64,
-    /// Steps in it.
     pub steps: usize,
     /// Tokens of answers and prompts that these steps computed.
     pub tokens: u64,

@@ -16,7 +16,6 @@ pub struct ClusterFile {
     /// Machines.
     #[serde(default)]
     pub node: Vec<NodeEntry>,
-    /// Links.
     #[serde(default)]
     pub link: Vec<LinkEntry>,
     /// Machines that the catalogue lacks.
@@ -42,13 +41,10 @@ pub struct NodeEntry {
     pub count: Option<u32>,
     /// GB for weights.
     pub memory_gb: Option<f64>,
-    /// GB/s.
     pub memory_bandwidth_gb_s: Option<f64>,
-    /// TFLOPS.
     pub fp16_tflops: Option<f64>,
     /// Share of memory that a model may use.
     pub usable_fraction: Option<f64>,
-    /// GB/s from disk.
     pub disk_gb_s: Option<f64>,
     /// Watts idle.
     pub idle_w: Option<f64>,

@@ -8,7 +8,6 @@ use crate::{Backend, Error, Link, Node, Rates, Transport};
 /// A kind of machine. A missing number is not known.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct HardwareEntry {
-    /// Its name.
     pub kind: String,
     /// Built-in memory for weights, GB of 10^9 bytes.
     pub memory_gb: Option<f64>,
@@ -175,7 +174,6 @@ fn bytes(kind: &str, gb: f64) -> Result<u64, Error> {
 /// A kind of link. Latencies are one way; low and high span published readings.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct LinkKind {
-    /// Its name.
     pub kind: String,
     /// The lowest reading, µs.
     pub latency_us_low: Option<f64>,

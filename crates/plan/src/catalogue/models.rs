@@ -9,7 +9,6 @@ use crate::{Attention, Error, ModelShape, Moe, Sliding};
 /// attention, whose parts are stated one by one.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct ModelEntry {
-    /// Its name.
     pub name: String,
     /// Number of layers.
     pub layers: u32,
@@ -17,7 +16,6 @@ pub struct ModelEntry {
     pub hidden: u32,
     /// Query heads.
     pub heads: u32,
-    /// KV heads.
     pub kv_heads: u32,
     /// Size of a head.
     pub head_dim: u32,

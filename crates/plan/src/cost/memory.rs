@@ -21,7 +21,6 @@ pub struct Usage {
 const PROGRAM: f64 = 256e6;
 
 impl Usage {
-    /// All of it.
     pub fn total(&self) -> f64 {
         self.weights + self.cache + self.buffers
     }
@@ -54,7 +53,6 @@ pub fn usage(
 /// Which ends of the model a stage has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
-    /// The embedding.
     pub first: bool,
     /// The output head.
     pub last: bool,

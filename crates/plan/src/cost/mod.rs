@@ -24,9 +24,7 @@ use crate::{Cluster, Error, Link, ModelShape, Network, Workload};
 pub struct Costs<'a> {
     /// Machines.
     pub cluster: &'a Cluster,
-    /// Their links.
     pub network: Network,
-    /// The model.
     pub model: &'a ModelShape,
     /// The work that is asked for.
     pub workload: Workload,
@@ -46,7 +44,6 @@ pub struct StageTime {
 /// Seconds of a step through a pipeline.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PipelineTime {
-    /// Of each stage.
     pub stages: Vec<StageTime>,
     /// Boundaries between stages, and the way back of the token.
     pub hops: f64,
@@ -129,7 +126,6 @@ impl<'a> Costs<'a> {
         Costs::new(cluster, model, workload, self.calibration)
     }
 
-    /// The engine of a node.
     pub fn engine(&self, node: usize) -> &'a Engine {
         self.calibration.engine(&self.cluster.nodes[node].engine)
     }

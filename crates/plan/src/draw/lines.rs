@@ -19,11 +19,9 @@ pub struct Lines {
     pub x: Axis,
     /// From bottom to top.
     pub y: Axis,
-    /// The lines.
     pub series: Vec<Series>,
 }
 
-/// An axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Axis {
     /// Quantity and unit.
@@ -46,7 +44,6 @@ pub enum Scale {
 /// A line.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
-    /// Its name.
     pub name: String,
     /// In order.
     pub points: Vec<(f64, f64)>,

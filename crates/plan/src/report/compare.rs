@@ -12,7 +12,6 @@ use crate::solver::{Candidate, solve};
 pub(super) struct Row {
     /// The cluster's name.
     pub(super) name: String,
-    /// Nodes in it.
     pub(super) nodes: usize,
     /// The placement that was found.
     pub(super) found: Result<Candidate, String>,

@@ -44,7 +44,6 @@ pub struct Device {
 pub struct Model {
     /// Number of layers.
     pub layers: u32,
-    /// Bytes of a layer.
     pub layer_bytes: f64,
     /// Bytes going in (distilp takes those of the activation).
     pub in_bytes: f64,

@@ -6,7 +6,6 @@ mod chosen {
     use good_lp::solvers::microlp::{MicroLpProblem, microlp};
     use good_lp::variable::UnsolvedProblem;
 
-    /// Its name.
     pub const NAME: &str = "microlp";
 
     pub(crate) fn model(problem: UnsolvedProblem) -> MicroLpProblem {
@@ -19,7 +18,6 @@ mod chosen {
     use good_lp::solvers::highs::{HighsProblem, highs};
     use good_lp::variable::UnsolvedProblem;
 
-    /// Its name.
     pub const NAME: &str = "HiGHS";
 
     /// To the end, as microlp does: HiGHS would stop within 0.01 % of the best, or a microsecond.

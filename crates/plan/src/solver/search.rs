@@ -12,7 +12,6 @@ use crate::{Error, Objective, advice};
 /// Settings of the search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// The objective.
     pub objective: Objective,
     /// Relative difference that is not worth another node.
     pub tolerance: f64,
@@ -31,7 +30,6 @@ impl Default for Options {
 /// Ways to place a model that people have names for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Family {
-    /// All on one node.
     OneNode,
     /// Layers cut among single nodes.
     Pipeline,

@@ -97,7 +97,6 @@ pub struct Endings {
 }
 
 impl Endings {
-    /// Notes an ending.
     pub fn note(&mut self, rank: Rank, ending: Ending) {
         self.ended.push((rank, ending));
     }

@@ -407,7 +407,6 @@ async fn stream(
     Ok(streamed(events))
 }
 
-/// A response that streams events.
 pub(super) fn streamed(events: Events) -> Response {
     let headers = [
         (CONTENT_TYPE, events.telling.framing().content_type()),

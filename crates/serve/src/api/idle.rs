@@ -41,7 +41,6 @@ impl Idle {
     }
 }
 
-/// All routes.
 pub(crate) fn router(idle: &Arc<Idle>) -> Router {
     Router::new()
         .route("/", get(index))

@@ -35,7 +35,6 @@ const UNREAD_STEPS: usize = 16;
 /// Message of a pull's thread to the response.
 enum Told {
     Step(PullStep),
-    /// The last.
     End(Result<bool, String>),
     /// The last: the key that asked is revoked.
     Revoked,

@@ -29,7 +29,6 @@ use crate::stream::{Beat, Events, Recorder};
 /// Position of a client in a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Last {
-    /// The answer.
     id: String,
     /// Number of its last event; `None` where it has none.
     event: Option<u64>,

@@ -80,7 +80,6 @@ impl Server {
         ureq::Agent::new_with_config(config)
     }
 
-    /// Its model.
     pub fn model(&self) -> &str {
         &self.model
     }

@@ -76,7 +76,6 @@ impl FromStr for Span {
 pub enum Lengths {
     /// Drawn for each request.
     Drawn {
-        /// Of prompts.
         prompt: Span,
         /// Of answers, at most.
         output: Span,

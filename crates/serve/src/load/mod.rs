@@ -51,7 +51,6 @@ pub enum Error {
         /// Why there is no answer.
         reason: String,
     },
-    /// The server lists no model.
     #[error("{url} lists no model")]
     NoModel {
         /// Its list of models.
@@ -60,20 +59,16 @@ pub enum Error {
     /// Not a number of tokens or a range of them.
     #[error("length is {got:?}, expected N or A..B, from 1 to {most}")]
     Length {
-        /// The text.
         got: String,
         /// The largest number.
         most: u32,
     },
-    /// A line of a file of lengths.
     #[error("line {line} is {got:?}, expected PROMPT OUTPUT, two numbers of tokens")]
     Line {
         /// From 1.
         line: usize,
-        /// Its beginning.
         got: String,
     },
-    /// A file of lengths without any.
     #[error("the list of lengths is empty")]
     NoLengths,
 }

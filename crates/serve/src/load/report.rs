@@ -35,7 +35,6 @@ impl Goals {
 pub struct Times {
     /// How many.
     pub n: usize,
-    /// Their mean.
     pub mean: f64,
     /// Half are at most as long.
     pub p50: f64,
@@ -43,7 +42,6 @@ pub struct Times {
     pub p95: f64,
     /// 99 of 100 are at most as long.
     pub p99: f64,
-    /// The longest.
     pub max: f64,
 }
 

@@ -9,7 +9,6 @@ use crate::field::{Field, object_schema};
 use crate::model::Model;
 use crate::request::fields::{anthropic, embeddings, llama, ollama, responses};
 
-/// An operation.
 struct Operation {
     path: &'static str,
     id: &'static str,

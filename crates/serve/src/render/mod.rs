@@ -42,7 +42,6 @@ pub(crate) enum Framing {
     Named,
     /// `data: {...}` without a last word.
     Bare,
-    /// A line each.
     Lines,
 }
 

@@ -603,7 +603,6 @@ pub(super) const CACHE_CONTROL: Field = Field::new(
     "Accepted, no effect on the answer: prompts are always cached.",
 );
 
-/// Fields of a tool.
 pub(crate) const TOOL: &[Field] = &[
     Field::new(
         "type",

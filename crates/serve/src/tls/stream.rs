@@ -98,7 +98,6 @@ pub(crate) enum Stream {
     Tls(Box<TlsStream<Socket>>),
 }
 
-/// Reads and writes.
 trait Duplex: AsyncRead + AsyncWrite + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Duplex for T {}

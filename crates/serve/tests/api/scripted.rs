@@ -92,7 +92,6 @@ impl Scripted {
         self.seen().requests.clone()
     }
 
-    /// The last request.
     pub(crate) fn last(&self) -> Request {
         self.seen()
             .requests

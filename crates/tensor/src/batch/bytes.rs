@@ -142,7 +142,6 @@ struct Tile<'a, S, T, const HALVES: bool, const MIN: bool, const WIDE: bool> {
     tiles: T,
     segment: &'a Segment<'a>,
     range: Range<usize>,
-    /// Rows of a tile.
     rows: usize,
     /// The next block to start: first row, group, chunk.
     next: (usize, usize, usize),

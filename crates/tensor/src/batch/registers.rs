@@ -10,7 +10,6 @@ use crate::batch::rows::{TILE_COLS, TILE_ROWS};
 
 /// Bytes of a tile's row.
 pub(crate) const LINE: usize = TILE_COLS;
-/// Bytes of a tile.
 pub(crate) const TILE_BYTES: usize = TILE_ROWS * LINE;
 
 /// The eight tile registers of AMX, of 16 rows of 64 bytes, and what can be done with them.

@@ -71,7 +71,6 @@ impl Form {
 /// the same few sets of a cache.
 const PADDING: usize = 64;
 
-/// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
 /// Columns of a tile.
 pub(crate) const TILE_COLS: usize = 64;
@@ -100,7 +99,6 @@ pub(crate) struct PanelRows {
     span: usize,
     /// Columns from a row to the next; of tiles, how many there are from 16 rows to the next.
     stride: usize,
-    /// Spans of a row.
     spans: usize,
     /// `(2, most rows, stride)` bytes, the high ones first, `(most rows, stride)` words, or `(most
     /// rows / 16, stride, 2 or 1, 16, 64)` bytes. Zeros that are never written take no memory. At

@@ -201,7 +201,6 @@ pub(crate) unsafe fn dots<R: Registers>(count: u64) -> u64 {
     }
 }
 
-/// A tile of ones.
 #[repr(C, align(64))]
 struct Ones([u8; TILE_BYTES]);
 

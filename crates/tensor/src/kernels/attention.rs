@@ -593,7 +593,6 @@ impl Plan {
     }
 }
 
-/// Most pages of a sequence.
 fn most_pages(sequences: &[AttentionRows<'_>]) -> usize {
     let pages_of = |s: &AttentionRows<'_>| {
         let pages = (s.position + s.rows).div_ceil(PAGE);

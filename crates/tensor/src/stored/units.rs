@@ -38,7 +38,6 @@ use super::{Chunk, RawScales, chunk, raw_scales};
 #[cfg(test)]
 mod tests;
 
-/// Chunks of a unit.
 pub(crate) const UNIT_CHUNKS: usize = 8;
 /// Columns of a unit: their weights have a step in common, so packing some needs all of them.
 pub const UNIT: usize = UNIT_CHUNKS * Chunk::LEN;

@@ -28,7 +28,6 @@ const SILENCE: Duration = Duration::from_secs(5);
 pub struct FarSpec<'a> {
     /// A program that is [`worker::run`](crate::worker::run).
     pub program: PathBuf,
-    /// Its arguments.
     pub args: Vec<OsString>,
     /// All of its environment.
     pub env: Vec<(OsString, OsString)>,

@@ -40,7 +40,6 @@ pub(super) struct Node {
     pub(super) value: Value,
 }
 
-/// A value.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Value {
     Null,

@@ -421,7 +421,6 @@ impl Inner {
         Ok(judge_mtu(channel, name, sides))
     }
 
-    /// Answers an examiner.
     pub(super) fn answer_examiner(&self, channel: &Channel) {
         let deadline = Instant::now() + SERVE_LIMIT;
         let mut kept = None;

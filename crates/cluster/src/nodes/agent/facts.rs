@@ -116,7 +116,6 @@ impl NodeView {
 /// A node with its measured ways.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeWays {
-    /// The node.
     #[serde(flatten)]
     pub node: NodeView,
     /// Its ways to other nodes.
@@ -128,7 +127,6 @@ pub struct NodeWays {
 pub struct Way {
     /// Name of the other node.
     pub to_name: String,
-    /// The way.
     #[serde(flatten)]
     pub path: Path,
 }
@@ -142,7 +140,6 @@ pub(super) fn ways(paths: Vec<Path>, names: &BTreeMap<NodeId, String>) -> Vec<Wa
     named.collect()
 }
 
-/// The facts in the map, by node.
 pub(super) fn all(map: &Registers) -> BTreeMap<NodeId, Facts> {
     let facts = map.iter().filter_map(|(key, register)| {
         let Key::Node(id) = key else { return None };
@@ -152,7 +149,6 @@ pub(super) fn all(map: &Registers) -> BTreeMap<NodeId, Facts> {
     facts.collect()
 }
 
-/// The facts of one node.
 pub(super) fn of(map: &Registers, id: NodeId) -> Option<Facts> {
     serde_json::from_str(map.get(&Key::Node(id))?).ok()
 }

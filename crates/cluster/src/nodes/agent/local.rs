@@ -100,16 +100,13 @@ enum Line {
 /// Reasons why the node gives no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No node runs with this home.
     #[error("this machine's node does not run")]
     NotUp,
-    /// The node refuses the command.
     #[error("{0}")]
     Refused(String),
     /// The node cannot be asked, or ends meanwhile.
     #[error("asking this machine's node at {}: {source}", path.display())]
     Broken {
-        /// The socket.
         path: PathBuf,
         /// Report of the system.
         source: io::Error,

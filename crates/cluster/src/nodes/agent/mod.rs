@@ -79,27 +79,20 @@ const LINES_MAX: usize = 64;
 /// Reasons why this node or a command of it fails.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another process is this home's node.
     #[error("a node already runs with the files in {}", folder.display())]
     Running {
-        /// Its files.
         folder: PathBuf,
     },
-    /// A file cannot be used.
     #[error("{}: {source}", path.display())]
     File {
-        /// The file.
         path: PathBuf,
         /// Report of the system.
         source: io::Error,
     },
-    /// A file of secrets cannot be used.
     #[error(transparent)]
     Secret(#[from] super::identity::Error),
-    /// The control port cannot be listened on.
     #[error("cannot listen on control port {port}: {source}")]
     Port {
-        /// The port.
         port: u16,
         /// Report of the system.
         source: io::Error,
@@ -107,7 +100,6 @@ pub enum Error {
     /// The system refuses a thread or a socket.
     #[error("cannot start {what}: {source}")]
     Resource {
-        /// Its purpose.
         what: &'static str,
         /// Report of the system.
         source: io::Error,
@@ -116,25 +108,19 @@ pub enum Error {
     #[error("the path {} has {} bytes, but a socket's may have {SOCKET_PATH_MAX}",
             path.display(), path.as_os_str().len())]
     SocketPath {
-        /// The path.
         path: PathBuf,
     },
     /// No node of the cluster has this name or id.
     #[error("no node of this cluster is called {name:?}")]
     NoNode {
-        /// The name.
         name: String,
     },
-    /// A name that several nodes have.
     #[error("{name:?} is the beginning of several nodes' ids")]
     Ambiguous {
-        /// The name.
         name: String,
     },
-    /// No address of the node is known.
     #[error("no address of node {id} is known")]
     NoAddress {
-        /// The node.
         id: NodeId,
     },
     /// The node has no such service, or will not have this caller.
@@ -142,27 +128,22 @@ pub enum Error {
     NoService {
         /// The node's name.
         node: String,
-        /// Its answer.
         reason: String,
     },
     /// A session cannot be had, or is gone.
     #[error(transparent)]
     Session(#[from] session::Error),
-    /// The short code did not work.
     #[error(transparent)]
     Pairing(#[from] pairing::Error),
-    /// No machine shows a code.
     #[error("no machine that shows a code was heard within {} s", limit.as_secs())]
     NobodyInvites {
         /// How long this node listened.
         limit: Duration,
     },
-    /// An address cannot be understood or found.
     #[error("peer {text:?}: {reason}")]
     Peer {
         /// The address as it was given.
         text: String,
-        /// Its fault.
         reason: String,
     },
     /// The cluster that this node would leave has other members.
@@ -171,24 +152,18 @@ pub enum Error {
              takes it out"
     )]
     HasMembers {
-        /// Their names.
         others: String,
     },
     /// The cluster that this node would leave has instances.
     #[error("this node's cluster has instances: {models}")]
     HasInstances {
-        /// Their models.
         models: String,
     },
-    /// A node that lives cannot be forgotten.
     #[error("{name} is {state}, and only a dead node can be forgotten")]
     Lives {
-        /// Its name.
         name: String,
-        /// Its state.
         state: &'static str,
     },
-    /// A node was to revoke itself.
     #[error("a node does not revoke itself")]
     Itself,
     /// The map refuses a write: a bound is reached, or the entry has a higher epoch.
@@ -382,7 +357,6 @@ impl Agent {
         inner.thread("local", move |inner| local::serve(inner, &agent, &socket))
     }
 
-    /// This node.
     pub fn id(&self) -> NodeId {
         self.inner.identity.id()
     }

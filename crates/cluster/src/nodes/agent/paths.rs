@@ -236,7 +236,6 @@ impl Inner {
         }
     }
 
-    /// Answers a measurer.
     pub(super) fn answer_measurer(&self, channel: &Channel) {
         let deadline = Instant::now() + SERVE_LIMIT;
         let mut begun = None;

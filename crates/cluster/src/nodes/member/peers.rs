@@ -23,7 +23,6 @@ pub enum Life {
     Suspect,
     /// It is gone, as far as one can tell.
     Dead,
-    /// It left.
     Left,
 }
 

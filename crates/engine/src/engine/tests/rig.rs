@@ -50,7 +50,6 @@ impl Outcome {
     }
 }
 
-/// The sequence that an event is of.
 pub(super) const fn id_of(event: &Event) -> SequenceId {
     match event {
         Event::PromptRead { id, .. } | Event::Token { id, .. } | Event::Finished { id, .. } => *id,

@@ -121,10 +121,8 @@ pub(super) fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
 /// A model of several files. Copies are of one, so that no other machine can be given it.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::fleet) enum Several {
-    /// Weights in safetensors files.
     #[error("{} is a folder: over several machines only models of one GGUF file can be loaded", path.display())]
     Folder { path: PathBuf },
-    /// One file of a split GGUF.
     #[error(
         "{} is one of {parts} files of a split model: other machines can be given only models of \
          one GGUF file; `llama-gguf-split --merge` makes one, or load it on the machine that has \

@@ -124,7 +124,6 @@ pub(crate) const COUNT_REQUEST: &[Field] = &[
     CACHE_CONTROL,
 ];
 
-/// Fields of a message.
 pub(crate) const MESSAGE: &[Field] = &[
     Field::new(
         "role",
@@ -148,7 +147,6 @@ const TEXT: Field = Field::new(
 )
 .required();
 
-/// Fields of a block of type text.
 pub(crate) const TEXT_BLOCK: &[Field] = &[TYPE, TEXT, CITATIONS, CACHE_CONTROL];
 
 /// Fields of a block of type thinking.
@@ -191,7 +189,6 @@ pub(crate) const RESULT_BLOCK: &[Field] = &[
     CACHE_CONTROL,
 ];
 
-/// Fields of a tool.
 pub(crate) const TOOL: &[Field] = &[
     Field::new("type", Text { min: 1, max: 64 }, "custom"),
     Field::new("name", Text { min: 1, max: 256 }, "its name").required(),

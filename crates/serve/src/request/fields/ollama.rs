@@ -231,7 +231,6 @@ pub(crate) const OPTION: &[Field] = &[
     ),
 ];
 
-/// Fields of a message.
 pub(crate) const MESSAGE: &[Field] = &[
     Field::new(
         "role",
@@ -276,7 +275,6 @@ pub(crate) const CALL: &[Field] = &[
     Field::new("function", Object, "name and arguments").required(),
 ];
 
-/// Fields of its function.
 pub(crate) const CALL_FUNCTION: &[Field] = &[
     Field::new("name", Text { min: 1, max: 256 }, "the tool's name").required(),
     Field::new("arguments", Own(schema::any), "an object").required(),

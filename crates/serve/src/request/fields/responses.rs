@@ -226,7 +226,6 @@ pub(crate) const OUTPUT: &[Field] = &[
     Field::new("output", Own(schema::any), "a text or parts").required(),
 ];
 
-/// Fields of reasoning.
 pub(crate) const REASONING: &[Field] = &[
     TYPE,
     ID,

@@ -40,7 +40,6 @@ fn of_matrix(matrix: &Matrix, slots: &mut Vec<Slot>) {
     slots.extend(matrix.bias.as_ref().and_then(of_vector));
 }
 
-/// Of a layer.
 pub(crate) fn of_layer(layer: &Layer) -> Vec<Slot> {
     let norms = [
         Some(&layer.attention_norm),
