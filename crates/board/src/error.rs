@@ -10,10 +10,7 @@ use paceline_formats::tokenizer;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot write events to {}", path.display())]
-    Events {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Events { path: PathBuf, source: io::Error },
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     /// A model's files cannot be used; what is wrong does not name them.

@@ -47,13 +47,9 @@ pub enum Error {
         text: String,
     },
     #[error("{} is not a file", path.display())]
-    NotAFile {
-        path: PathBuf,
-    },
+    NotAFile { path: PathBuf },
     #[error("{} has no name that its findings could be kept under", path.display())]
-    NoName {
-        path: PathBuf,
-    },
+    NoName { path: PathBuf },
     /// The file is not valid, by itself or beside what is there.
     #[error("{} is not taken: {source}", path.display())]
     Invalid {

@@ -33,9 +33,7 @@ pub enum Error {
     },
     /// A message cannot be written as JSON; nothing was sent.
     #[error("a message cannot be written as JSON: {reason}")]
-    Unencodable {
-        reason: String,
-    },
+    Unencodable { reason: String },
     /// A message is too long; nothing was sent.
     #[error("a message has more than {bytes_max} bytes, the most that are sent")]
     TooLong {
@@ -57,16 +55,12 @@ pub enum Error {
     },
     /// The channel to a child is closed: the child has ended or closed it, or was asked to end.
     #[error("the channel to {rank} is closed")]
-    Closed {
-        rank: Rank,
-    },
+    Closed { rank: Rank },
     /// Standard input is not a control channel: the process was not started by [`Workers`].
     ///
     /// [`Workers`]: crate::workers::Workers
     #[error("standard input is not a control channel: {source}")]
-    NoControl {
-        source: std::io::Error,
-    },
+    NoControl { source: std::io::Error },
     /// No worker could be started on another machine.
     #[error("cannot start a worker on {host}: {source}")]
     Remote {

@@ -30,9 +30,7 @@ pub enum RdmaError {
     },
     /// The library has no list of devices: the system has no RDMA.
     #[error("list RDMA devices: {source}")]
-    NoList {
-        source: io::Error,
-    },
+    NoList { source: io::Error },
     #[error("no RDMA device {wanted}; there are: {}", .there.join(", "))]
     NoSuchDevice {
         /// The name in the device matrix.
@@ -56,10 +54,7 @@ pub enum RdmaError {
     },
     /// The port has no address that peers can be told.
     #[error("device {device}: none of the {entries} GIDs of port 1 is an IPv4 address")]
-    NoAddress {
-        device: String,
-        entries: i32,
-    },
+    NoAddress { device: String, entries: i32 },
     #[error("device {device}: {wanted} {what}, at most {limit}")]
     Limit {
         device: String,
@@ -144,14 +139,10 @@ pub enum RdmaError {
     Matrix(#[from] MatrixError),
     /// Ranks were given different tables of devices, or different options.
     #[error("{rank} was given other devices or options than rank 0")]
-    Different {
-        rank: Rank,
-    },
+    Different { rank: Rank },
     /// Another rank could not set its devices up; it knows why.
     #[error("{rank} could not set up its RDMA devices")]
-    Elsewhere {
-        rank: Rank,
-    },
+    Elsewhere { rank: Rank },
     #[error("side channel: {what} {peer}: {source}")]
     Side {
         peer: Rank,
@@ -160,9 +151,7 @@ pub enum RdmaError {
     },
     /// A rank's message over the side channel makes no sense.
     #[error("side channel: {rank} sent no address")]
-    NoMeeting {
-        rank: Rank,
-    },
+    NoMeeting { rank: Rank },
     #[error(transparent)]
     Join(#[from] JoinError),
 }

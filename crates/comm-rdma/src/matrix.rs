@@ -37,9 +37,7 @@ pub enum MatrixError {
         to: usize,
     },
     #[error("device matrix: rank {rank} has a cable to itself")]
-    Diagonal {
-        rank: usize,
-    },
+    Diagonal { rank: usize },
     #[error("device matrix: rank {from} has {there} cables to rank {to}, which has {back} back")]
     OneEnd {
         /// Row.

@@ -20,9 +20,7 @@ pub const RING: [&str; 2] = ["JACCL_RING", "MLX_JACCL_RING"];
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     #[error("neither {} nor {} is set", .names[0], .names[1])]
-    Missing {
-        names: [&'static str; 2],
-    },
+    Missing { names: [&'static str; 2] },
     #[error("{name} is {value:?}: {source}")]
     Number {
         name: &'static str,

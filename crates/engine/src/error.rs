@@ -45,9 +45,7 @@ pub enum Error {
         most: usize,
     },
     #[error("pace is {got:?}, expected `auto`, `off` or milliseconds from 1 to 60000")]
-    Pace {
-        got: String,
-    },
+    Pace { got: String },
     #[error("logit_bias has {got} tokens, expected at most {most}")]
     BiasCount {
         /// Its tokens.
@@ -63,14 +61,9 @@ pub enum Error {
         vocab: usize,
     },
     #[error("logit_bias of token {token} is {got}, expected -100 to 100")]
-    BiasValue {
-        token: u32,
-        got: f32,
-    },
+    BiasValue { token: u32, got: f32 },
     #[error("logit_bias has token {token} twice")]
-    BiasTwice {
-        token: u32,
-    },
+    BiasTwice { token: u32 },
     #[error(transparent)]
     Stop(#[from] text::Error),
     #[error(transparent)]

@@ -52,14 +52,10 @@ pub enum Error {
         error: io::Error,
     },
     #[error("{}: not a folder", path.display())]
-    NotAFolder {
-        path: PathBuf,
-    },
+    NotAFolder { path: PathBuf },
     /// A folder, pipe or device in the place of a file.
     #[error("{}: not a regular file", path.display())]
-    NotAFile {
-        path: PathBuf,
-    },
+    NotAFile { path: PathBuf },
     /// A text file that is larger than any of its kind.
     #[error("{}: larger than {max}", path.display())]
     TooLarge {
@@ -75,9 +71,7 @@ pub enum Error {
         error: serde_json::Error,
     },
     #[error("{}: not UTF-8", path.display())]
-    NotUtf8 {
-        path: PathBuf,
-    },
+    NotUtf8 { path: PathBuf },
     /// A field of another type than it must have.
     #[error("{}: {field}: expected {expected}", path.display())]
     Field {
@@ -87,9 +81,7 @@ pub enum Error {
         expected: &'static str,
     },
     #[error("{}: holds no model.safetensors or model.safetensors.index.json", path.display())]
-    NoWeights {
-        path: PathBuf,
-    },
+    NoWeights { path: PathBuf },
     /// The index names a file outside the folder.
     #[error("{}: tensor {tensor} is in {file:?}, which is not inside the folder", path.display())]
     Escape {
@@ -107,10 +99,7 @@ pub enum Error {
     },
     /// A tensor that is wanted and in no file.
     #[error("{}: tensor {tensor} is missing", path.display())]
-    MissingTensor {
-        path: PathBuf,
-        tensor: String,
-    },
+    MissingTensor { path: PathBuf, tensor: String },
     /// A matrix is quantised in a way that paceline does not read, or nothing says in which.
     #[error("{}: {tensor}: {field} is {got}, expected {expected}", path.display())]
     Quantization {

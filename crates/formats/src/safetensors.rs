@@ -32,10 +32,7 @@ pub use header::Header;
 pub enum Error {
     /// Another error, with the file it was found in.
     #[error("{}: {error}", path.display())]
-    InFile {
-        path: PathBuf,
-        error: Box<Error>,
-    },
+    InFile { path: PathBuf, error: Box<Error> },
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error("not a safetensors file: {looks_like}")]
@@ -116,9 +113,7 @@ pub enum Error {
         actual: u64,
     },
     #[error("tensor {tensor} is missing")]
-    MissingTensor {
-        tensor: String,
-    },
+    MissingTensor { tensor: String },
     /// A tensor of a dtype that paceline does not read.
     #[error("tensor {tensor}: dtype {dtype} is not supported, expected F32, F16 or BF16")]
     Dtype {

@@ -11,10 +11,7 @@ pub enum Error {
         seen: Vec<String>,
     },
     #[error("{label} gives no device: {reason}")]
-    Refused {
-        label: String,
-        reason: String,
-    },
+    Refused { label: String, reason: String },
     /// The device is gone, or its driver failed: compute elsewhere.
     #[error("{label} is lost: {reason}")]
     Lost {
@@ -45,9 +42,7 @@ pub enum Error {
     },
     /// The text of a user's function is refused.
     #[error("the WGSL function is refused: {reason}")]
-    Function {
-        reason: String,
-    },
+    Function { reason: String },
 }
 
 /// Names of the adapters found, as the end of a sentence.

@@ -80,9 +80,7 @@ pub enum Fault {
         known: String,
     },
     #[error("expected verified, high, medium or low, got {got:?}")]
-    NotAConfidence {
-        got: String,
-    },
+    NotAConfidence { got: String },
     #[error("{id} is taken by {by}")]
     IdTaken {
         id: u32,
@@ -90,13 +88,9 @@ pub enum Fault {
         by: String,
     },
     #[error("no finding has the id {id}")]
-    NoSuchFinding {
-        id: u32,
-    },
+    NoSuchFinding { id: u32 },
     #[error("finding {id} is in conflict with itself")]
-    ConflictsWithItself {
-        id: u32,
-    },
+    ConflictsWithItself { id: u32 },
     /// A topic that is nearly the name of another.
     #[error("no topic is called {name:?}{}", meant(Some(nearest)))]
     NearTopic {
@@ -105,14 +99,9 @@ pub enum Fault {
         nearest: String,
     },
     #[error("topic {name:?} exists already, in {by}")]
-    TopicTaken {
-        name: String,
-        by: String,
-    },
+    TopicTaken { name: String, by: String },
     #[error("control character {code:#04x} in the text")]
-    ControlCharacter {
-        code: u32,
-    },
+    ControlCharacter { code: u32 },
     #[error("nothing to add: expected at least one [[finding]] or [[answer]]")]
     NothingThere,
 }

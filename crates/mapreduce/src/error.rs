@@ -17,15 +17,10 @@ pub enum Error {
     },
     /// The file is no array that can be read.
     #[error("{}: {problem}", path.display())]
-    Npy {
-        path: PathBuf,
-        problem: Problem,
-    },
+    Npy { path: PathBuf, problem: Problem },
     /// The file became shorter while the job ran.
     #[error("{} changed while it was used", path.display())]
-    Changed {
-        path: PathBuf,
-    },
+    Changed { path: PathBuf },
     /// A task has not the inputs that it needs.
     #[error("{task} takes {expected} inputs, got {got}")]
     Inputs {
@@ -61,10 +56,7 @@ pub enum Error {
         "{k} centroids of {columns} columns: expected 1 to {} numbers in all",
         crate::kmeans::CELLS_MAX
     )]
-    Cells {
-        k: u32,
-        columns: u64,
-    },
+    Cells { k: u32, columns: u64 },
     /// First centroids that are not those of so many clusters of such rows.
     #[error(
         "{} has {rows} rows of {columns} columns, expected {k} of {expected}",
@@ -80,10 +72,7 @@ pub enum Error {
     },
     /// More clusters than rows to draw them from.
     #[error("{k} clusters of {rows} rows")]
-    Drawn {
-        k: u32,
-        rows: u64,
-    },
+    Drawn { k: u32, rows: u64 },
     #[error("{k} clusters of {rows} different rows")]
     Distinct {
         k: u32,
@@ -103,10 +92,7 @@ pub enum Error {
     },
     /// Least and greatest value give no edges of bins.
     #[error("the values reach from {low} to {high}, expected finite values for the edges of bins")]
-    Edges {
-        low: f64,
-        high: f64,
-    },
+    Edges { low: f64, high: f64 },
     /// A sort has too little memory for its values.
     #[error("{memory} bytes of memory are too few, expected at least {needed}")]
     Memory {
@@ -117,21 +103,13 @@ pub enum Error {
     },
     /// Splitters drawn again and again left a bucket that is larger than its share of memory.
     #[error("values fall into a bucket of {bytes} bytes, which has room for {most}")]
-    Bucket {
-        bytes: u64,
-        most: u64,
-    },
+    Bucket { bytes: u64, most: u64 },
     /// A journal says that some of a result is written, but the result is not there.
     #[error("{} is gone, of which {} says that it is written in part", path.display(), journal.display())]
-    Gone {
-        path: PathBuf,
-        journal: PathBuf,
-    },
+    Gone { path: PathBuf, journal: PathBuf },
     /// A job that goes on finds nothing of the result that it has written so far.
     #[error("{} is gone, which this job has written in part", path.display())]
-    PartGone {
-        path: PathBuf,
-    },
+    PartGone { path: PathBuf },
     /// A whole result could not get its name.
     #[error("cannot rename {} to {}", from.display(), to.display())]
     Rename {
@@ -141,49 +119,30 @@ pub enum Error {
     },
     /// The file that a job would go on from is another's.
     #[error("{} is not that of this job, or an input changed since", path.display())]
-    OtherJob {
-        path: PathBuf,
-    },
+    OtherJob { path: PathBuf },
     /// An expression makes one column, and the task takes two.
     #[error("{task} takes columns as they are: no expression can be computed first")]
-    Mapped {
-        task: &'static str,
-    },
+    Mapped { task: &'static str },
     /// An expression and a function at once, or a function for a task that has no place for one.
     #[error("{task} takes no WGSL function")]
-    Function {
-        task: &'static str,
-    },
+    Function { task: &'static str },
     #[error("{reason}")]
-    Device {
-        reason: String,
-    },
+    Device { reason: String },
     /// A worker's inputs are not those of the job.
     #[error("{worker} has other inputs of the same names: its results would be of other data")]
-    OtherInputs {
-        worker: String,
-    },
+    OtherInputs { worker: String },
     /// Another machine's job names a file that this machine does not lend.
     #[error("{} is not there, or in no folder that the machine lends to array jobs", path.display())]
-    NotLent {
-        path: PathBuf,
-    },
+    NotLent { path: PathBuf },
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
     #[error("cannot start a thread")]
-    Thread {
-        source: io::Error,
-    },
+    Thread { source: io::Error },
     /// A worker said why it cannot go on: another would fail too.
     #[error("{worker}: {reason}")]
-    Worker {
-        worker: String,
-        reason: String,
-    },
+    Worker { worker: String, reason: String },
     #[error("all workers are lost, the last one: {last}")]
-    Lost {
-        last: String,
-    },
+    Lost { last: String },
     #[error("the parent sent {got}, expected {expected}")]
     Protocol {
         got: &'static str,

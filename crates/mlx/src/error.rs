@@ -36,9 +36,7 @@ pub enum Error {
     },
     /// The file is not a shared library of this system.
     #[error("mlx: {} is not a shared library of this system", path.display())]
-    NotALibrary {
-        path: PathBuf,
-    },
+    NotALibrary { path: PathBuf },
     /// The system cannot load the library, or one that it needs.
     #[error("mlx: load {}: {source}", path.display())]
     Load {
@@ -46,10 +44,7 @@ pub enum Error {
         source: libloading::Error,
     },
     #[error("mlx: {} has no function {symbol}", path.display())]
-    Symbol {
-        path: PathBuf,
-        symbol: &'static str,
-    },
+    Symbol { path: PathBuf, symbol: &'static str },
     /// The library is of another version than the table of functions.
     #[error("mlx: {} is of version {got}, expected {expected}.x", path.display())]
     Version {
@@ -66,14 +61,9 @@ pub enum Error {
         refused: Vec<Error>,
     },
     #[error("mlx: no {device} device in this build of MLX")]
-    NoDevice {
-        device: &'static str,
-    },
+    NoDevice { device: &'static str },
     #[error("mlx: {call}: {message}")]
-    Call {
-        call: &'static str,
-        message: String,
-    },
+    Call { call: &'static str, message: String },
     /// The bytes of an array are not as many as its shape says.
     #[error("mlx: array of shape {shape:?} and type {dtype}: {got} bytes, expected {expected}")]
     Length {

@@ -28,9 +28,7 @@ pub enum Error {
         supported: String,
     },
     #[error("config.json has no {field}")]
-    MissingField {
-        field: &'static str,
-    },
+    MissingField { field: &'static str },
     /// A field of the configuration is of another type.
     #[error("config.json: {field} is {got}, expected {expected}")]
     FieldType {
@@ -57,10 +55,7 @@ pub enum Error {
     },
     /// A weight is infinite or not a number, where that would decide everything else.
     #[error("tensor {name} holds {got}, expected finite numbers")]
-    NotFinite {
-        name: String,
-        got: f32,
-    },
+    NotFinite { name: String, got: f32 },
     #[error("tensor {name}: {source}")]
     Pack {
         name: String,
@@ -68,10 +63,7 @@ pub enum Error {
     },
     /// The shape of a layer is not one that can be computed.
     #[error("layer {layer}: {what}")]
-    Layer {
-        layer: usize,
-        what: &'static str,
-    },
+    Layer { layer: usize, what: &'static str },
     /// A kernel class is for models whose layers are all alike and dense.
     #[error(
         "kernel class {class} does not compute models of the family {family}, whose layers have \

@@ -55,10 +55,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 pub enum Event {
     /// A request came; so many tokens of its prompt are unknown to the decoding ranks, and may be
     /// read elsewhere.
-    Submit {
-        ticket: Ticket,
-        tokens: u32,
-    },
+    Submit { ticket: Ticket, tokens: u32 },
     /// Its caller does not want it any more.
     Cancel(Ticket),
     /// The ranks for prompts have read it, or will not.

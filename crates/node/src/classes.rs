@@ -30,9 +30,7 @@ pub enum Error {
     },
     /// A class of an engine that no node has.
     #[error("no node computes as {class}")]
-    ClassOfOther {
-        class: KernelClass,
-    },
+    ClassOfOther { class: KernelClass },
 }
 
 impl FromStr for Engines {

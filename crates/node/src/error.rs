@@ -35,9 +35,7 @@ pub enum Error {
     },
     /// Two adapters of one instance have one name.
     #[error("two adapters are called {name}")]
-    SameAdapter {
-        name: String,
-    },
+    SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
     /// MLX keeps keys and values in arrays of its own, which no rank gives away.
@@ -111,10 +109,7 @@ pub enum Error {
     },
     /// A setting that the parent sent cannot be read.
     #[error("{field} is {got:?}, which this worker does not know")]
-    Setting {
-        field: &'static str,
-        got: String,
-    },
+    Setting { field: &'static str, got: String },
     #[error(transparent)]
     Split(#[from] split::Error),
     /// The model cannot be loaded, or a step failed.
@@ -135,25 +130,16 @@ pub enum Error {
     Tensor(#[from] paceline_tensor::Error),
     /// A rank did not tell what it recorded.
     #[error("{rank} did not tell what it recorded: trace again")]
-    NotTraced {
-        rank: Rank,
-    },
+    NotTraced { rank: Rank },
     /// The model's speed on this machine cannot be measured by probing some of its layers.
     #[error("speed cannot be measured: {what}")]
-    NotMeasured {
-        what: &'static str,
-    },
+    NotMeasured { what: &'static str },
     /// A thread ended before its work was done; it has said why on standard error.
     #[error("{what} ended early")]
-    Ended {
-        what: &'static str,
-    },
+    Ended { what: &'static str },
     /// All ports that a worker may listen at are taken.
     #[error("ports {first} to {last} are taken, and a worker may listen at no other")]
-    Ports {
-        first: u16,
-        last: u16,
-    },
+    Ports { first: u16, last: u16 },
     /// The system refuses threads, sockets or random numbers.
     #[error("cannot {what}: {source}")]
     System {

@@ -53,9 +53,7 @@ pub enum WireError {
         source: io::Error,
     },
     #[error("{text} has no address")]
-    NoAddress {
-        text: String,
-    },
+    NoAddress { text: String },
     #[error("{name} is {value:?}, expected a number")]
     Number {
         name: &'static str,

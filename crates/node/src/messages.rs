@@ -42,9 +42,7 @@ pub enum ToWorker {
         tokens: Vec<u32>,
     },
     /// Stop a request, to the leader.
-    Cancel {
-        ticket: Ticket,
-    },
+    Cancel { ticket: Ticket },
     /// Tell what was sent so far, and how often experts were chosen.
     Measure,
     /// Tell what steps computed for. Asked only where shares follow that.
@@ -206,9 +204,7 @@ impl fmt::Debug for EpochKey {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
     /// Where it waits for the other ranks.
-    Listening {
-        addr: SocketAddr,
-    },
+    Listening { addr: SocketAddr },
     /// Weights are being packed.
     Loading {
         /// Steps done.

@@ -200,10 +200,7 @@ pub enum Action {
         tokens: Vec<u32>,
     },
     /// Have the leader forget a request.
-    Cancel {
-        rank: Rank,
-        ticket: Ticket,
-    },
+    Cancel { rank: Rank, ticket: Ticket },
     /// Hand a reply to the request's caller.
     Deliver(Ticket, Reply),
     /// Forget a caller that cancelled.

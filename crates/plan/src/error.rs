@@ -22,20 +22,12 @@ pub enum Error {
     NoNodes,
     /// More nodes than the solver is meant for.
     #[error("the cluster has {got} nodes, at most {max} are planned for")]
-    TooManyNodes {
-        got: usize,
-        max: usize,
-    },
+    TooManyNodes { got: usize, max: usize },
     /// More links than pairs of nodes can use.
     #[error("the cluster has {got} links, at most {max} are planned for")]
-    TooManyLinks {
-        got: usize,
-        max: usize,
-    },
+    TooManyLinks { got: usize, max: usize },
     #[error("two nodes are named {name:?}")]
-    DuplicateNode {
-        name: String,
-    },
+    DuplicateNode { name: String },
     /// A link names a node that is not there, or joins a node with itself.
     #[error("link {link}: {problem} {node:?}")]
     LinkEnd {
@@ -79,9 +71,7 @@ pub enum Error {
     Infeasible(Box<Infeasible>),
     /// The placement to predict does not suit model or cluster.
     #[error("placement: {problem}")]
-    Placement {
-        problem: String,
-    },
+    Placement { problem: String },
     /// A linear program that the solver gave up on.
     #[error("the integer program ({rows} rows, {columns} columns) has no answer: {reason}")]
     Program {
@@ -114,27 +104,18 @@ pub struct Infeasible {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
     /// A shorter context per request.
-    Context {
-        tokens: u32,
-    },
+    Context { tokens: u32 },
     /// Fewer requests at a time.
-    Concurrency {
-        requests: u32,
-    },
+    Concurrency { requests: u32 },
     /// Fewer bits per weight.
     Bits {
         /// The most bits that fit, stored bits on average.
         bits: f64,
     },
     /// More memory in the cluster.
-    Memory {
-        bytes: Bytes,
-    },
+    Memory { bytes: Bytes },
     /// More nodes like one that is there.
-    Nodes {
-        count: u32,
-        kind: String,
-    },
+    Nodes { count: u32, kind: String },
     /// Reading weights from disk for every token.
     Disk {
         /// Tokens a second that this would give.

@@ -17,9 +17,7 @@ pub enum Error {
         "{addr} can be reached from other machines and there are no API keys, \
          expected a loopback address, keys, or leave to be open to the network"
     )]
-    Open {
-        addr: SocketAddr,
-    },
+    Open { addr: SocketAddr },
     #[error("limit {limit} is {got}, expected 1 to {most}")]
     Limit {
         limit: &'static str,
@@ -34,10 +32,7 @@ pub enum Error {
         name: String,
     },
     #[error("listening on {addr}")]
-    Bind {
-        addr: SocketAddr,
-        source: io::Error,
-    },
+    Bind { addr: SocketAddr, source: io::Error },
     /// Threads or sockets of the server cannot be set up.
     #[error("setting up the server")]
     SetUp(#[source] io::Error),
@@ -45,16 +40,10 @@ pub enum Error {
     Keys(#[from] crate::keys::Error),
     /// A file of a certificate or its key could not be read.
     #[error("reading {}", path.display())]
-    TlsRead {
-        path: PathBuf,
-        source: io::Error,
-    },
+    TlsRead { path: PathBuf, source: io::Error },
     /// A file of a certificate or its key could not be written.
     #[error("writing {}", path.display())]
-    TlsWrite {
-        path: PathBuf,
-        source: io::Error,
-    },
+    TlsWrite { path: PathBuf, source: io::Error },
     /// A file is not what it is given as.
     #[error("{}: no {what} in PEM form", path.display())]
     TlsPem {

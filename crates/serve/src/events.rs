@@ -28,17 +28,11 @@ const TEXT_BYTES_MAX: usize = 300;
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Kind {
     /// A node of the cluster is alive.
-    NodeCame {
-        node: String,
-    },
+    NodeCame { node: String },
     /// A node does not answer at the moment.
-    NodeSilent {
-        node: String,
-    },
+    NodeSilent { node: String },
     /// A node is dead, or was taken out of the cluster.
-    NodeWent {
-        node: String,
-    },
+    NodeWent { node: String },
     /// A node answers, but its answers stay late.
     NodeSlow {
         node: String,
@@ -46,9 +40,7 @@ pub enum Kind {
         answer_s: f64,
     },
     /// A slow node answers in time again.
-    NodeSteady {
-        node: String,
-    },
+    NodeSteady { node: String },
     /// The way from a node to another is a different one, or its measured latency or bandwidth is.
     LinkChanged {
         /// Name of the node that it leaves from.

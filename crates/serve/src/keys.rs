@@ -62,22 +62,13 @@ pub enum Error {
         reason: String,
     },
     #[error("{} has mode {mode:04o}, expected 0600: others could read or change it", path.display())]
-    Mode {
-        path: PathBuf,
-        mode: u32,
-    },
+    Mode { path: PathBuf, mode: u32 },
     #[error("{} has {MAX_KEYS} keys already, which is the most", path.display())]
-    Full {
-        path: PathBuf,
-    },
+    Full { path: PathBuf },
     #[error("key name {name:?}: expected 1 to {MAX_NAME} characters without control characters")]
-    Name {
-        name: String,
-    },
+    Name { name: String },
     #[error("no key has the id {id:?}")]
-    NoKey {
-        id: String,
-    },
+    NoKey { id: String },
     #[error("the system gives no random numbers: {0}")]
     Random(getrandom::Error),
 }

@@ -20,9 +20,7 @@ pub enum Error {
     },
     /// The name can only be a path, and nothing is there.
     #[error("{path}: no such file or folder", path = path.display())]
-    NoSuchPath {
-        path: PathBuf,
-    },
+    NoSuchPath { path: PathBuf },
     #[error("{path} is not a model: {reason}", path = path.display())]
     NotAModel {
         path: PathBuf,
@@ -37,16 +35,10 @@ pub enum Error {
         reason: &'static str,
     },
     #[error("{repo} has {n} GGUF models that fit, need one", n = choices.len())]
-    AmbiguousGguf {
-        repo: String,
-        choices: Vec<String>,
-    },
+    AmbiguousGguf { repo: String, choices: Vec<String> },
     /// A folder of the user's own with several models.
     #[error("{path} has {n} GGUF models, need one", path = path.display(), n = choices.len())]
-    SeveralGguf {
-        path: PathBuf,
-        choices: Vec<String>,
-    },
+    SeveralGguf { path: PathBuf, choices: Vec<String> },
     /// No file fits the part after the colon.
     #[error("{repo} has no GGUF model that matches {selector:?}")]
     NoMatchingGguf {
@@ -58,15 +50,10 @@ pub enum Error {
     },
     /// The repository has neither GGUF nor safetensors files.
     #[error("{repo} has neither GGUF nor safetensors files with a config.json")]
-    NothingUsable {
-        repo: String,
-    },
+    NothingUsable { repo: String },
     /// The hub's file list could not be understood.
     #[error("the file list of {repo} is not usable: {reason}")]
-    BadListing {
-        repo: String,
-        reason: String,
-    },
+    BadListing { repo: String, reason: String },
     /// The configured hub address, proxy or certificate file is unusable.
     #[error("{what} {value:?} is not usable: {reason}")]
     BadSetting {
@@ -95,15 +82,10 @@ pub enum Error {
         token_sent: bool,
     },
     #[error("{url}: not found on the hub (404)")]
-    NotFound {
-        url: String,
-    },
+    NotFound { url: String },
     /// Any other HTTP status that is not a success.
     #[error("{url}: the server answered with status {status}")]
-    HttpStatus {
-        url: String,
-        status: u16,
-    },
+    HttpStatus { url: String, status: u16 },
     #[error("{url}: redirect refused: {reason}")]
     BadRedirect {
         url: String,
@@ -119,10 +101,7 @@ pub enum Error {
         cause: String,
     },
     #[error("{url}: nothing received for {} s", after.as_secs())]
-    Stalled {
-        url: String,
-        after: Duration,
-    },
+    Stalled { url: String, after: Duration },
     /// A download, archive member or announced length has the wrong size.
     #[error("{what}: expected {} bytes, got {}", expected.0, got.0)]
     SizeMismatch {
@@ -140,14 +119,10 @@ pub enum Error {
     },
     /// `python3` could not be started.
     #[error("cannot start {program}: no such program")]
-    PythonMissing {
-        program: String,
-    },
+    PythonMissing { program: String },
     /// `python3` has no pip.
     #[error("{program} has no pip")]
-    PipMissing {
-        program: String,
-    },
+    PipMissing { program: String },
     /// `pip download` ended with an error.
     #[error("pip could not download {requirement} (status {status}): {log}")]
     PipFailed {
@@ -182,9 +157,7 @@ pub enum Error {
     },
     /// A program that is needed could not be started.
     #[error("cannot start {program}: no such program")]
-    ToolMissing {
-        program: String,
-    },
+    ToolMissing { program: String },
     #[error("{program} failed (status {status}): {log}")]
     ToolFailed {
         program: String,
@@ -195,15 +168,10 @@ pub enum Error {
     },
     /// A program took too long and was stopped.
     #[error("{program} did not end within {} s", after.as_secs())]
-    ToolStalled {
-        program: String,
-        after: Duration,
-    },
+    ToolStalled { program: String, after: Duration },
     /// A folder has no sources of MLX's C layer.
     #[error("{path} has no sources of mlx-c", path = path.display())]
-    NotSources {
-        path: PathBuf,
-    },
+    NotSources { path: PathBuf },
     #[error("no source could deliver {name}{}", list_failures(failures))]
     AllSourcesFailed {
         name: String,
@@ -249,19 +217,12 @@ pub enum Error {
     },
     /// The path is not the store's to delete.
     #[error("{path} is outside the store", path = path.display())]
-    OutsideStore {
-        path: PathBuf,
-    },
+    OutsideStore { path: PathBuf },
     #[error("{name} is in use by another paceline process")]
-    Busy {
-        name: String,
-    },
+    Busy { name: String },
     /// The model's record in the store cannot be trusted.
     #[error("the record of {name} in the store is damaged: {reason}")]
-    Damaged {
-        name: String,
-        reason: String,
-    },
+    Damaged { name: String, reason: String },
     /// The user or the caller asked to stop.
     #[error("cancelled")]
     Cancelled,

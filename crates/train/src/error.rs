@@ -10,10 +10,7 @@ pub enum Error {
     Model(#[from] paceline_model::Error),
     /// The model is of a family whose gradients are not written.
     #[error("training of {family} is not supported: {why}")]
-    Family {
-        family: String,
-        why: &'static str,
-    },
+    Family { family: String, why: &'static str },
     #[error("the model's tokenizer")]
     Tokenizer(#[from] paceline_formats::tokenizer::Error),
     #[error("the model's chat template")]
@@ -35,9 +32,7 @@ pub enum Error {
         reason: String,
     },
     #[error("{} has no examples", path.display())]
-    NoExamples {
-        path: PathBuf,
-    },
+    NoExamples { path: PathBuf },
     /// An option has a value that nothing can be done with.
     #[error("{option} is {got}, expected {expected}")]
     Option {
@@ -48,10 +43,7 @@ pub enum Error {
     },
     /// A file of an adapter or a checkpoint is not as it should be.
     #[error("{}: {reason}", path.display())]
-    Malformed {
-        path: PathBuf,
-        reason: String,
-    },
+    Malformed { path: PathBuf, reason: String },
     /// The folder has a run of other options.
     #[error(
         "{} has a run with {field} {there}, this one has {here}: choose another folder",
@@ -65,9 +57,7 @@ pub enum Error {
     },
     /// The folder has a run, and it was not said to go on.
     #[error("{} has a run already: --resume goes on with it", path.display())]
-    RunThere {
-        path: PathBuf,
-    },
+    RunThere { path: PathBuf },
     /// The loss is no number: the learning rate is too high, or the model is broken.
     #[error("the loss of step {step} is {loss}: a lower learning rate may help")]
     Diverged {
@@ -79,9 +69,7 @@ pub enum Error {
     Cluster(#[from] paceline_cluster::Error),
     /// A worker's machine is out of reach, or ended its worker.
     #[error("the other machine: {reason}")]
-    Line {
-        reason: String,
-    },
+    Line { reason: String },
     #[error("no worker is left; the last one was lost because {last}")]
     Lost {
         /// Reason for the last loss.
@@ -103,10 +91,7 @@ pub enum Error {
         expected: &'static str,
     },
     #[error("cannot start {threads} threads")]
-    Threads {
-        threads: usize,
-        source: io::Error,
-    },
+    Threads { threads: usize, source: io::Error },
     /// The caller asked for the end. What was saved last is there.
     #[error("stopped before step {step}")]
     Stopped {

@@ -104,9 +104,7 @@ pub enum Progress {
     /// A step is done.
     Step(Measured),
     /// A line about the engine, told once.
-    Note {
-        line: String,
-    },
+    Note { line: String },
     /// A worker was lost, and its leaves are computed by others.
     Lost {
         /// Reason for the loss.

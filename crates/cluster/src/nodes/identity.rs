@@ -37,10 +37,7 @@ pub enum Error {
         expected: usize,
     },
     #[error("{} has mode {mode:04o}, expected 0600: others could read it", path.display())]
-    Mode {
-        path: PathBuf,
-        mode: u32,
-    },
+    Mode { path: PathBuf, mode: u32 },
     #[error("cannot draw random numbers: {0}")]
     Random(io::Error),
 }

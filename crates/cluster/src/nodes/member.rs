@@ -93,10 +93,7 @@ pub enum Event {
     /// The session with a node is gone.
     Unlinked(NodeId),
     /// A message came over the session with `from`.
-    Received {
-        from: NodeId,
-        message: Message,
-    },
+    Received { from: NodeId, message: Message },
     /// This node writes to the map.
     Write {
         /// The key of the entry.

@@ -142,10 +142,7 @@ pub enum Error {
         reason: String,
     },
     #[error("a message of {bytes} bytes, allowed are {bytes_max}")]
-    TooLong {
-        bytes: usize,
-        bytes_max: usize,
-    },
+    TooLong { bytes: usize, bytes_max: usize },
 }
 
 impl From<io::Error> for Error {

@@ -75,9 +75,7 @@ pub enum Failure {
         message: String,
     },
     #[error("chat template takes more than {limit} steps")]
-    TooManySteps {
-        limit: u64,
-    },
+    TooManySteps { limit: u64 },
     #[error("chat template writes more than {limit} bytes")]
     OutputTooLong {
         /// The limit in bytes.

@@ -59,10 +59,7 @@ pub enum Error {
     },
     /// A configuration file is not JSON of the expected form.
     #[error("{}: {reason}", path.display())]
-    Malformed {
-        path: PathBuf,
-        reason: String,
-    },
+    Malformed { path: PathBuf, reason: String },
     /// The file that holds the template is longer than any real one.
     #[error("{}: {size} bytes, expected at most {limit}", path.display())]
     TooLong {
@@ -77,9 +74,7 @@ pub enum Error {
     Template(#[from] Failure),
     /// A role that is no known word: templates make names of control tokens of roles.
     #[error("role {role:?} is not one of {}", ROLES.join(", "))]
-    UnknownRole {
-        role: String,
-    },
+    UnknownRole { role: String },
     /// No character is left to keep messages apart from control tokens.
     #[error("the messages use all private-use characters of Unicode")]
     NoFreeCharacter,

@@ -15,10 +15,7 @@ use crate::tensor::OpenError;
 pub enum Error {
     /// Another error, with the file it was found in.
     #[error("{}: {error}", path.display())]
-    InFile {
-        path: PathBuf,
-        error: Box<Error>,
-    },
+    InFile { path: PathBuf, error: Box<Error> },
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error("not a GGUF file: {looks_like}")]
@@ -34,9 +31,7 @@ pub enum Error {
     },
     /// A version of the format that is not 2 or 3.
     #[error("GGUF version {version} is not supported, expected 2 or 3")]
-    Version {
-        version: u32,
-    },
+    Version { version: u32 },
     /// The header goes on past the end of the file.
     #[error(
         "{what} at byte {offset} needs at least {needed} bytes, but the file has {file_bytes}: \
@@ -80,10 +75,7 @@ pub enum Error {
         max: u64,
     },
     #[error("{what} at byte {offset} is not UTF-8")]
-    NotUtf8 {
-        what: &'static str,
-        offset: u64,
-    },
+    NotUtf8 { what: &'static str, offset: u64 },
     /// A truth value that is neither 0 nor 1.
     #[error("bool at byte {offset} is {byte}, expected 0 or 1")]
     InvalidBool {
@@ -99,18 +91,11 @@ pub enum Error {
         id: u32,
     },
     #[error("metadata key {key}: arrays are nested deeper than {max} levels")]
-    TooDeep {
-        key: String,
-        max: usize,
-    },
+    TooDeep { key: String, max: usize },
     #[error("metadata key {key} occurs twice")]
-    DuplicateKey {
-        key: String,
-    },
+    DuplicateKey { key: String },
     #[error("metadata key {key} is missing")]
-    MissingKey {
-        key: String,
-    },
+    MissingKey { key: String },
     #[error("metadata key {key}: expected {expected}, got {got}")]
     WrongType {
         key: String,
@@ -126,9 +111,7 @@ pub enum Error {
     },
     /// A tensor name that is there twice, in one file or in two parts.
     #[error("tensor {tensor} occurs twice")]
-    DuplicateTensor {
-        tensor: String,
-    },
+    DuplicateTensor { tensor: String },
     #[error("tensor {tensor} has {dims} dimensions, at most {max} are allowed")]
     TooManyDims {
         tensor: String,
@@ -139,10 +122,7 @@ pub enum Error {
     },
     /// A dimension of 0, or a number of values or bytes that does not fit the machine.
     #[error("tensor {tensor}: shape {shape:?} is empty or too large")]
-    Shape {
-        tensor: String,
-        shape: Vec<u64>,
-    },
+    Shape { tensor: String, shape: Vec<u64> },
     /// A row that is not a whole number of blocks.
     #[error(
         "tensor {tensor}: rows of shape {shape:?} are not whole blocks of {block} values ({name})"
@@ -171,9 +151,7 @@ pub enum Error {
         second: String,
     },
     #[error("tensor {tensor} is missing")]
-    MissingTensor {
-        tensor: String,
-    },
+    MissingTensor { tensor: String },
     /// A tensor that is stored in a way that paceline does not read.
     #[error("tensor {tensor}: {error}")]
     Unsupported {

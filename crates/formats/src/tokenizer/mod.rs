@@ -44,15 +44,11 @@ pub enum Error {
     Metadata(#[from] crate::gguf::Error),
     /// `tokenizer.ggml.model` names a kind of vocabulary that is not supported.
     #[error("tokenizer model {name} is not supported, expected gpt2, llama, bert or gemma4")]
-    UnknownModel {
-        name: String,
-    },
+    UnknownModel { name: String },
     /// `tokenizer.ggml.pre` names a way of cutting words that is not known: guessing one would
     /// give other ids than the model was trained with.
     #[error("pre-tokenizer {name} is not supported")]
-    UnknownPre {
-        name: String,
-    },
+    UnknownPre { name: String },
     #[error("the vocabulary is empty")]
     EmptyVocabulary,
     /// A list that goes with the tokens has another length.
@@ -120,9 +116,7 @@ pub enum Error {
     },
     /// The decoder of a `tokenizer.json` is of a kind that cannot be streamed token by token.
     #[error("decoder {name} of tokenizer.json is not supported")]
-    UnknownDecoder {
-        name: String,
-    },
+    UnknownDecoder { name: String },
     /// The merges and tokens do not make a model.
     #[error("vocabulary and merges do not fit together: {reason}")]
     Model {
@@ -137,14 +131,10 @@ pub enum Error {
     },
     /// A byte can be spelt neither by a byte token nor by the unknown token.
     #[error("the vocabulary has no token for byte {byte:#04x}")]
-    NoByteToken {
-        byte: u8,
-    },
+    NoByteToken { byte: u8 },
     /// The text has more tokens than the caller takes.
     #[error("the text has more than {tokens_max} tokens")]
-    TooManyTokens {
-        tokens_max: usize,
-    },
+    TooManyTokens { tokens_max: usize },
     /// The `tokenizers` crate could not encode a text.
     #[error("encoding failed: {reason}")]
     Encode {

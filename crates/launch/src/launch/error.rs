@@ -46,9 +46,7 @@ pub enum Error {
     },
     /// The SSH server of a host runs commands in its own process group; no program was started.
     #[error("{host} does not give a session a process group of its own")]
-    SharedGroup {
-        host: String,
-    },
+    SharedGroup { host: String },
     /// Some hosts were not ready in time; no program was started.
     #[error("not ready within {limit:?}: {}", hosts.join(", "))]
     StartLate {

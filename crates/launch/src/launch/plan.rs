@@ -119,9 +119,7 @@ pub enum PlanError {
     },
     /// A rank of a ring has no address.
     #[error("host {host} has no address, and backend ring needs one of each host")]
-    NoAddress {
-        host: String,
-    },
+    NoAddress { host: String },
     #[error("host {host} has no address, and backend {backend} needs one of rank 0")]
     NoCoordinator {
         /// The host of rank 0.
@@ -131,10 +129,7 @@ pub enum PlanError {
     },
     /// MLX's ring splits addresses at the first colon.
     #[error("host {host} has the address {ip}, but backend ring takes IPv4 only")]
-    Ipv6 {
-        host: String,
-        ip: String,
-    },
+    Ipv6 { host: String, ip: String },
     #[error("{count} connections from port {first} on go beyond port 65535")]
     Ports {
         /// The first port.
@@ -144,9 +139,7 @@ pub enum PlanError {
     },
     /// A text is no `NAME=VALUE`.
     #[error("environment variable {text:?}: the name is not letters, digits and underscores")]
-    Env {
-        text: String,
-    },
+    Env { text: String },
     #[error("host {host} lists devices for {got} ranks, expected {expected}")]
     RdmaCount {
         host: String,
@@ -157,15 +150,10 @@ pub enum PlanError {
     },
     /// A device that leads from a rank to itself.
     #[error("host {host} lists a device for its own rank {rank}, expected null")]
-    RdmaSelf {
-        host: String,
-        rank: usize,
-    },
+    RdmaSelf { host: String, rank: usize },
     /// Cables that the backend needs are not there.
     #[error("no RDMA device is listed for {}", join(pairs))]
-    RdmaMissing {
-        pairs: Vec<(String, String)>,
-    },
+    RdmaMissing { pairs: Vec<(String, String)> },
 }
 
 fn join(pairs: &[(String, String)]) -> String {

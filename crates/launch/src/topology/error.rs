@@ -38,10 +38,7 @@ pub enum Error {
         receptacle: String,
     },
     #[error("{first} and {second} are the same machine")]
-    SameMachine {
-        first: String,
-        second: String,
-    },
+    SameMachine { first: String, second: String },
     #[error("one host has nobody to be connected to")]
     OneHost,
     #[error("no mesh: {}", not_connected(missing))]
@@ -62,13 +59,9 @@ pub enum Error {
         steps: u64,
     },
     #[error("no RDMA on {}", hosts.join(", "))]
-    NoRdma {
-        hosts: Vec<String>,
-    },
+    NoRdma { hosts: Vec<String> },
     #[error("{cables} cables, but 192.168.0.0/16 has no free network for all of them")]
-    NoNetworks {
-        cables: usize,
-    },
+    NoNetworks { cables: usize },
 }
 
 fn not_connected(pairs: &[(String, String)]) -> String {

@@ -61,9 +61,15 @@ pub(super) enum LayerSizes {
         value: usize,
     },
     /// A key that all heads share, and how much of it is the value.
-    Latent { key: usize, value: usize },
+    Latent {
+        key: usize,
+        value: usize,
+    },
     /// The states of a gated delta net on so many pages, in f32.
-    Delta { pages: usize, of: DeltaSizes },
+    Delta {
+        pages: usize,
+        of: DeltaSizes,
+    },
 }
 
 impl Shape {

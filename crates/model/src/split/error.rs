@@ -16,14 +16,10 @@ pub enum Error {
         "split is {got:?}, expected auto, tensor, pipeline, experts, TENSORxPIPELINE (as 2x3) or \
          2x3-experts, up to {MAX_RANKS} each"
     )]
-    Kind {
-        got: String,
-    },
+    Kind { got: String },
     /// The number of ranks is out of range.
     #[error("{got} ranks, expected 1 to {MAX_RANKS}")]
-    Ranks {
-        got: u32,
-    },
+    Ranks { got: u32 },
     #[error("split {tensor}x{pipeline} is for {} ranks, there are {ranks}", tensor * pipeline)]
     Grid {
         tensor: u32,
@@ -37,9 +33,7 @@ pub enum Error {
         ranks: u32,
     },
     #[error("the share of {rank} is 0, expected 1 or more")]
-    ZeroShare {
-        rank: Rank,
-    },
+    ZeroShare { rank: Rank },
     #[error("{stages} pipeline stages for {layers} layers, expected at most one for each")]
     Stages {
         stages: u32,
@@ -58,14 +52,10 @@ pub enum Error {
     #[error(
         "no stage can begin with layer {layer}: a layer behind it uses the cache of one before"
     )]
-    Shared {
-        layer: usize,
-    },
+    Shared { layer: usize },
     /// Ranks of a stage are to share the experts of layers that have none.
     #[error("layers {layers:?} have no experts that ranks could share")]
-    NoExperts {
-        layers: Range<usize>,
-    },
+    NoExperts { layers: Range<usize> },
     /// A stage does not say which of its ranks has which leaves of a sum.
     #[error("a stage of {ranks} ranks does not deal {leaves} leaves to all of them")]
     Leaves {

@@ -80,9 +80,7 @@ const LINES_MAX: usize = 64;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("a node already runs with the files in {}", folder.display())]
-    Running {
-        folder: PathBuf,
-    },
+    Running { folder: PathBuf },
     #[error("{}: {source}", path.display())]
     File {
         path: PathBuf,
@@ -107,22 +105,14 @@ pub enum Error {
     /// The local socket's path is too long for the system.
     #[error("the path {} has {} bytes, but a socket's may have {SOCKET_PATH_MAX}",
             path.display(), path.as_os_str().len())]
-    SocketPath {
-        path: PathBuf,
-    },
+    SocketPath { path: PathBuf },
     /// No node of the cluster has this name or id.
     #[error("no node of this cluster is called {name:?}")]
-    NoNode {
-        name: String,
-    },
+    NoNode { name: String },
     #[error("{name:?} is the beginning of several nodes' ids")]
-    Ambiguous {
-        name: String,
-    },
+    Ambiguous { name: String },
     #[error("no address of node {id} is known")]
-    NoAddress {
-        id: NodeId,
-    },
+    NoAddress { id: NodeId },
     /// The node has no such service, or will not have this caller.
     #[error("{node}: {reason}")]
     NoService {
@@ -151,19 +141,12 @@ pub enum Error {
         "this node is in a cluster with {others}, which it would lose: `paceline leave` \
              takes it out"
     )]
-    HasMembers {
-        others: String,
-    },
+    HasMembers { others: String },
     /// The cluster that this node would leave has instances.
     #[error("this node's cluster has instances: {models}")]
-    HasInstances {
-        models: String,
-    },
+    HasInstances { models: String },
     #[error("{name} is {state}, and only a dead node can be forgotten")]
-    Lives {
-        name: String,
-        state: &'static str,
-    },
+    Lives { name: String, state: &'static str },
     #[error("a node does not revoke itself")]
     Itself,
     /// The map refuses a write: a bound is reached, or the entry has a higher epoch.
