@@ -1,4 +1,4 @@
-//! Calls that go on while their rank does something else.
+//! Nonblocking calls: a group whose calls run on other threads and are waited for later.
 
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
@@ -9,12 +9,12 @@ use crate::{Error, Group};
 
 type Job = Box<dyn FnOnce(&dyn Group) + Send>;
 
-/// A group whose calls are started now and waited for later.
+/// A group whose calls start now and are waited for later.
 ///
-/// Collectives run in the order in which they were started, on a thread of their own. So several
-/// can be in flight, and all ranks still make them in the same order. Messages run beside them and
-/// beside each other, each on its own thread. So a receive that waits holds nothing up. Calls own
-/// their buffers and hand them back.
+/// Collectives run in the order in which they were started, on one thread of their own. Several can
+/// be in flight, and all ranks still make them in the same order. Each message runs on its own
+/// thread, concurrently with collectives and other messages, so a blocked receive delays nothing
+/// else. A call owns its buffers and returns them with its result.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -43,7 +43,7 @@ pub struct Ahead {
     jobs: Mutex<Sender<Job>>,
 }
 
-/// A call under way. Dropped, the call goes on and its result is lost.
+/// A call in flight. Dropping the handle detaches the call: it still runs, and its result is lost.
 #[derive(Debug)]
 pub struct Handle<R> {
     result: Receiver<R>,
@@ -51,7 +51,7 @@ pub struct Handle<R> {
 }
 
 impl Ahead {
-    /// Starts the thread for collectives. It ends, after what was started, when this is dropped.
+    /// Starts the thread for collectives. It ends after all started calls when this is dropped.
     pub fn new(group: Arc<dyn Group>) -> Self {
         let (jobs, queue) = channel::<Job>();
         let own = Arc::clone(&group);
@@ -60,13 +60,14 @@ impl Ahead {
         Self { group, jobs }
     }
 
-    /// The group, for calls that are waited for at once. Collectives among them must not be made
-    /// while others are in flight.
+    /// The group, for blocking calls. A blocking collective must not run while others are in
+    /// flight.
     pub fn group(&self) -> &dyn Group {
         &*self.group
     }
 
-    /// Starts collectives; `work` has their deadlines. All ranks start the same in the same order.
+    /// Starts collectives; `work` carries their deadlines. All ranks start the same in the same
+    /// order.
     pub fn start<R: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Group) -> Result<R, Error> + Send + 'static,
@@ -74,12 +75,12 @@ impl Ahead {
         let (result, handle) = handle();
         let job: Job = Box::new(move |group| drop(result.send(work(group))));
         let jobs = lock(&self.jobs);
-        // The thread lives as long as this value, unless a job panicked: then `wait` says so.
+        // The thread lives as long as this value, unless a job panicked: then `wait` reports it.
         let _ = jobs.send(job);
         handle
     }
 
-    /// Starts a send or a receive; `work` has its deadline.
+    /// Starts a send or a receive; `work` carries its deadline.
     pub fn start_message<R: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Group) -> Result<R, Error> + Send + 'static,

@@ -1,5 +1,4 @@
-//! Calls: the announcement that a rank makes of one, and the check of its arguments before it
-//! starts.
+//! What a rank announces about a call, and the check of its arguments before it starts.
 
 use std::fmt;
 
@@ -145,7 +144,8 @@ impl Call {
         check(collective, call, rank, size).map(|()| call)
     }
 
-    /// A call that is known by no more than this: a message, or what a backend has no more of.
+    /// A call with no counts and no site: a message, or a call of a backend without the lockstep
+    /// guard.
     pub const fn plain(sequence: u64, kind: Kind, dtype: Dtype, length: usize) -> Self {
         Self {
             sequence,
@@ -157,7 +157,7 @@ impl Call {
         }
     }
 
-    /// This call, made by `rank` of `size`, if the peer it sends to or receives from exists.
+    /// This call as made by `rank` of `size`, if the peer of its send or receive exists.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`] if the peer is `rank` itself or not in a group of `size`.
@@ -247,7 +247,7 @@ fn check(collective: &Collective<'_>, call: Call, rank: Rank, size: u32) -> Resu
     }
 }
 
-/// How many ranks `counts` are about.
+/// Number of ranks that `counts` has entries for.
 fn entries(counts: &Counts<'_>, size: u32) -> usize {
     match counts {
         Counts::Even(_) => size as usize,
@@ -255,8 +255,8 @@ fn entries(counts: &Counts<'_>, size: u32) -> usize {
     }
 }
 
-/// The error of ranks that do not make the same call, from what each was heard to call, in rank
-/// order. What most called counts as right, of equally many what the lowest rank called.
+/// The error of ranks that made different calls, from the calls they announced, in rank order. The
+/// majority counts as right; on a tie, the call of the lowest rank.
 pub(crate) fn judge(calls: &[(Rank, Call)]) -> Error {
     let votes = |call: &Call| calls.iter().filter(|(_, other)| other == call).count();
     let usual = calls.iter().rev().max_by_key(|(_, call)| votes(call));

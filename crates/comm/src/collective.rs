@@ -4,14 +4,14 @@ use paceline_base::Rank;
 
 use crate::{Counts, Data, DataMut, Reduce};
 
-/// A collective call, as data: the buffers that are moved and where the result goes.
+/// A collective call, as data: its buffers and the place of the result.
 #[derive(Debug)]
 pub enum Collective<'a> {
     /// See `barrier`.
     Barrier,
     /// See `all_gather` and `all_gather_v`. `input` and `output` have one type.
     AllGather {
-        /// This rank's part, `(counts[rank],)`; `None` if it is in its place in `output`.
+        /// This rank's part, `(counts[rank],)`; `None` if it is already in place in `output`.
         input: Option<Data<'a>>,
         /// All parts in rank order, `(sum of counts,)`.
         output: DataMut<'a>,
@@ -42,14 +42,13 @@ pub enum Collective<'a> {
         output: DataMut<'a>,
         /// Elements for each rank.
         sends: Counts<'a>,
-        /// Elements from each rank: what its `sends` says about this one.
+        /// Elements from each rank; must equal that rank's `sends` entry for this one.
         receives: Counts<'a>,
     },
     /// See `broadcast`.
     Broadcast {
-        /// On `root` what is sent, elsewhere where it goes, `(n,)`.
+        /// The data to send on `root`, the destination elsewhere, `(n,)`.
         data: DataMut<'a>,
-        /// Whose data it is.
         root: Rank,
     },
 }

@@ -86,10 +86,10 @@ pub struct Complex64 {
     pub im: f32,
 }
 
-/// A Rust type that can travel between ranks.
+/// A Rust type that can be sent between ranks.
 ///
 /// Sealed. No implementor has padding. Every bit pattern is a value, except for `bool`: a
-/// [`DataMut`] puts its bytes in order before it gives the slice back.
+/// [`DataMut`] normalises its bytes before it returns the slice.
 pub trait Element: sealed::Plain {
     /// How this type is announced.
     const DTYPE: Dtype;
@@ -164,7 +164,7 @@ impl<'a> DataMut<'a> {
         let size = size_of_val(values);
         // SAFETY: as in `Data::new`, borrowed exclusively. Every bit pattern is a value of an
         // `Element`, so no write through this view can make an invalid one; the exception, `bool`,
-        // is put in order by `drop`, which nobody in this crate, and nobody else can write, skips.
+        // is normalised by `drop`, which nobody in this crate, and nobody else can write, skips.
         let bytes =
             unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), size) };
         Self {
@@ -203,10 +203,10 @@ impl<'a> DataMut<'a> {
         self.bytes
     }
 
-    /// Lets `write` overwrite the bytes of all elements; nonzero bytes of a `bool` are true, also
-    /// where `write` panics.
+    /// Lets `write` overwrite the bytes of all elements. Nonzero bytes of a `bool` become true,
+    /// even if `write` panics.
     pub fn write<R>(&mut self, write: impl FnOnce(&mut [u8]) -> R) -> R {
-        // A view of its own, whose drop puts the bytes in order.
+        // A view of its own, whose drop normalises the bytes.
         let mut view = DataMut::of_bytes(self.dtype, self.bytes);
         write(view.bytes_mut())
     }
@@ -230,7 +230,7 @@ impl<'a> DataMut<'a> {
 }
 
 impl Drop for DataMut<'_> {
-    /// Bytes from another process may be no `bool`: they become one.
+    /// Bytes from another process may be no valid `bool`: they become one.
     fn drop(&mut self) {
         self.tidy();
     }
@@ -242,17 +242,18 @@ impl fmt::Debug for DataMut<'_> {
     }
 }
 
-/// How many elements each rank brings to a gather; every rank knows all of them beforehand.
+/// Number of elements that each rank contributes to a gather; every rank knows all of them
+/// beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counts<'a> {
-    /// Every rank brings this many.
+    /// Every rank contributes this many.
     Even(usize),
-    /// Rank r brings `counts[r]`, which may be 0.
+    /// Rank r contributes `counts[r]`, which may be 0.
     Each(&'a [usize]),
 }
 
 impl Counts<'_> {
-    /// The elements that `rank` brings. `Each` must have an entry for it.
+    /// Elements of `rank`. `Each` must have an entry for it.
     pub fn of(&self, rank: usize) -> usize {
         match self {
             Self::Even(count) => *count,
@@ -260,7 +261,7 @@ impl Counts<'_> {
         }
     }
 
-    /// The elements that the ranks before `rank` bring together; saturates.
+    /// Sum of the elements of all ranks before `rank`; saturates.
     pub fn before(&self, rank: usize) -> usize {
         match self {
             Self::Even(count) => count.saturating_mul(rank),
@@ -268,7 +269,7 @@ impl Counts<'_> {
         }
     }
 
-    /// The elements that `size` ranks bring together; saturates.
+    /// Sum of the elements of `size` ranks; saturates.
     pub fn total(&self, size: usize) -> usize {
         match self {
             Self::Even(count) => count.saturating_mul(size),

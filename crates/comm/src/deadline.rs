@@ -1,11 +1,11 @@
-//! When a call gives up.
+//! The instant at which a call fails.
 
 use std::time::{Duration, Instant};
 
 /// The instant after which a call that still waits fails.
 ///
 /// The caller takes it from its own clock; there is no default. A deadline in the past is allowed:
-/// the call then succeeds only if nothing has to be waited for.
+/// the call then succeeds only if it need not wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Deadline(Instant);
 
@@ -25,7 +25,7 @@ impl Deadline {
     }
 }
 
-/// The clock of waiting ranks. The only place where this crate asks for the time.
+/// The clock of waiting ranks: the only place where this crate reads the time.
 pub fn now() -> Instant {
     Instant::now()
 }

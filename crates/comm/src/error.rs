@@ -6,8 +6,8 @@ use paceline_base::Rank;
 
 use crate::Call;
 
-/// Why a call failed. Whichever it is, the group is poisoned (see [`Group`](crate::Group)), but for
-/// [`Error::Unsupported`].
+/// Why a call failed. Every variant but [`Error::Unsupported`] poisons the group (see
+/// [`Group`](crate::Group)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A rank ended, was killed or dropped its handle.
@@ -34,7 +34,7 @@ pub enum Error {
         /// The call that `rank` made.
         got: Call,
     },
-    /// A buffer does not have the length that the other arguments ask for.
+    /// A buffer's length does not match the other arguments.
     #[error("{call}: length of {buffer} on {rank} is {got}, expected {expected}")]
     Length {
         /// The call with this argument.
@@ -55,7 +55,7 @@ pub enum Error {
         named: Rank,
         size: u32,
     },
-    /// A rank gave no sign of life for longer than the group allows.
+    /// A rank sent no heartbeat for longer than the group allows.
     #[error("{call}: {rank} has been silent for {millis} ms")]
     Silent {
         /// The call in which this rank noticed.
@@ -64,7 +64,7 @@ pub enum Error {
         /// How long, in milliseconds.
         millis: u32,
     },
-    /// A rank sent bytes that are no frame of this protocol.
+    /// A rank sent bytes that are no valid frame of this protocol.
     #[error("{call}: {rank} sent bytes that are no frame")]
     Garbled {
         /// The call in which this rank noticed.
@@ -81,24 +81,24 @@ pub enum Error {
         rank: Rank,
         backend: &'static str,
     },
-    /// A library that a backend is made of failed.
+    /// A call of the backend's library failed.
     #[error("{call}: {backend} failed on {rank} with code {code}")]
     Library {
         call: Call,
         /// The rank that made the call.
         rank: Rank,
         backend: &'static str,
-        /// Its own number for what went wrong.
+        /// The library's error code.
         code: i32,
     },
-    /// The system refused what a new group needs, such as one more open file.
+    /// The system refused a resource that a new group needs, such as one more open file.
     #[error("{call}: {rank} cannot {what}: {}", of_system(.code))]
     System {
         call: Call,
         /// The rank that made the call.
         rank: Rank,
         what: &'static str,
-        /// The system's number for what went wrong; 0 if it gave none.
+        /// The system's error code; 0 if it gave none.
         code: i32,
     },
 }
@@ -108,7 +108,8 @@ fn of_system(code: &i32) -> io::Error {
 }
 
 impl Error {
-    /// The call that this is about: on the rank it happened on, or its peers' (for a mismatch).
+    /// The call that this error is about: on the rank it happened on, or its peers' (for a
+    /// mismatch).
     pub const fn call(&self) -> Call {
         match self {
             Self::PeerLost { call, .. }

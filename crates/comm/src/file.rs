@@ -1,24 +1,24 @@
-//! Files without a place in the file system, which processes of this machine map together.
+//! Anonymous files that processes of this machine map together.
 //!
-//! On Linux they are anonymous (memfd), their size is settled, and peers open them through `/proc`;
-//! elsewhere they are POSIX shared memory objects.
+//! On Linux these are sealed memfds, opened by peers through `/proc`. Elsewhere they are POSIX
+//! shared memory objects.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// A file of zeros, whose size nobody can change.
+/// A file of zeros of fixed size.
 pub(crate) struct File {
     pub(crate) file: OwnedFd,
-    /// How a peer opens it, while this value lives.
+    /// Name by which a peer opens it, while this value lives.
     pub(crate) name: String,
 }
 
 #[cfg(target_os = "linux")]
 impl File {
-    /// Creates a file of so many bytes.
+    /// Creates a file of `bytes` bytes.
     ///
     /// # Errors
-    /// What the system says when it has none.
+    /// The system's error if memory or descriptors are exhausted.
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, fcntl_add_seals};
         use std::os::fd::AsRawFd;
@@ -30,10 +30,10 @@ impl File {
         Ok(Self { file, name })
     }
 
-    /// Opens what another process named, to read and write.
+    /// Opens a file that another process named, for reading and writing.
     ///
     /// # Errors
-    /// What the system says; [`NotFound`](io::ErrorKind::NotFound) for what is no such file.
+    /// The system's error; [`NotFound`](io::ErrorKind::NotFound) if the name is no such file.
     pub(crate) fn open(name: &str) -> io::Result<OwnedFd> {
         if is_descriptor(name) {
             open_settled(name)
@@ -42,7 +42,7 @@ impl File {
         }
     }
 
-    /// Opens a file by its descriptor in another process, to read and write.
+    /// Opens a file by its descriptor in another process, for reading and writing.
     pub(crate) fn open_at(process: u32, descriptor: u32) -> Option<OwnedFd> {
         let name = format!("/proc/{process}/fd/{descriptor}");
         open_settled(&name).ok()
@@ -55,8 +55,8 @@ impl File {
     }
 }
 
-/// Opens a file if it is memory whose size is settled. Were it not, a process that cuts it short
-/// would end all that have it mapped.
+/// Opens a file only if it is sealed memory. Otherwise a process that truncates it would crash
+/// every process that maps it.
 #[cfg(target_os = "linux")]
 fn open_settled(name: &str) -> io::Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags, fcntl_get_seals};
@@ -70,13 +70,13 @@ fn open_settled(name: &str) -> io::Result<OwnedFd> {
     }
 }
 
-/// Operations that nobody may do to such a file any more, its owner included.
+/// Operations that are sealed for everyone, the file's owner included.
 #[cfg(target_os = "linux")]
 const SEALS: rustix::fs::SealFlags = rustix::fs::SealFlags::SHRINK
     .union(rustix::fs::SealFlags::GROW)
     .union(rustix::fs::SealFlags::SEAL);
 
-/// Whether this is `/proc/NUMBER/fd/NUMBER`: a peer is not to make this process open other files.
+/// Whether this is `/proc/NUMBER/fd/NUMBER`. A peer must not make this process open other files.
 #[cfg(target_os = "linux")]
 pub(crate) fn is_descriptor(name: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -88,10 +88,10 @@ pub(crate) fn is_descriptor(name: &str) -> bool {
 
 #[cfg(not(target_os = "linux"))]
 impl File {
-    /// Creates a file of so many bytes.
+    /// Creates a file of `bytes` bytes.
     ///
     /// # Errors
-    /// What the system says when it has none.
+    /// The system's error if memory or descriptors are exhausted.
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::Mode;
         use rustix::shm::OFlags;
@@ -102,7 +102,7 @@ impl File {
         Ok(Self { file, name })
     }
 
-    /// Opens what another process named. The size of such an object can be set only once.
+    /// Opens an object that another process named. Its size can be set only once.
     ///
     /// # Errors
     /// As on Linux.
@@ -118,12 +118,12 @@ impl File {
         )?)
     }
 
-    /// There is no way to descriptors of other processes.
+    /// Descriptors of other processes cannot be opened here.
     pub(crate) fn open_at(_process: u32, _descriptor: u32) -> Option<OwnedFd> {
         None
     }
 
-    /// Nobody else could use it.
+    /// No other process could use it.
     pub(crate) fn descriptor(&self) -> Option<u32> {
         None
     }
@@ -132,7 +132,7 @@ impl File {
 #[cfg(not(target_os = "linux"))]
 impl Drop for File {
     fn drop(&mut self) {
-        // The mappings stay; a name that is gone already is no loss.
+        // The mappings stay valid; a name that is already unlinked is harmless.
         let _ = rustix::shm::unlink(&self.name);
     }
 }

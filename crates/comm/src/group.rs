@@ -12,20 +12,19 @@ use crate::{
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
 ///
-/// It is part of the contract, so that a program which lets every rank send before it receives does
+/// It is part of the contract, so that a program in which every rank sends before it receives does
 /// not depend on the transport.
 ///
-/// Sixteen are the residuals, in two halves, of eight steps that a pipeline stage has not taken
-/// yet: nine stages compute at the same time. With 8 it was five. Where so many wait, steps of 512
-/// rows of a model of width 8,192 hold 128 MiB. That is at a rank that has a ninth of the model or
-/// less. Of up to five stages no more wait than with 8.
+/// Sixteen messages are the residuals, in two halves, of eight steps queued at a pipeline stage.
+/// They let nine stages compute at once; 8 messages allowed five. A full queue of 512-row steps of
+/// a model of width 8,192 holds 128 MiB, at a rank with a ninth of the model or less. Pipelines of
+/// up to five stages queue no more than with 8.
 pub const MESSAGES_HELD: usize = 16;
 
-/// Bytes that a rank has put on its links and taken from them, frames included, since the group was
-/// made.
+/// Bytes sent and received on a rank's links since the group was made, frames included.
 ///
-/// Between threads of a process it is what was copied to and from shared memory. Heartbeats and
-/// news of failures are not counted.
+/// Between threads of one process: bytes copied to and from shared memory. Heartbeats and failure
+/// notices are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// From this rank to others.
@@ -34,13 +33,14 @@ pub struct Traffic {
     pub received: Bytes,
 }
 
-/// How the bytes that a rank's calls exchanged with others got on the links and off them, since the
-/// group was made. Frames are not counted, nor what a rank copies within its own memory.
+/// How the payload bytes of a rank's calls were moved since the group was made. Excludes frames,
+/// and copies within the rank's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copies {
-    /// Sent from where they were, put where they belong by a device, or reduced where they came to.
+    /// Sent from the caller's memory, written to the destination by a device, or reduced where they
+    /// arrived.
     pub in_place: Bytes,
-    /// Copied on the way, in either direction.
+    /// Copied through a staging buffer, in either direction.
     pub staged: Bytes,
 }
 
@@ -50,29 +50,29 @@ pub struct Copies {
 /// ([`barrier`](#method.barrier), [`all_gather_v`](#method.all_gather_v), ...). The contract holds
 /// for every provider and is tested by `testing::run_all`.
 ///
-/// **Order.** Collectives are called by all ranks in the same order. Two threads may share a
-/// handle, but then the program itself has to see to that order; the second waits for the first.
-/// Messages are apart from collectives: they may overlap them, and each other.
+/// **Order.** All ranks call collectives in the same order. Two threads may share a handle; the
+/// program then ensures that order, and the second thread waits for the first. Messages are
+/// independent of collectives: they may overlap them, and each other.
 ///
 /// **Lockstep guard.** Each rank announces its [`Call`](crate::Call) (sequence number, operation,
-/// type, length, counts, place). If they differ, every rank that took part gets [`Error::Mismatch`]
-/// and no data is used. The place is the line that calls, or what [`mark`](Self::mark) says. So a
-/// rank that leaves a call out is named even if the next call is alike. The exception is a next
-/// call from the same line with nothing marked: then the rank is named at the first call that
-/// differs. A rank that calls nothing cannot be told from a slow one before the deadline.
+/// type, length, counts, site). If they differ, every rank that took part gets [`Error::Mismatch`]
+/// and no data is used. The site is the calling line, or the number set by [`mark`](Self::mark). So
+/// a rank that omits a call is named even if the next call is alike. The exception is a next call
+/// from the same line without a mark: the rank is then named at the first call that differs. A rank
+/// that makes no call looks like a slow one until the deadline.
 ///
-/// **Deadlines.** Every call has one, and no call waits longer than that and the time it takes to
+/// **Deadlines.** Every call has one. No call blocks for longer than its deadline plus the time to
 /// copy its own data.
 ///
-/// **Poison.** After an error on any rank the group is poisoned. It also is after any rank dropped
-/// its handle, as the end of its thread or process does, panic or not. Blocked calls on all ranks
-/// then return an error at once, and so does every later call. They report the first cause. Ranks
-/// do not agree on which call was the last to succeed. A rank whose peers have all arrived
-/// completes, although another may have given up. On an error the contents of output buffers are
-/// unspecified. To go on, drop the handle and build a new group.
+/// **Poison.** An error on any rank poisons the group. So does a rank that drops its handle, as the
+/// end of its thread or process does, panic or not. Blocked calls on all ranks then return an error
+/// at once, and so does every later call. They report the first cause. Ranks do not agree on which
+/// call was the last to succeed: a rank whose peers have all arrived completes, although another
+/// may have failed. After an error the contents of output buffers are unspecified. To continue,
+/// drop the handle and build a new group.
 ///
-/// **Leaving.** Since leaving ends the group for the rest, ranks that finish at different times
-/// end with a barrier. What was sent before a rank left can still be received.
+/// **Leaving.** A rank that leaves ends the group for the others, so ranks that finish at different
+/// times end with a barrier. Messages sent before a rank left can still be received.
 ///
 /// **Bits.** After a collective all ranks hold the same bytes. Given the provider's choice of
 /// algorithm, these depend only on operation, type, size of the group and the data, never on
@@ -107,18 +107,18 @@ pub trait Group: fmt::Debug + Send + Sync {
         self.run(collective, deadline)
     }
 
-    /// From now on this rank's collectives carry `number` in place of the line they are called
-    /// from; 0 brings the lines back.
+    /// Makes this rank's collectives announce `number` as their site, instead of the calling line.
+    /// 0 restores the lines.
     ///
-    /// For loops, in which every turn calls from the same line (mark the turn), and for programs
-    /// whose ranks make one call from different lines. Ranks with different marks are a
-    /// [`Error::Mismatch`]. Not collective; costs nothing. It counts when a call runs: what is
-    /// started with [`Ahead`](crate::Ahead) marks in its work.
+    /// For loops, in which every iteration calls from the same line (mark the iteration), and for
+    /// programs whose ranks make one call from different lines. Ranks with different marks get
+    /// [`Error::Mismatch`]. Not collective; costs nothing. The mark applies when a call runs: a
+    /// call started with [`Ahead`](crate::Ahead) sets it in its work.
     fn mark(&self, number: u64) {
         let _ = number;
     }
 
-    /// Sends a message. Typed, and described at: `send`.
+    /// Sends a message. See the typed method `send`.
     ///
     /// # Errors
     /// All but [`Error::Length`].
@@ -130,7 +130,7 @@ pub trait Group: fmt::Debug + Send + Sync {
         deadline: Deadline,
     ) -> Result<(), Error>;
 
-    /// Receives a message. Typed, and described at: `recv`.
+    /// Receives a message. See the typed method `recv`.
     ///
     /// # Errors
     /// All but [`Error::Length`].
@@ -145,34 +145,33 @@ pub trait Group: fmt::Debug + Send + Sync {
     /// Bytes that this rank has sent and received so far, without groups split off this one.
     fn traffic(&self) -> Traffic;
 
-    /// Bytes of that traffic sent to each rank, by rank; empty where a provider does not say.
+    /// Bytes of that traffic by destination rank; empty if the provider does not count them.
     fn sent_to(&self) -> Vec<Bytes> {
         Vec::new()
     }
 
-    /// The part of this rank's traffic that was copied on the way. Where a provider does not say
-    /// otherwise all of it is copied, and then it is not counted.
+    /// The part of this rank's traffic that was copied on the way. The default, for providers that
+    /// copy everything, counts nothing.
     fn copies(&self) -> Copies {
         Copies::default()
     }
 
-    /// Lets this group, and those split off it, use `pages` in place while the result lives.
-    /// `None` where that is of no use, or not possible. Not collective. Called by
+    /// Registers `pages` for in-place use by this group and those split off it, while the result
+    /// lives. `None` if registration is useless or impossible here. Not collective. Called by
     /// [`Memory::new`](crate::Memory::new).
     fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
         let _ = pages;
         None
     }
 
-    /// The measurements that choices of algorithms rest on; [`Tuning::explain`] prints the choices.
+    /// The measurements behind the choice of algorithms; [`Tuning::explain`] prints the choices.
     fn tuning(&self) -> Tuning;
 
-    /// Makes new groups of the ranks that name the same `color`. Collective.
+    /// Makes one new group for each `color`, of the ranks that pass it. Collective.
     ///
-    /// Ranks are numbered by `key`, where keys are equal by their rank in this group. The new group
-    /// has links, deadlines and failures of its own. Poisoning one group does not poison the other,
-    /// though a process that ends leaves both. Cost: one gather of 8 bytes and new links for every
-    /// pair.
+    /// Ranks are numbered by `key`; equal keys are ordered by rank in this group. The new group has
+    /// its own links, deadlines and failures. Poisoning one group does not poison the other, though
+    /// a process that ends leaves both. Cost: one gather of 8 bytes and new links for every pair.
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`]; ranks in it are ranks of

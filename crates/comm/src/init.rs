@@ -1,5 +1,5 @@
-//! Entry for every backend, as MLX's `init`: the wires of this crate, and those of
-//! [`Provider`]s that stand above it.
+//! `init`: joins a group by any backend, like MLX's `init`. Backends are those of this crate and
+//! the [`Provider`]s of crates above it.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -14,21 +14,21 @@ use crate::{Deadline, Group, local, shm, sockets};
 /// How the ranks of a group reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// Shared memory if all ranks can map each other's, else TCP. All come to the same.
+    /// Shared memory if all ranks can map each other's, else TCP. All ranks choose the same.
     Any,
-    /// Nobody else: a group of one. Threads of a process make theirs with [`local::ranks`].
+    /// A group of one. Threads of a process make larger groups with [`local::ranks`].
     Local,
     /// Shared memory: processes of one machine.
     Shm,
-    /// TCP, every rank with every other.
+    /// TCP, a full mesh.
     Tcp,
-    /// RDMA devices, TCP where no cable leads. Plaintext.
+    /// RDMA devices, and TCP between ranks without a cable. Plaintext.
     Rdma,
-    /// MLX's ring, which real MLX ranks may be members of. Plaintext.
+    /// MLX's ring, which real MLX ranks can join. Plaintext.
     MlxRing,
     /// The MPI library that `mpirun` started this process with. Plaintext.
     Mpi,
-    /// NVIDIA's library; the ranks meet by TCP. Plaintext.
+    /// NVIDIA's NCCL; the ranks meet by TCP. Plaintext.
     Nccl,
 }
 
@@ -59,8 +59,7 @@ impl Backend {
         }
     }
 
-    /// Whether what leaves this machine is unencrypted by the wire's nature, so that somebody has
-    /// to ask for it by name.
+    /// Whether the backend cannot encrypt, so that it must be requested by name.
     pub const fn is_plaintext(self) -> bool {
         matches!(self, Self::Rdma | Self::MlxRing | Self::Mpi | Self::Nccl)
     }
@@ -72,7 +71,6 @@ impl fmt::Display for Backend {
     }
 }
 
-/// Not the name of a backend.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no backend is called {got:?}")]
 pub struct UnknownBackend {
@@ -91,19 +89,19 @@ impl std::str::FromStr for Backend {
     }
 }
 
-/// The policy for when the others do not come.
+/// What to do if the other ranks do not arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strict {
-    /// That is an error.
+    /// Fail.
     Yes,
-    /// Go on alone, as a group of one.
+    /// Continue alone, as a group of one.
     No,
 }
 
-/// The place of a rank, and where the others are: arguments as for [`tcp::join_with`].
+/// This rank and the addresses of the others: arguments as for [`tcp::join_with`].
 #[derive(Debug)]
 pub struct Seat<'a, A = SocketAddr> {
-    /// The listener that `addrs[rank]` leads to.
+    /// The listener at `addrs[rank]`.
     pub listener: Listener,
     pub rank: Rank,
     /// Every rank's addresses.
@@ -119,25 +117,19 @@ pub struct Seat<'a, A = SocketAddr> {
 pub enum Plaintext {
     /// Only loopback addresses are used.
     Refused,
-    /// Somebody asked for it by name.
+    /// The user requested a plaintext backend by name.
     Allowed,
 }
 
 /// Why there is no group.
 #[derive(Debug, thiserror::Error)]
 pub enum InitError {
-    /// A wire that nobody has asked for by name.
+    /// A plaintext backend that was not requested by name.
     #[error("{backend} is plaintext: not allowed")]
-    Plaintext {
-        /// Which.
-        backend: Backend,
-    },
-    /// A wire that no provider given to [`init`] joins.
+    Plaintext { backend: Backend },
+    /// No provider passed to [`init`] joins by this backend.
     #[error("{backend}: no provider of this wire was given")]
-    NoProvider {
-        /// Which.
-        backend: Backend,
-    },
+    NoProvider { backend: Backend },
     #[error(transparent)]
     Join(#[from] JoinError),
     /// The error of a [`Provider`], of the type that it documents, to be downcast.
@@ -288,7 +280,7 @@ mod tests {
         assert!(!first.1.wire, "{backend:?}");
     }
 
-    /// A wire that nobody asks for.
+    /// A provider that no call names.
     #[derive(Debug)]
     struct Other;
 

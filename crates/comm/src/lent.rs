@@ -1,15 +1,14 @@
-//! Bytes that a peer lends, used where they lie.
+//! Bytes of a peer, used where they are.
 //!
-//! Another process may write to them at the same time: a process that keeps to the protocol does
-//! not, a broken or stopped one may. So no reference leads to them. They are copied by raw
-//! pointers. Of bytes that change meanwhile a copy has old or new ones. The copier finds out
-//! afterwards whether the copy counts (`loan`).
+//! A broken or stopped peer process may write to them at the same time; a correct one does not. So
+//! no reference points to them: they are copied through raw pointers. A copy of bytes that change
+//! meanwhile has old or new ones. The copier checks afterwards whether the copy is valid (`loan`).
 
 use std::marker::PhantomData;
 
 use crate::sync::copy_raw;
 
-/// Bytes to read.
+/// Peer bytes, read only.
 #[derive(Clone, Copy, Debug)]
 pub struct Lent<'a> {
     start: *const u8,
@@ -21,7 +20,7 @@ impl<'a> Lent<'a> {
     /// The `len` bytes from `start` on.
     ///
     /// # Safety
-    /// They stay mapped, to be read, throughout `'a`.
+    /// They stay mapped and readable throughout `'a`.
     pub const unsafe fn new(start: *const u8, len: usize) -> Self {
         Self {
             start,
@@ -30,18 +29,16 @@ impl<'a> Lent<'a> {
         }
     }
 
-    /// Bytes that nobody writes to.
+    /// Bytes of this process that nobody writes to.
     pub const fn of(bytes: &'a [u8]) -> Self {
         // SAFETY: borrowed for as long.
         unsafe { Self::new(bytes.as_ptr(), bytes.len()) }
     }
 
-    /// How many there are.
     pub const fn len(self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
@@ -49,7 +46,7 @@ impl<'a> Lent<'a> {
     /// The `count` bytes from `at` on.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If the range exceeds them.
     pub fn part(self, at: usize, count: usize) -> Self {
         assert!(
             at <= self.len && count <= self.len - at,
@@ -63,10 +60,10 @@ impl<'a> Lent<'a> {
     /// Copies all of them.
     ///
     /// # Panics
-    /// If `into` is not as long.
+    /// If `into` has another length.
     pub fn copy_to(self, into: &mut [u8]) {
         assert_eq!(into.len(), self.len, "bytes of two buffers");
-        // SAFETY: both have so many bytes; `into` is borrowed exclusively, so they are apart.
+        // SAFETY: both have `len` bytes; `into` is borrowed exclusively, so they do not overlap.
         unsafe { copy_raw(self.start, into.as_mut_ptr(), self.len) };
     }
 
@@ -81,7 +78,7 @@ impl<'a> Lent<'a> {
     }
 }
 
-/// Bytes to read and write.
+/// Peer bytes, readable and writable.
 #[derive(Debug)]
 pub struct LentMut<'a>(Lent<'a>);
 
@@ -89,26 +86,26 @@ impl<'a> LentMut<'a> {
     /// The `len` bytes from `start` on.
     ///
     /// # Safety
-    /// They stay mapped, to be read and written, throughout `'a`; in this process nobody else uses
-    /// them meanwhile, and no reference leads there.
+    /// They stay mapped, readable and writable, throughout `'a`. In this process nothing else uses
+    /// them meanwhile, and no reference points to them.
     pub const unsafe fn new(start: *mut u8, len: usize) -> Self {
         // SAFETY: by the caller's promise.
         Self(unsafe { Lent::new(start, len) })
     }
 
-    /// The same to be read.
+    /// A read-only view.
     pub const fn read(&self) -> Lent<'_> {
         self.0
     }
 
-    /// Puts `bytes` there, from `at` on.
+    /// Writes `bytes` at offset `at`.
     ///
     /// # Panics
-    /// If they reach beyond the end.
+    /// If they exceed the end.
     pub fn write(&mut self, at: usize, bytes: &[u8]) {
         let place = self.0.part(at, bytes.len());
-        // SAFETY: as long, and may be written to by `new`'s promise; `bytes` are apart, since no
-        // reference leads there.
+        // SAFETY: as long, and writable by `new`'s promise; `bytes` do not overlap, since no
+        // reference points there.
         unsafe { copy_raw(bytes.as_ptr(), place.start.cast_mut(), bytes.len()) };
     }
 }

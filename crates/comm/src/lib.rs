@@ -25,15 +25,15 @@
 //!
 //! In reading order:
 //! - [`Group`]: the trait and its contract; [`Collective`]: a call as data.
-//! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
+//! - [`Data`], [`DataMut`], [`Counts`]: the buffers of a call, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
-//!   ranks that reach each other by TCP; [`init`]: whichever works.
-//! - [`provider`]: what wires above this crate (`comm-rdma`, `comm-interop`) offer to [`init`] and
-//!   share with those in it.
+//!   ranks connected by TCP; [`init`]: a chosen or the best available backend.
+//! - [`provider`]: the interface between [`init`] and backends above this crate (`comm-rdma`,
+//!   `comm-interop`), and the parts that they reuse.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
-//! - [`Memory`]: what devices use in place; [`Ahead`]: several calls in flight; [`Window`]: memory
-//!   that others read and write; [`Tuning`]: which algorithm is used.
+//! - [`Memory`]: memory that devices use in place; [`Ahead`]: several calls in flight; [`Window`]:
+//!   one-sided access; [`Tuning`]: the choice of algorithms.
 //! - [`testing`]: the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.

@@ -9,18 +9,18 @@ use std::time::Duration;
 use super::key::Protection;
 use crate::Algorithm;
 
-/// How long a rank may give no sign of life, unless [`Config`] says otherwise. DESIGN.md asks for
-/// an error within 2 s; the rest is for a keeper that gets its core late.
+/// Default of [`Config::silence`]. The contract is an error within 2 s; the rest is slack for a
+/// heartbeat thread that is scheduled late.
 pub const SILENCE: Duration = Duration::from_millis(1500);
 
 /// Names one group, so that ranks of different groups that meet by mistake do not mix.
 ///
-/// It is no secret: it keeps mistakes out, not enemies.
+/// Not a secret: it prevents mistakes, not attacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupId(pub [u8; 16]);
 
 impl GroupId {
-    /// An id that no other group has, for all practical purposes.
+    /// A random id, unique for all practical purposes.
     pub fn random() -> Self {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&random().to_le_bytes());
@@ -28,8 +28,8 @@ impl GroupId {
         Self(bytes)
     }
 
-    /// The id of a group that is split off this one: the same on all its ranks, another for every
-    /// split and color. FNV-1a over all three, twice with different starts.
+    /// The id of a group split off this one: the same on all its ranks, different for every split
+    /// and color. FNV-1a over all three, twice with different starts.
     pub(crate) fn derive(self, number: u64, color: u32) -> Self {
         let half = |start: u64| {
             let numbers = [number.to_le_bytes(), u64::from(color).to_le_bytes()].concat();
@@ -54,21 +54,21 @@ pub fn random() -> u64 {
 /// How a group behaves. The same on all ranks.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// A rank that gives no sign of life for so long is given up:
+    /// Longest silence of a rank before it is declared lost:
     /// [`Error::Silent`](crate::Error::Silent).
     pub silence: Duration,
-    /// Use this algorithm wherever an operation has it. What rank 0 says counts.
+    /// Use this algorithm wherever an operation has it. Rank 0's setting applies.
     pub force: Option<Algorithm>,
-    /// TCP connections of each pair for collectives, and as many for messages, which take turns.
+    /// TCP connections of each pair for collectives, and as many for messages, used round-robin.
     /// Use more than one for ranks with several addresses, each on a network of its own, or for
     /// networks that limit a single connection.
     pub streams: NonZeroU8,
-    /// The processes that may read and write what ranks send.
+    /// Which processes may read and write the group's traffic.
     pub protection: Protection,
 }
 
 impl Config {
-    /// Connections of a pair: for calls, for messages, and one for control, which is the last.
+    /// Connections of a pair: for calls, for messages, and last one for control.
     pub(crate) fn slots(&self) -> usize {
         2 * usize::from(self.streams.get()) + 1
     }
@@ -85,11 +85,11 @@ impl Default for Config {
     }
 }
 
-/// Where a rank is reached: one address, or several, each on another network that leads to it.
+/// The addresses of a rank: one, or several on different networks.
 ///
-/// Connection `s` of a pair goes to address `s` modulo their number, so every network carries an
-/// equal share. The system's routes decide over which own interface. An address that does not
-/// answer while another does is left out after a second.
+/// Connection `s` of a pair uses address `s` modulo their number, so every network carries an equal
+/// share. The system's routes choose the local interface. An address that does not answer while
+/// another does is skipped after a second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Addrs(pub(super) Vec<SocketAddr>);
 

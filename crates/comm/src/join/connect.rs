@@ -1,17 +1,17 @@
-//! How ranks become a group: every pair connects, says who it is, and learns why not.
+//! Joins ranks into a group: every pair connects, exchanges hellos, and reports why a join fails.
 //!
-//! The higher rank of a pair dials the lower, once for each slot (`hello`). When a rank has all its
-//! links it sends one beat on each control connection, and it is done when it has one from
-//! everybody. Who gives up says why on all connections it has.
+//! The higher rank of a pair dials the lower, once for each slot (`hello`). A rank with all its
+//! links sends one heartbeat on each control connection. It is done when it has received one from
+//! every rank. A rank that gives up sends the reason on all its connections.
 //!
-//! A stranger costs a slot among [`STRANGERS`] until its first bytes are wrong or
-//! [`STRANGER_WAIT`] is over; the oldest makes room for a new one. Whoever is a member says hello
-//! at once, so it is not the oldest for long, and it dials again when it was turned out.
+//! A pending connection occupies one of [`STRANGERS`] slots until its first bytes are wrong or
+//! [`STRANGER_WAIT`] is over. A new connection evicts the oldest one. A member sends its hello at
+//! once, so it is not the oldest for long, and it dials again after an eviction.
 //!
-//! With a group key, a process that has proved to have it ends the join at once by a hello that
-//! does not fit. Without proof, a hello from outside the group's addresses never ends the join. An
-//! unproven hello from an address of the group ends it only after [`UNPROVEN_WAIT`], if the rank
-//! that it names is not there by then.
+//! With a group key, a mismatching hello of a process that proved the key ends the join at once.
+//! Without proof, a hello from outside the group's addresses never ends the join. An unproven hello
+//! from an address of the group ends it only after [`UNPROVEN_WAIT`], if the rank that it names is
+//! still missing.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -33,39 +33,36 @@ use crate::transport::Closed;
 use crate::wire::{CONTROL_BYTES, Control};
 use crate::{Deadline, deadline};
 
-/// How long one attempt to connect may take, and how long to wait before the next.
+/// Limit of one attempt to connect, and the pause before the next.
 const DIAL_WAIT: Duration = Duration::from_millis(500);
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
-/// How long a rank waits before it calls the address that should be its own. Most groups are
-/// complete by then, and behind some gateways the address leads nowhere.
+/// Delay before a rank dials its own address as a check. Most groups are complete by then, and
+/// behind some gateways the address leads nowhere.
 const SELF_AGAIN: Duration = Duration::from_millis(300);
 
-/// How long an address of a rank that is reached by another may refuse, before the next of its
-/// addresses is taken.
+/// How long one address of a reachable rank may refuse, before the rank's next address is tried.
 const ADDRESS_WAIT: Duration = Duration::from_secs(1);
 
-/// How long the place of a rank that came with another group id is kept for it. The rank may be
-/// about to give up a group that has failed, and to come again.
+/// Grace period for a rank that dialled with another group id. It may be about to abandon a failed
+/// group and dial again.
 const STRAY_WAIT: Duration = Duration::from_secs(1);
 
-/// How long the place of a rank is kept that came from an address of the group without a proof of
-/// the key. It may have another key, and is to be named soon. Or it is another process of that
-/// machine, and the rank itself is about to come. Ranks that are started together come within tens
-/// of milliseconds.
+/// Grace period for a rank that dialled from an address of the group without a proof of the key.
+/// Either it has another key, and should be named soon, or it is another process of that machine.
+/// Ranks that are started together arrive within tens of milliseconds.
 const UNPROVEN_WAIT: Duration = Duration::from_millis(500);
 
-/// How long a rank that gives up still answers those who come.
+/// How long a rank that gives up still answers new connections.
 const FAREWELL: Duration = Duration::from_millis(300);
 
-/// Longest sleep between two looks at everything.
+/// Longest sleep between two polls.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// The first byte of a dialler over a sealed connection, which shows that its hello is no
-/// recording.
+/// First byte of a dialler over an encrypted connection: proof that its hello is no replay.
 const PROOF: [u8; 1] = [1];
 
-/// A dialler that was turned away and said that it is a rank that is missing.
+/// A rejected dialler that claimed a rank that is still missing.
 #[derive(Clone, Copy)]
 struct Stray {
     why: Refusal,
@@ -87,14 +84,14 @@ impl Stray {
     }
 }
 
-/// Connections by rank, none for the rank itself.
+/// Connections by rank; `None` for the rank itself.
 pub(crate) type Streams = Vec<Option<Stream>>;
 
-/// A process that dialled this rank.
+/// An accepted connection that is not a member's yet.
 enum Stranger {
-    /// It has not said all of its hello.
+    /// Its hello is incomplete.
     Greeting(Pending),
-    /// It was welcomed and has to prove that it can go on with the handshake.
+    /// It was welcomed, and must prove the group key by an encrypted byte.
     Proving(Box<Stream>, Hello, Instant),
 }
 
@@ -107,16 +104,16 @@ impl Stranger {
     }
 }
 
-/// A connection that this rank has to make. A connection to the rank itself shows whether its
+/// An outgoing connection of this rank. One connection goes to the rank itself, to check that its
 /// address leads to it.
 struct Dial {
     peer: usize,
     slot: usize,
-    /// Which of the peer's addresses.
+    /// Index among the peer's addresses.
     address: usize,
     pending: Option<(Pending, Option<Shaking>)>,
     not_before: Instant,
-    /// Since when this address does not answer, although the peer is there.
+    /// Start of the time in which this address failed although the peer is reachable.
     failing: Option<Instant>,
 }
 
@@ -129,11 +126,11 @@ struct Joining<'a> {
     strangers: VecDeque<Stranger>,
     dials: Vec<Dial>,
     turned_away: Option<Refusal>,
-    /// By the rank that each said it is, the first.
+    /// By the rank that each claimed, the first.
     strays: Vec<Option<Stray>>,
 }
 
-/// All connections of `rank`, by slot, and who is at their other ends.
+/// All connections of `rank`, by slot, and the roster of processes at their other ends.
 pub(crate) fn connect(
     origin: &Origin,
     rank: Rank,
@@ -204,7 +201,7 @@ impl<'a> Joining<'a> {
         u32::try_from(self.origin.addrs.len()).expect("checked before")
     }
 
-    /// Makes all links.
+    /// Establishes all links.
     fn links(&mut self, deadline: Deadline) -> Result<(), JoinError> {
         loop {
             self.accept();
@@ -238,7 +235,7 @@ impl<'a> Joining<'a> {
         self.links.last().expect("there is a slot for control")
     }
 
-    /// Takes in whoever knocks.
+    /// Accepts new connections.
     fn accept(&mut self) {
         let come = self.origin.listener.lobby().take();
         self.strangers.extend(come.map(Stranger::Greeting));
@@ -265,7 +262,7 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    /// Judges a hello, answers, and keeps the connection of a member.
+    /// Checks a hello, replies, and keeps the connection of a member.
     fn admit(&mut self, pending: Pending, hello: &Hello) -> Result<(), JoinError> {
         let from = pending.stream.peer_addr().ok().map(|addr| addr.ip());
         match self.welcome(&pending, hello) {
@@ -288,7 +285,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Links a stranger whose handshake is complete.
+    /// Links a pending connection whose handshake is complete.
     fn hear_proof(
         &mut self,
         stream: Box<Stream>,
@@ -301,7 +298,7 @@ impl<'a> Joining<'a> {
                 let stranger = Stranger::Proving(stream, hello, since);
                 self.strangers.push_back(stranger);
             }
-            // Whether the rank is taken only counts now: before, a recording could have taken it.
+            // Checked only now that the key is proven: a replayed hello must not take the rank.
             Ok(1..) if proof == PROOF => match self.roster.judge(&hello) {
                 None => self.take(*stream, &hello),
                 Some(why) => {
@@ -322,7 +319,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Whether whoever said `hello` may go on: with a session, if there is a group key.
+    /// Checks `hello`; returns a session if there is a group key.
     fn welcome(&self, pending: &Pending, hello: &Hello) -> Result<Option<Answer>, Refusal> {
         let origin = self.origin;
         let key = origin.config.protection.key();
@@ -335,8 +332,8 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Takes note of one who was turned away; an error if the group can then never be complete.
-    /// `proven` says whether it has the group key.
+    /// Records a rejected dialler; fails if the group can then never be complete. `proven`: the
+    /// dialler has the group key.
     fn offence(
         &mut self,
         why: Refusal,
@@ -351,8 +348,8 @@ impl<'a> Joining<'a> {
         };
         let listed = from.filter(listed);
         if hello.group != self.origin.id {
-            // A member of another group has lost its way. But if the rank that it says it is does
-            // not come, it was that rank.
+            // A member of another group dialled the wrong address. If the rank that it claims stays
+            // missing, it was that rank.
             let (rank, to) = (hello.rank as usize, hello.to as usize);
             let meant = (hello.size, to) == (self.size(), self.rank);
             if let (true, Some(from), Some(stray)) = (meant, listed, self.strays.get_mut(rank)) {
@@ -370,8 +367,8 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    /// Gives up if a rank came with another group id, or without proof of the key, and did not come
-    /// back as a member.
+    /// Fails if a rank dialled with another group id, or without a proof of the key, and did not
+    /// return as a member.
     fn look_at_strays(&self) -> Result<(), JoinError> {
         for (rank, stray) in self.strays.iter().enumerate() {
             if let Some(Stray { why, from, since }) = *stray
@@ -385,7 +382,7 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    /// Goes on with all connections that this rank has to make.
+    /// Advances all outgoing connections.
     fn dial(&mut self, deadline: Deadline) -> Result<(), JoinError> {
         let mut dials = std::mem::take(&mut self.dials);
         let mut result = Ok(());
@@ -400,7 +397,7 @@ impl<'a> Joining<'a> {
         result
     }
 
-    /// True when the connection is made.
+    /// True when the connection is established.
     fn dial_one(&mut self, dial: &mut Dial, deadline: Deadline) -> Result<bool, JoinError> {
         let now = deadline::now();
         let Some((pending, shaking)) = &mut dial.pending else {
@@ -420,7 +417,7 @@ impl<'a> Joining<'a> {
             }
             Ok(Some(Some(Reply::Refused(why)))) => Err(JoinError::Refused { by, why }),
             Ok(Some(Some(Reply::GaveUp(why)))) => Err(JoinError::GaveUp { by, why }),
-            // Whoever is there is not a rank, or gone; perhaps one will come.
+            // The process there is no rank, or has ended; a rank may still start at this address.
             Ok(Some(None)) | Err(Closed) => {
                 dial.pending = None;
                 dial.not_before = now + DIAL_AGAIN;
@@ -429,7 +426,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Dials and says hello.
+    /// Dials and sends the hello.
     fn call(&self, dial: &mut Dial, deadline: Deadline) {
         let addrs = &self.origin.addrs[dial.peer];
         let wait = deadline.left(deadline::now()).min(DIAL_WAIT);
@@ -453,7 +450,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Keeps a connection whose acceptor welcomes this rank; false if it has to be made again.
+    /// Keeps a connection whose acceptor welcomes this rank; false if it must be dialled again.
     fn linked(&mut self, dial: &mut Dial, pending: Pending, shaking: Option<Shaking>) -> bool {
         let session = shaking.map(|shaking| shaking.end(pending.shake(REPLY_BYTES)));
         let Ok(session) = session.transpose() else {
@@ -486,7 +483,7 @@ impl<'a> Joining<'a> {
         greeting::greet(stream, &hello, key)
     }
 
-    /// Whether a member has given up meanwhile, or turned this rank away after all.
+    /// Whether a member has given up meanwhile, or rejected this rank later.
     fn look_at_members(&self) -> Result<(), JoinError> {
         let mut lost = None;
         for (rank, stream) in self
@@ -504,7 +501,7 @@ impl<'a> Joining<'a> {
                     Some(Reply::Refused(why)) => return Err(JoinError::Refused { by, why }),
                     Some(Reply::Welcome) | None => {}
                 },
-                // The own end of a call to itself.
+                // The own end of the connection to itself.
                 Err(Closed) if rank == self.rank => {}
                 Err(Closed) => lost = lost.or(Some(by)),
                 Ok(_) => {}
@@ -513,7 +510,7 @@ impl<'a> Joining<'a> {
         lost.map_or(Ok(()), |rank| Err(JoinError::Lost { rank }))
     }
 
-    /// Tells the members that there will be no group, and for a moment those who still come.
+    /// Notifies the members that there will be no group, and for a moment also new connections.
     fn give_up(&mut self, error: &JoinError, deadline: Deadline) {
         let (JoinError::Unfit { why, .. }
         | JoinError::GaveUp { why, .. }
@@ -526,8 +523,8 @@ impl<'a> Joining<'a> {
             let _ = stream.write(&farewell(reply), &[]);
         }
         self.call_the_uncalled(deadline); // may wait for who is not there, so after those who are
-        // Who has said welcome, and was not heard yet, counts on this rank too. A sealed connection
-        // has no session yet, and without a proof the other does not count on it.
+        // A peer whose welcome was not read yet counts on this rank too. An encrypted connection
+        // has no session yet, and without a proof the peer does not count on it.
         for (pending, shaking) in self.dials.iter().filter_map(|dial| dial.pending.as_ref()) {
             if shaking.is_none() {
                 let _ = (&pending.stream).write(&farewell(reply));
@@ -547,8 +544,8 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Says hello to members that were not called yet, which would wait for this rank. They see for
-    /// themselves what does not fit, or are told.
+    /// Sends a hello to members not yet dialled, which would otherwise wait for this rank. They
+    /// find the mismatch themselves or receive the reason.
     fn call_the_uncalled(&mut self, deadline: Deadline) {
         let until = Deadline::at(deadline::now() + FAREWELL).min(deadline);
         let control = self.origin.config.slots() - 1;
@@ -562,7 +559,7 @@ impl<'a> Joining<'a> {
         self.dials = dials;
     }
 
-    /// Tells one who comes too late.
+    /// Rejects a late connection.
     fn turn_away(&mut self, stranger: Stranger, reply: Reply) {
         match stranger {
             Stranger::Greeting(mut pending) => match pending.hello() {
@@ -585,7 +582,7 @@ impl<'a> Joining<'a> {
     /// Waits until all ranks have all their links.
     fn ready(&mut self, deadline: Deadline) -> Result<(), JoinError> {
         for stream in self.control().iter().flatten() {
-            // The connection is new: it takes this.
+            // The connection is new, so its buffer has room.
             let _ = stream.write(&Control::Beat.encode(), &[]);
         }
         let mut missing: Vec<usize> = (0..self.roster.instances.len()).collect();
@@ -620,7 +617,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Whether the beat of `rank` is there; it is taken off the connection.
+    /// Whether the heartbeat of `rank` has arrived; consumes it.
     fn is_ready(&self, rank: usize) -> Result<bool, Closed> {
         let Some(stream) = &self.control()[rank] else {
             return Err(Closed);
@@ -633,7 +630,7 @@ impl<'a> Joining<'a> {
         stream.read(&mut bytes).map(|_| true)
     }
 
-    /// Sleeps until something may have changed.
+    /// Sleeps until a socket is ready or a timer is due.
     fn wait(&self, deadline: Deadline) {
         let listening = self.origin.listener.sockets().iter();
         let mut fds: Vec<_> = listening
@@ -647,7 +644,7 @@ impl<'a> Joining<'a> {
     }
 }
 
-/// A reply that is as long as what else comes over a control connection.
+/// A reply padded to the length of a control frame.
 fn farewell(reply: Reply) -> [u8; CONTROL_BYTES] {
     let mut bytes = [0; CONTROL_BYTES];
     bytes[..REPLY_BYTES].copy_from_slice(&reply.encode());

@@ -1,11 +1,10 @@
-//! The door: processes that connect to a rank's listener, and the roster of members, while a group
-//! is made and as long as it lives.
+//! Late connections to a rank's listener, and the roster of the group's processes.
 //!
-//! When a group is complete its keeper looks at the door every now and then. A process that means
-//! this group comes too late, and is told why not. Most likely it is a second process of a rank.
-//! Processes that mean another group wait in the lobby for a group that is being made over the same
-//! listener (`split`). They wait until [`STRANGER_WAIT`](super::greeting::STRANGER_WAIT) is over,
-//! and dial again.
+//! The heartbeat thread of a complete group polls the listener. A process that names this group
+//! comes too late and receives the reason; most likely it is a second process of a rank.
+//! Connections that name another group stay pending for a group that is being made over the same
+//! listener (`split`). They time out after [`STRANGER_WAIT`](super::greeting::STRANGER_WAIT), and
+//! the peer dials again.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -19,12 +18,12 @@ use super::origin::Origin;
 use super::refusal::Refusal;
 use crate::locks::lock;
 
-/// Which process is which rank, as one rank knows it.
+/// The process of each rank, as known to one rank.
 pub(crate) struct Roster {
     rank: usize,
-    /// The number of this process.
+    /// Random number that identifies this process.
     pub(super) instance: u64,
-    /// The numbers of the other ranks' processes, as far as they have come. Only higher ranks come.
+    /// Process numbers of the higher ranks, which dial this one, as far as they have arrived.
     pub(super) instances: Vec<Option<u64>>,
     streams: u16,
     slots: usize,
@@ -41,7 +40,7 @@ impl Roster {
         }
     }
 
-    /// The refusal of a rank of this group, if its hello is true and does not fit.
+    /// Why a hello of this group is refused, if it does not fit.
     pub(super) fn judge(&self, hello: &Hello) -> Option<Refusal> {
         let (rank, slot) = (hello.rank as usize, usize::from(hello.slot));
         let ours = u32::try_from(self.instances.len()).expect("checked when the group was made");
@@ -69,7 +68,7 @@ impl Roster {
     }
 }
 
-/// The door of a complete group.
+/// Handles connections to a complete group.
 pub(crate) struct Door {
     listener: Arc<Listener>,
     config: Config,
@@ -89,7 +88,7 @@ impl Door {
         }
     }
 
-    /// Answers those who mean this group.
+    /// Replies to late connections that name this group.
     pub(crate) fn answer(&self) {
         self.listener.lobby().sort(|pending, hello| {
             let meant = hello.group == self.id;
@@ -106,14 +105,14 @@ impl Door {
             Ok(_) => self.roster.judge(hello),
             Err(why) => Some(why),
         };
-        // A member that has dialled twice has what it needs.
+        // A member that dialled twice already has its connection.
         if let Some(why) = why {
             refuse(&pending.stream, Reply::Refused(why));
             *self.last() = Some(why);
         }
     }
 
-    /// Why somebody was last turned away.
+    /// Reason of the last rejection.
     pub(crate) fn turned_away(&self) -> Option<Refusal> {
         *self.last()
     }

@@ -1,5 +1,4 @@
-//! The first bytes of a connection, as they come, and what of them is the same for whatever the
-//! connection is for.
+//! The first bytes of an incoming connection: parsing shared by all connection types.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -17,13 +16,13 @@ use super::stream::Stream;
 use crate::deadline;
 use crate::transport::Closed;
 
-/// Connections that may wait for their first bytes at once: several for each of 64 ranks.
+/// Most connections that may wait for their first bytes: several for each of 64 ranks.
 pub(super) const STRANGERS: usize = 256;
 
-/// How long a connection may take to say hello.
+/// How long a connection may take to send its hello.
 pub(super) const STRANGER_WAIT: Duration = Duration::from_secs(2);
 
-/// A connection whose first bytes have not all come.
+/// A connection whose first bytes are incomplete.
 #[derive(Debug)]
 pub(super) struct Pending {
     pub(super) stream: TcpStream,
@@ -50,7 +49,7 @@ impl Pending {
         Ok(self.filled >= count)
     }
 
-    /// The hello, once all of it is there: of another version, as much as is needed to say so.
+    /// The hello, once complete; of another version, as much as is needed to report it.
     pub(super) fn hello(&mut self) -> Result<Option<Hello>, Closed> {
         let whole = self.read(HELLO_BYTES)?;
         let head = self.bytes.first_chunk().expect("a greeting is longer");
@@ -68,7 +67,7 @@ impl Pending {
         Ok((whole && self.read(all)?).then_some(hello))
     }
 
-    /// The reply, once all of it is there: with a handshake, if it welcomes and `sealed`.
+    /// The reply, once complete; with a handshake message, if it welcomes and `sealed`.
     pub(super) fn reply(&mut self, sealed: bool) -> Result<Option<Option<Reply>>, Closed> {
         if !self.read(REPLY_BYTES)? {
             return Ok(None);
@@ -81,20 +80,20 @@ impl Pending {
         Ok(self.read(all)?.then_some(reply))
     }
 
-    /// The message of the handshake behind `head` bytes.
+    /// The handshake message behind `head` bytes.
     pub(super) fn shake(&self, head: usize) -> &[u8; SHAKE_BYTES] {
         let bytes = self.bytes[head..].first_chunk();
         bytes.expect("a greeting has room for it")
     }
 
-    /// Whether it may still become something.
+    /// Whether the connection may still become valid.
     pub(super) fn plausible(&self) -> bool {
         let head = self.filled.min(MAGIC.len());
         self.bytes[..head] == MAGIC[..head] && self.since.elapsed() < STRANGER_WAIT
     }
 }
 
-/// Says `hello`, with the first message of a handshake if there is a key.
+/// Sends `hello`, with the first handshake message if there is a key.
 pub(super) fn greet(
     mut stream: TcpStream,
     hello: &Hello,
@@ -111,7 +110,7 @@ pub(super) fn greet(
     Ok((Pending::new(stream), shaking))
 }
 
-/// Lets in who passed [`check`] with this answer.
+/// Welcomes a connection that passed [`check`] with this reply.
 pub(super) fn welcome(pending: Pending, answer: Option<Answer>) -> std::io::Result<Stream> {
     let mut reply = Reply::Welcome.encode().to_vec();
     let session = answer.map(|(session, shake)| {
@@ -122,11 +121,11 @@ pub(super) fn welcome(pending: Pending, answer: Option<Answer>) -> std::io::Resu
     Ok(Stream::new(pending.stream, session))
 }
 
-/// A session, and the acceptor's message that makes the other side have it too.
+/// A session, and the acceptor's message that completes it at the dialler.
 pub(super) type Answer = (Session, [u8; SHAKE_BYTES]);
 
-/// Whether whoever said `hello` speaks this version, means `group` and has `key`: then with a
-/// session, if there is a key. It may be a recording until something came over that session.
+/// Checks version, group and key of `hello`; returns a session if there is a key. The hello may be
+/// a replay until a byte has arrived over that session.
 pub(super) fn check(
     pending: &Pending,
     hello: &Hello,
@@ -152,7 +151,8 @@ pub(super) fn check(
     }
 }
 
-/// Says why not. What was not read would make the system take the answer back.
+/// Sends the refusal. Unread bytes are drained first, as the system would otherwise discard the
+/// reply.
 pub(super) fn refuse(mut stream: &TcpStream, reply: Reply) {
     let _ = stream.read(&mut [0; 4096]);
     let _ = stream.write(&reply.encode());

@@ -21,13 +21,14 @@ use super::config::GroupId;
 use super::refusal::Refusal;
 use super::seal::SHAKE_BYTES;
 
-/// Changes with every change of a frame, and of how many messages a sender may have unreceived.
+/// Incremented with every change of a frame, or of the number of messages a sender may have
+/// unreceived.
 pub(super) const VERSION: u16 = 3;
 pub(super) const MAGIC: [u8; 8] = *b"paceline";
 pub(super) const HELLO_BYTES: usize = 56;
 pub(super) const REPLY_BYTES: usize = 24;
 
-/// Bytes of the shortest hello of any version, by which its version is known.
+/// Bytes of the shortest hello of any version; they contain the version.
 pub(super) const HELLO_BYTES_MIN: usize = 48;
 
 /// Bytes of the longest hello or reply.
@@ -63,7 +64,7 @@ impl Hello {
         bytes
     }
 
-    /// `None` if these bytes are no hello of any version.
+    /// `None` if the bytes are no hello of any version.
     pub(super) fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
         let mut group = [0; 16];
         group.copy_from_slice(&bytes[24..40]);
@@ -93,13 +94,13 @@ fn word(bytes: &[u8], at: usize) -> u32 {
         .map_or(0, |word| u32::from_le_bytes(*word))
 }
 
-/// A rank's answer to a hello, or its message when it gives up.
+/// A rank's reply to a hello, or its message when it gives up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reply {
     Welcome,
-    /// The one who said hello does not fit.
+    /// The sender of the hello does not fit.
     Refused(Refusal),
-    /// Another one did not fit.
+    /// Another process did not fit.
     GaveUp(Refusal),
 }
 
@@ -129,7 +130,7 @@ impl Reply {
         bytes
     }
 
-    /// `None` if these bytes are no reply.
+    /// `None` if the bytes are no reply.
     pub(super) fn decode(bytes: &[u8; REPLY_BYTES]) -> Option<Self> {
         if !bytes.starts_with(&MAGIC) {
             return None;
@@ -137,7 +138,7 @@ impl Reply {
         let (ours, theirs) = (word(bytes, 12), word(bytes, 16));
         let why = match bytes[10] {
             0 => return Some(Self::Welcome),
-            // Before version 2 this reply said the version of its sender in its head only.
+            // Before version 2 this reply carried its sender's version in the header only.
             1 => Refusal::Version {
                 ours: short(bytes, 8),
                 theirs: u16::try_from(theirs).ok()?,
@@ -162,14 +163,14 @@ impl Reply {
     }
 }
 
-/// Reads `bytes` as a hello and as a reply.
+/// Parses `bytes` as a hello and as a reply.
 pub(crate) fn parse(bytes: &[u8]) {
     if let Some(hello) = bytes.first_chunk().and_then(Hello::decode) {
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
     }
     if let Some(reply) = bytes.first_chunk().and_then(Reply::decode) {
         let again = Reply::decode(&reply.encode());
-        // A relayed refusal of a version names the versions as it heard them.
+        // A relayed version refusal names the versions as received.
         let version = matches!(
             reply,
             Reply::Refused(Refusal::Version { .. }) | Reply::GaveUp(Refusal::Version { .. })

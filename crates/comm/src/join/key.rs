@@ -1,4 +1,4 @@
-//! The secret of a group, and what happens without one.
+//! The group key, and the policy without one.
 
 use std::fmt;
 use std::io;
@@ -9,21 +9,21 @@ use zeroize::Zeroizing;
 /// Bytes of a [`GroupKey`]: those of a pre-shared key in the Noise framework.
 pub const KEY_BYTES: usize = 32;
 
-/// A secret that all ranks of a group share: whoever has it may be a rank, nobody else can read or
-/// change what ranks send.
+/// A secret shared by all ranks of a group. A process with the key may become a rank; no other
+/// process can read or change the group's traffic.
 ///
-/// It has to be random, since what is on the wire allows guessing it at leisure: never a password.
-/// Overwritten when dropped and never printed.
+/// It must be random and never a password: recorded traffic allows offline guessing. Overwritten
+/// when dropped and never printed.
 #[derive(Clone)]
 pub struct GroupKey(Zeroizing<[u8; KEY_BYTES]>);
 
 impl GroupKey {
-    /// The key of these bytes. The caller overwrites its own copy.
+    /// A key of these bytes. The caller overwrites its own copy.
     pub fn new(bytes: [u8; KEY_BYTES]) -> Self {
         Self(Zeroizing::new(bytes))
     }
 
-    /// A new key, of the system's random numbers.
+    /// A new key from the system's random numbers.
     ///
     /// # Errors
     /// If the system has none.
@@ -33,7 +33,7 @@ impl GroupKey {
         Ok(Self(bytes))
     }
 
-    /// The secret itself, to hand it to another rank.
+    /// The secret bytes, to pass them to another rank.
     pub fn bytes(&self) -> &[u8; KEY_BYTES] {
         &self.0
     }
@@ -45,7 +45,7 @@ impl fmt::Debug for GroupKey {
     }
 }
 
-/// The processes that may read and write what ranks send. The same on all ranks.
+/// Which processes may read and write the group's traffic. The same on all ranks.
 #[derive(Clone, Debug, Default)]
 pub enum Protection {
     /// Nothing is encrypted, and a rank joins only if all addresses are loopback.
@@ -53,7 +53,7 @@ pub enum Protection {
     Loopback,
     /// Every connection is authenticated and encrypted with this key, over loopback too.
     Key(GroupKey),
-    /// Nothing is encrypted, on any network: everybody on it can read and change everything.
+    /// Nothing is encrypted, on any network: every host on it can read and change everything.
     Plaintext,
 }
 
@@ -65,7 +65,7 @@ impl Protection {
         }
     }
 
-    /// The first of `addrs` that may not be used without a key.
+    /// The first of `addrs` that needs a key.
     pub(super) fn bars(&self, mut addrs: impl Iterator<Item = SocketAddr>) -> Option<SocketAddr> {
         match self {
             Self::Loopback => addrs.find(|addr| !addr.ip().to_canonical().is_loopback()),

@@ -1,4 +1,4 @@
-//! The sockets where a rank is reached, and the connections that wait there.
+//! The listening sockets of a rank, and its pending connections.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,13 +9,12 @@ use super::greeting::{Pending, STRANGERS};
 use super::hello::Hello;
 use crate::locks::lock;
 
-/// Where the other ranks of a group reach this one.
+/// The listening end of a rank.
 #[derive(Debug)]
 pub struct Listener {
-    /// At least one.
     sockets: Vec<TcpListener>,
     addrs: Vec<SocketAddr>,
-    /// Connections that have come and were not answered yet.
+    /// Accepted connections without a reply.
     waiting: Mutex<VecDeque<Pending>>,
 }
 
@@ -28,7 +27,7 @@ impl Listener {
         Self::bind_all(&[addr])
     }
 
-    /// Listens at all of `addrs`, for a rank that is reached over several networks.
+    /// Listens at all of `addrs`, for a rank that is reachable over several networks.
     ///
     /// # Errors
     /// If the system refuses one of them, or there is none.
@@ -51,17 +50,17 @@ impl Listener {
         })
     }
 
-    /// Where it listens, with the port that was chosen; the first of several.
+    /// The bound address, with the chosen port; the first of several.
     pub fn addr(&self) -> SocketAddr {
         self.addrs[0]
     }
 
-    /// All addresses where it listens.
+    /// All bound addresses.
     pub fn addrs(&self) -> &[SocketAddr] {
         &self.addrs
     }
 
-    /// The sockets, for a wire of its own.
+    /// The sockets, for a transport that accepts by itself.
     pub fn into_sockets(self) -> Vec<TcpListener> {
         self.sockets
     }
@@ -75,7 +74,7 @@ impl Listener {
     }
 }
 
-/// Connections of a listener that no group has taken; the oldest makes room for a new one.
+/// Connections of a listener that no group has claimed; a new one evicts the oldest.
 pub(super) struct Lobby<'a> {
     sockets: &'a [TcpListener],
     waiting: MutexGuard<'a, VecDeque<Pending>>,
@@ -87,7 +86,7 @@ impl<'a> Lobby<'a> {
         Self { sockets, waiting }
     }
 
-    /// Lets in who has knocked, up to a bound for each look.
+    /// Accepts new connections, bounded per call.
     fn fill(&mut self) {
         for socket in self.sockets {
             for _ in 0..STRANGERS {
@@ -107,13 +106,14 @@ impl<'a> Lobby<'a> {
         }
     }
 
-    /// All who wait.
+    /// All pending connections.
     pub(super) fn take(mut self) -> impl Iterator<Item = Pending> + use<> {
         self.fill();
         std::mem::take(&mut *self.waiting).into_iter()
     }
 
-    /// Lets `answer` have those who have said hello and whom it wants: it returns false for others.
+    /// Offers each connection with a complete hello to `answer`, which returns false to leave it
+    /// pending.
     pub(super) fn sort(mut self, answer: impl Fn(&Pending, &Hello) -> bool) {
         self.fill();
         for _ in 0..self.waiting.len() {

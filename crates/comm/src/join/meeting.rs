@@ -1,5 +1,6 @@
-//! Meeting at an address ([`crate::rendezvous`]): whoever listens there takes in those who come and
-//! hands all of them the list. With a group key nobody else comes in, listens or makes up a list.
+//! Rendezvous at an address ([`crate::rendezvous`]). The rank that binds the address, the host,
+//! collects the addresses of all ranks and sends each the list. With a group key, no other process
+//! can join, host or forge the list.
 //!
 //! ```text
 //! comer  -> a hello whose group id is the round's, all numbers 0    host -> its reply
@@ -21,27 +22,26 @@ use super::stream::Stream;
 use crate::transport::Closed;
 use crate::{Deadline, deadline};
 
-/// Comers that an address takes in at most.
+/// Maximum pending connections.
 const COMERS: usize = 1024;
 
-/// Bytes in which a comer says where it listens; the longest address has 58.
+/// Bytes of a member's address on the wire; the longest address has 58.
 const NAME_BYTES: usize = 64;
 
-/// Longest list: of [`COMERS`] lines.
+/// Longest list: [`COMERS`] lines.
 pub(crate) const LIST_BYTES: usize = COMERS * NAME_BYTES;
 
-/// How long an attempt to connect, or to hand out the list, may take.
+/// Limit of an attempt to connect, or to send the list.
 const WAIT: Duration = Duration::from_millis(500);
 
-/// How often either side looks whether something has come.
+/// Polling interval of both sides.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Why there is no list.
 #[derive(Debug)]
 pub(crate) enum Unmet {
-    /// The process that listened is gone, or is no rank, or is of another round.
+    /// The host has ended, is no rank, or is of another round.
     Gone,
-    /// It does not want this rank.
+    /// The host refuses this rank.
     Refused(Refusal),
 }
 
@@ -51,7 +51,7 @@ impl From<Closed> for Unmet {
     }
 }
 
-/// Comes to whoever listens `at` and waits for the list.
+/// Connects to the host `at`, registers this rank, and waits for the list.
 pub(crate) fn visit(
     at: SocketAddr,
     round: GroupId,
@@ -87,7 +87,7 @@ pub(crate) fn visit(
     look_until(deadline, || read_list(&stream, &mut list))?.ok_or(Unmet::Gone)
 }
 
-/// Calls `look` until it finds something, or it is too late.
+/// Calls `look` until it returns a value or the deadline has passed.
 fn look_until<T>(
     deadline: Deadline,
     mut look: impl FnMut() -> Result<Option<T>, Closed>,
@@ -108,7 +108,7 @@ fn write_all(stream: &Stream, mut bytes: &[u8], deadline: Deadline) -> Result<()
     })
 }
 
-/// The list, once all of it is there: `None` in it if it is none.
+/// The list, once complete; the inner `None` if it is malformed.
 fn read_list(
     stream: &Stream,
     list: &mut Vec<u8>,
@@ -128,14 +128,14 @@ fn read_list(
     }
 }
 
-/// Addresses, a line each, up to the first empty line.
+/// Parses addresses, one a line, up to the first empty line.
 pub(crate) fn parse_list(list: &[u8]) -> Option<Vec<SocketAddr>> {
     let lines = std::str::from_utf8(list).ok()?.lines();
     let lines = lines.take_while(|line| !line.is_empty());
     lines.map(|line| line.parse().ok()).collect()
 }
 
-/// The lines of such a list.
+/// Formats such a list.
 pub(crate) fn print_list(addrs: &[SocketAddr]) -> String {
     addrs.iter().map(|addr| format!("{addr}\n")).collect()
 }
@@ -151,11 +151,11 @@ fn parse_name(bytes: &[u8; NAME_BYTES]) -> Option<SocketAddr> {
     text.trim_end_matches('\0').parse().ok()
 }
 
-/// A process that has come to the host.
+/// A pending connection at the host.
 enum Guest {
     Greeting(Pending),
-    /// It was welcomed and has to say where it listens: with a key, this also shows that its hello
-    /// was no recording.
+    /// It was welcomed and must send its address. With a key, this also proves that its hello was
+    /// no replay.
     Naming(Box<Stream>, Name),
 }
 
@@ -165,7 +165,7 @@ struct Name {
     since: Instant,
 }
 
-/// Processes that come to the address of a meeting. Strangers cost as much as in a join, no more.
+/// The host's side of a round. Pending connections have the same bounds as in a join.
 pub(crate) struct Hall<'a> {
     listener: &'a Listener,
     round: GroupId,
@@ -191,7 +191,7 @@ impl<'a> Hall<'a> {
         }
     }
 
-    /// Takes in who has come, and forgets who has gone, perhaps to come back.
+    /// Accepts new connections, drops closed ones.
     pub(crate) fn look(&mut self) {
         let come = self.listener.lobby().take();
         self.guests.extend(come.map(Guest::Greeting));
@@ -202,17 +202,17 @@ impl<'a> Hall<'a> {
             .retain(|(_, stream)| stream.peek(&mut [0]).is_ok());
     }
 
-    /// Where those listen who are here; twice, if one has come twice.
+    /// Addresses of the connected members; a member that connected twice appears twice.
     pub(crate) fn comers(&self) -> impl Iterator<Item = SocketAddr> {
         self.comers.iter().map(|(addr, _)| *addr)
     }
 
-    /// Why somebody was last turned away.
+    /// Reason of the last rejection.
     pub(crate) const fn turned_away(&self) -> Option<Refusal> {
         self.turned_away
     }
 
-    /// Hands all the list. Who does not get it has gone, or comes again.
+    /// Sends the list to all members. A member that misses it has ended, or connects again.
     pub(crate) fn tell(self, list: &[SocketAddr]) {
         let list = print_list(list) + "\n";
         let soon = Deadline::at(deadline::now() + WAIT);
@@ -254,7 +254,7 @@ impl<'a> Hall<'a> {
                 };
                 Some(Guest::Naming(Box::new(stream), name))
             }
-            // Of another round: it may be here too early, or find out that it is late.
+            // Of another round: it may be early, or will find out that it is late.
             Err(Refusal::Group) => None,
             Err(why) => {
                 refuse(&pending.stream, Reply::Refused(why));
@@ -265,7 +265,7 @@ impl<'a> Hall<'a> {
     }
 }
 
-/// Reads `bytes` as an address and as a list.
+/// Parses `bytes` as an address and as a list.
 pub(crate) fn parse(bytes: &[u8]) {
     if let Some(addr) = bytes.first_chunk().and_then(parse_name) {
         assert_eq!(parse_name(&name(addr)), Some(addr));

@@ -1,11 +1,11 @@
-//! How processes become the ranks of a group: by TCP, whatever carries their bytes afterwards.
+//! Joins processes into a group. Joining uses TCP for every transport.
 //!
-//! - `config`: the settings that all ranks share; `origin`: how a rank came into its group;
-//! - `connect`: who may become a member, and how the others learn why not;
-//! - `hello`, `refusal`: the words in which ranks say that; `greeting`: how these words come;
-//! - `listener`, `door`: who comes, also too late;
-//! - `meeting`: how ranks find each other at an address, for [`crate::rendezvous`];
-//! - `key`, `seal`: who may read and write the connections;
+//! - `config`: the settings that all ranks share; `origin`: how a rank joined its group;
+//! - `connect`: the join itself, and the reasons when it fails;
+//! - `hello`, `refusal`: messages of a join; `greeting`: parsing of a connection's first bytes;
+//! - `listener`, `door`: pending and late connections;
+//! - `meeting`: rendezvous at an address, for [`crate::rendezvous`];
+//! - `key`, `seal`: authentication and encryption of connections;
 //! - `stream`, `poll`: connections, and waiting for them.
 
 mod config;

@@ -1,4 +1,4 @@
-//! How a rank came into its group, to split others off it.
+//! How a rank joined its group: the data that a later split needs.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,20 +6,18 @@ use std::sync::Arc;
 use super::config::{Addrs, Config, GroupId};
 use super::listener::Listener;
 
-/// How a rank came into its group, to split others off it.
+/// How a rank joined its group: listener, addresses, id and settings.
 #[derive(Clone, Debug)]
 pub struct Origin {
     pub(crate) listener: Arc<Listener>,
-    /// Where each rank is reached, by rank, at least one address each.
+    /// By rank; at least one address each.
     pub addrs: Vec<Vec<SocketAddr>>,
-    /// Which group it is.
     pub id: GroupId,
-    /// How it behaves.
     pub config: Config,
 }
 
 impl Origin {
-    /// That of rank `listener` among `addrs`; arguments as for `tcp::join_with`.
+    /// The record of the rank with `listener` among `addrs`; arguments as for `tcp::join_with`.
     pub fn new<A: Clone + Into<Addrs>>(
         listener: Listener,
         addrs: &[A],

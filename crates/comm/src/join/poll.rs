@@ -1,4 +1,4 @@
-//! Waiting for sockets, and what came of a look at one.
+//! Waiting for sockets, and the outcome of socket calls.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -23,12 +23,12 @@ impl Waker {
         Ok(Self { reads, writes })
     }
 
-    /// If the stream is full the waiter is woken anyway.
+    /// A full stream wakes the waiter anyway.
     pub(crate) fn wake(&self) {
         let _ = (&self.writes).write(&[1]);
     }
 
-    /// Forgets past wakes.
+    /// Clears past wake-ups.
     pub(crate) fn clear(&self) {
         let mut bytes = [0; 64];
         while (&self.reads)
@@ -49,14 +49,14 @@ pub fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
         tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: left.subsec_nanos().into(),
     };
-    // Only a signal or a lack of memory ends this early; the caller looks again in any case.
+    // Only a signal or lack of memory ends this early; the caller polls again anyway.
     let _ = poll(fds, Some(&timeout));
 }
 
-/// The outcome of a socket call: bytes moved, none at the moment, or the end.
+/// Result of a socket call: bytes moved, 0 if it would block, or the end.
 ///
 /// # Errors
-/// [`Closed`] where the other end is gone, or the system says what no later look can mend.
+/// [`Closed`] if the peer has closed the connection, or for an error that a retry cannot fix.
 pub fn outcome(result: io::Result<usize>) -> Result<usize, Closed> {
     match result {
         Ok(0) => Err(Closed),

@@ -1,4 +1,4 @@
-//! Why a group does not come about.
+//! Why a join fails.
 
 use std::fmt;
 use std::io;
@@ -8,7 +8,7 @@ use paceline_base::Rank;
 
 use crate::{Call, Error};
 
-/// Why a rank may not become a member. `ours` is what the rank that says so has.
+/// Why a rank may not become a member. `ours` is the value of the rank that refuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// Another version of the protocol.
@@ -25,15 +25,15 @@ pub enum Refusal {
     },
     /// Another group id: a member of another group, or of none.
     Group,
-    /// It cannot be that rank, or dialled the wrong one.
+    /// It cannot be that rank, or dialled the wrong address.
     Rank(Rank),
     /// Another process has that rank already.
     Duplicate(Rank),
     /// Another group key.
     Key,
-    /// No group key, which the rank that refuses has.
+    /// No group key, although the refusing rank has one.
     NoKey,
-    /// A group key, which the rank that refuses does not have.
+    /// A group key, although the refusing rank has none.
     UnknownKey,
     /// Another number of connections for each lane.
     Streams {
@@ -63,7 +63,6 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Why a group did not come about.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The own rank is not in the list of addresses.
@@ -85,7 +84,7 @@ pub enum JoinError {
     Missing {
         /// The first rank that was missing.
         rank: Rank,
-        /// Why somebody who wanted to join was turned away, if that happened.
+        /// Why another process was turned away, if that happened.
         turned_away: Option<Refusal>,
     },
     #[error("{by} refuses this rank: {why}")]
@@ -95,7 +94,7 @@ pub enum JoinError {
         /// The reason: what is wrong with this rank.
         why: Refusal,
     },
-    /// A process with this group's id does not fit, or one that should have it has another.
+    /// A process with this group's id does not fit, or a member uses another id.
     #[error("a process at {from} that wants to join does not fit: {why}")]
     Unfit {
         /// The reason: what is wrong with the process.
@@ -103,7 +102,7 @@ pub enum JoinError {
         /// Where it is.
         from: IpAddr,
     },
-    /// An address is to be used in the clear, and nobody said that this is meant.
+    /// An address would be used unencrypted without explicit permission.
     #[error("{addr} is not loopback: expected a group key, or plaintext asked for by name")]
     Unprotected {
         /// The first such address.
@@ -127,7 +126,7 @@ pub enum JoinError {
     Apart {
         /// This rank if it cannot, else the first that cannot.
         rank: Rank,
-        /// The system's number for the cause, where this rank cannot and the system said why.
+        /// The system's error code, if this rank is the cause and the system gave one.
         code: Option<i32>,
     },
     /// A rank that had joined is gone again.
@@ -151,7 +150,7 @@ fn refused(why: &Option<Refusal>) -> String {
 }
 
 impl JoinError {
-    /// The error of a call that belongs to the making of a group.
+    /// Converts the error of a call made during the join.
     pub fn of_call(error: Error) -> Self {
         match error {
             Error::Timeout { rank, .. } => Self::Missing {
@@ -170,7 +169,7 @@ impl JoinError {
         }
     }
 
-    /// This error, met by rank `own` of the new group while a group was split: `ranks` are the new
+    /// Converts an error that rank `own` of the new group met during a split. `ranks` are the new
     /// group's members by their old ranks.
     pub fn of_split(&self, call: Call, own: Rank, ranks: &[Rank]) -> Error {
         let old = |rank: &Rank| ranks.get(rank.0 as usize).copied().unwrap_or(*rank);

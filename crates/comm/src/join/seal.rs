@@ -1,5 +1,5 @@
-//! Connections that nobody without the group's key can read, change or make: the Noise framework's
-//! `NNpsk0` (noiseprotocol.org, revision 34), over [`snow`].
+//! Authenticated encryption of connections with the group key: the Noise framework's `NNpsk0`
+//! (noiseprotocol.org, revision 34), over [`snow`].
 //!
 //! ```text
 //! dialler   -> hello, psk, e        the hello is the prologue: it is authenticated, not hidden
@@ -10,9 +10,9 @@
 //! ```
 //!
 //! `NN`, because ranks have no identities that outlive the group: a process with the key may be any
-//! rank. `psk0`, because then the acceptor knows from the first message that the key differs, and
-//! can say so. It has not spent a multiplication on the curve by then. Nonces count records in each
-//! direction, so a record that is lost, repeated, moved or cut ends the connection.
+//! rank. `psk0`, because the acceptor then detects a different key in the first message, before any
+//! curve multiplication, and can report it. Nonces count records in each direction, so a lost,
+//! repeated, reordered or cut record ends the connection.
 //!
 //! Bounds: a record has at most [`RECORD_BYTES`] of payload and at least one byte. A connection
 //! holds at most a batch of outgoing records, one buffer of incoming records and the payload of
@@ -45,14 +45,14 @@ const LENGTH_BYTES: usize = 2;
 /// A record with the most payload, on the wire.
 const WIRE_BYTES: usize = LENGTH_BYTES + RECORD_BYTES + TAG_BYTES;
 
-/// Records that are sealed before they are handed to the system together.
+/// Records that are sealed before one system call sends them together.
 const BATCH: usize = 2;
 
-/// The key differs, or the bytes are none of a handshake.
+/// The key differs, or the bytes are no handshake message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WrongKey;
 
-/// A handshake of which the first message is under way.
+/// A handshake whose first message was sent.
 pub(super) struct Shaking(HandshakeState);
 
 fn builder<'a>(key: &'a GroupKey, prologue: &'a [u8]) -> Builder<'a> {
@@ -76,7 +76,7 @@ pub(super) fn begin(key: &GroupKey, prologue: &[u8]) -> io::Result<(Shaking, [u8
     Ok((Shaking(state), message))
 }
 
-/// The acceptor's answer to a first message, and the session.
+/// The acceptor's reply to a first message, and the session.
 pub(super) fn answer(
     key: &GroupKey,
     prologue: &[u8],
@@ -91,7 +91,7 @@ pub(super) fn answer(
 }
 
 impl Shaking {
-    /// The session, from the acceptor's answer.
+    /// The session, from the acceptor's reply.
     pub(super) fn end(mut self, reply: &[u8; SHAKE_BYTES]) -> Result<Session, WrongKey> {
         self.0.read_message(reply, &mut []).map_err(|_| WrongKey)?;
         Session::new(self.0)
@@ -101,8 +101,8 @@ impl Shaking {
 /// Longest message of the Noise framework.
 const MESSAGE_BYTES: usize = 65_535;
 
-/// `text` as only who has the key can read it or have written it: the payload of a first message,
-/// for who finds it. It counts only for the same `context`.
+/// Encrypts and authenticates `text` with the group key, as the payload of a first handshake
+/// message without a fixed receiver. Valid only for the same `context`.
 pub(crate) fn seal_note(key: &GroupKey, context: &[u8], text: &[u8]) -> io::Result<Vec<u8>> {
     let mut note = vec![0; MESSAGE_BYTES];
     let state = builder(key, context).build_initiator();
@@ -111,7 +111,7 @@ pub(crate) fn seal_note(key: &GroupKey, context: &[u8], text: &[u8]) -> io::Resu
     Ok(note)
 }
 
-/// The text of such a note, if it is one.
+/// Opens such a note, if it is valid.
 pub(crate) fn open_note(key: &GroupKey, context: &[u8], note: &[u8]) -> Option<Vec<u8>> {
     let mut text = vec![0; note.len()];
     let mut state = builder(key, context).build_responder().ok()?;
@@ -120,14 +120,14 @@ pub(crate) fn open_note(key: &GroupKey, context: &[u8], note: &[u8]) -> Option<V
     Some(text)
 }
 
-/// The keys of one connection, and what is in work on it.
+/// The keys and buffers of one connection.
 pub(super) struct Session {
     ciphers: StatelessTransportState,
     outgoing: Mutex<Outgoing>,
     incoming: Mutex<Incoming>,
 }
 
-/// Sealed records that the system has not taken yet.
+/// Sealed records that the system has not accepted yet.
 struct Outgoing {
     nonce: u64,
     bytes: Vec<u8>,
@@ -135,11 +135,11 @@ struct Outgoing {
     gone: usize,
     /// Bytes of payload in them.
     payload: usize,
-    /// Where a head and the beginning of its body are put together.
+    /// Scratch buffer that joins a head and the beginning of its body.
     stage: Vec<u8>,
 }
 
-/// Bytes that were read and not used yet.
+/// Bytes that were received and not consumed yet.
 struct Incoming {
     nonce: u64,
     bytes: Vec<u8>,
@@ -163,9 +163,9 @@ impl Session {
         })
     }
 
-    /// Seals and writes what fits of `head` followed by `body`; returns how many of these bytes the
-    /// system has taken. The others have to be offered again before any others: some of them may
-    /// be sealed already.
+    /// Seals and writes as much of `head` followed by `body` as fits. Returns how many of these
+    /// bytes the system accepted. The caller must offer the rest again before other bytes: some of
+    /// it may be sealed already.
     pub(super) fn write(
         &self,
         sink: &mut impl Write,
@@ -191,17 +191,17 @@ impl Session {
         }
     }
 
-    /// Reads what is there, 0 bytes if nothing is.
+    /// Reads available bytes; 0 if there are none.
     pub(super) fn read(&self, source: &mut impl Read, into: &mut [u8]) -> Result<usize, Closed> {
         lock(&self.incoming).read(&self.ciphers, source, into)
     }
 
-    /// As `read`, but the bytes stay; no more than one record is looked into.
+    /// Like `read`, but the bytes stay; looks into at most one record.
     pub(super) fn peek(&self, source: &mut impl Read, into: &mut [u8]) -> Result<usize, Closed> {
         lock(&self.incoming).peek(&self.ciphers, source, into)
     }
 
-    /// Whether a read would find something without asking the system.
+    /// Whether a read would return bytes without a system call.
     pub(super) fn is_filled(&self) -> bool {
         let incoming = lock(&self.incoming);
         incoming.garbled
@@ -209,7 +209,7 @@ impl Session {
             || !matches!(incoming.record(), Ok(None))
     }
 
-    /// Whether the peer sent what is no record of this session.
+    /// Whether the peer sent bytes that are no record of this session.
     pub(super) fn is_garbled(&self) -> bool {
         lock(&self.incoming).garbled
     }
@@ -233,7 +233,7 @@ impl Outgoing {
         }
     }
 
-    /// Fills the empty buffer with records of the first bytes there are.
+    /// Fills the empty buffer with records of the first available bytes.
     fn seal(
         &mut self,
         ciphers: &StatelessTransportState,
@@ -250,7 +250,7 @@ impl Outgoing {
             stage.extend_from_slice(&body[..of_body]);
             self.record(ciphers, &stage)?;
             self.stage = stage;
-            // The rest of a head that long, which there is none of, would go first.
+            // The rest of such a long head would come first; no head is that long.
             body = if of_head < head.len() {
                 &[]
             } else {
@@ -285,7 +285,7 @@ impl Outgoing {
     }
 }
 
-/// Bytes that are no record.
+/// Bytes that are no valid record.
 struct Garbled;
 
 impl Incoming {
@@ -302,7 +302,7 @@ impl Incoming {
         }
     }
 
-    /// Where the next record's ciphertext is, if all of it is there.
+    /// Range of the next record's ciphertext, if it is complete.
     fn record(&self) -> Result<Option<std::ops::Range<usize>>, Garbled> {
         let there = &self.bytes[self.start..self.end];
         let Some(length) = there.first_chunk() else {
@@ -336,7 +336,7 @@ impl Incoming {
                     Ok(Some(opened)) => count += opened,
                     Ok(None) if count > 0 || self.fill(source)? == 0 => break,
                     Ok(None) => {}
-                    // What came before is handed out first.
+                    // Earlier bytes are returned first.
                     Err(Closed) if count > 0 => break,
                     Err(Closed) => return Err(Closed),
                 }
@@ -362,8 +362,8 @@ impl Incoming {
         Ok(count)
     }
 
-    /// Opens the next record if it is there: into `into`, where that has room for the tag too, else
-    /// into the own buffer. Returns how many bytes went to `into`.
+    /// Opens the next record if it is complete: into `into` if that has room for the tag too, else
+    /// into the own buffer. Returns the number of bytes written to `into`.
     fn open(
         &mut self,
         ciphers: &StatelessTransportState,
@@ -398,7 +398,7 @@ impl Incoming {
         Closed
     }
 
-    /// Reads what is there and fits; there is room, since no whole record is held.
+    /// Reads available bytes that fit; there is room, since no whole record is buffered.
     fn fill(&mut self, source: &mut impl Read) -> Result<usize, Closed> {
         if self.bytes.is_empty() {
             self.bytes.resize(BATCH * WIRE_BYTES, 0);
@@ -415,7 +415,7 @@ impl Incoming {
     }
 }
 
-/// Makes both ends of a session with a key that everybody knows.
+/// Makes both ends of a session with a public key.
 pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     let (shaking, message) = begin(&key, prologue).expect("the system has random numbers");
@@ -424,8 +424,8 @@ pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
     (dialler, acceptor)
 }
 
-/// Reads `bytes` as handshake messages, as records, and as the choice of what to do to good
-/// records, for fuzzing. The payload that is read is always the beginning of what was written.
+/// For fuzzing: reads `bytes` as handshake messages, as records, and as a script that alters valid
+/// records. The payload read is always a prefix of the payload written.
 pub(crate) fn parse(bytes: &[u8]) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     if let Some(message) = bytes.first_chunk() {

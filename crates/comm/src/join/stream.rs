@@ -1,4 +1,4 @@
-//! A connection between two ranks, in the clear or sealed.
+//! A connection between two ranks, plaintext or encrypted.
 
 use std::io::{IoSlice, Read, Write};
 use std::net::{IpAddr, Shutdown, TcpStream};
@@ -8,7 +8,7 @@ use super::poll::outcome;
 use super::seal::Session;
 use crate::transport::Closed;
 
-/// A connection. Nothing blocks.
+/// A nonblocking connection.
 pub(crate) struct Stream {
     socket: TcpStream,
     session: Option<Session>,
@@ -19,8 +19,8 @@ impl Stream {
         Self { socket, session }
     }
 
-    /// Writes what fits of `head` followed by `body` and returns how many bytes that were. The
-    /// rest has to be offered again before any other bytes.
+    /// Writes as much of `head` followed by `body` as fits and returns that number of bytes. The
+    /// caller must offer the rest again before any other bytes.
     pub(crate) fn write(&self, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         let mut socket = &self.socket;
         if let Some(session) = &self.session {
@@ -33,7 +33,7 @@ impl Stream {
         })
     }
 
-    /// Reads what is there, 0 bytes if nothing is.
+    /// Reads available bytes; 0 if there are none.
     pub(crate) fn read(&self, into: &mut [u8]) -> Result<usize, Closed> {
         let mut socket = &self.socket;
         match &self.session {
@@ -42,7 +42,7 @@ impl Stream {
         }
     }
 
-    /// As `read`, but the bytes stay; of a sealed connection no more than one write of the peer.
+    /// Like `read`, but the bytes stay. Of an encrypted connection, at most one write of the peer.
     pub(crate) fn peek(&self, into: &mut [u8]) -> Result<usize, Closed> {
         let mut socket = &self.socket;
         match &self.session {
@@ -51,18 +51,18 @@ impl Stream {
         }
     }
 
-    /// Whether a read would find something that the system does not know of.
+    /// Whether a read would return bytes that are already decrypted.
     pub(crate) fn is_filled(&self) -> bool {
         self.session.as_ref().is_some_and(Session::is_filled)
     }
 
-    /// Whether the peer sent what is no record.
+    /// Whether the peer sent an invalid record.
     pub(crate) fn is_garbled(&self) -> bool {
         self.session.as_ref().is_some_and(Session::is_garbled)
     }
 
-    /// Says that nothing more will be sent, and reads what is there. So closing the socket does not
-    /// make the system discard what the peer has not read yet.
+    /// Half-closes the connection and drains the receive buffer, so that closing the socket does
+    /// not discard bytes that the peer has not read.
     pub(crate) fn shut_down(&self) {
         let mut bytes = [0; 4096];
         let _ = self.socket.shutdown(Shutdown::Write);
@@ -71,7 +71,6 @@ impl Stream {
 }
 
 impl Stream {
-    /// Where the peer is.
     pub(crate) fn peer(&self) -> Option<IpAddr> {
         self.socket.peer_addr().ok().map(|addr| addr.ip())
     }
@@ -83,8 +82,8 @@ impl Stream {
     }
 }
 
-/// Whether what goes from address `own` to `peer` leaves the machine. A machine that calls an
-/// address of its own does so from that address, and any of loopback from any.
+/// Whether traffic from `own` to `peer` leaves the machine. A machine that dials one of its own
+/// addresses uses that address as the source, and any loopback address for another.
 fn leaves(own: IpAddr, peer: IpAddr) -> bool {
     let (own, peer) = (own.to_canonical(), peer.to_canonical());
     own != peer && !peer.is_loopback()

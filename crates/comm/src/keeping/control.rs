@@ -1,8 +1,8 @@
-//! The control lane: heartbeats and news, on a connection of its own for each pair, so that they
-//! pass however full the other lanes are.
+//! The control connections: one for each pair of ranks, for heartbeats and failure notices. They
+//! stay usable while the other lanes are full.
 //!
-//! A thread of the group, the *keeper*, reads it. The keeper is also there while the rank computes.
-//! So a peer that is stopped or cut off is known whether or not a call is under way.
+//! The group's *heartbeat thread* reads them, also while the rank computes. So a stopped or
+//! disconnected peer is detected whether or not a call is running.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,32 +20,32 @@ use crate::status::{Cause, News};
 use crate::transport::{Closed, Transport};
 use crate::wire::{CONTROL_BYTES, Control};
 
-/// Heartbeats sent within the time after which a rank counts as silent: four may be late.
+/// Heartbeats sent per silence limit: four may be late.
 const BEATS_PER_SILENCE: u32 = 5;
 
-/// How often the keeper takes in messages while the rank computes, and looks at the door.
+/// How often the thread receives messages while the rank computes, and checks for late connections.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
-/// The most that passes between two looks of a keeper that is awake: some, in case one is slow. See
+/// Longest credited time between two polls of an awake heartbeat thread, in case one is slow. See
 /// [`Awake`].
 const AWAKE_MAX: Duration = Duration::from_millis(300);
 
-/// Links that a keeper looks after.
+/// Links that a heartbeat thread monitors.
 pub trait Kept: Transport {
     /// The control connections of this rank.
     fn controls(&self) -> &Arc<Controls>;
 
-    /// Takes note that the process of `peer` has ended.
+    /// Records that the process of `peer` has ended.
     fn lost(&self, peer: usize);
 
-    /// Ends the links in good order, after everybody was told.
+    /// Closes the links in order, after all peers were notified.
     fn close(&self);
 
-    /// Gives back what is of no use any more. Called now and then.
+    /// Frees resources that are no longer needed. Called periodically.
     fn tidy(&self) {}
 
-    /// A peer whose link broke with messages under way. The rank that sent them may have completed
-    /// its call, so nothing but the control lane can tell the peer not to wait.
+    /// A peer whose link broke with messages in flight. The sender's call may have completed, so
+    /// only the control connection can tell the peer not to wait.
     fn cut(&self) -> Option<usize> {
         None
     }
@@ -54,16 +54,16 @@ pub trait Kept: Transport {
     fn has_wire(&self) -> bool;
 }
 
-/// How long the keeper waits for a link to take more of a message, before it listens again.
+/// How long the thread waits for a link to accept more of a message, before it polls again.
 const PUSH_WAIT: Duration = Duration::from_millis(5);
 
 /// The control connections of one rank.
 pub struct Controls {
-    /// By rank; none for the rank itself.
+    /// By rank; `None` for the rank itself.
     streams: Vec<Option<Stream>>,
-    /// Bytes that the system has not taken yet, by rank.
+    /// Bytes that the system has not accepted yet, by rank.
     unsent: Mutex<Vec<Vec<u8>>>,
-    /// Whose bytes on another lane are no records.
+    /// By rank: the peer sent invalid records on another lane.
     suspects: Vec<AtomicBool>,
     waker: Waker,
     stop: AtomicBool,
@@ -77,7 +77,7 @@ impl fmt::Debug for Controls {
     }
 }
 
-/// Most bytes that wait for a peer who does not read: some frames. Further ones are left out.
+/// Most bytes queued for a peer that does not read: some frames. Further frames are dropped.
 const UNSENT_BYTES: usize = 16 * CONTROL_BYTES;
 
 impl Controls {
@@ -92,7 +92,7 @@ impl Controls {
         })
     }
 
-    /// Tells all peers what `news` says. Those that cannot be told have gone, or will be found
+    /// Sends `news` to all peers. A peer that cannot be reached has ended or will be declared
     /// silent: these connections are nearly empty.
     pub(crate) fn tell(&self, news: &News) {
         self.write(&Control::News(*news));
@@ -106,19 +106,19 @@ impl Controls {
             if unsent.len() < UNSENT_BYTES {
                 unsent.extend_from_slice(&bytes);
             }
-            // A peer that has gone is noticed by whoever reads.
+            // A peer that has ended is detected by the next read.
             let count = stream.write(unsent, &[]).unwrap_or(unsent.len());
             unsent.drain(..count);
         }
     }
 
-    /// Lets the keeper give up `peer`, which sent what is no record.
+    /// Makes the heartbeat thread declare `peer` lost, because it sent an invalid record.
     pub(crate) fn suspect(&self, peer: usize) {
         self.suspects[peer].store(true, Ordering::Release);
         self.waker.wake();
     }
 
-    /// Wakes the keeper.
+    /// Wakes the heartbeat thread.
     pub(crate) fn wake(&self) {
         self.waker.wake();
     }
@@ -128,23 +128,23 @@ impl Controls {
         self.door.turned_away()
     }
 
-    /// Ends the keeper.
+    /// Stops the heartbeat thread.
     pub(super) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
     }
 }
 
-/// The keeper's knowledge of a peer.
+/// The heartbeat thread's state of a peer.
 struct Watch {
     bytes: [u8; CONTROL_BYTES],
     filled: usize,
-    /// The last time it was heard, counted by [`Awake`].
+    /// Time of the last heartbeat, counted by [`Awake`].
     heard: Duration,
     done: bool,
 }
 
-/// Runs until [`Controls::stop`]: beats, listens, and finds those who fell silent.
+/// Runs until [`Controls::stop`]: sends heartbeats, reads them, and detects silent peers.
 pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
     let controls = group.transport().controls();
     let beat = silence / BEATS_PER_SILENCE;
@@ -185,7 +185,7 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
                 let (cause, at) = (Cause::Left(rank(peer)), 0);
                 group.poison(News { cause, at });
             }
-            // A group that failed has no door: who comes most likely means the next one.
+            // A failed group ignores late connections: most likely they are for its successor.
             if group.status_cause().is_none() {
                 controls.door.answer();
             }
@@ -213,7 +213,7 @@ impl Watch {
         }
     }
 
-    /// Reads all that is there at `time`.
+    /// Reads all available bytes at `time`.
     fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, stream: &Stream, time: Duration) {
         while !self.done {
             match stream.read(&mut self.bytes[self.filled..]) {
@@ -250,7 +250,7 @@ impl Watch {
         group.poison(news);
     }
 
-    /// Gives a peer up that was silent for too long. Everything that had arrived at `time` has been
+    /// Declares a peer lost that was silent for too long. All bytes that had arrived at `time` are
     /// read.
     fn judge<T: Kept>(
         &mut self,

@@ -1,6 +1,5 @@
-//! A rank with links that a keeper looks after: what wires between processes have in common.
-//!
-//! `control` has the keeper: heartbeats, news, silence.
+//! A rank whose links a heartbeat thread monitors: the part that all transports between processes
+//! share. `control` has the thread.
 
 mod control;
 
@@ -18,14 +17,15 @@ use crate::linked::Linked;
 use crate::locks::lock;
 use crate::{Algorithm, Collective, Counts, Data, DataMut, Deadline, Error, Tuning, deadline};
 
-/// Calls of each kind that measure the links: the middle one counts.
+/// Calls of each size that measure the links; the median counts.
 const SMALL_CALLS: usize = 11;
 const LARGE_CALLS: usize = 3;
 
-/// Bytes of a large call: long against [`SMALL_CALLS`], about 1 ms for 8 ranks on 2 cores.
+/// Bytes of a large call: long against the latency of [`SMALL_CALLS`], about 1 ms for 8 ranks on 2
+/// cores.
 const LARGE_BYTES: usize = 128 << 10;
 
-/// A rank of a group of processes: its links, and the thread that looks after them.
+/// A rank of a group of processes: its links, and its heartbeat thread.
 pub struct Keeping<T: Kept> {
     pub(crate) linked: Arc<Linked<T>>,
     keeper: Mutex<Option<JoinHandle<()>>>,
@@ -34,10 +34,10 @@ pub struct Keeping<T: Kept> {
 }
 
 impl<T: Kept> Keeping<T> {
-    /// Starts the keeper and settles how algorithms are chosen. Collective.
+    /// Starts the heartbeat thread and measures the links for the choice of algorithms. Collective.
     ///
     /// # Errors
-    /// [`JoinError::System`] without a thread; what the first calls of the group fail with.
+    /// [`JoinError::System`] without a thread; errors of the first calls of the group.
     pub fn start(linked: Linked<T>, origin: Origin, deadline: Deadline) -> Result<Self, JoinError> {
         let linked = Arc::new(linked);
         let (kept, silence) = (Arc::clone(&linked), origin.config.silence);
@@ -78,15 +78,15 @@ impl<T: Kept> Drop for Keeping<T> {
         self.linked.transport().controls().stop();
         let mut keeper = lock(&self.keeper);
         if let Some(keeper) = keeper.take() {
-            // A keeper that panicked has nothing left to say.
+            // A thread that panicked has nothing left to send.
             let _ = keeper.join();
         }
         self.linked.transport().close();
     }
 }
 
-/// α and β of the slowest rank, what rank 0 forces, and whether any rank has a wire: the same on
-/// all ranks.
+/// α and β of the slowest rank, rank 0's forced algorithm, and whether any rank has a link off its
+/// machine. The same on all ranks.
 fn measure<T: Kept>(
     linked: &Linked<T>,
     force: Option<Algorithm>,
@@ -120,7 +120,7 @@ fn measure<T: Kept>(
     })
 }
 
-/// Seconds of the median of `calls` gathers of `bytes` from each rank.
+/// Median time in seconds of `calls` gathers of `bytes` from each rank.
 fn typical<T: Kept>(
     linked: &Linked<T>,
     bytes: usize,
@@ -140,7 +140,8 @@ fn typical<T: Kept>(
     Ok(times[calls / 2])
 }
 
-/// Gathers `input` of every rank, in rank order, before the group is handed out. Collective.
+/// Gathers `input` of every rank, in rank order, before the group is returned to the caller.
+/// Collective.
 ///
 /// # Errors
 /// Any [`Error`], for [`JoinError::of_call`].
@@ -258,7 +259,7 @@ macro_rules! keeping_group {
 pub(crate) use keeping_group;
 
 impl<T: Kept> Keeping<T> {
-    /// The origin of a group of `ranks` that is split off this one.
+    /// The join record of a group of `ranks` that is split off this one.
     pub fn part(&self, color: u32, ranks: &[Rank]) -> Origin {
         use std::sync::atomic::Ordering;
         let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;

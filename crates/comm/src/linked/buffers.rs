@@ -1,4 +1,4 @@
-//! The buffers of one call, addressed as plans do.
+//! The buffers of one call, addressed by spans of a plan.
 
 use std::ops::Range;
 
@@ -10,11 +10,10 @@ use crate::reduce::{Side, fold, fold_lent, reduce_parts};
 use crate::sync::copy;
 use crate::{Collective, Dtype, Reduce};
 
-/// Bytes that are reduced, then copied, while they are in the first cache; whole elements of any
+/// Block size for reduce-then-copy, so that a block stays in L1. A whole number of elements of any
 /// type.
 const BLOCK_BYTES: usize = 8 << 10;
 
-/// See [`Place`].
 pub(super) struct Buffers<'a> {
     input: &'a [u8],
     work: &'a mut [u8],
@@ -28,7 +27,8 @@ pub(super) struct Buffers<'a> {
 }
 
 impl<'a> Buffers<'a> {
-    /// The buffers of `collective`; what `rank` brings to a gather is put in its place.
+    /// The buffers of `collective`; this rank's input of a gather is copied to its place in the
+    /// output.
     pub(super) fn new(
         collective: &'a mut Collective<'_>,
         plan: &Plan,
@@ -105,15 +105,15 @@ impl<'a> Buffers<'a> {
         self.folds.bytes()
     }
 
-    /// Reduces bytes that arrived into `span`, from `at` on.
+    /// Reduces bytes that arrived into `span`, at offset `at`.
     pub(super) fn fold(&mut self, span: &Span, at: usize, side: Side, bytes: Lent<'_>) {
         let (op, dtype) = (self.op, self.folds);
         let into = &mut self.get_mut(span)[at..at + bytes.len()];
         fold_lent(op, dtype, side, into, bytes);
     }
 
-    /// The same of the first of `bytes`, as many as `range` of the span has, and puts the result in
-    /// their place too.
+    /// Like `fold`, for the first bytes of `bytes` that fit `range` of the span; writes the result
+    /// to both.
     pub(super) fn fold_both(
         &mut self,
         span: &Span,
@@ -139,7 +139,7 @@ impl<'a> Buffers<'a> {
         }
     }
 
-    /// Does what a step has to do after its transfers.
+    /// Runs the local actions of a step, after its transfers.
     pub(super) fn finish(&mut self, acts: &[Act]) {
         for act in acts {
             match act {
@@ -175,7 +175,7 @@ impl<'a> Buffers<'a> {
         reduce_parts(self.op, self.dtype, into, self.size, part);
     }
 
-    /// Two different spans, the first to be written.
+    /// Two different spans, the first writable.
     fn pair(&mut self, into: &Span, from: &Span) -> (&mut [u8], &[u8]) {
         let (a, b) = (into.range.clone(), from.range.clone());
         match (into.place, from.place) {
@@ -213,7 +213,7 @@ fn widen(dtype: Dtype, into: &mut [u8], from: &[u8]) {
     }
 }
 
-/// And back, rounded to nearest even.
+/// The inverse, rounded to nearest even.
 fn narrow(dtype: Dtype, into: &mut [u8], from: &[u8]) {
     let half = |value: f32| match dtype {
         Dtype::F16 => f16::from_f32(value).to_ne_bytes(),

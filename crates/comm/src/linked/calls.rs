@@ -1,9 +1,9 @@
 //! Runs the plans of collectives over the links.
 //!
-//! In its first step a rank greets *every* peer with a frame that carries its call, whether the
-//! plan sends there or not. A call is complete only when every peer has greeted. So every rank sees
-//! every call, and the lockstep guard compares them before data is used. A missing rank is known by
-//! name, however indirect its part in the plan.
+//! In its first step a rank sends *every* peer a frame that carries its call, even a peer to which
+//! the plan sends nothing. A call completes only when a frame of every peer has arrived. So every
+//! rank sees every call, and the lockstep guard compares them before data is used. A missing rank
+//! is named, however indirect its part in the plan.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -22,32 +22,32 @@ use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
 use crate::{Call, Collective, Deadline, Error, Kind, Memory, Site};
 
-/// How long ranks that disagree wait for the calls of the others, to find out who is odd.
+/// How long ranks that disagree wait for the calls of the others, to find the odd rank.
 const VOTE_WAIT: Duration = Duration::from_secs(1);
 
-/// How long a rank that hears another call waits for news that explain it.
+/// How long a rank that received a different call waits for a failure notice that explains it.
 const DISAGREE_WAIT: Duration = Duration::from_millis(200);
 
-/// Shortest scratch memory that is registered: what holds less than two segments is copied to.
+/// Shortest scratch memory that is registered: smaller scratch, below two segments, is copied to.
 const REGISTERED_BYTES: usize = 2 * SEGMENT_BYTES;
 
-/// Everything collectives use again.
+/// State that collectives reuse.
 pub(super) struct Calls {
     sequence: u64,
     plan: Plan,
     scratch: Memory<u8>,
-    /// By rank; the own entry is not used.
+    /// By rank; the own entry is unused.
     peers: Vec<Peer>,
 }
 
 #[derive(Default)]
 struct Peer {
     inbuf: Inbuf,
-    /// The call that the peer announced, once heard.
+    /// The call that the peer announced, once received.
     said: Option<Call>,
-    /// Payload of the current frame that is still to come.
+    /// Payload of the current frame that is still to arrive.
     left: u64,
-    /// The data that the peer was sent in this call has come back reduced.
+    /// The peer wrote the reduced result back into the data sent to it in this call.
     came_back: bool,
     sending: Option<Sending>,
     receiving: Option<Receiving>,
@@ -56,19 +56,19 @@ struct Peer {
 struct Sending {
     head: [u8; HEADER_BYTES],
     span: Span,
-    /// Bytes of head and span that are gone.
+    /// Bytes of head and span already sent.
     done: usize,
     fate: Fate,
 }
 
-/// The peer's use of the data that it is sent.
+/// How the peer uses the data sent to it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
     /// It may be reduced.
     Any,
-    /// It is kept as it is, most likely.
+    /// Most likely it is stored unchanged.
     Kept,
-    /// It is reduced, and the result belongs in its place.
+    /// It is reduced, and the result is written back.
     ComesBack,
 }
 
@@ -79,7 +79,7 @@ struct Receiving {
     done: usize,
 }
 
-/// Whether what comes is reduced as it does.
+/// Whether arriving bytes are reduced.
 const fn is_reduced(act: &Act) -> bool {
     matches!(
         act,
@@ -90,17 +90,17 @@ const fn is_reduced(act: &Act) -> bool {
     )
 }
 
-/// Why a call does not go on.
+/// Why a call stops.
 enum Stop {
     Lost(usize),
     Garbled(usize),
     Disagree,
-    /// A peer sends another number of bytes than this rank expects of it.
+    /// A peer sends a different number of bytes than this rank expects.
     Uneven {
         expected: u64,
         got: u64,
     },
-    /// The group is poisoned, or a peer gave this call up: the news are on their way.
+    /// The group is poisoned, or a peer abandoned this call; its failure notice is on the way.
     Poisoned(usize),
     Late(usize),
 }
@@ -156,7 +156,7 @@ impl<T: Transport> Linked<T> {
         Ok(())
     }
 
-    /// A call before the group is handed out. All of them have the number 0.
+    /// A call before the group is returned to the caller. All of them have the number 0.
     pub(crate) fn rehearse(
         &self,
         collective: Collective<'_>,
@@ -211,8 +211,8 @@ impl<T: Transport> Linked<T> {
 }
 
 impl<T: Transport> Linked<T> {
-    /// Memory of the group for `bytes` bytes and some more. What is long comes to it in place,
-    /// where a transport can do that.
+    /// Scratch memory of the group for at least `bytes` bytes. Long scratch is registered, where a
+    /// transport receives in place.
     fn scratch(&self, bytes: usize) -> Memory<u8> {
         let register = |pages: &_| match bytes >= REGISTERED_BYTES {
             true => self.register_pages(pages),
@@ -222,7 +222,7 @@ impl<T: Transport> Linked<T> {
     }
 }
 
-/// A call under way.
+/// A call in progress.
 struct Run<'a, T> {
     group: &'a Linked<T>,
     call: Call,
@@ -231,7 +231,7 @@ struct Run<'a, T> {
     buffers: Buffers<'a>,
     /// See `Plan::comes_back`.
     comes_back: bool,
-    /// Bytes that were reduced and put in the place where the peer has them, too.
+    /// Bytes that were reduced and also written back to the peer.
     gave_back: usize,
 }
 
@@ -256,9 +256,9 @@ impl<T: Transport> Run<'_, T> {
         self.hear_all(peers)
     }
 
-    /// Puts the transfers of a step into the peers' entries.
+    /// Enters the transfers of a step into the peers' states.
     fn begin(&self, step: u16, acts: &[Act], peers: &mut [Peer]) {
-        // Ranks do in a step what others do to them, but for trees.
+        // In one step all ranks do the same to each other, except in trees.
         let fate = match acts.iter().any(is_reduced) {
             false => Fate::Kept,
             true if self.comes_back => Fate::ComesBack,
@@ -306,7 +306,7 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    /// Announces the call to those whom the first step sends nothing.
+    /// Announces the call to peers to which the first step sends nothing.
     fn greet(&self, peers: &mut [Peer]) {
         for (rank, peer) in peers.iter_mut().enumerate() {
             if rank != self.group.rank && peer.sending.is_none() {
@@ -315,7 +315,7 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    /// Completes the call: everyone has made it, and nobody gave it up after that.
+    /// Completes the call: every rank has made it, and none abandoned it later.
     fn hear_all(&mut self, peers: &mut [Peer]) -> Result<(), Stop> {
         for (rank, peer) in peers.iter_mut().enumerate() {
             if rank != self.group.rank && peer.said.is_none() {
@@ -340,7 +340,7 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    /// Moves bytes until nothing is to be sent or received.
+    /// Moves bytes until all transfers of the step are done.
     fn progress(&mut self, peers: &mut [Peer]) -> Result<(), Stop> {
         let patience = self.group.transport.patience();
         let mut looks = 0;
@@ -370,7 +370,7 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    /// Blocks until a link may be ready; messages are taken in meanwhile.
+    /// Blocks until a link may be ready; receives messages meanwhile.
     fn park(&self, peers: &[Peer]) {
         let wants = peers.iter().enumerate().map(|(peer, state)| Want {
             lane: Lane::Calls,
@@ -386,7 +386,7 @@ impl<T: Transport> Run<'_, T> {
         self.group.tend();
     }
 
-    /// Sends what fits.
+    /// Sends what the link accepts.
     fn push(&self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
         let Some(sending) = &mut peer.sending else {
             return Ok(false);
@@ -414,7 +414,7 @@ impl<T: Transport> Run<'_, T> {
         Ok(count > 0)
     }
 
-    /// Receives what is there.
+    /// Receives available bytes.
     fn pull(&mut self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
         let mut moved = false;
         while let Some(receiving) = &mut peer.receiving {
@@ -436,7 +436,7 @@ impl<T: Transport> Run<'_, T> {
         Ok(moved)
     }
 
-    /// Reads the head of the next frame; false if it is not there yet.
+    /// Reads the header of the next frame; false if it is incomplete.
     fn frame(&self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
         let head = peer
             .inbuf
@@ -460,7 +460,7 @@ impl<T: Transport> Run<'_, T> {
         Ok(true)
     }
 
-    /// Whether a frame of this call is the one that is due.
+    /// Whether a frame of this call is the expected one.
     fn expect(&self, peer: usize, due: Option<&Receiving>, header: &Header) -> Result<(), Stop> {
         let missing = due.map_or(0, |due| due.span.len() - due.done) as u64;
         let step = due.map_or(0, |due| due.step);
@@ -469,7 +469,7 @@ impl<T: Transport> Run<'_, T> {
         } else if header.payload == missing && header.step == step {
             Ok(())
         } else if self.call.kind == Kind::AllToAll {
-            // The only call in which a rank does not know what others bring.
+            // Only in this call does a rank not know the lengths of the others.
             let width = self.call.dtype.bytes() as u64;
             let (expected, got) = (header.payload / width, missing / width);
             Err(Stop::Uneven { expected, got })
@@ -480,7 +480,7 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    /// Takes up to `left` bytes of the payload of `rank`.
+    /// Receives up to `left` bytes of the payload of `rank`.
     fn take(
         &mut self,
         rank: usize,
@@ -501,8 +501,7 @@ impl<T: Transport> Run<'_, T> {
         Ok(count)
     }
 
-    /// Takes it from where it is to where it belongs, if nothing of it is in `inbuf` and the
-    /// transport can do that.
+    /// Receives it without a copy, if none of it is in `inbuf` and the transport supports that.
     fn take_in_place(
         &mut self,
         rank: usize,
@@ -525,7 +524,7 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    /// Takes it by way of `inbuf`.
+    /// Receives it through `inbuf`.
     fn take_by_buffer(
         &mut self,
         rank: usize,
@@ -543,8 +542,8 @@ impl<T: Transport> Run<'_, T> {
         Ok(self.use_up(inbuf, into, width))
     }
 
-    /// Reduces what is there of whole elements where it lies; how many bytes that are, `None` if
-    /// the first element is there in part only.
+    /// Reduces the available whole elements in place. Returns their bytes; `None` if even the first
+    /// element is incomplete.
     fn fold_lent(
         &mut self,
         rank: usize,
@@ -581,7 +580,7 @@ impl<T: Transport> Run<'_, T> {
         Ok((!is_cut).then_some(count))
     }
 
-    /// Takes whole elements out of `inbuf`.
+    /// Consumes whole elements of `inbuf`.
     fn use_up(&mut self, inbuf: &mut Inbuf, into: &Receiving, width: usize) -> usize {
         let there = (into.span.len() - into.done).min(inbuf.bytes().len());
         let count = there - there % width;
@@ -605,7 +604,7 @@ impl<T: Transport> Run<'_, T> {
         received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// The error of a call that stopped; poisons the group.
+    /// The error of a stopped call; poisons the group.
     fn fail(&mut self, stop: Stop, peers: &mut [Peer]) -> Error {
         let (call, at) = (self.call, self.call.sequence);
         let error = match stop {
@@ -628,7 +627,7 @@ impl<T: Transport> Run<'_, T> {
                 self.group.fail(call, error, at)
             }
             Stop::Late(open) => {
-                // Some may have greeted and not been listened to yet.
+                // Some calls may have arrived without being read.
                 self.heard(peers);
                 let late =
                     |(rank, peer): &(usize, &Peer)| *rank != self.group.rank && peer.said.is_none();
@@ -636,7 +635,7 @@ impl<T: Transport> Run<'_, T> {
                 let rank = number(silent.map_or(open, |(rank, _)| rank));
                 self.group.fail(call, Error::Timeout { call, rank }, at)
             }
-            // Perhaps the peer is ahead only because it has given this call up.
+            // The peer may be ahead only because it abandoned this call.
             Stop::Disagree if self.group.awaits_news(DISAGREE_WAIT) => {
                 let error = self.group.cause_of(call);
                 error.expect("news have a cause")
@@ -650,7 +649,7 @@ impl<T: Transport> Run<'_, T> {
         error
     }
 
-    /// Hears what the others called, within bounds, and names the odd one.
+    /// Receives the others' calls, within bounds, and names the odd rank.
     fn vote(&mut self, peers: &mut [Peer]) -> Error {
         let until = self.group.transport.now() + VOTE_WAIT;
         let until = until.min(self.deadline.instant());
@@ -665,8 +664,8 @@ impl<T: Transport> Run<'_, T> {
         judge(&calls.collect::<Vec<_>>())
     }
 
-    /// Looks for calls that were not heard yet, and makes sure that all hear this rank's. True
-    /// when that is done.
+    /// Reads calls that have not arrived yet, and sends this rank's call to peers without it. True
+    /// when all are done.
     fn heard(&mut self, peers: &mut [Peer]) -> bool {
         let mut all = true;
         for (rank, peer) in peers.iter_mut().enumerate() {
@@ -678,7 +677,7 @@ impl<T: Transport> Run<'_, T> {
                 all &= self.push(rank, peer).is_ok_and(|moved| moved);
             }
             if peer.said.is_none() {
-                // Whatever stops it is no news here: only what was said counts.
+                // A failure here adds nothing: only announced calls count.
                 let _ = self.frame(rank, peer);
                 all &= peer.said.is_some();
             }
@@ -686,8 +685,8 @@ impl<T: Transport> Run<'_, T> {
         all
     }
 
-    /// Tells peers that have all they need for this call that it failed, in case they come late.
-    /// The notice goes behind the last frame, where one can be put.
+    /// Notifies peers that already have all they need for this call that it failed, in case they
+    /// are late. The notice follows the last frame, where the link has room.
     fn abort(&self, peers: &mut [Peer]) {
         for (rank, peer) in peers.iter_mut().enumerate() {
             let whole = peer
@@ -702,7 +701,7 @@ impl<T: Transport> Run<'_, T> {
                     call: self.call,
                     payload: 0,
                 };
-                // Whoever cannot be told this way learns it from the control lane.
+                // A peer that cannot be reached here learns it from its control connection.
                 let _ = self.group.write(Lane::Calls, rank, &header.encode(), &[]);
             }
         }

@@ -1,14 +1,13 @@
-//! Bytes that have been read from a link and not yet been used.
+//! Received bytes of a link that are not consumed yet.
 
 use super::lending;
 use crate::transport::{Closed, Lane, Transport};
 
-/// Size of the buffer; what is not used of it is not touched. How much is read at a time is up to
-/// the transport: [`Transport::gulp`].
+/// Buffer size; untouched pages cost nothing. [`Transport::gulp`] bounds a single read.
 const INBUF_BYTES: usize = 1 << 20;
 
-/// Shortest payload that is read to where it belongs. A header with a shorter one is read in one
-/// go.
+/// Shortest payload that is read directly to its destination. A header with a shorter payload is
+/// read in one call.
 pub(super) const DIRECT_BYTES: usize = 16 << 10;
 
 /// A buffer for one link.
@@ -29,18 +28,18 @@ impl Default for Inbuf {
 }
 
 impl Inbuf {
-    /// The bytes that are there.
+    /// The buffered bytes.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
     }
 
-    /// Forgets the first `count` bytes.
+    /// Drops the first `count` bytes.
     pub(super) fn consume(&mut self, count: usize) {
         self.start += count;
         debug_assert!(self.start <= self.end);
     }
 
-    /// The first `N` bytes, once they are there; 0 or more bytes are read to get them.
+    /// The first `N` bytes, once buffered; may read some.
     pub(super) fn head<const N: usize, T: Transport>(
         &mut self,
         transport: &T,
@@ -57,7 +56,7 @@ impl Inbuf {
         }
     }
 
-    /// Reads what is there and fits; of a transport that lends no more than there are `wanted`.
+    /// Reads available bytes that fit; from a zero-copy transport, no more than `wanted`.
     pub(super) fn fill<T: Transport>(
         &mut self,
         transport: &T,

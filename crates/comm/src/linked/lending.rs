@@ -1,5 +1,4 @@
-//! Calls of a group on a transport that may lend. Over a transport that lends nothing, bytes are
-//! copied.
+//! Zero-copy calls on a transport that may not support them. Without support, bytes are copied.
 
 use std::sync::Arc;
 
@@ -7,7 +6,7 @@ use crate::lent::{Lent, LentMut};
 use crate::transport::{Closed, ComeBack, Lane, Transport};
 use crate::{Pages, Registered};
 
-/// The transport as one whose readers give results back.
+/// The transport, if it supports writing results back.
 fn come_back<T: Transport>(transport: &T) -> Option<&dyn ComeBack> {
     transport.lending()?.come_back()
 }

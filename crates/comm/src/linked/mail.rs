@@ -1,16 +1,16 @@
-//! Messages: an inbox, an outbox and credits for each peer.
+//! Point-to-point messages: an inbox, an outbox and credits for each peer.
 //!
-//! A sender has [`MESSAGES_HELD`] credits for each receiver and gets one back when a message is
-//! taken. So an inbox is bounded and every link can always be read: two ranks that send each other
-//! megabytes at once cannot block each other. Bytes that the link does not take at once are copied
-//! to the outbox. The next thread that holds the mail and finds room sends them.
+//! A sender has [`MESSAGES_HELD`] credits for each receiver and regains one when a message is
+//! received. So inboxes are bounded and every link can always be read: two ranks that send each
+//! other megabytes at once cannot deadlock. Bytes that the link does not accept at once are copied
+//! to the outbox. The next thread that holds the mailbox lock and finds room sends them.
 //!
-//! Where a transport moves bytes by itself, a message goes straight to a waiting receiver. This
-//! holds for the first that waits for each peer, if the message's header says that it fits. The
-//! sender then waits too.
+//! On a zero-copy transport, a message goes directly into the memory of a waiting receive. This
+//! holds for the first receive waiting for each peer, if the message's header matches. The sender
+//! then waits too.
 //!
-//! Several threads may wait; one of them reads from the links for all, the others sleep until
-//! something arrived or the reader has gone.
+//! Several threads may wait. One of them reads the links for all; the others sleep until a message
+//! arrived or the reader has left.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -28,38 +28,37 @@ use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
 use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD};
 
-/// A receiver gives credits back at once when it owes this many, else when it next waits. This is
-/// half of what the sender has, so that a steady stream neither stalls nor costs a frame per
-/// message.
+/// A receiver returns credits at once when it owes this many, else when it next waits. This is half
+/// of the sender's credits, so that a steady stream neither stalls nor costs a frame per message.
 const CREDITS_OWED: usize = MESSAGES_HELD / 2;
 
-/// How much memory the announced length of a message may claim ahead of its bytes.
+/// Memory that an announced message length may claim before its bytes arrive.
 const AHEAD_BYTES: usize = 1 << 20;
 
-/// Longest sleep of a thread that waits for the one that reads.
+/// Longest sleep of a thread that waits for the reading thread.
 const FOLLOWER_WAIT: Duration = Duration::from_millis(20);
 
-/// All messages of a rank.
+/// All mailboxes of a rank.
 pub(super) struct Mail {
-    /// By rank; the own entry is not used.
+    /// By rank; the own entry is unused.
     posts: Vec<Post>,
-    /// Buffers to use again, at most `MESSAGES_HELD`.
+    /// Buffers to reuse, at most `MESSAGES_HELD`.
     spare: Vec<Vec<u8>>,
-    /// A thread waits for the links.
+    /// A thread polls the links.
     polling: bool,
 }
 
 struct Post {
     inbox: VecDeque<Message>,
     inbuf: Inbuf,
-    /// A message that is coming in.
+    /// A partly received message.
     partial: Option<Partial>,
-    /// The receiver that waits for a message.
+    /// The receive that waits for a message.
     waiter: Option<Waiter>,
-    /// A message is read from where its sender has it.
+    /// A message is being read from its sender's memory.
     lent: bool,
     outbox: Vec<u8>,
-    /// Bytes of the outbox that are gone.
+    /// Bytes of the outbox already sent.
     gone: usize,
     credits: usize,
     owed: usize,
@@ -72,28 +71,28 @@ struct Message {
     bytes: Vec<u8>,
 }
 
-/// A message that is coming in.
+/// A partly received message.
 enum Partial {
-    /// To the inbox, and its length.
+    /// For the inbox, with its total length.
     Kept(Message, usize),
-    /// To whoever waits for it; so many bytes are there.
+    /// For the waiting receive; the number of bytes received.
     Placed(usize),
 }
 
-/// A receive that waits, and its memory, which is its caller's until the entry is taken out.
+/// A waiting receive and its memory, which belongs to the caller again once the entry is removed.
 struct Waiter {
     call: Call,
     tag: u32,
     memory: *mut [u8],
-    /// Everything is there.
+    /// All bytes have arrived.
     done: bool,
 }
 
-// SAFETY: the memory is touched only under the lock of the mail, while the call that borrows it
-// waits. [`Waiting`] takes the entry out before that call ends, also when it panics.
+// SAFETY: the memory is touched only under the mailbox lock, while the call that borrows it waits.
+// [`Waiting`] removes the entry before that call ends, also when it panics.
 unsafe impl Send for Waiter {}
 
-/// A call that may have a [`Waiter`]. Its end gives the call its memory back.
+/// Guard of a call that may have a [`Waiter`]. Its drop removes the entry.
 struct Waiting<'a, T: Transport> {
     linked: &'a Linked<T>,
     call: Call,
@@ -109,23 +108,23 @@ impl<T: Transport> Drop for Waiting<'_, T> {
 impl Waiter {
     /// The memory behind the first `done` bytes.
     fn rest(&mut self, done: usize) -> &mut [u8] {
-        // SAFETY: the caller of `recv` has it mutably borrowed until this entry is taken out.
+        // SAFETY: the caller of `recv` has it mutably borrowed until this entry is removed.
         let memory = unsafe { &mut *self.memory };
         &mut memory[done..]
     }
 
-    /// Whether the message of this header is what it waits for.
+    /// Whether a message with this header matches the receive.
     fn awaits(&self, call: &Call) -> bool {
         let alike = (call.dtype, call.length) == (self.call.dtype, self.call.length);
         alike && !self.done && is_tagged(call, self.tag)
     }
 }
 
-/// The message that a receive finds.
+/// Result of a receive.
 enum Found {
-    /// A message, in memory of its own.
+    /// A buffered message.
     Kept(Message),
-    /// Its message is where it belongs.
+    /// The message was written to the receiver's memory.
     Placed,
 }
 
@@ -173,7 +172,7 @@ impl Post {
         self.inbox.remove(oldest)
     }
 
-    /// Writes a frame, or what of it the link takes; the rest goes to the outbox.
+    /// Writes a frame, or the part that the link accepts; the rest goes to the outbox.
     fn put<T: Transport>(&mut self, group: &Linked<T>, peer: usize, head: &[u8], body: &[u8]) {
         let mut gone = 0;
         if self.outbox.is_empty() && !self.closed {
@@ -188,7 +187,7 @@ impl Post {
             .extend_from_slice(&body[gone.saturating_sub(head.len())..]);
     }
 
-    /// Writes what waits in the outbox; true if something went.
+    /// Sends from the outbox; true if bytes were sent.
     fn flush<T: Transport>(&mut self, group: &Linked<T>, peer: usize) -> bool {
         if self.outbox.is_empty() || self.closed {
             return false;
@@ -206,7 +205,7 @@ impl Post {
         count > 0
     }
 
-    /// Gives back what is owed.
+    /// Returns owed credits.
     fn pay<T: Transport>(&mut self, group: &Linked<T>, peer: usize) {
         if self.owed > 0 {
             let owed = std::mem::take(&mut self.owed);
@@ -216,7 +215,7 @@ impl Post {
         }
     }
 
-    /// Reads all that is there; true if something was.
+    /// Reads all available bytes; true if there were any.
     fn read<T: Transport>(&mut self, group: &Linked<T>, peer: usize, spare: &mut Spare) -> bool {
         let mut moved = false;
         while !self.closed {
@@ -232,7 +231,7 @@ impl Post {
         moved
     }
 
-    /// Reads a header or a part of a message.
+    /// Reads a header or part of a message.
     fn read_part<T: Transport>(
         &mut self,
         group: &Linked<T>,
@@ -261,8 +260,8 @@ impl Post {
         if self.garbled { Err(Closed) } else { Ok(true) }
     }
 
-    /// Reads what is there of a message that is coming in: how many bytes that are, and whether
-    /// they are the last.
+    /// Reads available bytes of a partly received message: their number, and whether the message is
+    /// complete.
     fn read_body<T: Transport>(
         &mut self,
         transport: &T,
@@ -286,7 +285,7 @@ impl Post {
         }
     }
 
-    /// A message is there; how many bytes it has.
+    /// Completes a message; returns its bytes.
     fn complete(&mut self) -> usize {
         match self.partial.take() {
             Some(Partial::Kept(message, length)) => {
@@ -351,7 +350,7 @@ fn fits(call: &Call, payload: u64) -> bool {
     call.length.checked_mul(call.dtype.bytes() as u64) == Some(payload)
 }
 
-/// Appends what is there of a message of `length` bytes.
+/// Appends available bytes of a message of `length` bytes.
 fn fill<T: Transport>(
     message: &mut Message,
     length: usize,
@@ -389,14 +388,14 @@ fn header(what: What, call: Call, payload: usize) -> [u8; HEADER_BYTES] {
     .encode()
 }
 
-/// The next move of a waiting thread after a look at the mail.
+/// Next step of a waiting thread after it polled the mailboxes.
 enum Look<R> {
     Done(R),
     Wait,
 }
 
 impl<T: Transport> Linked<T> {
-    /// The next message of this rank, checked.
+    /// The next message call of this rank, with checked arguments.
     fn message(&self, kind: Kind, dtype: Dtype, length: usize) -> Result<Call, Error> {
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let call = Call::plain(sequence, kind, dtype, length);
@@ -404,7 +403,7 @@ impl<T: Transport> Linked<T> {
             .map_err(|error| self.fail(call, error, self.next_call()))
     }
 
-    /// The first collective that is not completed.
+    /// The first collective that is not complete.
     fn next_call(&self) -> u64 {
         self.completed.load(Ordering::Acquire) + 1
     }
@@ -448,8 +447,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Sees to it that what the link did not take at once goes, and that what it reads from where
-    /// it is has been read.
+    /// Waits until the outbox is sent and memory that the link reads in place is released.
     fn see_off(&self, call: Call, peer: usize, deadline: Deadline) -> Result<(), Error> {
         let waits = |post: &Post| post.lent || !post.outbox.is_empty();
         let (open, lent) = {
@@ -462,7 +460,8 @@ impl<T: Transport> Linked<T> {
         let gone = self.look(peer, deadline, |mail| {
             let post = &mut mail.posts[peer];
             post.lent &= lending::holds(&self.transport, Lane::Messages, peer);
-            // Who only waits for its memory has that back, though the peer is gone by now.
+            // A sender that only waits for its memory regains it, though the peer has closed by
+            // now.
             if !waits(post) {
                 Look::Done(Ok(()))
             } else if post.closed {
@@ -540,7 +539,7 @@ impl<T: Transport> Linked<T> {
         Ok(())
     }
 
-    /// A message of `peer` was taken.
+    /// Accounts for a received message of `peer`.
     fn taken(&self, mail: &mut Mail, peer: usize) {
         let post = &mut mail.posts[peer];
         post.owed += 1;
@@ -549,7 +548,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Lets the message that `call` waits for come straight to `memory`, unless another waits.
+    /// Registers `memory` for the message of `call`, unless another receive waits.
     fn wait_in(&self, post: &mut Post, peer: usize, (call, tag): (Call, u32), memory: *mut [u8]) {
         let waiter = post.waiter.get_or_insert(Waiter {
             call,
@@ -562,7 +561,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Gives a call its memory back. What was to come there does not come any more.
+    /// Removes a waiting receive. A partly received message is abandoned.
     fn wait_no_more(&self, call: Call, peer: usize) {
         let mut mail = lock(&self.mail);
         let post = &mut mail.posts[peer];
@@ -597,14 +596,14 @@ impl<T: Transport> Linked<T> {
             return Look::Done(Ok(None));
         }
         match cause {
-            // What it sent before it left may still be on the way; after that the link closes.
+            // Messages sent before the peer left may still be in flight; then the link closes.
             None => Look::Wait,
             Some(Cause::Left(rank)) if rank.0 as usize == peer => Look::Wait,
             Some(cause) => Look::Done(Err(cause.error(call))),
         }
     }
 
-    /// The error of a call whose peer closed the link, or sent garbage.
+    /// The error of a call whose peer closed the link, or sent invalid bytes.
     fn closed(&self, call: Call, peer: usize) -> Error {
         if lock(&self.mail).posts[peer].garbled {
             let rank = super::number(peer);
@@ -618,8 +617,8 @@ impl<T: Transport> Linked<T> {
         self.lost(call, peer, self.next_call())
     }
 
-    /// Looks at the mail until `ready` has a result; `None` at the deadline. `peer` is whom it is
-    /// about: others are read less often.
+    /// Polls the mailboxes until `ready` has a result; `None` at the deadline. `peer` is the one to
+    /// poll most often.
     fn look<R>(
         &self,
         peer: usize,
@@ -678,7 +677,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Takes in what has arrived and sends what waits; true if anything moved.
+    /// Receives and sends what is possible; true if bytes moved.
     fn pump(&self, mail: &mut Mail, focus: Option<usize>) -> bool {
         let mut moved = false;
         for (peer, post) in mail.posts.iter_mut().enumerate() {
@@ -696,8 +695,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Adds the links that a thread which waits for something else should watch for the mail's
-    /// sake.
+    /// Adds the links that a thread which waits for another event should watch for messages.
     pub(super) fn mail_wants(&self, wants: &mut Vec<Want>) {
         if let Ok(mail) = self.mail.try_lock()
             && !mail.polling
@@ -706,7 +704,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Looks after the mail, unless another thread does.
+    /// Polls the mailboxes, unless another thread does.
     pub(crate) fn tend(&self) {
         if let Ok(mut mail) = self.mail.try_lock()
             && !mail.polling
@@ -718,11 +716,11 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Waits a little for links to take what waits in the outboxes, unless another thread does;
-    /// true if something is left.
+    /// Waits up to `wait` for links to accept the outboxes, unless another thread does. True if
+    /// bytes are left.
     pub(crate) fn push(&self, wait: Duration) -> bool {
-        // Whoever holds the mail looks after it, and the keeper must not queue for it: its beats
-        // would stop.
+        // The holder of the lock polls the mailboxes. The heartbeat thread must not queue for it,
+        // as its heartbeats would stop.
         let Ok(mut mail) = self.mail.try_lock() else {
             return false;
         };
@@ -746,7 +744,7 @@ impl<T: Transport> Linked<T> {
         waits(&mail)
     }
 
-    /// Sends what waits in the outboxes; true if something is left.
+    /// Sends the outboxes; true if bytes are left.
     pub(super) fn flush(&self) -> bool {
         let mut mail = lock(&self.mail);
         self.pump(&mut mail, None);

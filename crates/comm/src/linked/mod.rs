@@ -1,13 +1,13 @@
-//! A [`Group`](crate::Group) over links: the one implementation for every [`Transport`].
+//! [`Group`](crate::Group) over links: the one implementation for every [`Transport`].
 //!
 //! - `calls`: runs plans, with the lockstep guard;
 //! - `mail`: messages, with credits;
-//! - `lending`: calls on links that may lend, and their replacements where links do not;
-//! - here: what both share: the cause of poisoning and the traffic.
+//! - `lending`: zero-copy calls, and their replacements where links copy;
+//! - here: what they share: the cause of poisoning and the traffic.
 //!
-//! Links have two lanes, so neither waits for the other. A thread that waits on either lane also
-//! takes in messages. The keeper of a group (`keeping`) does so while nobody waits. So a sender
-//! never depends on what its peer is doing.
+//! Links have two lanes, so neither blocks the other. A thread that waits on either lane also
+//! receives messages. While no thread waits, the group's heartbeat thread (`keeping`) does so. So a
+//! sender never depends on what its peer is doing.
 
 mod buffers;
 mod calls;
@@ -30,14 +30,14 @@ use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
 use crate::{Call, Copies, Error, Pages, Registered, Traffic, Tuning};
 
-/// How long a rank that finds a link closed waits for the news why. They are sent before the
-/// link is closed, so this ends at once unless the other process was killed.
+/// How long a rank that finds a link closed waits for the failure notice. A peer sends it before it
+/// closes the link, so this ends at once unless the peer was killed.
 const NEWS_WAIT: Duration = Duration::from_millis(300);
 
-/// How long a rank that leaves waits for its last messages to be taken by the system.
+/// How long a leaving rank waits for the system to accept its last messages.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A rank's end of all its links.
+/// One rank of a group: its end of all links.
 pub struct Linked<T> {
     rank: usize,
     size: usize,
@@ -50,25 +50,25 @@ pub struct Linked<T> {
     /// Collectives that this rank has completed.
     completed: AtomicU64,
     mail: Mutex<Mail>,
-    /// The inboxes changed, or the thread that read from the links has stopped doing so.
+    /// Signals that inboxes changed, or that the reading thread has stopped.
     mail_changed: Condvar,
     messages: AtomicU64,
-    /// By the rank that they went to.
+    /// By destination rank.
     sent: Box<[AtomicU64]>,
     received: AtomicU64,
-    /// Bytes of bodies, in both directions.
+    /// Payload bytes, in both directions.
     payload: AtomicU64,
-    /// The part of the transport's count that was there before this group's.
+    /// The transport's zero-copy count before this group used it.
     placed_before: AtomicU64,
 }
 
 impl<T: Transport> Linked<T> {
-    /// The end of `rank` in a group of `size`, of which nobody knows anything yet.
+    /// The end of `rank` in a group of `size`, with no failure known.
     pub fn new(rank: Rank, size: u32, transport: T) -> Self {
         Self::with_status(rank, size, transport, Arc::default())
     }
 
-    /// As [`new`](Self::new), in a group whose ranks share what they know of its end.
+    /// As [`new`](Self::new), for a group whose ranks share one status.
     pub(crate) fn with_status(rank: Rank, size: u32, transport: T, status: Arc<Status>) -> Self {
         let (rank, size) = (rank.0 as usize, size as usize);
         Self {
@@ -99,19 +99,18 @@ impl<T: Transport> Linked<T> {
         number(self.size).0
     }
 
-    /// The links themselves.
     pub const fn transport(&self) -> &T {
         &self.transport
     }
 
-    /// Lets rings pass the ranks in `order`, both ways at once. The same on all ranks, before the
-    /// first call.
+    /// Makes rings visit the ranks in `order`, in both directions at once. The same on all ranks,
+    /// before the first call.
     pub fn go_round(&self, order: Vec<usize>) {
         lock(&self.calls).go_round(Route::new(order));
     }
 
-    /// The links, for another group over them, and by rank the bytes of the lane for calls that
-    /// were read and not used. There are such bytes where a peer is ahead.
+    /// The links, for another group over them. Also the bytes of the call lane that were read and
+    /// not used, by rank; a peer may be ahead.
     pub fn into_transport(self) -> (T, Vec<Vec<u8>>) {
         let calls = self.calls.into_inner();
         let calls = calls.unwrap_or_else(PoisonError::into_inner);
@@ -144,12 +143,12 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Counts bytes of a body.
+    /// Counts payload bytes.
     fn carries(&self, bytes: usize) {
         self.payload.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Why the group is poisoned, if it is.
+    /// The cause of poisoning, if there is one.
     pub(crate) fn status_cause(&self) -> Option<Cause> {
         self.status.cause()
     }
@@ -159,7 +158,7 @@ impl<T: Transport> Linked<T> {
         lending::register_pages(&self.transport, pages)
     }
 
-    /// Starts counting anew.
+    /// Resets the counters.
     pub(crate) fn reset_traffic(&self) {
         for sent in &self.sent {
             sent.store(0, Ordering::Relaxed);
@@ -170,22 +169,22 @@ impl<T: Transport> Linked<T> {
         self.placed_before.store(placed, Ordering::Relaxed);
     }
 
-    /// Names the part of the program that this rank is in.
+    /// Sets the site of this rank's collectives.
     pub fn mark(&self, number: u64) {
         self.mark.store(number, Ordering::Relaxed);
     }
 
-    /// The measurements that choices rest on.
+    /// The measurements behind the choice of algorithms.
     pub fn tuning(&self) -> Tuning {
         self.tuning.get().copied().unwrap_or_default()
     }
 
-    /// Settles what choices rest on, once; before that it is the default.
+    /// Sets the tuning, once; before that it is the default.
     pub(crate) fn agree(&self, tuning: Tuning) {
         let _ = self.tuning.set(tuning);
     }
 
-    /// Poisons the group and tells everyone what they do not know yet. The caller holds no lock.
+    /// Poisons the group and notifies all peers. The caller holds no lock.
     pub(crate) fn poison(&self, news: News) {
         if self.status.poison(news) {
             if let Some(news) = self.status.news() {
@@ -197,7 +196,7 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Poisons the group because `call` failed; hands back the first cause, which may be another.
+    /// Poisons the group because `call` failed; returns the first cause, which may be another.
     fn fail(&self, call: Call, error: Error, at: u64) -> Error {
         let cause = Cause::Failed(error);
         self.poison(News { cause, at });
@@ -209,8 +208,8 @@ impl<T: Transport> Linked<T> {
         self.status.cause().map(|cause| cause.error(call))
     }
 
-    /// The error of `call`, which found the link to `peer` closed. The control lane may know
-    /// better why: the peer may have told before it left.
+    /// The error of `call`, which found the link to `peer` closed. The control connection may know
+    /// the real cause, as a peer sends it before it leaves.
     fn lost(&self, call: Call, peer: usize, at: u64) -> Error {
         self.awaits_news(NEWS_WAIT);
         let cause = self.status.cause().unwrap_or(Cause::Left(number(peer)));
@@ -218,7 +217,7 @@ impl<T: Transport> Linked<T> {
         cause.error(call)
     }
 
-    /// Waits for the group to be poisoned; false if that does not happen.
+    /// Waits for the group to be poisoned; false on timeout.
     fn awaits_news(&self, wait: Duration) -> bool {
         let until = self.transport.now() + wait;
         while self.status.cause().is_none() && self.transport.now() < until {
@@ -228,7 +227,7 @@ impl<T: Transport> Linked<T> {
         self.status.cause().is_some()
     }
 
-    /// Says goodbye. What was sent is handed to the system first, within bounds.
+    /// Leaves the group. Pending bytes are handed to the system first, within bounds.
     pub(crate) fn leave(&self) {
         let until = self.transport.now() + LINGER;
         while self.flush() && self.transport.now() < until {
@@ -240,7 +239,7 @@ impl<T: Transport> Linked<T> {
         self.transport.tell(&News { cause, at });
     }
 
-    /// As `write`, of a body that the peer does not reduce.
+    /// Like `write`, for a body that the peer does not reduce.
     fn write_whole(
         &self,
         lane: Lane,
@@ -253,7 +252,7 @@ impl<T: Transport> Linked<T> {
         Ok(count)
     }
 
-    /// As `write`, of a part of `whole` that may come back reduced.
+    /// Like `write`, for a part of `whole` whose result may be written back.
     fn write_to_come_back(
         &self,
         lane: Lane,

@@ -1,9 +1,10 @@
-//! Both ends of a session with a wire between them that takes and gives as little as it likes.
+//! Both ends of a session, with a stream between them that accepts and returns arbitrarily few
+//! bytes.
 
 use super::super::key::KEY_BYTES;
 use super::*;
 
-/// Takes at most so many bytes at once, and none of them every other time.
+/// Accepts at most `most` bytes per call, and none on every other call.
 struct Narrow<'a> {
     wire: &'a mut Vec<u8>,
     most: usize,
@@ -26,7 +27,7 @@ impl Write for Narrow<'_> {
     }
 }
 
-/// Gives at most so many bytes at once, and then nothing for the moment.
+/// Returns at most `most` bytes per call; empty means that a read would block.
 struct Slow<'a> {
     wire: &'a [u8],
     most: usize,
@@ -128,7 +129,7 @@ fn another_key_or_hello_is_known_from_the_first_message() {
     assert_eq!(answer(&wrong, b"hello", &message).err(), Some(WrongKey));
     assert_eq!(answer(&right, b"hullo", &message).err(), Some(WrongKey));
     let (_, reply) = answer(&right, b"hello", &message).unwrap();
-    // The answer to another's message is none to this one's.
+    // A reply to another handshake is invalid for this one.
     let (other, _) = begin(&right, b"hello").unwrap();
     assert_eq!(other.end(&reply).err(), Some(WrongKey));
     let (own, message) = begin(&right, b"hello").unwrap();
@@ -151,7 +152,7 @@ fn a_recorded_hello_is_answered_but_cannot_be_gone_on_with() {
     assert!(again.is_garbled());
 }
 
-/// Three records of 10 bytes, changed, and how many bytes of them are delivered.
+/// Number of bytes delivered from three altered records of 10 bytes.
 fn delivered(change: impl Fn(&mut Vec<u8>)) -> usize {
     let (from, to) = pair(b"");
     let mut wire = Vec::new();
@@ -184,7 +185,7 @@ fn records_that_are_changed_end_the_connection() {
     let swapped = delivered(|wire| wire[EACH..].rotate_left(EACH));
     let cut = delivered(|wire| wire.truncate(2 * EACH + 5));
     assert_eq!((lost, twice, repeated, swapped, cut), (0, 30, 10, 10, 20));
-    // Lengths that no record has: too short for a tag or a payload, too long for the buffer.
+    // Invalid lengths: too short for a tag or a payload, too long for the buffer.
     for length in [0, 15, 16, RECORD_BYTES + TAG_BYTES + 1, 65_535] {
         let length = u16::try_from(length).unwrap().to_le_bytes();
         assert_eq!(delivered(|wire| wire[..2].copy_from_slice(&length)), 0);
