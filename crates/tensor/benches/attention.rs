@@ -1,10 +1,9 @@
 //! Time of attention by depth: `cargo bench -p paceline-tensor --bench attention -- [THREADS]`.
 //!
-//! The bench times one decode row, then 512 rows of a prompt, behind so many positions. The shapes
-//! are those of real models, over as many layers as make the cache larger than a core's share of
-//! the last cache. It prints microseconds a layer: median, 10th and 90th percentile. It also prints
-//! the rates that follow: bytes of keys and values a second, multiplications and additions a
-//! second.
+//! The bench times one decode row, then 512 rows of a prompt, at several depths of the KV cache.
+//! The shapes are those of real models, over as many layers as make the cache larger than a core's
+//! share of the last-level cache. It prints microseconds per layer: median, 10th and 90th
+//! percentile. It also prints bytes of keys and values per second and multiply-adds per second.
 
 #![allow(clippy::print_stdout, reason = "a bench reports on standard output")]
 

@@ -22,12 +22,12 @@ pub use crate::quantised::{CHUNK, Precision};
 use crate::quantised::{Meta, Rounding, View};
 use crate::rounded::round;
 
-/// Forms of activations that products read, beside their f32.
+/// Forms of activations that products read in addition to f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reads {
     /// Integers, so fine.
     pub(crate) integers: Option<Precision>,
-    /// With a scale for so many columns.
+    /// Columns that share a scale.
     pub(crate) span: usize,
     /// Copies of integers for panels, by [`Form`].
     pub(crate) panels: [bool; Form::ALL.len()],

@@ -441,11 +441,11 @@ unsafe fn value_scales<S: Isa, const R: usize>(p: *const u16, d: usize) -> [S::F
 /// Elements that [`turn`] reads of each of as many rows: a register of them, or two.
 const SIDE: usize = 8;
 
-/// Turns the first `dim` rows of keys, `(head_dim, 64)`, into values `(64, dim)`: of a page whose
-/// values are part of its keys.
+/// Transposes the first `dim` rows of keys, `(head_dim, 64)`, into values `(64, dim)`, for pages
+/// whose values are part of their keys.
 ///
 /// # Safety
-/// `dim` is a multiple of 8; pointers are good for so many elements, and do not overlap.
+/// `dim` is a multiple of 8. The pointers are valid for that many elements and do not overlap.
 #[allow(
     clippy::needless_range_loop,
     reason = "a column of the block, not a row of it"

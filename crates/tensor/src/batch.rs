@@ -60,19 +60,19 @@ impl Waiting {
     }
 }
 
-/// Most activation rows that meet a panel before the next one. Against 64 the speed is 1.02 to 1.03
-/// times as high, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K). Sums take memory of a thread's
-/// stack: 648 KiB with 128, of which two groups and one leaf touch 16.
+/// Most activation rows that are multiplied with a panel before the next one. Against 64 the speed
+/// is 1.02 to 1.03 times as high, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K). Sums take
+/// memory of a thread's stack: 648 KiB with 128; two groups and one leaf touch 16 KiB.
 pub(crate) const ROWS: usize = 128;
-/// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. With
-/// 8 it is 0.5 to 2 % slower (Zen 4).
+/// Chunks of a panel, of all its groups: as many as fit into L1 together with activations. With 8
+/// it is 0.5 to 2 % slower (Zen 4).
 const PANEL_CHUNKS: usize = 16;
 /// Groups to a panel: each activation that is loaded meets all of them. With one more or less
 /// tiles lose 4 to 10 % (Intel Xeon): their activations and two groups fill the first cache.
 pub(crate) const TOGETHER: usize = 2;
 /// Chunks of a panel of one group: a unit.
 pub(crate) const MOST: usize = PANEL_CHUNKS / TOGETHER;
-/// Bytes of a panel's chunk of one group, whatever the flavour.
+/// Bytes of a panel's chunk of one group, for every flavour.
 pub(crate) const CHUNK_BYTES: usize = 1344;
 /// Most places of [`CHUNK_BYTES`] that a chunk takes.
 const MOST_PLACES: usize = 3;
@@ -137,7 +137,7 @@ pub(crate) struct Unpack {
     pub(crate) lacks: usize,
     /// Number of chunks.
     pub(crate) chunks: usize,
-    /// Chunks of a span, of which the first starts one.
+    /// Range of chunks; the first one starts a span.
     #[cfg_attr(
         not(target_arch = "x86_64"),
         allow(dead_code, reason = "of tiles, which are x86's")

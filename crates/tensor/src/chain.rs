@@ -78,7 +78,7 @@ pub struct Target<'a> {
     pub values: &'a mut [f32],
     /// Distance of two rows, at least `n`.
     pub stride: usize,
-    /// Whether chains go on from what is there, and do not begin at 0.
+    /// Whether chains continue from the stored values instead of starting at 0.
     pub goes_on: bool,
 }
 
@@ -406,10 +406,10 @@ struct Edge {
     cols: usize,
 }
 
-/// A tile of which only a part is stored.
+/// A partial tile: only the first rows and columns are stored.
 ///
 /// # Safety
-/// As [`tile`], of the part that there is.
+/// As [`tile`], for the stored part.
 #[inline(always)]
 unsafe fn edge<S: Isa, const ROWS: usize, const REGS: usize>(
     k: usize,

@@ -269,8 +269,8 @@ macro_rules! multiply {
     };
 }
 
-/// A batch whose panels of so many groups `$unpack` makes. The arguments are the rows from which it
-/// pays, the forms and products for each [`Precision`], and the functions that make rows, by
+/// The batch functions for panels that `$unpack` makes. The arguments are the least number of rows
+/// that pays, the forms and products for each [`Precision`], and the functions that make rows, by
 /// [`Form`]. The places of a chunk and the functions that are called around products follow.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $forms:expr,

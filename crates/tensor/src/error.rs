@@ -2,7 +2,7 @@
 
 use paceline_base::{BlockType, Bytes};
 
-/// A matrix that cannot be packed, or memory that cannot be had.
+/// A matrix that cannot be packed, or memory that cannot be reserved.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The bytes are not those of such a matrix.
@@ -16,7 +16,7 @@ pub enum Error {
         /// Bytes given.
         got: usize,
     },
-    /// Memory for weights or a cache could not be had.
+    /// The system refused memory for weights or a cache.
     #[error("cannot reserve {bytes} of memory: {reason}")]
     Memory {
         /// Bytes asked for.

@@ -651,7 +651,7 @@ impl Scales for NibbleHalves {
     }
 }
 
-/// The work of a product of a packed type beside one scale for a chunk.
+/// Extra work of a product of a packed type, apart from one scale for a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Plain,

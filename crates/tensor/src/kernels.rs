@@ -27,7 +27,8 @@ pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
 
-/// Rows of activations that many are best cut in: so many meet a piece of the weights at once.
+/// Preferred multiple of activation rows: one panel of weights is multiplied with this many at
+/// once.
 pub const BLOCK: usize = batch::ROWS;
 
 /// Activation rows that a task multiplies with its groups before the next groups. Their quantised

@@ -21,8 +21,8 @@
 //! by their scales, `(ceil(head_dim / 32), 64)`. Attention computes with `scale * q`, rounded once
 //! to f32.
 //!
-//! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone, of which the first
-//! `value_dim` elements are the values.
+//! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone; their first `value_dim`
+//! elements are the values.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -284,7 +284,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `layers`, each with the pool that it is in, and so many `pages` of each pool.
+    /// A cache of `layers`, each with the index of its pool. Pool `i` has `pages[i]` pages.
     ///
     /// # Errors
     /// [`Error::Memory`] when the address space cannot be reserved.

@@ -1,8 +1,8 @@
-//! The best that this machine can do: work whose speed a kernel's is compared with.
+//! The machine's measured limits: the best speed of work that a kernel is compared with.
 //!
 //! A limit is a lower bound that this program can show, not a data sheet's figure: the best of
 //! loops that do nothing else. On virtual machines it changes within seconds as the host moves
-//! cores, so it is measured beside what is compared with it.
+//! cores. So measure it together with the kernel.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -100,7 +100,7 @@ pub(crate) unsafe fn read<S: Isa>(bytes: &[u8], ahead: usize) -> u64 {
 }
 
 /// Does `count` dot products, rounded up to eight, on registers. Returns the sum of their products,
-/// which are all 1. So many are under way at once that two multipliers which take four cycles stay
+/// which are all 1. Eight run at once, so that two multipliers with a latency of four cycles stay
 /// busy. That is as many as 16 registers of half the width hold. Each has activations of its own,
 /// or AVX2 would multiply once for all.
 ///

@@ -13,12 +13,12 @@
 //! ```
 //!
 //! where a weight is `step * (scale * w + min)` ([`crate::stored::units`]) and a span has one step
-//! and one activation scale ([`crate::activations`]). `T` has up to 38 bits. It is added up as
+//! and one activation scale ([`crate::activations`]). `T` has up to 38 bits. It is accumulated as
 //! `128 high + low`, both i32: the high and the low bytes of activations have a sum each.
-//! `|high| <= 2^15 * 2^7 * 2^8 / 2`, and the low sums beside it are as small. Only what they are in
-//! the end must fit, so offsets may be taken off before or afterwards. How `T` is cut on the way
-//! does not matter: `H` and `L` do not depend on it. Of wide types, whose weights have 20 bits,
-//! each chunk's sum is cut at 14 bits before it is multiplied by its scale.
+//! `|high| <= 2^15 * 2^7 * 2^8 / 2`, and the low sums have the same bound. Only the final value
+//! must fit, so offsets may be subtracted before or afterwards. The intermediate split of `T` does
+//! not matter: `H` and `L` do not depend on it. Wide types have weights of 20 bits: each chunk's
+//! sum is split at 14 bits before it is multiplied by its scale.
 //!
 //! For float weights the sum is `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf.
 //! Then come `(a0 + a1) + (a2 + a3)` and the tree (BF16 in class `cpu-q8`: `pairs`).
@@ -271,7 +271,8 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
         // SAFETY: chunks of `cols` lie within the group and the activations.
         unsafe {
             if c == 0 {
-                // What was asked for from the group before ends so many bytes earlier.
+                // The previous group's prefetches end before this group's headers, which precede
+                // `weights`.
                 let layout: Layout = F::LAYOUT;
                 let bytes = layout.headers(args.lacks + args.first_chunk + args.cols / CHUNK);
                 let at = args.weights.wrapping_sub(bytes);

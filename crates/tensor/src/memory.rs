@@ -29,9 +29,9 @@ pub(crate) fn reserve(bytes: usize) -> Result<MmapMut, Error> {
 /// pages of 4 KiB cost TLB misses. SmolLM2, whose matrices have 69 to 553 KB, decodes 1.3 times as
 /// fast for it (docs/measurements.md).
 ///
-/// Small memory lies side by side in a mapping that it shares with others. Large memory has one of
-/// its own, of which the rest behind the last whole huge page stays in small pages. So it takes no
-/// more than is used.
+/// Small memory lies side by side in a mapping that it shares with others. Large memory has a
+/// mapping of its own; its rest behind the last whole huge page stays in small pages. So it takes
+/// no more than is used.
 pub(crate) struct HugeMap {
     region: Arc<Region>,
     /// Of the first byte in the mapping. Nobody else has these bytes.
@@ -58,8 +58,8 @@ static SHARED: Mutex<Option<Shared>> = Mutex::new(None);
 /// Of a shared region. On average half a huge page is lost at its end: 1.6 %.
 const SHARED_BYTES: usize = 64 << 20;
 
-/// Memory of so many bytes and more has a mapping of its own. Half a huge page in small ones is 6 %
-/// of it at most. All memory has its own mapping where huge pages cannot be asked for.
+/// Least bytes for a mapping of its own. Half a huge page in small pages is at most 6 % of it. All
+/// memory has its own mapping on systems without huge pages on request.
 const OWN_FROM: usize = if cfg!(target_os = "linux") {
     16 << 20
 } else {
@@ -204,7 +204,7 @@ impl<T> Deref for Placed<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `new`, for types of which zeros are values, left room for `len` behind `start`,
+        // SAFETY: `new`, for types that zeros are values of, left room for `len` behind `start`,
         // which is aligned to 64 bytes; vectors do not move their bytes.
         unsafe { std::slice::from_raw_parts(self.bytes.as_ptr().add(self.start).cast(), self.len) }
     }

@@ -65,7 +65,7 @@ pub struct Packed {
     pub(crate) cols: usize,
     pub(crate) leaf_cols: usize,
     /// Chunks of the group before the first that counts. A range of columns may start within a
-    /// stored block, of which the kernels need the header.
+    /// stored block, and the kernels need that block's header.
     pub(crate) first_chunk: usize,
     /// Chunks of its first unit that a group lacks.
     pub(crate) lacks: usize,
@@ -222,8 +222,9 @@ impl Packed {
 /// as good as other engines' (docs/numerics.md).
 const EIGHT_SPAN: usize = 32;
 
-/// Columns of activations that share a scale in products with leaves of so many columns, 0 for one
-/// leaf. They are the most that divide both a leaf and a unit of the weights, or [`EIGHT_SPAN`].
+/// Columns of activations that share a scale in products with leaves of `leaf_cols` columns, 0 for
+/// one leaf. It is the largest number that divides both a leaf and a unit of the weights, or
+/// [`EIGHT_SPAN`].
 pub(crate) const fn span(leaf_cols: usize, precision: Precision) -> usize {
     let most = match precision {
         Precision::Eight => EIGHT_SPAN,

@@ -47,11 +47,11 @@ impl Word {
     }
 }
 
-/// A thread's tasks of a job: what was claimed of them last.
+/// A thread's share of a job: its tasks claimed so far.
 ///
-/// The [`Word`] holds the next task that no thread has claimed, and the last job of which a thread
-/// claimed a task. In a later job none has been claimed, and the share need not be told of it.
-/// Claims check job and task at once, so that a thread that comes late gets nothing.
+/// The [`Word`] holds the next unclaimed task and the last job from which a task was claimed. In a
+/// later job none has been claimed, so a share needs no reset. Claims check job and task at once,
+/// so a thread that arrives late gets nothing.
 #[derive(Debug)]
 #[repr(align(128))] // two lines of x86, which fetches pairs, or one of Apple's
 struct Share(AtomicU64);
@@ -480,7 +480,7 @@ mod tests {
         for _ in 0..20 {
             std::thread::sleep(std::time::Duration::from_millis(2)); // longer than the spinning
             let (ids, began) = (Mutex::new(Vec::new()), std::time::Instant::now());
-            // Nobody goes on before a second thread has come, which a busy machine may keep back.
+            // Wait for a second thread, which a busy machine may delay.
             pool.run(64, &|_| {
                 let own = std::thread::current().id();
                 ids.lock().unwrap().push(own);
@@ -496,8 +496,8 @@ mod tests {
 
     #[test]
     fn a_thread_that_is_held_up_keeps_nothing_but_its_task() {
-        // Whoever gets task 0 does not end before all others have: on two threads that is only
-        // possible when the other takes over whatever share the held one had.
+        // Task 0 does not end before all others have. On two threads that is possible only when the
+        // other thread steals the rest of the blocked thread's share.
         let pool = ThreadPool::new(2).unwrap();
         for _ in 0..20 {
             let others = AtomicUsize::new(0);

@@ -109,8 +109,8 @@ impl Configuration {
     }
 }
 
-/// A single instruction with its operands. All may touch memory as far as the compiler is told,
-/// which keeps them in order and their memory written.
+/// A single instruction with its operands. The compiler must assume that each reads and writes
+/// memory, which keeps them in order.
 macro_rules! tile {
     (configure $cfg:expr) => {
         asm!("ldtilecfg [{cfg}]", cfg = in(reg) $cfg, options(nostack))

@@ -1,4 +1,4 @@
-//! Factors of a panel's chunk beside its integers, and how the two are added up.
+//! Factors of a panel's chunk, next to its integers, and their accumulation.
 
 use crate::formats::{Format, Scales};
 use crate::isa::{Isa, LANES};

@@ -1,8 +1,8 @@
-//! Activation rows as panels meet them.
+//! Activation rows in the layout that panels read.
 //!
-//! Words and bytes are copies beside [`Activations`]' own integers. Those stay as the kernels for
-//! few rows read them, whose speed from memory hangs on their code. Tiles are made of the values
-//! instead of those integers, which no kernel reads then.
+//! Words and bytes are additional copies of [`Activations`]' integers. The originals stay in the
+//! layout of the kernels for few rows, whose memory speed depends on their code. Tiles are made
+//! from the f32 values; no kernel reads the integers then.
 //!
 //! [`Activations`]: crate::Activations
 
@@ -37,8 +37,8 @@ impl Form {
     /// Every one, in order.
     pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Tiles, Self::SmallTiles];
 
-    /// Activation rows of `cols` columns that meet a panel before the next one. They are so many
-    /// that half of a second-level cache of 2 MiB holds them, as they meet the next panel too.
+    /// Activation rows of `cols` columns that are multiplied with a panel before the next one. They
+    /// fill half of an L2 of 2 MiB, because the next panel reads them too.
     pub(crate) fn block(self, cols: usize) -> usize {
         const BYTES: usize = 1 << 20;
         let rows = BYTES / (cols * self.column()).max(1);

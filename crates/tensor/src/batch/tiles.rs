@@ -2,18 +2,18 @@
 //!
 //! A weight's integer of 16 bits ([`crate::stored::units`]) is a signed high byte and an unsigned
 //! low one. An activation's of 15 bits is two signed bytes. That makes four products of tiles of 16
-//! rows of 64 bytes, each with sums of its own, over a whole span. Below 2^31 all are exact: put
-//! together they are `T` of [`crate::matmul`].
+//! rows of 64 bytes, each with sums of its own, over a whole span. Below 2^31 all are exact; their
+//! combination is `T` of [`crate::matmul`].
 //!
-//! Weights of wide types, of 20 bits, have a third byte, and six products, of which two and two
-//! have sums in common. Two of the four could too. But a product takes 16 cycles and waits 52 for
-//! the one before into the same tile (Intel's optimization manual).
+//! Wide types have weights of 20 bits, so a third byte and six products; two pairs of these share
+//! their sums. Two of the four could too, but a product takes 16 cycles and waits 52 for the one
+//! before into the same tile (Intel's optimization manual).
 //!
-//! A *turn* is a span of a group with a tile of activation rows. While its first products are
-//! started the results of the turn before are stored. Beside the products between, sums are made of
-//! those results: processors do both at once. Results stored behind the last product of another
-//! result need not be waited for. A panel's last turn is left [`Waiting`] for the first of the next
-//! panel, which is unpacked meanwhile.
+//! A *turn* is a span of a group with a tile of activation rows. While its first products run, the
+//! results of the previous turn are stored. Between the other products those results are summed:
+//! processors do both at once. A result stored behind the last product of another result needs no
+//! wait. A panel's last turn stays [`Waiting`] until the first of the next panel, which is unpacked
+//! meanwhile.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;

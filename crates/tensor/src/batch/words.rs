@@ -34,10 +34,10 @@ pub(crate) struct PanelChunk {
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
 
-/// Factors of a chunk beside its integers, as pairs of words to be multiplied by pairs. The low
-/// part of a dot product and that of the sum of activations meet scale and min of each half. The
-/// high parts, which lie the other way round, meet min and scale. The step of its unit is here too:
-/// see [`crate::stored::units`].
+/// Factors of a chunk, next to its integers, as pairs of words to be multiplied by pairs. The low
+/// part of a dot product and that of the sum of activations are multiplied by scale and min of each
+/// half. The high parts, in reverse order, are multiplied by min and scale. The step of the chunk's
+/// unit is here too: see [`crate::stored::units`].
 #[repr(C, align(64))]
 pub(crate) struct Factors {
     low: [[i32; LANES]; 2],
@@ -306,8 +306,8 @@ unsafe fn dots<S: Words, const G: usize, const N: usize>(
     }
 }
 
-/// The sums of a chunk of activations as panels read them beside its integers: both halves' sums
-/// lie ready to be multiplied.
+/// The sums of a chunk of activations as panels read them, next to its integers: both halves' sums
+/// as words, ready to be multiplied.
 #[inline(always)]
 pub(crate) fn copied(meta: Meta) -> Meta {
     Meta {

@@ -42,7 +42,7 @@ pub(crate) trait Isa: Copy {
     type I: Copy;
     /// Sixty-four bytes: byte `4 * lane + j` belongs to lane `lane`.
     type W: Copy;
-    /// How many [`F`](Self::F) the registers of the machine hold: loops keep so many at once.
+    /// Number of [`F`](Self::F) registers of the machine: loops keep that many values live.
     const REGISTERS: usize;
 
     // ---- weights ----
@@ -267,7 +267,7 @@ pub(crate) trait Isa: Copy {
     unsafe fn scale_by_bits(x: Self::F, n: Self::F) -> Self::F;
     /// Nearest i32, ties to even; values lie within an i32.
     unsafe fn round(x: Self::F) -> Self::I;
-    /// The largest lane, none of which is NaN. The order does not matter.
+    /// The largest lane; no lane is NaN. The order does not matter.
     unsafe fn reduce_max(x: Self::F) -> f32;
     /// The wrapping sum of the lanes. The order does not matter.
     unsafe fn reduce_add_i(x: Self::I) -> i32;

@@ -400,8 +400,8 @@ impl<'a> PageValues<'a> {
     fn of_keys(&mut self, page: (u32, usize), view: &PageView, kv_type: KvType) -> *const u8 {
         let (to, dim) = (self.memory.as_mut_ptr().cast::<u8>(), view.value_dim);
         if self.of != Some(page) {
-            // SAFETY: the keys are (head_dim, 64) elements, of which value_dim rows are turned into
-            // memory for 64 value_dim floats, which take the most bytes.
+            // SAFETY: the keys are (head_dim, 64) elements; the first value_dim rows are transposed
+            // into memory for 64 value_dim floats, which take the most bytes.
             unsafe {
                 match kv_type {
                     KvType::F16 => attention::turn::<u16>(view.keys.cast(), dim, to.cast()),

@@ -23,8 +23,8 @@ const EPS: f32 = 1e-6;
 /// are 16 KiB at 128, half of a first-level cache.
 const ROWS: usize = 16;
 
-/// Longest value of which a row's query and key go through the state together: twice that of
-/// published models.
+/// Longest value for which a row's query and key pass through the state together: twice the longest
+/// of published models.
 const PAIR: usize = 256;
 
 /// A step over one layer. Letters: H value heads, K key heads, D and E elements of a key and of a
@@ -212,7 +212,7 @@ impl Kernels {
     }
 }
 
-/// Results of a step, `(rows, H E)`, of which each task writes a head's.
+/// Results of a step, `(rows, H E)`; each task writes the columns of one head.
 #[derive(Clone, Copy)]
 struct Out(*mut f32);
 
@@ -303,7 +303,7 @@ impl Head<'_> {
     /// `sum += factors[i] * deltas[i]` for the first `n` in order.
     ///
     /// # Safety
-    /// So many deltas are there, which no thread writes.
+    /// `n` deltas are readable, and no thread writes them.
     unsafe fn add_deltas(
         &self,
         factors: &[f32; PAGE],

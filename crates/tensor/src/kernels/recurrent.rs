@@ -7,8 +7,8 @@
 //! ```
 //!
 //! So a state changes at multiples of [`PAGE`] only and a row's result depends on neither chunks
-//! nor batches. A sequence needs the page that it writes and, at its beginning, the one before. A
-//! caller that keeps an older full page can go on from there with another sequence.
+//! nor batches. A sequence needs the page that it writes and, at that page's beginning, the one
+//! before. A caller that keeps an older full page can continue from it with another sequence.
 
 use std::fmt;
 
@@ -99,7 +99,7 @@ impl Kernels {
 }
 
 impl Recurrent<'_> {
-    /// The rows of one sequence, the first of which is `first` in the batch, for one KV head.
+    /// The rows of one sequence for one KV head. Its first row is row `first` of the batch.
     fn head(
         &self,
         writer: &Writer<'_>,

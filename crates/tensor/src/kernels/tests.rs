@@ -78,8 +78,8 @@ fn stored_rows(block_type: BlockType, rows: usize, cols: usize, seed: u64) -> Ve
     (0..rows).flat_map(row).collect()
 }
 
-/// Rows of activations for a matrix of so many rows. They are fewer than a panel takes, a tile and
-/// parts of it, and for some matrices more than a block. Several threads only share the groups.
+/// Batch sizes for a matrix of `rows` rows: below a panel, a tile and parts of it, and for some
+/// matrices more than a block. Several threads only share the groups.
 fn batches(rows: usize, threads: usize) -> &'static [usize] {
     const ALL: [usize; 5] = [1, 2, 7, 35, 131];
     match (rows, threads) {

@@ -217,7 +217,7 @@ fn random_rows_decode_as_described() {
     }
 }
 
-/// Types whose weights are rounded once, whatever their scales: see `mlx.rs` for the others.
+/// Types whose weights are rounded once, at any scale: see `mlx.rs` for the others.
 fn exact() -> impl Iterator<Item = BlockType> {
     quantised().filter(|t| t.affine_bits().is_none_or(|bits| super::offset(bits) == 0))
 }

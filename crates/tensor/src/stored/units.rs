@@ -62,7 +62,7 @@ pub(crate) struct Factors {
     pub(crate) min: [i32; 2],
 }
 
-/// Factors of a unit's weights beside their integers.
+/// Factors of a unit's weights, next to their integers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
     /// Value of one.

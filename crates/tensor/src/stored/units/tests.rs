@@ -1,4 +1,4 @@
-//! Weights of every type beside the files', and what has no step.
+//! Weights of every type against the file's, and weights without a step.
 
 use half::f16;
 use paceline_base::BlockType;
