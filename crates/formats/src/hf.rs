@@ -133,7 +133,7 @@ pub enum Error {
     /// The parts of a quantised matrix do not fit each other.
     #[error(transparent)]
     Misfit(Box<mlx::Misfit>),
-    /// Memory for a quantised matrix could not be had.
+    /// The system refused memory for a quantised matrix.
     #[error("tensor {tensor}: cannot reserve memory: {error}")]
     Memory {
         tensor: String,
@@ -241,17 +241,17 @@ impl HfFolder {
     }
 
     /// The chat template: `chat_template.jinja`, else the field `chat_template` of
-    /// `tokenizer_config.json`, of which the entry `default` when it is a list.
+    /// `tokenizer_config.json`. If that field is a list, its entry `default`.
     pub fn chat_template(&self) -> Option<&str> {
         self.chat_template.as_deref()
     }
 
-    /// Names of all tensors, of whatever dtype: in the order of the index, or of the one file.
+    /// Names of all tensors, of any dtype: in the order of the index, or of the only file.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.places.iter().map(tensor_of)
     }
 
-    /// Whether a tensor of that name is there, of whatever dtype.
+    /// Whether the folder has a tensor of that name, of any dtype.
     pub fn has(&self, name: &str) -> bool {
         self.place(name).is_some()
     }
@@ -312,7 +312,7 @@ impl HfFolder {
         Quantised::new(module, scheme, [weight, scales], part("biases")?, path).map(Some)
     }
 
-    /// A tensor of whatever dtype.
+    /// A tensor of any dtype.
     fn part(&self, name: &str) -> Option<Part> {
         let shard = &self.shards[self.place(name)?.shard];
         let info = shard.info(name)?;
@@ -323,7 +323,7 @@ impl HfFolder {
         })
     }
 
-    /// The bytes of a tensor, of whatever dtype.
+    /// The bytes of a tensor of any dtype.
     pub fn bytes_of(&self, name: &str) -> Option<MappedBytes> {
         let shard = &self.shards[self.place(name)?.shard];
         Some(shard.bytes_of(shard.info(name)?))

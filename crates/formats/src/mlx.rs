@@ -8,9 +8,9 @@
 //! X.biases      as scales; not for mxfp4
 //! ```
 //!
-//! A matrix is quantised when it has scales, whatever its configuration says about others
-//! (`mlx_lm/utils.py`, `load_model`); how is said for all or for its name. `quantization_config`
-//! means the same and is read where the first is absent.
+//! A matrix is quantised when it has scales, regardless of what its configuration says about others
+//! (`mlx_lm/utils.py`, `load_model`). The parameters are stated for all matrices or under its name.
+//! `quantization_config` means the same and is read where the first is absent.
 //!
 //! The kernels want a row in one piece. [`Quantised`] joins 32 columns of the three tensors to a
 //! block of [`BlockType`], and repeats the scale of a longer group in each. A joined matrix takes
@@ -258,7 +258,7 @@ impl Checks<'_> {
 }
 
 impl Quantised {
-    /// The rows `rows` of it, of which nothing is copied; `None` where it has not as many.
+    /// The rows `rows`, without a copy; `None` where the matrix has fewer.
     pub fn row_range(&self, rows: Range<usize>) -> Option<Self> {
         let of = |bytes: &MappedBytes| {
             let row = bytes.len() / self.rows;

@@ -41,7 +41,7 @@ fn text(panic: &(dyn Any + Send)) -> String {
 mod tests {
     use super::*;
 
-    /// A program's panic hook is told so, and prints nothing (`cli` does that).
+    /// A panic hook can call `are_caught` and print nothing (`cli` does that).
     #[test]
     fn a_panic_is_an_error_that_a_hook_can_tell() {
         let result = catch::<()>(|| {

@@ -40,7 +40,7 @@ pub enum Error {
         /// Kind of file that it seems to be.
         looks_like: LooksLike,
     },
-    /// The header goes on past the end of the file.
+    /// The header extends past the end of the file.
     #[error(
         "header of {header_bytes} bytes, but the file has {file_bytes}: truncated, or the length \
          lies"
@@ -251,14 +251,14 @@ impl Safetensors {
         })
     }
 
-    /// The bytes of a tensor of this file, of whatever dtype and none for an empty one.
+    /// The bytes of a tensor of this file, of any dtype; none for an empty one.
     pub fn bytes_of(&self, info: &TensorInfo) -> MappedBytes {
         self.bytes
             .slice(info.range())
             .expect("ranges were checked against the file")
     }
 
-    /// Checks that a tensor of that name is there, of whatever dtype.
+    /// Checks that the file has a tensor of that name, of any dtype.
     pub(crate) fn require(&self, name: &str) -> Result<(), Error> {
         match self.info(name) {
             Some(_) => Ok(()),

@@ -125,7 +125,7 @@ impl MappedBytes {
         })
     }
 
-    /// The same bytes, each of which is waited for before it is read.
+    /// The same bytes; every read waits until its range has arrived.
     #[must_use]
     pub(crate) fn arriving(self, arrivals: Arc<dyn Arrivals>) -> Self {
         let arrivals = Some(arrivals);

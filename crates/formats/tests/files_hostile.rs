@@ -359,7 +359,7 @@ fn two(a: &str, b: &str) -> String {
     format!("{{{},{}}}", entry("a", a), entry("b", b))
 }
 
-/// Every header before so many bytes of data is refused with these words.
+/// Checks that every header before `data` bytes of data is refused with the given text.
 fn assert_refused(cases: &[(String, usize, &str)]) {
     for (header, data, text) in cases {
         let error = safetensors_outcome(&safetensors_file(header, *data)).expect_err(text);

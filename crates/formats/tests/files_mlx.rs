@@ -55,7 +55,7 @@ fn folder(config: &Value, tensors: &[Spec<'_>]) -> (TempDir, HfFolder) {
     (dir, folder)
 }
 
-/// Why `m.weight` cannot be had.
+/// The error of reading `m.weight`.
 fn refusal(config: &Value, tensors: &[Spec<'_>]) -> String {
     let (dir, folder) = folder(config, tensors);
     let error = folder

@@ -21,7 +21,7 @@ fn model(test: &str, file: &str) -> Option<Gguf> {
     None
 }
 
-/// Number of tensors of each storage type; every tensor can be had.
+/// Number of tensors of each storage type. Reads every tensor.
 fn types(model: &Gguf) -> BTreeMap<&'static str, usize> {
     let mut counts = BTreeMap::new();
     for info in model.tensors() {

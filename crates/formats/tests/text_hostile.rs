@@ -17,7 +17,7 @@ use paceline_base::SplitMix64;
 use paceline_base::testing::{Stopwatch, mutations};
 
 /// Memory for a file of a few kilobytes. The classes of letters of a compiled pattern take 1 to 5
-/// MB, whatever the file. Everything else grows with the file.
+/// MB for any file. Everything else grows with the file.
 const ALLOWED_BYTES: usize = 32 << 20;
 
 /// A byte-level vocabulary with one of everything.

@@ -18,8 +18,8 @@ pub const LEAST: u32 = 256;
 /// Share of a new measurement in what is believed. The first one stands alone.
 const NEW: f64 = 0.3;
 
-/// Prompts that would lose by it are kept here, except one in so many. Without that try, a speed
-/// that was low while somebody used those machines would never be measured again.
+/// One prompt in 16 is sent to the prefill ranks although prefill here is faster. Without that, a
+/// speed that was low while those machines were busy would never be measured again.
 const TRY_EVERY: u32 = 16;
 
 /// A speed in tokens a second, as believed.
@@ -74,8 +74,8 @@ impl Readers {
         }
     }
 
-    /// Sends prompts there of which so many tokens are to be read, and no others, whichever way
-    /// is faster. `None` leaves that to what is known of both.
+    /// Offload prompts of at least `from` uncached tokens, and no others, regardless of measured
+    /// speeds. `None` decides by the speeds of both.
     #[must_use]
     pub const fn with_least(self, from: Option<u32>) -> Self {
         Self { from, ..self }
@@ -91,12 +91,12 @@ impl Readers {
         self.there.tok_s
     }
 
-    /// `tokens` of a prompt were read here in so many seconds.
+    /// Records a prefill of `tokens` tokens here.
     pub fn read_here(&mut self, tokens: u32, seconds: f64) {
         self.here.learn(tokens, seconds);
     }
 
-    /// `tokens` of a prompt were read there and handed over in so many seconds.
+    /// Records a prefill of `tokens` tokens on the prefill ranks, KV transfer included.
     pub fn read_there(&mut self, tokens: u32, seconds: f64) {
         self.there.learn(tokens, seconds);
     }
@@ -108,8 +108,8 @@ impl Readers {
         Some(there / self.here.seconds(tokens)?)
     }
 
-    /// Whether a prompt of which `tokens` are to be read goes there, behind `ahead` tokens of
-    /// others.
+    /// Whether to offload a prompt of `tokens` uncached tokens, with `ahead` tokens of others
+    /// queued at the prefill ranks.
     pub fn goes_there(&mut self, tokens: u32, ahead: u32) -> bool {
         if let Some(from) = self.from {
             return tokens >= from;

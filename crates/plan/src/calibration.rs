@@ -83,7 +83,7 @@ pub struct Calibration {
     engines: Vec<Engine>,
 }
 
-/// A node's rates as programs reach them, and what an operation costs beside.
+/// A node's rates as programs reach them, and the fixed cost of an operation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Speed {
     /// Bytes of weights or cache a second.
@@ -154,8 +154,8 @@ impl Calibration {
         &self.engines
     }
 
-    /// The engine that a published name of a framework means: the first in file order of which a
-    /// part matches. `cpu` machines get the engine's CPU form where there is one.
+    /// The engine that a published name of a framework means: the first in file order with a match
+    /// for a part of the name. `cpu` machines get the engine's CPU form where there is one.
     pub fn engine_of(&self, framework: &str, cpu: bool) -> &Engine {
         let text = framework.to_lowercase();
         let hit = |engine: &&Engine| engine.matches.iter().any(|part| text.contains(part));

@@ -66,7 +66,7 @@ pub enum Error {
         /// Message of the parser, with line and column.
         reason: String,
     },
-    /// The model does not fit, whatever the placement.
+    /// No placement of the model fits.
     #[error("{0}")]
     Infeasible(Box<Infeasible>),
     /// The placement to predict does not suit model or cluster.
@@ -96,7 +96,7 @@ pub struct Infeasible {
     pub context: u64,
     /// Facts that the totals leave out, starting with a comma; empty when there are none.
     pub detail: String,
-    /// Changes of which each alone is enough, smallest first.
+    /// Changes that are each enough alone, smallest first.
     pub changes: Vec<Change>,
 }
 

@@ -53,7 +53,7 @@ pub struct Follow {
     ways: Vec<Shares>,
     /// Ranks of each stage, the same at all ways.
     stages: Vec<Range<usize>>,
-    /// Ways that cannot be had.
+    /// Split candidates that are unavailable.
     closed: Vec<bool>,
     at: usize,
     first: usize,
@@ -90,7 +90,7 @@ impl Follow {
         self.better = None;
     }
 
-    /// Way `way` cannot be had: it is named no more.
+    /// Marks split candidate `way` as unavailable; it is never proposed again.
     ///
     /// # Panics
     /// When there is no such way.
@@ -178,7 +178,7 @@ mod tests {
             .collect()
     }
 
-    /// The places of the ways that it moves to, of so many looks.
+    /// The split candidates that it moves to within `looks` updates.
     fn moves(follow: &mut Follow, takes: [f64; 2], looks: usize) -> Vec<usize> {
         let mut all = Vec::new();
         for _ in 0..looks {

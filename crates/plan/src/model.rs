@@ -57,7 +57,7 @@ pub struct Moe {
     pub ffn: u32,
     /// Layers at the start that are dense.
     pub dense_layers: u32,
-    /// Of the others every so many-th is a mixture, counted from the first layer; 1 for all.
+    /// Every `every`-th of the other layers is a mixture, counted from the first layer; 1 for all.
     pub every: u32,
     /// Groups of experts that are chosen first, as in DeepSeek V3; 1 for none.
     pub groups: u32,

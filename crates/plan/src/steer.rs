@@ -1,19 +1,18 @@
-//! Which of the ways to compute a model goes on, decided while it answers.
+//! Selects the split of a running model from live token times.
 //!
-//! A plan says how fast each way is; live tokens say how fast the one in use is. [`Steering`]
-//! compares them. Where another way is believed to be faster by more than [`NOISE`], it counts the
-//! seconds lost. It orders a change once they exceed what the change costs, doubled with each
-//! change.
+//! The plan predicts the speed of each split candidate; live tokens measure the one in use.
+//! [`Steering`] compares them. Where another candidate is believed to be faster by more than
+//! [`NOISE`], it counts the seconds lost. It orders a change once they exceed the cost of the
+//! change, doubled with each change.
 //!
-//! That is the rule of renting skis until the rent is their price: Karlin, Manasse, Rudolph,
-//! Sleator, Algorithmica 3, 1988. Whatever the truth, at most about as much is lost to changes as
-//! to staying. A way that turned out worse than another's measured speed is left by the same rule:
-//! that is the roll-back.
+//! That is the ski rental rule: Karlin, Manasse, Rudolph, Sleator, Algorithmica 3, 1988. In every
+//! case, changes cost at most about as much as staying would. A candidate that is slower than
+//! another's measured speed is left by the same rule: that is the roll-back.
 //!
-//! Pure: times come in with the events. The time of a token is its step's, by the leader's clock:
-//! tokens of one step share the step's time, however they arrive. Only tokens of an answer that is
-//! computed alone count, since predictions are for one. They are for a short answer too. So the
-//! time of a token with many keys in the cache is scaled to what it would be with few.
+//! Pure: times come in with the events. A token's time is its step's, by the leader's clock: tokens
+//! of one step share the step's time in any order of arrival. Only tokens of a response that is
+//! computed alone count, since predictions are for one. They are for a short response too. So the
+//! time of a token with many keys in the cache is scaled to the time with few.
 
 use std::time::Duration;
 

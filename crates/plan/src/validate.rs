@@ -28,7 +28,7 @@ pub struct Set {
     pub worst: f64,
 }
 
-/// Two rows of one model and metric of which at least one is not complete.
+/// Two rows of one model and metric, at least one of them incomplete.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ordering {
     /// The row with the larger published number.

@@ -1,7 +1,7 @@
-//! Whatever the cluster, better facts never predict a worse answer, and nothing beats physics.
+//! On any cluster, better facts never predict a worse result, and nothing beats physics.
 //!
-//! Random models (dense, experts, low ranks) and random machines. Every way to place the one on the
-//! other that a row of published numbers can have.
+//! Random models (dense, experts, low ranks) on random machines, in every placement mode that a row
+//! of published numbers can have.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use crate::small::{mesh, node};
@@ -295,8 +295,8 @@ proptest! {
     }
 }
 
-/// Stages compute different micro-batches at the same time, as many as steps are under way. Where
-/// rows cost as much together as one by one, so many times the tokens of one request come out.
+/// Stages compute different micro-batches at the same time, one per step in flight. Where rows cost
+/// as much together as one by one, the speed is that multiple of one request's.
 #[test]
 fn a_pipeline_is_as_full_as_steps_are_under_way() {
     let case = |nodes: usize, concurrency| Case {

@@ -8,8 +8,8 @@
 //! - **marked**: a mark is put into each name in a message, and at a border where a name could
 //!   reach across it. The mark is a private-use character that occurs nowhere else;
 //! - **disguised**: also, each character that a name begins or ends with, in upper or lower case,
-//!   is replaced by a private-use character. Each has one of its own. No name can then begin or end
-//!   in a message, wherever the template cuts it and whatever it joins it with.
+//!   is replaced by a private-use character of its own. No name can then begin or end in a message,
+//!   wherever the template cuts it and whichever text it joins to it.
 //!
 //! A template that looks for `</think>` in a message must find it, so the marked text is the one
 //! that counts. But where a template takes pieces out of a message, marks may not be enough:
@@ -205,7 +205,7 @@ impl<'a> Guard<'a> {
         out + after
     }
 
-    /// Whether a name that began before `text` could go on in it.
+    /// Whether a name that began before `text` could continue in it.
     fn continues_name(&self, text: &str, place: Place) -> bool {
         let tails = text.chars().next().and_then(|c| self.tails.get(&c));
         tails
@@ -214,7 +214,7 @@ impl<'a> Guard<'a> {
             .any(|tail| text.starts_with(tail) || place == Place::Content && tail.starts_with(text))
     }
 
-    /// Whether a name that goes on after `text` could begin in it.
+    /// Whether a name that ends after `text` could begin in it.
     fn begins_name(&self, text: &str, place: Place) -> bool {
         let heads = text.chars().next_back().and_then(|c| self.heads.get(&c));
         heads

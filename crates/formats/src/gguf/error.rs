@@ -32,7 +32,7 @@ pub enum Error {
     /// A version of the format that is not 2 or 3.
     #[error("GGUF version {version} is not supported, expected 2 or 3")]
     Version { version: u32 },
-    /// The header goes on past the end of the file.
+    /// The header extends past the end of the file.
     #[error(
         "{what} at byte {offset} needs at least {needed} bytes, but the file has {file_bytes}: \
          truncated, or the header lies"
@@ -44,7 +44,7 @@ pub enum Error {
         needed: u64,
         file_bytes: u64,
     },
-    /// Tensor data goes on past the end of the file.
+    /// Tensor data extends past the end of the file.
     #[error(
         "file has {actual} bytes, expected {expected} for tensor {tensor}: truncated, or the \
          header lies"

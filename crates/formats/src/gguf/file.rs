@@ -53,8 +53,8 @@ impl Gguf {
         }
     }
 
-    /// Opens the file at `path`, of which everything before its weights is there. Weights arrive
-    /// while it is open: reading a weight waits for it.
+    /// Opens a file that is still being downloaded: everything before its weights is there. Reading
+    /// a weight waits until `arrivals` reports its bytes.
     ///
     /// # Errors
     /// As [`open`](Self::open). A part of a split model lacks the tensors of the others.
@@ -116,7 +116,7 @@ impl Gguf {
         self.tensors.iter()
     }
 
-    /// Whether a tensor of that name is there, of whatever storage type.
+    /// Whether the file has a tensor of that name, of any storage type.
     pub fn has(&self, name: &str) -> bool {
         self.info(name).is_some()
     }

@@ -1,4 +1,4 @@
-//! Formats of which `llguidance` 1.9 knows only a part, as patterns.
+//! String formats that `llguidance` 1.9 knows only in part, as patterns.
 //!
 //! Its `email` has no quoted local part and no IPv6 literal, its `ipv6` no IPv4 at the end. Valid
 //! documents of the JSON-Schema test suite (`optional/format`) would be masked. These patterns pass

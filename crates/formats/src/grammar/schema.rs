@@ -1,8 +1,8 @@
 //! A JSON schema as the grammar compiler takes it.
 //!
 //! The compiler (`llguidance`) refuses keywords that it does not know. Some of them say nothing
-//! about what is valid and are left out: `$` keywords, vendors' extensions, annotations. The others
-//! are told by name and place, so that the caller can refuse them or say that they do not count.
+//! about validity and are left out: `$` keywords, vendors' extensions, annotations. The others are
+//! reported by name and place, so that the caller can refuse them or warn that they are ignored.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -145,7 +145,7 @@ pub fn compilable(schema: &Json) -> Json {
     schema
 }
 
-/// Most keywords that are told.
+/// Most unsupported keywords that are reported.
 const MAX_TOLD: usize = 16;
 
 fn clean_all(schema: &Json) -> (Json, Vec<Unsupported>) {

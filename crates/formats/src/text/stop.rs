@@ -37,8 +37,8 @@ pub struct StopOutput {
 ///
 /// Each stop string is followed by a Knuth-Morris-Pratt automaton. Its state is the length of the
 /// longest end of the text that is a beginning of the stop string. Cost: O(stop strings) per byte,
-/// whatever they are. Memory: two words per byte of stop string, and the text held back, at most
-/// the longest stop string and one piece.
+/// for any strings. Memory: two words per byte of stop string, and the text held back, at most the
+/// longest stop string and one piece.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(try_from = "State", into = "State")]
 pub struct StopMatcher {

@@ -26,7 +26,7 @@ pub(super) struct ByteBpe {
 #[derive(Debug)]
 pub(super) struct TextBpe {
     model: BPE,
-    /// Whether runs of line breaks of so many characters are one token: its id.
+    /// Runs of line breaks that are one token, with their ids.
     breaks: Texts,
 }
 

@@ -8,7 +8,7 @@
 
 use super::vocab::Kind;
 
-/// Whether a token of this name ends an answer, whatever the file says its kind is.
+/// Whether a token of this name ends a response, regardless of its kind in the file.
 pub(super) fn is_end_name(text: &str) -> bool {
     matches!(
         text,

@@ -7,7 +7,7 @@ use super::Error;
 /// A part of a text on its way to ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fragment<'a> {
-    /// This token, whatever its text.
+    /// A token; its text is not encoded.
     Token {
         id: u32,
         /// The text it was found as.

@@ -60,8 +60,8 @@ fn read_byte_bpe(metadata: &Metadata) -> Result<Tokenizer, Error> {
     finish(metadata, vocab, Algorithm::ByteBpe(Box::new(model)), flags)
 }
 
-/// Gemma 4: merges over text as SentencePiece writes it. Its early files say that BOS is not
-/// added, which is wrong: llama.cpp adds it whatever they say.
+/// Gemma 4: merges over text as SentencePiece writes it. Its early files say that BOS is not added,
+/// which is wrong: llama.cpp adds it regardless.
 fn read_text_bpe(metadata: &Metadata) -> Result<Tokenizer, Error> {
     let vocab = read_vocab(metadata, Spelling::Sentence)?;
     let model = TextBpe::new(&vocab, metadata.strs(MERGES)?)?;

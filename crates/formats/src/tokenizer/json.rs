@@ -57,7 +57,7 @@ impl std::fmt::Debug for Pipeline {
     }
 }
 
-/// Facts from the files beside `tokenizer.json`.
+/// Facts from the files next to `tokenizer.json`.
 #[derive(Debug, Default)]
 struct Config {
     bos: Option<String>,

@@ -14,7 +14,7 @@
 //! - WordPiece of a GGUF (`bert`), run by the crate;
 //! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
-//! Invariant: with [`Specials::AsText`] no id of a control token comes out, whatever the text.
+//! Invariant: with [`Specials::AsText`] no text produces the id of a control token.
 //!
 //! Not here: which turns a conversation has ([`crate::chat`]), and vocabularies of other kinds
 //! (Unigram and RWKV of a GGUF), which are refused by name.

@@ -28,7 +28,7 @@ pub(super) struct PreTokenizer {
 pub(super) struct Scheme {
     patterns: &'static [&'static str],
     line_breaks_end_runs: bool,
-    /// A piece that is a token is taken whole, whatever the merges say.
+    /// A word that is a token is one token, without regard to the merges.
     pub(super) ignore_merges: bool,
     /// Whether a text begins with BOS when the file does not say.
     pub(super) add_bos: bool,

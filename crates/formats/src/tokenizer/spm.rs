@@ -51,7 +51,7 @@ struct Pair {
     order: i32,
     left: Reverse<u32>,
     right: u32,
-    /// Bytes of both, to recognise pairs of which a part has been joined elsewhere since.
+    /// Bytes of both, to recognise pairs with a part that has been merged elsewhere since.
     len: u32,
 }
 
@@ -90,8 +90,8 @@ impl Spm {
         })
     }
 
-    /// Refuses a text that cannot be `tokens_max` tokens, whatever is joined. No token spells more
-    /// than the longest, and text that is no token takes one for each byte or character.
+    /// Refuses a text that exceeds `tokens_max` tokens under any merges. No token spells more than
+    /// the longest, and text that is no token takes one for each byte or character.
     ///
     /// # Errors
     /// [`Error::TooManyTokens`].

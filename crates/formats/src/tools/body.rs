@@ -1,4 +1,4 @@
-//! The inside of a call, whatever the family's form.
+//! The body of a call, in any family's syntax.
 
 use super::elements::Elements;
 use super::gemma::Gemma;

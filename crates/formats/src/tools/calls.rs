@@ -270,7 +270,7 @@ impl Writer<'_> {
         literal(self.tokenizer, text)
     }
 
-    /// `call` of each tool, one of which must come.
+    /// The alternatives `call` of each tool; the response must contain one.
     fn alternatives(&self, call: impl Fn(&Tool, usize) -> String) -> String {
         let calls = self.tools.iter().enumerate().map(|(i, tool)| call(tool, i));
         calls.collect::<Vec<_>>().join(" | ")

@@ -227,7 +227,7 @@ impl Elements {
     }
 }
 
-/// A value of which the model says that it is no text.
+/// A value that the model marks as JSON; text if it does not parse.
 fn told_json(text: &str) -> String {
     let json: Option<Json> = serde_json::from_str(text.trim()).ok();
     json.unwrap_or_else(|| Json::from(text)).to_string()

@@ -14,9 +14,9 @@ pub(super) struct Input {
 /// Result of a search for markers at the front of the unread text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// So many bytes, and then the marker with this index.
+    /// The marker with index `which`, behind `before` bytes.
     Marker { before: usize, which: usize },
-    /// So many bytes that belong to no marker; behind them one may have begun.
+    /// The first `clear` bytes belong to no marker; one may have begun behind them.
     None { clear: usize },
 }
 

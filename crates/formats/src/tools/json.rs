@@ -6,7 +6,7 @@ const MAX_DEPTH: usize = 128;
 /// Effect of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The value goes on.
+    /// The value is incomplete.
     More,
     /// The value is complete with this character.
     Done,

@@ -1,5 +1,5 @@
-//! Answers that are cut, doubled and mixed by seeds. Whatever a model writes, readers neither panic
-//! nor depend on the pieces. Every call that they report has JSON arguments.
+//! Responses cut, doubled and mixed by seeds. For any text, parsers neither panic nor depend on the
+//! fragments, and every reported call has JSON arguments.
 
 use std::sync::Arc;
 

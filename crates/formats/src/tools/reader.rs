@@ -16,8 +16,8 @@ use super::{Event, Family};
 /// How an answer is read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReaderOptions {
-    /// Whether a call is told only when it is complete. Then no call is ever taken back; else its
-    /// name and its arguments come as they are written.
+    /// Report a call only when it is complete. Then no call is ever retracted; without it, a call's
+    /// name and arguments stream as they are written.
     pub holds_calls: bool,
     /// Makes the ids of calls; another number for each answer.
     pub id_seed: u64,

@@ -151,7 +151,7 @@ struct Field {
     content: Content,
     /// Makes calls of the content.
     transform: Option<Json>,
-    /// Whether the content is a list, of which each element is transformed.
+    /// Whether the content is a list, and each element is transformed.
     is_each: bool,
 }
 

@@ -91,8 +91,8 @@ impl Types {
         self.0.len() == 1 && self.0.contains("string")
     }
 
-    /// A value that was written as `text`: what the schema allows, else text. Without a schema it
-    /// is whatever it looks like.
+    /// A value that was written as `text`: the type that the schema allows, else text. Without a
+    /// schema it is the type that it parses as.
     pub(super) fn value(&self, text: &str) -> Json {
         let parsed = parse(text.trim());
         match parsed {

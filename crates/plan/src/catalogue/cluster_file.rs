@@ -64,7 +64,7 @@ pub struct NodeEntry {
 pub struct LinkEntry {
     /// The catalogue's name.
     pub kind: String,
-    /// Names of nodes, every pair of which it joins; all when missing.
+    /// Names of nodes that the link joins, every pair of them; all when missing.
     pub between: Option<Vec<String>>,
     /// µs one way, before the catalogue's.
     pub latency_us: Option<f64>,

@@ -150,9 +150,9 @@ fn attention(model: &ModelShape, part: Part, rows: Rows, speed: &Speed) -> f64 {
     } else {
         model.attention.decode_pair_flops()
     };
-    // A sequence's cache is read once per step, whatever its rows: twice the mean of a chunk's
-    // keys is an upper bound that decode (one row) meets exactly with its own.
-    // Layers with states read these instead, whatever the number of keys.
+    // A sequence's cache is read once per step for any number of its rows: twice the mean of a
+    // chunk's keys is an upper bound that decode (one row) meets exactly with its own. Layers with
+    // states read these instead, for any number of keys.
     let states = model.states_among_all();
     let keys = (1.0 - states) * model.keys_seen(rows.keys);
     let bytes = rows.sequences * keys * cached;

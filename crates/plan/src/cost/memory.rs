@@ -12,11 +12,11 @@ pub struct Usage {
     pub weights: f64,
     /// Keys, values and states of all requests at full length.
     pub cache: f64,
-    /// Activations and logits of a step, and what a program needs beside.
+    /// Activations and logits of a step, and the program's own memory.
     pub buffers: f64,
 }
 
-/// Program, tokenizer and allocator slack. Our CPU engine's resident set beside weights and cache
+/// Program, tokenizer and allocator slack. Our CPU engine's resident set without weights and cache
 /// is 60 to 180 MiB for the models of docs/measurements.md. GPU runtimes take 0.3 to 0.6 GB.
 const PROGRAM: f64 = 256e6;
 

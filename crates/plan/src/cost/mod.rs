@@ -59,7 +59,7 @@ impl StageTime {
 }
 
 impl PipelineTime {
-    /// From the first stage's start to the token's return. Disk reads run beside everything else.
+    /// From the first stage's start to the token's return. Disk reads overlap with everything else.
     pub fn total(&self) -> f64 {
         let stages: f64 = self.stages.iter().map(StageTime::total).sum();
         (stages + self.hops).max(self.disk)

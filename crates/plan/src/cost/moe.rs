@@ -99,10 +99,9 @@ pub fn imbalance((experts, active, shared): (u32, u32, u32), ranks: u32, rows: f
 }
 
 /// Rows that experts compute for `rows` tokens when each expert's rows are padded to whole tiles.
-/// With E experts of which A are active, it is E times the expectation of tile * ceil(n / tile).
-/// The number n is binomial(rows, A/E). llama.cpp's Metal and CUDA kernels for mixtures
-/// (`mul_mm_id`) work on tiles of 32 rows. Few rows are sooner done without tiles, which is the
-/// caller's to choose.
+/// With A of E experts active, it is E times the expectation of tile * ceil(n / tile). The number n
+/// is binomial(rows, A/E). llama.cpp's Metal and CUDA kernels for mixtures (`mul_mm_id`) work on
+/// tiles of 32 rows. Few rows are computed faster without tiles; the caller chooses.
 pub fn padded_rows(experts: u32, active: u32, rows: u32) -> f64 {
     const TILE: f64 = 32.0;
     let (e, p) = (f64::from(experts), f64::from(active) / f64::from(experts));
@@ -112,7 +111,7 @@ pub fn padded_rows(experts: u32, active: u32, rows: u32) -> f64 {
     }
     let mut chance = (1.0 - p).powf(f64::from(rows));
     if chance <= 0.0 {
-        // So many rows per expert that half a tile on average is all there is to padding.
+        // With many rows per expert, padding is half a tile on average.
         return all + e * TILE / 2.0;
     }
     let mut expected = 0.0;

@@ -1,4 +1,4 @@
-//! A comparison as bars: a row for each cluster, tokens a second, with power and price beside.
+//! A comparison as a bar chart: a row for each cluster, in tokens per second, with power and price.
 
 use crate::draw::{Bar, Bars};
 

@@ -1,4 +1,4 @@
-//! Predictions beside published measurements.
+//! Predictions against published measurements.
 
 use std::fmt::Write;
 

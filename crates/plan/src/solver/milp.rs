@@ -107,10 +107,10 @@ pub struct Streamed {
     pub resident: u32,
 }
 
-/// Which layers go where when they do not fit into memory: the least T with
+/// Assigns layers to nodes that cannot hold them all in memory: the least T with
 ///
 /// - T >= sum_m c_m x_m + h sum_m y_m, one token's compute and hops,
-/// - T >= (x_m - r_m) b / s_m for every m: disks read beside everything else,
+/// - T >= (x_m - r_m) b / s_m for every m: disk reads overlap with everything else,
 /// - r_m b + 2 b w_m + cache x_m + fixed y_m <= memory_m. The variable w_m is 1 where anything is
 ///   streamed, through a window of two layers,
 /// - sum x = L, r_m <= x_m <= L y_m, x_m - r_m <= L w_m.

@@ -31,7 +31,7 @@ pub use chosen::NAME;
 use good_lp::variable::UnsolvedProblem;
 use good_lp::{SolverModel, WithTimeLimit};
 
-/// `problem` for the solver, which gives up after so many seconds.
+/// `problem` for the solver, with a time limit of `seconds`.
 pub(crate) fn program(
     problem: UnsolvedProblem,
     seconds: f64,

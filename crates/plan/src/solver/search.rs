@@ -35,7 +35,7 @@ pub enum Family {
     Pipeline,
     /// Every layer split.
     Tensor,
-    /// Stages of which some split their layers.
+    /// Stages, with tensor parallelism in some of them.
     TensorPipeline,
     /// Experts dealt out, in one or several stages.
     Expert,

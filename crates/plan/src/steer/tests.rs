@@ -58,8 +58,8 @@ impl Machine {
         }
     }
 
-    /// An answer of `n` tokens, each of which takes up to `noise` longer or shorter, and one in 50
-    /// ten times as long.
+    /// A response of `n` tokens. Each takes up to `noise` longer or shorter, and one in 50 ten
+    /// times as long.
     fn answer(&mut self, n: usize, noise: f64, random: &mut Random) {
         self.steering.step(self.now, Event::Opened);
         for _ in 0..n {
@@ -139,7 +139,7 @@ fn only_tokens_of_an_answer_alone_count() {
     assert_eq!(steering.at(), 1);
 }
 
-/// A steering that holds orders what it is told to, and nothing by its tokens.
+/// On hold, only explicit changes move it, and tokens do not.
 #[test]
 fn steering_that_holds_is_moved_by_others() {
     let at = |ms: u64| Duration::from_millis(ms);
@@ -196,8 +196,9 @@ fn speeds_that_cannot_be_are_refused() {
     }
 }
 
-/// Whatever the predictions and the truth, there are few changes. Nothing measured is better than
-/// what is kept by more than noise. Little time is lost against the best way that was tried.
+/// With any predictions and any truth, there are few changes. No measured candidate is better than
+/// the chosen one by more than noise. Little time is lost against the best candidate that was
+/// tried.
 #[test]
 fn simulated_machines_end_well() {
     let mut random = Random(4);

@@ -7,7 +7,7 @@ use paceline_plan::{
     Attention, Backend, Bits, Caches, Cluster, Link, ModelShape, Node, Transport, Workload,
 };
 
-/// A dense model of so many layers.
+/// A dense model of `layers` layers.
 pub(crate) fn model(layers: u32) -> ModelShape {
     ModelShape {
         name: "small".into(),
@@ -28,13 +28,13 @@ pub(crate) fn model(layers: u32) -> ModelShape {
     }
 }
 
-/// A node with memory for so many layers of [`model`], without ends.
+/// A node with memory for `layers` layers of [`model`], without embeddings and head.
 pub(crate) fn node(index: usize, layers: f64, bandwidth: f64) -> Node {
     let one = model(1);
     Node {
         name: format!("n{index}"),
         kind: "box".into(),
-        // Program and buffers first, then so many layers; ends take some of it.
+        // Program and buffers first, then the layers; embeddings and head take some of it.
         memory: Bytes((290e6 + layers * one.layer_bytes(0)) as u64),
         usable: 1.0,
         bandwidth,
