@@ -1,6 +1,6 @@
-//! Speeds beside plain loops over the same memory, in one run: with `PACELINE_TEST_LONG=1`.
+//! Speeds against plain loops over the same memory, in one run: with `PACELINE_TEST_LONG=1`.
 //!
-//! Each pair takes turns over pieces of 2 MiB and compares the lower quartiles, which other
+//! The two of a pair alternate over chunks of 2 MiB. The lower quartiles are compared, which other
 //! programs on the machine disturb little. Figures: docs/measurements.md.
 
 use std::hint::black_box;

@@ -60,7 +60,7 @@ pub struct Crew {
     threads: usize,
     choice: Choice,
     device: Option<Arc<dyn Device>>,
-    /// Parts of which a device has computed some.
+    /// Parts with at least one block computed by a device.
     device_parts: u64,
     team: Option<Team>,
 }
@@ -86,7 +86,7 @@ pub struct Processes {
 /// Where a job stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// So many rows are done, of so many.
+    /// Rows done so far.
     Rows {
         /// Rows of parts that are done.
         done: u64,
@@ -183,7 +183,7 @@ impl Crew {
         self.device.as_ref().map(|device| device.label())
     }
 
-    /// Parts of which a device has computed some so far.
+    /// Parts so far with at least one block computed by a device.
     pub fn device_parts(&self) -> u64 {
         let of_team = self.team.as_ref().map_or(0, |team| team.device_parts);
         self.device_parts + of_team
@@ -216,12 +216,12 @@ impl Crew {
         self.team.as_ref().map_or(0, |team| team.lost)
     }
 
-    /// Runs a job to its end, which takes as long as reading the inputs. `watch` hears how it goes.
-    /// With a journal, parts that it has are not computed again.
+    /// Runs a job to its end, which takes as long as reading the inputs. `watch` receives the
+    /// progress. With a journal, parts that it has are not computed again.
     ///
     /// # Errors
-    /// What is wrong with the task or its inputs; [`Error::Lost`] when no worker is left;
-    /// [`Error::Worker`] when one says what would fail elsewhere too.
+    /// Errors of the task or its inputs; [`Error::Lost`] when no worker is left; [`Error::Worker`]
+    /// for a worker's error that would recur on another.
     pub fn run(
         &mut self,
         task: &Task,
@@ -333,7 +333,8 @@ impl Run<'_> {
     }
 }
 
-/// Computes on threads, each with its device; parts of which a device has computed some.
+/// Computes on threads, each with its device. Returns the number of parts with a block computed by
+/// a device.
 fn run_here(
     run: &mut Run<'_>,
     prepared: &Prepared,
@@ -399,13 +400,13 @@ struct Team {
     sink: Option<Arc<dyn Sink>>,
     /// Where parts of a sort lie that they send.
     store: Arc<Store>,
-    /// Parts of which a device has computed some.
+    /// Parts with at least one block computed by a device.
     device_parts: u64,
     /// Of parts under way: the pieces that came.
     pieces: Pieces,
     /// Of parts of a sort under way: the keys that came.
     keys: BTreeMap<(u32, u64), Vec<u8>>,
-    /// Buckets of workers of other machines, of which nothing was sent yet.
+    /// Buckets of workers on other machines that were not sent yet.
     buckets: BTreeMap<u32, VecDeque<Part>>,
     /// The rest of a bucket for such a worker: keys, and the lease behind them.
     outbox: BTreeMap<u32, VecDeque<ToWorker>>,
@@ -641,8 +642,8 @@ impl Team {
         Ok(true)
     }
 
-    /// Parts that a worker of so many threads gets at first. Those of a sort take memory, which is
-    /// planned for as many threads as all have; over a line also in the messages that wait.
+    /// Parts that a worker of `threads` threads gets at first. Parts of a sort take memory, which
+    /// is planned for all threads; over a connection they also take memory in the queued messages.
     fn ahead(&self, rank: Rank, threads: usize, task: &Task) -> usize {
         let sorts = matches!(task.kind, Kind::Scatter(_) | Kind::Gather(_));
         match sorts {
@@ -746,8 +747,8 @@ impl Team {
         }
     }
 
-    /// Gives the parts of lost workers to the others, all of which may be idle by now. One that is
-    /// not ready gets some when it is.
+    /// Gives the parts of lost workers to the others, which may all be idle by now. A worker that
+    /// is not ready gets some when it is.
     fn return_leases(&mut self, run: &mut Run<'_>) {
         for rank in 0..self.workers.count() {
             if self.alive[rank as usize] {

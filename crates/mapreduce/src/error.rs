@@ -57,7 +57,7 @@ pub enum Error {
         crate::kmeans::CELLS_MAX
     )]
     Cells { k: u32, columns: u64 },
-    /// First centroids that are not those of so many clusters of such rows.
+    /// The shape of the first centroids does not fit the number of clusters and the rows' columns.
     #[error(
         "{} has {rows} rows of {columns} columns, expected {k} of {expected}",
         path.display()
@@ -107,7 +107,7 @@ pub enum Error {
     /// A journal says that some of a result is written, but the result is not there.
     #[error("{} is gone, of which {} says that it is written in part", path.display(), journal.display())]
     Gone { path: PathBuf, journal: PathBuf },
-    /// A job that goes on finds nothing of the result that it has written so far.
+    /// The partial result of a job that is resumed is missing.
     #[error("{} is gone, which this job has written in part", path.display())]
     PartGone { path: PathBuf },
     /// A whole result could not get its name.
@@ -117,7 +117,7 @@ pub enum Error {
         to: PathBuf,
         source: io::Error,
     },
-    /// The file that a job would go on from is another's.
+    /// The journal to resume from belongs to another job.
     #[error("{} is not that of this job, or an input changed since", path.display())]
     OtherJob { path: PathBuf },
     /// An expression makes one column, and the task takes two.
@@ -138,7 +138,7 @@ pub enum Error {
     Cluster(#[from] paceline_cluster::Error),
     #[error("cannot start a thread")]
     Thread { source: io::Error },
-    /// A worker said why it cannot go on: another would fail too.
+    /// A worker failed for a reason that would stop every other worker too.
     #[error("{worker}: {reason}")]
     Worker { worker: String, reason: String },
     #[error("all workers are lost, the last one: {last}")]

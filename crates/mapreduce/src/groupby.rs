@@ -261,7 +261,7 @@ impl Groups {
         }
     }
 
-    /// The full sum of a group, beside its window.
+    /// The exact sum of a group, outside its window.
     fn aside(&mut self, number: u32) -> &mut ExactSum {
         let group = &mut self.groups[number as usize];
         let sum = self.side.entry(number).or_default();
@@ -397,7 +397,7 @@ const fn extreme_of_none(op: Op) -> i64 {
     }
 }
 
-/// A multiplication by 2^64 over the golden ratio, of which the high bits are good.
+/// Multiplies by 2^64 over the golden ratio and uses the high bits.
 #[inline(always)]
 const fn hash(key: i64) -> usize {
     let mixed = (key as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);

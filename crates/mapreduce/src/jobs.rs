@@ -31,7 +31,7 @@ pub use results::{Best, Estimate, Grouped, Histogram, Number};
 /// Most bytes of a file with a WGSL function that are read: more are refused by their number.
 const FUNCTION_BYTES_MAX: u64 = 1 << 20;
 
-/// Hears how jobs go, one after the other.
+/// Receives the progress of jobs, one job after the other.
 pub trait Watcher {
     /// A job begins.
     fn begin(&mut self, task: &Task);
@@ -117,7 +117,7 @@ pub fn random(expr: String, seed: u64, samples: u64) -> Task {
     }
 }
 
-/// The file beside `out` that holds a result until it is whole.
+/// The file next to `out` that holds a result until it is whole.
 fn part_of(out: &Path) -> PathBuf {
     let mut part = out.to_owned().into_os_string();
     part.push(".part");
@@ -134,7 +134,7 @@ pub struct Writing {
 }
 
 impl Writing {
-    /// Makes `OUT.part` beside `out`, unless a job that `journal` keeps goes on.
+    /// Creates `OUT.part` next to `out`, unless `journal` has a job to resume.
     ///
     /// # Errors
     /// [`Error::PartGone`], [`Error::File`].
@@ -367,7 +367,7 @@ impl<'a> Runs<'a> {
     }
 
     /// The figures of all jobs together, over `rows` rows. `limit` measures the gigabytes a second
-    /// that this machine reads, for jobs that read so many bytes by so many threads.
+    /// that this machine reads, given the jobs' bytes and threads.
     ///
     /// # Errors
     /// The first error of `limit`.
@@ -420,7 +420,7 @@ pub struct Figures {
     pub node_threads: Vec<Option<usize>>,
     /// The device: cpu, or its name; of several nodes, the choice that they were given.
     pub device: String,
-    /// Parts of which a device has computed some.
+    /// Parts with at least one block computed by a device.
     pub device_parts: u64,
     /// Workers that were lost on the way, or left out because of their inputs.
     pub lost: u32,

@@ -1,8 +1,8 @@
-//! The parts of a job that are done, in a file: a job that was killed goes on from there.
+//! The finished parts of a job, in a file, so that a killed job can be resumed.
 //!
-//! A line of JSON for the job, then one for each part. A line is written whole and the system is
-//! asked to keep it. The last line of a job that was killed may be cut off, and is dropped. A file
-//! of another job, or of inputs that changed since, is refused and not touched.
+//! The file has a line of JSON for the job, then one for each part. A line is written whole and
+//! synced. The last line of a killed job may be cut off, and is dropped. A file of another job, or
+//! of inputs that changed since, is refused and not touched.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};

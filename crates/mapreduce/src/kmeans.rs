@@ -125,8 +125,8 @@ impl Assigned {
         self.assign_all(values, found);
     }
 
-    /// Takes a block of whole rows in, of which a device has found the nearest centroids and their
-    /// squared distances.
+    /// Adds a block of whole rows, given the nearest centroids and their squared distances that a
+    /// device computed.
     pub(crate) fn take_found(&mut self, values: &[f64], found: &[(u32, f64)]) {
         let found = found
             .iter()

@@ -44,9 +44,7 @@ pub(crate) enum ToWorker {
     /// Keys of a bucket whose lease comes next, for a worker that does not share the parent's
     /// folder. They belong behind those that came before.
     Keys {
-        /// Of which job.
         job: u64,
-        /// Of which bucket.
         bucket: u64,
         /// Some of its keys.
         keys: Packed,
@@ -68,16 +66,13 @@ pub(crate) enum FromWorker {
     },
     /// Some of a part's result, which is too long for one message. Counts once the rest came.
     Piece {
-        /// Of which job.
         job: u64,
-        /// Of which part.
         part: u64,
         /// The partial that is merged into the rest.
         partial: Partial,
     },
     /// Rows for the parent to write, of a worker that does not share its folder.
     Rows {
-        /// Of which job.
         job: u64,
         /// Where they begin.
         first_row: u64,
@@ -87,16 +82,13 @@ pub(crate) enum FromWorker {
     /// Keys of a sort's part, of a worker that does not share the parent's folder. They count once
     /// the part is done.
     Keys {
-        /// Of which job.
         job: u64,
-        /// Of which part.
         part: u64,
         /// Some of its keys, in the order of buckets.
         keys: Packed,
     },
     /// A part is computed.
     Done {
-        /// Of which job.
         job: u64,
         /// Which.
         part: u64,
@@ -105,7 +97,7 @@ pub(crate) enum FromWorker {
         /// Whether a device has computed some of it.
         on_device: bool,
     },
-    /// It cannot go on, and nor could another.
+    /// The worker failed for a reason that would stop every other worker too.
     Failed {
         /// Why.
         reason: String,

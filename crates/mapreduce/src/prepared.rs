@@ -73,7 +73,7 @@ impl Task {
         self.check_mapped()?;
         let program = self.map.as_deref().map(|text| Program::parse(text, given));
         let expected = match self.is_mapped() {
-            // The expression is one column, whatever it is made of.
+            // The expression is one column, from any number of inputs.
             true => given.clamp(1, INPUTS_MAX),
             false => self.kind.columns(),
         };
@@ -356,7 +356,7 @@ impl Prepared {
         Ok(true)
     }
 
-    /// Takes the values of a block in, of which the first row has this number.
+    /// Adds the values of a block to `partial`; `first` is the number of its first row.
     fn take(&self, values: &[Values<'_>], first: u64, partial: &mut Partial) -> Result<(), Error> {
         match partial {
             Partial::Reduce(state) => state.take(values, self.task.dtype()),

@@ -66,7 +66,7 @@ impl Input {
             dtype: header.dtype,
             data_at: header.data_at,
             rows: *rows,
-            // A shape with a 0 may have anything beside it.
+            // A shape with a 0 may have any other axes, even ones whose product overflows.
             columns: others
                 .iter()
                 .try_fold(1u64, |n, axis| n.checked_mul(*axis))

@@ -15,7 +15,7 @@
 //! enough, value by value. Nothing here is approximate. Source of the splitting: Rump, Ogita and
 //! Oishi, "Accurate floating-point summation", 2008.
 //!
-//! Measured on an AMD EPYC (Zen 5) beside a sum of 32 lanes: docs/measurements.md.
+//! Measured on an AMD EPYC (Zen 5) against a sum of 32 lanes: docs/measurements.md.
 
 use paceline_base::exact::ExactSum;
 

@@ -492,7 +492,7 @@ fn a_sort_goes_on_from_its_journals() {
         sort.run(&mut Crew::here(1), &mut |_, _| all += 1).unwrap();
         assert_eq!(more + stop_after, all, "parts were computed twice");
     }
-    // Without the file that the second half has written to, there is nothing to go on from.
+    // Without the second half's partial output the sort cannot be resumed.
     let gather = home.path().join("journal.gather0");
     std::fs::write(&gather, "").unwrap();
     let gone = sort.run(&mut Crew::here(1), &mut |_, _| {}).unwrap_err();

@@ -26,7 +26,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 /// Parts that may wait for a thread: far more than a parent leases.
 const WAITING_MAX: usize = 4096;
 
-/// How long a worker that cannot go on waits to be ended, so that the parent reads why first.
+/// Time that a failed worker waits to be ended, so that the parent reads the reason first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Which files that a parent names a worker opens.
@@ -108,7 +108,7 @@ impl Current {
     }
 }
 
-/// A task with the canonical paths of its inputs, all of which lie below `folders`.
+/// A task with the canonical paths of its inputs, which must all lie below `folders`.
 fn lent(mut task: Task, folders: &[PathBuf]) -> Result<Task, Error> {
     if let Origin::Files(inputs) = &mut task.origin {
         for input in inputs {
@@ -173,7 +173,7 @@ fn work(channel: &Channel, files: &Files) -> Result<Infallible, Error> {
     }
 }
 
-/// So many threads, or one for each core.
+/// `threads`, or one for each core if it is 0.
 pub(crate) fn cores_for(threads: usize) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
     match threads {

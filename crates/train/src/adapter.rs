@@ -241,7 +241,7 @@ impl Adapter {
         hash.finalize().into()
     }
 
-    /// As a model has it beside its weights, under a name. `from` is where it was read.
+    /// The adapter as a model holds it, under a name. `from` is the path it was read from.
     ///
     /// # Errors
     /// [`Error::Malformed`] for a matrix that no model has. Whether a certain model has it is for

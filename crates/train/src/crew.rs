@@ -448,8 +448,8 @@ impl Team {
         gone.has
     }
 
-    /// Gives up workers that have had their leaves for too long: they hang, whatever signs of life
-    /// they give. What they had.
+    /// Drops workers whose leaves are overdue: they hang even if their heartbeats arrive. Returns
+    /// the leaves that they had.
     fn lose_hung(&mut self, at: &At<'_>) -> Vec<Has> {
         let over = self.deadlines.overdue((at.clock)()).into_iter();
         let lose = |Overdue { rank, limit_s }: Overdue| {

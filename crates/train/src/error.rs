@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why training cannot go on.
+/// Why training failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -55,7 +55,7 @@ pub enum Error {
         there: String,
         here: String,
     },
-    /// The folder has a run, and it was not said to go on.
+    /// The folder has a run, and `--resume` was not given.
     #[error("{} has a run already: --resume goes on with it", path.display())]
     RunThere { path: PathBuf },
     /// The loss is no number: the learning rate is too high, or the model is broken.
@@ -75,7 +75,7 @@ pub enum Error {
         /// Reason for the last loss.
         last: String,
     },
-    /// A worker cannot go on, and nor could another.
+    /// A worker failed for a reason that would stop every other worker too.
     #[error("worker {rank}{}: {reason}", on(place))]
     Worker {
         rank: u32,

@@ -76,13 +76,13 @@ pub struct Forecast {
 pub enum Change {
     /// The base stays as it is stored.
     Qlora,
-    /// So many tokens of a row.
+    /// Rows of this many tokens.
     Row(usize),
     /// Adapters of this rank.
     Rank(usize),
     /// A process on each machine.
     OneProcess,
-    /// So many stages, on as many machines like the largest.
+    /// This many stages, on as many machines like the largest.
     Stages(usize),
 }
 

@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::tensors;
 use crate::weights::{TARGETS, file_row};
 
-/// Largest file beside weights that is taken over: a tokenizer has at most some ten megabytes.
+/// Largest file besides weights that is copied: a tokenizer has at most some ten megabytes.
 const BESIDE_MAX: u64 = 64 << 20;
 
 /// Replacements of a file's tensors.
@@ -82,7 +82,7 @@ pub fn fuse(
     Ok(output.to_owned())
 }
 
-/// Writes all tensors of a trained model into `output`, beside what else its folder has.
+/// Writes all tensors of a trained model into `output`, with copies of the folder's other files.
 pub(crate) fn write_model(
     model: &Path,
     output: &Path,
@@ -120,7 +120,7 @@ pub(crate) fn role_of(matrix: &str) -> Option<(usize, Part)> {
     Some((layer.parse().ok()?, found?.0))
 }
 
-/// Copies what lies beside the weights of a folder.
+/// Copies a model folder's files other than weights: JSON, templates, tokenizers, texts.
 fn take_over(from: &Path, to: &Path) -> Result<(), Error> {
     const ENDINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
     for entry in std::fs::read_dir(from).map_err(Error::file("list", from))? {

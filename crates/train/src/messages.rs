@@ -81,7 +81,7 @@ pub(crate) enum FromWorker {
         /// SHA-256 of the file of gradients, of a leaf that went back.
         digest: Option<String>,
     },
-    /// It cannot go on, and nor could another.
+    /// The worker failed for a reason that would stop every other worker too.
     Failed { reason: String },
 }
 

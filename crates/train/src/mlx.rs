@@ -1,14 +1,14 @@
-//! The engine over MLX: a layer's graph is noted, and MLX computes it and its gradients.
+//! The engine over MLX: records a layer's graph, and MLX computes it and its gradients.
 //!
 //! ```text
 //! Net  -- layer, x, values, dy -->  thread `mlx` (device.rs)  -- mlx_vjp of graph.rs -->  GPU
 //!      <-- y, or dx and gradients of the layer's trained tensors --
 //! ```
 //!
-//! Nothing is kept between a forward pass and its backward pass: the layer's input is with the
-//! caller, and `mlx_vjp` computes the layer again. Only one layer's activations are in the device's
-//! memory at a time. Layers are joined by f32 values whatever type a layer computes in, so stages
-//! and leaves give the bits of one process.
+//! Nothing is stored between a forward pass and its backward pass: the caller has the layer's
+//! input, and `mlx_vjp` computes the layer again. Only one layer's activations are in the device's
+//! memory at a time. The values between layers are f32 for every compute type, so stages and leaves
+//! give the bits of one process.
 //!
 //! Tokens' rows and their gradients are read and added by the CPU. On a GPU that sum is made of
 //! atomic additions, whose order changes from run to run.

@@ -194,7 +194,7 @@ impl Config {
         Ok(())
     }
 
-    /// The learning rate and how it goes on, update by update.
+    /// The learning rate and its schedule, update by update.
     fn schedule(&mut self, entries: &Entries<'_>) -> Result<(), Error> {
         let Some(schedule) = entries.map("lr_schedule")? else {
             self.push("--lr", entries.number("learning_rate", 1e-5)?);

@@ -372,8 +372,8 @@ impl Net {
         })
     }
 
-    /// The loss of a leaf behind the last layer; the pass goes on with its gradient, divided by
-    /// `judged`.
+    /// The loss of a leaf behind the last layer. Its gradient, divided by `judged`, becomes the
+    /// pass's.
     pub(crate) fn top(
         &self,
         params: &[f32],

@@ -1,7 +1,7 @@
 //! AdamW or plain descent, with a schedule and a limit on the gradient's norm.
 //!
-//! Numbers are updated one by one, in f32 and in one order of operations (PyTorch's): whatever
-//! holds a part of them gets the same bits.
+//! Values are updated one by one, in f32 and in one order of operations (PyTorch's). So a process
+//! that has only a part of them computes the same bits.
 
 use paceline_base::tree;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::ops::dot;
 use crate::params::Layout;
 
-/// How the learning rate goes on after the warm-up.
+/// Schedule of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
@@ -40,7 +40,6 @@ pub struct OptimiserOptions {
     pub lr: f64,
     /// Steps over which it rises to that.
     pub warmup: u64,
-    /// How it goes on.
     pub schedule: Schedule,
     /// Steps of the run.
     pub steps: u64,

@@ -59,7 +59,7 @@ pub struct Job {
 pub struct RunOptions<'a> {
     /// Folder of everything that it writes.
     pub output: &'a Path,
-    /// Goes on with what is there.
+    /// Continue from the checkpoint in the output folder.
     pub resume: bool,
     /// Steps between checkpoints.
     pub save_every: u64,
@@ -386,11 +386,11 @@ impl Run {
         (0..of).map(range).collect()
     }
 
-    /// Trains, and writes the result. `watch` hears how it goes.
+    /// Trains, and writes the result. `watch` receives the progress.
     ///
     /// # Errors
     /// [`Error::RunThere`], [`Error::OtherRun`]; [`Error::Diverged`]; [`Error::Lost`] when no
-    /// worker is left; [`Error::Stopped`] when it was asked to; [`Error::File`].
+    /// worker is left; [`Error::Stopped`] after a request to stop; [`Error::File`].
     pub fn train(
         &self,
         crew: &mut Crew,

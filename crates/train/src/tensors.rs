@@ -13,7 +13,7 @@ use crate::error::Error;
 /// A tensor: its name, its sizes and its values.
 pub(crate) type Named = (String, Vec<usize>, Vec<f32>);
 
-/// Writes a file by a temporary name beside it, which is flushed and then takes its place.
+/// Writes a file under a temporary name in its folder, flushes it and renames it to `path`.
 pub(crate) fn replace(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,

@@ -21,7 +21,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Of so many nodes, with so many threads each where that is known.
+    /// For a run on `nodes` nodes, with `threads` threads each where that is known.
     pub const fn new(nodes: usize, threads: Option<usize>) -> Self {
         Self {
             steps: 0,

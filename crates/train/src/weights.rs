@@ -29,9 +29,9 @@ type Tile<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
-    /// Pairs beside matrices that are f32.
+    /// Adapters, with base matrices as f32.
     Lora,
-    /// Pairs beside matrices that stay as they are stored.
+    /// Adapters, with base matrices in their stored (quantised) form.
     Qlora,
     /// Every weight.
     Full,

@@ -17,7 +17,7 @@ use crate::tensors;
 /// Longest wait for the first message.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long a worker that cannot go on waits to be ended, so that the parent reads why first.
+/// Time that a failed worker waits to be ended, so that the parent reads the reason first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
 type Channel = Control<ToWorker, FromWorker>;

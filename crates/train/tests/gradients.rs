@@ -237,8 +237,8 @@ fn bits_depend_on_no_instruction_set_and_no_threads() {
     }
 }
 
-/// Sequences beside each other in a leaf do not see each other. A base that stays as it is stored
-/// gives the bits of one that is unpacked.
+/// Neighbouring sequences in a leaf do not attend to each other. A base in its stored form gives
+/// the bits of an unpacked one.
 #[test]
 fn neighbours_and_storage_do_not_show() {
     let lora = net("qwen2-f16", Method::Lora, Kernels::new(1).unwrap());
@@ -269,8 +269,8 @@ const MLX_TOLERANCE: f64 = 1e-4;
 /// the bias of keys, is all rounding.
 const CANCELLED: f64 = 1e-3;
 
-/// Every family, adapters beside floats and beside groups of integers, and whole models: layers on
-/// MLX give the CPU engine's loss and gradients.
+/// Every family, adapters on floats and on groups of integers, and whole models: layers on MLX give
+/// the CPU engine's loss and gradients.
 #[test]
 fn gradients_on_mlx_are_the_cpu_engines() {
     let test = "gradients on mlx";

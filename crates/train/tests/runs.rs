@@ -197,7 +197,7 @@ fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
     Crew::start(processes, run)
 }
 
-/// Trains, and hears of every progress together with the workers' ids at the start.
+/// Trains, and collects every progress event together with the workers' ids at the start.
 fn train(
     job: &Job,
     at: Where,
@@ -294,7 +294,7 @@ fn lost_workers_do_not_show() {
     assert!(result(&calm) == result(&rough));
 }
 
-/// A model cut into stages, one of which is killed on its way, and with two workers a stage. All
+/// A model cut into stages, with one worker killed on its way, and with two workers a stage. All
 /// give the bytes of one process, held-out data included. Left-out inputs and packed rows are the
 /// same everywhere too.
 #[test]
@@ -607,7 +607,7 @@ fn a_fused_adapter_gives_the_logits_of_peft() {
     assert!(other.unwrap_err().to_string().contains("in the model, and"));
 }
 
-/// peft's adapter beside weights that stay as they are, with peft's logits.
+/// peft's adapter with base weights in their stored form gives peft's logits.
 #[test]
 fn an_adapter_beside_its_base_gives_the_logits_of_peft() {
     let from = golden().join("train/adapter");
@@ -732,7 +732,7 @@ fn chance_is_the_same_on_mlx() {
     );
 }
 
-/// A 4-bit base on MLX: adapters learn, and a run goes on in its own class alone. A device that is
+/// A 4-bit base on MLX: adapters learn, and a run resumes in its own class alone. A device that is
 /// a test bed says so.
 #[test]
 fn a_stored_base_learns_on_mlx() {

@@ -72,7 +72,7 @@ impl Graphics {
     }
 }
 
-/// A user's function, checked, of so many columns.
+/// Parses and checks a user's function of `columns` columns.
 pub(super) fn function(text: &str, columns: usize) -> Result<Function, Error> {
     let function = Function::parse(text).map_err(device)?;
     let got = function.arguments().len();

@@ -34,7 +34,7 @@ const STEPS_WORTH: usize = 8;
 /// The processors that are to compute a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Choice {
-    /// The CPU's threads, and a graphics processor beside them where the work is worth it.
+    /// The CPU's threads, and a graphics processor in addition where the work is worth it.
     #[default]
     Auto,
     /// The CPU's threads.
@@ -65,9 +65,9 @@ impl Choice {
         }
     }
 
-    /// The threads that compute, each with the device that it gives blocks to. They are so many of
-    /// the CPU and one for the device, or two that keep the device busy. Of the two, one reads
-    /// while the other's block is computed.
+    /// The threads that compute, each with the device that it gives blocks to: `cpu` threads of the
+    /// CPU and one for the device, or two that keep the device busy. Of the two, one reads while
+    /// the other's block is computed.
     pub(crate) fn threads(
         self,
         cpu: usize,
@@ -106,10 +106,10 @@ fn open(_software: bool) -> Result<Arc<dyn Device>, Error> {
     Err(without())
 }
 
-/// Checks a user's WGSL function for so many columns.
+/// Checks a user's WGSL function of `columns` columns.
 ///
 /// # Errors
-/// [`Error::Device`] says what is wrong with it, or that this program has no graphics processors.
+/// [`Error::Device`]: the function is invalid, or this program has no graphics processors.
 #[cfg(feature = "gpu")]
 pub(crate) fn check_function(text: &str, columns: usize) -> Result<(), Error> {
     gpu::function(text, columns).map(drop)
@@ -170,13 +170,13 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// The name for people.
     fn label(&self) -> &str;
 
-    /// Most rows of a call, when a row has so many bytes.
+    /// Most rows of a call, for rows of `row_bytes` bytes.
     fn rows_max(&self, row_bytes: u64) -> u64;
 
     /// Whether it computes this expression. Asked before any call with it.
     fn maps(&self, program: &Program) -> bool;
 
-    /// Whether it sorts keys of `width` bytes, so many bytes in all. Asked before
+    /// Whether it sorts `bytes` bytes of keys of `width` bytes each. Called before
     /// [`sort`](Self::sort).
     fn sorts(&self, bytes: u64, width: usize) -> bool;
 
@@ -212,7 +212,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// [`Lost`].
     fn hist(&self, rows: &Rows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost>;
 
-    /// Values of u32, little-endian, in each of so many bins over their whole range: a power of two
+    /// Counts values of u32, little-endian, in `bins` bins over their whole range: a power of two
     /// from 2 to 4096.
     ///
     /// # Errors
@@ -232,7 +232,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// [`Lost`].
     fn sort(&self, keys: &mut [u8], width: usize) -> Result<(), Lost>;
 
-    /// A user's WGSL function of each row, of which it has as many arguments as there are columns.
+    /// A user's WGSL function of each row, with one argument per column.
     ///
     /// # Errors
     /// [`Lost`]: nothing else can compute it.

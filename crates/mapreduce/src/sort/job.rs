@@ -1,4 +1,4 @@
-//! A sort from start to end, by whatever computes.
+//! A sort from start to end, on any workers.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -15,11 +15,11 @@ const ATTEMPTS: u32 = 4;
 pub struct Sort {
     /// Its values, rows of one.
     pub input: Input,
-    /// The `.npy` file to write. Beside it lie `OUT.part` and `OUT.sort` while the sort runs.
+    /// The `.npy` file to write. `OUT.part` and `OUT.sort` lie next to it while the sort runs.
     pub out: PathBuf,
     /// Bytes of memory for all threads together.
     pub memory: u64,
-    /// Where finished parts are noted, to go on from there.
+    /// The journal of finished parts, to resume from.
     pub journal: Option<PathBuf>,
 }
 
@@ -35,7 +35,7 @@ pub struct Sorted {
 }
 
 impl Sort {
-    /// Sorts. `watch` hears how the halves of the sort go.
+    /// Sorts. `watch` receives the progress of both halves of the sort.
     ///
     /// # Errors
     /// [`Error::Memory`], [`Error::Bucket`], [`Error::Gone`], and those of [`Crew::run`].

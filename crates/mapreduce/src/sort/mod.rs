@@ -273,7 +273,7 @@ fn gather_bucket<const N: usize>(
     Ok(end - start)
 }
 
-/// Sorts keys, which have one order whatever computes it.
+/// Sorts keys. The CPU and every device give the same order.
 fn sort_keys<const N: usize>(keys: &mut Vec<[u8; N]>, device: Option<&dyn Device>) {
     let bytes = size_of_val(&keys[..]) as u64;
     let device = device.filter(|device| device.sorts(bytes, N));

@@ -34,7 +34,7 @@ const ALPHA: &str = "adapter.lora.alpha";
 const HEAD_DIM: &str = "paceline.head_dim";
 const BASE: &str = "general.base_model.0.name";
 
-/// Facts that a file depends on beside the adapter.
+/// Facts about the base model that an adapter file in GGUF depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
     family: Family,

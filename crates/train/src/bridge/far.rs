@@ -56,7 +56,7 @@ pub fn far(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
     };
     loop {
         if let Err(error) = far.look(&line) {
-            // Where the line is what failed, nobody hears it.
+            // Lost if the connection itself failed.
             let _ = line.send(b'x', error.to_string().as_bytes());
             return Err(error);
         }

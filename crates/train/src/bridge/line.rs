@@ -296,8 +296,8 @@ impl Files {
     }
 }
 
-/// Reads `bytes` as frames of the other machine, for fuzzing: whatever they are, this returns. No
-/// file that they name leads out of the folder.
+/// Reads `bytes` as frames of the other machine, for fuzzing: it returns for any bytes. No file
+/// that they name leads out of the folder.
 pub(crate) fn parse(mut bytes: &[u8]) {
     let folder = Path::new("/folder");
     let stays = |name: &str| {

@@ -165,7 +165,8 @@ impl Outgoing {
             let same = format!("{step}/");
             self.sent.retain(|name| name.starts_with(&same));
             let path = self.folder.join(&name);
-            // A step that is over has no files any more; the message is told, and passed over.
+            // A finished step has no files any more: its message goes alone, and the worker skips
+            // it.
             if !self.sent.contains(&name) && path.is_file() {
                 self.out.send_file(&path, &name)?;
                 self.sent.insert(name);

@@ -9,7 +9,7 @@ use crate::pool;
 use crate::weights::{Kept, Matrix, Pair};
 
 impl Cpu<'_> {
-    /// x (T, in) -> y (T, out): the chain over W goes on over the rank.
+    /// x (T, in) -> y (T, out): the chain over W's columns continues over the rank.
     pub(crate) fn linear(&self, matrix: &Matrix, params: &[f32], x: &[f32]) -> Vec<f32> {
         let (out, cols) = (matrix.rows, matrix.cols);
         let m = x.len() / cols;
@@ -78,8 +78,8 @@ impl Cpu<'_> {
         (u, r)
     }
 
-    /// dy (T, out) at the input x (T, in) -> dx (T, in), begun at 0 or going on from what is there.
-    /// The chain over W's rows goes on over the rank. Adds the gradients of trained values to
+    /// dy (T, out) at the input x (T, in) -> dx (T, in), which starts at 0 or at the given values.
+    /// The chain over W's rows continues over the rank. Adds the gradients of trained values to
     /// `grads`.
     pub(crate) fn linear_back(
         &self,

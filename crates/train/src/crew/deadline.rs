@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 /// seconds; a leaf of a toy takes milliseconds.
 const FLOOR_S: f64 = 30.0;
 
-/// A leaf may take so many times the median. Machines of a home cluster differ by 5 at most in
-/// measurements of decoding; a busy one takes twice its time.
+/// Deadline of a leaf as a multiple of the median. Machines of a home cluster differ by 5 at most
+/// in measurements of decoding; a busy one takes twice its time.
 const TIMES: f64 = 10.0;
 
 /// Recent leaves that count: the last few steps of a usual batch.
@@ -53,7 +53,7 @@ pub(super) struct Overdue {
 }
 
 impl Deadlines {
-    /// For so many ranks.
+    /// Deadlines for `ranks` ranks.
     pub(super) fn new(ranks: usize) -> Self {
         let wait = Wait {
             leaves: 0,
@@ -67,13 +67,13 @@ impl Deadlines {
         }
     }
 
-    /// A rank begins with so many leaves; 0 for none.
+    /// Records that a rank begins `leaves` leaves; 0 for none.
     pub(super) fn begin(&mut self, rank: usize, leaves: usize) {
         let wait = &mut self.ranks[rank];
         (wait.leaves, wait.waited_s) = (leaves, 0.0);
     }
 
-    /// A rank has computed its leaves, and goes on with `next`; 0 for none.
+    /// Records that a rank has computed its leaves and continues with `next` leaves; 0 for none.
     pub(super) fn end(&mut self, rank: usize, next: usize) {
         let wait = &self.ranks[rank];
         if wait.leaves > 0 {
@@ -121,7 +121,8 @@ impl Deadlines {
 mod tests {
     use super::*;
 
-    /// Looks as often as the crew does, from `from_s` on; the second at which a rank is told.
+    /// Polls every 0.5 s from `from_s` on, as the parent does. The second at which a rank is
+    /// overdue.
     fn told(deadlines: &mut Deadlines, from_s: f64, limit_s: f64) -> Option<(f64, Vec<Overdue>)> {
         let looks = (0..).map(|i| from_s + f64::from(i) * 0.5);
         looks.take_while(|now| *now <= limit_s).find_map(|now| {

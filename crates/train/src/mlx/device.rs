@@ -275,8 +275,8 @@ impl Device {
     }
 }
 
-/// Millions of multiplications of `rows` rows with so many weights: what an evaluation's time is
-/// measured by.
+/// Millions of multiplications of `rows` rows with `weights` weights: the unit in which evaluation
+/// time is measured.
 const fn work(rows: usize, weights: usize) -> usize {
     rows * weights / 1_000_000 + 1
 }
