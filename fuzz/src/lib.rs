@@ -59,7 +59,7 @@ const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t | tojson }}<tool_
 /// closed at their end.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// After the beginning of an answer: one that goes on beyond this is a stream without end.
+/// Longest stream after the beginning of a response; a longer one counts as endless.
 const STREAM_LIMIT: Duration = Duration::from_millis(500);
 
 /// The spelling of a byte in byte-level vocabularies (GPT-2).

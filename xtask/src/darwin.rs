@@ -16,7 +16,7 @@ const TARGET: &str = "aarch64-apple-darwin";
 /// Runs the check.
 ///
 /// # Errors
-/// When cargo cannot be run. A toolchain that cannot be had is a skip.
+/// When cargo cannot be run. A missing toolchain is a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     let mut command = repo::cargo();
     // The profile of all builds here, so that macros and build scripts are there already.

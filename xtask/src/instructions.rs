@@ -3,9 +3,8 @@
 //! Counts are the same on a busy machine and on an idle one, which times are not. The tool
 //! callgrind of valgrind counts what `crates/tensor/examples/instructions.rs` does in one round and
 //! in three. The difference, halved, is a round. It cannot run AVX-512 or AMX: those have paired
-//! ratios in docs/measurements.md. The counts to compare with lie beside the example, with the
-//! compiler that made the code they were counted in. Another compiler gives other code, and is a
-//! skip.
+//! ratios in docs/measurements.md. The reference counts lie next to the example, with the version
+//! of the compiler that they were counted with. Another compiler gives other code, and is a skip.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;

@@ -134,7 +134,8 @@ enum Chore {
     },
     /// Fetch MLX and build its C layer, for the tests of the MLX engine.
     Mlx {
-        /// Run the engine's tests on this machine's GPU, and an 8B-shaped model beside mlx-lm.
+        /// Run the engine's tests on this machine's GPU, and compare an 8B-shaped model with
+        /// mlx-lm.
         #[arg(long)]
         gpu: bool,
     },

@@ -11,10 +11,10 @@ use crate::{models, process, repo, venv};
 /// The variable from which the tests read the environment's Python.
 pub(crate) const PYTHON: &str = "PACELINE_MLX_PYTHON";
 
-/// The Python that has MLX. The environment lies beside the test models and stays there.
+/// The Python that has MLX. The environment lies next to the test models and stays there.
 ///
 /// # Errors
-/// When there is no Python with `venv` and `pip`, or the packages cannot be had.
+/// When there is no Python with `venv` and `pip`, or the packages are unavailable.
 pub(crate) fn python() -> Result<PathBuf> {
     let folder = models::folder()?.with_file_name("test-clients/mlx");
     venv::python_in(&folder, "mlx/requirements.txt")
@@ -23,7 +23,7 @@ pub(crate) fn python() -> Result<PathBuf> {
 /// Runs the tests of `crates/comm-interop/tests/mlx_ring.rs`, each of them counted.
 ///
 /// # Errors
-/// When cargo cannot be run. An environment that cannot be had is a skip.
+/// When cargo cannot be run. A missing environment is a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     let python = match python() {
         Ok(python) => python,

@@ -1,6 +1,6 @@
 //! `cargo xtask mlx`: MLX's libraries for the tests of the engine of that name.
 //!
-//! The same code installs them as `paceline engines install mlx`, into a folder beside the test
+//! The same code installs them as `paceline engines install mlx`, into a folder next to the test
 //! models, where they stay.
 
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use crate::tally::Tally;
 /// The variable from which the tests read the C layer's path.
 pub(crate) const LIBRARY: &str = "PACELINE_MLXC";
 
-/// How many tokens the engine's greedy test goes on for.
+/// Number of tokens that the engine's greedy test generates.
 const TOKENS: &str = "PACELINE_MLX_TOKENS";
 
 /// All that `mlx_lm.generate` was recorded with, unless a person says how many.

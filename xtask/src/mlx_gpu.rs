@@ -1,5 +1,5 @@
 //! `cargo xtask mlx --gpu`: the MLX engine on this machine's GPU. Runs its tests there, and an
-//! 8B-shaped model beside `mlx-lm` and beside what the device's memory allows.
+//! 8B-shaped model against `mlx-lm` and against the limit of the device's memory bandwidth.
 //!
 //! ```text
 //! paceline engines          a GPU that MLX computes on? else SKIPPED, by name
@@ -8,10 +8,10 @@
 //! paceline bench model      --engine mlx --against mlx-lm
 //! ```
 //!
-//! All that was seen is in `target/xtask/mlx-gpu-report.md` at the end, to be pasted into an issue.
+//! The results are in `target/xtask/mlx-gpu-report.md` at the end, to be pasted into an issue.
 //!
 //! MLX is the one that `PACELINE_MLXC` names, else one that `paceline engines install mlx` puts
-//! beside the test models; `mlx-lm` that of `PACELINE_MLX_PYTHON`.
+//! next to the test models; `mlx-lm` that of `PACELINE_MLX_PYTHON`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -185,7 +185,7 @@ fn tests(
     Ok(log.finish(name, success))
 }
 
-/// Decoding of an 8B-shaped model beside both bars.
+/// Decoding of an 8B-shaped model against both bars.
 fn bench(binary: &Path, library: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let python = std::env::var_os(mlx::PYTHON).context("PACELINE_MLX_PYTHON names no mlx-lm")?;
     let models = models::folder()?;

@@ -1,8 +1,8 @@
-//! `cargo xtask mlx-tools`: `paceline launch` and `paceline topology` beside MLX's own tools, and
-//! Python MLX programs started by the first.
+//! `cargo xtask mlx-tools`: compares `paceline launch` and `paceline topology` with MLX's own
+//! tools, and runs Python MLX programs started by the first.
 //!
 //! The scripts in `scripts/mlx` print a line for each case, as those of `cargo xtask sdk` do; they
-//! also run by hand. MLX lies in an environment beside the test models and stays there.
+//! also run by hand. MLX lies in an environment next to the test models and stays there.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use anyhow::{Result, ensure};
 use crate::tally::Tally;
 use crate::{models, process, repo, sdk, venv};
 
-/// The scripts to compare, in `scripts/mlx`, and their need of MLX beside its Python.
+/// The scripts to compare, in `scripts/mlx`, and the MLX tool that each needs.
 const SCRIPTS: [(&str, &str); 3] = [
     ("topology.py", "mlx.distributed_config"),
     ("launch.py", "mlx.launch"),
@@ -25,8 +25,7 @@ const GOLDEN: &str = "tests-data/topology/mlx-0.32.4.json";
 /// Runs every script against `binary`, or what is built here.
 ///
 /// # Errors
-/// When paceline cannot be built or a script not be started. An environment that cannot be had is
-/// a skip.
+/// When paceline cannot be built or a script not be started. A missing environment is a skip.
 pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let python = match python() {
         Ok(python) => python,

@@ -1,8 +1,7 @@
 //! `cargo xtask models`: the models that tests read, fetched and made once.
 //!
 //! Two are real. Without SmolLM2 most tests have nothing to run and the step fails. Gemma 3's tests
-//! are skipped by name when it cannot be had. SmolLM2 is also there in MLX's form
-//! (`scripts/models/mlx_folder.py`). MiniLM, an encoder, comes by `minilm.rs` or is skipped. Chat
+//! are skipped by name when it is missing. SmolLM2 is also there in MLX's form
 //! templates of real models come by `templates.rs`, without the models. The rest are small
 //! synthetic models, one for every storage type of GGUF, made by `scripts/models/quant_models.py`.
 

@@ -25,7 +25,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 /// Builds the test program and runs it; every case of every size is counted.
 ///
 /// # Errors
-/// When cargo cannot be run. Tools that cannot be had are a skip.
+/// When cargo cannot be run. Missing tools are a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     if let Err(error) = prepare() {
         return Ok(Tally::skip(NAME, &format!("{error:#}")));

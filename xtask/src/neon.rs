@@ -19,7 +19,7 @@ const EMULATOR: &str = "qemu-aarch64";
 /// Runs the kernel tests of `paceline-tensor` in their own target folder, `target/neon`.
 ///
 /// # Errors
-/// When cargo cannot be run. Tools that cannot be had are a skip.
+/// When cargo cannot be run. Missing tools are a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     if cfg!(target_arch = "aarch64") {
         return Ok(Tally::skip(

@@ -1,7 +1,7 @@
 //! `cargo xtask package`: packages for Linux distributions, the C library, service units, samples.
 //!
-//! `packaging/make.py` makes the packages and `packaging/check.py` checks them and everything
-//! beside them; its lines are outcomes, as those of the clients' scripts are.
+//! `packaging/make.py` makes the packages. `packaging/check.py` checks them and the other
+//! artifacts; its lines are outcomes, as those of the clients' scripts are.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -60,8 +60,8 @@ fn python(tally: &mut Tally) -> Result<PathBuf> {
     })
 }
 
-/// Builds `libpaceline_c`, beside the program. All libraries are asked for, since the features of
-/// one package alone differ from the workspace's, and everything would be compiled again.
+/// Builds `libpaceline_c` next to the program. Builds all libraries, since the features of one
+/// package alone differ from the workspace's, and everything would be compiled again.
 fn library(see: &mut impl FnMut(&str)) -> Result<()> {
     let mut command = repo::cargo();
     command.args(["build", "--release", "--lib"]);

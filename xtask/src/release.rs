@@ -26,7 +26,7 @@ pub(crate) enum Builds {
 /// Makes `target/publish` and checks it.
 ///
 /// # Errors
-/// When the script cannot be started. Tools that cannot be had are a skip.
+/// When the script cannot be started. Missing tools are a skip.
 pub(crate) fn run(builds: Builds, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let folder = models::folder()?.with_file_name("test-clients/release");
     let tools = TARGETS

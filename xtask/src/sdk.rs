@@ -33,11 +33,11 @@ use crate::{models, process, repo};
 use clients::Client;
 use server::Server;
 
-/// Runs every client that can be had here against `binary`, or what is built here; the clients
-/// that cannot be had are skipped by name.
+/// Runs every client that is available here against `binary`, or the program built here; missing
+/// clients are skipped by name.
 ///
 /// # Errors
-/// When SmolLM2 cannot be had, paceline not be built, or the server does not start.
+/// When SmolLM2 is missing, paceline cannot be built, or the server does not start.
 pub(crate) fn run(
     binary: Option<PathBuf>,
     extent: Extent,
@@ -67,8 +67,7 @@ pub(crate) fn run(
     Ok(tally)
 }
 
-/// Runs the libraries that can be had here against the scripted server; the others are skipped by
-/// name.
+/// Runs the available libraries against the scripted server; missing ones are skipped by name.
 fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let (libraries, mut tally) = clients::install_libraries(&models::folder()?);
     if !libraries.is_empty() {
@@ -79,7 +78,7 @@ fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<Tally>
     Ok(tally)
 }
 
-/// Runs the coding agents that can be had here against the scripted server, each a minute or two.
+/// Runs the available coding agents against the scripted server, each a minute or two.
 fn drive_agents(
     binary: &Path,
     scripted: &Path,

@@ -72,9 +72,9 @@ pub(crate) enum Step {
     Deny,
 }
 
-/// The steps of `cargo xtask test` unless told otherwise: stages one after the other, the lanes of
-/// a stage side by side. Downloads and Python, which use one core at most, run beside compilers.
-/// The tests and the clients have the machine for themselves: many wait for other processes.
+/// The default steps of `cargo xtask test`: stages one after the other, the lanes of a stage in
+/// parallel. Downloads and Python, which use one core at most, overlap with compilers. The tests
+/// and the clients have the machine for themselves: many wait for other processes.
 pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     &[
         &[Step::Models, Step::Mlx],

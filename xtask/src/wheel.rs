@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Builds the wheel with `binary`, or what is built here, and runs the package's tests.
 ///
 /// # Errors
-/// When a program cannot be started or fails. Tools that cannot be had are a skip.
+/// When a program cannot be started or fails. Missing tools are a skip.
 pub(crate) fn run(
     binary: Option<PathBuf>,
     extent: Extent,
@@ -169,7 +169,7 @@ fn install(wheel: &Path) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// The same programs with MLX's module and ours, where MLX can be had.
+/// The same programs with MLX's module and ours, where MLX is available.
 fn beside_mlx(see: &mut impl FnMut(&str)) -> Result<Tally> {
     let python = match mlx::python() {
         Ok(python) => python,
@@ -178,7 +178,7 @@ fn beside_mlx(see: &mut impl FnMut(&str)) -> Result<Tally> {
     test(&python, "mlx_test.py", &[], see)
 }
 
-/// The backend of `torch.distributed`, where torch can be had.
+/// The backend of `torch.distributed`, where torch is available.
 fn beside_gloo(see: &mut impl FnMut(&str)) -> Result<Tally> {
     let folder = models::folder()?.with_file_name("test-clients/torch");
     match venv::python_in(&folder, "python/requirements-torch.txt") {

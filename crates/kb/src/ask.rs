@@ -104,8 +104,8 @@ impl Known {
     }
 }
 
-/// The best of `answers` for `question`, with its place. Of those that cover the same, the one
-/// whose own question has the least beside it; then the first.
+/// The best of `answers` for `question`, with its index. Ties go to the answer whose own question
+/// has the fewest extra terms, then to the first.
 pub(crate) fn best(answers: &[Known], question: &str, index: &Index) -> Option<(usize, f32)> {
     let mut question = words(question);
     question.truncate(QUESTION_WORDS_MAX);

@@ -110,11 +110,11 @@ impl KnowledgeBase {
         Self::with_files(&[]).0
     }
 
-    /// The built-in knowledge base and the user's files. Of files that want the same id the first
-    /// has it. Files may refer to each other's findings in any order, but not in a circle.
+    /// The built-in knowledge base and the user's files. Where several files define an id, the
+    /// first wins. Files may refer to each other's findings in any order, but not in a circle.
     ///
-    /// A file that is not valid, by itself or beside the others, is left out as a whole. It is told
-    /// of with its place in `files`.
+    /// A file that is invalid, alone or together with the others, is left out as a whole. The
+    /// second result names it by its index in `files` and gives the reason.
     pub fn with_files(files: &[UserFile<'_>]) -> (Self, Vec<(usize, Error)>) {
         let mut parts = Parts::built_in();
         let mut refused = Vec::new();
@@ -497,7 +497,7 @@ impl Parts {
     }
 }
 
-/// Whether a document fits beside `findings` and `topics`: ids are new, references lead somewhere.
+/// Whether a document fits with `findings` and `topics`: its ids are new, its references exist.
 fn check(
     document: &Document,
     findings: &BTreeMap<u32, Finding>,

@@ -123,7 +123,7 @@ pub struct QuickAnswer {
 pub struct Assumption {
     /// The subject on which the findings disagree.
     pub subject: String,
-    /// The findings, two or more of which conflict; or one that carries a doubt of its own.
+    /// The findings: at least two that conflict, or one that carries a doubt of its own.
     pub findings: Vec<u32>,
     /// The planner's assumption.
     pub assumes: String,

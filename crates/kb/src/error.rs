@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Most problems of one file that are told at once; a file of another kind would have thousands.
+/// Most problems of one file that are reported; a file of another kind would have thousands.
 pub const PROBLEMS_MAX: usize = 20;
 
 /// Why a file of findings is not taken.

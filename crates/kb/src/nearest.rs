@@ -2,10 +2,11 @@
 
 use strsim::damerau_levenshtein;
 
-/// Of `names`, those within a third of `typed`'s length in edits, nearest first, at most `max`.
+/// The entries of `names` within an edit distance of a third of `typed`'s length, nearest first, at
+/// most `max`.
 ///
-/// Names that only begin with what was typed count as near, whatever their length. A third is what
-/// lets a swapped pair pass in a word of six and keeps three-letter words apart.
+/// Names that only begin with `typed` count as near, regardless of their length. A third lets a
+/// swapped pair pass in a word of six and keeps three-letter words apart.
 pub(crate) fn nearest<'a>(
     typed: &str,
     names: impl IntoIterator<Item = &'a str>,

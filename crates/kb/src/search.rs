@@ -90,7 +90,7 @@ pub struct Found {
     pub n_found: usize,
     /// Words that no finding has.
     pub unknown: Vec<Unknown>,
-    /// How many words the query has beside stop words.
+    /// Words of the query without stop words.
     pub n_words: usize,
 }
 

@@ -7,7 +7,7 @@ use crate::words::{Word, words};
 /// A piece of a text in one line, with the places of what was looked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snippet {
-    /// The piece, with `…` where the text goes on. Line breaks are spaces.
+    /// The excerpt, with `…` where the text continues. Line breaks are spaces.
     pub text: String,
     /// Byte ranges of `text` that were looked for, ascending, apart from each other.
     pub marks: Vec<Range<usize>>,

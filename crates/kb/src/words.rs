@@ -23,8 +23,8 @@ const STOP_WORDS: [&str; 116] = [
     "without", "work", "working", "works", "would", "yet", "you", "your",
 ];
 
-/// Shortest run of letters that is a term of its own beside digits. `gbe` of `10gbe` is one. `m` of
-/// `m3` is not one, as it would find every `m`.
+/// Shortest run of letters next to digits that is a term of its own. `gbe` of `10gbe` is one. `m`
+/// of `m3` is not, as it would match every `m`.
 const LETTERS_MIN: usize = 3;
 
 /// Stems that people use for one another, with the one that stands for both. Kept to what questions
@@ -77,7 +77,7 @@ pub(crate) fn words(text: &str) -> Vec<Word> {
     found
 }
 
-/// Whether `c`, no letter and no digit, holds a word together that goes on with `after`.
+/// Whether `c`, neither letter nor digit, continues a word before `after`.
 fn joins(before: char, c: char, after: Option<char>) -> bool {
     let Some(after) = after else { return false };
     match c {

@@ -71,7 +71,7 @@ pub(super) struct Client {
     program: PathBuf,
     /// In `scripts/sdk`.
     script: &'static str,
-    /// Whether it is told the model's name.
+    /// Whether it takes the model's name.
     wants_model: bool,
     /// Whether its model is to call tools.
     pub(super) wants_tools: bool,
@@ -97,8 +97,8 @@ impl Client {
     }
 }
 
-/// All clients that can be had, and the others skipped. Packages go into a folder beside `models`
-/// and stay there.
+/// All available clients, and skips for the others. Packages go into a folder next to `models` and
+/// stay there.
 pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
     let folder = models.with_file_name("test-clients");
     let (mut clients, mut tally) = (Vec::new(), Tally::default());
@@ -139,7 +139,7 @@ pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
     (clients, tally)
 }
 
-/// The libraries of the long run that can be had, and the others skipped by name.
+/// The available libraries of the long run, and skips by name for the others.
 pub(super) fn install_libraries(models: &Path) -> (Vec<Client>, Tally) {
     let folder = models.with_file_name("test-clients");
     let (mut clients, mut tally) = (Vec::new(), Tally::default());

@@ -14,8 +14,8 @@ use crate::{process, repo};
 /// Reading 100 MB of weights twice and joining takes a second.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// Between the end of the shell's standard input and its own. The server gets 10 s to end by
-/// itself, of which its answers under way have 5.
+/// Time between the end of the shell's standard input and its own end. The server has 10 s to end
+/// by itself; responses in flight have 5 s of them.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
 /// Runs its arguments until standard input ends, then ends them, at last by force. Its status is

@@ -428,7 +428,7 @@ impl<'a> Scanner<'a> {
         found.push((path, name));
     }
 
-    /// The trees between braces, the first of which is behind.
+    /// The trees between braces, after the opening one.
     fn branches(&mut self, path: &[String], found: &mut Vec<(Segments, String)>) {
         while !matches!(self.token(0), "}" | "") {
             self.tree(path, found);

@@ -55,7 +55,7 @@ const LAYERS: [(&str, Layer); 28] = [
     ("xtask", Dev),
 ];
 
-/// Outside crates that only some of ours may use, for whatever purpose.
+/// Outside crates that only some of ours may use, for any purpose.
 const OWNED: [(&str, &[&str]); 4] = [
     ("anyhow", &["cli", "xtask"]),
     ("clap", &["cli", "xtask"]),

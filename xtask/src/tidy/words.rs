@@ -1,6 +1,6 @@
 //! Rules about the words of doc comments: their first word, and the length of their sentences.
 //!
-//! A doc comment names its subject first; `What`, `Who`, `One`, `Those` and `Whoever` name none.
+//! A doc comment names its subject first; the words of [`OPENERS`] name none.
 //! A sentence makes one claim. Both counts are of the whole tree, so that old text may wait while
 //! new text cannot add to it; [`paragraphs`] says what is read.
 

@@ -1,4 +1,4 @@
-//! Files of the user's beside the built-in findings, and looking things up.
+//! User files together with the built-in findings, and lookups.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Files as users get them wrong, and what they are told.
+//! Invalid user files and the error texts for them.
 
 use super::*;
 

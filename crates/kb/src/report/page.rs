@@ -5,7 +5,7 @@ use std::ops::Range;
 use paceline_base::printable;
 use unicode_width::UnicodeWidthStr;
 
-/// Widest that text is set: longer lines are hard to read, whatever the window.
+/// Largest width of text, in columns: longer lines are hard to read in any window.
 const WIDTH_MAX: usize = 100;
 /// Narrowest: below this nearly every line would be one word.
 const WIDTH_MIN: usize = 30;
@@ -29,7 +29,8 @@ struct Piece {
 }
 
 impl Page {
-    /// A page of so many columns, within what can be read; `colour` where a terminal shows bold.
+    /// A page of `width` columns, clamped to readable widths. `colour` is for terminals that show
+    /// bold.
     pub fn new(width: usize, colour: bool) -> Self {
         Self {
             text: String::new(),
