@@ -1,16 +1,16 @@
-//! Times prompts of a split, whole and in halves. One half is computed while the sums of the other
-//! are exchanged. This program is one rank of the split, on this machine or another.
+//! Measures the prefill speed of a split, with steps in one pass and in two overlapping halves.
+//! This program is one rank of the split, on this machine or another.
 //!
 //! ```text
 //! cargo bench -p paceline-model --bench overlap -- \
 //!     MODEL SPLIT ADDRESSES any|shm|tcp sealed|clear ROWS PAIRS RANK
 //! ```
 //!
-//! Each rank is a process with one thread; all are given the same but for RANK. ADDRESSES has one
-//! for each rank, with commas between. Each of PAIRS measures both ways, in turn the one first and
-//! the other, each with links of its own and a short step before. The leader prints tokens per
-//! second, and at the end the ratio of the medians. `scripts/bench/two_hosts.sh` starts two ranks
-//! with a network between them.
+//! Each rank is a process with one thread; all get the same arguments but for RANK. ADDRESSES lists
+//! one address per rank, separated by commas. Each of PAIRS measures both modes in alternating
+//! order, each with new links and a short warm-up step. The leader prints tokens per second, and at
+//! the end the ratio of the medians. `scripts/bench/two_hosts.sh` starts two ranks with a network
+//! between them.
 
 #![allow(clippy::print_stdout, reason = "a bench reports on standard output")]
 
@@ -29,10 +29,10 @@ use paceline_model::{
 };
 use paceline_tensor::{Kernels, PAGE};
 
-/// Longest wait for another rank, also for one that still packs its weights.
+/// Timeout for another rank, which may still be packing its weights.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Rows of the step before the one that is measured.
+/// Rows of the warm-up step.
 const WARM_ROWS: usize = 64;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -85,7 +85,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     f64::midpoint(values[(n - 1) / 2], values[n / 2])
 }
 
-/// Joins the other ranks. The key and the group's name are in this file: no secrets.
+/// Joins the other ranks. The key and the group's name are public constants.
 fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<dyn Group>> {
     let addrs = addrs.split(',').map(str::parse);
     let addrs = addrs.collect::<Result<Vec<SocketAddr>, _>>()?;
@@ -106,7 +106,7 @@ fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<
     Ok(init(backend.parse()?, Strict::Yes, seat, &[], soon())?)
 }
 
-/// Groups of their own, so that no link is warm from another way.
+/// New groups for each measurement, so that no link is warm from an earlier one.
 fn links(world: &dyn Group, model: &Model) -> Outcome<Links> {
     let own = |stage| world.split(stage, world.rank().0, soon());
     Ok(Links::new(

@@ -1,16 +1,19 @@
-//! Adapters beside weights that stay as they are: pairs of small matrices whose products are added.
+//! LoRA adapters: pairs of small matrices whose scaled product is added to a matrix product.
+//!
+//! The packed base weights stay unchanged. `step::adapted` computes the products; this module
+//! loads, checks and shards the pairs.
 //!
 //! ```text
 //! y = W x + bias + scale B (A x)     A (r, in), B (out, r)
 //! ```
-//! **Definition.** An element of `A x` is a chain of fused multiply-adds over the inputs from 0, in
-//! f32, whatever the kernel class. Where ranks share the inputs (attention output, down) there is a
-//! chain for each leaf of the sum, and the tree adds them. So ranks send `r` numbers more for each
-//! row and root. The scaled sum goes on from `y` as a chain over `r`. Threads, batch, split and
-//! instruction set change no bit.
+//! **Definition.** Each element of `A x` is a chain of fused multiply-adds over the inputs from 0,
+//! in f32, in every kernel class. Where the ranks of a stage split the inputs (attention output,
+//! down), each leaf of the sum has its own chain, and the tree adds the leaves. So each row and
+//! root carries `r` more values over the link. The scaled sum continues from `y` as a chain over
+//! `r`. Threads, batch, split and instruction set change no bit.
 //!
-//! Adapters that belong to one base are numbered from 1; 0 is the base alone. Rows of a batch may
-//! have different ones ([`BatchSequence::adapter`](crate::BatchSequence::adapter)).
+//! The adapters of one base model are numbered from 1; 0 is the base alone. Each sequence of a
+//! batch names its own adapter ([`BatchSequence::adapter`](crate::BatchSequence::adapter)).
 
 use std::ops::Range;
 
@@ -20,7 +23,7 @@ use paceline_tensor::RopePairs;
 use crate::split::Shard;
 use crate::{Config, Error, LayerCache, LayerShape, Part, Source};
 
-/// The matrices of a layer that may have a pair.
+/// Matrices of a layer that an adapter may change.
 const PARTS: [Part; 7] = [
     Part::Query,
     Part::Key,
@@ -31,16 +34,16 @@ const PARTS: [Part; 7] = [
     Part::Down,
 ];
 
-/// Most adapters of a model: plans have a word for each sequence's, and each is in memory.
+/// Maximum adapters of a model. A plan has one word for the adapter of each sequence, and every
+/// adapter is resident in memory.
 pub const ADAPTERS_MAX: usize = 256;
 
-/// An adapter of a whole model, as its files have it: rows of queries and keys in Hugging Face's
+/// An adapter of a whole model, as its files store it: rows of queries and keys are in Hugging Face
 /// order.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// Which it is.
     pub id: AdapterId,
-    /// A factor of each pair's product.
+    /// Factor of each pair's product.
     pub scale: f32,
     /// In any order, at most one for each matrix.
     pub pairs: Vec<AdapterPair>,
@@ -49,13 +52,14 @@ pub struct Adapter {
 /// Identity of an adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterId {
-    /// The name that requests choose it by.
+    /// Requests select the adapter by this name.
     pub name: String,
-    /// SHA-256 of its numbers: the same for the same adapter in another form, or with another name.
+    /// SHA-256 of the values: equal for the same adapter in another file format or under another
+    /// name.
     pub digest: [u8; 32],
 }
 
-/// The pair of one matrix.
+/// The `A` and `B` matrices for one weight matrix.
 #[derive(Clone, Debug)]
 pub struct AdapterPair {
     /// Layer of the matrix.
@@ -70,7 +74,7 @@ pub struct AdapterPair {
     pub b: Vec<f32>,
 }
 
-/// A rank's part of a pair, transposed, so that kernels read lanes side by side.
+/// A rank's part of a pair, transposed so that kernels read consecutive lanes.
 #[derive(Debug)]
 pub(crate) struct Held {
     pub(crate) rank: usize,
@@ -82,13 +86,13 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// This rank's outputs.
+    /// Length of this rank's part of the output.
     pub(crate) const fn outputs(&self) -> usize {
         self.b.len() / self.rank
     }
 }
 
-/// A rank's parts of the pairs of a layer, in the order of [`PARTS`].
+/// A rank's adapter parts for one layer, in the order of [`PARTS`].
 type OfLayer = [Option<Held>; PARTS.len()];
 
 /// A rank's parts of all adapters.
@@ -96,7 +100,7 @@ type OfLayer = [Option<Held>; PARTS.len()];
 pub(crate) struct Adapters {
     ids: Vec<AdapterId>,
     first_layer: usize,
-    /// By adapter and layer held.
+    /// By adapter, then by layer of this rank.
     each: Vec<Vec<OfLayer>>,
 }
 
@@ -115,7 +119,7 @@ impl Adapters {
         if got > most {
             return Err(Error::Adapters { got, most });
         }
-        // Files of GGUF have rows of heads in the order of the rotation.
+        // GGUF files store the rows of heads in rotation order.
         let turned = matches!(source, Source::Gguf(_));
         let of = |adapter: &Adapter| {
             adapter.check(config)?;
@@ -135,17 +139,17 @@ impl Adapters {
         })
     }
 
-    /// Which they are, in the order of their numbers.
+    /// Identities, in the order of adapter numbers.
     pub(crate) fn ids(&self) -> &[AdapterId] {
         &self.ids
     }
 
-    /// This rank's part of the pair of a matrix; `adapter` counts from 0.
+    /// This rank's part of the pair for one matrix; `adapter` counts from 0.
     pub(crate) fn held(&self, adapter: usize, (layer, part): (usize, Part)) -> Option<&Held> {
         self.each[adapter][layer - self.first_layer][slot(part)].as_ref()
     }
 
-    /// The largest rank of the pairs whose inputs ranks share; 0 without any.
+    /// Largest rank of the pairs whose inputs are split over ranks; 0 without any.
     pub(crate) fn summed_rank_max(&self) -> usize {
         let summed = [Part::AttentionOutput, Part::Down].map(slot);
         let layers = self.each.iter().flatten();
@@ -162,10 +166,10 @@ impl Adapters {
 }
 
 impl Adapter {
-    /// Whether it fits a model.
+    /// Checks the pairs against the model's layers and shapes.
     ///
     /// # Errors
-    /// [`Error::Adapter`] with the first pair that does not.
+    /// [`Error::Adapter`] with the first pair that does not fit.
     pub fn check(&self, config: &Config) -> Result<(), Error> {
         let wrong = |reason: String| Error::Adapter {
             name: self.id.name.clone(),
@@ -199,7 +203,7 @@ impl Adapter {
 }
 
 impl AdapterPair {
-    /// A rank's part of it, for a model that it fits.
+    /// This rank's part of the pair. The pair must have passed [`Adapter::check`].
     fn held(&self, scale: f32, (config, shard): (&Config, &Shard), turned: bool) -> Held {
         let (r, shape) = (self.rank, &config.layers[self.layer]);
         let cut = shard.layer(self.layer);
@@ -230,8 +234,9 @@ impl AdapterPair {
     }
 }
 
-/// The row of an adapter for a row of a file whose heads have pairs of neighbours, where `head_dim`
-/// is given: halves there. The inverse of llama.cpp's `permute`.
+/// Maps a row of the model file to the row of the adapter. With `head_dim`, the file interleaves
+/// the two halves of each head, and the adapter stores the halves one after the other. The inverse
+/// of llama.cpp's `permute`.
 const fn adapter_row(row: usize, head_dim: Option<usize>) -> usize {
     match head_dim {
         None => row,
@@ -242,17 +247,17 @@ const fn adapter_row(row: usize, head_dim: Option<usize>) -> usize {
     }
 }
 
-/// The place of a part in [`PARTS`].
+/// Index of a part in [`PARTS`].
 ///
 /// # Panics
-/// For parts that have no pairs, which [`Adapter::check`] refuses.
+/// For parts without a pair, which [`Adapter::check`] refuses.
 fn slot(part: Part) -> usize {
     let found = PARTS.iter().position(|known| *known == part);
     found.expect("a part with a pair")
 }
 
-/// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or is
-/// computed in a way that nothing can be added to.
+/// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or
+/// computes it by a path without adapters.
 fn sizes(width: usize, shape: &LayerShape, part: Part) -> Option<[usize; 2]> {
     let is_plain =
         shape.latent.is_none() && !shape.gated && !matches!(shape.cache, LayerCache::Delta(_));
@@ -273,7 +278,7 @@ fn sizes(width: usize, shape: &LayerShape, part: Part) -> Option<[usize; 2]> {
 mod tests {
     use super::adapter_row;
 
-    /// As `file_row` of `paceline-train`, which goes the other way.
+    /// The inverse of `file_row` in `paceline-train`.
     #[test]
     fn rows_of_heads_are_turned_back() {
         let file_row = |row: usize, size: usize| {

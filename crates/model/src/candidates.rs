@@ -1,4 +1,7 @@
-//! Rows of logits of which few are wanted: what a rank sends of them to the leader.
+//! Compact logits: the words a rank sends the leader when only the largest logits of a row are
+//! needed.
+//!
+//! [`pack`] runs on every rank of the last stage, [`unpack`] and [`place_owed`] on the leader.
 //!
 //! ```text
 //! a rank's part of a message, for each row:
@@ -7,29 +10,29 @@
 //!     top     count | place, logit | place, logit ..   the largest, filled up to a fixed length
 //! ```
 //!
-//! The bits of a f32 carry places and counts. The leader puts NaN for the logits that it does not
-//! get. No search for the largest takes one, and its weight is 0 when a token is drawn. So the
-//! leader chooses the same token as from whole rows. A row whose short form has as many words as
-//! its logits is sent whole.
+//! Places and counts travel as the bits of an f32. The leader fills missing logits with NaN. No
+//! search for the largest picks a NaN, and sampling gives it weight 0. So the leader chooses the
+//! same token as from whole rows. A row whose compact form has as many words as its logits is sent
+//! whole.
 //!
-//! Of [`TopLogits`] more may be wanted than the fixed length has room for, as where all logits are
-//! equal. The count is above the room then, and a second message has these rows whole.
+//! [`TopLogits`] may select more logits than the fixed length holds, for example when all logits
+//! are equal. The count then exceeds the room, and a second message carries those rows whole.
 
 use std::ops::Range;
 
 use crate::TopLogits;
 
-/// Words of a row whose largest logit alone is sent.
+/// Words of a row that sends only its largest logit.
 const BEST_WORDS: usize = 2;
 
-/// Values that are looked at together for the largest of them.
+/// Logits per chunk of the search for the largest.
 const CHUNK: usize = 64;
 
-/// How much of a row of logits is wanted.
+/// Logits of a row that the leader needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
     Whole,
-    /// The first of the largest.
+    /// Only the largest, the first among equals.
     Best,
     Top(TopLogits),
 }
@@ -50,20 +53,19 @@ impl Extent {
     }
 }
 
-/// Most logits of [`TopLogits`] in the first message: the wanted number, and a quarter as many and
-/// 16 that are nearly equal to the last. An estimate; where there are more, a second message costs
-/// time and no bit.
+/// Capacity of the first message for [`TopLogits`], in logits: the requested number, plus a quarter
+/// of it and 16 for near ties. An estimate: an overflow costs a second message and changes no bit.
 fn room(top: TopLogits) -> usize {
     let n = usize::from(top.n);
     n + n / 4 + 16
 }
 
-/// A rank's message with the candidates of its rows.
+/// A rank's message with the candidate logits of its rows.
 #[derive(Debug, Default)]
 pub(crate) struct Message {
     /// The first message, of [`packed_len`] words.
     pub(crate) words: Vec<f32>,
-    /// The second one: rows that the first has no room for; empty where there are none.
+    /// The second message: rows that do not fit into the first; empty if all fit.
     pub(crate) whole: Vec<f32>,
 }
 
@@ -72,7 +74,7 @@ pub(crate) fn packed_len(n: usize, extents: &[Extent]) -> usize {
     extents.iter().map(|extent| extent.words(n)).sum()
 }
 
-/// The messages for `logits`, `(rows, n)`; `None` where that is `logits` itself.
+/// Packs `logits`, `(rows, n)`; `None` if the message is `logits` itself.
 pub(crate) fn pack(logits: &[f32], extents: &[Extent]) -> Option<Message> {
     let n = logits.len() / extents.len().max(1);
     if n == 0 || !extents.iter().any(|extent| extent.is_short(n)) {
@@ -111,9 +113,9 @@ impl Message {
     }
 }
 
-/// Puts the rows of a first message into the `columns` of `all`, `(rows, vocabulary)`; which rows
-/// come whole in a second one. A place outside of the columns, from a rank that computes another
-/// model, is left out.
+/// Writes the rows of a first message into the `columns` of `all`, `(rows, vocabulary)`. Returns
+/// the rows that a second message carries whole. Skips places outside the columns, which only a
+/// rank with another model sends.
 pub(crate) fn unpack(
     message: &[f32],
     extents: &[Extent],
@@ -143,7 +145,7 @@ pub(crate) fn unpack(
     owed
 }
 
-/// The places and logits behind a count; `None` if it is above the room.
+/// The place and logit words after the count; `None` if the count exceeds the room.
 fn counted(part: &[f32]) -> Option<&[f32]> {
     let (count, pairs) = part.split_first()?;
     let words = (count.to_bits() as usize).checked_mul(2)?;
@@ -158,8 +160,8 @@ fn place_pairs(pairs: &[f32], own: &mut [f32]) {
     }
 }
 
-/// Puts the rows of a second message, `(owed, n)`, into the `columns` of `all`,
-/// `(rows, vocabulary)`.
+/// Writes the rows of a second message, `(owed, n)`, into the `columns` of `all`, `(rows,
+/// vocabulary)`.
 pub(crate) fn place_owed(
     message: &[f32],
     owed: &[usize],
@@ -171,7 +173,7 @@ pub(crate) fn place_owed(
     }
 }
 
-/// Where the largest is, the first among equals; a NaN only if there is nothing else.
+/// Index of the largest, the first among equals; a NaN only if all values are NaN.
 fn first_largest(row: &[f32]) -> usize {
     let mut best = (f32::NEG_INFINITY, 0);
     for (i, logit) in row.iter().enumerate() {
@@ -182,8 +184,8 @@ fn first_largest(row: &[f32]) -> usize {
     best.1
 }
 
-/// Places, ascending, of the logits that are not NaN and not further below the last of the largest
-/// than [`TopLogits`] says. All numbers if there are fewer. Not more than one above `room`.
+/// Ascending places of the logits that [`TopLogits`] selects: the largest, and those within its
+/// margin. NaN never counts. Returns all numbers if there are fewer, and at most `room + 1`.
 fn largest(row: &[f32], top: TopLogits, room: usize) -> Vec<usize> {
     let n = usize::from(top.n);
     let least = reached_by(row, n);
@@ -196,8 +198,8 @@ fn largest(row: &[f32], top: TopLogits, room: usize) -> Vec<usize> {
     places.map(|(place, _)| place).take(room + 1).collect()
 }
 
-/// A value that at least `n` (1 or more) of a row reach. It is the n-th largest of the largest of
-/// each chunk; minus infinity where there are fewer chunks.
+/// A value that at least `n` (1 or more) elements of the row reach: the n-th largest of the chunk
+/// maxima. Minus infinity if there are fewer chunks.
 fn reached_by(row: &[f32], n: usize) -> f32 {
     let larger = |a: f32, b: &f32| if *b > a { *b } else { a };
     let peak = |chunk: &[f32]| chunk.iter().fold(f32::NEG_INFINITY, larger);
@@ -215,8 +217,8 @@ fn last_of(values: &mut [f32], n: usize) -> f32 {
         .1
 }
 
-/// The leader's copy of a `row`, of which ranks have `parts` one after the other. It has the first
-/// part whole, and of the others the columns that `extent` says.
+/// The leader's copy of a `row` whose consecutive `parts` lie on the ranks. The first part is
+/// whole; of the others it has the columns in `extent`.
 pub(crate) fn gathered(row: &[f32], parts: &[Range<usize>], extent: Extent) -> Vec<f32> {
     let (mut all, vocab) = (vec![0.0; row.len()], row.len());
     for (rank, columns) in parts.iter().enumerate() {
@@ -293,7 +295,7 @@ mod tests {
         assert!(all[4..].iter().all(|logit| logit.is_nan()));
     }
 
-    /// Rows in which logits are equal or far apart, and rows with few numbers.
+    /// Rows with equal logits, with logits far apart, and with few numbers.
     #[test]
     fn every_logit_that_is_wanted_is_sent() {
         let top = TopLogits { n: 3, within: -2 };
@@ -319,7 +321,7 @@ mod tests {
         }
     }
 
-    /// The second message has what the first has no room for, and is empty else.
+    /// The second message has the rows that overflow the first; otherwise it is empty.
     #[test]
     fn rows_of_many_equal_logits_follow_whole() {
         let extents = [Extent::Top(TopLogits { n: 1, within: -2 }); 2];

@@ -1,4 +1,7 @@
-//! Interface of a model for an engine, whatever computes it: the CPU's kernels or MLX.
+//! Backend interface between a model and an engine, implemented by the CPU kernels and by MLX.
+//!
+//! [`Weights`] is a loaded model, which several engines may share. [`Compute`] adds one engine's KV
+//! cache and buffers. The engine calls both on one thread; neither knows requests or text.
 //!
 //! ```text
 //! dyn Weights  --reserve(sizes)-->  dyn Compute  --forward(batch)-->  rows of logits
@@ -19,54 +22,52 @@ use crate::{
     WindowPool,
 };
 
-/// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
-/// and into them.
+/// Bytes of activations that an MLX rank exchanged with other ranks, by how they were copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exchanged {
-    /// Read and written in the arrays' own memory.
+    /// Read and written in place, in the memory of MLX arrays.
     pub in_place: Bytes,
-    /// Made f32, or of f32, because another engine may be at the other end.
+    /// Converted to or from f32, because the other rank may use another backend.
     pub converted: Bytes,
-    /// Copied for the exchange alone.
+    /// Copied through a staging buffer.
     pub staged: Bytes,
 }
 
 /// A loaded model, or one rank's shard of it.
 pub trait Weights: fmt::Debug + Send + Sync {
-    /// The shape.
     fn config(&self) -> &Config;
 
-    /// The layers and parts that it holds.
+    /// Layers and parts of this rank.
     fn shard(&self) -> &Shard;
 
-    /// The definition of the numbers.
+    /// Kernel class: it defines the bits of results.
     fn class(&self) -> KernelClass;
 
-    /// The class, and what else decides the numbers where it is not that of the class: results
-    /// and snapshots of others differ.
+    /// The kernel class, and any other property that changes bits. Results and snapshots are
+    /// comparable only under equal strings.
     fn numbers(&self) -> String {
         self.class().to_string()
     }
 
-    /// Bytes of weights that this rank holds, as they lie in memory.
+    /// Bytes of this rank's weights in memory.
     fn weight_bytes(&self) -> Bytes;
 
-    /// The CPU's kernels, with which tokens are chosen, whatever computes logits.
+    /// CPU kernels. Sampling runs on them for every backend.
     fn kernels(&self) -> &Kernels;
 
-    /// The hardware that computes: an instruction set, or a device.
+    /// Name of the hardware: an instruction set, or a device.
     fn device(&self) -> String;
 
-    /// The groups it was linked with.
+    /// Groups this model is linked with.
     fn links(&self) -> Option<&Arc<Links>>;
 
-    /// The same weights outside of any group; this leaves the group. `None` if something else still
-    /// holds them, or this engine has to load them again.
+    /// The same weights without their groups. `None` if another reference exists, or if this
+    /// backend has to load them again.
     fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
         None
     }
 
-    /// Unlinked weights, linked with the groups of another epoch; as [`unlinked`](Self::unlinked).
+    /// Links the weights with the groups of a new epoch. `None` as in [`unlinked`](Self::unlinked).
     ///
     /// # Panics
     /// If the groups are not those of its rank and stage.
@@ -75,26 +76,26 @@ pub trait Weights: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Activations exchanged with other ranks in MLX's arrays.
+    /// Activation bytes exchanged with other ranks through MLX arrays.
     fn exchanged(&self) -> Exchanged {
         Exchanged::default()
     }
 
-    /// Adapters beside its weights, in the order of their numbers.
+    /// Loaded adapters, in the order of their numbers.
     fn adapters(&self) -> &[AdapterId] {
         &[]
     }
 
-    /// How often the experts of its layers were chosen since it was loaded; none where there are
-    /// none, or none are counted.
+    /// How often each expert was routed to since loading. Empty without experts, and for backends
+    /// that do not count.
     fn expert_uses(&self) -> Vec<ExpertUses> {
         Vec::new()
     }
 
-    /// Reserves a cache of `positions` positions and memory for steps of up to `size`.
+    /// Reserves a KV cache of `positions` positions and buffers for steps of up to `size`.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// If the allocation fails.
     fn reserve(
         self: Arc<Self>,
         size: BatchSize,
@@ -102,50 +103,50 @@ pub trait Weights: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn Compute>, Error>;
 }
 
-/// A model with the memory to compute steps.
+/// A model with the KV cache and buffers to compute steps.
 ///
-/// Pages of the cache are numbered from 0, in each kind of layers, and hold
-/// [`PAGE`](paceline_tensor::PAGE) positions each. The contents of a page are found again by its
-/// number. Full pages may be shared, moved between sequences and overwritten, as the caller says
-/// with each batch.
+/// Each kind of layers numbers its cache pages from 0. A page holds [`PAGE`](paceline_tensor::PAGE)
+/// positions. The caller maps pages to sequences with each batch: it may share full pages, move
+/// them between sequences, and overwrite them.
 pub trait Compute: fmt::Debug + Send {
-    /// Pages of the cache for layers that look at all positions.
+    /// Cache pages for layers that attend to all positions.
     fn pages(&self) -> usize;
 
-    /// Pages for the kinds of layers that let pages go, in the order of
+    /// Pages of each kind of layers that releases pages, in the order of
     /// [`BatchSequence::windows`](crate::BatchSequence::windows).
     fn windows(&self) -> &[WindowPool];
 
-    /// Runs one step: writes keys and values of all rows to the cache and keeps the wanted logits
-    /// for [`logits_mut`](Self::logits_mut). Returns the number of rows of logits. Of a split
-    /// model, the leader calls it; the other ranks [`follow`](Self::follow).
+    /// Runs one step: writes keys and values of all rows to the cache and keeps the requested
+    /// logits for [`logits_mut`](Self::logits_mut). Returns the number of rows of logits. The
+    /// leader of a split model calls it; the other ranks call [`follow`](Self::follow).
     ///
     /// # Errors
-    /// When another rank fails, or what computes; the model cannot go on then.
+    /// If another rank or the backend fails. The model is unusable afterwards.
     ///
     /// # Panics
-    /// If the batch exceeds the reserved sizes or a token the vocabulary, or a sequence has fewer
-    /// pages than positions: the caller's duty. On a rank that does not lead.
+    /// If the batch exceeds the reserved sizes, a token exceeds the vocabulary, a sequence has
+    /// fewer pages than positions, or the rank is not the leader.
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
 
-    /// How many steps may be under way at once: of a pipeline, one for each stage, as far as their
-    /// messages have room.
+    /// Maximum steps that compute at once: one per stage of a pipeline, bounded by message
+    /// capacity.
     fn depth(&self) -> usize {
         1
     }
 
-    /// How many steps may be announced and not computed, as far as messages have room: at least the
-    /// [`depth`](Self::depth). More keep slow links busy: a step on a link is in no stage.
+    /// Maximum announced steps that are not computed yet, bounded by message capacity; at least
+    /// [`depth`](Self::depth). More than `depth` keep slow links busy, since a step on a link
+    /// occupies no stage.
     fn steps_max(&self) -> usize {
         self.depth()
     }
 
-    /// Tells the other ranks what a later [`forward`](Self::forward) computes, so that stages
-    /// before the leader's begin with it. Of several announced steps the first is computed first.
-    /// Only where the [`depth`](Self::depth) is more than 1.
+    /// Sends the other ranks the plan of a later [`forward`](Self::forward), so that earlier stages
+    /// start it. Announced steps are computed in order. Only valid where [`depth`](Self::depth)
+    /// exceeds 1.
     ///
     /// # Errors
-    /// [`Error::Comm`] when a rank is gone.
+    /// [`Error::Comm`] if a rank is gone.
     fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
         let _ = batch;
         Ok(())
@@ -154,11 +155,11 @@ pub trait Compute: fmt::Debug + Send {
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
     fn logits_mut(&mut self, i: usize) -> &mut [f32];
 
-    /// Tells the other ranks that the leader is alive and has nothing to do. To be called more
+    /// Keepalive: sends the other ranks that the leader has no step. The caller repeats it more
     /// often than [`Links::patience`].
     ///
     /// # Errors
-    /// [`Error::Comm`] when a rank is gone.
+    /// [`Error::Comm`] if a rank is gone.
     fn idle(&mut self) -> Result<(), Error>;
 
     /// Waits for the leader's next step and computes this rank's part of it.
@@ -170,30 +171,30 @@ pub trait Compute: fmt::Debug + Send {
     /// If the model is not linked.
     fn follow(&mut self) -> Result<Followed, Error>;
 
-    /// Keeps pages in `store` from now on, as [`keep`](Self::keep) says. An engine that computes
-    /// with arrays of its own has no pages to keep and drops it.
+    /// Persists KV pages in `store` from now on, see [`keep`](Self::keep). A backend with its own
+    /// arrays has no pages to persist and drops the store.
     fn attach(&mut self, store: Box<dyn PageStore>) {
         drop(store);
     }
 
-    /// Where pages are kept, if anywhere.
+    /// Store of persisted KV pages, if any.
     fn store(&self) -> Option<&dyn PageStore> {
         None
     }
 
-    /// Puts `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), into the stores of all ranks, each its
-    /// part. The leader calls it. Nobody hears of a store that has no room.
+    /// Persists `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), in the stores of all ranks, each
+    /// its part. The leader calls it. A full store drops pages without a report.
     ///
     /// # Errors
-    /// [`Error::Comm`] when a rank is gone.
+    /// [`Error::Comm`] if a rank is gone.
     fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
         let _ = pages;
         Ok(())
     }
 
-    /// Brings `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), back into the cache of all ranks. How
-    /// many of them, from the first, every rank has; what is in the others is unknown, and they
-    /// are forgotten. The leader calls it.
+    /// Restores `pages`, at most [`KEPT_MAX`](crate::KEPT_MAX), into the caches of all ranks.
+    /// Returns how many of them, from the first, every rank has restored. The contents of the other
+    /// pages are undefined, and the stores drop them. The leader calls it.
     ///
     /// # Errors
     /// As [`keep`](Self::keep).
@@ -270,7 +271,7 @@ impl Weights for Model {
     }
 }
 
-/// A model on the CPU's kernels.
+/// The CPU backend.
 #[derive(Debug)]
 struct OnCpu {
     model: Arc<Model>,
@@ -278,7 +279,7 @@ struct OnCpu {
     windows: Vec<WindowPool>,
     workspace: Workspace,
     kept: Kept,
-    /// Steps that were announced and not computed.
+    /// Announced steps that are not computed yet.
     announced: usize,
 }
 

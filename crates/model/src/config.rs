@@ -1,4 +1,7 @@
-//! The shape of a model, as its file states it.
+//! The checked shape of a model: sizes, layers, attention, experts and rotary embeddings.
+//!
+//! [`Config::read`] builds it from a GGUF file or a `config.json`; `families::fields` reads the
+//! single fields. Every backend and the planner work from it. It holds no weights.
 
 use std::borrow::Cow;
 
@@ -8,7 +11,7 @@ use crate::families::{Family, Fields};
 use crate::rope::Rope;
 use crate::{Error, Part, Role, Source};
 
-/// The function on the gate of the feed-forward.
+/// Activation function of the feed-forward's gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `g / (1 + exp(-g))`
@@ -17,12 +20,12 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// Contents of the cache of a layer.
+/// Contents of a layer's cache.
 #[derive(Clone, Copy, Debug)]
 pub enum LayerCache {
     /// Keys and values of each position.
     Rows,
-    /// Nothing: its queries see the keys and values of this earlier layer, which keeps rows.
+    /// Nothing: the layer attends to the keys and values of this earlier layer.
     Of(usize),
     /// A state of fixed size for each KV head.
     State(&'static dyn Recurrence),
@@ -30,27 +33,27 @@ pub enum LayerCache {
     Delta(DeltaNet),
 }
 
-/// A gated delta net in place of attention: the layer's heads are those of its values, its KV heads
-/// those of queries and keys.
+/// A gated delta net in place of attention. The layer's `heads` are its value heads, its `kv_heads`
+/// the heads of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaNet {
-    /// Inputs that the convolution looks at, the newest included: 1 to [`MAX_TAPS`].
+    /// Taps of the convolution, the newest input included: 1 to [`MAX_TAPS`].
     pub taps: usize,
-    /// Which value heads share a key head.
+    /// Mapping of value heads to key heads.
     pub order: HeadOrder,
 }
 
-/// Which of H value heads belong to which of K key heads.
+/// Mapping of H value heads to K key heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadOrder {
-    /// Value head h has key head h K / H: neighbours share one.
+    /// Value head h uses key head h K / H: neighbours share one.
     Grouped,
-    /// Value head h has key head h mod K, as in GGUF files of Qwen 3.5.
+    /// Value head h uses key head h mod K, as in GGUF files of Qwen 3.5.
     Interleaved,
 }
 
-/// Most inputs of a convolution, four times those of published models. They are fewer than a page
-/// has positions, so that those of the page before are enough.
+/// Maximum taps of a convolution, four times those of published models. They are fewer than the
+/// positions of a page, so that the inputs in the previous page are enough.
 pub(crate) const MAX_TAPS: usize = 16;
 
 impl PartialEq for LayerCache {
@@ -65,96 +68,96 @@ impl PartialEq for LayerCache {
     }
 }
 
-/// Most experts that a row may use: several times those of published models (at most 10).
+/// Maximum experts per row: several times those of published models (at most 10).
 pub(crate) const MAX_USED: usize = 32;
 
-/// Most groups of experts: several times those of published models (at most 8).
+/// Maximum groups of experts: several times those of published models (at most 8).
 pub(crate) const MAX_GROUPS: usize = 64;
 
-/// Least sum that the weights of experts are divided by: llama.cpp's, the smallest normal half.
+/// Lower bound of the sum that expert weights are divided by: llama.cpp's, the smallest normal
+/// half.
 pub(crate) const LEAST_SUM: f32 = 6.103_515_6e-5;
 
 /// Slope of the clamped gate of gpt-oss.
 pub(crate) const CLAMP_SLOPE: f32 = 1.702;
 
-/// How a router's scores become the weights of experts.
+/// How router scores become expert weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gating {
-    /// A softmax over all.
+    /// Softmax over all experts.
     Softmax,
     Sigmoid,
-    /// A softmax over those chosen.
+    /// Softmax over the chosen experts.
     OfChosen,
 }
 
 /// A mixture of experts in place of a feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
-    /// Experts that the router chooses from.
+    /// Number of routed experts.
     pub count: usize,
-    /// Experts that it chooses for each row.
+    /// Experts per row (top-k).
     pub used: usize,
-    /// Width of the feed-forward of each.
+    /// Feed-forward width of each expert.
     pub width: usize,
-    /// How scores become weights.
     pub gating: Gating,
-    /// Whether the weights of those chosen are divided by their sum.
+    /// Whether the weights of the chosen experts are divided by their sum.
     pub normalised: bool,
-    /// Multiplies the weights of those chosen.
+    /// Factor of the weights of the chosen experts.
     pub scale: f32,
-    /// Whether the choice adds a bias of its own to each weight.
+    /// Whether the router adds a bias to each weight for the choice only.
     pub corrected: bool,
-    /// Width of the expert that every row has besides; 0 for none.
+    /// Width of the shared expert; 0 for none.
     pub shared: usize,
-    /// Whether that has a gate of its own, or the weight 1.
+    /// Whether the shared expert has a gate; otherwise its weight is 1.
     pub shared_gate: bool,
-    /// The limit of gpt-oss's gate, in place of the model's activation.
+    /// Clamp of gpt-oss's gate, in place of the model's activation.
     pub clamp: Option<f32>,
-    /// Groups of experts of which the router chooses some first; `None` without.
+    /// Group-limited routing: the router first chooses among these groups; `None` without.
     pub groups: Option<Groups>,
-    /// Whether the router has a norm of its own, and each expert a factor of its weight (Gemma 4).
+    /// Whether the router has its own norm, and each expert a weight factor (Gemma 4).
     pub scaled: bool,
 }
 
-/// Groups of experts: consecutive ones, equally many in each.
+/// Equally large groups of consecutive experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups {
-    /// How many there are; divides the experts.
+    /// Number of groups; divides the experts.
     pub count: usize,
-    /// How many groups the router chooses for a row; the row's experts come from these.
+    /// Groups the router chooses for a row; the row's experts come from these.
     pub used: usize,
-    /// A group's score is the sum of so many of its largest: 2 of DeepSeek V3, 1 of V2.
+    /// A group's score is the sum of its `largest` best experts: 2 for DeepSeek V3, 1 for V2.
     pub largest: usize,
 }
 
-/// Attention over vectors that all heads share and expand: a key is `rank` latent numbers and
-/// `rope` rotated ones, a value the same latent numbers. H heads.
+/// Latent attention: all heads share one vector per position and expand it. A key is `rank` latent
+/// elements and `turned` rotated ones; a value is the same latent elements. H heads.
 ///
 /// Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1; the absorbed form of its appendix C.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Latent {
-    /// Numbers that queries are compressed to first; `None` where they are not.
+    /// Size of the compressed query; `None` without compression.
     pub query_rank: Option<usize>,
-    /// Latent numbers of a position (r), a multiple of 32.
+    /// Latent elements of a position (r), a multiple of 32.
     pub rank: usize,
-    /// Elements of a query that meet latent numbers, expanded (N), a multiple of 32.
+    /// Elements of a query without rotation, expanded (N), a multiple of 32.
     pub plain: usize,
-    /// Elements of a query and of a key that turn, a multiple of 16.
+    /// Rotated elements of a query and of a key, a multiple of 16.
     pub turned: usize,
     /// Size of a head's expanded value (V), a multiple of 16.
     pub value_dim: usize,
     /// Added to the mean square in the norms of compressed queries and of latent numbers.
     pub norm_eps: f32,
-    /// How queries grow with their position (Mistral); `None` where they do not.
+    /// Growth of queries with their position (Mistral); `None` without.
     pub growth: Option<Growth>,
 }
 
 /// Queries at position p are multiplied by `1 + rate * ln(1 + floor(p / length))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Growth {
-    /// See above.
+    /// Factor of the logarithm.
     pub rate: f64,
-    /// Positions; at least 1.
+    /// Positions per step; at least 1.
     pub length: f64,
 }
 
@@ -172,14 +175,14 @@ impl Latent {
         self.plain + self.turned
     }
 
-    /// Numbers that are kept of a position.
+    /// Cached elements of a position.
     pub(crate) const fn key_dim(&self) -> usize {
         self.rank + self.turned
     }
 }
 
 impl Groups {
-    /// Whether the groups of `experts` are equally large and enough for a row's.
+    /// Whether the groups divide `experts` evenly and hold enough for a row.
     fn fit(self, experts: Experts) -> bool {
         let Self {
             count,
@@ -201,15 +204,14 @@ impl Experts {
     }
 }
 
-/// The shape of a layer. The letters are H query heads, K KV heads, D and E elements of a key and
-/// of a value as they are kept. F is the width of the feed-forward.
+/// The shape of a layer. H query heads, K KV heads, D and E elements of a cached key and value. F
+/// is the width of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerShape {
-    /// Contents of its cache.
     pub cache: LayerCache,
-    /// How many positions a query sees, itself included; `None` for all before it.
+    /// Sliding window: positions a query attends to, itself included; `None` for all before it.
     pub window: Option<usize>,
-    /// Which of [`Config::ropes`] turns its queries and keys.
+    /// Index into [`Config::ropes`] for queries and keys.
     pub rope: usize,
     /// Query heads (H).
     pub heads: usize,
@@ -219,27 +221,27 @@ pub struct LayerShape {
     pub head_dim: usize,
     /// Size of a value (E), a multiple of 16.
     pub value_dim: usize,
-    /// Multiplies queries.
+    /// Factor of queries.
     pub query_scale: f32,
-    /// Whether the query's projection has a gate of each head behind its query, and the sigmoid of
-    /// that multiplies what attention gives.
+    /// Whether each head has a gate after its query in the projection. The gate's sigmoid
+    /// multiplies the attention output.
     pub gated: bool,
     /// Width of the feed-forward (F).
     pub ffn: usize,
-    /// The experts that it has instead of a feed-forward.
+    /// Experts in place of the feed-forward.
     pub experts: Option<Experts>,
-    /// Where all heads share one key, whose first elements are the value.
+    /// Latent attention, where all heads share one key whose first elements are the value.
     pub latent: Option<Latent>,
-    /// Whether it has a feed-forward beside its experts.
+    /// Whether a dense feed-forward runs in parallel to the experts.
     pub dense_beside: bool,
-    /// Whether values have a norm, which has no weights.
+    /// Whether values have a norm without weights.
     pub value_norm: bool,
-    /// Whether its keys, before norm and rotation, are its values too.
+    /// Whether the keys, before norm and rotation, are also the values.
     pub keys_as_values: bool,
 }
 
 impl LayerShape {
-    /// Elements of a head's part of the attention's output.
+    /// Elements of a head's attention output.
     pub const fn output_dim(&self) -> usize {
         match self.latent {
             Some(latent) => latent.value_dim,
@@ -247,8 +249,8 @@ impl LayerShape {
         }
     }
 
-    /// Columns of a logical block of the attention output's sum: the fewest whole heads that are a
-    /// multiple of 32. A tensor split cuts heads there.
+    /// Columns of a leaf of the attention output's sum: the fewest whole heads that are a multiple
+    /// of 32. A tensor split cuts heads there.
     pub const fn attention_leaf(&self) -> usize {
         let mut leaf = self.output_dim();
         while !leaf.is_multiple_of(32) {
@@ -257,7 +259,7 @@ impl LayerShape {
         leaf
     }
 
-    /// The layer, of which this is number `index`, that keeps what it looks at.
+    /// The layer with the cache that layer `index`, this one, attends to.
     const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {
             LayerCache::Of(of) => of,
@@ -265,15 +267,13 @@ impl LayerShape {
         }
     }
 
-    /// Whether it projects keys and values.
     pub(crate) const fn has_kv(&self) -> bool {
         !matches!(self.cache, LayerCache::Of(_))
     }
 
-    /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins. The state of a delta net
-    /// keeps that page all along. So a sequence leaves the state of its last full page to the next
-    /// one.
+    /// Cached positions that a row reads, its own included; `None` for all. A recurrent state reads
+    /// the previous page when a page begins. A delta net reads the previous page in every row. So
+    /// the state of a sequence's last full page remains available to the next sequence.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
@@ -282,7 +282,7 @@ impl LayerShape {
         }
     }
 
-    /// Number of weights, norms left out, of a model of this width.
+    /// Number of weights of a model of this width, without norms.
     pub(crate) fn parameters(&self, width: usize) -> u64 {
         let heads = |there: bool| if there { self.kv_heads } else { 0 };
         let (keys, values) = (heads(self.has_kv()), heads(self.has_values()));
@@ -306,7 +306,7 @@ impl LayerShape {
         attention as u64 + width as u64 * (ffn + experts) as u64
     }
 
-    /// Number of weights of latent attention, norms left out.
+    /// Weights of latent attention, without norms.
     const fn latent_parameters(&self, latent: Latent, width: usize) -> usize {
         let queries = self.heads * latent.query_dim();
         let queries = match latent.query_rank {
@@ -318,9 +318,8 @@ impl LayerShape {
         queries + width * latent.key_dim() + expanded + output
     }
 
-    /// Bytes of its states for a sequence, with the rows that came since they changed; `None` where
-    /// it keeps none. A sequence has two pages of a gated delta net: the last full one's, and its
-    /// own.
+    /// Bytes of a sequence's states, with the rows since their last update; `None` without states.
+    /// A delta net takes two pages per sequence: the last full page and the current one.
     pub fn state_bytes(&self) -> Option<u64> {
         let pages = match self.cache {
             LayerCache::State(_) => 1,
@@ -331,26 +330,24 @@ impl LayerShape {
         Some(pages * store.page_bytes() as u64)
     }
 
-    /// Whether it projects keys of each KV head.
     pub(crate) const fn has_keys(&self) -> bool {
         self.has_kv() && self.latent.is_none()
     }
 
-    /// Whether it projects values of each KV head.
     pub(crate) const fn has_values(&self) -> bool {
         self.has_keys() && !self.keys_as_values
     }
 
-    /// Whether it has a feed-forward, alone or beside experts.
+    /// Whether it has a dense feed-forward, alone or in parallel to experts.
     pub const fn has_dense(&self) -> bool {
         self.experts.is_none() || self.dense_beside
     }
 }
 
-/// The shape of a model. Every number was checked to be one that the engine can compute with.
+/// The shape of a model. Every number is checked to be computable.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// The family, which names the layer's code.
+    /// Family: selects the layer code.
     pub family: Family,
     /// Length of the residual stream (C).
     pub width: usize,
@@ -362,42 +359,42 @@ pub struct Config {
     pub head_dim: usize,
     /// Latent attention, as `heads`.
     pub latent: Option<Latent>,
-    /// Positions up to which attention looks at all: beyond, an indexer would choose as many of
-    /// them, which is not computed. `None` without an indexer.
+    /// Longest context without an indexer's selection. Beyond it, a sparse-attention indexer would
+    /// select this number of positions, which is not implemented. `None` without an indexer.
     pub indexed: Option<usize>,
     /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
-    /// Columns of a logical block of the feed-forward's sum. They are at least 128 and whole blocks
-    /// of every layer's down projection, doubled until there are at most 32 blocks. A tensor split
-    /// cuts the feed-forward there. Smaller leaves split more evenly (SmolLM2's 1536 columns give
-    /// 12), larger ones cost fewer additions.
+    /// Columns of a leaf of the feed-forward's sum. They are at least 128 and whole blocks of every
+    /// layer's down projection, doubled until there are at most 32 leaves. A tensor split cuts the
+    /// feed-forward there. Smaller leaves split more evenly (SmolLM2's 1536 columns give 12),
+    /// larger ones cost fewer additions.
     pub ffn_leaf: usize,
     /// Rows of the embedding (V).
     pub vocab: usize,
-    /// Positions that the model was trained for.
+    /// Training context in positions.
     pub context: usize,
-    /// Added to the mean square in norms, or to the variance where these take the mean away.
+    /// Epsilon of norms: added to the mean square, or to the variance in norms that subtract the
+    /// mean.
     pub norm_eps: f32,
     /// Added to every norm weight: 1 for gemma in the Hugging Face layout, otherwise 0.
     pub norm_offset: f32,
-    /// Multiplies embeddings.
+    /// Factor of embeddings.
     pub embedding_scale: f32,
-    /// Whether the output head is the embedding; `None` when it is where the file has no other.
+    /// Whether the output head is the embedding; `None` if that depends on the file having an
+    /// output tensor.
     pub tied: Option<bool>,
-    /// Whether heads have norms, where the family does not decide it; `None` when they have where
-    /// the file has the weights.
+    /// Whether heads have norms, in families that vary; `None` if that depends on the file having
+    /// the weights.
     pub head_norms: Option<bool>,
-    /// On the gate of the feed-forward.
     pub activation: Activation,
     /// Rotary embeddings in use.
     pub ropes: Vec<Rope>,
-    /// Shapes of the layers, in order.
     pub layers: Vec<LayerShape>,
-    /// Width of the embeddings that every layer has of its own (P); 0 for none.
+    /// Width of the per-layer embeddings (P); 0 for none.
     pub per_layer: usize,
     /// Soft cap of the logits: `cap * tanh(z / cap)`; `None` for no cap.
     pub softcap: Option<f32>,
-    /// Queries, keys and values lie within this of 0 before they are rotated; `None` for no limit.
+    /// Clamp of queries, keys and values before rotation; `None` without.
     pub clamp_qkv: Option<f32>,
 }
 
@@ -412,8 +409,8 @@ impl Config {
     /// Reads the configuration of an opened model.
     ///
     /// # Errors
-    /// [`Error::Architecture`] for a family that is not supported; the other variants name the
-    /// field that is missing, of another type, or out of range.
+    /// [`Error::Architecture`] for a family that is not supported. Other variants name the field
+    /// that is missing, of another type, or out of range.
     pub fn read(source: &Source) -> Result<Self, Error> {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
@@ -434,7 +431,7 @@ impl Config {
         Ok(config)
     }
 
-    /// The parts that all families share; `layers` and `ropes` are filled by the caller.
+    /// Fields shared by all families; the caller fills `layers` and `ropes`.
     pub(crate) fn base(family: Family, fields: &Fields<'_>) -> Result<Self, Error> {
         if !family.has_experts() {
             fields.refuse_experts()?;
@@ -460,7 +457,7 @@ impl Config {
             latent,
             indexed: None,
             ffn: most(&ffns),
-            ffn_leaf: 0, // known with the types of the weights: see `read`
+            ffn_leaf: 0, // set by `read`, from the types of the weights
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
             norm_eps: fields.norm_eps(family)?,
@@ -484,7 +481,7 @@ impl Config {
         Ok(config)
     }
 
-    /// KV heads of each layer and the size of a head, where heads have keys of their own.
+    /// KV heads of each layer and the head size, for attention without latent keys.
     fn kv_heads(
         fields: &Fields<'_>,
         n_layers: usize,
@@ -498,7 +495,7 @@ impl Config {
         Ok((kv_heads, head_dim.unwrap_or(width / heads)))
     }
 
-    /// Whether routers have biases on their choice, by whether the file has them.
+    /// Sets whether routers have choice biases, by whether the file has the tensors.
     fn find_corrections(&mut self, source: &Source) -> Result<(), Error> {
         let family = self.family;
         for (i, layer) in self.layers.iter_mut().enumerate() {
@@ -510,8 +507,8 @@ impl Config {
         Ok(())
     }
 
-    /// MLX's folders of delta nets have norm weights as they are, not as offsets from 1. The
-    /// convolutions tell them apart: their taps lie before the 1.
+    /// MLX folders of delta nets store norm weights as they are, not as offsets from 1. The shape
+    /// of the convolution identifies these folders: the taps precede the dimension 1.
     fn find_norm_form(&mut self, source: &Source) -> Result<(), Error> {
         let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
         let Some(layer) = self.layers.iter().position(is_net) else {
@@ -525,7 +522,7 @@ impl Config {
         Ok(())
     }
 
-    /// A layer of full attention of the model's sizes.
+    /// A full-attention layer of the model's sizes.
     pub(crate) fn usual_layer(&self) -> LayerShape {
         LayerShape {
             cache: LayerCache::Rows,
@@ -584,7 +581,7 @@ impl Config {
         Ok(())
     }
 
-    /// Number of weights, norms left out.
+    /// Number of weights, without norms.
     pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
         let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
@@ -593,7 +590,7 @@ impl Config {
         layers + per_layer + tables * self.width as u64 * self.vocab as u64
     }
 
-    /// As [`LayerShape::looks_back`], as far as any layer looks at what this one looks at.
+    /// As [`LayerShape::looks_back`], for the furthest reader of the layer's cache.
     pub(crate) fn looks_back(&self, layer: usize) -> Option<usize> {
         let of = self.layers[layer].keeps_in(layer);
         let users = self.layers.iter().enumerate();
@@ -603,20 +600,21 @@ impl Config {
         backs.fold(first, |a, b| Some(a?.max(b?)))
     }
 
-    /// Whether a pipeline may be cut before a layer: none behind uses the cache of one before it.
+    /// Whether a pipeline may be cut before a layer: no later layer uses the cache of an earlier
+    /// one.
     pub fn can_cut(&self, before: usize) -> bool {
         let behind = self.layers.iter().enumerate().skip(before);
         behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
     }
 
-    /// Whether all layers have the model's sizes and keep rows of their own.
+    /// Whether all layers have the model's sizes and caches of their own.
     pub(crate) fn is_uniform(&self) -> bool {
         self.latent.is_none()
             && (0..self.layers.len())
                 .all(|layer| self.is_usual(layer) && !self.layers[layer].value_norm)
     }
 
-    /// Whether a layer has the model's sizes and matrices, and keeps rows of its own.
+    /// Whether a layer has the model's sizes and matrices, and its own KV cache.
     pub fn is_usual(&self, layer: usize) -> bool {
         let layer = self.layers[layer];
         let usual = LayerShape {
@@ -629,7 +627,7 @@ impl Config {
         layer == usual
     }
 
-    /// Whether layers can be computed as they say.
+    /// Checks that every layer can be computed.
     ///
     /// # Errors
     /// [`Error::Layer`].
@@ -677,7 +675,7 @@ impl Config {
         Ok(())
     }
 
-    /// Refuses sequences of so many positions where an indexer would choose among them.
+    /// Refuses a `context` beyond the positions that a sparse-attention indexer selects.
     ///
     /// # Errors
     /// [`Error::Indexer`].
@@ -688,7 +686,7 @@ impl Config {
         }
     }
 
-    /// Whether a layer of latent attention keeps what that needs, for the model's heads.
+    /// Whether a layer of latent attention has the cache sizes that the model's heads need.
     fn fits_latent(&self, shape: &LayerShape) -> bool {
         self.latent.is_none_or(|latent| {
             let heads = (shape.heads, shape.kv_heads) == (self.heads, 1);
@@ -697,7 +695,6 @@ impl Config {
         })
     }
 
-    /// The experts of its layers, where any have them.
     pub(crate) fn experts(&self) -> Option<Experts> {
         self.layers.iter().find_map(|layer| layer.experts)
     }
@@ -707,7 +704,7 @@ impl Config {
     }
 }
 
-/// Cache layout of a layer with so many query heads and KV heads.
+/// Cache layout of a layer with the given numbers of query heads and KV heads.
 pub(crate) fn store(
     layer: &LayerShape,
     (query_heads, heads): (usize, usize),
@@ -744,8 +741,8 @@ pub(crate) fn store(
     }
 }
 
-/// Whether the output head is the embedding, by `tie_word_embeddings` beside a folder's text part;
-/// `None` for a source without such a part or field.
+/// Tied embeddings by the `tie_word_embeddings` next to a folder's text part. `None` for a source
+/// without such a part or field.
 fn outer_tied(source: &Source) -> Option<bool> {
     let Source::Hf(folder) = source else {
         return None;
@@ -763,7 +760,7 @@ const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
     leaf
 }
 
-/// Weights of the longest block of the down projections. A missing weight is reported when it is
+/// Weights in the longest block of the down projections. A missing weight is reported when it is
 /// loaded.
 fn longest_down_block(source: &Source, config: &Config) -> usize {
     let len = |layer| {

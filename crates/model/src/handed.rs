@@ -1,4 +1,8 @@
-//! Which bytes of a page of the cache one rank has to give a rank of another split.
+//! KV transfer between splits: the byte ranges of a cache page that one rank sends a rank of
+//! another split.
+//!
+//! The prefill nodes of disaggregated prefill send pages to the decoding nodes this way. This
+//! module only plans ranges; the node crate moves the bytes.
 //!
 //! ```text
 //! giver, stage of layers 0..2    layer 0: heads 0 1 2 3 | layer 1: heads 0 1 2 3
@@ -6,10 +10,10 @@
 //! runs (from, to, bytes)                 (2, 0, 2)       (6, 2, 2)
 //! ```
 //!
-//! By the numerics rule a head of a layer has the same bytes on any rank that holds it. So pages
-//! that one group of ranks has computed serve another. A head that several givers hold comes from
-//! the first of them. A gated delta net lies in one piece in a page: giver and taker must hold the
-//! same heads of it.
+//! By the numerics rule a head of a layer has the same bytes on every rank that computes it. So
+//! pages computed by one split serve another. If several source ranks have a head, the first of
+//! them sends it. A gated delta net occupies one contiguous range of a page: source and destination
+//! must have the same heads of it.
 
 use std::ops::Range;
 
@@ -19,28 +23,28 @@ use paceline_tensor::{KvType, LayerStore};
 use crate::config::store;
 use crate::{Config, Error, Kinds, Split};
 
-/// Bytes that lie together in a page of the giver and in that of the taker.
+/// Bytes that are contiguous in the source page and in the destination page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Where they begin in the giver's page.
+    /// Offset in the source page.
     pub from: usize,
-    /// Where they begin in the taker's page.
+    /// Offset in the destination page.
     pub to: usize,
-    /// How many.
+    /// Bytes.
     pub len: usize,
 }
 
-/// The bytes of each page that one rank gives another.
+/// The bytes of each page that one rank sends another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handed {
-    /// For each pool of pages, in order of the taker's bytes.
+    /// Per page pool, in order of the destination's bytes.
     pub runs: Vec<Vec<Run>>,
-    /// Bytes of a page of the taker, for each pool.
+    /// Bytes of a destination page, per pool.
     pub page_bytes: Vec<usize>,
 }
 
 impl Handed {
-    /// Bytes that are given of a page of `pool`.
+    /// Bytes sent per page of `pool`.
     ///
     /// # Panics
     /// If there is no such pool.
@@ -48,10 +52,10 @@ impl Handed {
         self.runs[pool].iter().map(|run| run.len).sum()
     }
 
-    /// The bytes of a giver's `page` of `pool`, in order.
+    /// The bytes of a source `page` of `pool` to send, in order.
     ///
     /// # Panics
-    /// If there is no such pool, or the page is shorter than the giver's.
+    /// If there is no such pool, or the page is shorter than the source's.
     pub fn gather(&self, pool: usize, page: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.bytes(pool));
         for run in &self.runs[pool] {
@@ -60,7 +64,7 @@ impl Handed {
         bytes
     }
 
-    /// Puts `bytes`, as [`gather`](Self::gather) gave them, into the taker's `page`.
+    /// Writes `bytes` from [`gather`](Self::gather) into the destination's `page`.
     ///
     /// # Panics
     /// If a length differs from the pool's.
@@ -75,19 +79,19 @@ impl Handed {
     }
 }
 
-/// The part of a layer that a rank keeps in the pages of a pool.
+/// A rank's part of one layer within the pages of a pool.
 struct Piece {
     layer: usize,
     pool: usize,
     start: usize,
     head_bytes: usize,
-    /// Heads that lie behind each other; of a piece that is not cut, one.
+    /// Consecutive heads; a slice that is not divided by heads counts as one.
     heads: Range<usize>,
-    /// Query and KV heads of a piece that is not cut.
+    /// Query and KV heads of a slice that is not divided by heads.
     whole: Option<(Range<usize>, Range<usize>)>,
 }
 
-/// The pieces of a rank's pages, and the bytes of a page of each pool.
+/// A rank's slices of a page, and the page size of each pool.
 fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Piece>, Vec<usize>) {
     let (shard, kinds) = (split.shard(config, rank), Kinds::new(config));
     let mut page_bytes = vec![0; kinds.len()];
@@ -116,11 +120,11 @@ fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Pi
     (pieces, page_bytes)
 }
 
-/// Bytes that rank `from` gives rank `to`, each of a split of its own; `kv` is how both keep keys
-/// and values.
+/// Plans the bytes that source rank `from` sends rank `to` of another split. Both store keys and
+/// values as `kv`.
 ///
 /// # Errors
-/// [`Error::NotHanded`] for a layer of the taker that no giver holds as the taker does.
+/// [`Error::NotHanded`] for a layer of the destination that no source rank has with the same heads.
 pub fn handed(
     config: &Config,
     kv: KvType,
@@ -160,7 +164,7 @@ pub fn handed(
     Ok(Handed { runs, page_bytes })
 }
 
-/// Adds a run, to the one before where both follow it.
+/// Appends a range, merged into the last one if contiguous in both pages.
 fn push(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last) if (last.from + last.len, last.to + last.len) == (run.from, run.to) => {
@@ -176,7 +180,7 @@ mod tests {
     use crate::SplitKind;
     use crate::split::tests::smollm2;
 
-    /// The page of a rank in which each byte tells its layer, its head and its place.
+    /// A page whose bytes encode layer, head and offset.
     fn page(config: &Config, of: (&Split, Rank)) -> Vec<u8> {
         let (pieces, bytes) = pieces(config, KvType::F16, of);
         let mut page = vec![0; bytes[0]];

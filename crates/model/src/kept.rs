@@ -1,4 +1,5 @@
-//! Pages of the cache that are kept outside of it, so that what they hold is not computed again.
+//! Persistent KV cache: pages stored outside the cache, so that their contents are not computed
+//! again.
 //!
 //! ```text
 //! leader  -- keep: names and pages ----> every rank puts its part of each page into its store
@@ -6,9 +7,9 @@
 //!         <-- how many, from the first -
 //! ```
 //!
-//! A page is named by what it holds: the tokens of its positions and of all before it. So a name
-//! means the same to all ranks, and each looks into its own [`PageStore`] for its part of the
-//! model. The words of these messages take the place of a step's plan (`plan.rs`):
+//! A page's name is a hash of its tokens and of all tokens before them. So all ranks use the same
+//! name, and each looks up its part of the model in its own [`PageStore`]. These messages replace a
+//! step's plan (`plan.rs`):
 //!
 //! ```text
 //! length in words | kind | pages | 0, then for each page: name (8 words), index, pool, page
@@ -22,65 +23,63 @@ use paceline_tensor::KvCache;
 use crate::plan::HEADER_WORDS;
 use crate::{Error, Links, Model};
 
-/// Most pages of one message.
+/// Maximum pages per message.
 pub const KEPT_MAX: usize = 4096;
 
-/// Kinds of messages, behind those of plans.
+/// Message kinds, after those of plans.
 const KEEP: u32 = 3;
 const RECALL: u32 = 4;
 
-/// Words before the pages, and words of a page.
+/// Header words, and words per page.
 const FIRST: usize = 4;
 const EACH: usize = 11;
 
-/// Name of a page's contents: a hash of its tokens and of the name before it. The first page of a
-/// sequence follows the default name.
+/// Name of a page's contents: a hash of its tokens and of the previous page's name. The first page
+/// of a sequence follows the default name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageName(pub [u32; 8]);
 
-/// A page of the cache under its name.
+/// A cache page with its content name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptPage {
-    /// Name of its contents.
     pub name: PageName,
-    /// Its place among the pages of a sequence.
+    /// Index among the pages of its sequence.
     pub index: u32,
-    /// 0 for layers that look at all positions, then one for each of
+    /// 0 for layers that attend to all positions, then one per entry of
     /// [`Compute::windows`](crate::Compute::windows).
     pub pool: u32,
-    /// Its number in the pool.
+    /// Number in the pool.
     pub page: u32,
 }
 
-/// Where one rank keeps its part of pages. Pages are found by name and pool.
+/// One rank's store of its parts of pages. The key is name and pool.
 pub trait PageStore: fmt::Debug + Send {
-    /// The name of a page of `tokens` behind the page called `before`. No two beginnings of
-    /// sequences may get one name: it is a cryptographic hash.
+    /// Names a page of `tokens` after the page `before`. Must be a cryptographic hash: two prefixes
+    /// never share a name.
     fn name(&self, before: &PageName, tokens: &[u32]) -> PageName;
 
-    /// Whether it is there, as far as is known. Called often: no input or output.
+    /// Whether the page is stored, from memory. Called often, so it must do no I/O.
     fn has(&self, page: &KeptPage) -> bool;
 
-    /// Keeps the bytes of a page, in the place of those that are there. Returns soon, and may
-    /// decline.
+    /// Stores the bytes of a page and replaces earlier ones. Returns soon, and may decline.
     fn put(&mut self, page: &KeptPage, bytes: &[u8]);
 
-    /// Fills `into` with the bytes that were put, all of them checked. `false` when they are not
-    /// there any more; then `into` may hold anything.
+    /// Fills `into` with the stored and verified bytes. `false` if they are gone; `into` is then
+    /// undefined.
     fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool;
 
-    /// Forgets a page that is not to be had, here or at another rank, or not without pages that are
-    /// lost. It is put again when it was computed.
+    /// Removes a page that this rank or another cannot read, or that needs lost pages before it.
+    /// The engine stores it again after computing it.
     fn forget(&mut self, page: &KeptPage);
 
-    /// Whether it is put pages too that a prompt found in the cache: the pages that it keeps are
-    /// for nodes that lack them. Only for engines of one sequence at a time.
+    /// Whether the engine also stores pages that a prompt found in the cache. Set by stores that
+    /// send pages to other nodes. Only for engines that run one sequence at a time.
     fn wants_known(&self) -> bool {
         false
     }
 }
 
-/// The store of a rank, if it has one.
+/// A rank's page store, if attached.
 #[derive(Debug, Default)]
 pub(crate) struct Kept(Option<Box<dyn PageStore>>);
 
@@ -124,7 +123,7 @@ impl Kept {
         Ok(all)
     }
 
-    /// Does what the leader's message asks for; `false` where `words` are none of these.
+    /// Handles a message of the leader; `false` if `words` are no such message.
     pub(crate) fn obey(
         &mut self,
         (links, leader): (&Links, Rank),
@@ -152,7 +151,7 @@ impl Kept {
         }
     }
 
-    /// How many of the pages, from the first, could be had.
+    /// How many pages, from the first, were read.
     fn get(&mut self, cache: &mut KvCache, pages: &[KeptPage]) -> usize {
         let Some(store) = &mut self.0 else {
             return 0;
@@ -165,7 +164,7 @@ impl Kept {
     }
 }
 
-/// Answers such a message for a rank that keeps nothing; `false` where `words` are none of these.
+/// Handles such a message on a rank without a store; `false` if `words` are no such message.
 pub(crate) fn decline(links: &Links, leader: Rank, words: &[u32]) -> Result<bool, Error> {
     match words[1] {
         KEEP => {}
@@ -175,12 +174,12 @@ pub(crate) fn decline(links: &Links, leader: Rank, words: &[u32]) -> Result<bool
     Ok(true)
 }
 
-/// Whether `words` are such a message, and no plan.
+/// Whether `words` are such a message instead of a plan.
 pub(crate) const fn is_message(words: &[u32]) -> bool {
     matches!(words[1], KEEP | RECALL)
 }
 
-/// Tells the other ranks of a split model.
+/// Sends the page list to the other ranks of a split model.
 fn tell(model: &Model, kind: u32, pages: &[KeptPage]) -> Result<(), Error> {
     match model.links() {
         Some(links) => links.announce_ahead(&write(kind, pages)),
@@ -200,7 +199,7 @@ fn write(kind: u32, pages: &[KeptPage]) -> Vec<u32> {
     words
 }
 
-/// Reads and checks pages of a cache that has so many in each pool.
+/// Parses and checks a page list. `pools` has the pages of each pool.
 fn read(words: &[u32], pools: &[usize]) -> Result<Vec<KeptPage>, Error> {
     let n = below("kept pages", words[2], KEPT_MAX + 1)?;
     below("words in use", (FIRST + n * EACH) as u32, words.len() + 1)?;

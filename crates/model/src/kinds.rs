@@ -1,8 +1,8 @@
-//! Kinds of layers by what they need of a sequence's pages, and how many pages each kind gets.
+//! Kinds of layers by the positions they attend to, and the number of cache pages for each kind.
 //!
-//! A layer that looks at all positions before a row needs all pages. A layer with a window, or with
-//! a state, lets pages go that its next row does not look at. Layers that look equally far back are
-//! one kind. They share the pages of a sequence, which have numbers of their own in each kind.
+//! A layer with full attention needs all pages of a sequence. A layer with a sliding window, or
+//! with a state, releases pages that its next row does not read. Layers with equal windows are one
+//! kind. They share the pages of a sequence; each kind numbers its pages separately.
 
 use paceline_base::Bytes;
 use paceline_tensor::{KvType, PAGE};
@@ -11,52 +11,51 @@ use crate::config::store;
 use crate::step::BatchSize;
 use crate::{Config, LayerCache};
 
-/// Of the pages for all positions, each kind that lets pages go keeps one in so many, beyond those
-/// that its sequences need. They are for sequences that begin as others did. Gemma 3 270M at 32768
-/// positions keeps 64 pages more than the 18 it needs, the ends of some seven answers. Its cache is
-/// 0.30 of that of full layers.
+/// Divisor of the pages that a window kind retains for prefix reuse, beyond those its running
+/// sequences need: 1/8 of the full-attention pages. Gemma 3 270M at 32768 positions retains 64
+/// pages besides the 18 it needs, the ends of some seven sequences. Its cache is 0.30 of that of
+/// full layers.
 const KEPT: usize = 8;
 
-/// Pages with states of delta nets that a sequence lets go, of which one is kept, besides those at
-/// the ends of prompts. A page is as large as the keys and values of thousands of positions (some
-/// 170 MB of Qwen3.5-35B-A3B). So one is kept in 2048 positions: a prefix that another sequence
-/// shares in part loses at most that.
+/// One in 32 released pages with delta-net states is retained, besides those at the ends of
+/// prompts. A page is as large as the keys and values of thousands of positions (some 170 MB of
+/// Qwen3.5-35B-A3B). So one is retained in 2048 positions: a partly shared prefix loses at most
+/// that.
 const SAVED_EVERY: usize = 32;
 
-/// States kept for each sequence besides: of the end of its prompt, and of the one before.
+/// States retained per sequence besides: the end of its prompt, and the page before.
 const SAVED_EACH: usize = 2;
 
-/// The kinds of a model's layers. The first looks at all positions; it may have no layers.
+/// The kinds of a model's layers. The first has full attention; it may have no layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kinds {
-    /// How many positions each kind looks at, the row's own included; the first at all. And of
-    /// how many pages let go one is kept.
+    /// Per kind: positions each row attends to, itself included, `None` for all; and the retained
+    /// fraction of released pages, one in `n`.
     backs: Vec<(Option<usize>, usize)>,
-    /// The kind of each layer.
+    /// Kind of each layer.
     of: Vec<usize>,
 }
 
-/// Pages of a kind that lets pages go.
+/// Page pool of a kind that releases pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowPool {
-    /// How many positions a row looks at, itself included.
+    /// Positions that a row attends to, itself included.
     pub back: usize,
-    /// Pages there are.
+    /// Pages in the pool.
     pub pages: usize,
-    /// Of the pages that a sequence lets go, one in so many is kept for others; 1 where all are.
-    /// The pages at the end of its prompt are kept besides.
+    /// One in `every` released pages is retained for other sequences; 1 retains all. Pages at the
+    /// end of a prompt are retained besides.
     pub every: usize,
 }
 
 impl WindowPool {
-    /// The first page that a row at `position` looks at.
+    /// First page that a row at `position` reads.
     pub const fn first_page(&self, position: usize) -> usize {
         (position + 1).saturating_sub(self.back) / PAGE
     }
 }
 
 impl Kinds {
-    /// The kinds of `config`'s layers.
     pub fn new(config: &Config) -> Self {
         let mut backs = vec![(None, 1)];
         let of = (0..config.layers.len()).map(|layer| {
@@ -77,7 +76,6 @@ impl Kinds {
         }
     }
 
-    /// How many kinds there are.
     pub(crate) const fn len(&self) -> usize {
         self.backs.len()
     }
@@ -95,7 +93,7 @@ impl Kinds {
         self.backs.iter().map(pages).collect()
     }
 
-    /// The kinds that let pages go, of a cache with so many `pages` of each kind.
+    /// Window pools of a cache with `pages` pages per kind.
     pub fn windows(&self, pages: impl IntoIterator<Item = usize>) -> Vec<WindowPool> {
         let pools = self.backs.iter().zip(pages);
         let window = |(&(back, every), pages): (&(Option<usize>, usize), usize)| {
@@ -119,7 +117,7 @@ impl Config {
     }
 }
 
-/// Pages that the sequences of a step touch at most, and those kept besides. A run of n positions
+/// Maximum pages that the sequences of a step touch, plus the retained ones. A run of n positions
 /// touches at most n / 64 + 2 pages.
 const fn few((back, every): (usize, usize), size: BatchSize, all: usize) -> usize {
     let (kept, saved) = match every {

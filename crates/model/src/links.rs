@@ -1,4 +1,7 @@
-//! How the ranks of a split model exchange what they computed.
+//! Messages between the ranks of a split model: plans, residual streams, partial sums and logits.
+//!
+//! [`Model`](crate::Model) and the MLX backend call [`Links`] during a step. The groups below it
+//! move the bytes; this module defines order, sizes and deadlines.
 //!
 //! One step of a split model, leader L in the last stage:
 //!
@@ -10,7 +13,7 @@
 //! last      each rank -- logits of its rows of the head -> L           R x V / ranks f32
 //! ```
 //!
-//! Activations travel as f32, directly between the ranks concerned.
+//! Activations travel as f32, directly from rank to rank.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -26,49 +29,49 @@ use crate::step::halves::Turn;
 use crate::trace::{Kind, Tracer};
 use crate::{Error, candidates, kept};
 
-/// Streams of messages between two ranks.
+/// Message tags.
 const PLAN: u32 = 1;
 const RESIDUAL: u32 = 2;
 const LOGITS: u32 = 3;
 const RECALLED: u32 = 4;
 
-/// Messages that the residual of a step comes in: one for each half.
+/// Messages per residual stream of a step: one for each half.
 const RESIDUALS: usize = 2;
 
-/// Most steps of a pipeline under way at once. The leader receives nothing while it waits until a
-/// rank takes a plan. The residuals of all other steps must have room with it meanwhile. Without
-/// room the stage before it takes no plan either, and both wait for ever. It is 9 with 16 messages
-/// held.
+/// Maximum in-flight steps of a pipeline. The leader receives nothing while it waits for a rank to
+/// take a plan. Meanwhile it must have room for the residuals of all other steps. Otherwise the
+/// previous stage takes no plan either: deadlock. With 16 messages of capacity the limit is 9.
 pub(crate) const STEPS_MAX: usize = 1 + MESSAGES_HELD / RESIDUALS;
 
-/// The groups that a rank of a split model computes with.
+/// The groups of a split model's rank.
 #[derive(Debug)]
 pub struct Links {
     /// All ranks of the split.
     pub world: Box<dyn Group>,
     /// The ranks of this rank's stage, in order.
     pub stage: Box<dyn Group>,
-    /// Longest wait for another rank's part of a step. A rank that is gone or silent is found
-    /// sooner, by the group.
+    /// Timeout for another rank's part of a step. The groups detect a dead or unreachable rank
+    /// sooner.
     pub patience: Duration,
-    /// Whether a step of many rows is computed in two halves: the same on all ranks of the world.
-    /// One half is computed while the sums of the other are exchanged, or next stages compute the
-    /// other. It changes no bit.
+    /// Whether a step with enough rows runs as two halves; equal on all ranks. One half computes
+    /// while the sums of the other are exchanged, or while later stages compute the other. It
+    /// changes no bit.
     pub overlap: bool,
-    /// Records how long exchanges take, where a trace is asked for.
+    /// Records exchange times while a trace runs.
     pub trace: Tracer,
-    /// Where this rank is in a step. Steps on MLX are not counted.
+    /// This rank's progress within a step. Steps on MLX are not counted.
     pub progress: Progress,
 }
 
 impl LeafCut {
-    /// Completes the sum over the ranks that it is cut over. `sum` has room for n values for each
-    /// of [`all_roots`](Self::all_roots). This rank's are in their place, behind those of the ranks
-    /// before. The n of the whole sum are left at its start. `counts` is scratch. Collective. Cost:
-    /// an all-gather of `sum`, and an addition of n values for each root but one.
+    /// Completes a sum whose parts lie on the ranks of `group`. `sum` holds n values for each of
+    /// [`all_roots`](Self::all_roots). The caller has written this rank's roots in place, after
+    /// those of earlier ranks. On return the first n values are the whole sum. `counts` is scratch.
+    ///
+    /// Collective. Cost: an all-gather of `sum`, and an addition of n values for each root but one.
     ///
     /// # Errors
-    /// That of the gather; the sum is to be computed anew then.
+    /// Errors of the all-gather; `sum` is then undefined.
     pub fn complete(
         &self,
         group: &dyn Group,
@@ -86,8 +89,8 @@ impl LeafCut {
 }
 
 impl Links {
-    /// Groups of ranks that overlap computing and exchanges where some of them wait for a wire.
-    /// Where they wait for one another's processors alone, there is no time to win.
+    /// Overlaps computing and exchanges if some of the ranks communicate over a network. Ranks that
+    /// only wait for each other's processors gain nothing.
     pub fn new(world: Box<dyn Group>, stage: Box<dyn Group>, patience: Duration) -> Self {
         let overlap = world.tuning().wire;
         Self {
@@ -100,12 +103,12 @@ impl Links {
         }
     }
 
-    /// Bytes that this rank has sent to others.
+    /// Bytes that this rank has sent.
     pub fn sent(&self) -> Bytes {
         Bytes(self.world.traffic().sent.0 + self.stage.traffic().sent.0)
     }
 
-    /// Bytes of it to each rank of the world, by rank; empty where a group does not say.
+    /// Sent bytes per rank of the world; empty if a group does not report them.
     pub fn sent_to(&self) -> Vec<Bytes> {
         let mut to = self.world.sent_to();
         let first = self.world.rank().0 - self.stage.rank().0;
@@ -115,7 +118,7 @@ impl Links {
         to
     }
 
-    /// An error of the stage's group, whose ranks count from the first of the stage.
+    /// Converts an error of the stage's group, which counts ranks from the first of the stage.
     fn stage_error(&self, error: paceline_comm::Error) -> Error {
         if self.stage.size() == self.world.size() {
             return error.into();
@@ -126,8 +129,8 @@ impl Links {
         }
     }
 
-    /// Marks the exchanges of the stage from now on as those of layer `index` of the model, counted
-    /// from 0. Ranks that are in different layers are told so: mark n is the n-th layer, counted
+    /// Labels the following exchanges of the stage with layer `index` of the model, counted from 0.
+    /// Ranks in different layers get an error that names both: mark n is the n-th layer, counted
     /// from 1.
     fn enter(&self, index: usize) {
         self.stage.mark(index as u64 + 1);
@@ -147,14 +150,14 @@ impl Links {
         assert_eq!(Rank(rank), shard.rank, "rank in the stage");
     }
 
-    /// Tells every other rank that the leader is alive and has nothing to do.
+    /// Sends every other rank a keepalive without work.
     pub(crate) fn announce_idle(&self) -> Result<(), Error> {
         let mut words = Vec::new();
         Plan::write_idle(&mut words);
         self.announce(&words)
     }
 
-    /// Gathers the parts of all ranks of the stage, in rank order, `counts` bytes of each.
+    /// Gathers the parts of all ranks of the stage, in rank order, `counts` bytes each.
     pub(crate) fn gather_parts(
         &self,
         mine: &[u8],
@@ -168,14 +171,14 @@ impl Links {
         gathered.map_err(|error| self.stage_error(error))
     }
 
-    /// Tells every other rank what the next step computes. The leader calls it.
+    /// Sends every other rank the plan of the next step. Only the leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
         self.trace.next_step();
         self.announce_step(words, 0)
     }
 
-    /// As [`announce`](Self::announce), of the step that is so many `ahead` of the last one that
-    /// the trace has counted. The trace counts a step when it is computed.
+    /// As [`announce`](Self::announce), for the step `ahead` steps after the last one that the
+    /// trace has counted. The trace counts a step when it is computed.
     pub(crate) fn announce_step(&self, words: &[u32], ahead: u64) -> Result<(), Error> {
         let began = self.trace.begin();
         self.announce_ahead(words)?;
@@ -183,8 +186,8 @@ impl Links {
         Ok(())
     }
 
-    /// Sends every other rank words that it reads where it waits for a plan. A trace has nothing of
-    /// them: ranks' times are compared by their plans.
+    /// Sends every other rank a message in place of a plan. The trace ignores it: only plans align
+    /// the ranks' times.
     pub(crate) fn announce_ahead(&self, words: &[u32]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let deadline = self.deadline();
@@ -202,13 +205,13 @@ impl Links {
         Ok(())
     }
 
-    /// Tells the leader how many of the pages that it named this rank has recalled.
+    /// Reports to the leader how many of its listed pages this rank has restored.
     pub(crate) fn answer_recall(&self, leader: Rank, pages: usize) -> Result<(), Error> {
         let count = (pages as u32).to_le_bytes();
         Ok(self.world.send(&count, leader, RECALLED, self.deadline())?)
     }
 
-    /// The fewest pages that another rank has recalled, `most` without others.
+    /// Fewest restored pages over the other ranks; `most` without others.
     pub(crate) fn fewest_recalled(&self, most: usize) -> Result<usize, Error> {
         let _exchange = self.progress.exchange();
         let (own, mut fewest) = (self.world.rank(), most);
@@ -221,7 +224,7 @@ impl Links {
         Ok(fewest)
     }
 
-    /// Waits for the next step's plan from `leader`.
+    /// Waits for the next plan from `leader`.
     pub(crate) fn next_plan(&self, leader: Rank, words: &mut Vec<u32>) -> Result<(), Error> {
         words.clear();
         let began = self.trace.begin();
@@ -247,8 +250,8 @@ impl Links {
         Ok(())
     }
 
-    /// Completes a sum of layer `index` over the stage. `sum` has room for the roots of all ranks,
-    /// `(n,)` each, of which this rank's are in their place. The sum over all is left at its start.
+    /// Completes a sum of layer `index` over the stage. `sum` holds the roots of all ranks, `(n,)`
+    /// each; this rank's are already in place. On return the whole sum is at the start.
     pub(crate) fn sum(
         &self,
         index: usize,
@@ -272,7 +275,7 @@ impl Links {
         exchange: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
         let began = self.trace.begin();
-        // This half computes nothing while it waits for a turn, before the exchange and after it.
+        // A half that waits for its turn computes nothing, before the exchange and after it.
         let mut waiting = Some(self.progress.exchange());
         let exchanged = turn.exchange(|| {
             drop(waiting.take()); // the exchange counts itself
@@ -285,8 +288,8 @@ impl Links {
         exchanged
     }
 
-    /// Gathers values of layer `index` over the stage. `values` has those of all ranks in order,
-    /// `counts` is how many of each. Before the call, this rank's are in their place.
+    /// All-gathers values of layer `index` over the stage. `values` holds the parts of all ranks in
+    /// order, `counts` their sizes. This rank's part is already in place.
     pub(crate) fn gather(
         &self,
         index: usize,
@@ -303,7 +306,7 @@ impl Links {
         gathered.map_err(|error| self.stage_error(error))
     }
 
-    /// Waits for the residual stream, `(T, C)`, of the stage before, if there is one.
+    /// Receives the residual stream, `(T, C)`, from the previous stage, if there is one.
     pub(crate) fn receive_residual(&self, shard: &Shard, into: &mut [f32]) -> Result<(), Error> {
         let Some(rank) = shard.source() else {
             return Ok(());
@@ -315,7 +318,7 @@ impl Links {
         Ok(())
     }
 
-    /// Sends the residual stream on to the stage after, if there is one.
+    /// Sends the residual stream to the next stage, if there is one.
     pub(crate) fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let began = self.trace.begin();
@@ -328,17 +331,17 @@ impl Links {
         Ok(())
     }
 
-    /// Values that [`gather_logits`](Self::gather_logits) receives at once, for `rows` rows.
+    /// Scratch values that [`gather_logits`](Self::gather_logits) needs for `rows` rows.
     pub(crate) fn logits_room(shard: &Shard, rows: usize) -> usize {
         let others = shard.vocab.iter().skip(1).map(Range::len);
         let most = others.max().filter(|_| shard.leads());
         rows * most.unwrap_or(0)
     }
 
-    /// Brings the logits of all ranks of the last stage together at the leader. `mine` is
-    /// `(rows, vocabulary of this rank)`. `all` is `(rows, vocabulary)`, and `scratch` has the room
-    /// it [needs](Self::logits_room); both are used by the leader only. `extents` says how much of
-    /// each row is wanted: of others' logits that are not, the leader may get NaN.
+    /// Gathers the logits of all ranks of the last stage at the leader. `mine` is `(rows,
+    /// vocabulary of this rank)`. Only the leader uses `all`, `(rows, vocabulary)`, and `scratch`
+    /// of [`logits_room`](Self::logits_room). `extents` limits each row: the leader gets NaN for
+    /// other ranks' logits outside it.
     pub(crate) fn gather_logits(
         &self,
         shard: &Shard,
@@ -367,7 +370,7 @@ impl Links {
         Ok(())
     }
 
-    /// Sends `packed`, or `mine` where that is all.
+    /// Sends `packed`, or `mine` if nothing is packed.
     fn send_logits(
         &self,
         packed: Option<candidates::Message>,
@@ -424,8 +427,8 @@ mod tests {
 
     use super::*;
 
-    /// Plans of two messages, pages to keep behind each step, and steps in two halves. A stage that
-    /// is ahead of the leader and the leader wait for each other's room in turns.
+    /// Each step has a plan of two messages, pages to persist after it, and two halves. A stage
+    /// that is ahead of the leader and the leader wait in turns for room at the other.
     #[test]
     fn the_leader_announces_no_more_steps_than_residuals_have_room() {
         let patience = Duration::from_secs(20);
@@ -458,7 +461,7 @@ mod tests {
                     let came = last.world.recv(&mut half, Rank(0), RESIDUAL, until);
                     came.unwrap_or_else(|error| panic!("step {computed}: {error}"));
                 }
-                announce(3); // pages to keep
+                announce(3); // pages to persist
             }
             if step < steps {
                 announce(1); // a step

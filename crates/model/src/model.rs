@@ -1,4 +1,8 @@
-//! A loaded model.
+//! A loaded model on the CPU kernels, whole or as one rank's shard.
+//!
+//! [`Model::forward`] runs a step on the leader, [`Model::follow`] on the other ranks. The engine
+//! calls both through [`Compute`](crate::Compute). Layer code is in `families`, buffers are in
+//! `step`.
 
 mod sample;
 
@@ -25,10 +29,10 @@ use crate::{Config, Error, Kinds, Source, WindowPages};
 
 pub use sample::Sample;
 
-/// How a model is loaded.
+/// Options of loading a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoadOptions {
-    /// The definition of the numbers.
+    /// Kernel class: it defines the bits of results.
     pub class: KernelClass,
 }
 
@@ -43,9 +47,9 @@ pub struct Model {
     kv_type: KvType,
     kernels: Arc<Kernels>,
     kinds: Kinds,
-    /// In the first stage, and in all where layers have embeddings of their own.
+    /// In the first stage, and in all stages of models with per-layer embeddings.
     embedding: Option<AsStored>,
-    /// Where layers have embeddings of their own.
+    /// Per-layer embeddings, if the model has them.
     per_layer: Option<PerLayerInputs>,
     layers: Vec<Layer>,
     uses: Vec<LayerUses>,
@@ -58,9 +62,8 @@ pub struct Model {
 /// Result of [`Model::follow`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Followed {
-    /// Computed a step.
     Step,
-    /// Heard from the leader that there is nothing to compute, or kept and recalled pages.
+    /// The leader had no step, or persisted or restored pages.
     Idle,
 }
 
@@ -69,7 +72,7 @@ impl Model {
     /// layer. Blocks for one pass over the file on all threads.
     ///
     /// # Errors
-    /// Names the field or tensor that is missing, of another shape or type. Nothing is kept.
+    /// Names the field or tensor that is missing, or has another shape or type.
     pub fn load(
         source: &Source,
         options: LoadOptions,
@@ -81,8 +84,8 @@ impl Model {
         Self::load_config(source, config, &split, Rank(0), options, kernels, progress)
     }
 
-    /// As [`load`](Self::load), what `rank` holds in `split` only; to be [`link`](Self::link)ed
-    /// with the other ranks before it can compute. Reads only this rank's parts of the file.
+    /// Loads only the part of `rank` in `split`, and reads only that part of the file. The shard
+    /// must be [`link`](Self::link)ed with the other ranks before it computes.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -101,8 +104,8 @@ impl Model {
         Self::load_config(source, config, split, rank, options, kernels, progress)
     }
 
-    /// As [`load_shard`](Self::load_shard), by a configuration of the caller's instead of the
-    /// source's own. It is for a model whose layers differ in ways that no family's files say.
+    /// As [`load_shard`](Self::load_shard), with the caller's configuration instead of the
+    /// source's. For a model whose layers differ in ways that no family's files describe.
     ///
     /// # Errors
     /// As [`load`](Self::load); [`Error::Layer`] for layers that cannot be computed.
@@ -142,7 +145,7 @@ impl Model {
         let embeds = shard.embeds() || per_layer.is_some();
         let embedding = embeds.then(|| loader.embedding()).transpose()?;
         let n = shard.layers.len();
-        let mut layers = Vec::new(); // which grows with what the file has, not with what it says
+        let mut layers = Vec::new(); // grows with the contents, not the claimed count
         for i in shard.layers.clone() {
             layers.push(loader.layer(i)?);
             progress(layers.len(), n + 1);
@@ -170,9 +173,9 @@ impl Model {
         })
     }
 
-    /// Has `adapters` of the same model beside its weights, in the place of others: rows of a batch
-    /// choose one by its number. `source` is what it was loaded from. The packed weights stay as
-    /// they are. Before memory for steps is reserved.
+    /// Replaces the loaded adapters with `adapters` for the same model. Each sequence of a batch
+    /// selects one by number. `source` is the model's source. The packed weights stay unchanged.
+    /// Call it before memory for steps is reserved.
     ///
     /// # Errors
     /// [`Error::Adapter`] for one that does not fit the model, [`Error::Adapters`] for too many.
@@ -181,17 +184,16 @@ impl Model {
         Ok(self)
     }
 
-    /// Which adapters it has beside its weights, in the order of their numbers.
+    /// Loaded adapters, in the order of their numbers.
     pub fn adapter_ids(&self) -> &[AdapterId] {
         self.adapters.ids()
     }
 
-    /// Its part of adapters.
     pub(crate) const fn adapters(&self) -> &Adapters {
         &self.adapters
     }
 
-    /// Joins this shard with those of the other ranks.
+    /// Links this shard with those of the other ranks.
     ///
     /// # Panics
     /// If the groups are not those of its rank and stage.
@@ -202,42 +204,38 @@ impl Model {
         self
     }
 
-    /// Leaves the groups that it was linked with; to be linked with others.
+    /// Drops the groups, so that it can be linked with others.
     #[must_use]
     pub fn unlink(mut self) -> Self {
         self.links = None;
         self
     }
 
-    /// The groups it was linked with.
     pub const fn links(&self) -> Option<&Arc<Links>> {
         self.links.as_ref()
     }
 
-    /// The layers and parts that it holds.
     pub const fn shard(&self) -> &Shard {
         &self.shard
     }
 
-    /// The shape.
     pub const fn config(&self) -> &Config {
         &self.config
     }
 
-    /// The definition of the numbers.
     pub const fn class(&self) -> KernelClass {
         self.class
     }
 
-    /// Keeps keys and values in another type than the class does. Results with another type carry
-    /// no promise of equal bits, as those of another class.
+    /// Stores keys and values in another type than the class does. Bits then differ from results
+    /// with other types, as between classes.
     #[must_use]
     pub const fn with_kv(mut self, kv_type: KvType) -> Self {
         self.kv_type = kv_type;
         self
     }
 
-    /// Class of the numbers, and the type of keys and values where it is not that of the class.
+    /// The kernel class, and the KV type if it is not the class's.
     pub fn numbers(&self) -> String {
         if self.kv_type == KvType::of(self.class) {
             self.class.to_string()
@@ -246,17 +244,17 @@ impl Model {
         }
     }
 
-    /// How finely activations are rounded for quantised weights.
+    /// Rounding of activations for quantised weights.
     pub(crate) const fn precision(&self) -> Precision {
         Precision::of(self.class)
     }
 
-    /// The kernels it was packed for.
+    /// The kernels that the weights are packed for.
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
     }
 
-    /// Bytes of packed weights that this rank holds, and of adapters beside them.
+    /// Bytes of this rank's packed weights and adapters.
     pub fn weight_bytes(&self) -> Bytes {
         let layers: u64 = self.layers.iter().map(|l| l.bytes().0).sum();
         let head = self.head.as_ref();
@@ -266,18 +264,18 @@ impl Model {
         Bytes(layers + head.map_or(0, |(_, output)| output.matrix.bytes().0))
     }
 
-    /// Number of weights of the whole model, norms left out.
+    /// Number of weights of the whole model, without norms.
     pub fn parameters(&self) -> u64 {
         self.config.parameters(self.tied)
     }
 
     /// # Panics
-    /// But in the first stage, or where layers have embeddings of their own.
+    /// Outside the first stage, unless the model has per-layer embeddings.
     pub(crate) const fn embedding(&self) -> &AsStored {
         self.embedding.as_ref().expect("the first stage embeds")
     }
 
-    /// The embeddings of layers, where they have some.
+    /// Per-layer embeddings, if the model has them.
     pub(crate) const fn per_layer(&self) -> Option<&PerLayerInputs> {
         self.per_layer.as_ref()
     }
@@ -292,8 +290,8 @@ impl Model {
         &self.uses[index - self.shard.layers.start]
     }
 
-    /// How often the experts of its layers were chosen since it was loaded: none without experts.
-    /// Every rank of a stage counts the same.
+    /// How often each expert was routed to since loading; empty without experts. Every rank of a
+    /// stage has the same counts.
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
         let layers = self.shard.layers.clone().zip(&self.uses);
         layers
@@ -305,25 +303,25 @@ impl Model {
         &self.layers
     }
 
-    /// The kinds of its layers.
     pub const fn kinds(&self) -> &Kinds {
         &self.kinds
     }
 
-    /// A cache for `positions` positions in all, over any number of sequences (each takes whole
-    /// pages of [`PAGE`]), in steps of up to `size`. Kinds of layers that let pages go have fewer.
+    /// A cache of `positions` positions in total, over any number of sequences, for steps of up to
+    /// `size`. Each sequence takes whole pages of [`PAGE`]. Kinds of layers that release pages have
+    /// fewer.
     ///
     /// # Errors
-    /// [`Error::Cache`] when the memory cannot be reserved.
+    /// [`Error::Cache`] if the memory cannot be reserved.
     pub fn new_cache(&self, size: BatchSize, positions: usize) -> Result<KvCache, Error> {
         self.cache_of(&self.kinds.pages(size, positions))
     }
 
-    /// As [`new_cache`](Self::new_cache), with as many pages for every kind of layer, so that a
-    /// sequence's pages may have the same numbers in all.
+    /// As [`new_cache`](Self::new_cache), with equally many pages for every kind of layers, so that
+    /// a sequence can use the same page numbers in all.
     ///
     /// # Errors
-    /// [`Error::Cache`] when the memory cannot be reserved.
+    /// [`Error::Cache`] if the memory cannot be reserved.
     pub fn whole_cache(&self, positions: usize) -> Result<KvCache, Error> {
         self.cache_of(&vec![positions.div_ceil(PAGE); self.kinds.len()])
     }
@@ -341,20 +339,20 @@ impl Model {
         config::store(&self.config.layers[layer], heads, self.kv_type)
     }
 
-    /// Runs one step: writes keys and values of all rows to `cache` and leaves the wanted logits
+    /// Runs one step: writes keys and values of all rows to `cache` and leaves the requested logits
     /// in `ws` ([`Workspace::logits_mut`]). Returns the number of rows of logits.
     ///
-    /// Of a split model, the leader calls it; the other ranks [`follow`](Self::follow).
+    /// The leader of a split model calls it; the other ranks call [`follow`](Self::follow).
     ///
     /// Allocates a few words per layer for the batch's description and nothing per row.
     ///
     /// # Errors
-    /// [`Error::Comm`] when another rank fails; the model cannot go on then. One rank alone never
+    /// [`Error::Comm`] if another rank fails; the model is unusable afterwards. A single rank never
     /// fails.
     ///
     /// # Panics
-    /// If the batch exceeds the workspace or a token the vocabulary, or a sequence has fewer
-    /// pages than positions: the caller's duty. On a rank that does not lead.
+    /// If the batch exceeds the workspace, a token exceeds the vocabulary, a sequence has fewer
+    /// pages than positions, or the rank is not the leader.
     pub fn forward(
         &self,
         batch: &Batch<'_>,
@@ -370,8 +368,8 @@ impl Model {
         self.step(batch, ws, cache)
     }
 
-    /// As [`forward`](Self::forward) of a model that is not split; `behind` is called behind each
-    /// layer.
+    /// As [`forward`](Self::forward) of a model that is not split, with a call of `behind` after
+    /// each layer.
     ///
     /// # Errors
     /// None: the type is that of all steps.
@@ -390,8 +388,8 @@ impl Model {
         self.whole(batch, ws, &cache, (None, behind))
     }
 
-    /// Tells the other ranks of a step that [`forward_announced`](Self::forward_announced)
-    /// computes, behind so many that were `announced` before.
+    /// Sends the other ranks the plan of a step for [`forward_announced`](Self::forward_announced),
+    /// after `announced` earlier ones.
     pub(crate) fn announce(
         &self,
         batch: &Batch<'_>,
@@ -406,7 +404,7 @@ impl Model {
         links.announce_step(words, announced as u64 + 1)
     }
 
-    /// As [`forward`](Self::forward), of the step that was announced first.
+    /// As [`forward`](Self::forward), for the oldest announced step.
     pub(crate) fn forward_announced(
         &self,
         batch: &Batch<'_>,
@@ -420,11 +418,11 @@ impl Model {
         self.step(batch, ws, cache)
     }
 
-    /// Tells the other ranks that the leader is alive and has nothing to do. To be called more
+    /// Keepalive: sends the other ranks that the leader has no step. The caller repeats it more
     /// often than [`Links::patience`].
     ///
     /// # Errors
-    /// [`Error::Comm`] when a rank is gone.
+    /// [`Error::Comm`] if a rank is gone.
     pub fn idle(&self) -> Result<(), Error> {
         match &self.links {
             Some(links) => links.announce_idle(),
@@ -435,8 +433,9 @@ impl Model {
     /// Waits for the leader's next step and computes this rank's part of it.
     ///
     /// # Errors
-    /// [`Error::Comm`] when another rank fails or the leader is silent for [`Links::patience`];
-    /// [`Error::Plan`] for a step that does not fit `ws` and `cache`. The model cannot go on then.
+    /// [`Error::Comm`] if another rank fails or the leader is silent for [`Links::patience`];
+    /// [`Error::Plan`] for a step that does not fit `ws` and `cache`. The model is unusable
+    /// afterwards.
     ///
     /// # Panics
     /// If it is not linked.
@@ -444,7 +443,7 @@ impl Model {
         self.follow_with(ws, cache, &mut Kept::default())
     }
 
-    /// As [`follow`](Self::follow), with the pages that this rank has `kept`.
+    /// As [`follow`](Self::follow), with this rank's store of persisted pages.
     pub(crate) fn follow_with(
         &self,
         ws: &mut Workspace,
@@ -506,8 +505,8 @@ impl Model {
         }
     }
 
-    /// A pass through all layers, of a step or of the half whose turn is `turn`; `behind` is called
-    /// behind each layer.
+    /// Runs all layers for a step, or for one half of it with its `turn`. Calls `behind` after each
+    /// layer.
     fn whole<'m>(
         &'m self,
         batch: &Batch<'_>,
@@ -535,8 +534,9 @@ impl Model {
         finished
     }
 
-    /// A step as two, one computed while the sums of the other are exchanged. A half waits for the
-    /// other twice as long as that waits for another rank: it is to tell which, and to compute.
+    /// Runs a step as two halves: one computes while the sums of the other are exchanged. A half
+    /// waits for the other for twice the peer timeout, so that the peer's error, which names the
+    /// rank, comes first.
     fn halves<'m>(
         &'m self,
         batch: &Batch<'_>,

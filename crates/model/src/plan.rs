@@ -1,5 +1,5 @@
-//! The plan that the leader of a split model sends the other ranks before each step, as words of 32
-//! bits:
+//! The plan of a step, which the leader of a split model sends the other ranks before each step, as
+//! 32-bit words:
 //!
 //! ```text
 //! length in words | kind | sequences | windows, then for each sequence:
@@ -7,8 +7,8 @@
 //! then for each sequence: its tokens, its pages, those of its windows
 //! ```
 //!
-//! padded to [`HEADER_WORDS`]. It comes from another process, so everything is checked against
-//! this rank's own sizes before it is used.
+//! The words are padded to [`HEADER_WORDS`]. Plans come from another process, so [`Plan::read`]
+//! checks every number against this rank's own sizes.
 
 use std::ops::Range;
 
@@ -19,29 +19,29 @@ use crate::WindowPages;
 use crate::Error;
 use crate::step::{Batch, BatchSequence, Limits, Logits};
 
-/// Words of the message that every plan starts with. A decode step of one sequence of 8192
-/// positions, or of 30 short ones, needs no second message.
+/// Words of the first message of every plan. A decode step of one sequence of 8192 positions, or of
+/// 30 short ones, fits into it.
 pub(crate) const HEADER_WORDS: usize = 256;
 
 /// Longest plan in words, 64 MiB: a step of a million rows over a million pages.
 const WORDS_MAX: usize = 1 << 24;
 
-/// Words of each sequence before those of its windows.
+/// Words of each sequence, without its windows.
 const FIELDS: usize = 5;
 
 /// Kinds of plans.
 const STEP: u32 = 1;
 const IDLE: u32 = 2;
 
-/// A plan that was received and checked.
+/// A received and checked plan.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     sequences: Vec<Part>,
-    /// The first page and the pages of each window, sequence by sequence.
+    /// First page and pages of each window, sequence by sequence.
     windows: Vec<(usize, Range<usize>)>,
 }
 
-/// A sequence of a plan; ranges of its words.
+/// A sequence of a plan, as ranges of its words.
 #[derive(Debug)]
 struct Part {
     tokens: Range<usize>,
@@ -89,7 +89,7 @@ impl Plan {
         finish(words);
     }
 
-    /// Writes a plan that computes nothing: a sign of life.
+    /// Writes a keepalive: a plan without work.
     pub(crate) fn write_idle(words: &mut Vec<u32>) {
         words.clear();
         words.extend([0, IDLE, 0, 0]);
@@ -101,7 +101,7 @@ impl Plan {
         at_most("words", header[0] as usize, WORDS_MAX)
     }
 
-    /// Reads and checks the plan in `words`; `None` for one that computes nothing.
+    /// Reads and checks the plan in `words`; `None` for a keepalive.
     pub(crate) fn read(words: &[u32], limits: &Limits<'_>) -> Result<Option<Self>, Error> {
         match words[1] {
             IDLE => return Ok(None),
@@ -163,7 +163,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The pages of the windows in the plan in `words`, sequence by sequence.
+    /// Pages of the windows in the plan, sequence by sequence.
     pub(crate) fn windows<'a>(
         &'a self,
         words: &'a [u32],
@@ -174,7 +174,7 @@ impl Plan {
         })
     }
 
-    /// The sequences of the plan in `words`, with its [`windows`](Self::windows).
+    /// Sequences of the plan in `words`, with its [`windows`](Self::windows).
     pub(crate) fn batch<'a>(
         &'a self,
         words: &'a [u32],
@@ -194,7 +194,7 @@ impl Plan {
 }
 
 impl Limits<'_> {
-    /// Pages that every kind of layers has, where a sequence names the same ones for all.
+    /// Pages of the smallest pool, for sequences that use the same pages in every kind of layers.
     fn pages_in_all(&self, sequence: &BatchSequence<'_>) -> usize {
         let windows = self.windows.iter().filter(|_| sequence.windows.is_empty());
         windows
@@ -202,7 +202,7 @@ impl Limits<'_> {
             .fold(self.pages, usize::min)
     }
 
-    /// Whether the windows of a sequence have the pages that its rows look at.
+    /// Checks that the windows of a sequence have all pages its rows read.
     fn check_windows(&self, s: &BatchSequence<'_>) -> Result<(), Error> {
         let kinds = self.windows.len();
         if !s.windows.is_empty() && s.windows.len() != kinds {
@@ -228,7 +228,7 @@ impl Limits<'_> {
     }
 }
 
-/// Reads `words` as a plan, for fuzzing.
+/// Parses `words` as a plan, for fuzzing.
 pub(crate) fn parse(words: &[u32]) {
     if words.len() < HEADER_WORDS {
         return;

@@ -1,35 +1,31 @@
-//! Place of a rank in a step, for a watcher that checks that it goes on.
+//! Progress counters of a rank within a step, for a watchdog that detects hung kernels and drivers.
 //!
-//! The threads that compute count every layer and every exchange; another thread looks. A rank
-//! that computes and counts nothing hangs in a kernel or a driver. One that waits for another rank
-//! does not: that one hangs, or is found silent.
+//! The computing threads count every layer and every exchange; the watchdog thread polls the
+//! counters. A rank that is computing without counting hangs in a kernel or a driver. A rank that
+//! waits for another rank does not hang: the groups detect the other rank.
 //!
-//! A step of many rows runs as two [halves](crate::step::halves) on two threads. The rank computes
-//! while at least one half does. It waits for others only while every half that runs is in an
-//! exchange, or waits for its turn.
+//! A step of many rows runs as two [halves](crate::step::halves) on two threads. The rank counts as
+//! computing while at least one half computes. It counts as waiting only while every running half
+//! is in an exchange, or waits for its turn.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-/// Activity of a rank at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Doing {
-    /// It waits for the next step.
     Nothing,
-    /// It computes a layer.
     Computing,
     /// It waits for other ranks.
     Exchanging,
 }
 
-/// Where a rank was at a look.
+/// A rank's counters at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Layers and exchanges so far.
     pub count: u64,
-    /// The rank's activity.
     pub doing: Doing,
     /// Layer of the model, counted from 0.
     pub layer: u32,
@@ -40,14 +36,13 @@ pub struct Place {
 /// Counts layers and exchanges. Cost: some nanoseconds each.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// All counts are in one word, so that a look sees one moment. From the lowest bits it has open
-    /// exchanges, halves that run and steps under way (0 or 1), of [`FIELD_BITS`] each. Then
-    /// follows the count.
+    /// All counts share one word, so that one load sees one moment. From the lowest bits: open
+    /// exchanges, running halves and steps (0 or 1), of [`FIELD_BITS`] each, then the count.
     word: AtomicU64,
-    /// The layer, and in the lower half the rows.
+    /// The layer in the upper half, the rows in the lower.
     place: AtomicU64,
-    /// Nanoseconds of a layer for each row, exchanges included: the most of late; 0 before the
-    /// first step.
+    /// Recent maximum of nanoseconds per layer and row, exchanges included; 0 before the first
+    /// step.
     row_ns: AtomicU64,
     /// Nanoseconds within exchanges.
     waited_ns: AtomicU64,
@@ -61,16 +56,16 @@ pub struct Progress {
 /// Time that steps of a few rows, which decode, computed for since the rank was linked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Busy {
-    /// Nanoseconds, exchanges with other ranks left out.
+    /// Nanoseconds without exchanges.
     pub ns: u64,
     pub steps: u64,
 }
 
-/// Rows of a step up to which it counts for [`Busy`]: such steps read all weights and run as one
+/// Maximum rows of a step that counts for [`Busy`]: such steps read all weights and run as one
 /// half.
 const FEW_ROWS: usize = 8;
 
-/// Bits of a field of the word. At most two halves run, each in one exchange at a time.
+/// Bits of a field of the word. At most two halves run, with one exchange each.
 const FIELD_BITS: u32 = 4;
 
 const FIELD: u64 = (1 << FIELD_BITS) - 1;
@@ -82,7 +77,7 @@ const STEP: u64 = 1 << (2 * FIELD_BITS);
 const COUNT: u64 = 1 << (3 * FIELD_BITS);
 
 impl Progress {
-    /// Where it is.
+    /// Reads the counters.
     pub fn look(&self) -> Place {
         let (word, place) = (
             self.word.load(Ordering::Relaxed),
@@ -96,8 +91,7 @@ impl Progress {
         }
     }
 
-    /// How long a layer takes for each row of a step, at most, as the last steps did; `None` before
-    /// the first.
+    /// Recent maximum of the time per layer and row; `None` before the first step.
     pub fn row_time(&self) -> Option<Duration> {
         match self.row_ns.load(Ordering::Relaxed) {
             0 => None,
@@ -105,7 +99,7 @@ impl Progress {
         }
     }
 
-    /// Time that it computed for so far.
+    /// Compute time so far.
     pub fn busy(&self) -> Busy {
         Busy {
             ns: self.busy_ns.load(Ordering::Relaxed),
@@ -113,13 +107,13 @@ impl Progress {
         }
     }
 
-    /// Has the rank hang within the layer that it enters next, until its process ends. A fault, as
-    /// of a kernel or a driver, to test what watches it.
+    /// Fault injection: the rank hangs within the next layer until its process ends, as in a kernel
+    /// or a driver. For tests of the watchdog.
     pub fn halt(&self) {
         self.halted.store(true, Ordering::Relaxed);
     }
 
-    /// Counts, and opens one `field`.
+    /// Counts one event and opens a `field`.
     fn open(&self, field: u64) -> Open<'_> {
         self.word.fetch_add(COUNT + field, Ordering::Relaxed);
         Open {
@@ -129,7 +123,7 @@ impl Progress {
         }
     }
 
-    /// A step of `rows` rows through `layers` layers begins; it ends when the result is dropped.
+    /// Starts a step of `rows` rows through `layers` layers, until the guard is dropped.
     pub(crate) fn step(&self, rows: usize, layers: usize) -> Stepping<'_> {
         self.place.store(rows as u64, Ordering::Relaxed);
         Stepping {
@@ -140,13 +134,13 @@ impl Progress {
         }
     }
 
-    /// A half of the step begins to run, or the whole of a step that is not cut; it ends when the
-    /// result is dropped. A half that waits for its first turn does not run yet.
+    /// Starts a half of the step, or a step that is not divided, until the guard is dropped. A half
+    /// that waits for its first turn does not run yet.
     pub(crate) fn half(&self) -> Open<'_> {
         self.open(HALF)
     }
 
-    /// Layer `index` begins.
+    /// Counts the start of layer `index`.
     pub(crate) fn enter(&self, index: usize) {
         let rows = self.place.load(Ordering::Relaxed) as u32;
         let place = (index as u64) << 32 | u64::from(rows);
@@ -157,8 +151,8 @@ impl Progress {
         }
     }
 
-    /// An exchange of this half begins, or its wait for a turn; it ends when the result is dropped.
-    /// A half has at most one open: else it would count as both.
+    /// Starts an exchange of this half, or its wait for a turn, until the guard is dropped. A half
+    /// has at most one open: a second would count as the other half's.
     pub(crate) fn exchange(&self) -> Open<'_> {
         let mut open = self.open(EXCHANGE);
         open.begun = Some(Instant::now());
@@ -166,7 +160,7 @@ impl Progress {
     }
 }
 
-/// The activity that a word tells.
+/// The activity that a word encodes.
 const fn doing(word: u64) -> Doing {
     let exchanges = word & FIELD;
     let halves = (word / HALF) & FIELD;
@@ -180,12 +174,12 @@ const fn doing(word: u64) -> Doing {
     }
 }
 
-/// A step, a half or an exchange under way.
+/// Guard of an open step, half or exchange.
 #[derive(Debug)]
 pub(crate) struct Open<'p> {
     progress: &'p Progress,
     field: u64,
-    /// Of an exchange.
+    /// Start of an exchange.
     begun: Option<Instant>,
 }
 
@@ -200,14 +194,14 @@ impl Drop for Open<'_> {
     }
 }
 
-/// A step under way.
+/// Guard of a running step.
 #[derive(Debug)]
 pub(crate) struct Stepping<'p> {
     open: Open<'p>,
     begun: Instant,
     /// Layers times rows.
     parts: u64,
-    /// Time of all exchanges before it began; nothing where it does not count for [`Busy`].
+    /// Total exchange time at its start; `None` if the step does not count for [`Busy`].
     waited_ns: Option<u64>,
 }
 
@@ -224,7 +218,7 @@ impl Drop for Stepping<'_> {
         }
         let took = elapsed / self.parts;
         let old = row_ns.load(Ordering::Relaxed);
-        // Slow steps are forgotten over some dozens of faster ones.
+        // The maximum decays: some dozens of faster steps replace a slow one.
         let most = took.max(old - old / 64).max(1);
         row_ns.store(most, Ordering::Relaxed);
     }

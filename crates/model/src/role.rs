@@ -1,6 +1,8 @@
-//! Weights by their purpose, whatever files call them.
+//! Roles of weights: names independent of the file format.
+//!
+//! `source` maps a [`Role`] to the tensor name in GGUF and Hugging Face files.
 
-/// A weight of a model, by its purpose.
+/// A weight of a model, by role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// `(vocabulary, width)`
@@ -11,27 +13,24 @@ pub enum Role {
     Output,
     /// `(head_dim / 2,)`: divisors of the rotary frequencies; absent in most files.
     RopeFactors,
-    /// `(vocabulary, layers * P)`: the embeddings that each layer has of its own.
+    /// `(vocabulary, layers * P)`: per-layer embeddings.
     PerLayerEmbedding,
-    /// `(layers * P, width)`: what a token's embedding adds to these.
+    /// `(layers * P, width)`: projection of the token embedding onto them.
     PerLayerProjection,
-    /// `(P,)`, on each layer's part of what that gives.
+    /// `(P,)`: norm of each layer's part of the projection.
     PerLayerNorm,
-    /// A weight of a layer.
     Layer(usize, Part),
 }
 
-/// An expert or a head of a layer, by its number.
+/// Index of an expert or a head, and how many the layer has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nth {
-    /// Which, from 0.
     pub index: usize,
-    /// How many there are.
     pub of: usize,
 }
 
-/// A weight of a layer, by its purpose. C is the width, H heads, K KV heads, D their size, F the
-/// feed-forward width.
+/// A weight of a layer, by role. C is the width, H heads, K KV heads, D head size, F feed-forward
+/// width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// `(C,)`, before attention.
@@ -48,9 +47,9 @@ pub enum Part {
     QueryNorm,
     /// `(D,)`, per head; `(K D,)` over all heads (MiniMax).
     KeyNorm,
-    /// `(H,)`: a score of each head without a value (gpt-oss).
+    /// `(H,)`: attention sink, a score of each head without a value (gpt-oss).
     Sinks,
-    /// `(C,)`, on the attention's result (gemma).
+    /// `(C,)`, on the attention output (gemma).
     PostAttentionNorm,
     /// `(C,)`, before the feed-forward.
     FfnNorm,
@@ -60,17 +59,17 @@ pub enum Part {
     Up,
     /// `(C, F)`
     Down,
-    /// `(C,)`, on the feed-forward's result (gemma).
+    /// `(C,)`, on the feed-forward output (gemma).
     PostFfnNorm,
     /// `(experts, C)`
     Router,
-    /// `(experts,)`: added to weights for the choice alone.
+    /// `(experts,)`: bias of the router for the choice only.
     RouterChoice,
-    /// `(expert F, C)`, of one expert; all of them lie behind each other in GGUF files.
+    /// `(expert F, C)`, of one expert; GGUF files stack all of them.
     ExpertGate(Nth),
-    /// As the gate.
+    /// As `ExpertGate`.
     ExpertUp(Nth),
-    /// `(C, expert F)`, as the gate.
+    /// `(C, expert F)`, as `ExpertGate`.
     ExpertDown(Nth),
     /// `(1, C)`, or `(C,)` in GGUF files: the gate of the shared expert.
     SharedRouter,
@@ -80,60 +79,61 @@ pub enum Part {
     SharedUp,
     /// `(C, shared F)`
     SharedDown,
-    /// `(compressed, C)`: of queries, where these are compressed first.
+    /// `(compressed, C)`: compression of queries.
     QueryDown,
     /// `(compressed,)`
     QueryDownNorm,
     /// `(H (plain + turned), compressed)`
     QueryUp,
-    /// `(latent + turned, C)`: what all heads share of a position.
+    /// `(latent + turned, C)`: the vector of a position that all heads share.
     LatentDown,
     /// `(latent,)`
     LatentNorm,
-    /// `(H (plain + value), latent)`: the expansion to keys and values, behind each other for each
-    /// head. Newer GGUF files and MLX's have it as the next two instead.
+    /// `(H (plain + value), latent)`: expansion to keys and values, key then value of each head.
+    /// Newer GGUF files and MLX folders have the next two instead.
     LatentUp,
-    /// `(latent, plain)` of one head: its part of the expansion to keys, turned.
+    /// `(latent, plain)` of one head: expansion to keys, transposed.
     KeyUp(Nth),
     /// `(value, latent)` of one head.
     ValueUp(Nth),
-    /// `(C,)`, on what goes into the router (Gemma 4).
+    /// `(C,)`: norm of the router's input (Gemma 4).
     RouterScale,
-    /// `(experts,)`: a factor of the weight of each (Gemma 4).
+    /// `(experts,)`: factor of each expert's weight (Gemma 4).
     ExpertScales,
-    /// `(C,)`, on the result of a feed-forward that has experts beside it.
+    /// `(C,)`: norm of the dense feed-forward's output, in layers with parallel experts.
     DenseNorm,
-    /// `(C,)`, before experts that have a feed-forward beside them.
+    /// `(C,)`: norm of the input of parallel experts.
     BesideNorm,
-    /// `(C,)`, on the result of these.
+    /// `(C,)`: norm of the output of parallel experts.
     PostBesideNorm,
-    /// `(P, C)`, on the residual; P is the width of a layer's own embeddings.
+    /// `(P, C)`, on the residual; P is the width of the per-layer embeddings.
     PerLayerGate,
     /// `(C, P)`, back to the residual.
     PerLayerOutput,
-    /// `(C,)`, on what that gives.
+    /// `(C,)`: norm of the per-layer output.
     PostPerLayerNorm,
-    /// `(1,)`: a factor of the residual behind the layer.
+    /// `(1,)`: factor of the residual after the layer.
     OutputScale,
-    /// Of a gated delta net, as all that follow: `(2 K D + H E, C)`, queries, keys and values.
+    /// Gated delta net, like all variants that follow. `(2 K D + H E, C)`: queries, keys and
+    /// values.
     DeltaQkv,
-    /// `(H E, C)`: gates of the values.
+    /// `(H E, C)`: output gates.
     DeltaGate,
-    /// `(2 K D + 2 H E, C)`: for each key head query, key, values and gates.
+    /// `(2 K D + 2 H E, C)`: per key head query, key, values and gates.
     DeltaQkvGate,
-    /// `(H, C)`: how much of a difference is taken in.
+    /// `(H, C)`: beta, the fraction of a difference written to the state.
     DeltaStep,
-    /// `(H, C)`: how much of the state goes.
+    /// `(H, C)`: decay of the state.
     DeltaDecay,
-    /// `(2 H, C)`: for each key head steps and decays.
+    /// `(2 H, C)`: per key head steps and decays.
     DeltaStepDecay,
-    /// `(2 K D + H E, taps)`, or with a 1 between.
+    /// `(2 K D + H E, taps)`, in some files with a dimension of 1.
     DeltaConv,
-    /// `(H,)`: added to what the decay comes from.
+    /// `(H,)`: bias of the decay's input.
     DeltaBias,
-    /// `(H,)`: the decay's factor, in GGUF files; its logarithm otherwise.
+    /// `(H,)`: factor of the decay in GGUF files; its logarithm otherwise.
     DeltaScale,
-    /// `(E,)`: the norm of each head's result.
+    /// `(E,)`: norm of each head's output.
     DeltaNorm,
     /// `(C, H E)`
     DeltaOutput,

@@ -1,27 +1,27 @@
 //! Rotary position embeddings: frequencies and angles.
 //!
-//! Angles are computed in f64 with the pure-Rust `libm` and rounded to f32 once. So every platform
-//! gives the same bits (system math libraries differ).
+//! Angles are computed in f64 with the pure-Rust `libm` and rounded to f32 once, because system
+//! math libraries differ. So every platform has the same bits.
 
 use std::ops::Range;
 
 use paceline_tensor::RopePairs;
 
-/// Largest head that rotates; bounds what a file can make us compute.
+/// Largest rotated head; bounds the memory that a file can request.
 pub(crate) const MAX_PAIRS: usize = 1 << 12;
 
-/// Least divisor of frequencies that is accepted from a file. Real ones are 1 to 64; with this one
-/// the highest frequency is 1000 radians a position, whose angles f64 still tells apart.
+/// Smallest accepted divisor of frequencies. Real ones are 1 to 64; with this one the highest
+/// frequency is 1000 radians per position, whose angles f64 still resolves.
 pub(crate) const MIN_DIVISOR: f64 = 1e-3;
 
 /// A set of rotary frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Which elements turn together.
+    /// Which elements are rotated together.
     pub pairs: RopePairs,
     /// Radians per position for each pair.
     pub frequencies: Vec<f64>,
-    /// Multiplies cosines and sines: 1 but for [`Yarn`].
+    /// Factor of cosines and sines: 1 without [`Yarn`].
     pub magnitude: f64,
 }
 
@@ -30,17 +30,17 @@ pub struct Rope {
 /// Source: Peng et al. 2023; `_compute_yarn_parameters` in transformers' `modeling_rope_utils.py`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Yarn {
-    /// How far long wavelengths are stretched.
+    /// Stretch factor of long wavelengths.
     pub factor: f64,
-    /// Context of the first training.
+    /// Original training context.
     pub original_context: f64,
-    /// Pairs that turn so often in the original context, or more, are kept.
+    /// Pairs with at least this many rotations in the original context are kept.
     pub fast: f64,
-    /// Pairs that turn so often, or less, are stretched fully.
+    /// Pairs with at most this many rotations are stretched fully.
     pub slow: f64,
     /// Whether the ends of the ramp are rounded to whole pairs.
     pub whole_pairs: bool,
-    /// Multiplies cosines and sines.
+    /// Factor of cosines and sines.
     pub magnitude: f64,
 }
 
@@ -49,13 +49,13 @@ pub struct Yarn {
 /// Source: `_compute_llama3_parameters` in transformers' `modeling_rope_utils.py`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Llama3Scaling {
-    /// How far long wavelengths are stretched.
+    /// Stretch factor of long wavelengths.
     pub factor: f64,
     /// Wavelengths above `original_context / low` are stretched fully.
     pub low: f64,
     /// Wavelengths below `original_context / high` are kept.
     pub high: f64,
-    /// Context of the first training.
+    /// Original training context.
     pub original_context: f64,
 }
 
@@ -92,7 +92,7 @@ impl Rope {
         self
     }
 
-    /// Lets all pairs but the first `n` stand still.
+    /// Sets the frequencies of all pairs but the first `n` to 0.
     #[must_use]
     pub fn with_turning(mut self, n: usize) -> Self {
         self.frequencies.iter_mut().skip(n).for_each(|f| *f = 0.0);
@@ -124,7 +124,7 @@ impl Rope {
 }
 
 impl Yarn {
-    /// The factor of cosines and sines unless a file says otherwise.
+    /// Default factor of cosines and sines.
     pub fn usual_magnitude(factor: f64, weight: f64) -> f64 {
         if factor <= 1.0 {
             1.0
@@ -133,7 +133,8 @@ impl Yarn {
         }
     }
 
-    /// The last pair that is kept and the first that is stretched fully, as fractions of pairs.
+    /// Ends of the ramp as fractional pairs: the last that is kept and the first that is stretched
+    /// fully.
     fn ramp(self, base: f64, rotated: f64) -> (f64, f64) {
         let pair = |turns: f64| {
             let wavelengths = self.original_context / (turns * std::f64::consts::TAU);

@@ -1,19 +1,20 @@
-//! Parsers of what other ranks say, for fuzzing, and what a leader gets of a row of logits.
+//! Entry points for fuzz targets and tests: the parser of other ranks' plans, and the leader's
+//! gathered logits.
 
 use std::ops::Range;
 
 use crate::TopLogits;
 use crate::candidates::{self, Extent};
 
-/// Reads `words` as a plan of the leader: whatever they are, this returns. A plan that is taken has
-/// no more rows than this rank has room for.
+/// Parses `words` as a plan of the leader; must never panic. An accepted plan has at most this
+/// rank's maximum of rows.
 pub fn parse_plan(words: &[u32]) {
     crate::plan::parse(words);
 }
 
-/// A tensor split's leader's copy of a row of logits, `(vocabulary,)`, when those of
-/// [`Logits::Top`](crate::Logits::Top) are wanted. `parts` are the ranks' columns, which follow one
-/// another; the leader's are the first.
+/// The leader's copy of a row of logits, `(vocabulary,)`, gathered from a tensor split with
+/// [`Logits::Top`](crate::Logits::Top). `parts` are the consecutive columns of the ranks, the
+/// leader's first.
 ///
 /// # Panics
 /// If the parts are not within the row.

@@ -1,7 +1,7 @@
-//! Some layers of a model and some rows of its head, as a model of its own. It serves to measure
-//! what a step of the whole model costs.
+//! A sampled model: some layers and some rows of the head, loaded as a model of its own. The
+//! forecaster measures it to estimate the step time of the whole model.
 //!
-//! Its steps are the model's: the same layers, weights and kernels. Its tokens mean nothing.
+//! Its steps use the same layers, weights and kernels as the model's. Its tokens mean nothing.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,23 +16,23 @@ use crate::uses::LayerUses;
 use crate::weights::{self, Layer, Loader, Names};
 use crate::{Config, Error, Kinds, LayerCache, Source};
 
-/// A part of a model.
+/// Selection of a model's layers and head rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// Its layers, ascending. One that uses another's cache is behind that.
+    /// Ascending. A layer that uses another's cache must come after it.
     pub layers: Vec<usize>,
-    /// Rows of the output head, from the first on; at least 1.
+    /// Rows of the output head, from the first; at least 1.
     pub head_rows: usize,
 }
 
 impl Sample {
-    /// The shape of the part of `config`, which has no embeddings of layers.
+    /// The shape of the sampled model, without per-layer embeddings.
     fn of(&self, config: &Config) -> Config {
         let place = |of| self.layers.iter().position(|layer| *layer == of);
         let layer = |index: &usize| {
             let mut shape = config.layers[*index];
             if let LayerCache::Of(of) = shape.cache {
-                // A layer that is not here is refused with the shape.
+                // The shape check refuses a layer whose cache layer is not sampled.
                 shape.cache = LayerCache::Of(place(of).unwrap_or(usize::MAX));
             }
             shape
@@ -46,15 +46,15 @@ impl Sample {
 }
 
 impl Model {
-    /// Packs a part of a model of this shape. Of a layer's experts as many are packed as a row
-    /// uses, from all over the layer, and every row chooses these. Embeddings of layers are left
-    /// out.
+    /// Packs the sampled layers and head rows. Of each layer's experts it packs only as many as a
+    /// row uses, evenly spaced over the layer, and every row is routed to these. Per-layer
+    /// embeddings are left out.
     ///
     /// # Errors
     /// As [`load_config`](Self::load_config).
     ///
     /// # Panics
-    /// If the model has not so many layers or rows.
+    /// If the model has fewer layers or rows than the sample.
     pub fn sample(
         source: &Source,
         config: &Config,

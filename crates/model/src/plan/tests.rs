@@ -1,4 +1,4 @@
-//! Plans survive the wire, and hostile ones are refused by name.
+//! Plans survive the encoding, and hostile ones are refused by name.
 
 use super::*;
 use crate::{TopLogits, WindowPool};
@@ -131,7 +131,7 @@ fn windows_have_the_pages_that_rows_look_at() {
         (2, &[5, 20], Some("page of a window")),
         (0, &[0; 21], Some("pages of a window")),
     ] {
-        // Positions 200 and 201 look at 131 and behind.
+        // Positions 200 and 201 read from position 131 on.
         let mut sequence = sequence(&[1, 2], 200, &[3, 4, 19, 6]);
         let windows = [window(first, pages)];
         sequence.windows = &windows;
@@ -149,7 +149,7 @@ fn windows_have_the_pages_that_rows_look_at() {
 }
 
 proptest::proptest! {
-    /// Whatever another process sends is refused or fits; nothing panics.
+    /// Every sequence of words is refused or fits; nothing panics.
     #[test]
     fn random_words_never_panic(
         head in proptest::collection::vec(0..6u32, 24),
