@@ -1,4 +1,10 @@
 //! Memory for weights and caches, taken from the system page by page when it is first touched.
+//!
+//! - [`reserve`]: zeroed memory.
+//! - Matrices below 16 MiB lie next to each other in shared mappings of huge pages. In pages of
+//!   their own of 4 KiB, SmolLM2 decodes at 0.75 of the speed.
+//! - [`Placed`]: activations on pages of their own. Where they share pages with other data, one row
+//!   of a product reads memory at 0.83 to 0.92 of the rate.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -34,7 +40,7 @@ pub(crate) fn reserve(bytes: usize) -> Result<MmapMut, Error> {
 /// no more than is used.
 pub(crate) struct HugeMap {
     region: Arc<Region>,
-    /// Of the first byte in the mapping. Nobody else has these bytes.
+    /// Offset of the first byte in the mapping. These bytes have no other owner.
     start: usize,
     len: usize,
 }
@@ -42,7 +48,7 @@ pub(crate) struct HugeMap {
 /// A mapping. Parts of it are given out one after another, none twice.
 struct Region {
     map: MmapRaw,
-    /// Where the first huge page may begin.
+    /// Offset of the first possible huge page.
     start: usize,
 }
 
@@ -55,7 +61,7 @@ struct Shared {
 /// The process's shared region: memory packed one after another lies side by side.
 static SHARED: Mutex<Option<Shared>> = Mutex::new(None);
 
-/// Of a shared region. On average half a huge page is lost at its end: 1.6 %.
+/// Size of a shared region. On average half a huge page is lost at its end: 1.6 %.
 const SHARED_BYTES: usize = 64 << 20;
 
 /// Least bytes for a mapping of its own. Half a huge page in small pages is at most 6 % of it. All
@@ -67,7 +73,6 @@ const OWN_FROM: usize = if cfg!(target_os = "linux") {
 };
 
 impl Region {
-    /// Of `len` bytes.
     fn new(len: usize) -> Result<Self, Error> {
         let map = MmapRaw::from(reserve(len.saturating_add(HUGE_PAGE))?);
         let start = map.as_ptr().align_offset(HUGE_PAGE);
@@ -115,7 +120,7 @@ impl Drop for HugeMap {
         #[cfg(target_os = "linux")]
         {
             let pages = paceline_base::whole_pages(&(self.start..self.start + self.len));
-            // SAFETY: nobody else has these bytes, and they are not given out again.
+            // SAFETY: these bytes have no other owner, and are not handed out again.
             let _ = unsafe {
                 let advice = memmap2::UncheckedAdvice::DontNeed;
                 let map = &self.region.map;

@@ -1,4 +1,9 @@
-//! A training from start to end.
+//! A training from start to end: checkpoints, metrics and the steps between.
+//!
+//! Workers and the run exchange values and roots as files in the run's folder, a folder for each
+//! step. The roots of a layer are written while the layer before it is computed.
+//!
+//! `run.json` names the run's class. A worker whose class, version or device differs ends the run.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,10 @@
-//! Pages of layers that look at some of the positions only.
+//! Pages of layers that look at some of the positions only: windows, and states of fixed size.
+//!
+//! Such a page is cached together with the page of all positions of the same tokens. A prefix is
+//! reused as far as the pages exist that the next row looks at.
+//!
+//! Pages of states are large. Of those that a sequence lets go, the last two within the prompt and
+//! one in [`WindowPool::every`] stay cached. The others are free at once.
 
 use std::collections::BTreeMap;
 
