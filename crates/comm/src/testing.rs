@@ -46,7 +46,7 @@ pub fn sizes() -> &'static [u32] {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// "At once": how soon ranks must learn of a failure, less what the machine withheld. Up to 80
-/// ranks share the cores with other tests here. From DESIGN.md: death within 2 s.
+/// ranks share the cores with other tests here. ARCHITECTURE.md promises 2 s.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
 /// A rank that takes longer than this hangs: more than [`PATIENCE`].

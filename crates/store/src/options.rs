@@ -162,7 +162,7 @@ pub struct Deadlines {
 impl Default for Deadlines {
     fn default() -> Self {
         Self {
-            // DESIGN.md: whether the hub can be reached is decided in 3 seconds.
+            // docs/guide.md promises that the wheel is tried after 3 seconds.
             reach: Duration::from_secs(3),
             answer: Duration::from_secs(15),
             stall: Duration::from_secs(30),

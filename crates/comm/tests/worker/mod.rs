@@ -62,8 +62,8 @@ impl Drop for Worker {
     }
 }
 
-/// The bound of DESIGN.md: all other ranks know within this time of a rank that dies or stops, less
-/// what the machine withheld.
+/// The bound of ARCHITECTURE.md: all other ranks know within this time of a rank that dies or stops,
+/// less what the machine withheld.
 const BAR: Duration = Duration::from_secs(2);
 
 /// A silence that no rank reaches for want of a core: who is named then is known to have ended.
