@@ -1,6 +1,6 @@
-//! The shape of a model for planning. [`of`] reads it from a configuration that the engine
-//! computes. [`from_files`] reads it from a GGUF header or a `config.json`, experts and low ranks
-//! included. That is more than the engine can compute, since a plan only needs sizes.
+//! A model's sizes for the planner. [`of`] converts a configuration that a backend computes.
+//! [`from_files`] reads a GGUF header or a `config.json` without weights. It accepts more models
+//! than the backends compute, since a plan only needs sizes.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,10 +13,10 @@ use serde_json::Value;
 
 use crate::{Config, LayerCache, LayerShape, Role, Source};
 
-/// Longest `config.json` that is read: those of the largest families have some 100 KB.
+/// Maximum size of a `config.json`; those of the largest families have some 100 KB.
 const CONFIG_BYTES_MAX: u64 = 8 << 20;
 
-/// Where the `config.json` of DBRX has the numbers that others have under these names.
+/// Paths of DBRX's `config.json` for the fields that other families have under these names.
 const DBRX: [(&str, &str); 8] = [
     ("hidden_size", "/d_model"),
     ("num_attention_heads", "/n_heads"),
@@ -31,30 +31,28 @@ const DBRX: [(&str, &str); 8] = [
 /// Why a model's shape cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The files do not say a size that a plan needs.
+    /// A size that a plan needs is missing.
     #[error("the model's files do not say {gguf} ({hf} in config.json)")]
     Field {
-        /// Its name in GGUF files.
+        /// Key in GGUF files.
         gguf: String,
-        /// Its name in `config.json`.
+        /// Key in `config.json`.
         hf: String,
     },
-    /// The file is no GGUF file that can be read.
+    /// Not a readable GGUF file.
     #[error(transparent)]
     Gguf(#[from] gguf::Error),
-    /// The folder is no model that can be read.
+    /// Not a readable model folder.
     #[error(transparent)]
     Hf(#[from] hf::Error),
     #[error("{} is no JSON", path.display())]
     Json {
         path: PathBuf,
-        /// The fault and its place.
         source: serde_json::Error,
     },
     #[error("cannot read {}", path.display())]
     Read {
         path: PathBuf,
-        /// Error of the system.
         source: std::io::Error,
     },
     #[error(transparent)]
@@ -66,7 +64,7 @@ pub enum Error {
 /// stores.
 ///
 /// # Errors
-/// Faults of the files, by name.
+/// Names the field or the file.
 pub fn from_files(path: &Path, bits: Option<f64>) -> Result<ModelShape, Error> {
     let mut shape = if path.is_dir() {
         from_folder(path)?
@@ -82,7 +80,7 @@ pub fn from_files(path: &Path, bits: Option<f64>) -> Result<ModelShape, Error> {
     Ok(shape)
 }
 
-/// A JSON file of bounded size.
+/// Reads a JSON file of bounded size.
 fn json_at(path: &Path) -> Result<Value, Error> {
     let read = || {
         let mut text = String::new();
@@ -105,12 +103,12 @@ fn name_of(path: &Path) -> String {
         .map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
 }
 
-/// The fields of either format by the names of both.
+/// Field lookup by the names of both formats.
 struct Fields<'a> {
     number: &'a dyn Fn(&str, &str) -> Option<u64>,
-    /// The family as the format calls it.
+    /// Family name in the file's format.
     family: &'a str,
-    /// Kind of cache of each layer, where the file lists its layers.
+    /// Cache kind of each layer, if the file lists its layers.
     kinds: Option<Vec<Keeps>>,
 }
 
@@ -155,8 +153,9 @@ impl Fields<'_> {
         })
     }
 
-    /// Of so many layers every n-th looks at everything: as the file says, or as its family is
-    /// known to do. Other families that state a window do not use it, or use it nowhere here.
+    /// Sliding-window attention: every n-th of `layers` attends to all positions, as the file says
+    /// or by the family's default. Other families that state a window do not use it, or use it
+    /// nowhere here.
     fn sliding(&self, layers: u32) -> Option<Sliding> {
         let window = self.get("attention.sliding_window", "sliding_window");
         let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
@@ -175,13 +174,13 @@ impl Fields<'_> {
         })
     }
 
-    /// How many layers the file lists that keep `keeps`.
+    /// Number of listed layers with this cache kind.
     fn listed(&self, keeps: Keeps) -> Option<u32> {
         let kinds = self.kinds.as_ref()?.iter();
         u32::try_from(kinds.filter(|kind| **kind == keeps).count()).ok()
     }
 
-    /// Layers that use the caches of others, and layers that keep states.
+    /// Layers that share other layers' caches, and layers with recurrent states.
     fn caches(&self, layers: u32) -> Caches {
         let borrowed = self.get("attention.shared_kv_layers", "num_kv_shared_layers");
         let borrowed = borrowed.unwrap_or(0).min(layers.saturating_sub(1));
@@ -190,7 +189,7 @@ impl Fields<'_> {
         let states = match every.filter(|n| state_bytes > 0.0 && *n > 1) {
             Some(every) => layers - layers / every,
             None if state_bytes > 0.0 => {
-                let usual = layers - layers / 4; // as of all models that do not say
+                let usual = layers - layers / 4; // the default in all models without the field
                 self.listed(Keeps::State).unwrap_or(usual)
             }
             None => 0,
@@ -208,11 +207,11 @@ impl Fields<'_> {
         }
     }
 
-    /// The first layer whose cache others use, where those from `own` on use the last one of their
-    /// kind before.
+    /// First layer whose cache later layers use. Layers from `own` on use the cache of the last
+    /// earlier layer of their kind.
     fn first_keeper(&self, own: u32) -> u32 {
         let Some(kinds) = &self.kinds else {
-            return own.saturating_sub(2); // one of each kind, as in all models that share caches
+            return own.saturating_sub(2); // one of each kind, as in all models with shared caches
         };
         let (own_kinds, others) = kinds.split_at((own as usize).min(kinds.len()));
         let keeper = |kind: &Keeps| own_kinds.iter().rposition(|own| own == kind);
@@ -222,8 +221,8 @@ impl Fields<'_> {
             .unwrap_or(own)
     }
 
-    /// Bytes of a gated delta net's state in one layer: two pages of a sequence. Each has the state
-    /// at its start, the inputs of its convolution, keys and the differences.
+    /// Bytes of a gated delta net's state in one layer: two pages per sequence. Each page has its
+    /// initial state, the inputs of the convolution, keys and the differences.
     fn state_bytes(&self) -> Option<f64> {
         const PAGE: f64 = 64.0;
         let [key, heads, key_heads, value] = self.delta_sizes()?;
@@ -232,8 +231,7 @@ impl Fields<'_> {
         Some(2.0 * 4.0 * (rows + heads * (key + PAGE) * value))
     }
 
-    /// Size of a key, number of values' heads and of keys' heads, and size of a value in a gated
-    /// delta net.
+    /// Gated delta net: key size, value heads, key heads, value size.
     fn delta_sizes(&self) -> Option<[f64; 4]> {
         let size = |gguf, hf| self.get(gguf, hf).map(f64::from);
         let key = size("ssm.state_size", "linear_key_head_dim")?;
@@ -243,7 +241,8 @@ impl Fields<'_> {
         Some([key, heads, key_heads, value])
     }
 
-    /// Weights of a gated delta net: queries, keys, values, gates, output, two numbers a head.
+    /// Weights of a gated delta net: queries, keys, values, gates, output, and two numbers per
+    /// head.
     fn state_params(&self) -> Option<f64> {
         let [key, heads, key_heads, value] = self.delta_sizes()?;
         let width = f64::from(self.get("embedding_length", "hidden_size")?);
@@ -267,7 +266,8 @@ impl Fields<'_> {
         let rope = self
             .get("rope.dimension_count", "qk_rope_head_dim")
             .unwrap_or(64);
-        // GGUF files of absorbed models state latent sizes as key_length, those of a head apart.
+        // GGUF files of absorbed models give latent sizes in key_length, and head sizes in other
+        // keys.
         let key = self.get("attention.key_length_mla", "").unwrap_or(head_dim);
         let value = self
             .get("attention.value_length_mla", "v_head_dim")
@@ -286,7 +286,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Experts that every row has: their number, or as many as their width makes of `width` each.
+    /// Shared experts: the number in the file, or the shared width in multiples of `width`.
     fn shared_experts(&self, width: u32) -> u32 {
         let names = (
             "expert_shared_feed_forward_length",
@@ -298,7 +298,7 @@ impl Fields<'_> {
         count.or(wide).unwrap_or(0)
     }
 
-    /// Names of experts differ among families; the first that is there counts.
+    /// Families name expert fields differently; the first present field counts.
     fn moe(&self) -> Result<Option<Moe>, Error> {
         let first = |names: [(&str, &str); 3]| names.iter().find_map(|(g, h)| self.get(g, h));
         let experts = first([
@@ -344,7 +344,7 @@ impl Fields<'_> {
     }
 }
 
-/// The shape of a model that the engine computes, from its configuration; `source` has the bytes.
+/// The planner's shape of a computable model; `source` has the bytes.
 pub fn of(source: &Source, config: &Config) -> ModelShape {
     let mut shape = ModelShape {
         name: "local".to_owned(),
@@ -394,14 +394,15 @@ fn attention_of(config: &Config) -> Attention {
     }
 }
 
-/// The experts of a model's layers: after some without, all or every so many-th have them.
+/// Mixture of experts: leading dense layers, then experts in every layer or in every n-th.
 fn moe_of(config: &Config) -> Option<Moe> {
     let has_experts = |index: &usize| config.layers[*index].experts.is_some();
     let mut mixtures = (0..config.layers.len()).filter(has_experts);
     let first = mixtures.next()?;
     let of = config.layers[first].experts?;
     let every = mixtures.next().map_or(1, |second| second - first);
-    // Of every second layer, say, the first has one before it; where more are, those are dense.
+    // If every n-th layer has experts, the n - 1 dense layers before the first are part of the
+    // pattern. More leading layers are dense.
     let dense = if every > 1 && first + 1 == every {
         0
     } else {
@@ -418,7 +419,7 @@ fn moe_of(config: &Config) -> Option<Moe> {
     })
 }
 
-/// Layers that keep no keys and values of their own.
+/// Layers without keys and values of their own.
 fn caches_of(config: &Config) -> Caches {
     let layers = &config.layers;
     let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
@@ -436,7 +437,7 @@ fn caches_of(config: &Config) -> Caches {
     }
 }
 
-/// Weights of a gated delta net: queries, keys, values, gates and output, and two numbers a head.
+/// Weights of a gated delta net: queries, keys, values, gates and output, and two numbers per head.
 fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
     let LayerCache::Delta(_) = layer.cache else {
         return None;
@@ -446,7 +447,7 @@ fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
     Some(config.width as f64 * (keys + heads) as f64)
 }
 
-/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
+/// Layers with a sliding window. If windows differ, which no model has yet, the widest counts.
 fn windows_of(config: &Config) -> Option<Sliding> {
     let windows = config.layers.iter().filter_map(|layer| layer.window);
     Some(Sliding {
@@ -458,7 +459,7 @@ fn windows_of(config: &Config) -> Option<Sliding> {
 fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
     let meta = file.metadata();
     let arch = meta.str("general.architecture")?.to_owned();
-    // Some files have a list where layers differ; the largest serves every layer.
+    // Some files have a list with one value per layer; the largest counts for every layer.
     let number = |gguf: &str, _: &str| {
         let key = format!("{arch}.{gguf}");
         match meta.get(&key)? {
@@ -526,14 +527,14 @@ fn from_folder(path: &Path) -> Result<ModelShape, Error> {
             shape.bits = Bits::uniform(bits.clamp(1.0, 32.0));
             Ok(shape)
         }
-        // Without weights the configuration still says the shape.
+        // A folder without weights still has the shape in its configuration.
         Err(_) if config.is_file() => from_config(&stated, &json_at(&config)?),
         Err(error) => Err(error.into()),
     }
 }
 
 fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
-    // Models with pictures keep the text part apart.
+    // Multimodal models have the text part in an object of its own.
     let text = config.get("text_config").unwrap_or(config);
     let family = text.get("model_type").and_then(Value::as_str);
     let number = |_: &str, hf: &str| {
@@ -671,8 +672,8 @@ mod tests {
         assert!(shape.can_cut(13) && !shape.can_cut(14));
     }
 
-    /// Of 40 layers ten keep keys and values. A page of the others has 2 MiB of state, 2.5 MiB of
-    /// inputs and keys and 1 MiB of differences.
+    /// Of 40 layers ten have keys and values. A page of the others has 2 MiB of state, 2.5 MiB of
+    /// inputs and keys, and 1 MiB of differences.
     #[test]
     fn states_are_counted() {
         let config = serde_json::json!({
@@ -688,7 +689,8 @@ mod tests {
         assert!((345e6..349e6).contains(&bytes), "{bytes}");
     }
 
-    /// Qwen1.5-MoE with every second layer dense, its shared expert four times as wide as another.
+    /// Qwen1.5-MoE with every second layer dense; its shared expert is four times as wide as
+    /// another.
     #[test]
     fn interleaved_mixtures_and_wide_shared_experts_read() {
         let config = serde_json::json!({

@@ -1,4 +1,7 @@
-//! Where a model comes from, and what its weights are called there.
+//! Model files: opens a GGUF file or a Hugging Face folder, and maps roles to tensor names.
+//!
+//! Weight loading and the planner use it. It reads tensors without packing or checking them against
+//! a configuration.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,11 +17,11 @@ use crate::Error;
 use crate::families::{Family, FileNames, Stacks, dbrx_stem};
 use crate::role::{Nth, Part, Role};
 
-/// An opened model: a GGUF file (all its parts) or a Hugging Face folder.
+/// An opened model: a GGUF file with all its parts, or a Hugging Face folder.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
 pub enum Source {
-    /// A single file, or several that belong together.
+    /// A single file, or all parts of a divided one.
     Gguf(Gguf),
     /// A folder with `config.json` and safetensors.
     Hf(HfFolder),
@@ -28,7 +31,7 @@ impl Source {
     /// Opens `path`: a folder is read in the Hugging Face layout, anything else as GGUF.
     ///
     /// # Errors
-    /// [`Error::Gguf`], [`Error::Hf`]: what is wrong with the file, which is not kept open.
+    /// [`Error::Gguf`] and [`Error::Hf`] name the fault. The file is closed.
     pub fn open(path: &Path) -> Result<Self, Error> {
         if path.is_dir() {
             Ok(Self::Hf(HfFolder::open(path)?))
@@ -44,7 +47,7 @@ impl Source {
         }
     }
 
-    /// The name of a weight, without `.weight` or `.bias`.
+    /// Tensor name of a weight, without `.weight` or `.bias`.
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
@@ -54,7 +57,7 @@ impl Source {
                     Role::Layer(_, part) => part.expert(),
                     _ => None,
                 };
-                // MLX keeps experts apart.
+                // MLX stores each expert's matrix under its index.
                 let apart = expert.map(|nth| stem.replace(".mlp.", &format!(".{}.", nth.index)));
                 let apart = apart.filter(|apart| folder.has(&format!("{apart}.weight")));
                 apart.unwrap_or(stem)
@@ -63,7 +66,7 @@ impl Source {
         }
     }
 
-    /// The name of a weight. Some that are vectors end in another word, or in none.
+    /// Tensor name of a weight. Some vectors end in another word than `.weight`, or in none.
     fn name(&self, family: Family, role: Role) -> String {
         let stem = self.stem(family, role);
         match (self, role) {
@@ -78,10 +81,10 @@ impl Source {
         }
     }
 
-    /// The weight of `role`.
+    /// Reads the weight of `role`.
     ///
     /// # Errors
-    /// When the file lacks it, or stores it in a type that is not supported.
+    /// If the file lacks it, or stores it in an unsupported type.
     pub fn weight(&self, family: Family, role: Role) -> Result<Tensor, Error> {
         if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
             return match folder.quantised_expert(&module, nth.index, nth.of)? {
@@ -127,7 +130,7 @@ impl Source {
         self.opt_tensor(&self.name(family, role))
     }
 
-    /// Whether the file has the weight of `role` under its usual name, in whatever form.
+    /// Whether the file has the weight of `role` under its default name, in any format.
     pub(crate) fn has_any(&self, family: Family, role: Role) -> bool {
         let name = self.name(family, role);
         match self {
@@ -136,8 +139,8 @@ impl Source {
         }
     }
 
-    /// A matrix of DBRX that lies in one with others: queries, keys and values. The experts of
-    /// a layer lie so too, in folders that MLX did not write. `None` for other weights.
+    /// DBRX: a weight within a joined matrix of queries, keys and values, or of a layer's experts
+    /// in folders not written by MLX. `None` for other weights.
     fn joined(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
         if let Some((parts, own)) = self.joined_parts(family, role)? {
             let name = match (self, role) {
@@ -168,8 +171,8 @@ impl Source {
         rows_among(folder.tensor(&stack)?, nth.of, own).map(Some)
     }
 
-    /// Of a matrix that has queries, keys and values behind each other: how many heads these are,
-    /// and which of them `role` is. `None` for other weights and families.
+    /// Head count and own range of `role` in a joined matrix of queries, keys and values. `None`
+    /// for other weights and families.
     fn joined_parts(
         &self,
         family: Family,
@@ -191,7 +194,7 @@ impl Source {
         Ok(Some((all, own)))
     }
 
-    /// Query and KV heads of a family whose projections lie in one matrix, as the file says.
+    /// Query and KV heads of a family with joined projections, from the file.
     fn joined_heads(&self, family: Family) -> Result<[usize; 2], Error> {
         let [heads, kv_heads] = match self {
             Self::Gguf(file) => {
@@ -212,7 +215,7 @@ impl Source {
         Ok([heads, kv_heads.map_or(heads, |n| n as usize)])
     }
 
-    /// The stack of a folder of gpt-oss that an expert's matrix is in, and where.
+    /// The stacked tensor of a gpt-oss folder that has an expert's matrix, and its place there.
     fn stacked(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Wanted)> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
@@ -239,9 +242,9 @@ impl Source {
         ))
     }
 
-    /// The matrix of an expert out of a folder that has those of all experts as one tensor. There
-    /// the rows of up lie behind those of gate. Folders of Gemma 4 always have that form, others
-    /// perhaps, as transformers 5 writes them. `None` for other folders and weights.
+    /// An expert's matrix from a folder that stacks all experts in one tensor, where the rows of
+    /// `up` follow those of `gate`. Gemma 4 folders always have this layout; other families may, as
+    /// written by transformers 5. `None` for other folders and weights.
     fn behind(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return Ok(None);
@@ -266,8 +269,8 @@ impl Source {
         }
     }
 
-    /// The biases of all experts of a layer, `(experts, n)`. The numbers beside say which belong to
-    /// `role`: the first, and the distance from one to the next. `None` when the file has none.
+    /// Biases of all experts of a layer, `(experts, n)`, with the first row of `role` and the
+    /// stride between its rows. `None` if the file has none.
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
@@ -286,11 +289,11 @@ impl Source {
         Ok(self.opt_tensor(&name)?.map(|biases| (biases, first, step)))
     }
 
-    /// The weight of `role` as it lies in a folder that MLX quantised; `None` when it is in one
-    /// piece, or absent. Copies nothing, where [`weight`](Self::weight) joins the pieces.
+    /// The separate parts of a weight in a folder quantised by MLX; `None` if the weight is one
+    /// tensor, or absent. Copies nothing, while [`weight`](Self::weight) joins the parts.
     ///
     /// # Errors
-    /// When the pieces do not fit each other or the configuration.
+    /// If the parts do not fit each other or the configuration.
     pub fn quantised(&self, family: Family, role: Role) -> Result<Option<Quantised>, Error> {
         if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
             return Ok(folder.quantised_expert(&module, nth.index, nth.of)?);
@@ -309,8 +312,7 @@ impl Source {
         }
     }
 
-    /// The module of a folder of MLX's that holds all experts or heads of a layer, and which of
-    /// these `role` is.
+    /// Module of an MLX folder with all experts or heads of a layer, and the index of `role` there.
     fn mlx_stack(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Nth)> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
@@ -332,7 +334,7 @@ impl Source {
         there.then_some((folder, module, nth))
     }
 
-    /// Columns of `role`'s weight that share a scale, 1 for floats. Copies nothing.
+    /// Columns of `role`'s weight per scale, 1 for floats. Copies nothing.
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
@@ -375,14 +377,14 @@ impl Source {
     }
 }
 
-/// `name` as it is in `folder`. A decoder that was saved without its head, as those that make
-/// embeddings are, has no `model.` before its names.
+/// `name` as stored in `folder`. A decoder saved without its head, such as an embedding model, has
+/// no `model.` prefix.
 fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
     let bare = name.strip_prefix("model.").filter(|bare| folder.has(bare));
     bare.filter(|_| !folder.has(name)).unwrap_or(name)
 }
 
-/// Names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
+/// Tensor names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
 fn gguf_stem(family: Family, role: Role) -> String {
     let (layer, part) = match role {
         Role::TokenEmbedding => return "token_embd".to_owned(),
@@ -448,21 +450,22 @@ fn gguf_stem(family: Family, role: Role) -> String {
     format!("blk.{layer}.{name}")
 }
 
-/// Prefix of the names of a folder's weights. Models that also see or hear have their text part
-/// behind a name of its own: in transformers' order, or in MLX's.
+/// Prefix of a folder's tensor names. Multimodal models have a prefix for the text part, in
+/// transformers' or in MLX's order.
 fn prefix(folder: &HfFolder) -> &'static str {
     let begins = ["model.language_model", "language_model.model"];
     let there = |begin: &&str| folder.has(&format!("{begin}.embed_tokens.weight"));
     begins.into_iter().find(there).unwrap_or("model")
 }
 
-/// Names in the Hugging Face layout: `modeling_llama.py`, `modeling_gemma4.py` of transformers.
+/// Tensor names in the Hugging Face layout: `modeling_llama.py`, `modeling_gemma4.py` of
+/// transformers.
 fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     let (layer, part) = match role {
         Role::TokenEmbedding => return format!("{model}.embed_tokens"),
         Role::OutputNorm => return format!("{model}.norm"),
         Role::Output if model == "language_model.model" => {
-            return "language_model.lm_head".to_owned(); // in MLX's order
+            return "language_model.lm_head".to_owned(); // MLX's order
         }
         Role::Output => return "lm_head".to_owned(),
         Role::RopeFactors => return "rope_freqs".to_owned(),
@@ -522,7 +525,7 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     format!("{model}.layers.{layer}.{name}")
 }
 
-/// Names of experts in the Hugging Face layout that are not in stacks.
+/// Names of unstacked experts in the Hugging Face layout.
 fn hf_expert(names: &FileNames, part: Part) -> Option<String> {
     let FileNames { block, shared, .. } = names;
     let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names.expert[name]);
@@ -541,7 +544,7 @@ fn hf_expert(names: &FileNames, part: Part) -> Option<String> {
 }
 
 impl Part {
-    /// The expert or head that it is of, where a GGUF file has those of all behind each other.
+    /// Index of the expert or head whose matrices a GGUF file stacks.
     const fn expert(self) -> Option<Nth> {
         match self {
             Self::ExpertGate(e) | Self::ExpertUp(e) | Self::ExpertDown(e) => Some(e),
@@ -550,7 +553,7 @@ impl Part {
         }
     }
 
-    /// Whether its name in the Hugging Face layout ends in no other word.
+    /// Whether its name in the Hugging Face layout has no suffix.
     const fn is_bare_in_hf(self) -> bool {
         matches!(
             self,
@@ -565,8 +568,8 @@ impl Part {
     }
 }
 
-/// The matrix of an expert in a GGUF file whose layers have their experts in unusual tensors.
-/// Either each expert has one, as in early files of Mixtral, or gate and up lie behind each other.
+/// An expert's matrix in a GGUF file with an unusual layout: one tensor per expert, as in early
+/// files of Mixtral, or gate and up joined in one tensor.
 fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
     let (name, half) = match part {
         Part::ExpertGate(_) => ("gate", Some(0)),
@@ -589,7 +592,7 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
     }
 }
 
-/// The rows of the parts `own` of a matrix that consists of `parts` of as many rows each.
+/// Rows of the parts `own` of a matrix with `parts` parts of equal height.
 fn rows_among(mut tensor: Tensor, parts: usize, own: Range<usize>) -> Result<Tensor, Error> {
     let rows = tensor.shape.first().copied().unwrap_or(0);
     let each = rows.checked_div(parts).unwrap_or(0);
@@ -611,7 +614,7 @@ fn rows_among(mut tensor: Tensor, parts: usize, own: Range<usize>) -> Result<Ten
     Ok(tensor)
 }
 
-/// As [`rows_among`], of a matrix that MLX quantised.
+/// As [`rows_among`], for a matrix quantised by MLX.
 fn quantised_rows(matrix: &Quantised, parts: usize, own: Range<usize>) -> Result<Quantised, Error> {
     let each = matrix.rows.checked_div(parts).unwrap_or(0);
     let rows = own.start * each..own.end * each;
@@ -624,7 +627,7 @@ fn quantised_rows(matrix: &Quantised, parts: usize, own: Range<usize>) -> Result
     })
 }
 
-/// The first or the second half of the rows of a matrix.
+/// First or second half of a matrix's rows.
 fn half_of(mut tensor: Tensor, half: usize) -> Result<Tensor, Error> {
     let rows = tensor.shape[0];
     if !rows.is_multiple_of(2) {
@@ -641,7 +644,7 @@ fn half_of(mut tensor: Tensor, half: usize) -> Result<Tensor, Error> {
     Ok(tensor)
 }
 
-/// The part of one expert of a tensor `(experts, rows, columns)`.
+/// One expert's part of a tensor `(experts, rows, columns)`.
 fn of_expert(mut tensor: Tensor, Nth { index, of }: Nth) -> Result<Tensor, Error> {
     let got = tensor.shape.clone();
     if got.len() != 3 || got[0] != of {

@@ -15,22 +15,22 @@
 //! rank 5    19..30    6..9   2..3       8..12                 32768..49152
 //! ```
 //!
-//! Within a stage a rank owns the columns of the output projections that belong to whole *leaves*
-//! of the canonical sum ([`paceline_base::tree`]). It also owns the rows of the other matrices that
-//! feed them. So the sum over all ranks has the bits of one rank.
+//! Within a stage, a rank owns the columns of the output projections that belong to its *leaves* of
+//! the canonical sum ([`paceline_base::tree`]). It also owns the rows of the other matrices that
+//! produce them. So the sum over all ranks has the bits of one rank.
 //!
-//! **KV heads are replicated** where a cut falls between the query heads of one KV head: both sides
-//! hold it. The other way would be to cut between KV heads only. It would leave SmolLM2 (3 of them)
-//! at most 3 ranks, and 2 ranks would carry 6 and 3 query heads. Replication costs one head's
-//! keys and values (computed and cached twice) for each such cut. It balances to one query head.
+//! **KV heads are replicated** where a cut falls between the query heads of one KV head: both ranks
+//! hold it. Cutting between KV heads only would leave SmolLM2 (3 of them) at most 3 ranks, and 2
+//! ranks would have 6 and 3 query heads. Replication costs one head's keys and values (computed and
+//! cached twice) per such cut. It balances to one query head.
 //!
-//! **Attention can be repeated** on all ranks of a stage, which then share the experts alone
+//! **Attention can be repeated** on all ranks of a stage, which then share only the experts
 //! ([`StageKind::Experts`]). A layer takes one exchange instead of two, and every rank computes and
 //! caches all heads.
 //!
-//! **Shares are rounded once**, where a split is made, at each cut, so no rank is off by more than
-//! a leaf. From then on the split has whole numbers of leaves. A worker that is sent a split checks
-//! that they are those of its model, and rounds nothing.
+//! **Shares are rounded once**, when the split is made, at each cut, so no rank is off by more than
+//! a leaf. A split then has whole numbers of leaves. A worker checks a received split against its
+//! model and rounds nothing.
 
 mod error;
 
@@ -48,47 +48,38 @@ use crate::config::HeadOrder;
 use crate::{Config, LayerCache, LayerShape};
 pub use error::{Error, MAX_RANKS};
 
-/// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
-/// logits. Also rows of a matrix that ranks share by its outputs.
+/// Vocabulary rows per block: whole groups of every kernel, and 256 bytes of logits. Also the block
+/// of matrices that ranks divide by outputs.
 const ROW_BLOCK: usize = 64;
 
-/// In which directions a model is cut.
+/// How a model is divided.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SplitKind {
-    /// Tensor as far as there are heads to share, then pipeline.
+    /// Tensor split up to the number of heads, then pipeline.
     #[default]
     Auto,
-    /// All ranks share every layer.
+    /// Tensor parallel: all ranks share every layer.
     Tensor,
-    /// Every rank has layers of its own.
+    /// Pipeline parallel: every rank has its own layers.
     Pipeline,
     /// `tensor` ranks in each of `pipeline` stages.
-    Grid {
-        /// Ranks of a stage.
-        tensor: u32,
-        /// Stages.
-        pipeline: u32,
-    },
-    /// All ranks share the experts, and the feed-forward of layers without; each has all heads.
+    Grid { tensor: u32, pipeline: u32 },
+    /// Expert parallel: all ranks share the experts, and the feed-forward of dense layers; each has
+    /// all heads.
     Experts,
-    /// A grid whose stages share experts; stages without any share heads too.
-    GridOfExperts {
-        /// Ranks of a stage.
-        tensor: u32,
-        /// Stages.
-        pipeline: u32,
-    },
+    /// A grid whose stages share only experts; stages without experts share heads too.
+    GridOfExperts { tensor: u32, pipeline: u32 },
 }
 
-/// The parts of a layer that the ranks of a stage share.
+/// What the ranks of a stage divide.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StageKind {
     /// Heads and feed-forward: two exchanges a layer.
     #[default]
     Tensor,
-    /// Experts, or the feed-forward of a layer without; all have the attention: one exchange a
-    /// layer.
+    /// Experts, or the feed-forward of a dense layer; all ranks have the attention: one exchange
+    /// per layer.
     Experts,
 }
 
@@ -134,8 +125,8 @@ impl FromStr for SplitKind {
     }
 }
 
-/// A model cut over ranks: who holds what. Serialises as whole numbers, so that every rank cuts at
-/// the same places; a split from outside is [checked](Self::check) first.
+/// A model's split over ranks. Serialises as whole numbers, so that every rank cuts at the same
+/// places. A received split must pass [`check`](Self::check).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Split {
     stages: Vec<Stage>,
@@ -148,20 +139,19 @@ struct Stage {
     layers: Range<usize>,
     #[serde(default)]
     kind: StageKind,
-    /// How much each rank was to get, relative to the others of the stage.
+    /// Requested share of each rank, relative to the others of the stage.
     shares: Vec<u32>,
-    /// Leaves that each rank gets, for every number of leaves that the stage's layers have. None in
-    /// a split of a version that left the rounding to workers: it is refused.
+    /// Leaves of each rank, for every leaf count of the stage's layers. Empty in a split from a
+    /// version that left rounding to the workers: it is refused.
     #[serde(default)]
     dealt: Vec<Dealt>,
 }
 
-/// The leaves of a sum, dealt to the ranks of a stage in order.
+/// Assignment of a sum's leaves to the ranks of a stage, in order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Dealt {
-    /// How many there are.
     leaves: usize,
-    /// Behind the last leaf of each rank.
+    /// End of each rank's leaves.
     ends: Vec<usize>,
 }
 
@@ -173,8 +163,7 @@ impl Split {
         }
     }
 
-    /// Cuts a model over `ranks` ranks. `shares` says how much each gets, relative to the others;
-    /// empty for equal shares.
+    /// Splits a model over `ranks` ranks. `shares` are relative; empty means equal shares.
     ///
     /// # Errors
     /// [`Error`] names what does not fit.
@@ -213,8 +202,8 @@ impl Split {
         Ok(split)
     }
 
-    /// Cuts a model into stages, each of a kind, some layers and the shares of its ranks, as a
-    /// planner's placement has them.
+    /// Splits a model into the stages of a planner's placement: kind, layers and rank shares of
+    /// each.
     ///
     /// # Errors
     /// As [`check`](Self::check).
@@ -241,13 +230,13 @@ impl Split {
         stages.map(|stage| (stage.layers.clone(), &*stage.shares))
     }
 
-    /// The shared parts of each stage, in order.
+    /// Kind of each stage, in order.
     pub fn kinds(&self) -> impl Iterator<Item = StageKind> {
         self.stages.iter().map(|stage| stage.kind)
     }
 
-    /// The kind that [`plan`](Self::plan) takes for splits like it, of other shares; `None` where
-    /// some stages share experts and others do not.
+    /// The kind for [`plan`](Self::plan) that makes such a split with other shares; `None` if only
+    /// some stages share experts.
     pub fn kind(&self) -> Option<SplitKind> {
         let (tensor, pipeline) = (self.tensor_ranks() as u32, self.stages.len() as u32);
         let of_experts = self.kinds().filter(|kind| *kind == StageKind::Experts);
@@ -259,13 +248,13 @@ impl Split {
         }
     }
 
-    /// Whether ranks of a stage share experts alone.
+    /// Whether the ranks of a stage share only experts.
     fn shares_experts(&self) -> bool {
         self.kinds().any(|kind| kind == StageKind::Experts)
     }
 
-    /// Whether it is a split of `config`: every layer once, in order, ranks in order, and something
-    /// for each rank to hold.
+    /// Checks that it is a split of `config`: every layer once and in order, ranks in order, and
+    /// work for each rank.
     ///
     /// # Errors
     /// [`Error::Ranks`], [`Error::Layers`], [`Error::ZeroShare`], [`Error::Shared`],
@@ -326,17 +315,15 @@ impl Split {
         Ok(())
     }
 
-    /// Number of ranks.
     pub fn ranks(&self) -> u32 {
         self.stages.iter().map(|s| s.shares.len() as u32).sum()
     }
 
-    /// Number of pipeline stages.
     pub const fn stages(&self) -> usize {
         self.stages.len()
     }
 
-    /// Most ranks that share a layer.
+    /// Largest number of ranks that share a layer.
     pub fn tensor_ranks(&self) -> usize {
         self.stages
             .iter()
@@ -345,16 +332,16 @@ impl Split {
             .unwrap_or(1)
     }
 
-    /// The rank that gets the logits, chooses tokens and tells the others what to compute. It is
-    /// the first of the last stage, so that a token has the shortest way.
+    /// The rank that gets the logits, samples tokens and sends the others their plans. It is the
+    /// first of the last stage, which has the logits.
     pub fn leader(&self) -> Rank {
         Rank(self.stages.last().map_or(0, |stage| stage.first_rank))
     }
 
-    /// The part of the model that `rank` holds.
+    /// The part of the model on `rank`.
     ///
     /// # Panics
-    /// If there is no such rank, or it is no [split of](Self::check) `config`.
+    /// If there is no such rank, or the split does not [fit](Self::check) `config`.
     pub fn shard(&self, config: &Config, rank: Rank) -> Shard {
         let of = |s: &Stage| s.ranks().contains(&rank.0);
         let stage = self
@@ -405,7 +392,7 @@ impl fmt::Display for Split {
 }
 
 impl Stage {
-    /// Rounds shares to leaves. Layers that the model has not are left to [`Split::check`].
+    /// Rounds shares to leaves. [`Split::check`] reports layers that the model does not have.
     fn new(config: &Config, first_rank: u32, layers: Range<usize>, shares: Vec<u32>) -> Self {
         let deal = |leaves| Dealt {
             leaves,
@@ -424,8 +411,8 @@ impl Stage {
         self.first_rank..self.first_rank + self.shares.len() as u32
     }
 
-    /// Whether all leaves of its layers are dealt to its ranks, each once and in order, and a layer
-    /// has experts where these are shared.
+    /// Checks that every leaf of its layers belongs to one rank, in order, and that the layers of
+    /// an expert stage have experts.
     fn check(&self, config: &Config) -> Result<(), Error> {
         if self.kind == StageKind::Experts && !self.has_experts(config) {
             let layers = self.layers.clone();
@@ -448,21 +435,21 @@ impl Stage {
         own.iter().any(|layer| layer.experts.is_some())
     }
 
-    /// Behind the last of so many leaves of each rank; nothing where they are not dealt.
+    /// End of each rank's part of a sum of `leaves` leaves; empty if the split has no assignment.
     fn ends(&self, leaves: usize) -> &[usize] {
         let mut dealt = self.dealt.iter();
         let dealt = dealt.find(|dealt| dealt.leaves == leaves);
         dealt.map_or(&[][..], |dealt| &dealt.ends[..])
     }
 
-    /// The leaves of each rank, of so many.
+    /// Each rank's part of a sum of `leaves` leaves.
     fn leaves(&self, leaves: usize) -> Vec<Range<usize>> {
         let ends = self.ends(leaves);
         let starts = std::iter::once(0).chain(ends.iter().copied());
         starts.zip(ends).map(|(start, end)| start..*end).collect()
     }
 
-    /// The rows of each rank, of `n` that are dealt in blocks of [`ROW_BLOCK`].
+    /// Each rank's part of `n` rows, in blocks of [`ROW_BLOCK`].
     fn rows(&self, n: usize) -> Vec<Range<usize>> {
         let row = |block: usize| (block * ROW_BLOCK).min(n);
         let blocks = self.leaves(n.div_ceil(ROW_BLOCK)).into_iter();
@@ -470,7 +457,7 @@ impl Stage {
     }
 }
 
-/// The columns of a sum over ranks.
+/// Shape of a sum that is divided over ranks.
 #[derive(Clone, Copy, Debug)]
 struct Sum {
     cols: usize,
@@ -483,7 +470,6 @@ impl Sum {
         self.cols.div_ceil(self.leaf_cols)
     }
 
-    /// Of the attention's output projection.
     const fn attention(layer: &LayerShape) -> Self {
         Self {
             cols: layer.heads * layer.output_dim(),
@@ -491,7 +477,7 @@ impl Sum {
         }
     }
 
-    /// Of the down projection of a feed-forward that is not one of experts.
+    /// The down projection of a dense feed-forward.
     const fn dense(config: &Config, layer: &LayerShape) -> Self {
         Self {
             cols: layer.ffn,
@@ -499,7 +485,7 @@ impl Sum {
         }
     }
 
-    /// Of the layer's feed-forward; with experts the sum over these, a leaf each.
+    /// The layer's feed-forward. With experts it is the sum over them, one leaf each.
     fn feed_forward(config: &Config, layer: &LayerShape) -> Self {
         let experts = layer.experts.map(|experts| Self {
             cols: experts.leaves(),
@@ -509,8 +495,8 @@ impl Sum {
     }
 }
 
-/// Numbers of leaves of the sums of some layers, and of a layer of the usual sizes. Numbers of
-/// blocks of the rows that ranks share are among them too. Each number occurs once.
+/// All leaf counts of the sums of `layers` and of a default layer. Block counts of divided rows are
+/// included. Each count occurs once.
 fn leaf_counts(config: &Config, layers: &Range<usize>) -> BTreeSet<usize> {
     let own = config.layers.get(layers.clone()).unwrap_or_default();
     let usual = config.usual_layer();
@@ -550,7 +536,7 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
     }
 }
 
-/// Gives each stage its layers, at least one.
+/// Assigns each stage its layers, at least one.
 fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
     let layers = (0..config.layers.len())
         .filter(|layer| config.can_cut(*layer))
@@ -571,7 +557,7 @@ fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
     Ok(shares.iter().zip(ends).map(stage).collect())
 }
 
-/// Where each stage ends, so that the largest of (weights held / share) is smallest.
+/// End of each stage, so that the largest quotient of weights and share is smallest.
 ///
 /// The output head counts for the last stage. A dynamic programme over (stages, layers): with `s`
 /// stages and `n` layers it takes `s n^2` steps, under a second for a thousand of each.
@@ -587,7 +573,7 @@ fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
         let extra = if stage + 1 == stages { head } else { 0.0 };
         ((before[held.end] - before[held.start]) as f64 + extra) / shares[stage] as f64
     };
-    // best[n]: the largest cost of the stages so far when they hold n layers; from[s][n]: where
+    // best[n]: the smallest maximal cost of the stages so far with n layers; from[s][n]: where
     // stage s starts then.
     let mut best = vec![f64::INFINITY; layers + 1];
     best[0] = 0.0;
@@ -617,10 +603,10 @@ fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
     ends
 }
 
-/// Cuts `0..n` in proportion to `shares`, every cut rounded to the nearest.
+/// Divides `0..n` in proportion to `shares`, every cut rounded to the nearest.
 fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
     let total: u128 = shares.iter().map(|share| u128::from(*share)).sum();
-    let total = total.max(1); // shares of nothing are refused later
+    let total = total.max(1); // zero shares are refused later
     let mut sum = 0;
     let mut start = 0;
     let range = |share: &u32| {
@@ -633,17 +619,17 @@ fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
     shares.iter().map(range).collect()
 }
 
-/// The heads that a rank has of a layer.
+/// A rank's heads of a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HeadsHeld {
     /// Query heads.
     pub(crate) heads: Range<usize>,
-    /// KV heads that these need; another rank may have the first and the last too.
+    /// KV heads of these; other ranks may also have the first and the last.
     pub(crate) kv_heads: Range<usize>,
 }
 
 impl HeadsHeld {
-    /// The heads whose `columns` of the attention's output a rank owns.
+    /// The heads of a rank that owns `columns` of the attention output.
     fn new(layer: &LayerShape, columns: &Range<usize>) -> Self {
         let dim = layer.output_dim();
         let heads = columns.start / dim..columns.end / dim;
@@ -655,7 +641,7 @@ impl HeadsHeld {
         let first = heads.start % layer.kv_heads;
         let kv_heads = match heads.is_empty() {
             true => 0..0,
-            // A range of KV heads, or all of them where the range wraps around.
+            // A range of KV heads, or all of them if the range wraps around.
             false if interleaved && first + heads.len() <= layer.kv_heads => {
                 first..first + heads.len()
             }
@@ -671,7 +657,7 @@ impl HeadsHeld {
     }
 }
 
-/// A canonical sum cut over the ranks of a stage, as one of them sees it.
+/// A canonical sum divided over the ranks of a stage, as one of them sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeafCut {
     /// Leaves of the sum.
@@ -682,9 +668,9 @@ pub struct LeafCut {
     /// Leaves of each rank.
     ranges: Vec<Range<usize>>,
     index: usize,
-    /// The roots of all ranks, in rank order.
+    /// Roots of all ranks, in rank order.
     pub(crate) nodes: Vec<Node>,
-    /// How many of them each rank has.
+    /// Roots of each rank.
     pub(crate) roots: Vec<usize>,
 }
 
@@ -693,7 +679,7 @@ impl LeafCut {
         Self::over(sum, stage.leaves(sum.leaves()), index)
     }
 
-    /// A sum that every rank has whole: no other takes part.
+    /// A sum that every rank has whole.
     fn whole(sum: Sum) -> Self {
         Self::over(sum, std::iter::once(0..sum.leaves()).collect(), 0)
     }
@@ -715,8 +701,8 @@ impl LeafCut {
         }
     }
 
-    /// Roots of all ranks: so many times the values of the sum lie in the buffer that
-    /// [`complete`](Self::complete) takes.
+    /// Roots of all ranks; the buffer of [`complete`](Self::complete) holds one copy of the sum's
+    /// values for each.
     pub const fn all_roots(&self) -> usize {
         self.nodes.len()
     }
@@ -771,16 +757,15 @@ impl LeafCut {
 pub struct LayerCut {
     /// Query heads.
     pub heads: Range<usize>,
-    /// KV heads that these need.
+    /// KV heads of these.
     pub kv_heads: Range<usize>,
-    /// The heads of each rank of the stage; of this one alone where every rank has all.
+    /// Heads of each rank of the stage; only this rank's if every rank has all heads.
     pub(crate) heads_by_rank: Vec<HeadsHeld>,
-    /// The sum of the attention's output projection; over this rank alone where every rank has all
-    /// heads.
+    /// The sum of the attention's output projection; not divided if every rank has all heads.
     pub attention: LeafCut,
-    /// The sum of the down projection; of a layer with experts the sum over these, a leaf each.
+    /// The sum of the down projection; in a layer with experts the sum over them, one leaf each.
     pub feed_forward: LeafCut,
-    /// The sum of the down projection of a feed-forward that has experts beside it.
+    /// The sum of the dense down projection in a layer with parallel experts.
     beside: Option<LeafCut>,
 }
 
@@ -805,24 +790,24 @@ impl LayerCut {
         }
     }
 
-    /// Whether its rank has nothing of the layer that others have not.
+    /// Whether the rank has no exclusive part of the layer.
     fn is_empty(&self) -> bool {
         let beside = self.beside.as_ref().is_none_or(LeafCut::is_empty);
         let attention = self.repeats_attention() || self.attention.is_empty();
         attention && self.feed_forward.is_empty() && beside
     }
 
-    /// Whether every rank of the stage, of several, has the whole attention.
+    /// Whether the stage has several ranks that all compute the whole attention.
     pub(crate) const fn repeats_attention(&self) -> bool {
         self.attention.ranges.len() < self.feed_forward.ranges.len()
     }
 
-    /// The place of this rank's heads in `heads_by_rank`.
+    /// Index of this rank's heads in `heads_by_rank`.
     pub(crate) const fn heads_place(&self) -> usize {
         self.attention.index
     }
 
-    /// The sum of the down projection, of a layer that has a feed-forward.
+    /// The sum of the down projection of a dense feed-forward.
     pub const fn dense(&self) -> &LeafCut {
         match &self.beside {
             Some(beside) => beside,
@@ -839,24 +824,23 @@ impl LayerCut {
 /// A rank's part of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// Whose it is.
     pub rank: Rank,
-    /// Its pipeline stage, from 0.
+    /// Pipeline stage, from 0.
     pub stage: usize,
     /// Number of stages.
     pub stages: usize,
     /// Layers of the stage.
     pub layers: Range<usize>,
-    /// Its part of a layer of the model's usual sizes.
+    /// Its part of a layer of the model's default sizes.
     pub usual: LayerCut,
     /// Its part of each of its layers.
     own: Vec<LayerCut>,
-    /// Rows of the output head, by rank of the stage; none but in the last.
+    /// Rows of the output head, by rank of the stage; empty outside the last stage.
     pub(crate) vocab: Vec<Range<usize>>,
-    /// Outputs of the matrices that are summed over ranks, by rank of the stage, for those that
-    /// compute them whole instead.
+    /// Rows of the matrices that are usually summed over ranks, by rank of the stage. MLX computes
+    /// such rows whole instead.
     pub(crate) outputs: Vec<Range<usize>>,
-    /// Place among the ranks of the stage.
+    /// Index among the ranks of the stage.
     pub(crate) index: usize,
     /// Ranks of this stage, of the one before, and of the one after.
     pub(crate) stage_ranks: Range<u32>,
@@ -865,7 +849,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Whether it embeds tokens: it is in the first stage.
+    /// Whether it embeds tokens: only the first stage does.
     pub const fn embeds(&self) -> bool {
         self.stage == 0
     }
@@ -875,7 +859,7 @@ impl Shard {
         self.stage + 1 == self.stages
     }
 
-    /// Whether it gets the logits and leads the others.
+    /// Whether this rank is the leader, which gets the logits.
     pub const fn leads(&self) -> bool {
         self.has_head() && self.index == 0
     }
@@ -893,28 +877,27 @@ impl Shard {
         &self.own[index - self.layers.start]
     }
 
-    /// Its parts of its layers, in order.
     pub(crate) fn each_layer(&self) -> std::slice::Iter<'_, LayerCut> {
         self.own.iter()
     }
 
-    /// Columns of the feed-forward of a layer of the model's usual sizes.
+    /// Feed-forward columns in a layer of the model's default sizes.
     pub fn ffn(&self) -> Range<usize> {
         self.usual.ffn()
     }
 
-    /// Ranks that share this one's layers.
+    /// Ranks that share this rank's layers.
     pub fn stage_ranks(&self) -> Range<u32> {
         self.stage_ranks.clone()
     }
 
-    /// The rank of the stage before that sends this one its input.
+    /// The rank of the previous stage that sends this rank its input.
     pub(crate) fn source(&self) -> Option<Rank> {
         let before = self.before.as_ref()?;
         Some(Rank(before.start + self.index as u32 % before.len() as u32))
     }
 
-    /// The ranks of the stage after that get this one's output.
+    /// The ranks of the next stage that receive this rank's output.
     pub(crate) fn targets(&self) -> impl Iterator<Item = Rank> {
         let (mine, n) = (self.index as u32, self.stage_ranks.len() as u32);
         let after = self.after.clone().unwrap_or(0..0);

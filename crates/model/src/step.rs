@@ -1,4 +1,8 @@
-//! Steps: a batch of rows through all layers, in buffers that were allocated once.
+//! A step: a batch of rows through all layers of this rank, in buffers that are allocated once.
+//!
+//! [`Workspace`] has the buffers. [`Step`] implements the operations of `families::LayerStep` on
+//! the CPU kernels. [`Model`] drives it; the submodules have the operations with buffers of their
+//! own.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -43,14 +47,14 @@ use per_layer::PerLayerRows;
 use projections::{Projected, Projections};
 use sums::Sums;
 
-/// Working memory of [`Model::forward`], for batches up to a size; allocated once.
+/// Buffers of [`Model::forward`], for batches up to a size; allocated once.
 ///
 /// H, K, F and V are this rank's heads, KV heads, feed-forward columns and rows of the head. D and
-/// E are the sizes of a key and of a value. Of layers that differ, the largest product counts.
+/// E are the sizes of a key and of a value. If layers differ, the largest product counts.
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
-    /// `(T, C)`; exchanged with other stages.
+    /// `(T, C)`; sent to and received from other stages.
     residual: Memory<f32>,
     sums: Sums,
     /// `(T, C)`, quantised
@@ -61,28 +65,28 @@ pub struct Workspace {
     k: Memory<f32>,
     /// `(T, K E)`
     v: Memory<f32>,
-    /// `(T, H E)`, as attention leaves it, then quantised
+    /// `(T, H E)`: attention output, then quantised
     attended: Inputs,
     /// `(T, F)` each
     gate: Memory<f32>,
     up: Memory<f32>,
     /// `(T, F)`, quantised
     hidden: Inputs,
-    /// Where queries and keys have norms over all heads.
+    /// For norms over all heads.
     projections: Option<Projections>,
-    /// Where attention is latent.
+    /// For latent attention.
     latents: Option<Latents>,
-    /// Where heads have gates or layers are gated delta nets.
+    /// For gated heads and gated delta nets.
     mixer: Option<Mixer>,
-    /// Where layers have experts.
+    /// For layers with experts.
     experts: Option<Routed>,
-    /// `(T, C)`: what a feed-forward gave that has experts beside it; empty where none has.
+    /// `(T, C)`: output of the dense feed-forward in layers with parallel experts; otherwise empty.
     aside: Memory<f32>,
-    /// Where layers have embeddings of their own.
+    /// For per-layer embeddings.
     per_layer: Option<PerLayerRows>,
     /// `(rope, T, pairs)`
     angles: Vec<Vec<(f32, f32)>>,
-    /// `(R, C)`, quantised: the rows whose logits are wanted
+    /// `(R, C)`, quantised: the rows that need logits
     head_x: Activations,
     /// `(R, V)`; empty when this rank has all of the vocabulary.
     own_logits: Memory<f32>,
@@ -91,14 +95,14 @@ pub struct Workspace {
     /// Logits of one rank; at the leader.
     received: Memory<f32>,
     wanted: Vec<usize>,
-    /// Whether wanted rows are normed and have no logits.
+    /// Whether rows are normed only, without logits.
     is_headless: bool,
-    /// The plan of the step, for the other ranks or from the leader.
+    /// The step's plan, to send or received.
     words: Vec<u32>,
-    /// Empty: memory that each step describes its sequences in.
+    /// Empty between steps: memory for the sequences of a step.
     sequences: Vec<AttentionRows<'static>>,
     scratch: AttentionScratch,
-    /// For the second half of a step, where halves overlap.
+    /// For the second half of a step, with overlap.
     pub(crate) second: Option<Box<Self>>,
 }
 
@@ -124,8 +128,8 @@ impl Workspace {
         }
     }
 
-    /// As [`new`](Self::new), for steps that give the [normed rows](Self::normed) that are wanted
-    /// and no logits. The model must not be split.
+    /// As [`new`](Self::new), for steps that give [normed rows](Self::normed) instead of logits.
+    /// The model must not be split.
     pub(crate) fn headless(model: &Model, size: BatchSize) -> Self {
         let logit_rows = 0;
         let head = model.head().map(|(_, output)| &output.matrix);
@@ -138,7 +142,7 @@ impl Workspace {
         }
     }
 
-    /// Wanted row `i` of the last step behind the output norm, `(C,)`.
+    /// Requested row `i` of the last step after the output norm, `(C,)`.
     pub(crate) fn normed(&self, i: usize) -> &[f32] {
         self.head_x.row(i)
     }
@@ -166,7 +170,7 @@ impl Workspace {
         let head = model.head().map(|(_, output)| &output.matrix);
         let inputs = model.per_layer().map(|inputs| &inputs.projection);
         let has_beside = c.layers.iter().any(|layer| layer.dense_beside);
-        // Results of products begin at cache lines, whole ones of which are stored.
+        // Products store whole cache lines, so their outputs begin at cache lines.
         let rows = |n: usize| Memory::new(None, size.rows * n);
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
@@ -223,7 +227,6 @@ impl Workspace {
         }
     }
 
-    /// The largest batch.
     pub const fn size(&self) -> BatchSize {
         self.size
     }
@@ -232,7 +235,7 @@ impl Workspace {
         &mut self.words
     }
 
-    /// Puts the first `second` rows of logits in `of` behind the `first` that are here.
+    /// Copies the first `second` rows of logits of `of` behind the `first` rows here.
     pub(crate) fn take_logits(&mut self, first: usize, of: &Self, second: usize) {
         let vocab = of.logits.len() / of.size.logit_rows.max(1);
         let to = &mut self.logits[first * vocab..(first + second) * vocab];
@@ -245,7 +248,7 @@ impl Workspace {
     }
 }
 
-/// Inputs of products with `matrices`, as these read them.
+/// Input buffer for products with `matrices`, in the format these read.
 fn activations<'a>(
     model: &Model,
     max_rows: usize,
@@ -256,8 +259,8 @@ fn activations<'a>(
     kernels.activations(max_rows, cols, model.precision(), matrices)
 }
 
-/// Memory for `len` values that ranks send to each other or receive. It is registered with their
-/// groups, so that devices that can do so move it without a copy.
+/// Memory for `len` values that ranks exchange. It is registered with their groups, so that RDMA
+/// devices transfer it without a copy.
 fn exchanged(model: &Model, len: usize) -> Memory<f32> {
     Memory::new(model.links().map(|links| &*links.world), len)
 }
@@ -267,7 +270,7 @@ fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
     model.config().ropes.iter().map(room).collect()
 }
 
-/// The embedding of a token, `(C,)`, as it begins its way through the layers.
+/// Embedding of a token, `(C,)`, with the model's scale.
 fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
     model.embedding().row(token, out);
     let scale = model.config().embedding_scale;
@@ -276,7 +279,8 @@ fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
     }
 }
 
-/// The sequences of a batch, once for each of `kinds` kinds of layers, in the memory of `empty`.
+/// The sequences of a batch, repeated for each of `kinds` kinds of layers, in the memory of
+/// `empty`.
 fn attention_rows<'b>(
     batch: &Batch<'b>,
     kinds: usize,
@@ -288,8 +292,8 @@ fn attention_rows<'b>(
     sequences
 }
 
-/// Empties a vector and keeps its memory for elements of another lifetime: collecting in place
-/// does not allocate.
+/// Clears a vector and reuses its memory for elements of another lifetime: collecting in place does
+/// not allocate.
 fn without_rows<'b>(mut rows: Vec<AttentionRows<'_>>) -> Vec<AttentionRows<'b>> {
     rows.clear();
     rows.into_iter()
@@ -297,28 +301,28 @@ fn without_rows<'b>(mut rows: Vec<AttentionRows<'_>>) -> Vec<AttentionRows<'b>> 
         .collect()
 }
 
-/// A step in progress: what the layers of a family work on.
+/// A running step: the state that a family's layer code operates on.
 #[derive(Debug)]
 pub(crate) struct Step<'m, 'b> {
     model: &'m Model,
     batch: &'b Batch<'b>,
     ws: &'b mut Workspace,
-    /// Used by one half at a time, in turn.
+    /// The halves lock it in turn.
     cache: &'b Mutex<&'m mut KvCache>,
     /// The sequences of the batch, for each kind of layers.
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
-    /// Rows that have adapters.
+    /// Rows with adapters.
     adapted: Vec<Run>,
-    /// Of this half, where it is one.
+    /// Turn of this half, if the step has halves.
     turn: Option<Turn<'b>>,
-    /// Layer of the model.
+    /// Current layer of the model.
     index: usize,
 }
 
 impl<'m, 'b> Step<'m, 'b> {
-    /// Starts a step: embeds the tokens or takes the residual from the stage before, and prepares
-    /// the rotations.
+    /// Starts a step: embeds the tokens or receives the residual of the previous stage, and
+    /// computes the rotation angles.
     pub(crate) fn new(
         model: &'m Model,
         batch: &'b Batch<'b>,
@@ -363,12 +367,12 @@ impl<'m, 'b> Step<'m, 'b> {
         Ok(step)
     }
 
-    /// Goes on to layer `index` of the model.
+    /// Sets the current layer to `index` of the model.
     pub(crate) const fn enter(&mut self, index: usize) {
         self.index = index;
     }
 
-    /// The layer that it is at, and this rank's part of it.
+    /// Shape of the current layer, and this rank's part of it.
     fn layer(&self) -> (&'m LayerShape, &'m LayerCut) {
         let model = self.model;
         (
@@ -377,19 +381,19 @@ impl<'m, 'b> Step<'m, 'b> {
         )
     }
 
-    /// The place of a layer among those that this rank holds.
+    /// Index of a layer among those of this rank.
     fn held(&self, layer: usize) -> usize {
         layer - self.model.shard().layers.start
     }
 
-    /// The sequences of the batch as this layer sees them.
+    /// The batch's sequences for the kind of the current layer.
     fn sequences(&self) -> Range<usize> {
         let n = self.batch.sequences.len();
         let kind = self.model.kinds().of(self.index);
         kind * n..(kind + 1) * n
     }
 
-    /// q, k, v -> attended (T, H E), by states
+    /// q, k, v -> attended (T, H E), by recurrent states
     fn recur(&mut self, recurrence: &'static dyn Recurrence) {
         let (shape, cut) = self.layer();
         let (held, sequences) = (self.held(self.index), self.sequences());
@@ -419,7 +423,7 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
-    /// tokens -> the inputs of layers that have embeddings of their own
+    /// tokens -> inputs of the per-layer embeddings
     fn prepare_per_layer(&mut self) {
         let model = self.model;
         let (Some(weights), Some(buffers)) = (model.per_layer(), &mut self.ws.per_layer) else {
@@ -443,8 +447,8 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
-    /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
-    /// (R, V) at the leader; returns R there.
+    /// Sends the residual stream (T, C) to the next stage, or computes the requested logits (R, V)
+    /// at the leader; returns R there.
     pub(crate) fn finish(mut self) -> Result<usize, Error> {
         self.ws.sequences = without_rows(std::mem::take(&mut self.sequences));
         let (model, shard) = (self.model, self.model.shard());
@@ -459,7 +463,7 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
-    /// The logits of the wanted rows, at the leader.
+    /// Logits of the requested rows, at the leader.
     fn logits(self, norm: &[f32], output: &Linear) -> Result<usize, Error> {
         let (model, ws) = (self.model, &mut *self.ws);
         let rows = Self::raw_logits(model, self.batch, ws, norm, output)?;
@@ -470,7 +474,7 @@ impl<'m, 'b> Step<'m, 'b> {
         Ok(rows)
     }
 
-    /// As [`logits`](Self::logits), as the head gives them.
+    /// As [`logits`](Self::logits), before the soft cap.
     fn raw_logits(
         model: &Model,
         batch: &Batch<'_>,
@@ -958,7 +962,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
 }
 
 /// # Panics
-/// If no experts are beside the layer's feed-forward.
+/// If the layer has no parallel experts.
 const fn beside(w: &Layer) -> &weights::Beside {
     w.beside.as_ref().expect("loaded for this family")
 }
@@ -980,8 +984,8 @@ fn add_bias(out: &mut [f32], bias: Option<&[f32]>, rows: usize) {
     }
 }
 
-/// The norm of a row of the residual, `(C,)`, as the family has it. Where it takes the mean away,
-/// that is a sum in f64 in the order of the row.
+/// Norm of a row of the residual, `(C,)`, in the family's form. A subtracted mean is summed in f64
+/// in the order of the row.
 fn norm_row(model: &Model, row: &[f32], weight: &[f32], out: &mut [f32]) {
     let (kernels, eps) = (model.kernels(), model.config().norm_eps);
     if model.config().family.centres_norms() {
@@ -995,7 +999,7 @@ fn norm_row(model: &Model, row: &[f32], weight: &[f32], out: &mut [f32]) {
     }
 }
 
-/// RMS norm of every run of `weight.len()` values.
+/// RMS norm of each run of `weight.len()` values.
 fn norm_in_place(model: &Model, x: &mut [f32], weight: &[f32]) {
     let (kernels, eps) = (model.kernels(), model.config().norm_eps);
     let parts = DisjointMut::new(x, weight.len());

@@ -1,14 +1,14 @@
-//! Spans of time that a rank records while it is traced: what it did, and when.
+//! Spans of a traced rank: what it did, and when. `paceline trace` draws them for all ranks.
 //!
 //! ```text
 //! leader    Schedule | Step: Plan, compute, Sum, compute, ... Logits | Choose | Between | ...
 //! follower  Plan (waits for the leader) | Step: compute, Sum, compute, ...            | Plan ...
 //! ```
 //!
-//! A [`Tracer`] that is off costs a relaxed load and a branch for each span, and reads no clock.
-//! Compute time is not recorded: it is the time of a [`Kind::Step`] beside the spans within it.
-//! Times count from the start of the trace. [`RankTrace::start_unix_ns`] places that on the
-//! machine's clock, so that the traces of several processes can be put side by side.
+//! An inactive [`Tracer`] costs a relaxed load and a branch per span, and reads no clock. Compute
+//! time is not recorded: it is the time of a [`Kind::Step`] minus the spans within it. Times count
+//! from the start of the trace. [`RankTrace::start_unix_ns`] maps that to the machine's clock, so
+//! that traces of several processes can be aligned.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,8 +17,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use paceline_base::lock;
 use serde::{Deserialize, Serialize};
 
-/// Most spans of a trace; later ones are counted and dropped. An 80-layer model in a tensor split
-/// records some 165 for each token: this is room for 1,500 tokens, in 12 MB.
+/// Maximum spans of a trace; later ones are counted and dropped. An 80-layer model in a tensor
+/// split records some 165 per token: this is room for 1,500 tokens, in 12 MB.
 pub const SPANS_MAX: usize = 1 << 18;
 
 /// Name of the thread that computes the second half of a step.
@@ -29,31 +29,31 @@ pub(crate) const SECOND_HALF: &str = "second half";
 pub enum Kind {
     /// The leader decides which rows a step computes.
     Schedule,
-    /// A step through this rank's layers, exchanges included; of a follower, from the moment at
-    /// which it has the plan. The number of the span is that of the rows, 0 where it is not known.
+    /// A step through this rank's layers, exchanges included. On a follower it starts when the plan
+    /// arrives. The span's number is the rows, 0 if unknown.
     Step,
-    /// The leader chooses tokens and makes text of them.
+    /// The leader samples tokens and decodes them to text.
     Choose,
-    /// The leader hands out replies and takes in requests between two steps.
+    /// The leader sends replies and admits requests between two steps.
     Between,
-    /// The plan of a step is sent, or waited for.
+    /// The plan of a step is sent, or awaited.
     Plan,
-    /// Sums of a layer are exchanged within the stage. The number of the span is the layer.
+    /// Sums of a layer are exchanged within the stage. The span's number is the layer.
     Sum,
-    /// The residual stream comes from the stage before.
+    /// The residual stream arrives from the previous stage.
     Receive,
-    /// The residual stream goes to the next stage.
+    /// The residual stream is sent to the next stage.
     Send,
-    /// Logits go to the leader.
+    /// Logits are sent to the leader.
     Logits,
     /// A half of a step, from its first turn to its end.
     Half,
-    /// A half exchanges, and waits for its turn before and after.
+    /// An exchange of a half, with the waits for its turn.
     Turn,
 }
 
 impl Kind {
-    /// Whether ranks exchange something, or wait for each other to do so.
+    /// Whether ranks exchange data in such a span, or wait to do so.
     pub const fn is_exchange(self) -> bool {
         matches!(
             self,
@@ -62,26 +62,24 @@ impl Kind {
     }
 }
 
-/// Something that took time.
+/// A traced interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Row", into = "Row")]
 pub struct Span {
-    /// The rank's activity.
     pub kind: Kind,
     /// 1 on the thread of a step's second half, else 0.
     pub lane: u8,
-    /// Plans that the leader had announced in this epoch, this one included: the same number on
-    /// all ranks.
+    /// Plans that the leader has announced in this epoch, this one included; equal on all ranks.
     pub step: u64,
-    /// The layer of a sum; the rows of a step.
+    /// Layer of a sum; rows of a step.
     pub n: u32,
-    /// Nanoseconds after the start of the trace.
+    /// Nanoseconds since the start of the trace.
     pub begin_ns: u64,
-    /// The same of its end.
+    /// Nanoseconds since the start of the trace.
     pub end_ns: u64,
 }
 
-/// A [`Span`] as it travels: no names, since there are thousands.
+/// Serialised form of a [`Span`]: without field names, since a trace has thousands.
 type Row = (Kind, u8, u64, u32, u64, u64);
 
 impl From<Row> for Span {
@@ -111,25 +109,25 @@ impl From<Span> for Row {
     }
 }
 
-/// Spans that a rank recorded from the start of a trace to its end.
+/// Spans of a rank from the start of a trace to its end.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankTrace {
-    /// The start by the machine's clock, in nanoseconds since 1970.
+    /// Start by the machine's clock, in nanoseconds since 1970.
     pub start_unix_ns: u64,
-    /// In the order in which they ended.
+    /// Ordered by their ends.
     pub spans: Vec<Span>,
     /// Spans beyond [`SPANS_MAX`].
     pub dropped: u64,
 }
 
-/// Records spans of a rank. Clones are the same.
+/// Records the spans of a rank. Clones share the record.
 #[derive(Clone, Debug, Default)]
 pub struct Tracer(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     is_on: AtomicBool,
-    /// Plans that were announced so far.
+    /// Announced plans so far.
     step: AtomicU64,
     book: Mutex<Book>,
 }
@@ -137,13 +135,13 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Book {
     start: Option<Instant>,
-    /// When this follower had its plan.
+    /// When this follower received its plan.
     planned: Option<Instant>,
     trace: RankTrace,
 }
 
 impl Tracer {
-    /// Records from now on, and forgets what was recorded before.
+    /// Starts recording and clears earlier spans.
     pub fn start(&self) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut book = lock(&self.0.book);
@@ -156,40 +154,39 @@ impl Tracer {
         self.0.is_on.store(true, Ordering::Relaxed);
     }
 
-    /// Records no more; what was recorded since [`start`](Self::start).
+    /// Stops recording and returns the spans since [`start`](Self::start).
     pub fn stop(&self) -> RankTrace {
         self.0.is_on.store(false, Ordering::Relaxed);
         std::mem::take(&mut *lock(&self.0.book)).trace
     }
 
-    /// The begin of a span; `None` while nothing is traced.
+    /// Start time of a span; `None` while no trace runs.
     pub fn begin(&self) -> Option<Instant> {
         self.0.is_on.load(Ordering::Relaxed).then(Instant::now)
     }
 
-    /// Records a span that [`begin`](Self::begin) began and that ends now.
+    /// Records a span that [`begin`](Self::begin) started and that ends now.
     pub fn end(&self, began: Option<Instant>, kind: Kind, n: usize) {
         if let Some(began) = began {
             self.record((began, kind, n), 0);
         }
     }
 
-    /// As [`end`](Self::end), of something that belongs to a step so many `ahead` of the last one
-    /// that was counted.
+    /// As [`end`](Self::end), for a span of the step `ahead` steps after the last counted one.
     pub(crate) fn end_ahead(&self, began: Option<Instant>, kind: Kind, ahead: u64) {
         if let Some(began) = began {
             self.record((began, kind, 0), ahead);
         }
     }
 
-    /// Notes that this follower has the plan of a step, which begins.
+    /// Marks that this follower has received the plan of a step, which starts now.
     pub fn begin_step(&self) {
         if let Some(now) = self.begin() {
             lock(&self.0.book).planned = Some(now);
         }
     }
 
-    /// Records the step that [`begin_step`](Self::begin_step) began; nothing where none did.
+    /// Records the step that [`begin_step`](Self::begin_step) started; no effect without one.
     pub fn end_step(&self) {
         if self.begin().is_some() {
             let planned = lock(&self.0.book).planned.take();
@@ -197,7 +194,7 @@ impl Tracer {
         }
     }
 
-    /// Counts a plan: what is recorded from now on belongs to the next step.
+    /// Counts a plan: later spans belong to the next step.
     pub fn next_step(&self) {
         self.0.step.fetch_add(1, Ordering::Relaxed);
     }
@@ -207,7 +204,7 @@ impl Tracer {
         let now = Instant::now();
         let mut book = lock(&self.0.book);
         let Some(start) = book.start else {
-            return; // stopped meanwhile
+            return; // stopped concurrently
         };
         if book.trace.spans.len() == SPANS_MAX {
             book.trace.dropped += 1;
@@ -259,7 +256,7 @@ mod tests {
         assert_eq!(steps, [(Kind::Plan, 1), (Kind::Plan, 2), (Kind::Step, 1)]);
     }
 
-    /// A follower waits for its plan for long before a trace begins.
+    /// A follower waits a long time for its plan before the trace starts.
     #[test]
     fn a_step_is_recorded_from_its_plan_on() {
         let tracer = Tracer::default();

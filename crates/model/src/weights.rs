@@ -1,4 +1,7 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
+//!
+//! [`Loader`] reads the parts of one rank from a [`Source`](crate::Source) and packs them for the
+//! kernels. [`Names`] is the unpacked, checked access, which MLX loading shares.
 
 mod latent;
 
@@ -29,11 +32,10 @@ pub(crate) struct Linear {
     pub(crate) bias: Option<Vec<f32>>,
 }
 
-/// A matrix whose input dimension is cut over the ranks of a stage: `(C, in)`.
+/// A matrix whose inputs are divided over the ranks of a stage: `(C, in)`.
 #[derive(Debug)]
 pub(crate) struct Summed {
-    /// Matrices, one for each root of this rank's leaves, with its first column in this rank's
-    /// input.
+    /// One matrix for each root of this rank's leaves, with its first column in this rank's input.
     pub(crate) roots: Vec<(usize, Packed)>,
     /// `(C,)`: added to the sum over all ranks.
     pub(crate) bias: Option<Vec<f32>>,
@@ -44,83 +46,82 @@ impl Summed {
         self.matrices().map(|matrix| matrix.bytes().0).sum()
     }
 
-    /// The matrices of all roots.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &Packed> {
         self.roots.iter().map(|(_, matrix)| matrix)
     }
 }
 
-/// A rank's weights of one layer; whole shapes in [`Part`].
+/// A rank's weights of one layer; [`Part`] has the whole shapes.
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
-    /// Of compressed queries, where there are such.
+    /// From the compressed query, if the layer compresses.
     pub(crate) query: Linear,
-    /// None where it uses another layer's.
+    /// `None` if it uses another layer's keys and values.
     pub(crate) key: Option<Linear>,
     pub(crate) value: Option<Linear>,
-    /// Where all heads share one key.
+    /// For latent attention.
     pub(crate) latent: Option<Box<Latent>>,
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
-    /// Further weights of a gated delta net.
+    /// Additional weights of a gated delta net.
     pub(crate) delta_net: Option<Box<DeltaNet>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
-    /// `(E,)`: ones, where values have a norm.
+    /// `(E,)`: ones, for values with a norm.
     pub(crate) value_norm: Option<Vec<f32>>,
-    /// Where a feed-forward has experts beside it.
+    /// For a dense feed-forward with parallel experts.
     pub(crate) beside: Option<Beside>,
-    /// Where a layer has embeddings of its own.
+    /// For per-layer embeddings.
     pub(crate) per_layer: Option<PerLayer>,
-    /// A factor of the residual behind the layer.
+    /// Factor of the residual after the layer.
     pub(crate) output_scale: Option<f32>,
 }
 
-/// The norms of a feed-forward and of the experts beside it, `(C,)` each.
+/// Norms of a dense feed-forward and of its parallel experts, `(C,)` each.
 #[derive(Debug)]
 pub(crate) struct Beside {
-    /// On the result of the feed-forward.
+    /// After the feed-forward.
     pub(crate) dense: Vec<f32>,
     /// Before the experts.
     pub(crate) before: Vec<f32>,
-    /// On their result.
+    /// After the experts.
     pub(crate) after: Vec<f32>,
 }
 
-/// How a layer's own embeddings get into the residual: every rank has all of it.
+/// Path of the per-layer embeddings into the residual; whole on every rank.
 #[derive(Debug)]
 pub(crate) struct PerLayer {
     /// `(P, C)`
     pub(crate) gate: Packed,
     /// `(C, P)`
     pub(crate) output: Packed,
-    /// `(C,)`, on what that gives.
+    /// `(C,)`: norm of the output.
     pub(crate) norm: Vec<f32>,
 }
 
-/// The embeddings of layers, and what a token's embedding adds to them.
+/// Per-layer embeddings, and the projection of the token embedding onto them.
 #[derive(Debug)]
 pub(crate) struct PerLayerInputs {
     /// `(vocabulary, layers * P)`
     pub(crate) embedding: AsStored,
-    /// `(layers held * P, C)`
+    /// `(this rank's layers * P, C)`
     pub(crate) projection: Packed,
     /// `(P,)`
     pub(crate) norm: Vec<f32>,
 }
 
-/// The second half of a layer.
+/// Feed-forward part of a layer.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Dense),
     Experts(Box<Experts>),
-    /// Both on the same rows, each with norms of its own.
+    /// Dense feed-forward and experts on the same rows, each with its own norms.
     Both(Dense, Box<Experts>),
 }
 
@@ -132,22 +133,22 @@ pub(crate) struct Dense {
     pub(crate) down: Summed,
 }
 
-/// The router, and a rank's experts.
+/// The router, and this rank's experts.
 #[derive(Debug)]
 pub(crate) struct Experts {
     /// `(experts, C)`, in f32.
     pub(crate) router: Linear,
-    /// `(experts,)`: added to weights for the choice alone.
+    /// `(experts,)`: bias of the router for the choice only.
     pub(crate) choice: Option<Vec<f32>>,
-    /// `(C,)`: the norm of what goes into the router, where that is not what goes into experts.
+    /// `(C,)`: norm of the router's input, if it differs from the experts' input.
     pub(crate) router_norm: Option<Vec<f32>>,
-    /// `(experts,)`: factors of weights.
+    /// `(experts,)`: factors of the experts' weights.
     pub(crate) scales: Option<Vec<f32>>,
-    /// `(1, C)`, in f32, where this rank has the shared expert and that a gate.
+    /// `(1, C)`, in f32: gate of the shared expert, if this rank has both.
     pub(crate) shared_router: Option<Packed>,
     /// Index of this rank's first expert.
     pub(crate) first: usize,
-    /// This rank's, the shared one behind the last.
+    /// This rank's experts, the shared one last.
     pub(crate) experts: Vec<Arc<Expert>>,
 }
 
@@ -160,7 +161,7 @@ pub(crate) struct Expert {
 }
 
 impl Experts {
-    /// The matrices that multiply rows after a norm.
+    /// Matrices whose input is a normed row.
     fn of_normed(&self) -> impl Iterator<Item = &Packed> {
         let experts = self.experts.iter();
         let experts = experts.flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
@@ -170,7 +171,7 @@ impl Experts {
 }
 
 impl FeedForward {
-    /// The matrices that multiply rows after a norm.
+    /// Matrices whose input is a normed row.
     fn of_normed(&self) -> Vec<&Packed> {
         let dense = self.opt_dense().into_iter();
         let dense = dense.flat_map(|dense| [&dense.gate.matrix, &dense.up.matrix]);
@@ -178,14 +179,14 @@ impl FeedForward {
         dense.chain(experts).collect()
     }
 
-    /// Bytes of the matrices that multiply hidden rows.
+    /// Bytes of the down projections.
     fn down_bytes(&self) -> u64 {
         let experts = self.experts().into_iter().flat_map(|own| &own.experts);
         let experts: u64 = experts.map(|expert| expert.down.matrix.bytes().0).sum();
         self.down().map_or(0, Summed::bytes) + experts
     }
 
-    /// The down projection, where there are not only experts.
+    /// The dense down projection, if there is one.
     pub(crate) fn down(&self) -> Option<&Summed> {
         self.opt_dense().map(|dense| &dense.down)
     }
@@ -212,12 +213,12 @@ impl FeedForward {
     }
 }
 
-/// A matrix as it lies in the mapped files. Of embeddings, rows are read from it one by one.
+/// A matrix in the mapped files. Embeddings are read from it row by row.
 #[derive(Debug)]
 pub(crate) enum AsStored {
-    /// Rows in one piece.
+    /// One tensor of rows.
     Whole(Tensor),
-    /// Integers, scales and biases apart, as MLX has them.
+    /// Separate integers, scales and biases, in MLX's layout.
     Mlx(Quantised),
 }
 
@@ -230,7 +231,7 @@ impl AsStored {
         }
     }
 
-    /// The first scale, or weight of a float type, that is infinite or NaN.
+    /// The first scale, or float weight, that is infinite or NaN.
     fn not_finite(&self, pool: &ThreadPool) -> Option<f32> {
         match self {
             Self::Whole(tensor) => not_finite(tensor.block_type, &tensor.bytes, pool),
@@ -247,7 +248,7 @@ impl AsStored {
         }
     }
 
-    /// Writes the embedding of `token`, `(width,)`, as stored.
+    /// Writes the stored embedding of `token`, `(width,)`.
     pub(crate) fn row(&self, token: u32, out: &mut [f32]) {
         match self {
             Self::Whole(tensor) => {
@@ -269,7 +270,7 @@ impl AsStored {
     }
 }
 
-/// A model's weights by what they do, checked against its configuration.
+/// Reads a model's weights by role, checked against its configuration.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Names<'a> {
     pub(crate) source: &'a Source,
@@ -281,7 +282,8 @@ impl Names<'_> {
         self.config.family
     }
 
-    /// A matrix `(out, in)`, nothing of it copied. All of it is there: no later read waits.
+    /// A matrix `(out, in)` without a copy. Waits until all of it is downloaded, so that later
+    /// reads do not block.
     pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
         Ok(match self.located(role, shape)? {
             AsStored::Whole(tensor) => AsStored::Whole(Tensor {
@@ -292,7 +294,7 @@ impl Names<'_> {
         })
     }
 
-    /// As [`as_stored`](Self::as_stored), but of a file that still arrives nothing is waited for.
+    /// As [`as_stored`](Self::as_stored), without waiting for a download.
     pub(crate) fn located(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
         if let Some(matrix) = self.source.quantised(self.family(), role)? {
             let got = [matrix.rows, matrix.cols];
@@ -302,15 +304,15 @@ impl Names<'_> {
         self.matrix(role, shape).map(AsStored::Whole)
     }
 
-    /// A matrix `(out, in)` in one piece: MLX's are joined, in memory.
+    /// A matrix `(out, in)` as one tensor; MLX's parts are joined in memory.
     pub(crate) fn matrix(&self, role: Role, shape: [usize; 2]) -> Result<Tensor, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         check_shape(&tensor, &shape)?;
         Ok(tensor)
     }
 
-    /// The bias `(n,)` of a matrix: qwen2 has one on queries, keys and values, gpt-oss more, other
-    /// files may.
+    /// Bias `(n,)` of a matrix. Required for queries, keys and values of qwen2 and for more of
+    /// gpt-oss; optional in other files.
     pub(crate) fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
         let needed = match role {
             Role::Layer(_, Part::Query | Part::Key | Part::Value) => self.family().has_qkv_biases(),
@@ -327,7 +329,7 @@ impl Names<'_> {
         bias.map(|bias| vector(&bias, n)).transpose()
     }
 
-    /// The bias `(n,)` of one expert's matrix.
+    /// Bias `(n,)` of one expert's matrix.
     pub(crate) fn expert_bias(
         &self,
         role: Role,
@@ -362,7 +364,7 @@ impl Names<'_> {
         }
     }
 
-    /// Refuses a router `(experts, C)` whose weights or biases are not numbers: its choice would
+    /// Refuses a router `(experts, C)` with weights or biases that are not finite: its choice would
     /// depend on the processor.
     pub(crate) fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.as_stored(role, shape)?;
@@ -394,7 +396,7 @@ impl Names<'_> {
         }
     }
 
-    /// The weights `(n,)` of a norm.
+    /// Weights `(n,)` of a norm.
     pub(crate) fn norm(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         let mut weights = vector(&tensor, n)?;
@@ -406,7 +408,7 @@ impl Names<'_> {
         Ok(weights)
     }
 
-    /// The weights of the norm before a router of its own, and what it is divided by.
+    /// Weights of the router's own norm, with its divisor.
     pub(crate) fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
         let width = self.config.width;
         let scale = self.finite(Role::Layer(layer, Part::RouterScale), width)?;
@@ -414,7 +416,7 @@ impl Names<'_> {
         Ok(scale.into_iter().map(|x| x * root).collect())
     }
 
-    /// The factor of a layer's residual, where the file has one.
+    /// Factor of a layer's residual, if the file has one.
     pub(crate) fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
         let role = Role::Layer(layer, Part::OutputScale);
         match self.source.opt_weight(self.family(), role)? {
@@ -435,15 +437,16 @@ impl Names<'_> {
     }
 }
 
-/// Whether scales of MLX's integers are bfloat16.
+/// Whether MLX stores scales as bfloat16.
 fn is_bf16(block_type: BlockType) -> bool {
     block_type.name().ends_with("BF16")
 }
 
-/// Bytes that a thread looks at before the next part: far more than it takes to ask for one.
+/// Bytes per task of the search for non-finite values: large against the cost of a task.
 const LOOKED_AT: usize = 1 << 18;
 
-/// As [`stored::not_finite`], on all threads; which of several is told may vary.
+/// As [`stored::not_finite`], on all threads. With several non-finite values, the reported one may
+/// vary.
 fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<f32> {
     let part = LOOKED_AT / block_type.bytes() * block_type.bytes();
     let found = Mutex::new(None);
@@ -456,11 +459,10 @@ fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<
     found.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Rows that a thread joins at a time: a hundred kilobytes of an 8B model's, far fewer than there
-/// are.
+/// Rows per task when joining: a hundred kilobytes of an 8B model, and many tasks per matrix.
 const ROWS_JOINED: usize = 64;
 
-/// Loads weights of one model.
+/// Loads and packs one rank's weights.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Loader<'a> {
     pub(crate) names: Names<'a>,
@@ -468,7 +470,8 @@ pub(crate) struct Loader<'a> {
     pub(crate) shard: &'a Shard,
     pub(crate) class: KernelClass,
     pub(crate) pool: &'a ThreadPool,
-    /// Whether as many experts of a layer are packed as a row uses, which every row chooses.
+    /// Whether only as many experts of a layer are packed as a row uses; every row is then routed
+    /// to these.
     pub(crate) few_experts: bool,
 }
 
@@ -478,8 +481,8 @@ impl Loader<'_> {
         self.names.as_stored(Role::TokenEmbedding, shape)
     }
 
-    /// The embeddings of layers, where they have some: all, and what multiplies them for the layers
-    /// that this rank holds.
+    /// Per-layer embeddings of the model, with the projection for this rank's layers; `None`
+    /// without.
     pub(crate) fn per_layer_inputs(&self) -> Result<Option<PerLayerInputs>, Error> {
         let (c, held) = (self.config, &self.shard.layers);
         let (p, all) = (c.per_layer, c.per_layer * c.layers.len());
@@ -497,7 +500,7 @@ impl Loader<'_> {
         }))
     }
 
-    /// A layer's own part of them.
+    /// Per-layer embedding weights of a layer.
     fn per_layer(&self, layer: usize) -> Result<Option<PerLayer>, Error> {
         let (p, width) = (self.config.per_layer, self.config.width);
         if p == 0 {
@@ -511,7 +514,7 @@ impl Loader<'_> {
         }))
     }
 
-    /// The norms of a feed-forward with experts beside it.
+    /// Norms of a dense feed-forward with parallel experts.
     fn beside(&self, layer: usize) -> Result<Option<Beside>, Error> {
         if !self.config.layers[layer].dense_beside {
             return Ok(None);
@@ -524,7 +527,7 @@ impl Loader<'_> {
         }))
     }
 
-    /// The second half of a layer.
+    /// Feed-forward part of a layer.
     fn feed_forward(&self, layer: usize) -> Result<FeedForward, Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
         let experts = shape.experts;
@@ -633,7 +636,7 @@ impl Loader<'_> {
         })
     }
 
-    /// The norms on queries and keys: of a head, or this rank's part of those over all heads.
+    /// Norms of queries and keys: per head, or this rank's part of a norm over all heads.
     fn query_key_norms(&self, layer: usize) -> Result<[Option<Vec<f32>>; 2], Error> {
         let (c, shape, cut) = (
             self.config,
@@ -663,7 +666,7 @@ impl Loader<'_> {
         ])
     }
 
-    /// The sinks of this rank's heads.
+    /// Attention sinks of this rank's heads.
     fn sinks(&self, layer: usize) -> Result<Option<Vec<f32>>, Error> {
         if !self.config.family.has_sinks_and_biases() {
             return Ok(None);
@@ -674,7 +677,7 @@ impl Loader<'_> {
         Ok(Some(all[heads].to_vec()))
     }
 
-    /// Expert `e` of a layer; behind the last the shared one.
+    /// Expert `e` of a layer; the index after the last is the shared one.
     fn expert(&self, layer: usize, of: config::Experts, e: usize) -> Result<Expert, Error> {
         let width = self.config.width;
         let nth = Nth {
@@ -708,7 +711,7 @@ impl Loader<'_> {
         })
     }
 
-    /// The experts `mine` of a layer, of which the one behind the last is the shared one.
+    /// Experts `mine` of a layer; the index after the last is the shared one.
     fn experts(
         &self,
         layer: usize,
@@ -733,7 +736,7 @@ impl Loader<'_> {
                     true => Some(few::preferring(of)),
                 },
             },
-            // It could outweigh the bias that chooses a few.
+            // It could outweigh the bias that selects the packed few.
             choice: (of.corrected && !self.few_experts)
                 .then(|| self.names.finite(role(Part::RouterChoice), of.count))
                 .transpose()?,
@@ -758,8 +761,8 @@ impl Loader<'_> {
         })
     }
 
-    /// Refuses a matrix of an expert whose weights are not all numbers. A row that chose it would
-    /// be none. Other rows, in its batch or not, would not tell.
+    /// Refuses an expert's matrix with values that are not finite. A row routed to it would become
+    /// NaN, while all other rows, even in the same batch, would look right.
     fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.names.as_stored(role, shape)?;
         match stored.not_finite(self.pool) {
@@ -771,7 +774,7 @@ impl Loader<'_> {
         }
     }
 
-    /// Packs all of a matrix; `as_f32` whatever the class.
+    /// Packs a whole matrix; `as_f32` overrides the class.
     fn whole(&self, role: Role, shape: [usize; 2], as_f32: bool) -> Result<Packed, Error> {
         let part = (0..shape[0], 0..shape[1]);
         self.packed(role, shape, part, |stored, mut options| {
@@ -780,7 +783,7 @@ impl Loader<'_> {
         })
     }
 
-    /// Packs the rows `mine` of a matrix and lets go of its file pages.
+    /// Packs the rows `mine` of a matrix and releases its file pages.
     fn rows(&self, role: Role, shape: [usize; 2], mine: Range<usize>) -> Result<Linear, Error> {
         let bias = self.names.bias(role, shape[0])?;
         let bias = bias.map(|bias| bias[mine.clone()].to_vec());
@@ -791,18 +794,18 @@ impl Loader<'_> {
         Ok(Linear { matrix, bias })
     }
 
-    /// Packs this rank's columns of a matrix, each root of its leaves apart.
+    /// Packs this rank's columns of a matrix, each root separately.
     fn summed(&self, role: Role, cols: usize, cut: &LeafCut) -> Result<Summed, Error> {
         let width = self.config.width;
         let bias = self.names.bias(role, width)?;
         let mine = cut.columns();
-        // Whole units: what is packed of one depends on all of it.
+        // Extended to whole units: the packed form of a column depends on its whole unit.
         let held = mine.start / UNIT * UNIT..mine.end.next_multiple_of(UNIT).min(cols);
         let held = if mine.is_empty() { mine.clone() } else { held };
         let part = (0..width, held.clone());
         let roots = self.packed(role, [width, cols], part, |stored, mut options| {
             options.leaf_cols = cut.leaf_cols;
-            // Of a file's matrix all columns are there, of a joined one those held.
+            // A matrix from the file has all columns, a joined one only those of `held`.
             let before = if stored.cols == cols { 0 } else { held.start };
             let root = |columns: Range<usize>| {
                 let first_col = columns.start - mine.start;
@@ -815,8 +818,8 @@ impl Loader<'_> {
         Ok(Summed { roots, bias })
     }
 
-    /// Finds a matrix, checks its shape, has the rows of `part` packed and lets go of the file's
-    /// pages. The packed matrix has all columns, or those of `part` where it had to be joined.
+    /// Finds a matrix, checks its shape, packs the rows of `part` and releases the file's pages.
+    /// The packed matrix has all columns, or those of `part` if it had to be joined.
     fn packed<T>(
         &self,
         role: Role,
@@ -830,7 +833,7 @@ impl Loader<'_> {
         };
         match self.names.located(role, shape)? {
             AsStored::Whole(tensor) => {
-                // Of a file that still arrives the other rows need not come.
+                // While the file downloads, only these rows must have arrived.
                 let row = tensor.bytes.len().checked_div(shape[0]).unwrap_or(0);
                 let mine = tensor.bytes.slice(rows.start * row..rows.end * row);
                 let mine = mine.expect("the rows are of the matrix").arrived()?;
@@ -858,7 +861,7 @@ impl Loader<'_> {
         }
     }
 
-    /// A part of a matrix that lies in pieces, in one piece: all threads join rows of it.
+    /// Joins a part of a matrix that is stored in separate tensors, on all threads.
     fn joined(
         &self,
         matrix: &Quantised,
@@ -866,7 +869,7 @@ impl Loader<'_> {
         cols: &Range<usize>,
     ) -> Result<MappedBytes, Error> {
         let row_bytes = cols.len() / matrix.block_type.len() * matrix.block_type.bytes();
-        let len = rows.len() * row_bytes; // none where a rank has no part, and maps are never empty
+        let len = rows.len() * row_bytes; // 0 for a rank without a part; maps are never empty
         let bytes = MappedBytes::filled(len.max(1), |out| {
             let out = &mut out[..len];
             let n = rows.len().div_ceil(ROWS_JOINED);
@@ -895,7 +898,7 @@ fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
     }
 }
 
-/// The factors of `rope_freqs`, if the file has them.
+/// Factors of `rope_freqs`, if the file has them.
 pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Vec<f32>>, Error> {
     let Some(tensor) = source.opt_weight(config.family, Role::RopeFactors)? else {
         return Ok(None);
@@ -953,7 +956,7 @@ impl Layer {
         )
     }
 
-    /// The matrices that multiply rows as wide as the residual.
+    /// Matrices whose input is as wide as the residual.
     pub(crate) fn of_normed(&self) -> Vec<&Packed> {
         let Self {
             query,

@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use paceline_base::Rank;
 
-/// Most ranks of a split. More than any published cluster of this kind by far; it bounds what a
-/// wrong argument can allocate.
+/// Maximum ranks of a split: far more than any published cluster of this kind. Bounds the memory
+/// that a wrong argument can allocate.
 pub const MAX_RANKS: u32 = 1024;
 
-/// Why a model cannot be cut like that.
+/// Why a split is not possible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The name of a split is not one.
+    /// An unknown split name.
     #[error(
         "split is {got:?}, expected auto, tensor, pipeline, experts, TENSORxPIPELINE (as 2x3) or \
          2x3-experts, up to {MAX_RANKS} each"
@@ -27,25 +27,21 @@ pub enum Error {
         ranks: u32,
     },
     #[error("{got} shares for {ranks} ranks, expected one for each")]
-    Shares {
-        /// Number of shares.
-        got: usize,
-        ranks: u32,
-    },
+    Shares { got: usize, ranks: u32 },
     #[error("the share of {rank} is 0, expected 1 or more")]
     ZeroShare { rank: Rank },
     #[error("{stages} pipeline stages for {layers} layers, expected at most one for each")]
     Stages {
         stages: u32,
-        /// Layers of the model, those that share a cache as one.
+        /// Layers of the model; those that share a cache count as one.
         layers: usize,
     },
-    /// Stages that do not have every layer of the model once, in order.
+    /// The stages do not cover every layer of the model once, in order.
     #[error("a stage of layers {layers:?} after {after} layers")]
     Layers {
-        /// Of the stage, or those that no stage has.
+        /// Layers of the stage, or the missing layers.
         layers: Range<usize>,
-        /// Layers of the stages before.
+        /// End of the earlier stages' layers.
         after: usize,
     },
     /// A cut between layers that share a cache.
@@ -53,26 +49,26 @@ pub enum Error {
         "no stage can begin with layer {layer}: a layer behind it uses the cache of one before"
     )]
     Shared { layer: usize },
-    /// Ranks of a stage are to share the experts of layers that have none.
+    /// A stage that shares experts has layers without experts.
     #[error("layers {layers:?} have no experts that ranks could share")]
     NoExperts { layers: Range<usize> },
-    /// A stage does not say which of its ranks has which leaves of a sum.
+    /// A stage does not assign every leaf of a sum to a rank.
     #[error("a stage of {ranks} ranks does not deal {leaves} leaves to all of them")]
     Leaves {
         /// Leaves of the sum, or blocks of rows.
         leaves: usize,
         ranks: usize,
     },
-    /// A rank of a tensor split is left without work.
+    /// A rank of a tensor split would have no work.
     #[error(
         "{rank} gets nothing: its stage shares {heads} blocks of heads and {ffn} blocks of \
          feed-forward over {tensor} ranks"
     )]
     NothingLeft {
         rank: Rank,
-        /// Leaves of the attention's sum.
+        /// Leaves of the attention sum.
         heads: usize,
-        /// Leaves of the feed-forward's sum.
+        /// Leaves of the feed-forward sum.
         ffn: usize,
         tensor: u32,
     },

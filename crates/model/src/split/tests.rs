@@ -1,4 +1,4 @@
-//! Every split gives each head, column, row and layer to some rank, as the documentation says.
+//! Every split assigns each head, column, row and layer to a rank, as the documentation says.
 
 use super::*;
 use crate::config::{Activation, Experts, Gating, LayerCache};
@@ -64,7 +64,7 @@ const EXPERTS: Experts = Experts {
     scaled: false,
 };
 
-/// SmolLM2 with 8 experts in all layers but the first, of which 2 are chosen.
+/// SmolLM2 with 8 experts in all layers but the first; each row uses 2.
 fn smollm2_of_experts() -> Config {
     let mut config = smollm2();
     for layer in &mut config.layers[1..] {
@@ -202,7 +202,7 @@ fn what_a_rank_receives_somebody_sends() {
     }
 }
 
-/// All ranks have the attention; experts, and the feed-forward of other layers, are shared.
+/// All ranks have the attention; they share experts, and the feed-forward of dense layers.
 #[test]
 fn ranks_that_share_experts_have_all_heads() {
     let config = smollm2_of_experts();
@@ -224,10 +224,10 @@ fn ranks_that_share_experts_have_all_heads() {
             assert_eq!(cut.ffn(), own, "rank {index}, layer {layer}");
         }
     }
-    // The attention that others have too is nothing of a rank's own.
+    // Repeated attention is no exclusive work of a rank.
     let error = Split::plan(&config, SplitKind::Experts, 24, &[]).unwrap_err();
     assert!(matches!(error, Error::NothingLeft { .. }), "{error}");
-    // Stages behind one another, as a planner may have them.
+    // Consecutive stages, as a planner makes them.
     let stages = [0..15, 15..30].map(|layers| (StageKind::Experts, layers, vec![1, 1]));
     let split = Split::of_stages(&config, stages).unwrap();
     let grid = SplitKind::GridOfExperts {
@@ -242,7 +242,7 @@ fn ranks_that_share_experts_have_all_heads() {
     assert_eq!(grid.to_string(), "2x2-experts");
     let planned = Split::plan(&config, grid, 4, &[]).unwrap();
     assert!(planned.kinds().all(|kind| kind == StageKind::Experts));
-    // The first layer has no experts, so that a stage of it alone shares heads too.
+    // The first layer has no experts, so that a stage with it alone shares heads too.
     let grid = SplitKind::GridOfExperts {
         tensor: 2,
         pipeline: 30,
@@ -253,7 +253,7 @@ fn ranks_that_share_experts_have_all_heads() {
     assert_eq!(planned.kind(), None);
 }
 
-/// Message of a split: whole numbers, which the other side checks.
+/// The serialised split has whole numbers, which the other side checks.
 #[test]
 fn a_split_is_told_with_the_leaves_of_each_rank() {
     let config = smollm2();
@@ -268,7 +268,7 @@ fn a_split_is_told_with_the_leaves_of_each_rank() {
         split
     );
 
-    // Nobody derives from the shares.
+    // No reader derives cuts from the shares.
     told["stages"][0]["shares"] = serde_json::json!([1, 1]);
     let other: Split = serde_json::from_value(told.clone()).unwrap();
     other.check(&config).unwrap();
@@ -349,7 +349,7 @@ proptest::proptest! {
             worst
         };
         let ends = layer_ends(&config, &shares);
-        // Every other way to cut, as combinations of increasing ends.
+        // All other cuts, as combinations of increasing ends.
         let mut best = f64::INFINITY;
         let mut try_ends = |ends: &[usize]| best = best.min(worst(ends));
         fn each(layers: usize, left: usize, ends: &mut Vec<usize>, f: &mut impl FnMut(&[usize])) {
