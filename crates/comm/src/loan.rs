@@ -1,5 +1,5 @@
-//! Loans: long payloads that the reader uses where the writer has them, instead of by way of a
-//! ring.
+//! Single-copy transfers: the reader uses a long payload in the writer's memory, instead of
+//! receiving it through a ring.
 //!
 //! ```text
 //! slot, 128 bytes, of the writer:  0 lent  8 revoked  16 at  24 address  32 bytes
@@ -7,25 +7,26 @@
 //!                  of the reader:  64 taken  72 able  80 returned
 //! ```
 //!
-//! A loan stands in for bytes of the stream at place `at`. A reader that has read the ring that far
-//! reads on in the loan. It lies at `address` in the writer's process, or at `offset` in a file of
-//! the writer that both have mapped (`regions`). The first is known as single copy, or CMA, in MPI
-//! libraries (Linux 3.2, `process_vm_readv(2)`). The second copies nothing that is reduced.
+//! A transfer replaces bytes of the stream at position `at`. A reader that has consumed the ring up
+//! to `at` continues with the transfer. Its bytes are at `address` in the writer's process, or at
+//! `offset` in a file of the writer that both have mapped (`regions`). MPI libraries call the first
+//! kind single copy, or CMA (Linux 3.2, `process_vm_readv(2)`). The second kind copies nothing that
+//! is reduced.
 //!
-//! There is at most one loan, and the writer writes nothing behind it before it is taken, so the
-//! order of the stream is kept. The writer leaves the bytes as they are until the loan is taken or
-//! it has revoked it. The reader checks for a revocation *after* it has used the bytes, and then
-//! throws away what it made of them.
+//! There is at most one transfer. The writer writes nothing behind it before it is complete, so the
+//! order of the stream is kept. The writer leaves the bytes unchanged until the transfer is
+//! complete or revoked. The reader checks for a revocation *after* it has used the bytes, and then
+//! discards its result.
 //!
-//! A writer that lends bytes to be reduced may let the reader put the result in their place: then
-//! nobody has to send it. A reader does so with all of a loan or says that it has not.
+//! The writer may let the reader write the reduced result back into the payload's place, so that
+//! nobody has to send it. A reader does so with the whole payload, or reports that it has not.
 //!
 //! `tests/loom.rs` runs this file under a model checker.
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
-/// The state of loans from one rank to another, in memory that both share. Zero is a value: no
-/// loan, and none wanted.
+/// The state of transfers from one rank to another, in memory that both share. Zero is a valid
+/// state: no transfer.
 #[repr(C, align(128))]
 pub(crate) struct Slot {
     offer: Line<Offered>,
@@ -37,14 +38,14 @@ struct Line<T>(T);
 
 /// Stored by the writer.
 struct Offered {
-    /// Loans so far.
+    /// Transfers so far.
     lent: AtomicU64,
-    /// The last one that was revoked.
+    /// Number of the last revoked transfer.
     revoked: AtomicU64,
     at: AtomicU64,
     address: AtomicU64,
     bytes: AtomicU64,
-    /// The descriptor of a file and 1, or 0.
+    /// The file's descriptor plus 1, or 0.
     file: AtomicU64,
     check: AtomicU64,
     offset: AtomicU64,
@@ -52,45 +53,44 @@ struct Offered {
 
 /// Stored by the reader.
 struct Taken {
-    /// Loans that were read to their end.
+    /// Number of the last completed transfer.
     taken: AtomicU64,
-    /// How this side can read the writer's memory: bits of [`Able`].
+    /// How the reader can access the writer's memory: bits of [`Able`].
     able: AtomicU64,
-    /// The last loan in whose place the reader has put a result.
+    /// Number of the last transfer whose result was written back.
     returned: AtomicU64,
 }
 
-/// How a reader can read the memory of a writer.
+/// How a reader can access the memory of a writer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Able {
-    /// All of it, by asking the system.
+    /// All of it, by `process_vm_readv`.
     pub(crate) reads: bool,
-    /// The part that lies in files that the writer shares.
+    /// The part in files that the writer shares, by mapping them.
     pub(crate) maps: bool,
 }
 
-/// Where lent bytes lie, if that is in a file which the reader can map.
+/// Location of a payload in a file that the reader can map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// The writer's descriptor of the file.
+    /// The writer's file descriptor.
     pub(crate) descriptor: u32,
-    /// A word by which the file is known.
+    /// A random word that identifies the file.
     pub(crate) check: u64,
-    /// Where in the file.
     pub(crate) offset: u64,
-    /// The reader may put there what becomes of the bytes.
+    /// The reader may write the result back to the same location.
     pub(crate) writable: bool,
 }
 
-/// The flag of a place beside its descriptor.
+/// Flag in the descriptor's word.
 const WRITABLE: u64 = 1 << 32;
 
-/// A loan as its reader sees it. What it says may be wrong if the writer is broken: it is used for
-/// nothing but to read that process's memory.
+/// A transfer as read by the reader. Its fields are wrong if the writer is broken; they are used
+/// only to read that process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Loan {
     number: u64,
-    /// The place in the stream.
+    /// Position in the stream.
     pub(crate) at: u64,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
@@ -134,13 +134,13 @@ impl Slot {
         }
     }
 
-    /// The reader says how it can read the writer's memory.
+    /// Called by the reader: announces how it can access the writer's memory.
     pub(crate) fn enable(&self, able: Able) {
         let bits = u64::from(able.reads) | u64::from(able.maps) << 1;
         self.taken.0.able.store(bits, Ordering::Release);
     }
 
-    /// The reader's abilities, as it announced them.
+    /// The access that the reader announced.
     pub(crate) fn able(&self) -> Able {
         let bits = self.taken.0.able.load(Ordering::Acquire);
         Able {
@@ -149,7 +149,7 @@ impl Slot {
         }
     }
 
-    /// The writer lends bytes; none are lent at the time.
+    /// Called by the writer: starts a transfer. None may be in progress.
     pub(crate) fn lend(&self, at: u64, address: u64, bytes: u64, place: Option<Place>) {
         let (offer, relaxed) = (&self.offer.0, Ordering::Relaxed);
         debug_assert!(!self.is_out(), "one loan at a time");
@@ -167,14 +167,14 @@ impl Slot {
         offer.lent.store(number, Ordering::Release);
     }
 
-    /// Whether the writer has to leave bytes as they are.
+    /// Whether the writer must leave the payload unchanged.
     pub(crate) fn is_out(&self) -> bool {
         let (offer, taken) = (&self.offer.0, &self.taken.0);
         let lent = offer.lent.load(Ordering::Relaxed);
         lent != taken.taken.load(Ordering::Acquire) && lent != offer.revoked.load(Ordering::Relaxed)
     }
 
-    /// The writer takes the loan back, taken or not. From then on it may change the bytes.
+    /// Called by the writer: ends the transfer, complete or not. Afterwards the payload may change.
     pub(crate) fn revoke(&self) {
         let offer = &self.offer.0;
         let lent = offer.lent.load(Ordering::Relaxed);
@@ -182,7 +182,7 @@ impl Slot {
         fence(Ordering::SeqCst);
     }
 
-    /// The loan that the reader has not taken yet.
+    /// The transfer that the reader has not completed.
     pub(crate) fn loan(&self) -> Option<Loan> {
         let (offer, relaxed) = (&self.offer.0, Ordering::Relaxed);
         let number = offer.lent.load(Ordering::Acquire);
@@ -195,14 +195,14 @@ impl Slot {
         })
     }
 
-    /// Whether what the reader has used up to now is what was lent.
+    /// Whether all bytes read so far were valid: the transfer is not revoked.
     pub(crate) fn stands(&self, loan: &Loan) -> bool {
         fence(Ordering::SeqCst);
-        // A later loan that was revoked too says the same of this one.
+        // A later revoked transfer implies that this one is over too.
         self.offer.0.revoked.load(Ordering::Relaxed) < loan.number
     }
 
-    /// The reader has read all of it, and put a result in the place of all of it, or not.
+    /// Called by the reader: completes the transfer. `returned`: the whole result was written back.
     pub(crate) fn take(&self, loan: &Loan, returned: bool) {
         let taken = &self.taken.0;
         if returned {
@@ -211,7 +211,7 @@ impl Slot {
         taken.taken.store(loan.number, Ordering::Release);
     }
 
-    /// Whether the reader has put a result in the place of the last loan.
+    /// Whether the result of the last transfer was written back.
     pub(crate) fn has_come_back(&self) -> bool {
         let (lent, taken) = (self.offer.0.lent.load(Ordering::Relaxed), &self.taken.0);
         taken.taken.load(Ordering::Acquire) == lent
@@ -219,13 +219,13 @@ impl Slot {
     }
 }
 
-/// Shortest payload that is lent from memory which the reader has to ask the system for. Below, the
-/// system call and waiting for the reader cost more than a second copy. In tests short enough that
-/// the conformance suite lends.
+/// Shortest payload that is transferred by `process_vm_readv`. Below, the system call and the wait
+/// for the reader cost more than a second copy. Short in tests, so that the conformance suite
+/// covers it.
 ///
 /// All-reduce of 16 MiB between two processes on an EPYC VM, November 2026:
 ///
 /// - by rings 2.6 to 3.5 ms;
-/// - by loans 1.5 to 2.0 ms where memory is in huge pages ([`Memory`](crate::Memory));
-/// - by loans in pages of 4 KiB, each of which the system looks up, as by rings.
+/// - by transfers from huge pages ([`Memory`](crate::Memory)) 1.5 to 2.0 ms;
+/// - by transfers from 4 KiB pages, each looked up by the kernel, as long as by rings.
 pub(crate) const LOAN_BYTES: usize = if cfg!(test) { 1 << 10 } else { 1 << 20 };

@@ -1,7 +1,7 @@
-//! Ranks as threads of one process: the same rings as between processes (`shared`), without
-//! anything to join, to keep or to fall silent.
+//! Ranks as threads of one process. They use the same rings as processes (`shared`), without a
+//! join, heartbeats or silence limits.
 //!
-//! A message longer than a ring is handed over while its receiver looks: `send` waits for that.
+//! A message longer than a ring is transferred while its receiver polls: `send` waits for that.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,18 +17,19 @@ use crate::status::Status;
 use crate::transport::Patience;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Site, Traffic, Tuning};
 
-/// Looks at the rings, with a pause between them, before a rank yields its core: some µs.
+/// Polls of the rings, with a pause instruction between them, before a rank yields its core: some
+/// µs.
 ///
-/// A peer that arrives within this time is met in 1 µs. Longer spinning gains nothing, since
+/// A peer that arrives within this time is noticed in 1 µs. Longer spinning gains nothing, since
 /// yielding on an idle core costs 0.3 µs, and it hurts when the peer waits for this very core.
 const SPINS: u32 = 64;
 
-/// Looks with the core yielded between them, before a rank sleeps: about 0.1 ms on an idle core.
+/// Polls with the core yielded between them, before a rank sleeps: about 0.1 ms on an idle core.
 /// Sleeping at once would cost a wake-up of about 8 µs.
 const YIELDS: u32 = 300;
 
 /// α and β of rings within a process, by `benches/local.rs` on a 2-core EPYC VM, November 2026.
-/// Constants, so that threads choose alike in every run.
+/// Constants, so that threads choose the same algorithms in every run.
 pub(crate) const TUNING: Tuning = Tuning {
     alpha_us: 1.0,
     beta_ns: 0.2,
@@ -58,7 +59,7 @@ pub fn ranks_with(size: u32, tuning: Tuning) -> Vec<Local> {
         .collect()
 }
 
-/// How to wait among `here` ranks of one machine.
+/// The spin policy for `here` ranks of one machine.
 pub fn patience(here: usize) -> Patience {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // With more ranks than cores, a rank that spins keeps the one it waits for from running.
@@ -68,13 +69,13 @@ pub fn patience(here: usize) -> Patience {
     }
 }
 
-/// The state that all ranks of a group have in common.
+/// State shared by all ranks of a group.
 struct Hall {
     segments: Vec<Arc<Segment>>,
     gone: Arc<[AtomicBool]>,
     status: Arc<Status>,
     tuning: Tuning,
-    /// Groups split off this one that not all members have taken yet.
+    /// Groups split off this one that some members have not obtained yet.
     parts: Mutex<Vec<Part>>,
 }
 
@@ -83,7 +84,7 @@ struct Part {
     /// Number of the split, and color.
     key: (u64, u32),
     hall: Arc<Hall>,
-    /// Members that have not taken it.
+    /// Members that have not obtained it.
     missing: usize,
 }
 
@@ -99,7 +100,7 @@ impl Hall {
         }
     }
 
-    /// The hall of a group of `size` ranks that is split off: one for all who ask with this key.
+    /// The state of a new group of `size` ranks: the same for all callers with this key.
     fn part(&self, key: (u64, u32), size: usize) -> Arc<Self> {
         let mut parts = lock(&self.parts);
         let known = parts.iter().position(|part| part.key == key);
@@ -243,7 +244,7 @@ mod tests {
 
     #[test]
     fn conforms() {
-        // All sizes here, where a group costs least.
+        // All sizes, as groups are cheapest here.
         testing::run_sizes(&make, 0x5eed_0001, &testing::SIZES);
     }
 

@@ -1,3 +1,4 @@
-//! Locks: what this crate guards is in order after each statement, or fails by its own checks.
+//! Locks without poisoning: the guarded state is consistent after each statement, or fails by its
+//! own checks.
 
 pub(crate) use paceline_base::lock;

@@ -1,9 +1,9 @@
-//! Memory mapped from the system: whole pages that nothing else lies on.
+//! Memory mapped from the system: whole pages that hold nothing else.
 //!
-//! Devices want it: Apple's driver refuses small blocks of the heap, see the reference in
-//! `comm-rdma`. Ranks that read each other's memory want it too. The system looks up every page
-//! that they read, so large mappings are huge pages. Lines are copied faster when they are whole on
-//! both sides (figures: docs/measurements.md).
+//! RDMA devices need it: Apple's driver refuses small heap blocks, see the reference in
+//! `comm-rdma`. Ranks that read each other's memory profit from it. The kernel looks up every page
+//! that they read, so large mappings use huge pages. Aligned cache lines on both sides copy faster
+//! (figures: docs/measurements.md).
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -11,29 +11,29 @@ use std::ptr;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
-/// Bytes of a page on any system this runs on: Apple silicon has 16 KiB, others divide it.
+/// Bytes of a page on any supported system: Apple silicon has 16 KiB, the others divide it.
 pub(crate) const PAGE_BYTES: usize = 16 << 10;
 
 /// A huge page on x86-64, and on AArch64 with small pages of 4 KiB.
 const HUGE_BYTES: usize = 2 << 20;
 
-/// Mapped memory, zeroed, of whole pages; in huge ones from their length on, where the system has
-/// them (Linux, `transparent_hugepage` not `never`).
+/// Zeroed mapped memory of whole pages. From the length of a huge page on it uses huge pages, where
+/// enabled (Linux, `transparent_hugepage` not `never`).
 pub struct Mapping {
     start: *mut u8,
     bytes: usize,
 }
 
-// SAFETY: plain memory; who may touch which part of it is up to the owner.
+// SAFETY: plain memory; the owner decides which part may be touched by which thread.
 unsafe impl Send for Mapping {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Room for `bytes`.
+    /// Maps at least `bytes`.
     ///
     /// # Errors
-    /// What the system says when it has none.
+    /// The system's error if there is no memory.
     pub fn new(bytes: usize) -> std::io::Result<Self> {
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
         if bytes < HUGE_BYTES {
@@ -44,28 +44,29 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// `bytes` of `file`, whole pages of it from `offset` on.
+    /// Maps `bytes` of `file` from `offset` on; whole pages.
     ///
     /// # Errors
-    /// What the system says when it does not map them.
+    /// The system's error if the mapping fails.
     pub(crate) fn of(
         file: &OwnedFd,
         (offset, bytes): (usize, usize),
         access: ProtFlags,
     ) -> std::io::Result<Self> {
         let mapping = Self::new(bytes)?;
-        // SAFETY: nobody else has it yet.
+        // SAFETY: nothing uses it yet.
         unsafe { mapping.replace(file, offset, access) }?;
         Ok(mapping)
     }
 
-    /// Puts bytes of `file`, from `offset` on, in place of this memory.
+    /// Replaces this memory by bytes of `file`, from `offset` on.
     ///
     /// # Errors
-    /// What the system says when it does not map them. Then nothing may be mapped here any more.
+    /// The system's error if the mapping fails. The addresses may then be unmapped.
     ///
     /// # Safety
-    /// Nobody has used this memory yet, nor does meanwhile; after an error nobody ever does.
+    /// Nothing has used this memory before the call or uses it meanwhile; after an error nothing
+    /// ever does.
     pub(crate) unsafe fn replace(
         &self,
         file: &OwnedFd,
@@ -74,21 +75,21 @@ impl Mapping {
     ) -> std::io::Result<()> {
         let (start, flags) = (self.start.cast(), MapFlags::SHARED | MapFlags::FIXED);
         // SAFETY: these addresses are this mapping's own, and by the caller's promise no reference
-        // leads there.
+        // points there.
         unsafe { mmap(start, self.bytes, access, flags, file, offset as u64) }?;
         Ok(())
     }
 
-    /// Has the pages there before they are used. Makes huge ones of them, also of a file, as far as
-    /// the system has some (Linux 6.1, `MADV_COLLAPSE`, refused where pages are missing).
+    /// Faults the pages in before use. Collapses them to huge pages, also of a file, if available
+    /// (Linux 6.1, `MADV_COLLAPSE`, refused where pages are missing).
     #[cfg(target_os = "linux")]
     pub(crate) fn populate(&self) {
         use rustix::mm::{Advice, madvise};
-        // SAFETY: pages of this mapping; what they hold stays. Refused, pages come when they are
-        // used.
+        // SAFETY: pages of this mapping; their contents stay. If refused, pages are faulted in on
+        // use.
         let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxPopulateWrite) };
         if self.bytes >= HUGE_BYTES {
-            // SAFETY: as above. Refused, they are small, and used slower.
+            // SAFETY: as above. If refused, the pages are small and slower.
             unsafe { libc::madvise(self.start.cast(), self.bytes, libc::MADV_COLLAPSE) };
         }
     }
@@ -96,14 +97,14 @@ impl Mapping {
     #[cfg(not(target_os = "linux"))]
     pub(crate) fn populate(&self) {}
 
-    /// Puts private memory with the same contents in the place of `bytes` from `start` on, both of
-    /// whole pages. It does so whatever is mapped there, and whichever other process has it mapped.
+    /// Replaces `bytes` from `start` on, both multiples of a page, by private memory with the same
+    /// contents. Works for any mapping there, shared by any other process.
     ///
-    /// Ends the process if the system cannot do that: it would go on with memory that another
-    /// process writes to.
+    /// Aborts the process if the system refuses: it would otherwise continue with memory that
+    /// another process writes to.
     ///
     /// # Safety
-    /// These are pages of one mapping, and nobody in this process uses them meanwhile.
+    /// The pages belong to one mapping, and nothing in this process uses them meanwhile.
     #[cfg(target_os = "linux")]
     pub(crate) unsafe fn make_private(start: *mut u8, bytes: usize) {
         use rustix::mm::{MremapFlags, mremap_fixed};
@@ -112,8 +113,8 @@ impl Mapping {
         };
         let copy = std::mem::ManuallyDrop::new(copy);
         let flags = MremapFlags::MAYMOVE;
-        // SAFETY: both have so many bytes, and are apart; the copy then is at `start`, whose pages
-        // the caller vouches for.
+        // SAFETY: both have `bytes` bytes and do not overlap. The copy then moves to `start`, whose
+        // pages the caller vouches for.
         let moved = unsafe {
             copy.start.copy_from_nonoverlapping(start, bytes);
             mremap_fixed(copy.start.cast(), bytes, bytes, flags, start.cast())
@@ -123,26 +124,27 @@ impl Mapping {
         }
     }
 
-    /// No other process writes to memory of this one.
+    /// Other processes never write to this one's memory here.
     ///
     /// # Safety
     /// None.
     #[cfg(not(target_os = "linux"))]
     pub(crate) unsafe fn make_private(_start: *mut u8, _bytes: usize) {}
 
-    /// Room for `bytes` in pages of the usual size, of which only those that are used are there.
+    /// Maps `bytes` in pages of the usual size, which are faulted in on use.
     ///
     /// # Errors
-    /// What the system says when it has none.
+    /// The system's error if there is no memory.
     pub(crate) fn map(bytes: usize) -> std::io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the system chooses the address, so nothing that is in use is replaced.
+        // SAFETY: the system chooses the address, so no used memory is replaced.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;
         let start = start.cast();
         Ok(Self { start, bytes })
     }
 
-    /// The `bytes` of it that begin at a huge page; the rest, at most one such page, is given back.
+    /// The `bytes` of it from a huge page boundary on; the rest, at most one huge page, is
+    /// unmapped.
     fn aligned(self, bytes: usize) -> Self {
         let before = self.start.align_offset(HUGE_BYTES);
         // SAFETY: at most a huge page from the start, which is inside.
@@ -164,8 +166,8 @@ impl Mapping {
     #[cfg(target_os = "linux")]
     fn advise(&self) {
         use rustix::mm::{Advice, madvise};
-        // SAFETY: pages of this mapping; the advice changes how they are mapped, not what they
-        // hold. Refused, they are only slower.
+        // SAFETY: pages of this mapping; the advice changes how they are mapped, not their
+        // contents. If refused, they are only slower.
         let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxHugepage) };
     }
 
@@ -192,7 +194,7 @@ impl fmt::Debug for Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: mapped with this length; what points into it went before.
+            // SAFETY: mapped with this length; everything that points into it was dropped before.
             let _ = unsafe { munmap(self.start.cast(), self.bytes) };
         }
     }
@@ -210,7 +212,7 @@ mod tests {
             assert_eq!(mapping.bytes() % PAGE_BYTES, 0, "{bytes}");
             let align = if bytes < HUGE_BYTES { 4096 } else { HUGE_BYTES };
             assert_eq!(mapping.start() as usize % align, 0, "{bytes}");
-            // SAFETY: so many bytes are mapped, and nobody else has them.
+            // SAFETY: `bytes()` bytes are mapped, and nothing else uses them.
             let all = unsafe { std::slice::from_raw_parts_mut(mapping.start(), mapping.bytes()) };
             assert!(all.iter().all(|byte| *byte == 0), "{bytes}");
             all.fill(7);

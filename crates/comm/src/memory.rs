@@ -1,10 +1,10 @@
-//! Memory that a group's devices may read and write where it is.
+//! Registered memory: buffers that a group's devices may read and write in place.
 //!
-//! A buffer that is used in every step is made once, as [`Memory`], and handed to calls as any
-//! slice is. Over RDMA (`comm-rdma`) it is registered: what is sent from it, or comes to
-//! it, is not copied on the way. Over shared memory ([`shm`](crate::shm)) the other processes map
-//! it, and long payloads are reduced and copied straight out of it (Linux). Other transports take
-//! it for any other. It lies on huge pages from 2 MiB on, as far as the system has some.
+//! A buffer that is used in every step is allocated once, as [`Memory`], and passed to calls like
+//! any slice. Over RDMA (`comm-rdma`) it is registered with the devices, and payloads sent from it
+//! or received into it are not copied. Over shared memory ([`shm`](crate::shm)) the other processes
+//! map it, and long payloads are reduced and copied directly from it (Linux). Other transports
+//! treat it like other memory. From 2 MiB on it uses huge pages, as far as available.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
@@ -16,10 +16,10 @@ use std::sync::Arc;
 use crate::mapping::Mapping;
 use crate::{Element, Group};
 
-/// Pages of memory that a [`Memory`] is made of.
+/// The pages of a [`Memory`].
 pub struct Pages {
     mapping: Mapping,
-    /// Bytes that somebody uses, from the first on.
+    /// Bytes in use, from the first on.
     used: usize,
 }
 
@@ -29,7 +29,7 @@ impl Pages {
         self.mapping.start()
     }
 
-    /// How many bytes are mapped.
+    /// Number of mapped bytes.
     pub const fn bytes(&self) -> usize {
         self.mapping.bytes()
     }
@@ -49,7 +49,7 @@ impl fmt::Debug for Pages {
     }
 }
 
-/// Keeps pages registered with a group while it lives.
+/// Guard that keeps pages registered with a group.
 pub struct Registered {
     // Dropped in this order: no memory is unmapped while it is registered.
     _registration: Box<dyn Send + Sync>,
@@ -57,7 +57,7 @@ pub struct Registered {
 }
 
 impl Registered {
-    /// Keeps `registration`, which may lead to `pages`, until nobody holds the result any more.
+    /// Keeps `registration`, which may point to `pages`, until the guard is dropped.
     pub fn new(registration: impl Send + Sync + 'static, pages: &Arc<Pages>) -> Self {
         Self {
             _registration: Box::new(registration),
@@ -72,7 +72,7 @@ impl fmt::Debug for Registered {
     }
 }
 
-/// `(n,)` elements, zeroed at first, on whole pages of their own, which belong to their holder.
+/// `(n,)` elements, zeroed at first, on whole pages of their own.
 pub struct Memory<T> {
     registered: Option<Registered>,
     pages: Arc<Pages>,
@@ -81,12 +81,12 @@ pub struct Memory<T> {
 }
 
 impl<T: Element> Memory<T> {
-    /// Room for `len` elements, registered with `group`, and by that with all groups split off it,
-    /// if it has a use for that.
+    /// Allocates `len` elements, registered with `group` and all groups split off it, if the
+    /// transport uses that.
     ///
-    /// Costs one memory region on each device of this rank, of which Apple's have some 100. Over
-    /// shared memory it costs a descriptor and about a millisecond for each MiB, whose pages are
-    /// made at once. Where none is left the memory is as any other.
+    /// Costs one memory region on each device of this rank; Apple's devices have some 100. Over
+    /// shared memory it costs a descriptor, and about a millisecond per MiB to fault its pages in.
+    /// Without a free region or descriptor the memory is not registered.
     ///
     /// # Panics
     /// If the system has no memory, as for a `Vec`.
@@ -94,7 +94,7 @@ impl<T: Element> Memory<T> {
         Self::with(len, |pages| group?.register_pages(pages))
     }
 
-    /// As [`new`](Self::new), registered by `register`.
+    /// As [`new`](Self::new), registered by the closure `register`.
     ///
     /// # Panics
     /// If the system has no memory.
@@ -123,16 +123,16 @@ impl<T: Element> Deref for Memory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: mapped for so many elements, whose every bit pattern is a value (zero is one of
-        // `bool`, and calls put bytes of a `bool` in order); borrowed as `self` is. A device
-        // writes only during a call that borrows it mutably.
+        // SAFETY: mapped for `len` elements, whose every bit pattern is a value (zero is one of
+        // `bool`, and calls normalise bytes of a `bool`); borrowed as `self` is. A device writes
+        // only during a call that borrows it mutably.
         unsafe { slice::from_raw_parts(self.pages.start().cast(), self.len) }
     }
 }
 
 impl<T: Element> DerefMut for Memory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and pages are of one `Memory` only.
+        // SAFETY: as above, and pages belong to one `Memory` only.
         unsafe { slice::from_raw_parts_mut(self.pages.start().cast(), self.len) }
     }
 }

@@ -1,8 +1,8 @@
-//! The plan of a collective, as data: per step who sends what to whom, then what is added up.
+//! The plan of a collective, as data: for each step the transfers, then the local reductions.
 //!
-//! A plan is made anew for every call, into memory that is used again. It depends on the call, the
-//! algorithm, the rank and the size only. `linked` runs it. `docs/algorithms.md` has steps and
-//! bytes of all algorithms. [`choose`] picks one.
+//! Every call makes a new plan, in reused memory. It depends on the call, the algorithm, the rank
+//! and the size only. `linked` runs it. `docs/algorithms.md` has steps and bytes of all algorithms.
+//! [`choose`] picks one.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,16 +11,16 @@ use crate::reduce::Side;
 use crate::tuning::choose;
 use crate::{Algorithm, Collective, Counts, Dtype, Reduce, Tuning};
 
-/// Longest part of one rank's buffer that a one-shot reduction moves in one step. It bounds the
-/// scratch memory at this times the number of ranks.
+/// Longest part of one rank's buffer that a one-shot reduction moves in one step. Scratch memory is
+/// at most this times the number of ranks.
 pub(crate) const SEGMENT_BYTES: usize = 128 << 10;
 
 /// The buffers of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// The buffer that the caller brings and keeps.
+    /// The caller's input, never written.
     Input,
-    /// Where the result goes; for reductions and broadcasts also what the caller brings.
+    /// The result; for reductions and broadcasts also the input.
     Work,
     /// Memory of the group.
     Scratch,
@@ -43,33 +43,33 @@ impl Span {
     }
 }
 
-/// The use of bytes that arrive.
+/// What to do with arriving bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Take {
-    /// They are put where they belong.
+    /// They are copied to their place.
     Copy,
-    /// They are reduced into what is there.
+    /// They are reduced into the bytes there.
     Fold(Side),
 }
 
-/// A part of a step. A step has at most one `Send` and one `Receive` for each peer, and receives
-/// nothing into bytes that it sends.
+/// An action of a step. A step has at most one `Send` and one `Receive` for each peer, and no
+/// received span overlaps a sent one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Act {
-    /// These bytes go to `peer`.
+    /// Sends these bytes to `peer`.
     Send { peer: usize, span: Span },
-    /// Bytes of `peer` go here.
+    /// Receives bytes of `peer`.
     Receive { peer: usize, span: Span, take: Take },
-    /// After all transfers of the step, as all that follow, in order: `into = from`.
+    /// `into = from`. Runs in order after all transfers of the step, like the following variants.
     Copy { into: Span, from: Span },
     /// `into = into op from`, or the other way round.
     Fold { into: Span, from: Span, side: Side },
-    /// `into` = all ranks' parts in rank order. The own part is in `into`, that of rank r at `r *
-    /// into.len()` of the scratch memory.
+    /// `into` = all ranks' parts, reduced in rank order. The own part is in `into`, that of rank r
+    /// at `r * into.len()` of the scratch memory.
     Reduce { into: Span },
-    /// Elements become f32, in the scratch memory.
+    /// Converts elements to f32, in the scratch memory.
     Widen { into: Span, from: Span },
-    /// And back, rounded.
+    /// Converts back, rounded.
     Narrow { into: Span, from: Span },
 }
 
@@ -77,31 +77,31 @@ pub(crate) enum Act {
 #[derive(Debug)]
 pub(crate) struct Plan {
     acts: Vec<Act>,
-    /// Where each step ends in `acts`.
+    /// End of each step in `acts`.
     ends: Vec<usize>,
     /// Bytes of scratch memory.
     pub(crate) scratch: usize,
     pub(crate) algorithm: Algorithm,
-    /// Folds are of f32, whatever the dtype: it was widened.
+    /// Folds are of f32 for any dtype: elements were widened.
     pub(crate) wide: bool,
-    /// The bytes that step 0 sends belong, once reduced, in their own place. A peer that puts them
-    /// there need not send them in step 1.
+    /// The reduced result of step 0's bytes belongs in their own place. A peer that writes it back
+    /// need not send it in step 1.
     pub(crate) comes_back: bool,
     rank: usize,
     size: usize,
-    /// Which way rings go.
+    /// The order of rings.
     pub(crate) route: Route,
 }
 
-/// The order in which a ring passes the ranks, and whether data goes round both ways at once.
+/// The order in which a ring visits the ranks, and whether data moves in both directions at once.
 ///
-/// Where every rank reaches every other alike, that is rank order and one way. Where links are
-/// cables, a ring follows them, and a cable carries as much back as forth.
+/// In a full mesh of equal links that is rank order and one direction. Over cables, a ring follows
+/// them, and a cable carries as much backward as forward.
 #[derive(Debug, Default)]
 pub(crate) struct Route {
-    /// Ranks by place; empty for rank order.
+    /// Ranks by position; empty for rank order.
     order: Vec<usize>,
-    /// The other way round: places by rank.
+    /// The inverse: positions by rank.
     places: Vec<usize>,
     both: bool,
 }
@@ -121,7 +121,7 @@ impl Route {
         }
     }
 
-    /// The rank `steps` places further on from `rank`, of `size`.
+    /// The rank `steps` positions after `rank`, of `size`.
     fn after(&self, rank: usize, steps: usize, size: usize) -> usize {
         let place = self.places.get(rank).copied().unwrap_or(rank);
         let place = (place + steps) % size;
@@ -129,17 +129,17 @@ impl Route {
     }
 }
 
-/// Shortest vector that goes round both ways: below, steps cost more than bytes. JACCL's figure.
+/// Shortest vector that uses both directions: below, steps cost more than bytes. JACCL's figure.
 const BOTH_WAYS_BYTES: usize = 32 << 10;
 
-/// A direction of a ring, and the part of every chunk that takes it.
+/// A direction of a ring, and the part of every chunk that moves in it.
 #[derive(Clone, Copy)]
 enum Way {
-    /// Forth, the whole.
+    /// Forward, the whole chunk.
     Only,
-    /// Forth, the first half.
+    /// Forward, the first half.
     Forth,
-    /// Back, the second half.
+    /// Backward, the second half.
     Back,
 }
 
@@ -157,7 +157,7 @@ impl Way {
     }
 }
 
-/// A vector that is cut into one chunk per rank: where it is, and how long its elements are.
+/// A vector that is cut into one chunk per rank, its location and element width.
 #[derive(Clone, Copy)]
 struct Vector {
     place: Place,
@@ -175,7 +175,7 @@ impl Vector {
         Span::new(self.place, start(index)..start(index + 1))
     }
 
-    /// Chunks `first` to `last`, without the last.
+    /// Chunks `first..last`.
     fn chunks(&self, chunks: Range<usize>, count: usize) -> Span {
         let (first, last) = (
             self.chunk(chunks.start, count),
@@ -306,7 +306,7 @@ impl Plan {
         self.acts.push(Act::Receive { peer, span, take });
     }
 
-    /// Receives what comes before (`Second`) or after what is there, in the order of the sum.
+    /// Receives the operand before (`Second`) or after the existing one, in the order of the sum.
     fn receive_fold(&mut self, peer: usize, span: Span, side: Side) {
         let take = Take::Fold(side);
         self.acts.push(Act::Receive { peer, span, take });
@@ -316,7 +316,7 @@ impl Plan {
         self.ends.push(self.acts.len());
     }
 
-    /// All ranks but this one, the next first, so that not all talk to rank 0 at once.
+    /// All other ranks, the next one first, so that not all send to rank 0 at once.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, size) = (self.rank, self.size);
         (1..size).map(move |offset| (rank + offset) % size)
@@ -330,8 +330,8 @@ impl Plan {
         self.end_step();
     }
 
-    /// In every step each rank hands on to the next what it got from the one before. Chunks are
-    /// of elements of `width` bytes, and `bytes` all together.
+    /// In every step each rank forwards to its successor what it received from its predecessor.
+    /// Chunks have elements of `width` bytes, and `bytes` all together.
     fn ring_gather(&mut self, chunk: impl Fn(usize) -> Span, width: usize, bytes: usize) {
         for step in 0..self.size - 1 {
             for way in self.ways(bytes) {
@@ -345,7 +345,7 @@ impl Plan {
         }
     }
 
-    /// The directions in which this many bytes go round. With two ranks both lead to the same.
+    /// The directions that this many bytes use. With two ranks both lead to the same peer.
     fn ways(&self, bytes: usize) -> &'static [Way] {
         match self.route.both && self.size > 2 && bytes > BOTH_WAYS_BYTES {
             true => &[Way::Forth, Way::Back],
@@ -353,7 +353,7 @@ impl Plan {
         }
     }
 
-    /// The rank that is `steps` before this one, as data goes this way.
+    /// The rank `steps` positions before this one in this direction.
     fn behind(&self, way: Way, steps: usize) -> usize {
         let (size, steps) = (self.size, steps % self.size);
         match way {
@@ -362,7 +362,7 @@ impl Plan {
         }
     }
 
-    /// A step for each segment.
+    /// One step for each segment.
     fn one_shot_reduce(&mut self, bytes: usize, width: usize) {
         let most = SEGMENT_BYTES - SEGMENT_BYTES % width;
         let mut start = 0;
@@ -382,13 +382,13 @@ impl Plan {
         }
     }
 
-    /// Adds the own part, which is in `into`, and all staged ones.
+    /// Reduces the own part, which is in `into`, with all staged ones.
     fn reduce(&mut self, into: Span) {
         self.scratch = self.scratch.max(self.size * into.len());
         self.acts.push(Act::Reduce { into });
     }
 
-    /// Each rank reduces one chunk and hands out the result. The same sums as one-shot, in the
+    /// Each rank reduces one chunk and broadcasts the result. The same sums as one-shot, in the
     /// same order, hence the same bits.
     fn two_shot_reduce(&mut self, vector: Vector) {
         let size = self.size;
@@ -424,8 +424,8 @@ impl Plan {
         self.end_step();
     }
 
-    /// For algorithms whose partial results travel: half floats are widened first, so that they
-    /// are not rounded at every hop.
+    /// For algorithms that send partial results: half floats are widened first, so that they are
+    /// not rounded at every hop.
     fn widen(&mut self, vector: Vector, dtype: Dtype, op: Reduce) -> Vector {
         let half = matches!(dtype, Dtype::F16 | Dtype::Bf16);
         if !half || matches!(op, Reduce::Max | Reduce::Min) {
@@ -443,16 +443,15 @@ impl Plan {
         wide
     }
 
-    /// Puts a wide result where it belongs.
+    /// Rounds a wide result into its place.
     fn narrow(&mut self, into: Span, from: Span) {
         if self.wide {
             self.acts.push(Act::Narrow { into, from });
         }
     }
 
-    /// Chunk c is added in the order c + 1, c + 2, ..., c around the ring and ends on rank c. If
-    /// data goes round both ways, that holds for its first half, and c - 1, c - 2, ..., c for the
-    /// second.
+    /// Chunk c is added in the order c + 1, c + 2, ..., c around the ring and ends on rank c. With
+    /// both directions, that holds for its first half, and c - 1, c - 2, ..., c for the second.
     fn ring_reduce(&mut self, wide: Vector, vector: Vector) {
         let (rank, size, bytes) = (self.rank, self.size, vector.all().len());
         self.ring_fold(|peer| wide.chunk(peer, size), wide.width, bytes);
@@ -474,7 +473,7 @@ impl Plan {
         }
     }
 
-    /// The part of a reduce-scatter that this rank keeps, out of a copy: the input stays.
+    /// The part of a reduce-scatter that this rank keeps, from a copy: the input is not changed.
     fn ring_scatter(&mut self, counts: &Counts<'_>, dtype: Dtype, op: Reduce) {
         let (rank, size) = (self.rank, self.size);
         let length = counts.total(size);
@@ -527,7 +526,7 @@ impl Plan {
         self.end_step();
     }
 
-    /// In every step each rank that has the data sends it to one that has not.
+    /// In every step each rank that has the data sends it to one that lacks it.
     fn tree_broadcast(&mut self, bytes: usize, root: usize) {
         let (size, all) = (self.size, Span::new(Place::Work, 0..bytes));
         let place = (self.rank + size - root) % size;
@@ -631,8 +630,9 @@ impl Plan {
         self.hand_to_surplus(vector);
     }
 
-    /// Ranks beyond the largest power of two: of the first ranks every second one hands its data
-    /// to the one before and waits. Returns that power, and which of so many this rank is.
+    /// Handles ranks beyond the largest power of two: among the first ranks, each odd one sends its
+    /// data to its predecessor and waits. Returns that power, and this rank's number among the
+    /// others.
     fn fold_surplus(&mut self, vector: Vector) -> (usize, Option<usize>) {
         let inner = 1 << self.size.ilog2();
         let surplus = self.size - inner;
@@ -653,7 +653,7 @@ impl Plan {
         }
     }
 
-    /// The rank of number `rank` among those that take part.
+    /// The rank with number `rank` among those that take part.
     fn outer(&self, rank: usize, inner: usize) -> usize {
         let surplus = self.size - inner;
         if rank < surplus {
@@ -675,19 +675,19 @@ impl Plan {
     }
 }
 
-/// Where the part of `peer` waits to be reduced.
+/// Scratch location of the part of `peer`.
 fn staged(peer: usize, bytes: usize) -> Span {
     Span::new(Place::Scratch, peer * bytes..(peer + 1) * bytes)
 }
 
-/// The bytes of one rank's part among all parts.
+/// Byte range of one rank's part among all parts.
 fn part(counts: &Counts<'_>, width: usize, peer: usize) -> Range<usize> {
     let start = counts.before(peer) * width;
     start..start + counts.of(peer) * width
 }
 
 impl fmt::Display for Plan {
-    /// A line for each step, for people.
+    /// One line for each step.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, acts) in self.steps().enumerate() {
             write!(f, "step {number}:")?;

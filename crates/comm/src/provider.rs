@@ -1,18 +1,18 @@
-//! The API for wires that stand above this crate.
+//! The interface of backends above this crate.
 //!
-//! [`init`](crate::init) takes a list of [`Provider`]s, each of which joins ranks by one wire. What
-//! they share with the wires of this crate is published here, and nowhere else:
+//! [`init`](crate::init) takes a list of [`Provider`]s, one for each backend. This module, and no
+//! other, publishes the parts that they share with the backends of this crate:
 //!
 //! - for any provider: [`now`] (the clock), [`Patience`] (how to wait), [`outcome`] and
-//!   [`poll_until`] (sockets), [`fold`] (reductions of bytes), and [`members`] (parts of a group);
-//! - to make a group of links that a [`Transport`] has:
-//!   - [`Origin`]: what a rank was told;
-//!   - [`connect`]: the ranks meet by TCP, and have links over it;
-//!   - [`gather`]: what they tell each other over those links;
+//!   [`poll_until`] (sockets), [`fold`] (reductions of bytes), and [`members`] (splits of a group);
+//! - to build a group on a [`Transport`]:
+//!   - [`Origin`]: how the rank joined;
+//!   - [`connect`]: joins the ranks by TCP and links them;
+//!   - [`gather`]: exchanges facts over those links;
 //!   - [`Linked`]: collectives and messages over any links;
-//!   - [`Keeping`]: the same with a thread that notices when a peer ends;
-//! - for links that do not copy: [`Lend`], [`ComeBack`], [`Lent`], and [`Mapping`] (memory that a
-//!   device takes).
+//!   - [`Keeping`]: the same with a thread that detects the end of a peer;
+//! - for zero-copy links: [`Lend`], [`ComeBack`], [`Lent`], and [`Mapping`] (memory that a device
+//!   accepts).
 //!
 //! [`testing`](crate::testing) has the suite that a provider's groups pass.
 
@@ -35,20 +35,19 @@ pub use crate::transport::{
 use crate::tcp::Addrs;
 use crate::{Backend, Deadline, Group, InitError, Plaintext, Seat};
 
-/// A wire by which ranks become a group.
+/// A backend that joins ranks into a group.
 pub trait Provider: fmt::Debug + Sync {
-    /// Which one.
     fn backend(&self) -> Backend;
 
-    /// Joins the ranks that have the same `seat` but for their own part of it. Collective.
+    /// Joins ranks whose `seat` differs only in rank and listener. Collective.
     ///
     /// # Errors
-    /// [`InitError::Plaintext`] where the wire cannot encrypt and nobody has allowed that;
-    /// [`InitError::Join`] where the ranks do not meet by TCP; [`InitError::Wire`] otherwise.
+    /// [`InitError::Plaintext`] if the backend cannot encrypt and plaintext is not allowed;
+    /// [`InitError::Join`] if the ranks do not meet by TCP; [`InitError::Wire`] otherwise.
     fn join(&self, seat: Seat<'_, Addrs>, deadline: Deadline) -> Result<Box<dyn Group>, InitError>;
 }
 
-/// A wire whose ranks have their places from a launcher, and need no [`Seat`].
+/// A backend whose launcher assigns the ranks, so that no [`Seat`] is needed.
 pub trait Placed: fmt::Debug + Sync {
     /// Joins the ranks that the launcher started with this one. Collective.
     ///
@@ -57,7 +56,7 @@ pub trait Placed: fmt::Debug + Sync {
     fn join_placed(&self, deadline: Deadline) -> Result<Box<dyn Group>, InitError>;
 }
 
-/// Whether a wire that cannot encrypt may be used.
+/// Whether a backend that cannot encrypt may be used.
 ///
 /// # Errors
 /// [`InitError::Plaintext`].

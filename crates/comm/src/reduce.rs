@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use crate::lent::Lent;
 use crate::{Complex64, Dtype};
 
-/// How the elements of two ranks become one.
+/// How the elements of two ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reduce {
     /// `a + b`; integers wrap, of bools it is "or". f16 and bf16 are added in f32 and rounded once.
@@ -60,19 +60,19 @@ impl fmt::Display for Reduce {
 
 /// An element type as bytes, and the type its reductions are computed in.
 trait Number {
-    /// The type that partial results are kept in.
+    /// The type of partial results.
     type Wide: Copy + Default;
 
     /// An element in memory.
     type Bytes: Copy;
 
-    /// The elements of an array. What is left of its end is not an element.
+    /// The elements of an array. A partial element at the end is dropped.
     fn elements(bytes: &[u8]) -> &[Self::Bytes];
     fn elements_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
     /// An element of an array.
     ///
     /// # Safety
-    /// The array has it whole.
+    /// The array contains the whole element.
     unsafe fn lent(bytes: Lent<'_>, index: usize) -> Self::Bytes;
     fn load(bytes: Self::Bytes) -> Self::Wide;
     fn store(value: Self::Wide) -> Self::Bytes;
@@ -130,8 +130,8 @@ macro_rules! integer {
 
 integer!(i8 i16 i32 i64 u8 u16 u32 u64);
 
-// `f32::max` leaves the sign of zero open and drops NaN; a result that every machine agrees on may
-// do neither.
+// `f32::max` leaves the sign of zero unspecified and drops NaN. All machines must agree on the
+// result, so neither is acceptable here.
 macro_rules! float {
     ($($type:ty, $wide:ty, $narrow:expr;)*) => {$(
         impl Number for $type {
@@ -266,7 +266,7 @@ macro_rules! typed {
     };
 }
 
-/// Which of two operands is the one that the result replaces.
+/// Position of the operand that the result replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// `into = into op from`.
@@ -275,7 +275,7 @@ pub enum Side {
     Second,
 }
 
-/// `into = into op from` or the other way round. Both are arrays of `dtype` of equal length.
+/// `into = into op from`, or with the operands swapped. Both are arrays of `dtype` of equal length.
 ///
 /// # Panics
 /// If they are not equally long.
@@ -283,8 +283,8 @@ pub fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) 
     fold_lent(op, dtype, side, into, Lent::of(from));
 }
 
-/// The same where a peer has `from`. If that changes meanwhile, an element of the result is that of
-/// old, of new, or of mixed bytes.
+/// Like [`fold`], with `from` in a peer's memory. If that changes meanwhile, an element of the
+/// result comes from old, new, or mixed bytes.
 ///
 /// # Panics
 /// If they are not equally long.
@@ -297,8 +297,8 @@ pub(crate) fn fold_lent(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], f
     fold_any(op, dtype, side, into, from);
 }
 
-/// [`fold_any`] in registers of twice the width: the same operations on each element, so the same
-/// results.
+/// [`fold_any`] in vector registers of twice the width: the same operations on each element, so the
+/// same results.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn fold_avx2(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
@@ -330,7 +330,7 @@ fn fold_by<T: Number>(
     assert_eq!(into.len(), from.len(), "bytes on both sides of a reduction");
     // SAFETY: for indices of elements of `into`, which is as long.
     let b = |index| unsafe { T::load(T::lent(from, index)) };
-    // Loops and not `for_each`, whose body would be compiled apart from `fold_avx2`.
+    // Loops and not `for_each`, whose body would be compiled without the features of `fold_avx2`.
     let elements = T::elements_mut(into).iter_mut().enumerate();
     match side {
         Side::First => {
@@ -346,13 +346,13 @@ fn fold_by<T: Number>(
     }
 }
 
-/// Elements that [`reduce_parts`] handles at a time: their partial results stay in the first
-/// cache, and the loop over parts is amortised.
+/// Elements that [`reduce_parts`] handles at a time: their partial results stay in L1, and the loop
+/// over parts is amortised.
 const BLOCK: usize = 256;
 
-/// Reduces `size` arrays of `dtype` in rank order, keeping partial results wide:
-/// `into = ((p_0 op p_1) op p_2) op ...`, rounded once. `part(r)` is the array of rank r, and
-/// `None` is what is in `into`.
+/// Reduces `size` arrays of `dtype` in rank order, keeping partial results wide: `into = ((p_0 op
+/// p_1) op p_2) op ...`, rounded once. `part(r)` is the array of rank r; `None` means the contents
+/// of `into`.
 pub(crate) fn reduce_parts<'a>(
     op: Reduce,
     dtype: Dtype,
@@ -409,7 +409,7 @@ mod tests {
     use super::*;
     use crate::{Data, DataMut, Element};
 
-    /// `a op b` by both ways to compute it, longer than a vector register.
+    /// `a op b` by both implementations, longer than a vector register.
     fn both<T: Element + PartialEq + fmt::Debug>(op: Reduce, a: T, b: T) -> T {
         let mut results = Vec::new();
         for (side, (x, y)) in [(Side::First, (a, b)), (Side::Second, (b, a))] {
@@ -508,7 +508,7 @@ mod tests {
 
     #[test]
     fn half_floats_are_rounded_once() {
-        // 2048 + 1 is 2048 in f16; eight ones after each other are lost unless sums are wide.
+        // 2048 + 1 is 2048 in f16; eight ones in sequence are lost unless sums are wide.
         let parts: Vec<[f16; 3]> = std::iter::once(2048.0)
             .chain([1.0; 8])
             .map(|x| [f16::from_f32(x); 3])

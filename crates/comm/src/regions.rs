@@ -1,19 +1,20 @@
-//! Memory of a process that others of this machine map. They use what is lent from it (`loan`)
-//! where it lies: no copy on the way, and no call of the system.
+//! Shared files: memory of a process that others of this machine map. They use payloads from it
+//! (`loan`) in place, without a copy and without a system call.
 //!
 //! ```text
 //! file:  data, whole pages   then a page:  0 check word   8 ended
 //! ```
 //!
-//! A [`Memory`](crate::Memory) of a group over shared memory lies in such a file. Every group of
-//! the process can [`find`] the file by an address. A peer maps the file when something in it is
-//! first lent to it, and only if nobody can cut it short. The owner marks it as ended when the
-//! memory goes. Peers look for that mark now and then and let go of the pages.
+//! A [`Memory`](crate::Memory) of a group over shared memory is in such a file. Every group of the
+//! process can [`find`] the file by an address. A peer maps the file at the first transfer from it,
+//! and only if it cannot be truncated. The owner marks it as ended when the memory is dropped.
+//! Peers poll that mark and unmap the pages.
 //!
-//! A peer writes to it only while a loan allows that: during a call that has the memory exclusively
-//! borrowed. If the call fails first, the owner cannot know whether the peer still writes: a
-//! stopped one may go on. So it takes the bytes back ([`take_back`]): private pages take the place
-//! of those that the peer has. No reference of a peer leads to them: it uses them as [`Lent`].
+//! A peer writes to the file only while a transfer allows that: during a call that has the memory
+//! exclusively borrowed. If the call fails first, the owner cannot know whether the peer still
+//! writes: a stopped one may resume. So the owner reclaims the bytes ([`take_back`]): it replaces
+//! the shared pages by private ones. No reference of a peer points to shared pages: it uses them as
+//! [`Lent`].
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,18 +30,18 @@ use crate::locks::lock;
 use crate::mapping::{Mapping, PAGE_BYTES};
 use crate::{Pages, Registered};
 
-/// Shortest memory that is shared, and shortest payload that is lent from it.
+/// Shortest memory that is shared, and shortest payload that is transferred from it.
 ///
 /// All-reduce between two processes on an EPYC VM, November 2026, medians of three, with files
 /// shared from 256 KiB and from 32 KiB on:
 ///
 /// - 16 KiB, by rings: 5.7 and 5.6 us;
 /// - 64 KiB: 12.5 and 2.9 us;
-/// - 256 KiB, whose halves are lent: 43 and 5.4 us;
+/// - 256 KiB, whose halves are transferred: 43 and 5.4 us;
 /// - 1 MiB: 22 us both.
 pub(crate) const SHARED_BYTES: usize = if cfg!(test) { LOAN_BYTES } else { 32 << 10 };
 
-/// Most files of a process, each a descriptor of the 1024 that are usual, and most that a rank maps
+/// Most files of a process, each a descriptor of the usual limit of 1024, and most that a rank maps
 /// of one peer.
 const MOST: usize = 64;
 
@@ -56,23 +57,23 @@ struct Tail {
 struct Mapped {
     /// Whole pages.
     bytes: usize,
-    /// Bytes that somebody uses, from the first on.
+    /// Bytes in use, from the first on.
     used: usize,
-    /// The location that a peer has to know.
+    /// The location that a peer needs.
     place: Place,
 }
 
 /// Mapped files by their first address.
 static REGIONS: Mutex<BTreeMap<usize, Mapped>> = Mutex::new(BTreeMap::new());
 
-/// Files that this process has, whether peers may still map them or not.
+/// Files of this process, including ended ones.
 static FILES: AtomicUsize = AtomicUsize::new(0);
 
-/// A count of a file that a process has, while it has it.
+/// Guard that counts one file of the process.
 struct Counted(&'static AtomicUsize);
 
 impl Counted {
-    /// `None` if `files` counts [`MOST`] already, whoever else asks at the same time.
+    /// `None` if `files` counts [`MOST`] already. Safe for concurrent callers.
     fn take(files: &'static AtomicUsize) -> Option<Self> {
         let one_more = |count: usize| (count < MOST).then_some(count + 1);
         let taken = files.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
@@ -108,16 +109,16 @@ impl Drop for Region {
 /// The tail of a file, at `offset` of a mapping.
 fn tail(mapping: &Mapping, offset: usize) -> &Tail {
     assert!(offset.is_multiple_of(PAGE_BYTES) && offset + PAGE_BYTES <= mapping.bytes());
-    // SAFETY: inside of the mapping and aligned; a tail consists of atomics, for which every value
-    // is one.
+    // SAFETY: inside of the mapping and aligned; a tail consists of atomics, for which every bit
+    // pattern is valid.
     unsafe { &*mapping.start().add(offset).cast() }
 }
 
-/// Moves `pages`, of a [`Memory`](crate::Memory) that is being made, to a file that peers can map.
-/// `None` if they are few, or the system has no such files to give.
+/// Moves `pages`, of a new [`Memory`](crate::Memory), to a file that peers can map. `None` if they
+/// are few, or the system has no such files.
 ///
 /// # Panics
-/// If the system has no memory left in between.
+/// If the system runs out of memory in between.
 pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     let (start, bytes) = (pages.start() as usize, pages.bytes());
     if bytes < SHARED_BYTES {
@@ -130,7 +131,7 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     let last = Mapping::of(&file.file, (bytes, PAGE_BYTES), access).ok()?;
     let check = crate::join::random();
     tail(&last, 0).check.store(check, Ordering::Release);
-    // SAFETY: nobody has used the pages yet, and after an error nobody does: it panics.
+    // SAFETY: nothing has used the pages yet, and after an error nothing does: it panics.
     let moved = unsafe { pages.mapping().replace(&file.file, 0, access) };
     moved.expect("no memory to map a file where memory was");
     pages.mapping().populate();
@@ -151,7 +152,7 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     Some(Registered::new(region, pages))
 }
 
-/// The file with all of these bytes, and where it begins. They are not read.
+/// The file that contains all of these bytes, and its start address. The bytes are not read.
 fn region_of(bytes: *const [u8]) -> Option<(usize, Mapped)> {
     let (first, regions) = (bytes.cast::<u8>() as usize, regions());
     let (start, mapped) = regions.range(..=first).next_back()?;
@@ -160,7 +161,7 @@ fn region_of(bytes: *const [u8]) -> Option<(usize, Mapped)> {
     inside.then_some((*start, *mapped))
 }
 
-/// Where `bytes` lie, if all of them are in a file of this process.
+/// Location of `bytes`, if all of them are in a file of this process.
 pub(crate) fn find(bytes: &[u8]) -> Option<Place> {
     let (start, mapped) = region_of(bytes)?;
     Some(Place {
@@ -169,8 +170,8 @@ pub(crate) fn find(bytes: &[u8]) -> Option<Place> {
     })
 }
 
-/// As [`find`], of a part of `whole` that a peer may write to. Nobody else has anything on its
-/// pages, so that they can be taken back.
+/// As [`find`], of a part of `whole` that a peer may write to. The part has its pages to itself, so
+/// that they can be reclaimed.
 pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
     let (start, mapped) = region_of(whole)?;
     let (pages, whole) = (pages_of(start, bytes), whole.as_ptr_range());
@@ -183,7 +184,7 @@ pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
     })
 }
 
-/// The addresses of the pages on which bytes lie, of memory that begins at `start`.
+/// Page addresses of the bytes, of memory that begins at `start`.
 fn pages_of(start: usize, bytes: *const [u8]) -> Range<usize> {
     let first = bytes.cast::<u8>() as usize;
     let end = first + bytes.len();
@@ -191,26 +192,26 @@ fn pages_of(start: usize, bytes: *const [u8]) -> Range<usize> {
     first - (first - start) % PAGE_BYTES..start + after(end)
 }
 
-/// Makes the pages of `bytes`, which were lent to be written, this process's alone. The file is not
-/// lent from any more.
+/// Reclaims the pages of `bytes`, which a peer may write to. The file is not used for later
+/// transfers.
 ///
 /// # Safety
-/// [`find_writable`] found them, and whoever calls has the whole borrowed exclusively.
+/// [`find_writable`] found them, and the caller has the whole borrowed exclusively.
 pub(crate) unsafe fn take_back(bytes: *const [u8]) {
     let Some((start, mapped)) = region_of(bytes) else {
         return;
     };
     let pages = pages_of(start, bytes);
     regions().remove(&start);
-    // Beyond it lies memory of others, which would be replaced.
+    // Memory beyond the file would be replaced.
     assert!(pages.end <= start + mapped.bytes, "pages of the file");
     let before = bytes.cast::<u8>() as usize - pages.start;
     let first = bytes.cast::<u8>().cast_mut().wrapping_sub(before);
-    // SAFETY: pages of this file's mapping on which nobody else has anything.
+    // SAFETY: pages of this file's mapping that hold nothing else.
     unsafe { Mapping::make_private(first, pages.len()) };
 }
 
-/// A file of a peer, mapped.
+/// A mapped file of a peer.
 pub(crate) struct View {
     check: u64,
     mapping: Mapping,
@@ -219,8 +220,8 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// Maps the file at `place` of `process`; `None` if that does not work, it can be cut short, or
-    /// it is another.
+    /// Maps the file at `place` of `process`; `None` if that fails, the file can be truncated, or
+    /// it is another file.
     fn open(process: u32, place: &Place) -> Option<Self> {
         let file = File::open_at(process, place.descriptor)?;
         let length = usize::try_from(rustix::fs::fstat(&file).ok()?.st_size).ok()?;
@@ -238,25 +239,26 @@ impl View {
         })
     }
 
-    /// Where `count` bytes from `offset` on are; `None` if the file has them not.
+    /// Address of `count` bytes from `offset` on; `None` if the file is shorter.
     fn place(&self, offset: u64, count: usize) -> Option<*mut u8> {
         let offset = usize::try_from(offset).ok()?;
         let inside = offset <= self.bytes && count <= self.bytes - offset;
         inside.then(|| self.mapping.start().wrapping_add(offset))
     }
 
-    /// `count` bytes from `offset` on; `None` if the file has them not. Whoever uses them looks
-    /// afterwards whether they were taken back meanwhile.
+    /// `count` bytes from `offset` on; `None` if the file is shorter. The caller checks afterwards
+    /// whether the transfer was revoked.
     pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<Lent<'_>> {
         let start = self.place(offset, count)?;
         // SAFETY: inside of the mapping, whose file keeps its length.
         Some(unsafe { Lent::new(start, count) })
     }
 
-    /// The same to be written.
+    /// The same bytes, writable.
     ///
     /// # Safety
-    /// The owner has lent them for that, and nobody else in this process uses this view of them.
+    /// The owner allows writes in this transfer, and nothing else in this process uses this view of
+    /// them.
     pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<LentMut<'_>> {
         let start = self.place(offset, count)?;
         // SAFETY: as above, and by the caller's promise.
@@ -271,17 +273,17 @@ impl View {
     }
 }
 
-/// The files that a rank has mapped of one peer.
+/// The mapped files of one peer.
 #[derive(Default)]
 pub(crate) struct Views {
-    /// The oldest first.
+    /// Oldest first.
     views: Vec<Arc<View>>,
     /// The last file that could not be mapped.
     refused: Option<u64>,
 }
 
 impl Views {
-    /// The file at `place` of `process`, mapped if it is not yet; `None` if it cannot be.
+    /// The file at `place` of `process`, mapped on demand; `None` if that fails.
     pub(crate) fn get(&mut self, process: u32, place: &Place) -> Option<Arc<View>> {
         if let Some(view) = self.views.iter().find(|view| view.check == place.check) {
             return Some(Arc::clone(view));
@@ -301,7 +303,7 @@ impl Views {
         Some(view)
     }
 
-    /// Lets go of memory that its owner has given up.
+    /// Unmaps files that their owner has ended.
     pub(crate) fn forget_ended(&mut self) {
         self.views.retain(|view| !view.has_ended());
     }

@@ -1,18 +1,18 @@
-//! How ranks find each other, and find each other again after a failure.
+//! Rendezvous: how ranks find each other, and again after a failure.
 //!
-//! Nobody is special: a *round* of meeting begins with the first rank that comes, and the members
-//! are the ranks that came. Each comer publishes its address. The set of addresses is the group
-//! when it has not changed for a while, or has the size that was asked for. Ranks are numbered in
-//! the order of the comers' names. Which of the places is used makes no difference to that:
+//! No rank is special. A *round* begins with the first rank that arrives. Each rank publishes its
+//! address. The set of addresses is the group when it has not changed for a while, or has the
+//! requested size. Ranks are numbered in the order of their addresses. The kinds of rendezvous
+//! differ only in how addresses are exchanged:
 //!
-//! - [`Meeting::List`]: all addresses are known beforehand, nobody has to be asked.
-//! - [`Meeting::Folder`]: a folder that all see; each comer leaves a file.
-//! - [`Meeting::Address`]: an address that the first comer who can binds, whoever that is: it
-//!   listens for the others until the round is over. If it dies, another takes its place.
+//! - [`Meeting::List`]: all addresses are known beforehand; nothing is exchanged.
+//! - [`Meeting::Folder`]: a shared folder; each rank writes a file.
+//! - [`Meeting::Address`]: the first rank binds this address and serves the others until the round
+//!   is over. If it dies, another rank replaces it.
 //!
-//! With a group key all that is said or left in a file is encrypted and authenticated with it. A
-//! stranger at the address or in the folder can neither come, nor learn who comes, nor make up who
-//! did. It can keep ranks from meeting, by taking the address or removing files.
+//! With a group key all messages and files are encrypted and authenticated with it. A process
+//! without the key can neither join, nor learn the members, nor forge them. It can prevent a
+//! rendezvous, by taking the address or removing files.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -28,27 +28,27 @@ use crate::join::{
 };
 use crate::{Deadline, deadline};
 
-/// Where ranks meet.
+/// Where ranks exchange their addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meeting {
-    /// Everybody's address, by name; those who do not come are left out by [`Wanted`].
+    /// All addresses, by name; [`Wanted`] decides which may be missing.
     List(Vec<SocketAddr>),
-    /// A folder, empty at first, that all ranks can write to. With a group key, what is left there
-    /// counts only with the same key in the same round.
+    /// A folder, empty at first, that all ranks can write to. With a group key, only files with the
+    /// same key and round count.
     Folder(PathBuf),
-    /// An address of one of the machines, free until somebody listens there.
+    /// An unused address of one of the machines.
     Address(SocketAddr),
 }
 
-/// How many ranks make a group.
+/// Number of ranks that completes a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// Exactly so many.
+    /// Exactly this many.
     Exactly(u32),
-    /// All ranks that have come when nobody new came for so long, at least this many.
+    /// All ranks that arrived before a pause of `settled` without arrivals; at least `ranks`.
     AtLeast {
         ranks: u32,
-        /// How long nobody new may come.
+        /// Length of the pause.
         settled: Duration,
     },
 }
@@ -59,11 +59,11 @@ pub struct Members {
     pub rank: Rank,
     /// All addresses in rank order.
     pub addrs: Vec<SocketAddr>,
-    /// Differs between rounds, so that a straggler of an earlier one is turned away.
+    /// Differs between rounds, so that a straggler of an earlier round is turned away.
     pub id: GroupId,
 }
 
-/// Why ranks did not meet.
+/// Why a rendezvous failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MeetingError {
     #[error(
@@ -72,14 +72,14 @@ pub enum MeetingError {
     )]
     TooFew {
         round: u64,
-        /// Ranks that came, this one included.
+        /// Ranks that arrived, this one included.
         came: u32,
-        /// Ranks wanted.
+        /// Ranks required.
         wanted: u32,
-        /// Why somebody else was turned away, if that happened.
+        /// Why another process was turned away, if that happened.
         turned_away: Option<Refusal>,
     },
-    /// The process that listens at the address does not want this rank.
+    /// The host at the address refuses this rank.
     #[error("the meeting at {at} refuses this rank: {why}")]
     Refused {
         at: SocketAddr,
@@ -104,17 +104,17 @@ pub enum MeetingError {
     },
 }
 
-/// How often a comer looks whether something has changed.
+/// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Meets for round `round`, which all who are to meet count alike: 0 for the first group, one more
-/// for each group after a failure. `addr` is where this rank listens, `key` that of the group, if
-/// it has one: all ranks or none.
+/// Runs round `round`. All ranks count rounds alike: 0 for the first group, one more for each group
+/// after a failure. `addr` is where this rank listens. `key` is the group's key, if it has one: all
+/// ranks or none.
 ///
-/// Blocks until the group is complete. Then [`crate::tcp::join`] with what it returns.
+/// Blocks until the group is complete. Pass the result to [`crate::tcp::join`].
 ///
 /// # Errors
-/// [`MeetingError`]; nothing is left behind that would disturb the next round.
+/// [`MeetingError`]; nothing remains that would disturb the next round.
 pub fn meet(
     place: &Meeting,
     addr: SocketAddr,
@@ -139,7 +139,7 @@ pub fn meet(
     Ok(Members { rank, addrs, id })
 }
 
-/// The same for all who have the same members in the same round.
+/// Equal for all ranks with the same members and round.
 fn id_of(addrs: &[SocketAddr], round: u64) -> GroupId {
     let mut id = GroupId(*b"paceline round  ").derive(round, 0);
     for addr in addrs {
@@ -152,7 +152,7 @@ fn id_of(addrs: &[SocketAddr], round: u64) -> GroupId {
     id
 }
 
-/// The order to meet: for which round, and with how many ranks.
+/// The round to run, and its required ranks.
 struct Order<'a> {
     round: u64,
     wanted: Wanted,
@@ -160,7 +160,7 @@ struct Order<'a> {
 }
 
 impl Order<'_> {
-    /// Whether those who came are the group: `changed` is when the last of them came.
+    /// Whether the `came` ranks are the group; `changed` is when the last of them arrived.
     fn is_settled(&self, came: usize, changed: Instant) -> bool {
         match self.wanted {
             Wanted::Exactly(ranks) => came == ranks as usize,
@@ -188,8 +188,8 @@ fn because(turned_away: &Option<Refusal>) -> String {
     })
 }
 
-/// Every comer leaves a file; the first who finds the round settled writes the list, and that
-/// list counts: creating it succeeds for one only.
+/// Every rank writes a file. The first that finds the round settled writes the list, which is
+/// final: creating it succeeds only once.
 fn folder_round(
     folder: &Path,
     addr: SocketAddr,
@@ -200,7 +200,7 @@ fn folder_round(
     let folder = folder.join(format!("round-{}", order.round));
     std::fs::create_dir_all(&folder).map_err(system("make the round's folder"))?;
     let notes = Notes { folder, order };
-    // A name tells nobody where a rank is, if nobody is to know.
+    // With a key, file names must not reveal addresses.
     let name = match order.key {
         Some(_) => format!("{:016x}", random()),
         None => addr.to_string().replace([':', '[', ']'], "_"),
@@ -230,7 +230,7 @@ fn folder_round(
     }
 }
 
-/// The kinds of notes: of a comer, and the list.
+/// File extensions: of a rank's address, and of the list.
 const RANK: &str = "rank";
 const MEMBERS: &str = "members";
 
@@ -241,7 +241,7 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// The context that a note is sealed for: it counts nowhere else.
+    /// The context that a file is encrypted for; it is valid in no other.
     fn context(&self, kind: &str) -> String {
         format!("paceline meeting {} {kind}", self.order.round)
     }
@@ -253,8 +253,8 @@ impl Notes<'_> {
         }
     }
 
-    /// The addresses in a note; why not, if it is none of this group. One that is being written is
-    /// read again at the next look.
+    /// The addresses in a file, or why it is none of this group. A file that is being written is
+    /// read again at the next poll.
     fn read(&self, kind: &str, path: &Path) -> Result<Vec<SocketAddr>, Refusal> {
         let (mut bytes, why) = (
             Vec::new(),
@@ -273,7 +273,7 @@ impl Notes<'_> {
         }
     }
 
-    /// The ranks that came, in order, and what is wrong with another that did.
+    /// The ranks that arrived, in order, and why another process was refused.
     fn comers(&self) -> io::Result<(Vec<SocketAddr>, Option<Refusal>)> {
         let (mut comers, mut odd) = (Vec::new(), None);
         for entry in std::fs::read_dir(&self.folder)? {
@@ -290,13 +290,13 @@ impl Notes<'_> {
         Ok((comers, odd))
     }
 
-    /// The members, once the list is there. It appears whole: see `publish`.
+    /// The members, once the list exists. It appears atomically: see `publish`.
     fn list(&self) -> Option<Vec<SocketAddr>> {
         self.read(MEMBERS, &self.folder.join(MEMBERS)).ok()
     }
 
-    /// Makes the list appear whole, unless another has been faster. What is there and no list of
-    /// this group goes.
+    /// Publishes the list atomically, unless another rank was faster. An invalid file of that name
+    /// is removed.
     fn publish(&self, name: &str, members: &[SocketAddr]) -> io::Result<()> {
         let (list, draft) = (
             self.folder.join(MEMBERS),
@@ -314,7 +314,7 @@ impl Notes<'_> {
     }
 }
 
-/// Listens at the address if nobody does, else says hello to who does, until there is a list.
+/// Binds the address if it is free, else connects to its host, until there is a list.
 fn address_round(
     at: SocketAddr,
     addr: SocketAddr,
@@ -343,7 +343,7 @@ fn address_round(
     }
 }
 
-/// Takes in comers until the round is settled, then tells them all.
+/// Accepts members until the round is settled, then sends all of them the list.
 fn host(
     mut hall: Hall<'_>,
     addr: SocketAddr,
@@ -390,7 +390,7 @@ mod tests {
         GroupKey::new([byte; crate::join::KEY_BYTES])
     }
 
-    /// A folder and an address, twice; each with what has to live as long.
+    /// A folder and an address, twice; each with the guard that keeps it alive.
     fn places() -> [(Meeting, Option<tempfile::TempDir>); 4] {
         let folder = || {
             let folder = tempfile::tempdir().unwrap();
@@ -400,7 +400,7 @@ mod tests {
         [folder(), address(), folder(), address()]
     }
 
-    /// Lets ranks with these ports meet and checks that all see the same.
+    /// Runs a round with ranks at these ports and checks that all get the same members.
     fn meet_all(
         place: &Meeting,
         ports: &[u16],
@@ -437,7 +437,7 @@ mod tests {
             let key = key.as_ref();
             let place = &place.0;
             let first = meet_all(place, &[7, 3, 5], 0, Wanted::Exactly(3), key);
-            // The one with the lowest name, which was rank 0, does not come back.
+            // The rank with the lowest name, which was rank 0, does not return.
             let wanted = Wanted::AtLeast { ranks: 2, settled };
             let second = meet_all(place, &[5, 7], 1, wanted, key);
             assert_ne!(first, second);
@@ -465,7 +465,7 @@ mod tests {
         );
     }
 
-    /// A rank that is turned away learns why, as do the ranks that turn it away.
+    /// A rank that is turned away learns why, and so do the ranks that refuse it.
     #[test]
     fn keys_that_differ_are_named_on_both_sides() {
         type Keys = [Option<u8>; 2];
@@ -490,7 +490,7 @@ mod tests {
                         MeetingError::Refused { why, .. } => Some(*why),
                         _ => None,
                     };
-                    // Which of them listens at an address is open, and is told from its side.
+                    // Which of them hosts the address is random; the error takes that rank's view.
                     let why = why.unwrap_or_else(|| panic!("{place:?}, {keys:?}: {error}"));
                     assert!(whys.contains(&why), "{place:?}, {keys:?}: {error}");
                 }
@@ -498,7 +498,7 @@ mod tests {
         }
     }
 
-    /// Notes and connections of one who has no key change nothing.
+    /// Files and connections of a process without the key change nothing.
     #[test]
     fn strangers_neither_come_nor_learn_who_comes() {
         let key = key(3);

@@ -1,18 +1,18 @@
-//! A ring of bytes in memory that two ranks share: one writes, one reads, neither takes a lock.
+//! A ring buffer in memory that two ranks share: one writes, one reads, neither takes a lock.
 //!
 //! ```text
 //! control, 256 bytes:  0 written (u64)   128 read (u64)        data: a power of two of bytes
 //! ```
 //!
-//! `written` and `read` count all bytes ever, each stored by one side only, on cache lines of their
-//! own. The writer copies, then stores `written` (release). The reader loads it (acquire), then
-//! copies. So bytes are complete before they are seen. The other way round the reader's store of
-//! `read` hands room back. The counters may come from another process. So they are checked against
-//! the size before use, and a broken peer can garble data but not reach other memory.
+//! `written` and `read` count all bytes ever, each stored by one side only, on its own cache line.
+//! The writer copies, then stores `written` (release). The reader loads it (acquire), then copies.
+//! So bytes are complete before they are visible. In the other direction, the reader's store of
+//! `read` frees room. The counters may come from another process. So they are checked against the
+//! size before use, and a broken peer can garble data but not reach other memory.
 //!
 //! `tests/loom.rs` runs this file under a model checker, with other atomics in `sync`.
 //!
-//! Waiting is apart, in [`Bell`]: a word that whoever moved bytes rings if somebody sleeps.
+//! [`Bell`] handles waiting: a doorbell that the side which moved bytes rings if the other sleeps.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, copy_in, copy_out, fence};
 
@@ -44,15 +44,15 @@ pub(crate) struct Ring {
     size: usize,
 }
 
-// SAFETY: the counters are atomic, and the protocol above keeps the bytes that one side writes
-// apart from those that the other reads, whatever threads the two sides run on. Which thread is
-// which side is up to the owner: see `write` and `read`.
+// SAFETY: the counters are atomic, and the protocol above separates the bytes that one side writes
+// from those that the other reads, on any threads. The owner decides which thread is which side:
+// see `write` and `read`.
 unsafe impl Send for Ring {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Ring {}
 
 impl Ring {
-    /// Bytes of the counters, which lie before the data.
+    /// Bytes of the counters, which precede the data.
     pub(crate) const COUNTER_BYTES: usize = size_of::<Counters>();
 
     /// A ring on this memory.
@@ -74,7 +74,7 @@ impl Ring {
         unsafe { &*self.counters }
     }
 
-    /// Bytes that can be read, and where they begin.
+    /// Bytes that can be read, and the position of the first.
     fn filled(&self) -> (usize, u64) {
         let read = self.counters().read.0.load(Ordering::Relaxed);
         let written = self.counters().written.0.load(Ordering::Acquire);
@@ -82,7 +82,7 @@ impl Ring {
         (filled.min(self.size), read)
     }
 
-    /// Room for writing, and where it begins.
+    /// Bytes that can be written, and the position of the first.
     fn room(&self) -> (usize, u64) {
         let written = self.counters().written.0.load(Ordering::Relaxed);
         let read = self.counters().read.0.load(Ordering::Acquire);
@@ -90,17 +90,17 @@ impl Ring {
         (self.size - filled.min(self.size), written)
     }
 
-    /// Bytes ever written, for the side that writes.
+    /// Bytes ever written, for the writing side.
     pub(crate) fn written(&self) -> u64 {
         self.counters().written.0.load(Ordering::Relaxed)
     }
 
-    /// Bytes ever read, for the side that reads.
+    /// Bytes ever read, for the reading side.
     pub(crate) fn taken(&self) -> u64 {
         self.counters().read.0.load(Ordering::Relaxed)
     }
 
-    /// Whether a read would find something.
+    /// Whether a read would return bytes.
     pub(crate) fn is_filled(&self) -> bool {
         self.filled().0 > 0
     }
@@ -110,7 +110,7 @@ impl Ring {
         self.room().0 > 0
     }
 
-    /// Writes what fits of `head` followed by `body`. Only one thread at a time may write.
+    /// Writes as much of `head` followed by `body` as fits. Only one thread at a time may write.
     pub(crate) fn write(&self, head: &[u8], body: &[u8]) -> usize {
         let (room, start) = self.room();
         let first = head.len().min(room);
@@ -125,14 +125,14 @@ impl Ring {
         count
     }
 
-    /// Reads what is there and fits. Only one thread at a time may read.
+    /// Reads available bytes that fit. Only one thread at a time may read.
     pub(crate) fn read(&self, into: &mut [u8]) -> usize {
         let (filled, start) = self.filled();
         let count = filled.min(into.len());
         let (at, left) = self.place(start);
         let first = count.min(left);
-        // SAFETY: `at + first` and `count - first` are at most `size`, so the source lies in the
-        // ring; the writer keeps away from these bytes until `read` is stored below.
+        // SAFETY: `at + first` and `count - first` are at most `size`, so the source is within the
+        // ring. The writer does not touch these bytes until `read` is stored below.
         unsafe {
             copy_out(self.data.add(at), into.as_mut_ptr(), first);
             copy_out(self.data, into.as_mut_ptr().add(first), count - first);
@@ -147,7 +147,7 @@ impl Ring {
     fn copy_in(&self, start: u64, bytes: &[u8]) {
         let (at, left) = self.place(start);
         let first = bytes.len().min(left);
-        // SAFETY: as in `read`: within the ring, and the reader keeps away from these bytes until
+        // SAFETY: as in `read`: within the ring, and the reader does not touch these bytes until
         // `written` is stored.
         unsafe {
             copy_in(bytes.as_ptr(), self.data.add(at), first);
@@ -155,21 +155,21 @@ impl Ring {
         }
     }
 
-    /// Where byte number `count` lies, and how many follow before the end of the ring.
+    /// Offset of byte number `count`, and the bytes from there to the end of the ring.
     fn place(&self, count: u64) -> (usize, usize) {
         let at = usize::try_from(count & (self.size as u64 - 1)).unwrap_or(0);
         (at, self.size - at)
     }
 }
 
-/// Where a rank sleeps until one of its rings moves: two words in shared memory.
+/// Where a rank sleeps until one of its rings changes: two words in shared memory.
 #[repr(C, align(128))]
 pub(crate) struct Bell {
-    /// Counts rings of the bell.
+    /// Incremented by each ring of the bell.
     rung: AtomicU32,
     /// Threads that sleep or are about to.
     sleepers: AtomicU32,
-    /// By lane: the rank's waiter is to return, whatever moved.
+    /// By lane: the rank's waiter must return even if no bytes moved.
     called: [AtomicU32; 2],
 }
 
@@ -184,7 +184,7 @@ impl Bell {
         }
     }
 
-    /// Wakes whoever sleeps, or is about to, after bytes were moved.
+    /// Wakes a thread that sleeps, or is about to, after bytes were moved.
     ///
     /// No wake-up is lost: both sides write, fence, and read what the other wrote. So either this
     /// side sees the sleeper, or the sleeper sees the bytes.
@@ -195,7 +195,7 @@ impl Bell {
         }
     }
 
-    /// Wakes whoever sleeps or is about to.
+    /// Wakes all threads that sleep or are about to.
     pub(crate) fn wake(&self) {
         self.rung.fetch_add(1, Ordering::SeqCst);
         crate::sync::futex_wake(&self.rung);
@@ -204,18 +204,18 @@ impl Bell {
     /// Ends the current or next sleep on both lanes.
     pub(crate) fn call(&self) {
         for called in &self.called {
-            // A store would do, but loom lets it be undone by a swap that came before it.
+            // A store would do, but loom allows an earlier swap to undo it.
             called.swap(1, Ordering::SeqCst);
         }
         self.wake();
     }
 
-    /// Whether a waiter on `lane` was called; that is then forgotten.
+    /// Whether a waiter on `lane` was called; clears the flag.
     pub(crate) fn was_called(&self, lane: usize) -> bool {
         self.called[lane].swap(0, Ordering::SeqCst) != 0
     }
 
-    /// Sleeps until the bell rings, unless `ready` says that there is something to do.
+    /// Sleeps until the bell rings, unless `ready` reports work.
     pub(crate) fn sleep(&self, until: std::time::Instant, ready: impl Fn() -> bool) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let rung = self.rung.load(Ordering::SeqCst);

@@ -1,5 +1,5 @@
-//! Tests of the ring that need no model checker; apart from it because `tests/loom.rs` compiles the
-//! ring alone.
+//! Tests of the ring that need no model checker. They are in a file of their own because
+//! `tests/loom.rs` compiles the ring alone.
 
 use crate::ring::{Counters, Ring};
 

@@ -1,14 +1,15 @@
 //! Links through memory that ranks share: threads of one process, or processes of one machine.
 //!
-//! Each rank has a *segment*: its bell, and a ring for what each peer sends it on each lane.
+//! Each rank has a *segment*: its bell, and a ring for each peer and lane.
 //!
 //! ```text
 //! 0  bell   128  check word   256  a slot for loans per peer, then rings: lane by lane, peer by
 //! peer: counters, then data
 //! ```
 //!
-//! Between processes, long payloads of collectives are lent (`loan`): from memory that the reader
-//! can map (`regions`), or where it may read the writer's. All else goes by ring.
+//! Between processes, long payloads of collectives are single-copy transfers (`loan`): from memory
+//! that the reader can map (`regions`), or by reading the writer's process. All other bytes use
+//! rings.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -32,17 +33,17 @@ use crate::transport::{Closed, ComeBack, Lane, Lend, Patience, Transport, Want};
 use crate::{Pages, Registered};
 
 /// Size of a ring by lane. All-reduce of 16 MiB between two processes on the two cores of an EPYC
-/// VM, November 2026: 2.68, 2.57, 2.49, 2.47 ms. The rings for calls had 128, 256, 512, 1024 KiB.
+/// VM, November 2026: 2.68, 2.57, 2.49, 2.47 ms with call rings of 128, 256, 512, 1024 KiB.
 const RING_BYTES: [usize; 2] = [256 << 10, 64 << 10];
 
 const CHECK_AT: usize = 128;
 const SLOTS_AT: usize = 256;
 
-/// Longest part of a loan that is read in one go, so that a call hears within a millisecond or two
-/// that it failed.
+/// Longest part of a transfer that is read at once, so that a call notices its failure within a
+/// millisecond or two.
 const GULP_BYTES: usize = 8 << 20;
 
-/// Where the rings begin, in a group of this size.
+/// Offset of the rings, in a group of this size.
 const fn rings_at(size: usize) -> usize {
     SLOTS_AT + size * size_of::<Slot>()
 }
@@ -52,7 +53,7 @@ const fn segment_bytes(size: usize) -> usize {
     rings_at(size) + size * (2 * Ring::COUNTER_BYTES + RING_BYTES[0] + RING_BYTES[1])
 }
 
-/// Where the ring for `lane` from `peer` lies.
+/// Offset of the ring for `lane` from `peer`.
 const fn ring_at(size: usize, lane: Lane, peer: usize) -> usize {
     match lane {
         Lane::Calls => rings_at(size) + peer * (Ring::COUNTER_BYTES + RING_BYTES[0]),
@@ -63,7 +64,7 @@ const fn ring_at(size: usize, lane: Lane, peer: usize) -> usize {
     }
 }
 
-/// Memory of one rank, mapped.
+/// The mapped memory of one rank.
 pub(crate) struct Segment {
     /// All access goes through the bell and the check word (atomic), the slots (atomic) and the
     /// rings, which are `Sync` under their protocol.
@@ -72,12 +73,12 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    /// New memory, zeroed, for a group of `size` ranks: of `file`, or of this process only.
+    /// New zeroed memory for a group of `size` ranks: of `file`, or private.
     pub(crate) fn new(size: usize, file: Option<&OwnedFd>) -> std::io::Result<Self> {
-        // Of the rings little may ever be used: no huge pages.
+        // Little of the rings may ever be used, so no huge pages.
         let mapping = Mapping::map(segment_bytes(size))?;
         if let Some(file) = file {
-            // SAFETY: nobody else has it yet.
+            // SAFETY: nothing uses it yet.
             unsafe { mapping.replace(file, 0, ProtFlags::READ | ProtFlags::WRITE) }?;
         }
         Ok(Self { mapping, size })
@@ -98,18 +99,18 @@ impl Segment {
         unsafe { &*self.base().cast() }
     }
 
-    /// A word by which a peer sees that it has mapped the right memory.
+    /// A word by which a peer verifies that it has mapped the right memory.
     pub(crate) fn check(&self) -> &AtomicU64 {
         // SAFETY: as in `bell`; the offset is within the mapping and a multiple of 8.
         unsafe { &*self.base().add(CHECK_AT).cast() }
     }
 
-    /// Where this word lies in this process.
+    /// Address of this word in this process.
     pub(crate) fn check_address(&self) -> u64 {
         std::ptr::from_ref(self.check()) as u64
     }
 
-    /// The slot for loans from `peer`.
+    /// The slot for transfers from `peer`.
     fn slot(&self, peer: usize) -> &Slot {
         // SAFETY: as in `bell`; the slots are aligned to 128 and within the mapping for peers of
         // this group.
@@ -128,36 +129,36 @@ impl Segment {
     }
 }
 
-/// How news travel.
+/// How failure notices are sent.
 pub(crate) enum Teller {
-    /// All ranks have this status.
+    /// All ranks share this status.
     Threads(Arc<Status>),
-    /// Over sockets, by a keeper.
+    /// Over sockets, by a heartbeat thread.
     Keeper(Arc<crate::keeping::Controls>),
 }
 
-/// The state that this rank needs for loans of one peer.
+/// This rank's state of transfers from one peer.
 #[derive(Default)]
 struct Borrowing {
     /// The peer's process, if this rank can read its memory, and how.
     lender: Option<(u32, Able)>,
-    /// Bytes of the current loan that were read, and in whose place a result is. Only the thread
+    /// Bytes of the current transfer that were read, and that were written back. Only the thread
     /// that runs calls uses them.
     done: AtomicUsize,
     returned: AtomicUsize,
-    /// Its memory that is mapped here.
+    /// Mapped memory of the peer.
     views: Mutex<Views>,
 }
 
 impl Borrowing {
-    /// The memory that a loan is of, if it is mapped here or can be.
+    /// The mapped file of a transfer, if it is or can be mapped.
     fn view(&self, loan: &Loan) -> Option<Arc<View>> {
         let (process, place) = (self.lender?.0, loan.place?);
         let mut views = lock(&self.views);
         views.get(process, &place)
     }
 
-    /// The rest of a loan, at most a gulp: its first byte, and the number of bytes.
+    /// The rest of a transfer, at most [`GULP_BYTES`]: its first byte, and the number of bytes.
     fn next(&self, loan: &Loan) -> (usize, usize) {
         let done = self.done.load(Ordering::Relaxed);
         let all = usize::try_from(loan.bytes).unwrap_or(usize::MAX);
@@ -168,16 +169,16 @@ impl Borrowing {
 /// Bytes of a caller that a peer may write to.
 struct Returning(*const [u8]);
 
-// SAFETY: they are the thread's that makes the call, which has them borrowed while this is there.
+// SAFETY: the calling thread has them borrowed while this value exists.
 unsafe impl Send for Returning {}
 
-/// How a payload goes to a peer.
+/// How a payload is sent to a peer.
 enum Carriage {
-    /// Copied, as far as there is room.
+    /// Copied to the ring, as far as there is room.
     Ring,
-    /// Lent: the peer copies it out of this process.
+    /// Single copy: the peer reads it from this process.
     Process,
-    /// Lent: the peer has the file mapped in which it lies.
+    /// Zero copy: the peer maps the file.
     File(Place),
 }
 
@@ -189,7 +190,7 @@ pub(crate) struct Shared {
     outbound: [Vec<Ring>; 2],
     /// By peer.
     borrowing: Vec<Borrowing>,
-    /// By peer: bytes that are lent to be written.
+    /// By peer: bytes that the peer may write to.
     returning: Vec<Mutex<Option<Returning>>>,
     /// Ranks that will write no more.
     gone: Arc<[AtomicBool]>,
@@ -226,13 +227,13 @@ impl Shared {
         }
     }
 
-    /// Lets the peer lend to this rank, which can read the memory of its process.
+    /// Enables transfers from a peer whose process memory this rank can read.
     pub(crate) fn borrow_from(&mut self, peer: usize, process: u32, able: Able) {
         self.borrowing[peer].lender = Some((process, able));
         self.segments[self.rank].slot(peer).enable(able);
     }
 
-    /// Lets go of memory that peers have given up.
+    /// Unmaps memory that peers have ended.
     pub(crate) fn forget_ended(&self) {
         for Borrowing { views, .. } in &self.borrowing {
             let mut views = lock(views);
@@ -240,13 +241,13 @@ impl Shared {
         }
     }
 
-    /// Takes note that a rank will write no more; what it wrote can still be read.
+    /// Records that a rank will write no more; its written bytes stay readable.
     pub(crate) fn mark_gone(&self, peer: usize) {
         self.gone[peer].store(true, Ordering::Release);
         self.wake();
     }
 
-    /// As [`mark_gone`](Self::mark_gone), for this rank and for all who share `gone`.
+    /// As [`mark_gone`](Self::mark_gone), for this rank and all ranks that share `gone`.
     pub(crate) fn leave(&self) {
         self.gone[self.rank].store(true, Ordering::Release);
         self.wake_all();
@@ -274,7 +275,7 @@ impl Shared {
         (want.read && (gone || readable())) || (want.write && (gone || writable()))
     }
 
-    /// The loan of `peer` that comes next in the stream.
+    /// The transfer of `peer` that comes next in the stream.
     fn due(&self, lane: Lane, peer: usize) -> Option<Loan> {
         if lane == Lane::Messages || self.borrowing[peer].lender.is_none() {
             return None;
@@ -283,14 +284,14 @@ impl Shared {
         (loan.at == self.inbound[lane as usize][peer].taken()).then_some(loan)
     }
 
-    /// As `due`, if the bytes can be used where they lie.
+    /// As `due`, if the bytes can be used in place.
     fn due_in_view(&self, lane: Lane, peer: usize) -> Option<(Loan, Arc<View>)> {
         let loan = self.due(lane, peer)?;
         let view = self.borrowing[peer].view(&loan)?;
         (!self.gone[peer].load(Ordering::Acquire)).then_some((loan, view))
     }
 
-    /// Reads what comes next of the loan that is due.
+    /// Reads the next bytes of the transfer.
     fn collect(&self, peer: usize, loan: &Loan, into: &mut [u8]) -> Result<usize, Closed> {
         let borrowing = &self.borrowing[peer];
         if let Some(view) = borrowing.view(loan) {
@@ -310,14 +311,14 @@ impl Shared {
         self.has_used(peer, loan, count)
     }
 
-    /// Where what comes next of a loan is in its view: place and length.
+    /// The next bytes of a transfer in its view: offset and length.
     fn piece(&self, peer: usize, loan: &Loan) -> (u64, usize) {
         let (done, left) = self.borrowing[peer].next(loan);
         let offset = loan.place.map_or(0, |place| place.offset);
         (offset.saturating_add(done as u64), left)
     }
 
-    /// Has `take` use what comes next of the loan that is due, where it lies.
+    /// Calls `take` with the next bytes of the transfer, in place.
     fn take(
         &self,
         peer: usize,
@@ -331,7 +332,7 @@ impl Shared {
         self.has_used(peer, loan, count)
     }
 
-    /// So many more bytes of a loan were used; it is over with the last.
+    /// Accounts for `count` used bytes of a transfer; completes it with the last.
     fn has_used(&self, peer: usize, loan: &Loan, count: usize) -> Result<usize, Closed> {
         let slot = self.segments[self.rank].slot(peer);
         if !slot.stands(loan) {
@@ -349,7 +350,7 @@ impl Shared {
         Ok(count)
     }
 
-    /// How the payload that begins here goes to `peer`; `find` looks for a file that has it.
+    /// How to send the payload that begins here; `find` looks for a shared file that contains it.
     fn carriage(
         &self,
         lane: Lane,
@@ -368,7 +369,7 @@ impl Shared {
         }
     }
 
-    /// Lends `body`, which comes next in the stream of calls.
+    /// Starts a transfer of `body`, which comes next in the stream of calls.
     fn lend_body(&self, peer: usize, body: &[u8], place: Option<Place>) -> usize {
         let at = self.outbound[Lane::Calls as usize][peer].written();
         let slot = self.segments[peer].slot(self.rank);
@@ -379,7 +380,7 @@ impl Shared {
         body.len()
     }
 
-    /// Writes what fits, or lends the body; `find` says from which file.
+    /// Writes what fits, or starts a transfer of the body; `find` looks for its file.
     fn write_by(
         &self,
         lane: Lane,
@@ -388,7 +389,7 @@ impl Shared {
         find: impl FnOnce() -> Option<Place>,
     ) -> Result<usize, Closed> {
         if self.gone[peer].load(Ordering::Acquire) {
-            // A peer may leave when it has taken what was lent.
+            // A peer may leave once it has completed all transfers.
             let all_taken = head.is_empty() && body.is_empty() && !self.holds(lane, peer);
             return if all_taken { Ok(0) } else { Err(Closed) };
         }
@@ -484,9 +485,9 @@ impl Transport for Shared {
         self.patience
     }
 
-    /// A ring holds less. Of loans, each of which the system has to be asked for, more at a time
-    /// pays though it leaves the cache. All-reduce of 16 MiB between two processes on an EPYC VM,
-    /// November 2026: 1.74, 1.54, 1.46 ms. The pieces had 256 KiB, 512 KiB and 1 MiB.
+    /// More than a ring holds. Each `process_vm_readv` has a fixed cost, so longer reads pay
+    /// although they leave the cache. All-reduce of 16 MiB between two processes on an EPYC VM,
+    /// November 2026: 1.74, 1.54, 1.46 ms with reads of 256 KiB, 512 KiB and 1 MiB.
     fn gulp(&self) -> usize {
         1 << 20
     }
@@ -503,7 +504,7 @@ impl Lend for Shared {
         self.write(lane, peer, head, body)
     }
 
-    /// A loan says where it lies, whoever waits for it.
+    /// No-op: the sender's address is in the transfer.
     fn expect(&self, _peer: usize, _memory: &[u8]) {}
 
     fn lends(&self, lane: Lane, peer: usize) -> bool {
@@ -540,14 +541,14 @@ impl Lend for Shared {
         for (peer, segment) in self.segments.iter().enumerate() {
             segment.slot(self.rank).revoke();
             if let Some(Returning(bytes)) = self.returning(peer).take() {
-                // SAFETY: found to be writable when it was lent, and the call that has it borrowed
-                // is this one, which fails.
+                // SAFETY: found to be writable when the transfer started, and the call that has it
+                // borrowed is this one, which fails.
                 unsafe { regions::take_back(bytes) };
             }
         }
     }
 
-    /// Messages are not lent.
+    /// Messages are never transferred in place.
     fn let_go_of(&self, _lane: Lane, _peer: usize) {}
 
     fn come_back(&self) -> Option<&dyn ComeBack> {
@@ -569,7 +570,7 @@ impl ComeBack for Shared {
             writable.set(place.is_some());
             place.or_else(|| regions::find(body))
         })?;
-        // Whole only if it was lent: it may be back already.
+        // The whole frame was written only if a transfer started, which may already be complete.
         if writable.get() && written == head.len() + body.len() {
             *self.returning(peer) = Some(Returning(body));
         }
@@ -592,7 +593,7 @@ impl ComeBack for Shared {
             return Ok(None);
         };
         let (offset, count) = self.piece(peer, &loan);
-        // SAFETY: the loan says so, and only the thread that runs calls uses loans.
+        // SAFETY: the transfer allows writes, and only the thread that runs calls uses transfers.
         let bytes = unsafe { view.bytes_mut(offset, count) };
         let count = take(bytes.ok_or(Closed)?);
         let returned = &self.borrowing[peer].returned;

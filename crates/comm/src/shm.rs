@@ -1,9 +1,9 @@
 //! Ranks as processes of one machine that share memory.
 //!
-//! The ranks meet over TCP (`join`), hand each other their memory, and keep the control
-//! connections. Those tell when a process ends or falls silent. On Linux the memory is an anonymous
-//! file (memfd) that peers open through `/proc`. Elsewhere it is a POSIX shared memory object that
-//! loses its name as soon as all have it. Nothing is left when the processes end.
+//! The ranks join over TCP (`join`), exchange their memory, and keep the control connections. Those
+//! detect when a process ends or is silent. On Linux the memory is an anonymous file (memfd) that
+//! peers open through `/proc`. Elsewhere it is a POSIX shared memory object that is unlinked as
+//! soon as all have mapped it. Nothing remains when the processes end.
 
 use std::fmt;
 use std::io;
@@ -23,8 +23,8 @@ use crate::split::{Member, members};
 use crate::sync::Ordering;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process};
 
-/// Bytes in which a rank says where its memory is: a check word, where that is in its process, then
-/// a name padded with zeros.
+/// Bytes of a rank's announcement: a check word, its address in that process, then the file's name,
+/// padded with zeros.
 const NAME_BYTES: usize = 64;
 
 /// A rank of a group in shared memory. Dropping it ends the group for the others.
@@ -65,7 +65,7 @@ fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Shm, JoinE
     share(linked, met, origin, deadline)
 }
 
-/// Goes from sockets, of which the control connections stay, to shared memory.
+/// Moves a group from sockets to shared memory. The control connections stay.
 pub(crate) fn share<T: Kept>(
     linked: Linked<T>,
     met: Met,
@@ -88,10 +88,10 @@ pub(crate) fn share<T: Kept>(
     Keeping::start(linked, origin, deadline).map(Shm)
 }
 
-/// The other ranks, as far as they share memory with this one; in rank order.
+/// The mapped segments of all ranks, in rank order.
 pub(crate) struct Met {
     segments: Vec<Arc<Segment>>,
-    /// The process of each, and how this rank can read its own memory too.
+    /// By rank: the process, and the access to its other memory.
     lenders: Vec<Option<(u32, Able)>>,
 }
 
@@ -124,12 +124,12 @@ pub(crate) fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Resul
     let all = all.as_chunks().0;
     let opened: io::Result<Vec<_>> = all.iter().enumerate().map(open).collect();
     if let [first, second] = all {
-        // The system lets a process name one reader only.
+        // The system lets a process permit only one reader.
         let peer = if rank == 0 { second } else { first };
         process_of(peer).into_iter().for_each(process::allow);
     }
 
-    // All or none: ranks agree on whether it worked.
+    // All or none: the ranks agree on whether it worked.
     let mut verdicts = vec![false; size];
     gather(linked, &[opened.is_ok()], &mut verdicts, deadline).map_err(JoinError::of_call)?;
     let unable = (0..).zip(verdicts).find(|(_, able)| !able);
@@ -152,8 +152,8 @@ pub(crate) fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Resul
     }
 }
 
-/// The process that said this, and how its memory can be read. Its files can be opened: the one
-/// that it named was, by all ranks.
+/// The process of this announcement, and the access to its memory. Its files can be opened, as all
+/// ranks have opened the announced one.
 fn lender(said: &[u8; NAME_BYTES]) -> Option<(u32, Able)> {
     let (check, rest) = said.split_first_chunk::<8>()?;
     let (address, process) = (u64::from_le_bytes(*rest.first_chunk()?), process_of(said)?);
@@ -162,7 +162,7 @@ fn lender(said: &[u8; NAME_BYTES]) -> Option<(u32, Able)> {
     Some((process, Able { reads, maps: true }))
 }
 
-/// The name of its memory, as a rank said it.
+/// The name of its file in an announcement.
 fn name_of(said: &[u8; NAME_BYTES]) -> Option<&str> {
     let name = said[16..].split(|byte| *byte == 0).next()?;
     std::str::from_utf8(name).ok()
@@ -173,7 +173,7 @@ fn process_of(said: &[u8; NAME_BYTES]) -> Option<u32> {
     rest.split('/').next()?.parse().ok()
 }
 
-/// Reads `bytes` as what a peer says of its memory; nothing is opened.
+/// Parses `bytes` as an announcement; nothing is opened.
 pub(crate) fn parse(bytes: &[u8]) {
     let Some(said) = bytes.first_chunk() else {
         return;
@@ -188,10 +188,10 @@ pub(crate) fn parse(bytes: &[u8]) {
     );
 }
 
-/// Maps the memory that a peer described.
+/// Maps the memory that a peer announced.
 ///
 /// # Errors
-/// What the system says; [`NotFound`](io::ErrorKind::NotFound) where it is other memory.
+/// The system's error; [`NotFound`](io::ErrorKind::NotFound) if it is other memory.
 fn open(said: &[u8; NAME_BYTES], size: usize) -> io::Result<Segment> {
     let other = || io::Error::from(io::ErrorKind::NotFound);
     let file = File::open(name_of(said).ok_or_else(other)?)?;

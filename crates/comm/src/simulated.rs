@@ -1,14 +1,14 @@
-//! A simulated transport with faults from a seed, and the runs that show that no fault makes a
-//! rank hang, answer wrongly or stay ignorant.
+//! A simulated transport with seeded faults, and runs which show that no fault makes a rank hang,
+//! return a wrong result or miss a failure.
 //!
 //! Links are queues in memory. A seed decides how every read and write is cut short, and one fault.
-//! Either a link is cut, garbles or stalls after so many bytes, or a rank dies or stops after so
-//! many calls. Everything above the transport is the real thing.
+//! The fault cuts, garbles or stalls a link after a number of bytes, or ends or stops a rank after
+//! a number of calls. Everything above the transport is real.
 //!
-//! A seed gives the same run again, whatever the machine does. Ranks are threads, but one at a time
-//! has the *turn*. It hands the turn on where it would wait, and now and then elsewhere. The seed
-//! draws the next rank. Time is simulated too: it stands still while a rank can go on, and jumps to
-//! the next deadline when none can. So waiting costs nothing.
+//! A seed reproduces its run on any machine. Ranks are threads, but only the one with the *turn*
+//! runs. It yields the turn where it would wait, and sometimes elsewhere. The seed draws the next
+//! rank. Time is simulated too: it stands still while a rank can run, and jumps to the next
+//! deadline when none can. So waiting costs nothing.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
 
@@ -26,27 +26,27 @@ use crate::status::{News, Status};
 use crate::transport::{Closed, GULP_BYTES, Lane, Lend, Patience, Transport, Want};
 use crate::{Collective, Counts, Data, DataMut, Deadline, Error, Reduce, Tuning};
 
-/// Bytes that a link holds.
+/// Capacity of a link in bytes.
 const LINK_BYTES: usize = 3000;
 
-/// Deadline of every call: the only way to notice a fault that nobody reports.
+/// Deadline of every call: the only way to detect a fault that is not reported.
 const PATIENCE: Duration = Duration::from_millis(400);
 
-/// Nobody may take longer for a call.
+/// Limit of a call; beyond it the run counts as a hang.
 const HANG: Duration = Duration::from_secs(60);
 
 const RUNS: u64 = 500;
 
-/// Every so many runs one is made twice, and has to be the same.
+/// One run in this many is repeated and must be identical.
 const TWICE: u64 = 10;
 
-/// Longest wait without a look: nobody tracks who is interested in what.
+/// Longest wait between polls: interests are not tracked.
 const NAP: Duration = Duration::from_millis(2);
 
-/// A rank hands the turn on after one in so many reads and writes.
+/// A rank yields its turn after one in this many reads and writes.
 const PREEMPT: u64 = 8;
 
-/// splitmix64 (Steele, Lea, Flood, 2014), as a function of its state, which traces take in.
+/// splitmix64 (Steele, Lea, Flood, 2014), as a function of its state, which traces include.
 fn mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -57,19 +57,19 @@ fn mix(state: &mut u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     None,
-    /// The link from one rank to another ends after so many bytes.
+    /// The link from one rank to another is cut after `at` bytes.
     Cut {
         from: usize,
         to: usize,
         at: u64,
     },
-    /// From then on its bytes are random.
+    /// From `at` on its bytes are random.
     Garble {
         from: usize,
         to: usize,
         at: u64,
     },
-    /// From then on nothing arrives, and nobody says so.
+    /// From `at` on nothing arrives, and no error is reported.
     Stall {
         from: usize,
         to: usize,
@@ -80,7 +80,7 @@ enum Fault {
         rank: usize,
         call: usize,
     },
-    /// The rank calls nothing any more.
+    /// The rank makes no further calls.
     Stop {
         rank: usize,
         call: usize,
@@ -127,22 +127,22 @@ struct Net {
     start: Instant,
 }
 
-/// The turns: which rank may run, and when that is.
+/// The scheduler: which rank may run, and the simulated time.
 struct Turns {
     whose: usize,
     ranks: Vec<Doing>,
     random: u64,
     clock: Duration,
-    /// Bytes and news that moved so far.
+    /// Bytes and notices moved so far.
     moved: u64,
-    /// Hash of all that happened.
+    /// Hash of all events.
     trace: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Doing {
     Ready,
-    /// Until then, or until more has moved.
+    /// Until this time, or until more has moved.
     Waiting {
         until: Duration,
         moved: u64,
@@ -151,7 +151,7 @@ enum Doing {
 }
 
 impl Turns {
-    /// Draws who is next; the clock goes on if all wait.
+    /// Draws the next rank; the clock advances if all wait.
     fn next(&mut self) {
         let able = |turns: &Self, doing: &Doing| match doing {
             Doing::Ready => true,
@@ -172,7 +172,7 @@ impl Turns {
         self.whose = able[(mix(&mut self.random) % able.len() as u64) as usize];
     }
 
-    /// Takes note of what happened.
+    /// Adds an event to the trace.
     fn trace(&mut self, what: [u64; 4]) {
         for word in what {
             self.trace ^= word;
@@ -235,7 +235,7 @@ impl Net {
         turns.ranks[rank] = Doing::Ready;
     }
 
-    /// Hands the turn on, and waits for the next.
+    /// Yields the turn, and waits for the next one.
     fn hand_on(&self, rank: usize, doing: Doing) {
         let mut turns = self.turns();
         turns.ranks[rank] = doing;
@@ -247,7 +247,7 @@ impl Net {
         }
     }
 
-    /// Takes note of a read or write, after which the turn may go on.
+    /// Records a read or write, and may yield the turn.
     fn did(&self, what: [u64; 4]) {
         let mut turns = self.turns();
         turns.trace(what);
@@ -280,7 +280,7 @@ impl Transport for Simulated {
         }
         let room = LINK_BYTES.saturating_sub(pipe.bytes.len());
         let most = (head.len() + body.len()).min(room);
-        // Short writes: any part of what fits, now and then nothing.
+        // Short writes: any part of what fits, sometimes nothing.
         let count = (mix(&mut pipe.random) % (most as u64 * 2 + 1)).min(most as u64) as usize;
         for byte in head.iter().chain(body).take(count) {
             let (carried, mut byte) = (pipe.carried, *byte);
@@ -368,7 +368,7 @@ impl Transport for Simulated {
 impl Drop for Simulated {
     fn drop(&mut self) {
         self.net.unread.fetch_add(1, Ordering::SeqCst);
-        // Also if this rank panics: the others go on.
+        // Also if this rank panics, so that the others continue.
         self.net.hand_on(self.rank, Doing::Done);
     }
 }
@@ -418,7 +418,7 @@ fn step(group: &Linked<Simulated>, call: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// The end of a rank: calls it completed, and why it ended.
+/// Outcome of a rank: completed calls, and the error that ended it.
 type End = (usize, Option<Error>);
 
 fn live(group: Linked<Simulated>, fault: Fault) -> End {
@@ -430,7 +430,7 @@ fn live(group: Linked<Simulated>, fault: Fault) -> End {
             _ => (false, false),
         };
         if stops {
-            // Whatever others do about it, this rank is told.
+            // This rank must be notified, regardless of the others' errors.
             let links = group.transport();
             let until = links.now() + 3 * PATIENCE;
             while group.status_cause().is_none() && links.now() < until {
@@ -451,14 +451,14 @@ fn live(group: Linked<Simulated>, fault: Fault) -> End {
                 "{took:?} for {error}"
             );
             assert!(step(&group, 3).is_err(), "a poisoned group works again");
-            // Stays until the others have had time to notice by themselves, as a process would.
+            // Stays until the others have had time to notice, as a process would.
             return (call, Some(error));
         }
     }
     (16, None)
 }
 
-/// Whether the fault hit somebody, and the trace of the run.
+/// Whether the fault had an effect, and the trace of the run.
 fn run(seed: u64) -> (bool, u64) {
     let size = 2 + (seed % 4) as usize;
     let mut fault = Fault::of(seed, size);
@@ -539,7 +539,8 @@ fn check(seed: u64, fault: Fault, ends: &[End]) {
             }
         }
         Fault::Stop { .. } => assert_eq!(failed, ends.len(), "{}", text()),
-        // A fault behind the last byte of the program hurts nobody; else all end with an error.
+        // A fault behind the last byte of the program has no effect; else all ranks end with an
+        // error.
         Fault::Cut { .. } | Fault::Garble { .. } | Fault::Stall { .. } => {
             assert!(failed == 0 || failed == ends.len(), "{}", text());
         }
@@ -556,6 +557,6 @@ fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
         hit
     };
     let hits = (0..RUNS).filter(|seed| hits(*seed)).count() as u64;
-    // A sixth has no fault, and some faults lie behind the last byte.
+    // One run in six has no fault, and some faults are behind the last byte.
     assert!(hits > RUNS / 2, "only {hits} of {RUNS} faults hit");
 }

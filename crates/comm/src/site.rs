@@ -1,23 +1,22 @@
-//! Where in the program a call is made.
+//! Call sites, for the lockstep guard.
 
 use std::fmt;
 use std::panic::Location;
 
-/// The place of a call in its program, for the lockstep guard: a line, or a number of the caller's.
+/// The site of a call in its program: a source line, or a number set by the caller.
 ///
-/// A rank that leaves a call out and then makes the same one from another place is found at once.
-/// By operation, type and length alone its data would pass for those of the call left out.
+/// A rank that omits a call and then makes the same one from another site is detected at once. By
+/// operation, type and length alone its data would be taken for the omitted call's.
 ///
-/// The file is known by the end of its path and the line, so ranks have to run the same source,
-/// built anywhere.
+/// A file is identified by the end of its path, so ranks must run the same source, built anywhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Site(u64);
 
-/// Tells lines from marks.
+/// Distinguishes lines from marks.
 const LINE: u64 = 1 << 63;
 
 impl Site {
-    /// No place: compared as such.
+    /// No site; compared like any other.
     pub const NONE: Self = Self(0);
 
     /// The line of the caller.
@@ -31,7 +30,7 @@ impl Site {
         Self(LINE | mixed >> 33 << 32 | u64::from(place.line()))
     }
 
-    /// A number of the caller's; its highest bit is not used.
+    /// A number set by the caller; its highest bit is unused.
     pub const fn mark(number: u64) -> Self {
         Self(number & !LINE)
     }

@@ -1,13 +1,13 @@
-//! Membership in the parts of a group that is split: which rank goes to which part.
+//! Splits of a group: which rank belongs to which part.
 
 use paceline_base::Rank;
 
 use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
 
-/// The future rank and group of this rank.
+/// This rank's place in the group that is split off.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// The call in which the ranks told each other, for errors.
+    /// The call that exchanged colors and keys, for errors.
     pub call: Call,
     /// This rank in the new group.
     pub rank: Rank,

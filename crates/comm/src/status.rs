@@ -12,14 +12,14 @@ use crate::{Call, Error};
 pub(crate) enum Cause {
     /// This rank dropped its handle, or its process ended.
     Left(Rank),
-    /// This rank gave no sign of life for so long.
+    /// This rank exceeded the silence limit.
     Silent {
         /// The silent rank.
         rank: Rank,
-        /// How long.
+        /// Length of its silence.
         millis: u32,
     },
-    /// This rank sent bytes that are no frames.
+    /// This rank sent invalid frames.
     Garbled(Rank),
     /// A call failed.
     Failed(Error),
@@ -37,18 +37,18 @@ impl Cause {
     }
 }
 
-/// The message by which ranks tell each other about the end of a group.
+/// A failure notice: the message by which ranks announce the end of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct News {
     pub(crate) cause: Cause,
-    /// The first collective that the teller has not completed, or `u64::MAX` if it does not know.
+    /// The first collective that the sender has not completed, or `u64::MAX` if unknown.
     ///
-    /// All ranks have entered every collective before that one. So a rank that is still busy with
-    /// an earlier one can finish it and does: an error ends the same call on all ranks.
+    /// All ranks have entered every collective before that one. So a rank that is still in an
+    /// earlier one can finish it and does: an error ends the same call on all ranks.
     pub(crate) at: u64,
 }
 
-/// The first cause that a rank heard of, and the first collective that it ends.
+/// The first cause that this rank received, and the first collective that it ends.
 #[derive(Debug)]
 pub(crate) struct Status {
     cause: OnceLock<Cause>,
@@ -70,12 +70,12 @@ impl Status {
         self.cause.get().copied()
     }
 
-    /// Whether a collective that has begun with this number has to stop.
+    /// Whether a running collective with this number must stop.
     pub(crate) fn stops(&self, sequence: u64) -> bool {
         self.at.load(Ordering::Acquire) <= sequence
     }
 
-    /// Takes note of `news`; true if something about them is new and should be passed on.
+    /// Records `news`; true if it adds something and should be forwarded.
     pub(crate) fn poison(&self, news: News) -> bool {
         let first = self.cause.set(news.cause).is_ok();
         let before = self.at.fetch_min(news.at, Ordering::AcqRel);

@@ -1,30 +1,30 @@
 //! Atomics, copies and the futex behind [`crate::ring`]. `tests/loom.rs` has another module of this
-//! name, made of the model checker's.
+//! name, built from the model checker's types.
 
 pub(crate) use std::ptr::copy_nonoverlapping as copy_out;
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use std::time::Instant;
 
-/// Shortest copy into a ring that goes past the caches.
+/// Shortest copy into a ring that bypasses the caches.
 ///
 /// Two processes on the two cores of an EPYC VM, November 2026, all-reduce of f32, median of plain
-/// copies and of these:
+/// and of streaming copies:
 ///
 /// - 4 KiB: 3.3 and 2.0 us;
 /// - 1 MiB: 590 and 168 us;
 /// - 16 MiB: 9.8 and 2.8 ms.
 ///
 /// At other hours lines passed quickly between the cores (the host moves them). The same three then
-/// took 1.3 and 1.5 us, 215 and 190 us, 3.9 and 3.7 ms. At 1 KiB the two ways cost the same.
+/// took 1.3 and 1.5 us, 215 and 190 us, 3.9 and 3.7 ms. At 1 KiB both kinds cost the same.
 #[cfg(target_arch = "x86_64")]
 const STREAM_BYTES: usize = 2 << 10;
 
-/// Copies into memory that another core has read and will read next.
+/// Copies into memory that another core has read and will read next, by streaming stores.
 ///
-/// A plain store would first have to take each line back from that core, one after the other. These
-/// stores do not ask for the line. They are complete when this returns, so that a release store
-/// after it orders them like others.
+/// A plain store would first fetch each line from that core, one after the other. Streaming stores
+/// do not. They are complete when this returns, so that a release store after it orders them like
+/// others.
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`].
@@ -38,8 +38,8 @@ pub(crate) unsafe fn copy_in(from: *const u8, into: *mut u8, count: usize) {
     }
     let head = into.align_offset(LINE).min(count);
     let whole = (count - head) / LINE * LINE;
-    // SAFETY: all offsets are at most `count`, for which the caller vouches; `into + head` is a
-    // multiple of 64, as streaming stores demand of 16; SSE2 is part of x86_64.
+    // SAFETY: all offsets are at most `count`, for which the caller vouches. `into + head` is a
+    // multiple of 64; streaming stores need 16. SSE2 is part of x86_64.
     unsafe {
         from.copy_to_nonoverlapping(into, head);
         for at in (head..head + whole).step_by(size_of::<__m128i>()) {
@@ -56,30 +56,30 @@ pub(crate) unsafe fn copy_in(from: *const u8, into: *mut u8, count: usize) {
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) use std::ptr::copy_nonoverlapping as copy_in;
 
-/// Shortest copy from buffer to buffer that goes past the caches. A plain copy reads every line
+/// Shortest copy between buffers that bypasses the caches. A plain copy reads every target line
 /// from memory before it writes it. The C library streams only copies longer than the last cache,
 /// which it takes for 320 MiB on that machine.
 ///
-/// Two processes on an EPYC VM with 32 MiB of it, November 2026, medians of three, plain and
-/// streamed:
+/// Two processes on an EPYC VM with a last cache of 32 MiB, November 2026, medians of three, plain
+/// and streamed:
 ///
 /// - all-to-all of 16 MiB: 4.1 and 2.5 ms; of 4 MiB: 0.61 and 0.28 ms;
 /// - all-gather of 16 MiB: 3.8 and 3.3 ms;
-/// - two handovers of 16 MiB, where what came is used at once: 1.9 ms both; of 4 MiB: 0.29 and 0.52
-///   ms.
+/// - two handovers of 16 MiB, where the received data is used at once: 1.9 ms both; of 4 MiB: 0.29
+///   and 0.52 ms.
 const LONG_BYTES: usize = 8 << 20;
 
-/// Copies `from`, which is as long.
+/// Copies `from` to `into`.
 ///
 /// # Panics
-/// If it is not.
+/// If the lengths differ.
 pub(crate) fn copy(into: &mut [u8], from: &[u8]) {
     assert_eq!(into.len(), from.len(), "bytes of two buffers");
-    // SAFETY: both have so many bytes, and are apart, since one is borrowed exclusively.
+    // SAFETY: both have `from.len()` bytes and do not overlap, since one is borrowed exclusively.
     unsafe { copy_raw(from.as_ptr(), into.as_mut_ptr(), from.len()) };
 }
 
-/// The same of memory to which no reference may lead.
+/// Like [`copy`], for memory to which no reference may point.
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`].
@@ -108,18 +108,18 @@ pub(crate) fn futex_wait(word: &AtomicU32, value: u32, until: Instant) {
         tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: left.subsec_nanos().into(),
     };
-    // Every outcome means: look again.
+    // After every outcome the caller checks again.
     let _ = futex::wait(word, futex::Flags::empty(), value, Some(&timeout));
 }
 
-/// Wakes all who sleep on `word`.
+/// Wakes all threads that sleep on `word`.
 #[cfg(target_os = "linux")]
 pub(crate) fn futex_wake(word: &AtomicU32) {
     use rustix::thread::futex;
     let _ = futex::wake(word, futex::Flags::empty(), u32::MAX >> 1);
 }
 
-/// Elsewhere a rank naps and looks again: correct, and slower to wake.
+/// Elsewhere a rank naps and polls: correct, and slower to wake.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn futex_wait(word: &AtomicU32, value: u32, until: Instant) {
     let left = until.saturating_duration_since(crate::deadline::now());
@@ -128,6 +128,6 @@ pub(crate) fn futex_wait(word: &AtomicU32, value: u32, until: Instant) {
     }
 }
 
-/// Nothing to do: a thread that naps wakes up by itself.
+/// No-op: a napping thread wakes by itself.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn futex_wake(_word: &AtomicU32) {}

@@ -1,8 +1,8 @@
-//! Ranks as processes that reach each other by TCP.
+//! Ranks as processes connected by TCP.
 //!
-//! Every rank binds a [`Listener`], and somebody hands the list of all addresses to all ranks.
-//! Every rank then calls [`join`], which connects each pair by sockets for collectives, messages
-//! and control.
+//! Every rank binds a [`Listener`], and a launcher distributes the list of all addresses. Every
+//! rank then calls [`join`], which connects each pair by sockets for collectives, messages and
+//! control.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -25,8 +25,7 @@
 //! }
 //! ```
 //!
-//! How the ranks meet is in `join`, who looks after the connections in `keeping`, and the links
-//! over them in `sockets`.
+//! `join` makes the connections, `keeping` monitors them, and `sockets` turns them into links.
 
 use std::fmt;
 
@@ -61,10 +60,10 @@ pub fn join<A: Clone + Into<Addrs>>(
 
 /// Connects `rank` with all others and returns when all ranks are connected. Collective.
 ///
-/// `addrs` has the address of every rank in rank order (or a list of [`Addrs`]), `id` is the same
-/// on all ranks. `listener` is what `addrs[rank]` leads to. Strangers who connect are turned away
-/// and cannot end the join. Off loopback [`Config::protection`] has to say how.
-/// Blocks until all ranks have come, one of them failed, or the deadline passed.
+/// `addrs` has the address of every rank in rank order (or a list of [`Addrs`]); `id` is the same
+/// on all ranks. `listener` is the one at `addrs[rank]`. Other processes that connect are turned
+/// away and cannot end the join. Addresses off loopback need an explicit [`Config::protection`].
+/// Blocks until all ranks have arrived, one of them failed, or the deadline passed.
 ///
 /// # Errors
 /// Any [`JoinError`]; the others get one that names this rank.
@@ -94,8 +93,8 @@ pub(crate) fn start(
 }
 
 impl Tcp {
-    /// Why a process was last turned away at this rank's door since the group was complete. It may
-    /// be a second process of a rank, which is told the same. The group goes on.
+    /// Why this rank last turned a process away since the group was complete. The process, which
+    /// receives the same reason, may be a second process of a rank. The group continues.
     pub fn turned_away(&self) -> Option<Refusal> {
         self.0.linked.transport().controls().turned_away()
     }

@@ -1,11 +1,11 @@
-//! The conformance suite: what the contract of [`Group`] promises, as tests.
+//! The conformance suite: the contract of [`Group`], as tests.
 //!
 //! A provider calls [`run_all`] from one of its tests with a function that makes groups. Every case
 //! runs for every size in [`sizes`] on fresh groups, one thread per rank, and under a watchdog. A
 //! rank that hangs fails its case. A failure names the case, the size and the seed.
 //!
-//! - `steps`: one call of any kind with inputs and expected outputs.
-//! - `results`: what calls compute.
+//! - `steps`: single calls with inputs and expected outputs.
+//! - `results`: results of calls.
 //! - `failures`: death, silence, disagreement, bad arguments.
 
 mod failures;
@@ -27,10 +27,10 @@ pub type Ranks = Vec<Box<dyn Group>>;
 /// Makes a new group of this size.
 pub type Make<'a> = &'a (dyn Fn(u32) -> Ranks + Sync);
 
-/// Group sizes that are tested: one, powers of two and their neighbours, two other primes.
+/// Group sizes under test: one, powers of two and their neighbours, two other primes.
 pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
 
-/// The sizes that every provider is tested with: a power of two and a prime beside the least.
+/// The sizes of a short run: the smallest ones, a power of two and a prime.
 const SIZES_SHORT: [u32; 5] = [1, 2, 3, 4, 5];
 
 /// [`SIZES`] in a [long](paceline_base::testing::long) run, else the smaller of them.
@@ -42,17 +42,17 @@ pub fn sizes() -> &'static [u32] {
     }
 }
 
-/// Deadline of calls that are to succeed, or to fail for another reason.
+/// Deadline of calls that should succeed, or fail for another reason.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// "At once": how soon ranks must learn of a failure, less what the machine withheld. Up to 80
-/// ranks share the cores with other tests here. ARCHITECTURE.md promises 2 s.
+/// How soon ranks must learn of a failure, less the time that the machine withheld. Up to 80 ranks
+/// share the cores with other tests here. The contract is 2 s from a death.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
-/// A rank that takes longer than this hangs: more than [`PATIENCE`].
+/// Limit of a rank, after which it counts as hung: more than [`PATIENCE`].
 const HANG: Duration = Duration::from_secs(90);
 
-/// A case: its name, the smallest group it makes sense for, and what it does.
+/// A case: its name, the smallest group it makes sense for, and its function.
 type Case = (&'static str, u32, fn(&Lab<'_>));
 
 /// Runs every case for every size in [`sizes`].
@@ -72,7 +72,7 @@ pub fn run_sizes(make: Make<'_>, seed: u64, sizes: &[u32]) {
     run_some(failures::CASES, sizes, FAILURES_AT_ONCE, make, seed);
 }
 
-/// Runs the cases about what calls compute.
+/// Runs the cases about results of calls.
 ///
 /// # Panics
 /// As [`run_all`].
@@ -88,20 +88,20 @@ pub fn run_results_of(make: Make<'_>, seed: u64, sizes: &[u32]) {
     run_some(results::CASES, sizes, 1, make, seed);
 }
 
-/// Runs those of them that depend on which algorithm is used.
+/// Runs the cases that depend on the algorithm.
 #[cfg(test)]
 pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
     run_some(results::COLLECTIVES, sizes(), 1, make, seed);
 }
 
-/// Makes `count` random calls as one rank and checks what they give. All ranks, wherever they run,
-/// pass the same `seed` and `count`. Collective.
+/// Makes `count` random calls as one rank and checks their results. All ranks, on any machine, pass
+/// the same `seed` and `count`. Collective.
 ///
 /// # Errors
-/// That of a call, if the group fails.
+/// The error of a call, if the group fails.
 ///
 /// # Panics
-/// If a call gives another result than it should.
+/// If a call gives a wrong result.
 pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
     let mut random = Random(seed);
     (0..count).try_for_each(|salt| {
@@ -109,10 +109,10 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
     })
 }
 
-/// Cases about failures that run side by side: most of their time is waiting for what is to fail.
+/// Failure cases that run in parallel: they mostly wait.
 const FAILURES_AT_ONCE: usize = 10;
 
-/// Runs `cases` for some sizes, so many of them side by side.
+/// Runs `cases` for some sizes, `at_once` of them in parallel.
 fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: Make<'_>, seed: u64) {
     let all = sizes.iter().copied();
     let sizes = |size_min| all.clone().filter(move |size| *size >= size_min);
@@ -144,7 +144,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("panic without a message")
 }
 
-/// The environment that a case works with.
+/// The environment of a case.
 struct Lab<'a> {
     make: Make<'a>,
     size: u32,
@@ -156,7 +156,7 @@ impl Lab<'_> {
         Random(self.seed ^ u64::from(self.size))
     }
 
-    /// Makes a group and lets every rank do `work` on its own thread, which owns the handle.
+    /// Makes a group and runs `work` for every rank on its own thread, which owns the handle.
     /// Returns the results in rank order.
     fn on_each<R: Send + 'static>(
         &self,
@@ -166,7 +166,7 @@ impl Lab<'_> {
     }
 }
 
-/// Runs a thread for each of `seats`; the first panic of any of them is passed on.
+/// Runs a thread for each of `seats`; propagates the first panic.
 fn on_threads<S: Send + 'static, R: Send + 'static>(
     seats: Vec<S>,
     work: impl Fn(S) -> R + Send + Sync + 'static,
@@ -178,7 +178,7 @@ fn on_threads<S: Send + 'static, R: Send + 'static>(
         let (work, done) = (Arc::clone(&work), done.clone());
         thread::spawn(move || {
             let outcome = catch_unwind(AssertUnwindSafe(|| work(seat)));
-            // Nobody listens any more once another rank has failed the case.
+            // The receiver is dropped once another rank has failed the case.
             let _ = done.send((rank, outcome));
         });
     }
@@ -193,7 +193,7 @@ fn on_threads<S: Send + 'static, R: Send + 'static>(
         .collect()
 }
 
-/// A deadline that a test should never meet.
+/// A deadline that a test should never reach.
 fn patient() -> Deadline {
     Deadline::at(Instant::now() + PATIENCE)
 }
@@ -213,13 +213,13 @@ impl Random {
         usize::try_from(self.next() % bound as u64).expect("less than a usize")
     }
 
-    /// A rank of a group of this size.
+    /// A random rank of a group of this size.
     fn rank(&mut self, size: u32) -> paceline_base::Rank {
         paceline_base::Rank(u32::try_from(self.below(size as usize)).expect("less than a u32"))
     }
 }
 
-/// Reads `bytes` as every frame there is, for fuzzing: whatever they are, this returns.
+/// For fuzzing: parses `bytes` as every kind of frame and returns for any input.
 pub fn parse_frames(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk() {
         let header = crate::wire::Header::decode(head);
@@ -234,8 +234,8 @@ pub fn parse_frames(bytes: &[u8]) {
     crate::shm::parse(bytes);
 }
 
-/// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is
-/// sealed and altered on its way, for fuzzing.
+/// For fuzzing: parses `bytes` as handshake messages and encrypted records, and as a script that
+/// alters valid records.
 pub fn parse_sealed(bytes: &[u8]) {
     crate::join::parse_sealed(bytes);
 }

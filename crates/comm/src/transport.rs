@@ -1,8 +1,8 @@
 //! Interfaces of links between ranks.
 //!
-//! - [`Transport`]: ordered bytes between two ranks, and a way to wait; every wire has that.
-//! - [`Lend`]: bytes that are not copied, over wires that can do so.
-//! - [`ComeBack`]: results in the place of bytes that were lent.
+//! - [`Transport`]: ordered bytes between two ranks, and waiting; every backend has it.
+//! - [`Lend`]: zero-copy reads and writes, for links that support them.
+//! - [`ComeBack`]: write-back of results into the sender's memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,87 +12,84 @@ use crate::lent::{Lent, LentMut};
 use crate::status::News;
 use crate::{Pages, Registered};
 
-/// Two independent streams of bytes connect each pair of ranks, so that messages and collectives
-/// cannot block each other.
+/// Each pair of ranks has two independent byte streams, so that messages and collectives cannot
+/// block each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
-    /// Collectives, in lockstep: only the frames of the current call and the next are ever on it.
+    /// Collectives, in lockstep: it only ever holds frames of the current call and the next.
     Calls,
-    /// Messages and credits, taken in whenever somebody looks.
+    /// Messages and credits, read by any thread that polls.
     Messages,
 }
 
-/// The other end of a link is gone, and all it sent has been read.
+/// The peer has closed the link, and all of its bytes have been read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Closed;
 
-/// The event that a waiting rank is interested in.
+/// An event that a waiting rank is interested in.
 #[derive(Clone, Copy, Debug)]
 pub struct Want {
-    /// Which stream.
     pub lane: Lane,
-    /// Whose link.
     pub peer: usize,
-    /// Bytes to read.
+    /// Wait for bytes to read.
     pub read: bool,
-    /// Room to write.
+    /// Wait for room to write.
     pub write: bool,
 }
 
-/// [`Transport::gulp`] of links that copy: reductions find their bytes in the second-level cache.
+/// [`Transport::gulp`] of links that copy: reductions find their bytes in L2.
 pub const GULP_BYTES: usize = 256 << 10;
 
 /// Links from one rank to all others. `peer` is a rank and never this one.
 ///
 /// Bytes of one lane arrive in the order written. Nothing but `wait` blocks.
 pub trait Transport: fmt::Debug + Send + Sync + 'static {
-    /// Writes what fits of `head` followed by `body` and returns how many bytes that were.
+    /// Writes as much of `head` followed by `body` as fits and returns that number of bytes.
     ///
     /// # Errors
     /// [`Closed`]
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed>;
 
-    /// Reads what is there, 0 bytes if nothing is. If the transport [lends](Lend::lends), `into`
-    /// may be written to from then on, until [`Lend::let_go`], or bytes have come. Until then a
-    /// caller that reads on passes the same memory.
+    /// Reads available bytes; 0 if there are none. If the transport [lends](Lend::lends), it may
+    /// write to `into` from then on, until [`Lend::let_go`] or until bytes arrived. Continue a
+    /// partial read with the same buffer.
     ///
     /// # Errors
     /// [`Closed`]
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
 
-    /// The same links, if they move some bytes without a copy.
+    /// The zero-copy interface of these links, if they have one.
     fn lending(&self) -> Option<&dyn Lend>;
 
-    /// Blocks until one of `wants` may make progress, `wake` was called for `lane`, or it is
-    /// `until`. May return early. At most one thread waits per lane.
+    /// Blocks until one of `wants` may make progress, `wake` was called for `lane`, or `until`. May
+    /// return early. At most one thread waits per lane.
     fn wait(&self, lane: Lane, wants: &[Want], until: Instant);
 
     /// Ends the current or next `wait` on both lanes.
     fn wake(&self);
 
-    /// Tells all peers, as far as that is possible without waiting.
+    /// Sends a failure notice to all peers, as far as possible without waiting.
     fn tell(&self, news: &News);
 
-    /// Asks the thread that looks after the links in the background to send what waits; false if
-    /// there is none.
+    /// Asks the background thread of the links to send pending bytes; false if there is none.
     fn nudge(&self) -> bool;
 
-    /// The time by which deadlines are measured.
+    /// The clock of deadlines.
     fn now(&self) -> Instant;
 
-    /// How to look for progress before waiting.
+    /// How to poll before blocking.
     fn patience(&self) -> Patience;
 
-    /// Most bytes that are worth reading at a time if they are reduced on arrival. They stay in the
-    /// second-level cache with what they are reduced into.
+    /// Most bytes worth reading at once if they are reduced on arrival. They stay in L2 together
+    /// with their target.
     fn gulp(&self) -> usize;
 }
 
-/// Links that move some bytes without a copy. They read a body from where its sender has it, put it
-/// where it belongs, or let the receiver use it where it lies.
+/// Zero-copy links. They read a body from its sender's memory, write it to its destination, or let
+/// the receiver use it in place.
 pub trait Lend {
-    /// As [`Transport::write`], of a body that the peer puts where it belongs as it is, and does
-    /// not reduce. The links may move it there, and then take all of it at once.
+    /// As [`Transport::write`], for a body that the peer stores unchanged and does not reduce. The
+    /// links may move it to its destination, and then accept all of it at once.
     ///
     /// # Errors
     /// [`Closed`]
@@ -104,47 +101,46 @@ pub trait Lend {
         body: &[u8],
     ) -> Result<usize, Closed>;
 
-    /// The caller waits for a message of `peer`, and goes on waiting until one comes; its place is
-    /// `memory`.
+    /// Announces that the caller waits for a message of `peer` in `memory`, and stays until one
+    /// arrives.
     fn expect(&self, peer: usize, memory: &[u8]);
 
-    /// Whether what comes next from `peer` can be used where it lies: see [`lend`](Self::lend).
-    /// Then no more is read than is asked for.
+    /// Whether the next bytes of `peer` can be used in place: see [`lend`](Self::lend). A read then
+    /// returns no more than requested.
     fn lends(&self, lane: Lane, peer: usize) -> bool;
 
-    /// Has `take` use what is there on [`Lane::Calls`] where it lies, piece by piece, until it says
-    /// that it has used less than a piece. Returns how many bytes were used. Only if it `lends`.
+    /// Calls `take` with available bytes of [`Lane::Calls`] in place, fragment by fragment, until
+    /// it uses less than a fragment. Returns the number of used bytes. Only if it `lends`.
     ///
     /// # Errors
     /// [`Closed`]
     fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed>;
 
-    /// Bytes of bodies that were not copied, neither to the link nor from it. They were sent from
-    /// where they were, put where they belong, or reduced where they lay.
+    /// Payload bytes that were never copied: sent from the caller's memory, written to their
+    /// destination, or reduced in place.
     fn placed(&self) -> u64;
 
     /// See [`Group::register_pages`](crate::Group::register_pages).
     fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered>;
 
-    /// Whether bytes that were handed to `write` are still read from where they were: they have to
-    /// stay as they are.
+    /// Whether the links still read bytes that were passed to `write`. They must stay unchanged.
     fn holds(&self, lane: Lane, peer: usize) -> bool;
 
-    /// Ends that: bytes are copied, or given up. Called when a call fails.
+    /// Ends that: the bytes are copied or abandoned. Called when a call fails.
     fn let_go(&self, lane: Lane);
 
-    /// The same for what goes to `peer` or comes from it.
+    /// The same for the traffic to and from one `peer`.
     fn let_go_of(&self, lane: Lane, peer: usize);
 
-    /// The same links, if a receiver can put results in the place of what it was lent.
+    /// The write-back interface of these links, if they have one.
     fn come_back(&self) -> Option<&dyn ComeBack>;
 }
 
-/// Links over which the receiver of a body may put what becomes of it in the body's place.
+/// Links whose receiver may write the reduced result back into the body's memory.
 pub trait ComeBack {
-    /// As [`Transport::write`], of a body that the peer reduces. The result belongs in its place,
-    /// in `whole`, which the caller may write to: the peer may put it there.
-    /// [`has_come_back`](Self::has_come_back) says whether it has.
+    /// As [`Transport::write`], for a body that the peer reduces. The result belongs in its place,
+    /// in `whole`, which the caller may write to: the peer may write it there.
+    /// [`has_come_back`](Self::has_come_back) reports whether it has.
     ///
     /// # Errors
     /// [`Closed`]
@@ -156,12 +152,12 @@ pub trait ComeBack {
         whole: &[u8],
     ) -> Result<usize, Closed>;
 
-    /// Whether the result of what was last written `to_come_back`, and is not held any more, is in
-    /// its place. Once for each.
+    /// Whether the result of the last released `write_to_come_back` is in place. Reported once for
+    /// each write.
     fn has_come_back(&self, peer: usize) -> bool;
 
-    /// As [`Lend::lend`], of bytes in whose place the result goes: `take` puts it there too. `None`
-    /// where what comes next is nothing of that kind.
+    /// As [`Lend::lend`], for bytes that are replaced by the result: `take` also writes it there.
+    /// `None` if the next bytes do not allow that.
     ///
     /// # Errors
     /// [`Closed`]
@@ -172,25 +168,25 @@ pub trait ComeBack {
     ) -> Result<Option<usize>, Closed>;
 }
 
-/// How often to look for progress before blocking.
+/// How often to poll for progress before blocking.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// Looks with a pause instruction between them.
+    /// Polls with a pause instruction between them.
     pub spins: u32,
-    /// Further looks, the core yielded between them.
+    /// Further polls, the core yielded between them.
     pub yields: u32,
 }
 
-/// The next move after a look that found nothing.
+/// What to do after a poll without progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pause {
-    /// Look again; it was paused.
+    /// Poll again, after a pause.
     Look,
     Block,
 }
 
 impl Patience {
-    /// Pauses after the `looks`th look without progress, or says to block.
+    /// Pauses after poll number `looks` without progress, or returns [`Pause::Block`].
     pub fn pause(self, looks: u32) -> Pause {
         if looks < self.spins {
             std::hint::spin_loop();

@@ -1,17 +1,17 @@
-//! Which algorithm a call uses.
+//! The choice of algorithms.
 
 use std::fmt;
 
 use crate::Collective;
 
-/// How a collective is done. `docs/algorithms.md` has steps and bytes of each.
+/// Algorithm of a collective. `docs/algorithms.md` has steps and bytes of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// Everybody sends to everybody at once. Sums in rank order.
+    /// Every rank sends to every other at once. Sums in rank order.
     OneShot,
-    /// All-reduce: each rank reduces one chunk and hands out the result. Sums in rank order.
+    /// All-reduce: each rank reduces one chunk and broadcasts the result. Sums in rank order.
     TwoShot,
-    /// Data goes round; sums follow the ring.
+    /// Data moves around a ring; sums follow the ring.
     Ring,
     /// All-reduce: recursive halving, then doubling; sums follow a tree over the ranks.
     Halving,
@@ -58,29 +58,29 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// The measurements behind choices that all ranks have to make alike: agreed by all when a group is
-/// made.
+/// The measurements behind the choice of algorithms. All ranks agree on them when a group is made,
+/// as all must choose alike.
 ///
 /// Measurements choose only among algorithms that give the same bits (one-shot and two-shot sum in
-/// rank order). So a result never depends on how the network felt. Others run only if a caller asks
-/// for them.
+/// rank order). So a result never depends on the state of the network. The other algorithms run
+/// only on request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tuning {
-    /// Time of a step, whatever it moves, in microseconds: α.
+    /// α: fixed time of a step, in microseconds.
     pub alpha_us: f64,
-    /// Time for each byte that a rank sends, in nanoseconds: β.
+    /// β: time for each byte that a rank sends, in nanoseconds.
     pub beta_ns: f64,
     /// Use this algorithm wherever the operation has it.
     pub force: Option<Algorithm>,
-    /// Whether a rank may wait for a wire, its processor idle. It may if some pair is joined by a
-    /// cable, or by a connection that leaves the machine. Then long exchanges gain by going on
-    /// beside other work. Elsewhere they take processor time from it. No choice of an algorithm
-    /// rests on it. Groups by the rules of others (MLX, MPI, NCCL), which agree on nothing, say no.
+    /// Whether the processor may idle while a transfer runs: some pair is joined by a cable, or by
+    /// a connection that leaves the machine. Long exchanges then gain from overlapping other work.
+    /// Elsewhere they take processor time from it. No choice of an algorithm depends on this.
+    /// Groups of foreign libraries (MLX, MPI, NCCL), which agree on nothing, report false.
     pub wire: bool,
 }
 
-/// Time for each byte that is reduced, in nanoseconds. A sum of two f32 vectors out of the second
-/// cache runs at about 10 GB/s of either on the machines of `docs/algorithms.md`.
+/// γ: time for each byte that is reduced, in nanoseconds. A sum of two f32 vectors from L2 runs at
+/// about 10 GB/s of either on the machines of `docs/algorithms.md`.
 const GAMMA_NS: f64 = 0.1;
 
 impl Default for Tuning {
@@ -141,7 +141,7 @@ impl Tuning {
         forced.unwrap_or_else(|| cheapest(both, |a| self.broadcast_us(a, bytes, size)))
     }
 
-    /// Gathers and scatters go round only if asked to. Every rank has a link to every other, so the
+    /// Gathers and scatters use a ring only if forced. Every rank has a link to every other, so the
     /// direct exchange moves the same bytes in one step.
     fn ring_or_one_shot(&self) -> Algorithm {
         match self.force {
@@ -150,7 +150,7 @@ impl Tuning {
         }
     }
 
-    /// The table of choices over `size` ranks, for people: what is used from which size on.
+    /// The table of choices over `size` ranks, as text: each algorithm and its smallest buffer.
     pub fn explain(&self, size: usize) -> String {
         let mut text = format!(
             "{size} ranks, alpha {:.1} us, beta {:.3} ns per byte\n",
@@ -187,7 +187,7 @@ fn cheapest(among: [Algorithm; 2], cost: impl Fn(Algorithm) -> f64) -> Algorithm
     }
 }
 
-/// How `collective` is done by `size` ranks: the same on all of them.
+/// The algorithm of `collective` for `size` ranks: the same on all of them.
 pub(crate) fn choose(collective: &Collective<'_>, tuning: &Tuning, size: usize) -> Algorithm {
     match collective {
         _ if size == 1 => Algorithm::OneShot,

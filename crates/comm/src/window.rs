@@ -1,40 +1,40 @@
-//! Memory that other ranks read and write: one-sided access between fences.
+//! One-sided access: memory that other ranks read and write between fences.
 //!
-//! Every rank *exposes* a buffer. Between two fences a rank notes what it wants to `put` into
-//! others' buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves it
-//! all: first every put is done, by rank, then every get is answered. So a get sees all puts of its
-//! epoch. Of two puts to one place that of the higher rank stays. Between fences a rank has its own
-//! buffer for itself. No coherence beyond that is promised.
+//! Every rank *exposes* a buffer. Between two fences a rank records its `put`s into and `get`s from
+//! others' buffers; nothing moves. A fence, which all ranks call, executes them: first every put,
+//! by rank, then every get. So a get sees all puts of its epoch. Of two puts to one location that
+//! of the higher rank remains. Between fences a rank has exclusive use of its buffer. No other
+//! coherence is promised.
 //!
-//! Steps of a fence: four (lengths, then requests with the data of puts; lengths, then answers).
+//! Steps of a fence: four (lengths, then requests with the data of puts; lengths, then responses).
 //! Bytes: 24 for each request, 16 for each peer, and the data once.
 //!
-//! The puts of one rank to another between two fences, and its gets, are bounded each by what the
-//! other exposes and [`SPARE_BYTES`]. So a rank never makes room for more, whatever its peers say.
-//! A rank that announces more fails the fence on all ranks: [`Error::Length`] of `receives`, with
-//! what was announced.
+//! Both the puts and the gets of one rank at another between two fences are bounded by the other's
+//! exposed bytes plus [`SPARE_BYTES`]. So a rank never allocates more, regardless of its peers. A
+//! rank that announces more fails the fence on all ranks: [`Error::Length`] of `receives`, with the
+//! announced number.
 
 use paceline_base::Rank;
 
 use crate::{Deadline, Error, Group};
 
-/// A rank's exposed buffer and what it has noted for the next fence.
+/// A rank's exposed buffer and its requests for the next fence.
 #[derive(Debug)]
 pub struct Window<'a> {
     group: &'a dyn Group,
     memory: Vec<u8>,
     /// Bytes that each rank exposes.
     sizes: Vec<u64>,
-    /// The requests that go to each rank at the next fence.
+    /// By rank: encoded requests for the next fence.
     requests: Vec<Vec<u8>>,
-    /// Bytes that are wanted of each rank.
+    /// By rank: bytes requested by gets.
     wanted: Vec<u64>,
-    /// Where answers of each rank go: for each get its number and length.
+    /// By rank: number and length of each get.
     gets: Vec<Vec<(usize, usize)>>,
     count: usize,
 }
 
-/// A get that the next fence answers.
+/// Identifies a get until the next fence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(usize);
 
@@ -43,7 +43,7 @@ pub struct Ticket(usize);
 pub struct Answers(Vec<Vec<u8>>);
 
 impl Answers {
-    /// The bytes of this get.
+    /// The result of this get.
     ///
     /// # Panics
     /// If the ticket is of another epoch with more gets.
@@ -52,12 +52,12 @@ impl Answers {
     }
 }
 
-/// Why something cannot be noted.
+/// Why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WindowError {
     #[error("{rank} exposes {exposed} bytes, {length} at {offset} are not among them")]
     Outside {
-        /// Whose memory.
+        /// The rank that exposes the memory.
         rank: Rank,
         /// First byte.
         offset: u64,
@@ -66,25 +66,25 @@ pub enum WindowError {
         /// Bytes that it exposes; 0 if there is no such rank.
         exposed: u64,
     },
-    /// More than a rank takes between two fences.
+    /// More bytes than a rank accepts between two fences.
     #[error(
         "{rank} would get requests or give answers of {bytes} bytes, at most {most} in a fence"
     )]
     Full {
-        /// Whose memory.
+        /// The rank that exposes the memory.
         rank: Rank,
-        /// Bytes with this request.
+        /// Bytes including this request.
         bytes: u64,
-        /// The bytes that it exposes and [`SPARE_BYTES`].
+        /// Its exposed bytes plus [`SPARE_BYTES`].
         most: u64,
     },
 }
 
-/// Bytes of requests, and of answers, that a rank takes from another at a fence beyond what it
-/// exposes: heads of 43,690 requests.
+/// Bytes of requests, and of responses, that a rank accepts from another at a fence beyond its
+/// exposed bytes: heads of 43,690 requests.
 pub const SPARE_BYTES: u64 = 1 << 20;
 
-/// Bytes of a request: what, offset, length.
+/// Bytes of a request: kind, offset, length.
 const REQUEST_BYTES: usize = 24;
 const PUT: u64 = 1;
 const GET: u64 = 2;
@@ -114,25 +114,25 @@ impl<'a> Window<'a> {
         })
     }
 
-    /// The own buffer, as the last fence left it.
+    /// The own buffer, as of the last fence.
     pub fn memory(&mut self) -> &mut [u8] {
         &mut self.memory
     }
 
-    /// Notes that `bytes` are to be written to the buffer of `rank`, from `offset` on.
+    /// Records a write of `bytes` to the buffer of `rank`, at `offset`.
     ///
     /// # Errors
-    /// Any [`WindowError`]; nothing is noted.
+    /// Any [`WindowError`]; nothing is recorded.
     pub fn put(&mut self, rank: Rank, offset: u64, bytes: &[u8]) -> Result<(), WindowError> {
         self.note(PUT, rank, offset, bytes.len() as u64)?;
         self.requests[rank.0 as usize].extend_from_slice(bytes);
         Ok(())
     }
 
-    /// Notes that `length` bytes of the buffer of `rank` are wanted, from `offset` on.
+    /// Records a read of `length` bytes of the buffer of `rank`, at `offset`.
     ///
     /// # Errors
-    /// Any [`WindowError`]; nothing is noted.
+    /// Any [`WindowError`]; nothing is recorded.
     pub fn get(&mut self, rank: Rank, offset: u64, length: usize) -> Result<Ticket, WindowError> {
         self.note(GET, rank, offset, length as u64)?;
         self.gets[rank.0 as usize].push((self.count, length));
@@ -169,7 +169,7 @@ impl<'a> Window<'a> {
         Ok(())
     }
 
-    /// Does all that was noted since the last fence, on all ranks. Collective.
+    /// Executes all requests since the last fence, on all ranks. Collective.
     ///
     /// # Errors
     /// Any [`Error`]; the exposed buffers are then unspecified. [`Error::Length`] if a rank sends
@@ -204,13 +204,13 @@ impl<'a> Window<'a> {
         Ok(Answers(gets))
     }
 
-    /// Bytes that one rank may send to this one at a fence, or have of it.
+    /// Bytes that one rank may send to this one at a fence, or read from it.
     fn most(&self) -> u64 {
         most_of(self.memory.len() as u64)
     }
 
-    /// Does the requests of one kind. What does not fit this buffer or into an answer, which an
-    /// honest peer has checked, is left out.
+    /// Executes the requests of one kind. Requests beyond this buffer or a response's bound are
+    /// skipped; a correct peer never sends them.
     fn apply(&mut self, mut requests: &[u8], kind: u64, answer: &mut Vec<u8>) {
         let most = usize::try_from(self.most()).unwrap_or(usize::MAX);
         while let Some((head, rest)) = requests.split_first_chunk::<REQUEST_BYTES>() {
@@ -240,13 +240,13 @@ impl<'a> Window<'a> {
     }
 }
 
-/// The bytes that a rank that exposes so many takes of another.
+/// Bytes that a rank with `exposed` bytes accepts from another.
 const fn most_of(exposed: u64) -> u64 {
     exposed.saturating_add(SPARE_BYTES)
 }
 
-/// Sends each rank its bytes and returns what each sent, at most so many bytes: lengths, then
-/// bytes. Two steps.
+/// Sends each rank its bytes and returns the bytes of each, at most `most`: lengths, then bytes.
+/// Two steps.
 #[track_caller]
 fn exchange(
     group: &dyn Group,
@@ -257,7 +257,7 @@ fn exchange(
     let sends: Vec<u64> = outgoing.iter().map(|bytes| bytes.len() as u64).collect();
     let mut receives = vec![0; sends.len()];
     group.all_to_all(&sends, &mut receives, deadline)?;
-    // There is no room for more than that: whoever sends it all the same makes the call fail.
+    // No room is allocated beyond that: a rank that sends more makes the call fail.
     for (announced, most) in receives.iter_mut().zip(most) {
         *announced = (*announced).min(*most);
     }
@@ -283,7 +283,7 @@ fn exchange(
     Ok(parts.collect())
 }
 
-/// Reads `bytes` as the requests of a peer to a small window.
+/// For fuzzing: parses `bytes` as the requests of a peer to a small window.
 pub(crate) fn parse(bytes: &[u8]) {
     const EXPOSED: usize = 64;
     let group = crate::local::ranks(1).remove(0);
@@ -387,7 +387,7 @@ mod tests {
         assert_eq!(answers.of(tickets[tickets.len() - 1]), [1; 1000]);
     }
 
-    /// Rank 1 believes that rank 0 exposes more than it does, and sends what that would take.
+    /// Rank 1 believes that rank 0 exposes more than it does, and sends as much.
     #[test]
     fn a_rank_that_sends_more_than_it_may_fails_the_fence_by_name() {
         let by = Deadline::at(Instant::now() + Duration::from_secs(60));

@@ -1,4 +1,4 @@
-//! Frames, byte by byte, little-endian. Nothing here trusts a byte: what is no frame is `None`.
+//! Frames, byte by byte, little-endian. No byte is trusted: an invalid frame decodes to `None`.
 //!
 //! ```text
 //! frame on the lanes for calls and messages: 60 bytes, then `payload` bytes
@@ -25,7 +25,7 @@ const HEADER_MAGIC: [u8; 4] = *b"PLc1";
 pub(crate) const CONTROL_BYTES: usize = 128;
 const CONTROL_MAGIC: [u8; 4] = *b"PLk1";
 
-/// Arguments that an [`Error::Length`] can be about, by their number on the wire.
+/// Buffer arguments of an [`Error::Length`], by their number on the wire.
 const BUFFERS: [&str; 6] = ["counts", "input", "output", "data", "sends", "receives"];
 
 /// The kind of a frame.
@@ -34,9 +34,9 @@ pub(crate) enum What {
     /// Part of a collective.
     Call,
     Message,
-    /// `call.length` messages were taken by the receiver.
+    /// The receiver consumed `call.length` messages.
     Credit,
-    /// The sender gave its current collective up; the control lane says why.
+    /// The sender abandoned its current collective; the control connection carries the cause.
     Abort,
 }
 
@@ -44,7 +44,7 @@ pub(crate) enum What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) what: What,
-    /// How the collective is done, see `plan`.
+    /// The algorithm of the collective, see `plan`.
     pub(crate) algorithm: u8,
     /// Step of the plan that this frame belongs to.
     pub(crate) step: u16,
@@ -53,7 +53,7 @@ pub(crate) struct Header {
     pub(crate) payload: u64,
 }
 
-/// Writes little-endian values one after the other.
+/// Writes consecutive little-endian values.
 struct Writer<'a>(&'a mut [u8]);
 
 impl Writer<'_> {
@@ -125,7 +125,7 @@ impl Header {
         bytes
     }
 
-    /// `None` if these bytes are no header.
+    /// `None` if the bytes are no header.
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let mut reader = Reader(bytes);
         if reader.take()? != HEADER_MAGIC {
@@ -192,10 +192,10 @@ fn take_call(reader: &mut Reader<'_>) -> Option<Call> {
     })
 }
 
-/// A message of one rank to another beside the data.
+/// A message between two ranks on their control connection.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Control {
-    /// I live.
+    /// A heartbeat.
     Beat,
     /// The group is poisoned.
     News(News),
@@ -226,7 +226,7 @@ impl Control {
         bytes
     }
 
-    /// `None` if these bytes are no control frame.
+    /// `None` if the bytes are no control frame.
     pub(crate) fn decode(bytes: &[u8; CONTROL_BYTES]) -> Option<Self> {
         let mut reader = Reader(bytes);
         if reader.take()? != CONTROL_MAGIC {
@@ -340,7 +340,8 @@ fn take_error(reader: &mut Reader<'_>) -> Option<Error> {
             millis: reader.take_u32()?,
         },
         7 => Error::Garbled { call, rank },
-        // Backends with frames fail by neither of these; whoever names one is not known here.
+        // Backends with frames produce neither of these errors; the name of the backend that did is
+        // unknown here.
         8 => Error::Unsupported {
             call,
             rank,

@@ -1,5 +1,5 @@
-//! The integration tests of this crate: one program, so that they are linked once. `loom` stands
-//! apart because it compiles the ring with the model checker's atomics.
+//! The integration tests of this crate in one program, so that they are linked once. `loom` is
+//! separate because it compiles the ring with the model checker's atomics.
 
 #![allow(clippy::unwrap_used, reason = "helpers outside of test functions")]
 

@@ -1,8 +1,8 @@
-//! Ranks as processes that are killed or stopped while they work. They make a new group at once,
-//! smaller and then, with a fresh process, as large again: over TCP and shared memory.
+//! Ranks as processes that are killed or stopped during calls, over TCP and shared memory. The
+//! survivors form a smaller group at once, then a group of the old size with a fresh process.
 //!
 //! Each run is drawn from its number; the first rank is among the victims. `COMM_TEST_RUNS` sets
-//! how many there are (default 6; 100 take some minutes).
+//! the number of runs (default 6; 100 take some minutes).
 
 #![cfg(unix)]
 #![allow(
@@ -23,8 +23,8 @@ fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
 }
 
-/// Not a test: what a child process does. Joins, adds up until that fails, reports, and waits to be
-/// told with how many to try again.
+/// Not a test: the body of a child process. Joins, sums until that fails, reports, and waits for
+/// the size of the next group.
 #[test]
 fn worker() {
     let Some(folder) = std::env::var_os("COMM_TEST_FOLDER") else {
@@ -72,7 +72,7 @@ fn worker() {
 }
 
 fn work(group: &dyn Group) -> paceline_comm::Error {
-    // Over shared memory the others map the second, and two ranks write to each other's.
+    // Over shared memory peers map the second buffer, and two ranks write to each other's.
     let (mut small, mut large) = (vec![1.0_f32; 1000], Memory::new(Some(group), 200_000));
     loop {
         for data in [&mut small[..], &mut large] {
@@ -96,12 +96,12 @@ fn blamed(error: &paceline_comm::Error) -> i64 {
     }
 }
 
-/// Files, sockets and mappings of this process, as far as the system tells.
+/// Files, sockets and mappings of this process, as far as the system reports them.
 fn open_files() -> usize {
     std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
 }
 
-/// Joins of `workers`: each by its rank.
+/// Joins `workers` into a group, each as its rank.
 fn joined(workers: &mut Vec<Worker>) {
     let ranks: Vec<usize> = workers
         .iter_mut()
@@ -112,8 +112,8 @@ fn joined(workers: &mut Vec<Worker>) {
     workers.extend(order.into_iter().map(|(_, worker)| worker));
 }
 
-/// The order to the processes: which round this is, and how many they are. It also says, in
-/// milliseconds, how long one of them may be silent. That only counts where one is to be stopped.
+/// The command to the processes: the round and the number of ranks. It also has the silence limit
+/// in milliseconds, which only matters if a rank is to be stopped.
 fn order(round: u64, size: u32, signal: Signal) -> String {
     let silence = match signal {
         Signal::STOP => tcp::SILENCE,
@@ -122,9 +122,9 @@ fn order(round: u64, size: u32, signal: Signal) -> String {
     format!("{round} {size} {}", silence.as_millis())
 }
 
-/// Harms `victim` and checks that all others name it in time; returns their open files.
+/// Kills or stops `victim` and checks that all others name it in time; returns their open files.
 fn harm(run: u64, workers: &mut Vec<Worker>, victim: usize, signal: Signal) -> Vec<usize> {
-    // Any moment of the work, drawn from the run.
+    // A moment during the calls, drawn from the run.
     std::thread::sleep(Duration::from_micros(run * 7919 % 30_000));
     let harmed = Harmed::now();
     workers[victim].signal(signal);
@@ -161,7 +161,7 @@ fn run(run: u64) {
     joined(&mut workers);
     let before = harm(run, &mut workers, victim, signal);
 
-    // The survivors at once, without the victim; then with a fresh process.
+    // First the survivors at once, without the victim; then with a fresh process.
     let second = order(1, size - 1, Signal::KILL);
     workers.iter().for_each(|w| w.tell(&second));
     joined(&mut workers);

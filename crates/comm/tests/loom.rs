@@ -1,9 +1,9 @@
-//! Rings, bells and loans of shared memory under loom, which tries every order of their steps.
+//! Rings, bells and transfers of shared memory under loom, which tries every interleaving of their
+//! steps.
 //!
-//! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` made of the model
-//! checker's parts. These are its atomics, cells that notice when both sides touch a byte at once,
-//! and a futex of its mutex and condition variable. A lost wake-up is a deadlock, which loom
-//! reports.
+//! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` built from the
+//! model checker's parts: its atomics, cells that detect simultaneous access of both sides, and a
+//! futex from its mutex and condition variable. A lost wake-up is a deadlock, which loom reports.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -31,7 +31,7 @@ mod sync {
     }
 
     std::thread_local! {
-        /// Leaves the fences out, to see whether the model notices. A model runs on one thread.
+        /// Omits the fences, to check that the model notices. A model runs on one thread.
         pub(crate) static NO_FENCES: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
     }
 
@@ -55,7 +55,7 @@ mod sync {
         unsafe { std::ptr::copy_nonoverlapping(from, into, count) };
     }
 
-    /// Time plays no part: only a wake ends it.
+    /// Time plays no part: only a wake-up ends it.
     pub(crate) fn futex_wait(word: &AtomicU32, value: u32, _until: std::time::Instant) {
         let gate = GATE.lock().unwrap();
         if word.load(Ordering::SeqCst) == value {
@@ -81,7 +81,7 @@ struct Data([u8; sync::BYTES]);
 struct Link {
     ring: ring::Ring,
     bells: [ring::Bell; 2],
-    // What the ring points to.
+    // The memory that the ring points to.
     _counters: Box<ring::Counters>,
     _data: Box<Data>,
 }
@@ -107,8 +107,8 @@ fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-/// More bytes than the ring holds, so that both sides have to wait. All arrive in order, no byte is
-/// touched by both sides at once, nobody sleeps for ever.
+/// More bytes than the ring holds, so that both sides must wait. All arrive in order, no byte is
+/// touched by both sides at once, and no side sleeps for ever.
 fn exchange() {
     const SENT: [u8; 6] = [1, 2, 3, 4, 5, 6];
     let far = std::time::Instant::now();
@@ -147,7 +147,7 @@ fn bytes_arrive_and_nobody_sleeps_for_ever() {
     check(3, exchange);
 }
 
-/// A model that does not find what the fences are for would be no good.
+/// A model that does not detect missing fences would be useless.
 #[test]
 #[should_panic = "deadlock"]
 fn without_fences_a_wake_up_is_lost() {
@@ -157,7 +157,7 @@ fn without_fences_a_wake_up_is_lost() {
     });
 }
 
-/// A call that comes before, while or after its addressee falls asleep ends that sleep.
+/// A call before, while or after its addressee falls asleep ends that sleep.
 #[test]
 fn calls_are_never_lost() {
     let far = std::time::Instant::now();
@@ -179,8 +179,8 @@ fn calls_are_never_lost() {
     });
 }
 
-/// A writer lends `loans` times; the last time it loses patience at some moment and writes over
-/// what it lent. The reader takes what was lent or nothing.
+/// A writer starts `loans` transfers; it revokes the last one at some moment and overwrites the
+/// payload. The reader gets the payload or nothing.
 fn lend_and_take_back(loans: u64, looks: bool) {
     let shared = Arc::new((loan::Slot::new(), AtomicU64::new(0)));
     let writer = {
@@ -207,7 +207,7 @@ fn lend_and_take_back(loans: u64, looks: bool) {
     writer.join().unwrap();
 }
 
-/// Whether there was a loan; it is taken if it stands, or without looking whether it does.
+/// Whether there was a transfer; it is completed if valid, or without checking.
 fn take(slot: &loan::Slot, bytes: &AtomicU64, number: u64, looks: bool) -> bool {
     let Some(loan) = slot.loan() else {
         return false;
@@ -227,8 +227,7 @@ fn what_is_taken_was_lent() {
     check(3, || lend_and_take_back(2, true));
 }
 
-/// The reader puts a result in the place of what was lent: the writer sees it, or the loan was
-/// taken without.
+/// The reader writes a result back: the writer sees it, or the transfer completed without.
 fn lend_and_have_back(returned: bool) {
     let shared = Arc::new((loan::Slot::new(), AtomicU64::new(0)));
     let reader = {
@@ -265,7 +264,7 @@ fn what_comes_back_is_there_when_the_loan_is_taken() {
     check(3, || lend_and_have_back(false));
 }
 
-/// The model finds what `stands` is for.
+/// The model shows what `stands` is for.
 #[test]
 #[should_panic = "left: 9"]
 fn whoever_does_not_look_takes_what_was_not_lent() {

@@ -1,7 +1,7 @@
-//! Ranks as processes: killed, stopped, cut off.
+//! Ranks as processes that are killed, stopped or disconnected.
 //!
-//! The test binary runs itself. A child is one rank, told by its environment which, and prints a
-//! line for each thing that happens to it.
+//! The test binary runs itself. Each child is one rank, set by its environment, and prints one line
+//! for each event.
 
 #![cfg(unix)]
 #![allow(
@@ -44,7 +44,7 @@ fn start(size: u32, role: &str, silence: Duration) -> Vec<Worker> {
     workers
 }
 
-/// Not a test: what a child process does.
+/// Not a test: the body of a child process.
 #[test]
 fn worker() {
     let Ok(rank) = std::env::var("COMM_TEST_RANK") else {
@@ -84,7 +84,7 @@ fn worker() {
     println!("@error {} {error:?}", now());
 }
 
-/// Adds up small and large buffers in turn, with a deadline that is far away.
+/// Sums small and large buffers alternately, with a distant deadline.
 fn reduce_forever(group: &dyn Group) -> Error {
     let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 300_000]);
     loop {
@@ -99,7 +99,7 @@ fn reduce_forever(group: &dyn Group) -> Error {
     }
 }
 
-/// Computes for a while, so to speak, then calls.
+/// Sleeps in place of a computation, then calls.
 fn idle(group: &dyn Group) -> Error {
     thread::sleep(Duration::from_millis(1000));
     loop {
@@ -123,7 +123,7 @@ fn killed_ranks_are_named_by_all_at_once() {
     }
 }
 
-/// Two side by side, since most of the time is the silence that is waited for.
+/// Two in parallel, since most of the time passes waiting for the silence limit.
 #[test]
 fn stopped_ranks_are_named_by_all_in_time() {
     let stop = |(size, role, victim)| {
@@ -141,7 +141,7 @@ fn stopped_ranks_are_named_by_all_in_time() {
     }
 }
 
-/// Not a test: a child process with a whole group, whose parent suspends it.
+/// Not a test: a child process with a whole group, which the parent suspends.
 #[test]
 fn group() {
     if std::env::var_os("COMM_TEST_GROUP").is_none() {
@@ -167,15 +167,15 @@ fn group() {
         }
         println!("@up -");
         std::io::stdin().read_line(&mut String::new()).unwrap();
-        // For ranks that would be given up.
+        // Long enough to declare ranks lost, if any were.
         thread::sleep(Duration::from_millis(500));
         over.store(true, Ordering::Relaxed);
     });
     println!("@well -");
 }
 
-/// A machine that sleeps, and a machine whose cores are taken from it, stops all ranks at once.
-/// When they go on, none is given up for the time in which nobody could be heard.
+/// A sleeping machine, or one whose cores are taken away, stops all ranks at once. When they
+/// resume, none is declared lost for the suspended time.
 #[test]
 fn ranks_that_are_suspended_together_accuse_nobody() {
     let mut all = Worker::start("tcp::group", &[("COMM_TEST_GROUP", "1")]);

@@ -1,4 +1,4 @@
-//! Files that can be mapped, and those that cannot.
+//! Mapping of shared files: which are accepted and which refused.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -49,7 +49,7 @@ fn bytes_are_found_where_they_are() {
     assert!(!regions().values().any(known));
 }
 
-/// Of all lengths that differ in kind: within a page, at its end, huge, and not a whole huge one.
+/// Lengths of every kind: within a page, at its end, huge, and not a whole huge page.
 #[test]
 fn a_view_has_what_the_owner_wrote_and_ends_where_that_does() {
     for bytes in [1, PAGE_BYTES, PAGE_BYTES + 1, 2 << 20, (5 << 20) + 3] {
@@ -79,8 +79,8 @@ fn a_view_has_what_the_owner_wrote_and_ends_where_that_does() {
     }
 }
 
-/// Bytes may be written by a peer if nobody else has anything on their pages. The caller's buffer
-/// reaches as far, or to the end of what is used.
+/// A peer may write to bytes that have their pages to themselves. The caller's buffer covers the
+/// pages, or ends where the used memory ends.
 #[test]
 fn what_a_peer_may_write_to_has_its_pages_for_itself() {
     const PAGE: usize = PAGE_BYTES;
@@ -119,7 +119,7 @@ fn what_was_taken_back_is_out_of_reach_and_as_it_was() {
         // SAFETY: just found, and `memory` is this test's.
         unsafe { take_back(&raw const memory[part]) };
         assert_eq!(find(&memory), None, "it is lent no more");
-        // SAFETY: a peer that was stopped and goes on; the bytes are nobody else's.
+        // SAFETY: a peer that was stopped and resumes; nothing else uses the bytes.
         let lent = unsafe { view.bytes_mut(0, bytes) };
         lent.unwrap().write(0, &vec![9; bytes]);
         let (kept, lent) = memory.split_at(PAGE_BYTES);
@@ -134,7 +134,8 @@ fn what_was_taken_back_is_out_of_reach_and_as_it_was() {
     }
 }
 
-/// A peer that breaks the protocol writes while another folds: each element is of old or new bytes.
+/// A peer that breaks the protocol writes while another folds: each element comes from old or new
+/// bytes.
 #[test]
 fn lent_bytes_may_change_while_they_are_used() {
     const BYTES: usize = 4 * PAGE_BYTES + 3;
@@ -162,7 +163,7 @@ fn lent_bytes_may_change_while_they_are_used() {
     });
 }
 
-/// A place in `file`, which is of this process.
+/// A location in `file`, which belongs to this process.
 fn place(file: &OwnedFd, check: u64) -> Place {
     Place {
         descriptor: u32::try_from(file.as_raw_fd()).expect("it is open"),
@@ -228,7 +229,7 @@ fn views_are_bounded_and_end_with_the_memory() {
     assert_eq!(views.refused, Some(places[1].check));
     assert!(views.get(own(), &places[0]).is_some());
 
-    // More than any process of this crate has: files that were not made by `share`.
+    // More than any process of this crate has: files not made by `share`.
     let files: Vec<File> = (0..MOST + 3)
         .map(|_| File::new(2 * PAGE_BYTES as u64).unwrap())
         .collect();
@@ -241,7 +242,7 @@ fn views_are_bounded_and_end_with_the_memory() {
     assert_eq!(views.views.len(), MOST);
 }
 
-/// Many ask at once, and it is as many as there may be that get one; those are given back.
+/// Concurrent callers get exactly the maximum number of counts; all are returned.
 #[test]
 fn no_file_more_than_a_process_may_have_is_counted() {
     static FILES: AtomicUsize = AtomicUsize::new(0);
@@ -264,7 +265,7 @@ fn no_file_more_than_a_process_may_have_is_counted() {
     }
 }
 
-/// A writer that has gone on to another loan has taken the first one back.
+/// A writer that started another transfer has revoked the first one.
 #[test]
 fn a_loan_before_one_that_was_revoked_stands_no_more() {
     let slot = crate::loan::Slot::new();

@@ -1,4 +1,4 @@
-//! The ring against a queue, with counters at any value, and with a peer that writes anywhere.
+//! The ring against a model queue, with arbitrary counters, and with a peer that writes anywhere.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicU8;
@@ -12,7 +12,7 @@ use crate::linked::Linked;
 use crate::sync::{AtomicU64, copy_in};
 use crate::{Collective, DataMut, Deadline, Error, Reduce};
 
-/// Words before and after the data of a ring, to see whether they stay as they are.
+/// Guard words before and after the data of a ring, checked for changes.
 const MARGIN: usize = 16;
 const UNTOUCHED: u64 = 0xa5a5_a5a5_a5a5_a5a5;
 const COUNTER_WORDS: usize = Ring::COUNTER_BYTES / 8;
@@ -21,7 +21,7 @@ const COUNTER_WORDS: usize = Ring::COUNTER_BYTES / 8;
 #[derive(Clone, Copy)]
 struct Line([u64; 16]);
 
-/// A ring in memory that a test can look at and spoil: counters, margin, data, margin.
+/// A ring in memory that a test can inspect and corrupt: counters, margin, data, margin.
 struct Spoiled {
     memory: Vec<Line>,
     size: usize,
@@ -56,8 +56,8 @@ impl Spoiled {
 
     fn ring(&mut self) -> Ring {
         let (counters, data) = (self.words().cast_const().cast(), self.data());
-        // SAFETY: both lie in `memory`, which outlives the ring in every test, and are aligned.
-        // The promise that they were zero is what these tests break.
+        // SAFETY: both are in `memory`, which outlives the ring in every test, and are aligned.
+        // These tests break the promise that they were zero.
         unsafe { Ring::new(counters, data, self.size) }
     }
 
@@ -126,7 +126,7 @@ proptest! {
     fn a_streaming_copy_is_a_copy(at in 0..130_usize, from in 0..9_usize, count in 0..5000_usize) {
         let source: Vec<u8> = (0..from + count).map(|i| i.to_le_bytes()[0] | 1).collect();
         let mut target = vec![0_u8; at + count + 64];
-        // SAFETY: both ranges lie within their vectors, which are apart.
+        // SAFETY: both ranges are within their vectors, which do not overlap.
         unsafe { copy_in(source[from..].as_ptr(), target[at..].as_mut_ptr(), count) };
         prop_assert!(target[..at].iter().chain(&target[at + count..]).all(|byte| *byte == 0));
         prop_assert_eq!(&target[at..at + count], &source[from..]);
@@ -140,7 +140,7 @@ fn pair() -> ([Linked<Shared>; 2], Vec<Arc<Segment>>) {
         .collect();
     let gone: Arc<[AtomicBool]> = (0..2).map(|_| AtomicBool::new(false)).collect();
     let ranks = [0, 1].map(|rank| {
-        // A status each: they are told of nothing, as if the other were another process.
+        // Separate statuses: neither is notified, as if the other were another process.
         let status = Arc::new(Status::default());
         let teller = Teller::Threads(Arc::clone(&status));
         let (gone, patience) = (Arc::clone(&gone), crate::local::patience(2));
@@ -194,7 +194,7 @@ fn memory_that_is_spoiled_under_way_ends_in_a_result_in_time() {
     }
 }
 
-/// Writes random bytes into a segment, most often where its bell and counters are.
+/// Writes random bytes into a segment, most often to its bell and counters.
 fn spoil(segment: &Segment, seed: u64, stop: &AtomicBool) {
     let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     while !stop.load(Ordering::Relaxed) {
@@ -232,7 +232,7 @@ fn rings_are_apart_and_fit() {
     assert_eq!(SLOTS_AT % align_of::<Slot>(), 0);
 }
 
-/// Two ranks of this process of which the second borrows from the first, as `able` says.
+/// Two ranks of this process; the second reads transfers of the first, with access `able`.
 #[cfg(target_os = "linux")]
 fn lender_and_borrower(able: Able) -> [Shared; 2] {
     let segments: Vec<_> = (0..2)
@@ -253,7 +253,7 @@ fn lender_and_borrower(able: Able) -> [Shared; 2] {
     ranks
 }
 
-/// Memory that peers map, and a head as that of a frame.
+/// Memory that peers map, and the head of a frame.
 #[cfg(target_os = "linux")]
 fn lendable(bytes: usize) -> (crate::Memory<u8>, [u8; 4]) {
     let mut memory = crate::Memory::<u8>::with(bytes, regions::share);
@@ -294,8 +294,8 @@ fn memory_is_lent_by_the_way_that_its_reader_has() {
     }
 }
 
-/// A peer's announcement about its memory may be wrong in every part. The process stays, and hears
-/// that the link is lost, or has the bytes by the other way.
+/// A peer's announcement about its memory may be wrong in every part. The process survives, and
+/// gets a closed link or the bytes by reading the process.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {
@@ -347,7 +347,7 @@ fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {
     }
 }
 
-/// As in `tests/loom.rs` for copies: what was used of a loan that is taken back is thrown away.
+/// As in `tests/loom.rs` for copies: bytes of a revoked transfer are discarded after use.
 #[cfg(target_os = "linux")]
 #[test]
 fn what_is_used_of_a_loan_that_is_taken_back_is_lost() {
@@ -368,7 +368,7 @@ fn what_is_used_of_a_loan_that_is_taken_back_is_lost() {
     assert_eq!(borrower.read(Lane::Calls, 0, &mut [0; 10]), Err(Closed));
 }
 
-/// The result goes to the place of what was lent, all of it or none; what is given up goes back.
+/// The whole result is written back, or nothing; a failed call reclaims the memory.
 #[cfg(target_os = "linux")]
 #[test]
 fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {

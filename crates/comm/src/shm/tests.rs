@@ -1,7 +1,7 @@
 //! Groups of threads for the conformance suite, and of processes that are killed and stopped.
 //!
-//! For the latter the test binary runs itself. A child is one rank, told by its environment which,
-//! and prints a line for each thing that happens to it.
+//! For the latter the test binary runs itself. Each child is one rank, set by its environment, and
+//! prints one line for each event.
 
 mod in_memory;
 #[path = "../../tests/worker/mod.rs"]
@@ -29,7 +29,7 @@ fn make(size: u32) -> testing::Ranks {
     make_with(size, &Config::default())
 }
 
-/// With the algorithm of long sums, whatever was measured.
+/// Forces the algorithm for long sums, regardless of measurements.
 #[cfg(target_os = "linux")]
 fn make_two_shot(size: u32) -> testing::Ranks {
     let force = Some(crate::Algorithm::TwoShot);
@@ -68,8 +68,7 @@ fn conforms_with_all_buffers_in_memory_that_peers_map() {
     testing::run_sizes(&make, 0x5eed_0007, &[1, 2, 4]);
 }
 
-/// The amounts that `call` adds to the counts of each of `size` ranks: bytes used in place, bytes
-/// copied.
+/// What `call` adds to the counts of each of `size` ranks: bytes used in place, bytes copied.
 #[cfg(target_os = "linux")]
 fn copies_of(size: u32, call: impl Fn(&dyn Group) + Copy + Send + 'static) -> Vec<(u64, u64)> {
     let ranks = make_two_shot(size).into_iter().map(|group| {
@@ -101,7 +100,7 @@ fn memory_of_a_group_is_reduced_where_it_lies() {
     let in_memory = |group: &dyn Group| {
         let mut memory = Memory::new(Some(group), LENGTH);
         reduce(group, &mut memory);
-        // A part of it at an odd place is as good.
+        // An unaligned part of it works as well.
         reduce(group, &mut memory[12_345..]);
     };
     for size in [2, 3] {
@@ -109,8 +108,8 @@ fn memory_of_a_group_is_reduced_where_it_lies() {
             assert!(in_place > 0 && staged == 0, "{size}: {in_place}, {staged}");
         }
     }
-    // Of two ranks each puts its half of the sum into the other's memory too, if that has its
-    // pages for itself: nothing else is exchanged.
+    // Each of two ranks also writes its half of the sum back to the other's memory, if that has its
+    // pages to itself: nothing else is exchanged.
     let half = (2 * LENGTH) as u64;
     let whole = |group: &dyn Group| reduce(group, &mut Memory::new(Some(group), LENGTH));
     assert_eq!(copies_of(2, whole), [(2 * half, 0); 2]);
@@ -129,8 +128,8 @@ fn memory_of_a_group_is_reduced_where_it_lies() {
     assert_eq!(copies_of(2, by_process), [(0, 4 * half); 2]);
 }
 
-/// A peer that has been stopped may go on when its memory has gone back to its owner. Its later
-/// writes must not be seen there.
+/// A stopped peer may resume after its memory was reclaimed by the owner. Its later writes must not
+/// be visible there.
 #[cfg(target_os = "linux")]
 #[test]
 fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
@@ -211,12 +210,12 @@ fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
         assert!(!crate::file::is_descriptor(name), "{name}");
         assert!(open(&told(name, 0), 2).is_err(), "{name}");
     }
-    // Whatever bytes a peer sends.
+    // Arbitrary bytes from a peer.
     assert!(open(&[0xff; NAME_BYTES], 2).is_err());
     assert!(open(&[b'/'; NAME_BYTES], 2).is_err());
 }
 
-/// Whether ranks of one process may read each other's memory here, as the system sees it.
+/// Whether the system allows ranks of one process to read each other's memory.
 fn can_lend() -> bool {
     let word = 0x5eed_u64;
     let mut found = [0; 8];
@@ -240,7 +239,7 @@ fn memory_of_a_process_is_read_or_refused() {
     assert!(!process::read(u32::MAX, 8, &mut found), "no such process");
 }
 
-/// Long payloads at odd places go by loan, and a rank that gives up takes its loan back.
+/// Long unaligned payloads are transferred, and a rank that gives up revokes its transfer.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_loan_that_was_taken_back_is_an_error_for_both() {
@@ -257,7 +256,7 @@ fn a_loan_that_was_taken_back_is_an_error_for_both() {
     assert!(second.broadcast(&mut data, Rank(0), soon(5)).is_err());
 }
 
-/// A second process of a rank that is there already: both sides are told, and the group goes on.
+/// A second process of an existing rank: both sides learn the reason, and the group continues.
 #[test]
 fn a_late_twin_is_told_why_and_so_is_the_group() {
     for late in [Rank(0), Rank(1)] {
@@ -311,7 +310,7 @@ fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
     }
 }
 
-/// Hands the addresses of all to all and waits until they are a group.
+/// Sends all addresses to all ranks and waits until they are a group.
 fn introduce(workers: &mut [Worker]) {
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
     for (rank, worker) in workers.iter_mut().enumerate() {
@@ -337,7 +336,7 @@ fn start(size: u32, role: &str, silence: Duration) -> Vec<Worker> {
     workers
 }
 
-/// Joins the group that the parent tells of.
+/// Joins the group that the parent announced.
 fn join_told() -> Shm {
     let listener = listen();
     println!("@addr {}", listener.addr());
@@ -357,7 +356,7 @@ fn join_told() -> Shm {
     group
 }
 
-/// Not a test: what a child process does.
+/// Not a test: the body of a child process.
 #[test]
 fn worker() {
     let Ok(role) = std::env::var("COMM_SHM_ROLE") else {
@@ -399,7 +398,7 @@ fn worker() {
     }
 }
 
-/// Adds up small and large buffers in turn, with a deadline that is far away.
+/// Sums small and large buffers alternately, with a distant deadline.
 fn reduce_forever(group: &dyn Group) -> Error {
     reduce_each_forever(group, [&mut vec![1.0; 1000], &mut vec![1.0; 300_000]])
 }
@@ -425,7 +424,7 @@ fn reduce_each_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
     }
 }
 
-/// The resources that a process has of the system.
+/// System resources of a process.
 #[derive(Debug, PartialEq, Eq)]
 struct Held {
     descriptors: usize,
@@ -442,7 +441,7 @@ impl Held {
     }
 }
 
-/// Adds up in memory that peers map: when it is gone they have it no more either.
+/// Sums in memory that peers map; when it is dropped, they unmap it too.
 fn map_and_forget(group: &dyn Group) {
     let before = Held::count();
     let mut memory = Memory::<f32>::new(Some(group), 100_000);
@@ -469,7 +468,7 @@ fn processes_compute_the_same_and_leave_nothing() {
     }
 }
 
-/// POSIX shared memory of this crate that has a name.
+/// Named POSIX shared memory objects of this crate.
 fn names_left() -> Vec<String> {
     let names = std::fs::read_dir("/dev/shm").into_iter().flatten();
     let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
@@ -496,7 +495,7 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
     assert!(names_left().is_empty(), "{:?}", names_left());
 }
 
-/// Two side by side, since most of the time is the silence that is waited for.
+/// Two in parallel, since most of the time passes waiting for the silence limit.
 #[test]
 fn stopped_ranks_are_named_by_all_in_time() {
     let stop = |(size, role, victim)| {

@@ -1,8 +1,8 @@
 //! Ordered bytes between two ranks over one or several connections.
 //!
-//! Several connections carry one lane in turns of [`STRIPE_BYTES`]. Byte `p` of the lane travels on
-//! connection `p / STRIPE_BYTES % streams`, and is read from there. So the order needs no numbers
-//! on the wire. A connection that ends, or falls behind, ends or holds up the whole lane.
+//! Several connections carry one lane in stripes of [`STRIPE_BYTES`]. Byte `p` of the lane travels
+//! on connection `p / STRIPE_BYTES % streams`, and is read from there. So the order needs no
+//! sequence numbers. A connection that ends or falls behind ends or delays the whole lane.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,22 +10,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::join::{Stream, rest};
 use crate::transport::Closed;
 
-/// Bytes that go over one connection before it is the next one's turn. No more than a socket buffer
-/// holds by default on Linux (208 KiB), so that the turn does not end in a wait. Enough that the
-/// calls for it are few.
+/// Bytes of a stripe on one connection. At most a default socket buffer on Linux (208 KiB), so that
+/// a stripe does not end in a wait. Enough to keep system calls few.
 const STRIPE_BYTES: u64 = 128 << 10;
 
-/// A lane to one peer.
+/// One lane to one peer.
 pub(crate) struct Link {
     streams: Box<[Stream]>,
-    /// Bytes that were written and read so far; each by one thread at a time.
+    /// Bytes written and read so far; each by one thread at a time.
     written: AtomicU64,
     read: AtomicU64,
 }
 
 impl Link {
     /// # Errors
-    /// Without a connection.
+    /// If `streams` is empty.
     pub(super) fn new(streams: Vec<Stream>) -> io::Result<Self> {
         if streams.is_empty() {
             return Err(io::ErrorKind::NotConnected.into());
@@ -37,7 +36,7 @@ impl Link {
         })
     }
 
-    /// Whose turn it is at byte `at`, and for how many bytes.
+    /// Connection of byte `at`, and the bytes left in its stripe.
     #[allow(
         clippy::cast_possible_truncation,
         reason = "less than the streams, than a stripe"
@@ -97,7 +96,7 @@ impl Link {
                     at += got as u64;
                     self.read.store(at, Ordering::Relaxed);
                 }
-                // What came before the end is handed out first.
+                // Bytes before the end are returned first.
                 Err(Closed) if count > 0 => break,
                 Err(Closed) => return Err(Closed),
             }

@@ -1,5 +1,4 @@
-//! Sockets as a [`Transport`]: several TCP connections for each pair of ranks, none of which
-//! blocks.
+//! Sockets as a [`Transport`]: several nonblocking TCP connections for each pair of ranks.
 
 mod link;
 
@@ -20,18 +19,18 @@ use crate::status::News;
 use crate::transport::{Closed, GULP_BYTES, Lane, Lend, Patience, Transport, Want};
 use crate::{Deadline, deadline, join};
 
-/// Looks at the sockets before a rank yields its core. A look is a system call of about 0.4 µs and
+/// Polls of the sockets before a rank yields its core. A poll is a system call of about 0.4 µs and
 /// yielding an idle core costs less, so that spinning gains little. Where two ranks share a core,
 /// 100 spins made 110 µs of a 4 KiB gather that takes 4 µs otherwise. Measured on a 2-core EPYC VM
 /// under load, November 2026.
 const SPINS: u32 = 4;
 
-/// Looks with the core yielded between them, before a rank blocks: about 0.2 ms on an idle core.
+/// Polls with the core yielded between them, before a rank blocks: about 0.2 ms on an idle core.
 const YIELDS: u32 = 300;
 
 /// The links of one rank.
 pub struct Sockets {
-    /// By lane and rank; none for the rank itself.
+    /// By lane and rank; `None` for the rank itself.
     lanes: [Vec<Option<Link>>; 2],
     wakers: [Waker; 2],
     controls: Arc<Controls>,
@@ -73,7 +72,7 @@ impl Sockets {
     }
 }
 
-/// Connects with all other ranks; nobody looks after the links yet. Collective.
+/// Connects with all other ranks, without a heartbeat thread yet. Collective.
 ///
 /// # Errors
 /// Any [`JoinError`].
@@ -98,7 +97,7 @@ pub fn connect(
 /// The links of both lanes, by rank.
 type Lanes = [Vec<Option<Link>>; 2];
 
-/// Makes links of the connections of every slot.
+/// Builds links from the connections of every slot.
 fn sort(mut slots: Vec<Streams>, size: usize) -> io::Result<(Lanes, Streams)> {
     let control = slots.pop().unwrap_or_default();
     let messages = slots.split_off(slots.len() / 2);
@@ -116,8 +115,7 @@ fn sort(mut slots: Vec<Streams>, size: usize) -> io::Result<(Lanes, Streams)> {
     Ok(([lane(slots)?, lane(messages)?], control))
 }
 
-/// With more ranks than cores on this machine, a rank that spins keeps the one it waits for from
-/// running.
+/// With more ranks than cores on this machine, a spinning rank keeps its peer from running.
 fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
     let ip = |addrs: &Vec<SocketAddr>| addrs.first().map(SocketAddr::ip);
     let here = addrs.iter().filter(|other| ip(other) == ip(&addrs[rank]));

@@ -15,7 +15,7 @@ use paceline_base::testing::Stopwatch;
 use super::*;
 use crate::{Reduce, testing};
 
-/// Deadline, in seconds, of what is noticed long before it.
+/// Distant deadline, in seconds, for events that occur long before it.
 const FAR: u64 = 90;
 
 fn soon(seconds: u64) -> Deadline {
@@ -29,7 +29,7 @@ fn listeners(size: u32) -> (Vec<Listener>, Vec<SocketAddr>) {
     (listeners, addrs)
 }
 
-/// Joins all ranks, each on a thread of its own.
+/// Joins all ranks, each on its own thread.
 fn join_all(size: u32) -> Vec<Tcp> {
     let (listeners, addrs) = listeners(size);
     let id = GroupId::random();
@@ -53,14 +53,14 @@ fn conforms() {
     testing::run_all(&make, 0x5eed_0002);
 }
 
-/// The facts that a rank is told about the group.
+/// The parameters that a rank joins with.
 struct Told {
     addrs: Vec<SocketAddr>,
     id: GroupId,
     config: Config,
 }
 
-/// Lets ranks with these settings join, and returns what came of it and when.
+/// Joins ranks with these settings; returns each outcome and when it came.
 fn join_each(
     size: u32,
     change: impl Fn(u32, &mut Told),
@@ -68,7 +68,7 @@ fn join_each(
     join_late(size, |_| Duration::ZERO, change)
 }
 
-/// As [`join_each`]; ranks listen, but join so late.
+/// As [`join_each`]; ranks listen at once but join after a delay.
 fn join_late(
     size: u32,
     late: impl Fn(u32) -> Duration,
@@ -99,7 +99,7 @@ fn key(byte: u8) -> Protection {
     Protection::Key(GroupKey::new([byte; KEY_BYTES]))
 }
 
-/// A rank differs from the others in `change`: rank 0 and it know at once, and why.
+/// A rank differs from the others in `change`: rank 0 and that rank learn the reason at once.
 fn check_misfit(odd: u32, change: fn(&mut Told), expected: Refusal) {
     for size in [2, 3] {
         let results = join_each(size, |rank, told| {
@@ -124,7 +124,7 @@ fn check_misfit(odd: u32, change: fn(&mut Told), expected: Refusal) {
                 "rank {rank} of {size}: {took:?}"
             );
         }
-        // Of more, another may have been faster, and says it from its side.
+        // With more ranks, another may have been faster, and reports its own view.
         let zero = &results[0].0;
         assert!(
             size > 2 || matches!(zero, Err(JoinError::Unfit { why, .. }) if *why == expected),
@@ -195,7 +195,7 @@ fn a_wrong_or_missing_key_is_named_on_all_sides_at_once() {
                     JoinError::Refused { why, .. } | JoinError::GaveUp { why, .. } => Some(why),
                     _ => None,
                 };
-                // Who has no key finds that the third has one, and the other way round.
+                // The rank without a key reports that the third has one, and vice versa.
                 let mirror = [Refusal::NoKey, Refusal::UnknownKey];
                 let named = told == Some(why)
                     || size == 3
@@ -211,8 +211,8 @@ fn a_wrong_or_missing_key_is_named_on_all_sides_at_once() {
     }
 }
 
-/// Rank 1 hears rank 2 before it has called rank 0, and gives up; rank 2 does so before rank 0 is
-/// there to link. Somebody has to tell rank 0.
+/// Rank 1 learns of rank 2's mismatch before it has dialled rank 0, and gives up. Rank 2 gives up
+/// before rank 0 is there to link. One of them must notify rank 0.
 #[test]
 fn who_gives_up_before_it_called_a_member_still_tells_it() {
     let ways: [fn(u32) -> Protection; 2] = [
@@ -251,7 +251,7 @@ fn without_a_key_only_loopback_is_joined() {
     assert!(matches!(error, JoinError::Unprotected { addr } if addr.ip().is_unspecified()));
 }
 
-/// Passes connections on to `to` and keeps what passes, in both directions.
+/// Forwards connections to `to` and records the bytes of both directions.
 fn relay(to: SocketAddr, seen: &Arc<Mutex<Vec<u8>>>) -> SocketAddr {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (addr, seen) = (listener.local_addr().unwrap(), Arc::clone(seen));
@@ -275,11 +275,11 @@ fn relay(to: SocketAddr, seen: &Arc<Mutex<Vec<u8>>>) -> SocketAddr {
     addr
 }
 
-/// Two ranks talk; what is said on the way to rank 0 and back.
+/// Two ranks communicate; returns the bytes recorded on the connections to rank 0.
 fn overheard(protection: &Protection) -> Vec<u8> {
     let (listeners, mut addrs) = listeners(2);
     let seen = Arc::default();
-    // So rank 0 finds that the list leads elsewhere, calls there, and hears itself.
+    // So rank 0 finds that the list points elsewhere, dials that address, and reaches itself.
     addrs[0] = relay(addrs[0], &seen);
     let id = GroupId::random();
     let ranks = (0..).zip(listeners).map(|(rank, listener)| {
@@ -346,7 +346,7 @@ fn stripes_keep_order_whatever_is_sent() {
         thread::spawn(move || {
             let group: &dyn Group = &group.unwrap();
             let peer = Rank(1 - group.rank().0);
-            // Together some megabytes: every stripe boundary falls elsewhere in a message.
+            // Some megabytes together: every stripe boundary is at another position of a message.
             for length in [
                 0,
                 1,
@@ -381,7 +381,7 @@ fn stripes_keep_order_whatever_is_sent() {
         .for_each(|t| t.join().unwrap());
 }
 
-/// Ranks with two addresses each; `dead` of them lead nowhere.
+/// Ranks with two addresses each; with `dead`, one address of each leads nowhere.
 fn join_over_two(dead: bool) -> Vec<Tcp> {
     let both = ["127.0.0.1:0", "127.0.0.2:0"].map(|addr| addr.parse().unwrap());
     let listeners = [(); 2].map(|()| Listener::bind_all(&both).unwrap());
@@ -389,7 +389,7 @@ fn join_over_two(dead: bool) -> Vec<Tcp> {
         .each_ref()
         .map(|listener| listener.addrs().to_vec());
     if dead {
-        // Nobody listens there: the port is taken and let go.
+        // Nothing listens there: the port is bound and released.
         addrs[0][1] = Listener::bind(both[1]).unwrap().addr();
     }
     let id = GroupId::random();
@@ -436,7 +436,7 @@ fn streams_go_to_all_addresses_or_to_those_that_answer() {
     }
 }
 
-/// The end of one of several connections is the end of the group, by name, on both sides.
+/// The end of one of several connections ends the group, and both sides name the peer.
 #[test]
 fn a_stream_that_dies_ends_the_group() {
     for protection in [Protection::Loopback, key(1)] {
@@ -471,7 +471,7 @@ fn a_stream_that_dies_ends_the_group() {
     }
 }
 
-/// A rank whose address in the list leads to another process of the same rank.
+/// The address of a rank in the list leads to another process of the same rank.
 #[test]
 fn a_twin_that_nobody_dials_finds_out_and_the_first_too() {
     for protection in [Protection::Loopback, key(1)] {
@@ -479,7 +479,7 @@ fn a_twin_that_nobody_dials_finds_out_and_the_first_too() {
         let twin = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let id = GroupId::random();
         let started = Stopwatch::start();
-        // Rank 1 never comes.
+        // Rank 1 never arrives.
         let zeros = [listeners.remove(0), twin].map(|listener| {
             let (addrs, protection) = (addrs.clone(), protection.clone());
             let config = Config {
@@ -509,7 +509,7 @@ fn a_twin_that_nobody_dials_finds_out_and_the_first_too() {
 
 #[test]
 fn records_that_are_changed_on_the_way_are_garbled_by_name() {
-    // The third part of a relay's traffic that is long: a record of the large call below.
+    // The long part of a relay's traffic: a record of the large call below.
     let (listeners, mut addrs) = listeners(2);
     let target = addrs[0];
     let vandal = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -523,7 +523,7 @@ fn records_that_are_changed_on_the_way_are_garbled_by_name() {
                     let (mut bytes, mut passed) = (vec![0; 4096], 0);
                     while let Ok(count @ 1..) = from.read(&mut bytes) {
                         passed += count;
-                        // The measuring of the links is over by then.
+                        // The measurement of the links is over by then.
                         bytes[count / 2] ^= u8::from(harms && passed > 1 << 20);
                         let _ = to.write_all(&bytes[..count]);
                     }
@@ -597,7 +597,7 @@ fn a_second_process_of_a_rank_is_refused_and_all_are_told() {
     );
 }
 
-/// The value that `look` finds in the end.
+/// Polls `look` until it returns a value.
 fn wait_for<T>(look: impl Fn() -> Option<T>) -> T {
     let until = Instant::now() + Duration::from_secs(FAR);
     loop {
@@ -609,8 +609,8 @@ fn wait_for<T>(look: impl Fn() -> Option<T>) -> T {
     }
 }
 
-/// A process that comes when the group is complete is told why it is refused. So are the ranks that
-/// turn it away; and they go on.
+/// A process that arrives after the group is complete learns why it is refused. So do the ranks
+/// that turn it away; the group continues.
 #[test]
 fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
     let (same, none): (fn(&mut Told), _) = (
@@ -622,7 +622,7 @@ fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
     let stranger: fn(&mut Told) = |told| told.config.protection = key(9);
     let cases = [
         (Protection::Loopback, 1, same, Refusal::Duplicate(Rank(1))),
-        // Nobody dials rank 0: it calls itself.
+        // No rank dials rank 0: it dials itself.
         (Protection::Loopback, 0, same, Refusal::Duplicate(Rank(0))),
         (Protection::Loopback, 1, stranger, Refusal::UnknownKey),
         (key(1), 1, same, Refusal::Duplicate(Rank(1))),
@@ -666,7 +666,7 @@ fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
     }
 }
 
-/// A process at an address of the group, without its key, says that it is a rank of it.
+/// A process at an address of the group, without its key, claims to be a rank of it.
 #[test]
 fn a_hello_without_proof_does_not_end_a_join() {
     let (listeners, addrs) = listeners(3);
@@ -692,7 +692,7 @@ fn a_hello_without_proof_does_not_end_a_join() {
         }
     );
     assert!(by_zero, "{error}");
-    // Longer than a rank with another key is waited for.
+    // Longer than the grace period for a rank with another key.
     thread::sleep(Duration::from_millis(700));
     let last = join(next(), 2, with(1));
     for rank in first.into_iter().chain([last]) {
@@ -700,14 +700,15 @@ fn a_hello_without_proof_does_not_end_a_join() {
     }
 }
 
-/// Connections for a group that is split off wait while the keeper of the first looks at the door.
+/// Connections for a group that is split off stay pending while the first group's heartbeat thread
+/// polls the listener.
 #[test]
 fn a_door_lets_through_who_means_another_group() {
     let late = join_all(2).into_iter().map(|group| {
         thread::spawn(move || {
             let group: &dyn Group = &group;
             if group.rank() == Rank(0) {
-                // The keeper has looked several times when this rank joins.
+                // The heartbeat thread has polled several times when this rank joins.
                 thread::sleep(Duration::from_millis(400));
             }
             let part = group.split(0, 0, soon(FAR)).unwrap();
@@ -727,7 +728,7 @@ fn another_version_is_refused_by_name() {
     let listener = listeners.remove(0);
     let zero = thread::spawn(move || join(listener, Rank(0), &addrs, id, soon(FAR)));
     let mut stream = TcpStream::connect(peer).unwrap();
-    // As much as a process of version 1 said.
+    // The length of a hello of version 1.
     let mut hello = [0_u8; 48];
     hello[..8].copy_from_slice(b"paceline");
     hello[8] = 77;

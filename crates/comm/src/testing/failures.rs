@@ -1,4 +1,5 @@
-//! Death, silence, disagreement and bad arguments: an error by name, in time, on every rank.
+//! Death, silence, disagreement and bad arguments: every rank gets an error that names the culprit,
+//! in time.
 
 use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -33,21 +34,22 @@ pub(super) const CASES: &[Case] = &[
 
 type Work = fn(&dyn Group, Deadline) -> Result<(), Error>;
 
-/// Short enough to wait for in tests, and longer than a rank of eight waits for one of two cores
-/// that other tests use too. A rank that is late itself would be blamed.
+/// Short enough to wait for in tests. Longer than one of eight ranks waits for one of two cores
+/// that other tests use too: a rank that is late itself would be blamed.
 fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_millis(250))
 }
 
-/// The call that the others made and gave up, by a rank that comes late. It has all that they sent,
-/// and may succeed if that is before their news. Any other call must fail, and so must the next.
+/// A late rank makes the call that the others made and abandoned. It has received all of their
+/// data, and may succeed if that arrives before their failure notice. Any other call must fail, and
+/// so must the next.
 fn come_late(group: &dyn Group, step: &Step) {
     let barrier = at_once(|by| group.barrier(by));
     let same = matches!(step, Step::Barrier);
     assert!(same || barrier.is_err(), "a barrier met {step:?}");
 }
 
-/// Runs `work` and checks that it took no longer than "at once", although it could wait long.
+/// Runs `work` with a distant deadline and checks that it returns within [`AT_ONCE`].
 fn at_once<R>(work: impl FnOnce(Deadline) -> R) -> R {
     let started = Stopwatch::start();
     let result = work(patient());
@@ -80,7 +82,7 @@ fn all_equal<T: PartialEq + Debug>(values: &[T]) -> &T {
     &values[0]
 }
 
-/// `victim` makes `calls` calls and then does `die` with its handle; the others must notice.
+/// `victim` makes `calls` calls and then runs `die` with its handle; the others must notice.
 fn check_death(lab: &Lab<'_>, victim: Rank, calls: usize, die: fn(Box<dyn Group>)) {
     let steps = Step::each(lab.size);
     lab.on_each(move |group| {
@@ -133,7 +135,7 @@ fn rank_panics(lab: &Lab<'_>) {
     }
 }
 
-/// Rank 0 waits for a message that never comes, or for room that never gets free, while the last
+/// Rank 0 waits for a message that never arrives, or for credits that never return, while the last
 /// rank leaves.
 fn rank_leaves_messages(lab: &Lab<'_>) {
     let last = Rank(lab.size - 1);
@@ -147,8 +149,8 @@ fn rank_leaves_messages(lab: &Lab<'_>) {
                 group
                     .recv(&mut [0_u8], Rank(0), 1, patient())
                     .expect("the sender lives");
-                // Most likely rank 0 sleeps by then; if not, it has to notice all the same.
-                // (Yields, of which each may cost a busy machine's time slice, took seconds.)
+                // Most likely rank 0 sleeps by then; if not, it must notice all the same. (Yields
+                // took seconds, as each may cost a time slice of a busy machine.)
                 std::thread::sleep(Duration::from_millis(2));
                 return;
             }
@@ -169,7 +171,7 @@ fn rank_leaves_messages(lab: &Lab<'_>) {
     }
 }
 
-/// Calls that one rank may mistake for each other: what most do, what one does.
+/// Calls that one rank may mistake for each other: the call of most ranks, the call of one.
 const MISTAKES: &[(Work, Work)] = &[
     (
         |g, by| g.barrier(by),
@@ -233,7 +235,7 @@ fn another_call(lab: &Lab<'_>) {
 }
 
 fn check_mismatch(error: Error, odd_one: Rank, size: u32) {
-    // Of two ranks nobody can say which is wrong: the first counts as right.
+    // With two ranks the culprit is undecidable: the first counts as right.
     let named = if size == 2 { Rank(1) } else { odd_one };
     let Error::Mismatch {
         rank,
@@ -265,7 +267,7 @@ fn swapped_calls(lab: &Lab<'_>) {
     check_mismatch(*all_equal(&errors), odd_one, lab.size);
 }
 
-/// A rank leaves out a call that is followed by one of the same kind, type and length.
+/// A rank omits a call that is followed by one of the same kind, type and length.
 fn skipped_call(lab: &Lab<'_>) {
     type Skip = fn(&dyn Group, bool) -> Result<(), Error>;
     let skips: [Skip; 3] = [
@@ -281,7 +283,7 @@ fn skipped_call(lab: &Lab<'_>) {
             }
             gather_here(group)
         },
-        // Made of other calls: their place is the caller's.
+        // Composed of other calls: their site is the caller's.
         |group, skips| {
             if !skips {
                 Window::expose(group, vec![1], patient())?;
@@ -306,8 +308,8 @@ fn gather_here(group: &dyn Group) -> Result<(), Error> {
     group.all_gather(&[1_u8; 4], &mut all, patient())
 }
 
-/// A rank leaves out a turn of a loop. It is named in that turn where turns are marked, else at the
-/// first call that differs.
+/// A rank omits an iteration of a loop. It is named in that iteration if iterations are marked,
+/// else at the first call that differs.
 fn skipped_turn(lab: &Lab<'_>) {
     for marks in [false, true] {
         let odd_one = lab.random().rank(lab.size);
@@ -465,7 +467,7 @@ fn bad_ranks(lab: &Lab<'_>) {
     }
 }
 
-/// A rank makes a call with bad arguments; all learn whose they were.
+/// A rank makes a call with bad arguments; all ranks learn which rank that was.
 fn check_argument(lab: &Lab<'_>, work: Work, blamed: fn(Error) -> Option<Rank>) {
     let odd_one = lab.random().rank(lab.size);
     let errors = lab.on_each(move |group| {

@@ -42,7 +42,7 @@ pub(super) const CASES: &[Case] = &[
     ("two groups at once", 1, two_groups_at_once),
 ];
 
-/// Cases that depend on how collectives are done.
+/// Cases that depend on the algorithms of collectives.
 #[cfg(test)]
 pub(super) const COLLECTIVES: &[Case] = &[
     ("a barrier waits for all", 1, barrier_waits_for_all),
@@ -94,7 +94,7 @@ fn barrier_waits_for_all(lab: &Lab<'_>) {
     });
 }
 
-/// Every dtype at the short lengths; at the long ones those of `few`, which differ most.
+/// Every dtype at the short lengths; only `few`, which differ most, at the long ones.
 const fn dtypes(length: usize, few: &[Dtype]) -> &[Dtype] {
     match length {
         0..1000 => &Dtype::ALL,
@@ -220,7 +220,7 @@ fn messages_between_all_pairs(lab: &Lab<'_>) {
     });
 }
 
-/// Passes a message, if `group` is one of the two ends.
+/// Passes a message, if `group` is one of its two ends.
 fn pass(group: &dyn Group, from: u32, to: u32, length: usize) {
     let expected: Vec<u8> = (0..=u8::MAX)
         .cycle()
@@ -355,7 +355,7 @@ fn splits_by_color_and_key(lab: &Lab<'_>) {
             .expect("the part works");
         let expected: Vec<f32> = members.iter().map(|rank| *rank as f32).collect();
         assert_eq!(gathered, expected);
-        // Both groups go on, and a part can be split in turn.
+        // Both groups stay usable, and a part can be split in turn.
         group.barrier(patient()).expect("the whole still works");
         let alone = part.split(part.rank().0, 0, patient()).expect("all split");
         assert_eq!((alone.rank(), alone.size()), (Rank(0), 1));
@@ -379,7 +379,7 @@ fn traffic_is_counted(lab: &Lab<'_>) {
         if !to.is_empty() {
             assert_eq!(to.len(), group.size() as usize);
             let sum: u64 = to.iter().map(|sent| sent.0).sum();
-            // Frames may follow between the two looks.
+            // Frames may follow between the two reads.
             let near = traffic.sent.0..=traffic.sent.0 + 1000;
             assert!(near.contains(&sum), "{sum} of {}", traffic.sent.0);
         }
@@ -390,7 +390,7 @@ fn traffic_is_counted(lab: &Lab<'_>) {
     });
     for (sent, received, size) in traffics {
         let others = u64::from(size - 1);
-        // Memory that all share is written once; links need it once per peer, and frames.
+        // Shared memory is written once; links send it once per peer, plus frames.
         assert!(sent >= 1000 && sent <= others.max(1) * 1200, "{sent}");
         assert!(
             (others * 1000..=others * 1200).contains(&received),
@@ -399,7 +399,7 @@ fn traffic_is_counted(lab: &Lab<'_>) {
     }
 }
 
-/// In each epoch every rank puts its number into everybody's memory and gets what all have then.
+/// In each epoch every rank puts its number into all ranks' memory and gets all values.
 fn windows_move_bytes(lab: &Lab<'_>) {
     let size = u8::try_from(lab.size).expect("sizes that are tested are small");
     lab.on_each(move |group| {
@@ -427,7 +427,7 @@ fn windows_move_bytes(lab: &Lab<'_>) {
     });
 }
 
-/// Sums are started before any is waited for, receives before and beside what they wait for.
+/// All sums start before any is waited for; receives start before the messages they wait for.
 fn several_in_flight(lab: &Lab<'_>) {
     let size = lab.size;
     lab.on_each(move |group| {

@@ -9,7 +9,7 @@ use super::Random;
 use crate::{Complex64, Deadline, Dtype, Element, Error, Group, Reduce};
 
 /// Elements of a long buffer: 400,172 bytes of f32, several rounds of any sensible segment and an
-/// odd rest.
+/// odd remainder.
 pub(super) const LONG: usize = 100_043;
 
 /// A call that all ranks make.
@@ -26,7 +26,7 @@ pub(super) enum Step {
     /// Rank r sends `(r + 2 s) mod n` elements to rank s.
     Exchange(Dtype, usize),
     ExchangeEven(Dtype, usize),
-    /// Every rank sends to the next one, then receives from the one before, with this tag.
+    /// Every rank sends to the next one, then receives from the previous one, with this tag.
     Shift(Dtype, usize, u32),
 }
 
@@ -50,7 +50,7 @@ impl Step {
     /// Any step, of any length that `each_length` knows.
     pub(super) fn any(random: &mut Random, size: u32) -> Self {
         let lengths = each_length(size);
-        // Calls with a part for each rank: those of moderate length.
+        // For calls with a part for each rank: moderate lengths.
         let moderate = |length: usize| if length == LONG { LONG / 8 } else { length };
         let part = |random: &mut Random| moderate(lengths[random.below(lengths.len())]);
         let length = |random: &mut Random| lengths[random.below(lengths.len())];
@@ -72,7 +72,7 @@ impl Step {
         }
     }
 
-    /// Makes the call with values drawn from `salt` and compares what it gives with what it should.
+    /// Makes the call with values drawn from `salt` and checks its result.
     pub(super) fn run(&self, group: &dyn Group, salt: u64, by: Deadline) -> Result<(), Error> {
         let dtype = match self {
             Self::Barrier => return group.barrier(by),
@@ -181,7 +181,7 @@ impl Step {
     }
 }
 
-/// The result of a call, and the expected result.
+/// The actual and the expected result of a call.
 type Both<T> = (Vec<T>, Vec<T>);
 
 fn own(group: &dyn Group) -> usize {
@@ -248,7 +248,7 @@ fn shift<T: Value>(
     Ok((data, parts[before as usize].clone()))
 }
 
-/// Lengths at which chunking goes wrong.
+/// Lengths at which chunking errors show.
 pub(super) fn each_length(size: u32) -> Vec<usize> {
     let size = size as usize;
     vec![0, 1, size - 1, size, size + 1, 37, 16_384, 16_385, LONG]
@@ -256,7 +256,7 @@ pub(super) fn each_length(size: u32) -> Vec<usize> {
 
 /// Element types with values whose sums and products are exact in any order.
 trait Value: Element + PartialEq + Debug + Default {
-    /// A value out of few small ones.
+    /// One of a few small values.
     fn from_byte(byte: u8) -> Self;
 
     /// The plain definition of a reduction.
@@ -342,7 +342,8 @@ impl Value for bool {
 impl Value for Complex64 {
     fn from_byte(byte: u8) -> Self {
         let re = small(byte);
-        // No sums of products here: those of eight numbers with both parts are exact only in f64.
+        // No products of complex numbers with both parts: those of eight numbers are exact only in
+        // f64.
         let im = if byte & 128 == 0 { 0.0 } else { re };
         Self { re, im }
     }
@@ -364,7 +365,7 @@ impl Value for Complex64 {
     }
 }
 
-/// The elements that each rank brings, in rank order.
+/// Each rank's elements, in rank order.
 fn parts<T: Value>(group: &dyn Group, salt: u64, length: impl Fn(usize) -> usize) -> Vec<Vec<T>> {
     let length = |rank: u32| length(rank as usize);
     (0..group.size())

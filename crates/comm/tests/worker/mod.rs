@@ -1,5 +1,5 @@
-//! A rank in a process of its own: this test binary again, told by its environment which rank it
-//! is. It prints a line `@WORD REST` for each thing that happens to it.
+//! A rank in its own process: this test binary, which gets its rank from the environment. It prints
+//! a line `@WORD REST` for each event.
 #![allow(dead_code, reason = "each program uses its own part")]
 
 use std::ffi::OsStr;
@@ -18,7 +18,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts one that runs the test called `test`.
+    /// Starts a process that runs the test called `test`.
     pub(crate) fn start<S: AsRef<OsStr>>(test: &str, env: &[(&str, S)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([test, "--exact", "--nocapture", "--test-threads=1"])
@@ -32,7 +32,7 @@ impl Worker {
         Self { child, lines }
     }
 
-    /// The rest of the next line that says `word`.
+    /// The rest of the next line that starts with `word`.
     pub(crate) fn expect(&mut self, word: &str) -> String {
         loop {
             let mut line = String::new();
@@ -62,20 +62,20 @@ impl Drop for Worker {
     }
 }
 
-/// The bound of ARCHITECTURE.md: all other ranks know within this time of a rank that dies or stops,
-/// less what the machine withheld.
+/// The contract: all other ranks learn of a dead or stopped rank within this time, less the time
+/// that the machine withheld.
 const BAR: Duration = Duration::from_secs(2);
 
-/// A silence that no rank reaches for want of a core: who is named then is known to have ended.
+/// A silence limit that no rank reaches for want of a core: a named rank must have ended.
 pub(crate) const NEVER_SILENT: Duration = Duration::from_secs(3600);
 
-/// Seconds since 1970, which two processes of a machine can compare.
+/// Seconds since 1970, comparable between processes of a machine.
 pub(crate) fn now() -> f64 {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
     since_epoch.unwrap().as_secs_f64()
 }
 
-/// The moment at which something is done to a rank.
+/// The time at which a rank was killed or stopped.
 pub(crate) struct Harmed {
     at: f64,
     watch: Stopwatch,
@@ -87,7 +87,7 @@ impl Harmed {
         Self { at: now(), watch }
     }
 
-    /// Checks that rank `who` knew of it in time: at `when`, by [`now`], as it has just said.
+    /// Checks that rank `who` learned of it in time: at `when`, by [`now`].
     pub(crate) fn known(&self, who: impl Display, when: f64) {
         let took = Duration::from_secs_f64((when - self.at).max(0.0));
         let took = self.watch.without_withheld(took);
@@ -98,7 +98,7 @@ impl Harmed {
 /// Sends `signal` to one rank; all others must report an error that begins with `variant` and names
 /// it in time.
 pub(crate) fn harm(workers: &mut [Worker], victim: usize, signal: Signal, variant: &str) {
-    // Some calls into the work.
+    // Some calls into the run.
     std::thread::sleep(Duration::from_millis(50));
     let harmed = Harmed::now();
     workers[victim].signal(signal);

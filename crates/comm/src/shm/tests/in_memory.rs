@@ -1,4 +1,4 @@
-//! A group whose calls take place in memory of the group, wherever the caller's buffers are.
+//! A group that runs each call in registered memory, by copying the caller's buffers.
 
 use paceline_base::Rank;
 
@@ -16,7 +16,7 @@ pub(super) fn of(ranks: Ranks) -> Ranks {
     ranks.into_iter().map(wrap).collect()
 }
 
-/// A buffer of the caller, beside what stands in for it.
+/// A caller's buffer type and its registered substitute.
 struct Moved {
     dtype: Dtype,
     memory: Memory<u8>,
@@ -43,7 +43,7 @@ impl InMemory {
         Moved::new(&*self.0, data.dtype(), data.bytes())
     }
 
-    /// Runs `call` on memory with the bytes of `data`, and puts there what it leaves.
+    /// Runs `call` on registered memory with the bytes of `data`, and copies the result back.
     fn on<R>(&self, data: &mut DataMut<'_>, call: impl FnOnce(DataMut<'_>) -> R) -> R {
         let mut moved = Moved::new(&*self.0, data.dtype(), data.bytes());
         let result = call(moved.write());
