@@ -62,7 +62,7 @@ pub enum Start {
     Lazily {
         /// Texts, or names of control tokens. Of several the longest that fits counts.
         markers: Vec<String>,
-        /// Where markers do not count: markup inside reasoning is no call.
+        /// Spans without markers: markup inside reasoning is no call.
         except: Option<Span>,
     },
 }

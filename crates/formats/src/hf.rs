@@ -67,7 +67,7 @@ pub enum Error {
     #[error("{}: {error}", path.display())]
     Json {
         path: PathBuf,
-        /// Where and what.
+        /// Position and cause.
         error: serde_json::Error,
     },
     #[error("{}: not UTF-8", path.display())]
@@ -293,7 +293,7 @@ impl HfFolder {
         self.quantised_by(module, |name| Ok(self.part(name)))
     }
 
-    /// As [`quantised`](Self::quantised), of the parts that `part` finds.
+    /// Like [`quantised`](Self::quantised), from the tensors that `part` returns.
     fn quantised_by(
         &self,
         module: &str,
@@ -329,7 +329,7 @@ impl HfFolder {
         Some(shard.bytes_of(shard.info(name)?))
     }
 
-    /// The bytes of each weight file, and how many of them come before its weights.
+    /// The bytes of each weight file, and the length of the prefix before its weights.
     pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
         self.shards.iter().map(Safetensors::content)
     }

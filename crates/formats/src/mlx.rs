@@ -28,7 +28,7 @@ use serde_json::Value;
 use crate::hf::Error;
 use crate::tensor::{MappedBytes, Tensor};
 
-/// How numbers of a matrix become integers.
+/// Encoding of a matrix's values as integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// A scale and a bias for each group.
@@ -37,7 +37,7 @@ pub enum Mode {
     Mxfp4,
 }
 
-/// How a matrix is quantised.
+/// Quantisation parameters of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scheme {
     /// Kind of integers.
@@ -57,7 +57,6 @@ pub struct Quantised {
     pub rows: usize,
     /// Input features, whole groups, at least one.
     pub cols: usize,
-    /// How it is quantised.
     pub scheme: Scheme,
     /// Type of a joined block.
     pub block_type: BlockType,
@@ -65,7 +64,7 @@ pub struct Quantised {
     pub weight: MappedBytes,
     /// `rows * cols / group_size` values of 2 bytes, or 1 for mxfp4.
     pub scales: MappedBytes,
-    /// As many; for affine integers.
+    /// As many as scales; for affine integers.
     pub biases: Option<MappedBytes>,
 }
 
@@ -83,7 +82,7 @@ pub struct Misfit {
     pub got: Vec<usize>,
     /// Shape of the scales.
     pub scales: Vec<usize>,
-    /// How the matrix is quantised.
+    /// Quantisation of the matrix.
     pub scheme: Scheme,
 }
 
@@ -340,7 +339,7 @@ impl Quantised {
         }
     }
 
-    /// Tells the system that the files' pages are not needed soon.
+    /// Advises the system that the files' pages are not needed soon.
     pub fn discard(&self) {
         let parts = [Some(&self.weight), Some(&self.scales), self.biases.as_ref()];
         parts.into_iter().flatten().for_each(MappedBytes::discard);

@@ -1,8 +1,7 @@
-//! Panics of libraries that read what strangers wrote, made errors.
+//! Catches panics of libraries that parse untrusted files, and returns them as errors.
 //!
-//! The crates that read tokenizers and run chat templates were written for friends: some malformed
-//! inputs make them panic. A panic's message goes where the program's panics go, unless the
-//! program's hook asks [`are_caught`].
+//! The crates that read tokenizers and run chat templates panic on some malformed inputs. The
+//! panic's message goes to the program's panic hook, which can skip it by [`are_caught`].
 
 use std::any::Any;
 use std::cell::Cell;

@@ -5,7 +5,7 @@
 //! format demands, the ranges must cover the data without gap or overlap. So nothing can hide in a
 //! file and it has exactly one expected length.
 //!
-//! Any dtype opens, and so does an empty tensor; both are refused when asked for.
+//! Any dtype opens, and so does an empty tensor; reading either is an error.
 //!
 //! The header is read by our own code, not by the `safetensors` crate. That crate refuses a whole
 //! file for one unknown dtype and takes the last of several tensors with one name. It does not say
@@ -62,8 +62,7 @@ pub enum Error {
     /// The header is not the JSON that the format wants.
     #[error("header: {0}")]
     Json(#[from] serde_json::Error),
-    /// A shape whose number of values does not fit the machine, or a tensor without values that
-    /// was asked for.
+    /// The shape of a tensor to read is empty, or its number of values does not fit the machine.
     #[error("tensor {tensor}: shape {shape:?} is empty or too large")]
     Shape {
         tensor: String,
@@ -162,7 +161,7 @@ impl TensorInfo {
         &self.shape
     }
 
-    /// Where the bytes lie in the file; inside it and disjoint from every other tensor.
+    /// Byte range in the file; inside it and disjoint from every other tensor.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
@@ -274,7 +273,7 @@ impl Safetensors {
         Bytes(self.bytes.len() as u64)
     }
 
-    /// The bytes of the file, and how many of them come before its weights.
+    /// The bytes of the file, and the length of the prefix before its weights.
     pub fn content(&self) -> (&[u8], usize) {
         let starts = self.tensors.iter().map(|tensor| tensor.range().start);
         (&self.bytes, starts.min().unwrap_or(self.bytes.len()))

@@ -30,22 +30,21 @@ pub enum OpenError {
     NotAFile,
 }
 
-/// Bytes of a file that are not there, and do not come.
+/// Bytes of a file that are missing and will not arrive.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("bytes {}..{} of {file} are not here: {reason}", range.start, range.end)]
 pub struct Absent {
     pub file: String,
     /// The bytes that were waited for, counted from the start of the file.
     pub range: Range<usize>,
-    /// Why they do not come.
     pub reason: String,
 }
 
-/// Says which bytes of a file are there while others are still being fetched.
+/// Progress of a file's download: waits for byte ranges.
 pub trait Arrivals: Send + Sync + fmt::Debug {
-    /// Returns once all bytes of `range`, counted from the start of the file, are there; they do
-    /// not change any more then. Has them fetched if they are not being fetched yet. Blocks a
-    /// bounded time from the last byte that came.
+    /// Returns once all bytes of `range`, counted from the start of the file, have arrived; they do
+    /// not change any more then. Requests them if that was not done yet. Blocks for a bounded time
+    /// after the last byte that arrived.
     ///
     /// # Errors
     /// [`Absent`].
@@ -57,15 +56,15 @@ pub trait Arrivals: Send + Sync + fmt::Debug {
 ///
 /// The start has no particular alignment: GGUF files choose their own and safetensors has none.
 ///
-/// Reading bytes of a file that still arrives waits for them, and panics where they do not come:
+/// Reading bytes that have not arrived waits for them, and panics if they never arrive:
 /// [`arrived`](Self::arrived) gives an error instead.
 #[derive(Clone, Debug)]
 pub struct MappedBytes {
     map: Arc<Mmap>,
     range: Range<usize>,
-    /// Whether pages that were let go come back.
+    /// Whether the mapping has a file, from which dropped pages are read again.
     of_file: bool,
-    /// Of a file whose bytes are not all known to be there.
+    /// For a file with bytes that may not have arrived.
     arrivals: Option<Arc<dyn Arrivals>>,
 }
 
@@ -107,14 +106,14 @@ impl MappedBytes {
     pub fn open(path: &Path) -> Result<Self, OpenError> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::open(path, flags, Mode::empty()).map_err(std::io::Error::from)?;
-        // Of the file that is open: another one may have come to its place meanwhile.
+        // Metadata of the open file: the path may name another one meanwhile.
         let file = File::from(file);
         if !file.metadata()?.is_file() {
             return Err(OpenError::NotAFile);
         }
-        // SAFETY: the mapping is private to this process and only read. That nobody changes the
-        // file meanwhile is demanded of the user in the module doc; bytes that arrive meanwhile
-        // are read only after that, by `Arrivals`.
+        // SAFETY: the mapping is private to this process and only read. The module doc demands of
+        // the user that no program changes the file meanwhile; bytes that arrive meanwhile are read
+        // only after that, by `Arrivals`.
         let map = unsafe { Mmap::map(&file)? };
         let range = 0..map.len();
         Ok(Self {
@@ -132,10 +131,10 @@ impl MappedBytes {
         Self { arrivals, ..self }
     }
 
-    /// The same bytes once all of them are there: no later read waits.
+    /// Waits for all of the bytes, and returns them without later waits.
     ///
     /// # Errors
-    /// [`Absent`] where they do not come.
+    /// [`Absent`] if they never arrive.
     pub fn arrived(mut self) -> Result<Self, Absent> {
         if let Some(arrivals) = self.arrivals.take() {
             arrivals.wait(self.range.clone())?;
@@ -148,7 +147,7 @@ impl MappedBytes {
         &self.map[self.range.clone()]
     }
 
-    /// How many bytes they are. Waits for none.
+    /// Length in bytes. Does not wait.
     pub fn len(&self) -> usize {
         self.range.len()
     }
@@ -187,11 +186,11 @@ impl MappedBytes {
         })
     }
 
-    /// Tells the system that these bytes are not needed soon, for weights that were repacked.
+    /// Advises the system that these bytes are not needed soon, for weights that were repacked.
     ///
-    /// Resident memory of the pages that lie wholly inside goes away; reading them again is
-    /// allowed and fetches them from the file. Memory of our own stays. Only a hint: a failure or
-    /// a system without it changes nothing but memory use.
+    /// Drops the pages that lie wholly inside from resident memory; later reads fetch them from the
+    /// file again. Memory without a file stays. Only a hint: a failure or a system without it
+    /// changes nothing but memory use.
     pub fn discard(&self) {
         let pages = whole_pages(&self.range);
         if pages.is_empty() || !self.of_file {
@@ -199,8 +198,8 @@ impl MappedBytes {
         }
         #[cfg(unix)]
         {
-            // SAFETY: the mapping is backed by a file and never written, so dropped pages come
-            // back with the same content, and slices of them stay valid.
+            // SAFETY: the mapping is backed by a file and never written, so dropped pages are read
+            // again with the same content, and slices of them stay valid.
             let advised = unsafe {
                 self.map.unchecked_advise_range(
                     memmap2::UncheckedAdvice::DontNeed,

@@ -1,5 +1,5 @@
-//! GGUF files as the tests' own writer makes them: what goes in comes out, and wrong files are
-//! refused with the values that are wrong.
+//! GGUF files from the tests' own writer: they are read back unchanged, and invalid files are
+//! refused with the invalid values.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 

@@ -299,7 +299,7 @@ proptest! {
         );
     }
 
-    /// The text of a message comes through unchanged.
+    /// The text of a message is unchanged.
     #[test]
     fn messages_come_through(content in "[<>|/a-z_ \n\u{e000}é]{0,12}(<\\|im_end\\|>)?[<>|s]{0,3}") {
         let tokenizer = tiny_tokenizer(&NAMES);

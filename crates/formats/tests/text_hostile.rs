@@ -77,9 +77,9 @@ thread_local! {
     static IS_QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs without a report of the panics on this thread. The library catches those of the crate that
-/// reads tokenizers. But where RUST_BACKTRACE is set the report comes first. It takes 60 MB for the
-/// symbols of this test program.
+/// Runs without panic reports of this thread. The library catches the panics of the crate that
+/// reads tokenizers. But with RUST_BACKTRACE set the report is printed first, and takes 60 MB for
+/// the symbols of this test program.
 fn without_backtraces<T>(run: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

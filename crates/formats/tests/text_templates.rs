@@ -67,7 +67,7 @@ fn outcome(template: &ChatTemplate, tokenizer: &Tokenizer, case: &Case) -> Json 
     }
 }
 
-/// Where two texts part, with some text before; both outcomes when they are no texts.
+/// The first difference of two texts, with some text before; both outcomes when they are no texts.
 fn difference(got: &Json, expected: &Json) -> String {
     let (Some(got), Some(expected)) = (got.as_str(), expected.as_str()) else {
         return format!("got {got}, expected {expected}");

@@ -57,7 +57,7 @@ fn check_round_trip(tokenizer: &Tokenizer, lossless: bool) {
             !ids.iter().any(|id| tokenizer.is_control(*id)),
             "{text:?}: {ids:?}"
         );
-        // SentencePiece writes U+2581 for a space, and so cannot tell the two apart.
+        // SentencePiece writes U+2581 for a space, and so maps both to one.
         if lossless && !text.contains('\u{2581}') {
             assert_eq!(tokenizer.decode_all(&ids), text);
         }

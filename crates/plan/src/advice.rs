@@ -39,7 +39,7 @@ pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     start == costs.model.layers || holds_all(costs)
 }
 
-/// Says how far the model is from fitting, and every single change that is enough.
+/// The shortfall of memory, and every single change that is enough.
 pub(crate) fn infeasible(costs: &Costs<'_>, options: &Options) -> Infeasible {
     let nodes = &costs.cluster.nodes;
     let have: f64 = nodes.iter().map(Node::budget).sum();

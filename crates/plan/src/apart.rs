@@ -1,21 +1,21 @@
-//! Where a prompt is read: by the ranks that decode, or by those for prompts.
+//! Disaggregated prefill: which ranks read a prompt, those that decode or those for prefill.
 //!
 //! ```text
 //! here   |---- read ----| decode          n / here
 //! there  |- ahead -|-- read --| decode    (ahead + n) / there + the rest that is read here
 //! ```
 //!
-//! [`Readers`] knows how fast both read, from predictions until prompts have shown it, and says
-//! which way gives the first token sooner. Reading here also stops the answers that are decoded
-//! meanwhile, so of ways that are alike the other ranks' is taken.
+//! [`Readers`] has the prefill speed of both, predicted until measured, and chooses the one with
+//! the earlier first token. Prefill here also delays the responses that are decoded meanwhile, so a
+//! tie goes to the prefill ranks.
 //!
-//! Pure: times come in with what was read.
+//! Pure: times are arguments.
 
-/// Tokens below which a prompt is read here: a hand-over takes some milliseconds besides, and what
-/// is shared comes in pages of 64.
+/// Tokens below which a prompt is read here: a KV transfer takes some milliseconds besides, and
+/// shared prefixes come in pages of 64.
 pub const LEAST: u32 = 256;
 
-/// Share of a new measurement in what is believed. The first one stands alone.
+/// Weight of a new measurement in the estimate. The first one is the estimate.
 const NEW: f64 = 0.3;
 
 /// One prompt in 16 is sent to the prefill ranks although prefill here is faster. Without that, a

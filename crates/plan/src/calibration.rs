@@ -27,7 +27,7 @@ pub struct Parameter {
     pub spread: f64,
     /// The constant in use.
     pub value: f64,
-    /// Meaning of the constant, and where the prior comes from.
+    /// Meaning of the constant, and the source of its prior.
     pub why: String,
 }
 
@@ -35,20 +35,20 @@ pub struct Parameter {
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Engine {
-    /// As nodes name it.
+    /// The name that nodes use.
     pub name: String,
     /// Parts of published names of frameworks, lower case, that mean this engine.
     #[serde(rename = "match", default)]
     pub matches: Vec<String>,
-    /// Which `op.*` constant it has.
+    /// Name of its `op.*` constant.
     pub op: String,
-    /// Which `boundary.*` constant a pipeline pays between stages, if any.
+    /// Name of the `boundary.*` constant that a pipeline pays between stages, if any.
     #[serde(default)]
     pub boundary: Option<String>,
     /// Messages per stage boundary and token that wait for each other.
     #[serde(default = "one")]
     pub boundary_messages: f64,
-    /// Which `remote.*` constant each layer away from the first node pays.
+    /// Name of the `remote.*` constant that each layer away from the first node pays.
     #[serde(default)]
     pub remote: Option<String>,
     /// Bytes of a number in exchanged activations.
@@ -59,9 +59,9 @@ pub struct Engine {
     /// split then also shares the head and the feed-forward of layers without experts.
     #[serde(default)]
     pub deals_experts: bool,
-    /// Which `handover.*` constants exchanges pay, a prefix such as `gpu`.
+    /// Prefix of the `handover.*` constants that exchanges pay, such as `gpu`.
     pub handover: String,
-    /// Where this was read.
+    /// Source of these facts.
     pub source: String,
 }
 

@@ -57,8 +57,8 @@ pub fn parse<T: DeserializeOwned>(text: &str, what: &str) -> Result<T, Error> {
     })
 }
 
-/// Where it is wrong, the start of that line, and why. The parser's own words quote the whole line,
-/// whose end may be megabytes away.
+/// Position of the error, start of that line, and cause. The parser's own message quotes the whole
+/// line, which may be megabytes long.
 fn reason(error: &toml::de::Error, text: &str) -> String {
     const SHOWN: usize = 120; // characters
     let before = error.span().and_then(|span| text.get(..span.start));

@@ -90,7 +90,7 @@ pub struct Link {
     pub b: usize,
     /// The catalogue's name, `tb5-rdma`.
     pub kind: String,
-    /// How bytes travel, which decides the cost of handing them over.
+    /// Transport, which decides the cost of handing bytes over.
     pub transport: Transport,
     /// Seconds for a small message, one way.
     pub alpha: f64,
@@ -100,7 +100,7 @@ pub struct Link {
     pub shared: bool,
 }
 
-/// How bytes travel between two nodes.
+/// Transport of bytes between two nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Transport {
     /// GPU to GPU inside a machine (NVLink).

@@ -2,7 +2,7 @@
 //!
 //! The pictures have no scripts, load nothing, and follow the reader's light or dark colours. The
 //! same values give the same bytes. Colours are Okabe and Ito's, which most colour-blind people can
-//! tell apart (2008); a series that is predicted is dashed as well.
+//! distinguish (2008); a predicted series is dashed as well.
 //!
 //! ```
 //! use paceline_plan::draw::{Bar, Bars};

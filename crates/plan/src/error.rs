@@ -2,16 +2,16 @@
 
 use paceline_base::Bytes;
 
-/// Why there is no plan. The texts say what was given and what was expected. Advice belongs to the
+/// Why there is no plan. The texts name the given and the expected value. Advice belongs to the
 /// caller, which knows whether the numbers came from a file or from a measurement.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
     /// A number that no machine, link or model can have.
     #[error("{what}: {field} is {got}, expected {expected}")]
     Value {
-        /// Whose number: a node, a link, a model.
+        /// Owner of the number: a node, a link, a model.
         what: String,
-        /// Which number, with its unit.
+        /// Name of the number, with its unit.
         field: &'static str,
         /// The number as given.
         got: String,

@@ -1,20 +1,20 @@
-//! Which shares of the ranks fit what they take now, decided while they compute.
+//! Rebalances tensor shares from measured step times.
 //!
-//! A machine that somebody uses computes slower, and all ranks of a stage wait for it. [`Follow`]
-//! gets what each rank computed a step for, waits left out, every second or so. Time over share is
-//! what a rank takes for all of the model. From it [`Follow`] derives how long a step would take at
-//! each of the ways that an instance may use. It names a better one.
+//! A machine in use by its owner computes slower, and all ranks of a stage wait for it. [`Follow`]
+//! receives each rank's compute time, without waits, every second or so. Time over share is the
+//! rank's time for all of the model. From it [`Follow`] derives the step time of every split
+//! candidate of the instance, and proposes a better one.
 //!
 //! ```text
-//! step of a way = sum over stages of the most over its ranks of (share x what the rank takes)
+//! step of a candidate = sum over stages of the most over its ranks of (share x rank's time)
 //! ```
 //!
-//! A change costs time, and times vary. So a way must be better by [`NOISE`] at [`LOOKS`] looks in
-//! a row, and gain what the change costs within [`HORIZON`]. The way back is found by the same
-//! rule, with the times of the ranks at the shares that they have then. The first way is also
-//! gone back to where it is no worse: its shares are those that fit the machines' memory.
+//! A change costs time, and times vary. So a candidate must be better by [`NOISE`] in [`LOOKS`]
+//! updates in a row, and gain the cost of the change within [`HORIZON`]. The way back follows the
+//! same rule, with the ranks' times at their shares then. The first candidate is also restored
+//! where it is no worse: its shares are those that fit the machines' memory.
 //!
-//! Pure: times come in with the looks.
+//! Pure: times are arguments.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -24,8 +24,7 @@ use crate::steer::NOISE;
 /// Looks in a row at which another way must be better.
 pub const LOOKS: u32 = 2;
 
-/// A change must gain what it costs within this time. Somebody who uses a machine does so for
-/// minutes.
+/// A change must gain its cost within this time. A person uses a machine for minutes.
 pub const HORIZON: Duration = Duration::from_secs(30);
 
 /// Weight of the last look in what a rank takes: the one before still counts, so that a spike moves
@@ -99,8 +98,8 @@ impl Follow {
         self.better = None;
     }
 
-    /// Takes in the seconds that each rank computed a step for since the last look. Returns a
-    /// better way that is worth `change`, the time that a change takes.
+    /// Records each rank's compute seconds since the last update. Returns a better split candidate
+    /// that is worth `change`, the time that a change takes.
     pub fn look(&mut self, busy: &[f64], change: Duration) -> Option<Move> {
         let shares = &self.ways[self.at];
         for ((takes, busy), share) in self.takes.iter_mut().zip(busy).zip(shares) {
@@ -195,7 +194,7 @@ mod tests {
     fn a_rank_that_slows_gives_work_away_and_gets_it_back() {
         let mut follow = tensor(0);
         assert!(moves(&mut follow, [0.02, 0.02], 5).is_empty());
-        // Half of its cores are somebody else's: a third for it is best.
+        // Another program has half of its cores: a third for it is best.
         assert_eq!(moves(&mut follow, [0.04, 0.02], 5), [2]);
         assert!(
             moves(&mut follow, [0.04, 0.02], 20).is_empty(),

@@ -15,7 +15,7 @@ const MAX_WIDTH: u32 = 1 << 18;
 const MAX_VOCAB: u32 = 1 << 22;
 const MAX_EXPERTS: u32 = 1 << 14;
 
-/// How attention is built.
+/// Kind of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Attention {
     /// Grouped queries; `heads == kv_heads` is plain multi-head attention.
@@ -66,9 +66,9 @@ pub struct Moe {
 /// Layers that look at the last positions only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sliding {
-    /// How many of the model's layers do.
+    /// Number of such layers.
     pub layers: u32,
-    /// How many positions they look at.
+    /// Positions in their window.
     pub window: u32,
 }
 
@@ -113,7 +113,7 @@ impl Bits {
 /// Sizes of a model, as far as the planner needs them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
-    /// As people call it.
+    /// Usual name.
     pub name: String,
     /// Number of layers.
     pub layers: u32,
@@ -133,7 +133,7 @@ pub struct ModelShape {
     pub ffn: u32,
     /// The mixture, if it is one.
     pub moe: Option<Moe>,
-    /// How weights are stored.
+    /// Storage of weights.
     pub bits: Bits,
 }
 
@@ -212,7 +212,7 @@ impl Attention {
         }
     }
 
-    /// As [`pair_flops`](Self::pair_flops) in decode, where low ranks are absorbed into the
+    /// Like [`pair_flops`](Self::pair_flops) in decode, where low ranks are absorbed into the
     /// queries and each head works on the whole latent vector.
     pub fn decode_pair_flops(&self) -> f64 {
         match *self {

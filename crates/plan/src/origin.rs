@@ -29,8 +29,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Of `placement`. `None` where its engines have too few published runs, as those have that
-    /// were measured here.
+    /// The basis of a prediction for `placement`. `None` where its engines have too few published
+    /// runs, such as engines that were measured here.
     ///
     /// # Errors
     /// [`Error::Toml`] when a file in the tree is broken.
@@ -69,7 +69,7 @@ impl Origin {
         }))
     }
 
-    /// The speeds that the runs stand for, where `tok_s` is predicted.
+    /// Range of speeds that the runs support, where `tok_s` is predicted.
     pub fn range(&self, tok_s: f64) -> [f64; 2] {
         [self.low * tok_s, self.high * tok_s]
     }

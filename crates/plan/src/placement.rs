@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::{Error, ModelShape};
 
-/// How the members of a stage share its layers.
+/// Split of a stage's layers among its members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Split {
     /// A single node has the layers whole.
@@ -38,9 +38,7 @@ pub struct Member {
 /// Consecutive layers and the nodes that have them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
-    /// Which layers.
     pub layers: Range<u32>,
-    /// How members share them.
     pub split: Split,
     /// Members; the first sends and receives for the group.
     pub members: Vec<Member>,
@@ -58,8 +56,8 @@ pub struct Pipeline {
 pub struct Placement {
     /// Copies of the model; requests are dealt to them evenly.
     pub replicas: Vec<Pipeline>,
-    /// Where prompts are computed, when not by the replica itself: keys and values are sent layer
-    /// by layer while it runs.
+    /// Disaggregated prefill: the pipeline that computes prompts, when not the replica itself. Keys
+    /// and values are sent layer by layer while it runs.
     pub prefill: Option<Pipeline>,
     /// The period in which it is executed, from 1; a later one replaces it. 0 for one that is not.
     pub epoch: u64,

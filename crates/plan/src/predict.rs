@@ -30,7 +30,6 @@ pub struct LinkUse {
     /// Stage indices that it joins; equal inside a stage.
     pub stages: (usize, usize),
     pub kind: String,
-    /// How bytes travel.
     pub transport: Transport,
 }
 

@@ -19,7 +19,6 @@ pub const BUILTIN: &str = include_str!("../data/published.toml");
 pub struct Machines {
     /// The catalogue's name.
     pub kind: String,
-    /// How many.
     pub count: u32,
     /// Memory of each in GB, where the catalogue has the machine with other memory only.
     pub memory_gb: Option<f64>,
@@ -33,7 +32,7 @@ pub struct Row {
     /// The catalogue's name of the model.
     #[serde(default)]
     pub model: String,
-    /// As published.
+    /// The published name.
     #[serde(default)]
     pub quantization: String,
     /// Stored bits per weight on average.
@@ -49,7 +48,7 @@ pub struct Row {
     /// `single`, `pipeline`, `tensor`, `expert`, `disaggregated` or `unknown`.
     #[serde(default = "unknown")]
     pub strategy: String,
-    /// As published.
+    /// The published name.
     #[serde(default = "unknown")]
     pub framework: String,
     /// A number of requests, or `multi`.
@@ -223,7 +222,7 @@ impl Machines {
 }
 
 impl Row {
-    /// The published number as the model predicts it. `bits` stands in where the row states none.
+    /// The model's prediction of the published number. `bits` is used where the row states none.
     ///
     /// # Errors
     /// [`Skip`]: what is missing.

@@ -59,7 +59,7 @@ impl Way {
 /// Something that happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A request came.
+    /// A request arrived.
     Opened,
     /// A token of a request.
     Token {
@@ -87,14 +87,14 @@ pub struct Order {
     pub to: usize,
     /// Decode tokens a second of the one in use, measured.
     pub measured: f64,
-    /// Of the other, as expected, or as measured when it was in use.
+    /// Speed of the new candidate, predicted, or measured when it was in use.
     pub expected: f64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Known {
     way: Way,
-    /// As last measured; `None` before [`LEAST`] tokens.
+    /// Last measured speed; `None` before [`LEAST`] tokens.
     measured: Option<f64>,
     refused: bool,
 }
@@ -228,8 +228,8 @@ impl Steering {
         self.ways[i].measured
     }
 
-    /// Takes in what happened at `now`, counted from any moment. An order is given once, and
-    /// answered with [`Event::Changed`] or [`Event::Refused`].
+    /// Handles an event at `now`, counted from any moment. Returns a change once; the caller
+    /// reports its outcome by [`Event::Changed`] or [`Event::Refused`].
     pub fn step(&mut self, now: Duration, event: Event) -> Option<Order> {
         match event {
             Event::Opened => self.interrupt(self.open + 1),
@@ -267,7 +267,7 @@ impl Steering {
     }
 
     fn token(&mut self, now: Duration, further: u32, at: Duration) -> Option<Order> {
-        // Tokens of the way before may be told late.
+        // Tokens of the previous candidate may be reported late.
         if self.open != 1 || self.ordered.is_some() || now < self.since {
             return None;
         }

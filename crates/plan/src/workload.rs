@@ -52,7 +52,7 @@ impl Workload {
         u64::from(self.context) * u64::from(self.concurrency)
     }
 
-    /// Refuses a workload that no user can ask for.
+    /// Refuses a workload out of range.
     ///
     /// # Errors
     /// [`Error::Value`] with the field and its range.

@@ -22,7 +22,7 @@ const EXPERT: f64 = 3.0 * 1024.0 * 512.0;
 const CACHE: f64 = 40.0 * 2.0 * 12.0 * 64.0 * 2.0;
 const HEAD: f64 = 1024.0 * 8192.0;
 
-/// Of 16 experts 4 are used: the busier of two ranks has 2, 3 or 4 in 784, 896 and 140 of 1820.
+/// 4 of 16 experts are active: the busier of two ranks has 2, 3 or 4 in 784, 896 and 140 of 1820.
 const BUSIER: f64 = (2.0 * 784.0 + 3.0 * 896.0 + 4.0 * 140.0) / 1820.0;
 
 fn mixture() -> ModelShape {

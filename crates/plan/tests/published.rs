@@ -1,4 +1,4 @@
-//! The constants come from the `fit` rows alone, and the held-out rows keep the bars.
+//! The constants are fitted to the `fit` rows alone, and the held-out rows stay within the bars.
 
 use paceline_plan::published::{BUILTIN, Published};
 use paceline_plan::validate::{Report, validate};
@@ -120,7 +120,7 @@ fn rows_from_elsewhere_are_met() {
 }
 
 /// The row names a machine that the catalogue has with other memory, or a prompt of no stated
-/// length. Or its model's file says nothing of groups. Facts known of their like stand in.
+/// length. Or its model's file has no expert groups. Facts of similar ones are used instead.
 #[test]
 fn what_a_row_leaves_out_is_taken_from_its_like() {
     let row = |id: &str, kind: &str, memory: &str, metric: &str| {

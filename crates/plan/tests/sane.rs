@@ -59,7 +59,7 @@ fn shape() -> impl Strategy<Value = ModelShape> {
     )
 }
 
-/// How a row of published numbers may place a model on two to four nodes.
+/// Placement of a model on two to four nodes that a row of published numbers may have.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Alone,

@@ -35,7 +35,7 @@ pub(crate) struct Reads {
     pub(crate) rounded: bool,
 }
 
-/// A batch of activation rows, `(rows, cols)`, as f32 and (where asked for) quantised.
+/// A batch of activation rows, `(rows, cols)`, as f32 and (on request) quantised.
 ///
 /// Allocated once for the largest batch; [`resize`](Self::resize) only changes the row count.
 #[derive(Debug)]
@@ -60,9 +60,9 @@ pub struct Activations {
 
 impl Activations {
     /// Room for `max_rows` rows of `cols` columns, for products with any matrix whose leaves have
-    /// `leaf_cols` columns. 0 stands for one leaf, as [`PackOptions`](crate::PackOptions) says.
-    /// `precision` says how integer kernels will read the rows, `None` that none will. Where the
-    /// matrices are known, [`Kernels::activations`](crate::Kernels::activations) makes no more than
+    /// `leaf_cols` columns. 0 means one leaf, as in [`PackOptions`](crate::PackOptions).
+    /// `precision` is that of the integer kernels; `None` if none reads the rows. For known
+    /// matrices, [`Kernels::activations`](crate::Kernels::activations) makes only the forms that
     /// they need.
     ///
     /// # Panics
@@ -82,7 +82,7 @@ impl Activations {
         Self::with(max_rows, cols, reads)
     }
 
-    /// As [`new`](Self::new), for what products will read.
+    /// Like [`new`](Self::new), with the given operand forms.
     pub(crate) fn with(max_rows: usize, cols: usize, reads: Reads) -> Self {
         let precision = reads.integers;
         assert!(
@@ -153,7 +153,7 @@ impl Activations {
         &mut self.values[..self.rows * self.cols]
     }
 
-    /// How integer kernels read this; `None` when they cannot.
+    /// Precision of the integers; `None` without integers.
     pub const fn precision(&self) -> Option<Precision> {
         self.precision
     }
@@ -168,8 +168,8 @@ impl Activations {
         self.writers([false; Form::ALL.len()]).0
     }
 
-    /// As [`writer`](Self::writer), and writers that make the rows in the forms that panels want.
-    /// The first writer does not quantise rows that lie in [tiles](Form::tiled).
+    /// Like [`writer`](Self::writer), with writers of the forms that panels read. The first writer
+    /// does not quantise rows that lie in [tiles](Form::tiled).
     pub(crate) fn writers(
         &mut self,
         forms: [bool; Form::ALL.len()],
@@ -221,7 +221,7 @@ impl Activations {
         }
     }
 
-    /// As [`view`](Self::view), of the values rounded to bf16; `None` where there are none.
+    /// Like [`view`](Self::view), with the values rounded to bf16; `None` without that form.
     pub(crate) fn rounded_view(&self, first_col: usize) -> Option<View<'_>> {
         let rounded = self.rounded.get(first_col..)?;
         self.has_rounded().then(|| View {
@@ -318,7 +318,7 @@ impl Writer<'_> {
 /// Columns to quantise, and where to.
 struct Span {
     x: *const f32,
-    /// Whole chunks.
+    /// A multiple of a chunk's columns.
     cols: usize,
     high: *mut i8,
     meta: *mut Meta,

@@ -30,12 +30,11 @@ const RUNS: usize = PAGE / LANES;
 /// Queries that share one pass over a page, where registers are many and where they are few.
 const TILES: [usize; 2] = [6, 4];
 
-/// Bytes that one prefetch asks for.
+/// Bytes of a cache line, the unit of a prefetch.
 const LINE: usize = 64;
 
-/// How far ahead lines are asked for into the first cache, which the second has by then. A decoded
-/// row takes 0.75 to 0.92 of the time, against asking once for the next page (the bench
-/// `attention`, Intel Xeon).
+/// Prefetch distance in bytes into L1; L2 has the lines by then. A decoded row takes 0.75 to 0.92
+/// of the time of one prefetch of the next page (the bench `attention`, Intel Xeon).
 const NEAR: usize = 512;
 
 /// An element of the key/value cache.
@@ -97,17 +96,17 @@ pub(crate) struct PageView {
     pub(crate) key_scales: *const u16,
     /// `(64, value_dim)`.
     pub(crate) values: *const u8,
-    /// As those of the keys.
+    /// Scales of the values.
     pub(crate) value_scales: *const u16,
     /// Elements of a key, a multiple of 16.
     pub(crate) head_dim: usize,
     /// Elements of a value, a multiple of 16.
     pub(crate) value_dim: usize,
-    /// Bytes from `keys` to the keys of the page that is read next; 0 when none follows. Its lines
-    /// are asked for into the second cache while this one is computed. A page ends before the
-    /// processor has noticed that it is read in order.
+    /// Bytes from `keys` to the keys of the next page; 0 when none follows. Its lines are
+    /// prefetched into L2 while this page is computed. A page is too short for the hardware
+    /// prefetcher to detect the stream.
     pub(crate) to_next: isize,
-    /// As `to_next`, of the values: 0 where they were turned out of the keys.
+    /// `to_next` for the values; 0 where the values were transposed from the keys.
     pub(crate) values_to_next: isize,
 }
 
@@ -317,7 +316,7 @@ unsafe fn weigh_all<S: Isa, E: KvElement, const N: usize>(
     unsafe {
         let mut d = 0;
         while d < page.value_dim {
-            // As many registers at a time as keep the fused multiply-adds independent and fit.
+            // The most registers at a time that fit, so that multiply-adds are independent.
             if (N + 1) * 4 < S::REGISTERS && d + 4 * LANES <= page.value_dim {
                 weigh::<S, E, N, 4>(page, queries, p, d, range);
                 d += 4 * LANES;
@@ -422,7 +421,7 @@ unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const
     }
 }
 
-/// The scales of elements `d..d + 16 R` of the position that `p` stands at.
+/// The scales of elements `d..d + 16 R` at the position that `p` points to.
 #[inline(always)]
 unsafe fn value_scales<S: Isa, const R: usize>(p: *const u16, d: usize) -> [S::F; R] {
     // SAFETY: scales lie in rows of 64 positions.

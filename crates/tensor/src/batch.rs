@@ -88,7 +88,7 @@ pub(crate) type MakeRow = unsafe fn(&PanelWriter<'_>, usize);
 pub(crate) struct Batch {
     /// Rows from which this pays.
     pub(crate) from: usize,
-    /// How it reads activations of each [`Precision`]; `None` for what has no panels.
+    /// Form of activations for each [`Precision`]; `None` where there are no panels.
     pub(crate) forms: [Option<Form>; 2],
     /// The functions that make rows, by [`Form`]; `None` for forms that are not read.
     pub(crate) make_row: [Option<MakeRow>; Form::ALL.len()],
@@ -162,8 +162,8 @@ impl Unpack {
     }
 }
 
-/// Asks for the bytes of chunk `c` of the next panel: they arrive while this one is multiplied. A
-/// group's last chunks ask for those of its neighbour, and a matrix's last for nothing.
+/// Prefetches chunk `c` of the next panel while this one is multiplied. A group's last chunks
+/// prefetch those of its neighbour, and a matrix's last nothing.
 #[inline(always)]
 unsafe fn ask_for<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
     let place = layout.place(args.first + args.chunks + c);
@@ -415,8 +415,8 @@ impl Batch {
         })
     }
 
-    /// How products of `count` rows of a precision with a storage type read activations. `None`
-    /// where they are no better with panels.
+    /// Form of activations for products of `count` rows of a precision with a storage type. `None`
+    /// where panels are not faster.
     pub(crate) fn form(
         &self,
         block_type: BlockType,
@@ -428,7 +428,7 @@ impl Batch {
     }
 }
 
-/// Where a precision stands in tables.
+/// Index of a precision in tables.
 pub(crate) const fn index(precision: Precision) -> usize {
     match precision {
         Precision::Eight => 0,

@@ -71,7 +71,7 @@ pub struct Sizes {
     pub k: usize,
 }
 
-/// Where a product goes: `(m, n)` with rows `stride` apart.
+/// Output of a product: `(m, n)` with rows `stride` apart.
 #[derive(Debug)]
 pub struct Target<'a> {
     /// The elements, from the first of the first row on.

@@ -80,8 +80,8 @@ impl InstructionSet {
             .collect()
     }
 
-    /// Whether AMX can be used here. The first call asks the system for it and compares its
-    /// products with those of AVX-512 (some ms).
+    /// Whether AMX can be used here. The first call requests permission from the system and
+    /// compares AMX products with those of AVX-512 (some ms).
     #[cfg(target_arch = "x86_64")]
     pub fn amx() -> AmxState {
         if !has_avx512() {
@@ -496,8 +496,9 @@ macro_rules! kernels {
     };
 }
 
-/// As `kernels!`, with the kernels of module `$like` but for products of many rows. Both sets have
-/// the same lanes, so a second copy would be the same code, and minutes of the compiler's time.
+/// Like `kernels!`, with the kernels of module `$like` except for products of many rows. Both sets
+/// have the same lanes, so a second copy would be the same code, and minutes of the compiler's
+/// time.
 macro_rules! batch_kernels {
     ($(#[$cfg:meta])? $module:ident like $like:ident, $isa:ty, $set:expr, $($feature:literal)?;
      $($batch:tt)*) => {

@@ -19,7 +19,7 @@ pub enum Error {
     /// The system refused memory for weights or a cache.
     #[error("cannot reserve {bytes} of memory: {reason}")]
     Memory {
-        /// Bytes asked for.
+        /// Requested size.
         bytes: Bytes,
         reason: String,
     },

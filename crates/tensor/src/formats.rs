@@ -74,7 +74,7 @@ pub(crate) const BYTE_PLANE: usize = 512;
 /// Bytes of a cache line, and of the widest load. Apple's lines have 128: two of these.
 pub(crate) const LINE: usize = 64;
 
-/// Where the parts of a group lie; the same for the packer and the kernels:
+/// Memory layout of a group; the same for the packer and the kernels:
 ///
 /// ```text
 /// .. | header of unit 1 | of unit 0 || block of chunks | block | ..    ||: places count from here
@@ -94,7 +94,7 @@ pub(crate) struct Layout {
     pub(crate) planes: usize,
 }
 
-/// Where the parts of a chunk lie, from the first block on.
+/// Offsets of a chunk's parts from the first block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) scales: usize,
@@ -121,7 +121,7 @@ impl Layout {
         self.front() + self.per_block * self.planes
     }
 
-    /// Where chunk `c` of a group lies.
+    /// Offsets of chunk `c` of a group.
     #[inline(always)]
     pub(crate) const fn place(self, c: usize) -> Place {
         let (block, within) = (c / self.per_block * self.stride(), c % self.per_block);
@@ -159,7 +159,7 @@ impl Layout {
     }
 }
 
-/// How the eight quads of a chunk are unpacked.
+/// Unpacking of the eight quads of a chunk.
 pub(crate) trait Planes {
     /// Bytes at the start of a chunk.
     const BYTES: usize;
@@ -185,7 +185,7 @@ const fn largest(bits: u32, offset: i32) -> i32 {
     if above > offset { above } else { offset }
 }
 
-/// The values that the codes of [`Codes`] stand for.
+/// The values of the 16 codes of [`Codes`].
 pub(crate) trait Codebook {
     const VALUES: [i8; 16];
 }
@@ -209,7 +209,7 @@ pub(crate) struct TwoBits;
 /// Two bits and a third.
 #[derive(Debug)]
 pub(crate) struct ThreeBits;
-/// Whole signed bytes.
+/// Signed bytes.
 #[derive(Debug)]
 pub(crate) struct EightBits;
 
@@ -385,7 +385,7 @@ impl Planes for EightBits {
     }
 }
 
-/// How the integer scales of a chunk and the step of its unit are read ([`crate::stored::units`]).
+/// Reading of a chunk's integer scales and its unit's step ([`crate::stored::units`]).
 pub(crate) trait Scales {
     /// Bytes of the scales in a chunk.
     const BYTES: usize;
@@ -663,7 +663,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// How many there are.
+    /// Number of variants.
     pub(crate) const COUNT: usize = 6;
 
     const fn of<F: Format>() -> Self {

@@ -47,7 +47,6 @@ pub const MAX_PRODUCTS: usize = 16;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("this machine cannot run {} kernels; it has {}", wanted.name(), names(available))]
 pub struct Unavailable {
-    /// The one asked for.
     pub wanted: InstructionSet,
     pub available: Vec<InstructionSet>,
 }
@@ -346,7 +345,7 @@ struct Job<'a> {
     /// Activation rows that a task takes at once: what meets panels stays in a second-level cache
     /// while many groups meet it.
     block: usize,
-    /// How many there are.
+    /// Number of blocks.
     blocks: usize,
     args: GroupArgs<'a>,
     groups: usize,

@@ -38,7 +38,7 @@ use crate::memory::HugeMap;
 /// Elements that share a scale in [`KvType::Q8_0`]; the last of a head may be fewer.
 pub(crate) const SCALED: usize = 32;
 
-/// How keys and values are kept.
+/// Element type of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvType {
     /// Half precision, rounded to nearest even: the kernel class `cpu`.
@@ -62,7 +62,7 @@ impl KvType {
         }
     }
 
-    /// The one that a class keeps unless told otherwise.
+    /// The default of a kernel class.
     pub const fn of(class: KernelClass) -> Self {
         match class {
             KernelClass::CpuF32 => Self::F32,
@@ -135,7 +135,7 @@ impl KvShape {
 }
 
 /// Shape of a layer's states, all in f32. For each head and page it has the state before the page's
-/// first position, and the rows that came since.
+/// first position, and the rows since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateShape {
     /// Heads held.
@@ -253,7 +253,7 @@ impl LayerStore {
 struct Layer {
     pool: usize,
     store: LayerStore,
-    /// Where it starts in a page of its pool, in bytes.
+    /// Byte offset in a page of its pool.
     start: usize,
     heads: usize,
     head_bytes: usize,
@@ -268,7 +268,7 @@ struct Pool {
 }
 
 impl Pool {
-    /// Where a page lies.
+    /// Byte range of a page.
     fn place(&self, page: u32) -> Range<usize> {
         let page = page as usize;
         assert!(page < self.pages, "page {page} of {}", self.pages);
@@ -357,7 +357,7 @@ impl KvCache {
         &pool.data[pool.place(page)]
     }
 
-    /// As [`page_data`](Self::page_data), to be written: by bytes that came from there.
+    /// Like [`page_data`](Self::page_data), to be overwritten with bytes of such a page.
     ///
     /// # Panics
     /// If there is no such pool or page.
@@ -415,7 +415,7 @@ impl KvCache {
         Bytes(self.pools.iter().map(|pool| pool.data.len() as u64).sum())
     }
 
-    /// Where one of a layer's heads lies in a page, in bytes of its pool.
+    /// Byte offset in its pool of one of a layer's heads in a page.
     fn offset(&self, layer: usize, page: u32, head: usize) -> usize {
         let place = &self.layers[layer];
         let (page, pool) = (page as usize, &self.pools[place.pool]);
@@ -488,12 +488,12 @@ impl KvCache {
 pub(crate) struct Writer<'a> {
     cache: &'a KvCache,
     layer: usize,
-    /// Of the layer's pool.
+    /// Memory of the layer's pool.
     data: *mut u8,
 }
 
 // SAFETY: the contracts of `write` and `state` give each position, or head of a page, to one thread
-// at a time, and nobody else reads.
+// at a time, and no other thread reads it.
 unsafe impl Sync for Writer<'_> {}
 
 impl Writer<'_> {
@@ -546,7 +546,7 @@ impl Writer<'_> {
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start).cast(), len) }
     }
 
-    /// As [`state`](Self::state), of a page that is only read.
+    /// Like [`state`](Self::state), for a page that is only read.
     ///
     /// # Safety
     /// While it is in use, no thread writes this head of the page.
@@ -581,7 +581,7 @@ impl Writer<'_> {
         unsafe { std::slice::from_raw_parts(self.delta_at(page, slot % PAGE * n), n) }
     }
 
-    /// As [`delta_inputs`](Self::delta_inputs), to be written.
+    /// Like [`delta_inputs`](Self::delta_inputs), for writing.
     ///
     /// # Safety
     /// While they are in use, no other thread reads or writes them.
@@ -635,7 +635,7 @@ impl Writer<'_> {
     }
 }
 
-/// Where the elements of one position lie: `first + d * step`.
+/// Addresses of one position's elements: `first + d * step`.
 #[derive(Clone, Copy)]
 struct Strides {
     first: usize,

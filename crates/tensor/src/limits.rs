@@ -26,8 +26,8 @@ pub struct ReadLimit {
 }
 
 impl ReadLimit {
-    /// Takes and touches `bytes` of memory, rounded up to 2 MiB. To measure memory and not a cache,
-    /// take several times the size of the last cache.
+    /// Reserves and touches `bytes` of memory, rounded up to 2 MiB. To measure memory and not a
+    /// cache, use several times the size of the last-level cache.
     ///
     /// # Errors
     /// [`Error::Memory`].
@@ -135,7 +135,7 @@ pub(crate) unsafe fn dots<S: Isa>(count: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Tiles do more products than they are asked for.
+    /// A tile product does 16 products per product counted.
     fn times(set: crate::InstructionSet) -> u64 {
         if set == crate::InstructionSet::AmxInt8 {
             16

@@ -87,7 +87,7 @@ pub(crate) unsafe fn group<S: Isa, F: Format, const TERMS: usize>(args: GroupArg
     unsafe { tiles::<S>(args, Quantised::<F, TERMS>(std::marker::PhantomData)) }
 }
 
-/// As [`group`] for float weights.
+/// Like [`group`] for float weights.
 ///
 /// # Safety
 /// As [`group`].
@@ -152,8 +152,8 @@ unsafe fn tree<S: Isa, const N: usize>(
 ) -> [S::F; N] {
     let leaves = args.cols.div_ceil(args.leaf_cols);
     let mut levels = [const { MaybeUninit::<[[f32; LANES]; TILE]>::uninit() }; LEVELS];
-    // SAFETY: leaf ranges lie within 0..cols; a level is read only while the bit that its writing
-    // set in the counter stands.
+    // SAFETY: leaf ranges lie within 0..cols; a level is read only while its bit in the counter is
+    // set, which its write sets.
     unsafe {
         for leaf in 0..leaves {
             let start = leaf * args.leaf_cols;
@@ -166,7 +166,7 @@ unsafe fn tree<S: Isa, const N: usize>(
             }
             store_level::<S, N>(levels[level].as_mut_ptr(), &sum);
         }
-        // What is left of the counter, lowest level first: each is the right child of the next.
+        // The rest of the counter, lowest level first: each is the right child of the next.
         let mut level = leaves.trailing_zeros() as usize;
         let mut sum = [S::splat(-0.0); N]; // -0 + x is x, to the bit
         while leaves >> level != 0 {
@@ -228,18 +228,18 @@ impl<F, const TERMS: usize> Clone for Quantised<F, TERMS> {
 }
 impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 
-/// How far ahead of products of few rows weights are asked for, into the first cache and into
-/// the second. `paceline bench kernels` on an Intel Xeon with AMX, of plain reads: Q4_0 0.57 ->
-/// 0.92, Q8_0 0.60 -> 0.94, Q4_K 0.52 -> 0.90. Zen 4 fetches as much by itself.
+/// Prefetch distance in bytes into L1 (NEAR) and L2 (FAR), for products of few rows. `paceline
+/// bench kernels` on an Intel Xeon with AMX, relative to plain reads: Q4_0 0.57 -> 0.92, Q8_0 0.60
+/// -> 0.94, Q4_K 0.52 -> 0.90. Zen 4's own prefetcher does as well.
 const NEAR: usize = 512;
 const FAR: usize = 4096;
 
-/// Weights that a product will read, asked for a line at a time between its steps. All at once they
-/// fill the requests that the core can wait for, and the products behind them wait too. (There, one
-/// row: Q4_K 0.87, Q6_K 0.92 of the speed; four rows without asking: 0.6 to 0.75.)
+/// Weights of the next products, prefetched a line at a time between the steps of this one. All at
+/// once would fill the core's line fill buffers and stall the loads behind them. (There, one row:
+/// Q4_K 0.87, Q6_K 0.92 of the speed; four rows without prefetch: 0.6 to 0.75.)
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ahead {
-    /// Where the product is.
+    /// Address of the current weights.
     pub(crate) at: *const u8,
     /// Bytes that it reads in these steps.
     pub(crate) bytes: usize,
@@ -345,8 +345,8 @@ unsafe fn span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
     }
 }
 
-/// As [`span`], of formats whose products take pairs of columns times their scales. No lane is
-/// added up before that. Where no min has the offset, its part is taken off behind each chunk.
+/// Like [`span`], for formats that multiply pairs of columns by their scales. No lanes are summed
+/// before that. Where no min has the offset, it is subtracted behind each chunk.
 #[inline(always)]
 unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
     args: &GroupArgs<'_>,
@@ -380,7 +380,7 @@ unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
 /// Scales of both halves of a chunk, and its minimum.
 type Factors<S> = ([<S as Isa>::I; 2], <S as Isa>::I);
 
-/// Adds the products of a chunk with 32 activations to `totals`, and asks for what is `ahead`.
+/// Adds the products of a chunk with 32 activations to `totals`, and prefetches `ahead`.
 #[inline(always)]
 unsafe fn add_paired<S: Isa, F: Format, const TERMS: usize>(
     (quads, factors): (&[S::W; 8], Factors<S>),
@@ -437,7 +437,7 @@ impl<S: Isa> ChunkWeights<S> {
         }
     }
 
-    /// Adds the products with 32 activations to `totals`, and asks for what is `ahead`.
+    /// Adds the products with 32 activations to `totals`, and prefetches `ahead`.
     #[inline(always)]
     unsafe fn add<F: Format, const TERMS: usize>(
         &self,
@@ -582,7 +582,7 @@ unsafe fn scaled<S: Isa, F: Format, const TERMS: usize>(
     }
 }
 
-/// As [`scaled`], of wide types: what is cut has 16 bits.
+/// Like [`scaled`], for wide types: the split terms have 16 bits.
 #[inline(always)]
 unsafe fn add_wide<S: Isa, F: Format>(
     totals: &mut [S::I; 2],

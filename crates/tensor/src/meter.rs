@@ -17,9 +17,9 @@ pub struct Meter {
 /// Seconds of products.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Metered {
-    /// Of those outside of experts.
+    /// Seconds of products outside of experts.
     pub common: f64,
-    /// Of experts, with what is between their products.
+    /// Seconds of experts, including the work between their products.
     pub experts: f64,
 }
 
@@ -30,7 +30,7 @@ impl Meter {
         self.is_on.store(is_on, Ordering::Relaxed);
     }
 
-    /// What was counted since the last call.
+    /// The times since the last call; resets them.
     pub fn take(&self) -> Metered {
         let seconds = |ns: &AtomicU64| ns.swap(0, Ordering::Relaxed) as f64 * 1e-9;
         Metered {

@@ -21,7 +21,7 @@ use crate::stored::{self, CODEBOOK, Chunk, e2m1_code};
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredMatrix<'a> {
-    /// How values are stored.
+    /// Storage type of the values.
     pub block_type: BlockType,
     /// Output features.
     pub rows: usize,
@@ -47,7 +47,7 @@ impl<'a> StoredMatrix<'a> {
     }
 }
 
-/// How a matrix is packed, beyond its type.
+/// Options of packing, apart from the type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PackOptions {
     /// Columns of a logical block of the canonical sum ([`paceline_base::tree`]), a multiple of 32;
@@ -254,7 +254,7 @@ struct Cut {
     bytes: Range<usize>,
     /// Columns that they hold.
     cols: usize,
-    /// Of these, the first that is wanted.
+    /// Index of the first column of the range within these.
     first: usize,
     /// Chunks of them that are kept: those of the stored blocks that hold wanted columns.
     kept: Range<usize>,
@@ -428,7 +428,7 @@ fn pack_planes(block_type: BlockType, chunk: &Chunk, lane: usize, out: &mut [u8]
     }
 }
 
-/// As [`pack_planes`] for affine integers of `bits` bits.
+/// Like [`pack_planes`] for affine integers of `bits` bits.
 fn pack_affine(bits: u32, chunk: &Chunk, lane: usize, out: &mut [u8]) {
     let values = chunk.q.map(|q| (i32::from(q) + stored::offset(bits)) as u8);
     match bits {

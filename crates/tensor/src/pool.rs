@@ -89,12 +89,12 @@ pub enum Pinning {
     /// The system moves them as it likes.
     #[default]
     Free,
-    /// Each thread is on a core of its own, in the order of the cores that this process may use.
-    /// The caller of [`ThreadPool::run`] is on number `first`, counted from 0, from its first job
-    /// on. Several processes keep apart by different firsts. After the last core comes the first
-    /// again. Where the system has no such call (all but Linux) or refuses, as `Free`.
+    /// Each thread is pinned to a core of its own, in the order of the cores that this process may
+    /// use. The caller of [`ThreadPool::run`] is on core number `first`, counted from 0, from its
+    /// first job on. Several processes use different firsts. The numbers wrap around after the last
+    /// core. Where the system cannot pin (all but Linux) or refuses, like `Free`.
     Cores {
-        /// Where the cores of this pool begin.
+        /// First core of this pool.
         first: usize,
     },
 }
@@ -129,11 +129,11 @@ const fn cores() -> Vec<usize> {
 const fn stay_on(_core: usize) {}
 
 thread_local! {
-    /// The core that this thread was told to stay on, plus one.
+    /// The core that this thread is pinned to, plus one.
     static CORE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Tells this thread to stay on its core, once.
+/// Pins this thread to its core, once.
 fn stay(core: Option<usize>) {
     let Some(core) = core else { return };
     CORE.with(|own| {
@@ -166,7 +166,7 @@ struct Shared {
 pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    /// Where the caller of `run` stays.
+    /// Core of the caller of `run`.
     core: Option<usize>,
     /// Held while a job runs: `run` from two threads takes turns.
     turn: Mutex<u64>,
@@ -190,7 +190,7 @@ impl ThreadPool {
         Self::with_pinning(threads, Pinning::Free)
     }
 
-    /// As [`new`](Self::new), with threads that stay on their cores if asked to.
+    /// Like [`new`](Self::new), with optional pinning of threads to cores.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -279,8 +279,8 @@ impl Shared {
     /// Makes a job visible to the workers. `task` outlives it: `run` returns only when every
     /// claimed task has ended, and nothing is claimed after the last.
     fn publish(&self, job: Word, task: &Task<'_>) {
-        // All tasks of the previous job were claimed and have ended, so nobody reads these now; a
-        // worker reads them only after it has claimed a task of this job.
+        // All tasks of the previous job were claimed and have ended, so no thread reads these now;
+        // a worker reads them only after it has claimed a task of this job.
         self.ended.store(0, Ordering::Relaxed);
         self.task.store(
             std::ptr::from_ref(task).cast_mut().cast(),

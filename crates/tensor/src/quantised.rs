@@ -1,5 +1,4 @@
-//! Integers that stand for activations, as kernels read them: [`crate::activations`] says how they
-//! are made.
+//! Quantised activations as kernels read them; [`crate::activations`] makes them.
 
 use paceline_base::KernelClass;
 
@@ -13,7 +12,7 @@ pub const CHUNK: usize = 32;
 /// (or 16256 / m) overflows to infinity.
 const SMALLEST: f32 = 1e-34;
 
-/// How finely activations are rounded for integer kernels.
+/// Precision of activations for integer kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Precision {
     /// 127 steps: one byte, as other engines do. Changes the most probable token in 2 to 4 of 100
@@ -129,7 +128,7 @@ impl View<'_> {
     }
 }
 
-/// How a span's values become integers.
+/// Rounding of a span's values to integers.
 #[derive(Clone, Copy)]
 pub(crate) struct Rounding {
     /// Steps in a value of 1; 0 where all are taken as zero.
@@ -179,7 +178,7 @@ impl Rounding {
     }
 }
 
-/// What integers are made of: `128 high + low`, or the only byte.
+/// The value of an integer's bytes: `128 high + low`, or the only byte.
 #[inline(always)]
 pub(crate) const fn joined<const TERMS: usize>([high, low]: [i32; 2]) -> i32 {
     if TERMS == 2 { 128 * high + low } else { high }

@@ -6,7 +6,7 @@
 /// taken as 0; a matrix with weights below it is multiplied without `vdpbf16ps`.
 pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 56) << 23);
 
-/// The bits of the bf16 that stands for an activation: the nearest, ties to even, or 0.
+/// The bf16 of an activation: the nearest, ties to even, or 0.
 ///
 /// Without branches, so that the compiler does many at once.
 #[inline(always)]

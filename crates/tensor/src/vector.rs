@@ -159,7 +159,7 @@ pub fn add_assign(x: &mut [f32], delta: &[f32]) {
     }
 }
 
-/// Which elements of a head a rotary embedding turns together.
+/// Elements of a head that a rotary embedding rotates together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopePairs {
     /// Elements `2 i` and `2 i + 1` (GGUF files of the llama family).

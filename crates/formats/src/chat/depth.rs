@@ -1,4 +1,4 @@
-//! How deep a template may nest, counted before it is parsed.
+//! Limits on a template's nesting, checked before it is parsed.
 //!
 //! minijinja bounds brackets and blocks (150 levels). But its parser, its compiler and the drop of
 //! its tree recurse once for each `elif` and for each operator of a chain. Such chains are

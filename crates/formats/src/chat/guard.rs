@@ -46,7 +46,7 @@ fn can_become(c: char, ends: &BTreeSet<char>) -> bool {
     forms.any(|form| ends.contains(&form))
 }
 
-/// How messages are changed.
+/// Degree of the change to messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Guise {
     Marked,
@@ -73,7 +73,7 @@ pub(super) struct Guard<'a> {
     /// Proper beginnings of names by their last character.
     heads: BTreeMap<char, BTreeSet<&'a str>>,
     mark: char,
-    /// Characters to disguise -> their stand-ins.
+    /// Characters to disguise -> their replacements.
     stand_ins: BTreeMap<char, char>,
 }
 
@@ -156,8 +156,8 @@ impl<'a> Guard<'a> {
         }
     }
 
-    /// The original of a text between control tokens: stand-ins are replaced by the characters that
-    /// they disguise.
+    /// The original of a text between control tokens: marks are removed and replaced characters
+    /// restored.
     pub(super) fn restore(&self, text: &str) -> String {
         let original: BTreeMap<char, char> = self
             .stand_ins

@@ -22,7 +22,7 @@ pub struct Message {
     /// Tools that an assistant called, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// Which call a turn of the role `tool` answers.
+    /// Id of the call that a turn of the role `tool` is the result of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
     /// The speaker, or the tool that answers.
@@ -58,7 +58,7 @@ pub struct ToolCall {
     /// Names the call; a result refers to it.
     pub id: String,
     pub name: String,
-    /// An object, or the text as it came when it is no JSON.
+    /// An object, or the original text if it is not JSON.
     pub arguments: Json,
 }
 
@@ -181,8 +181,8 @@ fn probe_call() -> Message {
     }
 }
 
-/// How well a rendering shows the call: a key that is neither lost nor escaped, and no `None` of
-/// Python for the missing content.
+/// Quality of a rendering of the call: its key is neither lost nor escaped, and missing content is
+/// not Python's `None`.
 fn rating(rendered: Option<String>) -> u8 {
     let Some(text) = rendered else { return 0 };
     let has_call = text.contains("PROBE_TOOL") && text.contains("PROBE_KEY");

@@ -1,4 +1,4 @@
-//! A conversation as the prompt of a model, by the template that came with it.
+//! Renders a conversation to prompt tokens with the model's chat template.
 //!
 //! ```text
 //! messages --guard--> changed messages --template--> text --cut at control names--> fragments
@@ -8,7 +8,7 @@
 //! Invariants:
 //!
 //! - The control tokens of a prompt are those that the template writes, and no text of a message
-//!   becomes one (`guard` says how).
+//!   becomes one (see `guard`).
 //! - A template runs in an interpreter without files, network or clock, and stops at a limit of
 //!   steps and of output.
 //! - A template's length and nesting are bounded before it is parsed (`depth`).
@@ -17,7 +17,7 @@
 //! does not print, nor the time of one step. [`ChatTemplate::with`] takes an [`Interpreter`] that
 //! does. `paceline_node::interpreter` runs templates in a child process with limits.
 //!
-//! Not here: which template to use when a model has none. Such a model was not trained to chat.
+//! Not here: a default template for models without one. Such a model was not trained to chat.
 
 mod clock;
 mod depth;
@@ -96,7 +96,7 @@ pub const ROLES: [&str; 8] = [
     "model",
 ];
 
-/// How to render a conversation.
+/// Options of rendering.
 #[derive(Clone, Debug, Default)]
 pub struct ChatOptions {
     /// Ends the prompt with the beginning of an answer. Almost always wanted.
@@ -109,11 +109,11 @@ pub struct ChatOptions {
     pub tools: Vec<Json>,
     /// More variables for the template, such as `enable_thinking` or `reasoning_effort`.
     pub variables: Map<String, Json>,
-    /// How long the prompt may be.
+    /// Limits on the prompt's length.
     pub bounds: Bounds,
 }
 
-/// How long a prompt may be: what is longer ends in an error as soon as that is seen.
+/// Limits on a prompt's length. Rendering and encoding stop with an error once one is exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
     /// Bytes of the text that the template writes.
@@ -132,7 +132,7 @@ impl Default for Bounds {
 }
 
 impl Bounds {
-    /// Of a model whose longest token has `token_bytes` bytes, for prompts of up to `tokens`.
+    /// Bounds for prompts of up to `tokens` tokens of at most `token_bytes` bytes each.
     pub fn of(tokens: usize, token_bytes: usize) -> Self {
         let bytes = tokens
             .saturating_mul(token_bytes)
@@ -144,7 +144,7 @@ impl Bounds {
     }
 }
 
-/// Bytes of a private-use character, which stands for a character of one byte or more while a
+/// Bytes of a private-use character, which replaces a character of one byte or more while a
 /// template runs.
 const DISGUISE_BYTES: usize = 4;
 
@@ -233,9 +233,8 @@ impl ChatTemplate {
         Self::new(&source_in_dir(dir)?)
     }
 
-    /// The text of the prompt, as the template writes it. For show: text of a message looks like a
-    /// control token here if it is spelt like one, so ids come from
-    /// [`encode_chat`](Self::encode_chat).
+    /// The text of the prompt, as the template writes it. For display only: a message may contain
+    /// the text of a control token, so ids must come from [`encode_chat`](Self::encode_chat).
     ///
     /// # Errors
     /// [`Error::Template`].
@@ -250,9 +249,9 @@ impl ChatTemplate {
         self.render_with(&names, messages, options.given(), options)
     }
 
-    /// The ids of the prompt. The control tokens in it are those that the template writes: a
-    /// message spelt like one comes out as ordinary text. BOS goes first if the model wants it and
-    /// the template has not written it.
+    /// The ids of the prompt. Only the template's control tokens become control tokens: the same
+    /// text in a message is ordinary text. BOS goes first if the model wants it and the template
+    /// has not written it.
     ///
     /// Cost: one rendering, or two if a message has a character that control tokens begin or end
     /// with, and one encoding of the text.

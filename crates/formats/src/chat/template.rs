@@ -66,8 +66,8 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     Ok(env)
 }
 
-/// As Jinja's test. For minijinja `none` is iterable. Templates that ask
-/// `tools is iterable and tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
+/// Jinja's test `iterable`. minijinja's accepts `none`, so templates with `tools is iterable and
+/// tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }

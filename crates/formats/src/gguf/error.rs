@@ -67,7 +67,7 @@ pub enum Error {
     /// More of something than any real model has.
     #[error("{what} is {count}, at most {max} is allowed")]
     TooMany {
-        /// Which count.
+        /// Name of the count.
         what: &'static str,
         /// The number in the file.
         count: u64,
@@ -83,7 +83,7 @@ pub enum Error {
         /// The byte found.
         byte: u8,
     },
-    /// A number that stands for no value type.
+    /// A number of no known value type.
     #[error("metadata key {key}: value type {id} is unknown")]
     UnknownValueType {
         key: String,
@@ -158,7 +158,7 @@ pub enum Error {
         tensor: String,
         error: UnknownBlockType,
     },
-    /// A part of a split model under a name that does not tell where the others are.
+    /// A part of a split model whose name does not have the form that names the others.
     #[error(
         "the file is one of {count} parts of a model, but is not called NAME-NNNNN-of-{count:05}.gguf"
     )]

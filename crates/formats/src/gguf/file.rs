@@ -129,8 +129,8 @@ impl Gguf {
     /// The tensor called `name`. Copies no weights.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::Unsupported`] when paceline does not read its storage
-    /// type. Both come as [`Error::InFile`].
+    /// [`Error::MissingTensor`]; [`Error::Unsupported`] for a storage type that paceline does not
+    /// read. Both are wrapped in [`Error::InFile`].
     pub fn tensor(&self, name: &str) -> Result<Tensor, Error> {
         let missing = || Error::MissingTensor {
             tensor: name.to_owned(),
@@ -164,9 +164,9 @@ impl Gguf {
         Bytes(self.parts.iter().map(|part| part.bytes.len() as u64).sum())
     }
 
-    /// The bytes of each file, in order of their parts, and how many of them come before its
-    /// weights. Before the weights lie header, metadata (tokenizer and chat template among them)
-    /// and tensor table. Waits for none: weights that have not arrived are zero.
+    /// The bytes of each file, in order of their parts, and the length of the prefix before its
+    /// weights. The prefix has header, metadata (tokenizer and chat template among them) and tensor
+    /// table. Does not wait: weights that have not arrived are zero.
     pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
         self.parts.iter().enumerate().map(|(no, part)| {
             let own = self.tensors.iter().filter(|tensor| tensor.part == no);

@@ -20,8 +20,7 @@
 //! of 0 and do not overlap. So the sizes of all tensors add up to no more than the file.
 //!
 //! A storage type that paceline does not read is *not* refused then. [`Gguf::tensor`] refuses such
-//! a tensor, by name, when it is asked for. So a model with an exotic tensor that no layer needs
-//! still runs.
+//! a tensor by name. So a model with an exotic tensor that no layer needs still runs.
 //!
 //! Source: `docs/gguf.md` of ggml, and `gguf.cpp` of llama.cpp where the two differ.
 

@@ -39,10 +39,10 @@ impl TensorInfo {
         &self.shape
     }
 
-    /// How the values are stored.
+    /// Storage type of the values.
     ///
     /// # Errors
-    /// [`UnknownBlockType`] when paceline does not read that type.
+    /// [`UnknownBlockType`] for a type that paceline does not read.
     pub fn block_type(&self) -> Result<BlockType, UnknownBlockType> {
         BlockType::from_gguf(self.type_id)
     }
@@ -52,7 +52,7 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
-    /// Where the bytes lie in their file; `None` when the storage type is not known.
+    /// Byte range in the file; `None` when the storage type is unknown.
     ///
     /// Inside the file, and disjoint from the range of every other tensor.
     pub fn range(&self) -> Option<Range<usize>> {

@@ -12,7 +12,7 @@ const IPV4: &str = concat!(
 /// Sixteen bits of an IPv6 address.
 const H16: &str = "[0-9a-fA-F]{1,4}";
 
-/// The pattern that stands for `format`; `None` when the compiler's own is complete.
+/// The pattern for `format`; `None` when the compiler's own is complete.
 pub(super) fn pattern(format: &str) -> Option<String> {
     match format {
         "ipv6" => Some(format!("^{}$", ipv6())),

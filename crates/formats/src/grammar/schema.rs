@@ -124,7 +124,7 @@ pub fn strict(schema: &Json) -> Result<Json, Unsupported> {
 pub fn relaxed(schema: &Json) -> (Json, Vec<Unsupported>) {
     let (mut schema, mut dropped) = clean_all(schema);
     if let Json::Object(map) = &mut schema {
-        // Takes `oneOf` as `anyOf`, and what else is not known as anything.
+        // Reads `oneOf` as `anyOf`, and unknown keywords as no constraint.
         map.insert(OPTIONS.into(), json!({"lenient": true}));
     }
     dropped.truncate(MAX_TOLD);

@@ -23,11 +23,11 @@ use crate::tensor::{MappedBytes, Tensor};
 /// Bytes of the values of a block.
 const VALUES: usize = 16;
 
-/// Which part of a stack is wanted.
+/// Selects a part of a stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
     pub index: usize,
-    /// How many there are.
+    /// Experts in the stack.
     pub of: usize,
     /// The first of its outputs.
     pub first: usize,
@@ -48,7 +48,7 @@ impl HfFolder {
         }
     }
 
-    /// As [`stacked`](Self::stacked) of floats `(experts inputs, outputs)`, the experts behind each
+    /// Like [`stacked`](Self::stacked) for floats `(experts inputs, outputs)`, one expert after the
     /// other.
     ///
     /// # Errors

@@ -157,7 +157,7 @@ fn checked_shape(sizes: &[u64]) -> Option<(Vec<usize>, usize)> {
 }
 
 /// Bits of one value (`Dtype::bitsize` of the `safetensors` crate). `None` for dtypes that are
-/// newer than this list. Their size is then not checked, and no caller can ask for them.
+/// newer than this list. Their size is then not checked, and no caller can read them.
 fn bits_per_value(dtype: &str) -> Option<u64> {
     Some(match dtype {
         "F64" | "I64" | "U64" | "C64" => 64,

@@ -1,4 +1,4 @@
-//! Generated text on its way to the reader, piece by piece.
+//! From generated tokens to text for the client, in fragments.
 //!
 //! ```text
 //! token bytes --> StreamDecoder --> whole characters --> StopMatcher --> text that is safe to show

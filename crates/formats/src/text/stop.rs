@@ -24,8 +24,8 @@ pub enum Error {
 pub struct StopOutput {
     /// Text that is no part of a stop string, to be shown now.
     pub text: String,
-    /// Which stop string (position in the list) has ended the text. The text before it has been
-    /// given out; later calls give nothing.
+    /// Index of the stop string that has ended the text. The text before it has been returned;
+    /// later calls return nothing.
     pub stopped: Option<usize>,
 }
 
@@ -144,8 +144,8 @@ impl StopMatcher {
         }
     }
 
-    /// Takes out of `held` what no stop string can reach. A match that is found but not decided
-    /// begins after a beginning of another stop string, so it stays.
+    /// Removes from `held` the text that no stop string can reach. A match that is found but not
+    /// decided begins after a beginning of another stop string, so it stays.
     fn release(&mut self) -> String {
         let keep = self.stops.iter().map(|s| s.n_matched).max().unwrap_or(0);
         let n_safe = self.held.len() - keep;

@@ -17,7 +17,7 @@ use super::{Error, within};
 pub(super) struct ByteBpe {
     cutter: PreTokenizer,
     model: BPE,
-    /// Which bytes have a token.
+    /// By byte: whether it has a token.
     spelt: Vec<bool>,
 }
 

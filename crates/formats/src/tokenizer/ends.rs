@@ -1,6 +1,6 @@
-//! Which tokens end an answer.
+//! Tokens that end a response.
 //!
-//! Files name one EOS, but a chat answer often ends with another token (`<|im_end|>`,
+//! Files name one EOS, but a chat response often ends with another token (`<|im_end|>`,
 //! `<end_of_turn>`, `<|eot_id|>`). These are found by their names, as llama.cpp does
 //! (`src/llama-vocab.cpp`). Unlike there, some names count only if the file calls the token a
 //! control token. They are names that are also ordinary markup: `</s>` closes struck-out text in

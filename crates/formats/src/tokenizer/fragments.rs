@@ -1,4 +1,4 @@
-//! Cutting text at the tokens that stand for themselves.
+//! Cuts text at special and added tokens.
 
 use aho_corasick::{AhoCorasick, MatchKind};
 

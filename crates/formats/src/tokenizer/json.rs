@@ -1,17 +1,16 @@
-//! A tokenizer out of a Hugging Face folder, run by the `tokenizers` crate.
+//! A tokenizer from a Hugging Face folder, run by the `tokenizers` crate.
 //!
-//! The crate's own handling of special tokens is passed by. The text is cut by our
+//! The crate's own handling of special tokens is bypassed. The text is cut by our
 //! [`Cutter`](super::fragments::Cutter). The crate gets the fragments as parts of one text, so that
-//! rules about the beginning of a text still see it. Added tokens are looked for in the text as it
-//! is, before the normaliser.
+//! rules about the beginning of a text still see it. Added tokens are searched in the original
+//! text, before the normaliser.
 //!
-//! A `tokenizer.json` comes from strangers and the crate was written for friends: some malformed
-//! files make it panic. So:
+//! A `tokenizer.json` is untrusted, and the crate panics on some malformed files. So:
 //!
 //! - The size and depth of the file are limited before anything is parsed.
 //! - Ids are checked before they size an allocation.
 //! - Padding and truncation, which could ask for any amount of memory, are never run.
-//! - As a last line, a panic of the crate is caught and becomes an error (`crate::panics`).
+//! - As a last resort, a panic of the crate is caught and becomes an error (`crate::panics`).
 
 use std::cell::Cell;
 use std::ops::Range as Span;
@@ -222,7 +221,7 @@ fn splits(
     fragments.iter().filter_map(&mut cut).collect()
 }
 
-/// The first control token of `ids` that no fragment asked for.
+/// The first control token of `ids` that is in no fragment.
 fn surplus_control(
     fragments: &[Fragment<'_>],
     ids: &[u32],
@@ -300,7 +299,7 @@ fn read_vocab(
     Ok((vocab, specials))
 }
 
-/// How deep brackets nest in a JSON text, strings left out.
+/// Nesting depth of brackets in a JSON text, strings left out.
 fn depth(json: &[u8]) -> usize {
     let (mut depth, mut deepest) = (0_usize, 0);
     let (mut in_string, mut escaped) = (false, false);
@@ -350,8 +349,8 @@ fn type_of(decoder: &Value) -> &str {
         .unwrap_or("null")
 }
 
-/// How the decoder reads tokens. Only decoders that treat each token by itself are supported: of
-/// WordPiece's the clean-up around punctuation, which looks at neighbours, is left out.
+/// The decoder's mapping of tokens to bytes. Only decoders that treat each token by itself are
+/// supported: WordPiece's clean-up around punctuation, which looks at neighbours, is left out.
 fn spelling(decoder: &Value) -> Result<Spelling, Error> {
     let mut found = None;
     for part in decoders(decoder) {

@@ -76,7 +76,7 @@ pub enum Error {
     /// More special tokens than can be looked for at once.
     #[error("{count} special tokens are too many")]
     TooManySpecials {
-        /// How many there are.
+        /// Size of the vocabulary.
         count: usize,
     },
     #[error("reading {}", path.display())]
@@ -88,7 +88,7 @@ pub enum Error {
     /// A file is larger than any real one.
     #[error("{what} has {size} bytes, expected at most {limit}")]
     TooLarge {
-        /// Which file.
+        /// Name of the file.
         what: &'static str,
         /// Its size in bytes.
         size: u64,
@@ -98,7 +98,7 @@ pub enum Error {
     /// A file is not JSON of the expected form.
     #[error("{what} is malformed: {reason}")]
     Malformed {
-        /// Which file.
+        /// Name of the file.
         what: &'static str,
         /// Message of the parser.
         reason: String,
@@ -190,7 +190,7 @@ fn within(ids: &[u32], tokens_max: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// How text between special tokens becomes ids.
+/// Algorithm from text between special tokens to ids.
 #[derive(Debug)]
 enum Algorithm {
     ByteBpe(Box<bpe::ByteBpe>),
@@ -215,9 +215,9 @@ struct Parts {
 impl Tokenizer {
     /// The tokenizer in the metadata of a GGUF file.
     ///
-    /// Ids equal llama.cpp's (recorded in `tests/golden/text`), with two wanted differences.
-    /// Control tokens never come out of ordinary text. A missing BOS or EOS of a `gpt2` vocabulary
-    /// is none rather than id 11.
+    /// Ids equal llama.cpp's (recorded in `tests/golden/text`), with two intended differences.
+    /// Ordinary text never produces control tokens. A missing BOS or EOS of a `gpt2` vocabulary is
+    /// none rather than id 11.
     ///
     /// Cost: about 30 ms for SmolLM2 (49,152 tokens) and 60 ms for Gemma (262,144), on one core of
     /// a 2-core EPYC 9004 VM. Memory: a few times the texts.
@@ -280,7 +280,7 @@ impl Tokenizer {
         self.encode_within(text, specials, add_bos, usize::MAX)
     }
 
-    /// As [`encode`](Self::encode), but stops when there are more than `tokens_max` tokens.
+    /// Like [`encode`](Self::encode), but fails on more than `tokens_max` tokens.
     ///
     /// Cost: linear in the words of `tokens_max` tokens. A SentencePiece vocabulary joins a whole
     /// text at once, so there a text is refused by its length before, or encoded whole.

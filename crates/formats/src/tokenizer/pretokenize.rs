@@ -23,7 +23,7 @@ pub(super) struct PreTokenizer {
     line_breaks_end_runs: bool,
 }
 
-/// The rules that a name in `tokenizer.ggml.pre` stands for.
+/// The rules of a name in `tokenizer.ggml.pre`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scheme {
     patterns: &'static [&'static str],
@@ -125,7 +125,7 @@ macro_rules! han {
         )
     };
 }
-/// As llama.cpp cuts (`unicode_regex_split_custom_kimi_k2`), which takes letters of both cases
+/// llama.cpp's cut (`unicode_regex_split_custom_kimi_k2`), which takes letters of both cases
 /// together where the model's own pattern begins a word at a capital.
 const KIMI_K2: &str = concat!(
     "[",

@@ -1,4 +1,4 @@
-//! The vocabulary: what each id is called, what it is, and which bytes it stands for.
+//! The vocabulary: name, kind and bytes of each id.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -41,7 +41,7 @@ impl Kind {
     }
 }
 
-/// How a vocabulary writes bytes as text.
+/// A vocabulary's encoding of bytes as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelling {
     /// Each byte is one printable character, as in GPT-2.
@@ -63,7 +63,7 @@ pub(super) const SPACE_MARK: char = '\u{2581}';
 #[derive(Debug, Default)]
 struct Packed {
     data: Vec<u8>,
-    /// Where item i ends; it begins where item i - 1 ends.
+    /// End of item i; it begins at the end of item i - 1.
     ends: Vec<usize>,
 }
 
@@ -171,7 +171,7 @@ fn push_bytes(out: &mut Vec<u8>, text: &str, kind: Kind, spelling: Spelling) {
     }
 }
 
-/// The byte that a token called `<0xNN>` stands for.
+/// The byte of a token called `<0xNN>`.
 pub(super) fn byte_token(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
     if digits.len() != 2 || !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
@@ -180,8 +180,8 @@ pub(super) fn byte_token(text: &str) -> Option<u8> {
     u8::from_str_radix(digits, 16).ok()
 }
 
-/// The character that stands for `byte` in a byte-level vocabulary. Printable characters of Latin-1
-/// stand for themselves; the other 68 bytes are U+0100 and on, in order.
+/// The character for `byte` in a byte-level vocabulary. Printable characters of Latin-1 encode
+/// themselves; the other 68 bytes are U+0100 and up, in order.
 ///
 /// Source: `bytes_to_unicode` of OpenAI's GPT-2 encoder.
 pub(super) const fn byte_level_char(byte: u8) -> char {
@@ -197,7 +197,7 @@ pub(super) const fn byte_level_char(byte: u8) -> char {
     }
 }
 
-/// The byte that `c` stands for, see [`byte_level_char`].
+/// The byte that `c` encodes, see [`byte_level_char`].
 fn byte_of_char(c: char) -> Option<u8> {
     let code = c as u32;
     let byte = match code {
@@ -210,7 +210,7 @@ fn byte_of_char(c: char) -> Option<u8> {
     u8::try_from(byte).ok()
 }
 
-/// A character that stands for no byte is kept as it is.
+/// A character that encodes no byte is copied.
 fn push_byte_level(out: &mut Vec<u8>, text: &str) {
     for c in text.chars() {
         match byte_of_char(c) {
@@ -222,9 +222,9 @@ fn push_byte_level(out: &mut Vec<u8>, text: &str) {
 
 /// Ids by text, for the tokens that ordinary text may become.
 ///
-/// Open addressing over ids, so that no text is stored twice. The hash is keyed by chance. Texts
-/// come from a stranger's file, which could otherwise make them collide. No order of the table ever
-/// shows.
+/// Open addressing over ids, so that no text is stored twice. The hash has a random key, because
+/// the texts are untrusted and could collide on purpose. No result depends on the order of the
+/// table.
 #[derive(Debug)]
 pub(super) struct TextIndex {
     hasher: RandomState,
@@ -258,7 +258,7 @@ impl TextIndex {
         (id != EMPTY).then_some(id)
     }
 
-    /// Where `text` is, or the free slot where it belongs.
+    /// The slot of `text`, or the free slot where it belongs.
     fn slot(&self, vocab: &Vocab, text: &str) -> usize {
         let mask = self.slots.len() - 1;
         let mut at = self.hasher.hash_one(text) as usize & mask;

@@ -17,7 +17,7 @@ pub(super) enum Body {
 }
 
 impl Body {
-    /// Reads as far as the text has come.
+    /// Reads the available text.
     pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
         let status = match self {
             Self::Object(body) => body.read(input, out),

@@ -22,7 +22,7 @@ pub struct CallRules<'a> {
     pub is_required: bool,
     /// Whether it may call several.
     pub is_parallel: bool,
-    /// Takes any object for arguments, for schemas that the compiler refuses.
+    /// Allow any object as arguments, for schemas that the compiler refuses.
     pub has_any_arguments: bool,
     /// A schema that an answer without calls must match. The grammar binds from the beginning of
     /// the answer then. Has no effect where a call is required.
@@ -68,7 +68,7 @@ impl Syntax {
         let Some(family) = self.family() else {
             return Ok(None);
         };
-        // Text that a control token ends cannot be told from the token's own beginning.
+        // A text that ends before a control token may contain the token's own beginning.
         let ends_in_control = |form: &elements::Form| {
             let fragments = tokenizer.cut_control(form.value_ends[0]);
             !matches!(fragments.as_slice(), [Fragment::Text(_)])
@@ -85,7 +85,7 @@ impl Syntax {
         if rules.tools.is_empty() || is_bare && !is_whole {
             return Ok(None);
         }
-        // An answer of gpt-oss that is no call stands in a channel of its own.
+        // gpt-oss writes a response without calls in a channel of its own.
         if family == Family::Harmony && rules.answer.is_some() && !rules.is_required {
             return Ok(None);
         }
@@ -194,7 +194,7 @@ impl Writer<'_> {
             Item::Bare => String::new(),
             _ => self.literal(open),
         };
-        // Where each call has an opening marker of its own, several repeat it.
+        // Calls with an opening marker of their own each repeat it.
         let repeats = self.rules.is_parallel && calls.is_single();
         let start = match repeats {
             true => format!("WS? ({marker} calls WS?)+"),
@@ -344,8 +344,8 @@ impl Writer<'_> {
         format!("call: {}\n{rules}", names.join(" | "))
     }
 
-    /// `paramsI`: the parameters of a tool. Those of a strict tool come in the order of its
-    /// schema, those of others in any.
+    /// `paramsI`: the parameters of a tool. A strict tool's are in the order of its schema, others'
+    /// in any order.
     fn parameters(&self, form: &elements::Form, tool: &Tool, i: usize) -> String {
         let none = serde_json::Map::new();
         let properties = tool.schema["properties"].as_object().unwrap_or(&none);

@@ -1,4 +1,4 @@
-//! Which form a model's calls and reasoning have, by the markers of its chat template.
+//! Detects the syntax of a model's calls and reasoning by the markers of its chat template.
 
 use serde_json::Value as Json;
 
@@ -13,7 +13,7 @@ use super::{Family, gemma};
 use crate::chat::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 
-/// How a model writes calls and reasoning.
+/// A model's syntax of calls and reasoning.
 #[derive(Clone, Copy, Debug)]
 pub struct Syntax {
     family: Option<Family>,

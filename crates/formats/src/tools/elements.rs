@@ -22,9 +22,9 @@ pub(super) struct Form {
     /// Begins a parameter.
     pub(super) key_open: &'static str,
     pub(super) key_end: &'static str,
-    /// Stands between key and value; `>` where attributes may come before it.
+    /// Text between key and value; `>` where attributes may precede it.
     pub(super) value_open: &'static str,
-    /// Whether `string="true"` before `value_open` tells a text.
+    /// Whether `string="true"` before `value_open` marks a text.
     pub(super) has_attributes: bool,
     /// Texts that end a value.
     pub(super) value_ends: &'static [&'static str],
@@ -36,7 +36,7 @@ pub(super) struct Form {
     pub(super) keeps_end: bool,
 }
 
-/// Where in a call.
+/// Position in a call.
 #[derive(Clone, Debug)]
 enum State {
     Name(String),
@@ -58,7 +58,7 @@ pub(super) struct Elements {
     /// Whether the value is text, as far as the attributes say.
     told: Option<bool>,
     types: Types,
-    /// A value that is not passed on as it comes.
+    /// Text of a value that is not streamed.
     value: String,
     n_parameters: usize,
 }
@@ -177,7 +177,7 @@ impl Elements {
         None
     }
 
-    /// Whether the value is text for certain and can be passed on as it comes.
+    /// Whether the value is certainly text and can be streamed.
     fn is_text(&self) -> bool {
         self.told.unwrap_or_else(|| self.types.is_text())
     }

@@ -80,7 +80,7 @@ impl Harmony {
         match input.starts_with(START) {
             None => return false,
             Some(true) => input.skip(START.len()),
-            // A header without its start, or no message at all: the header tells.
+            // A header without its start, or no message at all: the header decides.
             Some(false) => {}
         }
         self.state = State::Header;

@@ -1,4 +1,4 @@
-//! Text that has come and is not read yet.
+//! Buffer of received text that is not parsed yet.
 
 /// The unread end of a text that arrives in pieces.
 #[derive(Clone, Debug, Default)]
@@ -65,7 +65,7 @@ impl Input {
         self.skip(rest.len() - rest.trim_start().len());
     }
 
-    /// Whether `marker` comes next; `None` when that is not certain yet.
+    /// Whether the text continues with `marker`; `None` until that is certain.
     pub(super) fn starts_with(&self, marker: &str) -> Option<bool> {
         let rest = self.rest();
         if rest.starts_with(marker) {

@@ -87,7 +87,7 @@ impl Scanner {
         self.open.is_empty() && self.expect == Expect::Scalar && is_value(&self.scalar)
     }
 
-    /// Whether a key may come next.
+    /// Whether a key may follow.
     pub(super) const fn expects_key(&self) -> bool {
         matches!(self.expect, Expect::Key | Expect::KeyOrEnd)
     }
@@ -203,8 +203,8 @@ fn is_value(text: &str) -> bool {
     serde_json::from_str::<serde_json::Value>(text).is_ok()
 }
 
-/// Reads a value from the front of `input` as far as it has come. Returns what of it is new and
-/// whether it is complete; `None` when it is no JSON.
+/// Reads the available part of a value from the front of `input`. Returns the new text and whether
+/// the value is complete; `None` when it is not JSON.
 pub(super) fn read_value(
     scanner: &mut Scanner,
     input: &mut super::input::Input,

@@ -1,19 +1,19 @@
-//! Tool calls and reasoning in what a model writes.
+//! Parses tool calls and reasoning in generated text.
 //!
 //! ```text
 //! template --markers--> Syntax --prompt--> Reader
 //! generated text --Reader::push--> Event: Text, Reasoning, CallStart, Arguments, CallEnd
 //! ```
 //!
-//! Models write calls in the form of their family: JSON in tags, XML, token-delimited names. The
+//! Models write calls in the syntax of their family: JSON in tags, XML, token-delimited names. The
 //! chat template shows which: [`Syntax::of`] looks for its markers. A [`Reader`] takes generated
-//! text piece by piece and tells apart what is said, thought and called. A model that describes its
-//! answers itself, by a [`ResponseTemplate`], is read by that description.
+//! text in fragments and separates text, reasoning and calls. A model that describes its responses
+//! itself, by a [`ResponseTemplate`], is parsed by that description.
 //!
 //! Invariants:
-//! - the events, joined, do not depend on how the text was cut into pieces;
-//! - the pieces of a call's arguments concatenate to a JSON object;
-//! - text that looks like a call and is none comes back as text, and is counted;
+//! - the events, joined, do not depend on how the text was cut into fragments;
+//! - the fragments of a call's arguments concatenate to a JSON object;
+//! - text that looks like a call and is none is returned as text, and is counted;
 //! - markup inside reasoning is reasoning.
 //!
 //! Memory: the text of the call that is being read. Cost: linear in the text.
@@ -59,20 +59,20 @@ pub enum Event {
     },
     /// Part of the arguments, as JSON text. Never empty.
     Arguments {
-        /// Which call.
+        /// Index of the call.
         index: usize,
         /// The next part.
         piece: String,
     },
     /// The call is complete: its pieces are a JSON object.
     CallEnd {
-        /// Which call.
+        /// Index of the call.
         index: usize,
     },
     /// The call that began cannot be read and is none. Does not occur with
     /// [`ReaderOptions::holds_calls`].
     CallFailed {
-        /// Which call.
+        /// Index of the call.
         index: usize,
         /// All that the model wrote of it, to be shown as text.
         text: String,

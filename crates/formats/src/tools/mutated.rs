@@ -129,7 +129,7 @@ fn outcome(mut reader: Reader, pieces: &[&str]) -> Outcome {
 /// Makes a reader of one form.
 type Make<'a> = Box<dyn Fn(ReaderOptions) -> Reader + 'a>;
 
-/// Of every form, and of every response template.
+/// Parsers of every family, and of every response template.
 fn readers(recorded: &Recorded) -> Vec<Make<'_>> {
     let tools = &recorded.tools;
     let mut readers: Vec<Make<'_>> = Vec::new();

@@ -21,7 +21,7 @@ pub(super) struct Form {
     pub(super) header: Header,
     /// Ends the header.
     pub(super) separator: &'static str,
-    /// May stand behind the arguments.
+    /// Optional text behind the arguments.
     pub(super) fence: &'static str,
     /// Texts that end the call; none if the arguments do.
     pub(super) ends: &'static [&'static str],
@@ -82,7 +82,7 @@ impl Named {
             Found::Marker { before, .. } => (before, true),
             Found::None { clear } => (clear, false),
         };
-        // Cut at the bound, so that the verdict does not depend on how much has come.
+        // Cut at the bound, so that the verdict does not depend on the fragments.
         if header.len() + n > MAX_NAME_BYTES {
             return Some(Status::Bad);
         }

@@ -26,24 +26,24 @@ enum State {
 #[derive(Clone, Debug)]
 pub(super) struct Object {
     state: State,
-    /// Of the key or value that is being read.
+    /// State of the current key or value.
     scanner: Scanner,
-    /// Text of it that has come and was not passed on.
+    /// Text of it that is received and not yet emitted.
     text: String,
     key: String,
-    /// Whether the value is passed on as it comes.
+    /// Whether the value is streamed.
     streams: bool,
     has_name: bool,
     has_arguments: bool,
-    /// Arguments that came before the name.
+    /// Arguments that preceded the name.
     early: Option<String>,
     /// Whether a key that calls do not have makes it no call.
     is_strict: bool,
 }
 
 impl Object {
-    /// A call that begins with the next character. `is_strict` where a plain answer in JSON must
-    /// be told apart.
+    /// A call that begins with the next character. `is_strict` for models whose plain responses may
+    /// be JSON too.
     pub(super) fn new(is_strict: bool) -> Self {
         Self {
             state: State::Open,
@@ -181,7 +181,7 @@ impl Object {
         None
     }
 
-    /// Arguments that were not passed on as they came.
+    /// Emits arguments that were not streamed.
     fn take_arguments(&mut self, out: &mut Vec<Piece>) -> Option<Status> {
         let Some(arguments) = object_text(&self.text) else {
             return Some(Status::Bad);

@@ -3,20 +3,20 @@
 /// Longest name of a tool or of a parameter, in bytes. OpenAI allows 64 characters.
 pub(super) const MAX_NAME_BYTES: usize = 512;
 
-/// What was read of a call.
+/// A parsed fragment of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Piece {
     /// Comes once, first.
     Name {
         name: String,
-        /// As the model wrote it.
+        /// The model's own id.
         id: Option<String>,
     },
     /// Next part of the arguments as JSON.
     Arguments(String),
 }
 
-/// How far a body is.
+/// Parse status of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
     /// More text is needed.

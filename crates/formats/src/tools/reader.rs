@@ -13,7 +13,7 @@ use super::response::Regions;
 use super::schema::Parameters;
 use super::{Event, Family};
 
-/// How an answer is read.
+/// Options of parsing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReaderOptions {
     /// Report a call only when it is complete. Then no call is ever retracted; without it, a call's
@@ -94,7 +94,7 @@ impl Reader {
         std::mem::take(&mut self.emitter.events)
     }
 
-    /// Ends the answer: what was held back comes out. A call that is not complete is text.
+    /// Ends the response: emits the text held back. An incomplete call is text.
     pub fn finish(&mut self) -> Vec<Event> {
         self.input.is_ended = true;
         self.run();
@@ -102,7 +102,7 @@ impl Reader {
         std::mem::take(&mut self.emitter.events)
     }
 
-    /// Calls so far that could not be read and came back as text.
+    /// Calls so far that could not be parsed and were emitted as text.
     pub const fn failed_calls(&self) -> usize {
         self.emitter.failed
     }
@@ -249,7 +249,7 @@ impl Tagged {
 
     fn open(&mut self, which: usize, input: &mut Input) {
         let Some(calls) = self.calls else { return };
-        // An opening marker that is the beginning of a call stands without the section's own.
+        // An opening marker that is the beginning of a call replaces the section's own.
         let open = calls.opens[which];
         let is_short = open == calls.begin;
         if !is_short {
@@ -385,7 +385,7 @@ impl Tagged {
 }
 
 impl Section {
-    /// Begins a call if one comes next; `None` when that is not certain yet.
+    /// Begins a call if the text continues with one; `None` until that is certain.
     fn begin(&mut self, calls: &Calls, parameters: &Parameters, input: &mut Input) -> Option<bool> {
         if self.calls > 0 && (self.is_list || calls.item == Item::Bare) {
             let separator = input.rest().starts_with([',', ';']);
@@ -435,7 +435,7 @@ impl Section {
     }
 }
 
-/// Makes events: numbers calls, holds them back where asked for, and trims white space between
+/// Makes events: numbers calls, holds them back on request, and trims white space between
 /// reasoning, text and calls.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Emitter {
@@ -446,7 +446,7 @@ pub(super) struct Emitter {
     space: String,
     /// White space before the call that began.
     before_call: String,
-    /// Whether white space at the front of what comes is dropped.
+    /// Whether white space at the front of the next text is dropped.
     pub(super) trims_start: bool,
     /// Whether the answer has text that is not white space.
     pub(super) has_text: bool,

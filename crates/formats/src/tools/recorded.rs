@@ -40,7 +40,7 @@ pub(super) fn recorded() -> Recorded {
     serde_json::from_str(text).unwrap()
 }
 
-/// The text and the calls of an answer, which comes in `pieces`.
+/// The text and the calls of a response that arrives in `pieces`.
 fn read(mut reader: Reader, pieces: &[&str]) -> (String, Vec<(String, Json)>) {
     let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
     events.extend(reader.finish());

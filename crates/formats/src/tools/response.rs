@@ -38,7 +38,7 @@ use content::{Content, Placeholders};
 use delimiter::Delimiter;
 pub(super) use regions::Regions;
 
-/// Largest template as JSON, in bytes. Those that transformers comes with have 2 KiB at most.
+/// Largest template as JSON, in bytes. Those of transformers have 2 KiB at most.
 const MAX_BYTES: usize = 64 << 10;
 
 /// Most fields of a template. Known ones have three.
@@ -80,10 +80,7 @@ pub enum ResponseError {
     },
     /// It has no fields, or more than any real one.
     #[error("response_template has {got} fields, expected 1 to {}", MAX_FIELDS)]
-    Fields {
-        /// How many it has.
-        got: usize,
-    },
+    Fields { got: usize },
     #[error("response_template has version {got}, expected 1")]
     Version {
         /// The version of the template.
@@ -124,7 +121,7 @@ pub enum ResponseError {
     NoAnchor,
 }
 
-/// How a model writes answers, by its own description.
+/// A model's own description of its response format.
 #[derive(Debug)]
 pub struct ResponseTemplate {
     anchor: Delimiter,
@@ -198,12 +195,12 @@ impl ResponseTemplate {
         })
     }
 
-    /// Whether it tells tool calls from text.
+    /// Whether it separates tool calls from text.
     pub fn has_calls(&self) -> bool {
         self.fields.iter().any(|field| field.kind == Kind::Calls)
     }
 
-    /// Whether it tells reasoning from text.
+    /// Whether it separates reasoning from text.
     pub fn reasons(&self) -> bool {
         let mut fields = self.fields.iter();
         fields.any(|field| field.kind == Kind::Reasoning)

@@ -15,7 +15,7 @@ pub(super) struct Parameters {
 pub(super) struct Types(BTreeSet<String>);
 
 impl Parameters {
-    /// Of tools as `{"type": "function", "function": {...}}` or as the function alone.
+    /// From tools as `{"type": "function", "function": {...}}` or as the function alone.
     pub(super) fn of(tools: &[Json]) -> Self {
         let entry = |tool: &Json| {
             let function = tool.get("function").unwrap_or(tool);
@@ -86,7 +86,7 @@ impl Types {
         self.0.is_empty()
     }
 
-    /// Whether every value is a string, so that it can be passed on as it comes.
+    /// Whether every value is a string, so that it can be streamed.
     pub(super) fn is_text(&self) -> bool {
         self.0.len() == 1 && self.0.contains("string")
     }

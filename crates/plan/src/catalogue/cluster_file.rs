@@ -37,7 +37,7 @@ pub struct NodeEntry {
     pub name: Option<String>,
     /// The catalogue's name.
     pub kind: String,
-    /// How many.
+    /// Number of such nodes.
     pub count: Option<u32>,
     /// GB for weights.
     pub memory_gb: Option<f64>,

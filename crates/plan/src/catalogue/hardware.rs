@@ -37,7 +37,7 @@ pub struct HardwareEntry {
     pub backend: Option<String>,
     /// Engine whose constants apply when nothing else is said.
     pub engine: Option<String>,
-    /// Where the numbers come from.
+    /// Source of the numbers.
     #[serde(default)]
     pub source: String,
 }
@@ -62,7 +62,7 @@ impl HardwareEntry {
         self.engine = self.engine.take().or_else(|| other.engine.clone());
     }
 
-    /// The backend that computes on it: stated, or told from the name.
+    /// The backend that computes on it: stated, or derived from the name.
     ///
     /// # Errors
     /// [`Error::Unknown`] for a backend of another name.
@@ -190,15 +190,14 @@ pub struct LinkKind {
     /// Whether all nodes share one medium.
     #[serde(default)]
     pub shared: bool,
-    /// `fabric`, `rdma`, `tcp` or `shm`; told from the name when missing.
+    /// `fabric`, `rdma`, `tcp` or `shm`; derived from the name when missing.
     pub transport: Option<String>,
-    /// Where the numbers come from.
+    /// Source of the numbers.
     #[serde(default)]
     pub source: String,
 }
 
 impl LinkKind {
-    /// How bytes travel.
     pub fn transport(&self) -> Transport {
         let name = self.transport.as_deref().unwrap_or(&self.kind);
         let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));

@@ -61,7 +61,7 @@ pub struct ModelEntry {
     /// Layers that look at the last `sliding_window` positions only.
     #[serde(default)]
     pub sliding_layers: u32,
-    /// How many positions those look at.
+    /// Positions in the window of those layers.
     #[serde(default)]
     pub sliding_window: u32,
     /// Published parameters, billions, to check the shape against.
@@ -71,7 +71,7 @@ pub struct ModelEntry {
     /// Whether only its experts are stored in few bits.
     #[serde(default)]
     pub native_experts: bool,
-    /// Where the numbers come from.
+    /// Source of the numbers.
     #[serde(default)]
     pub source: String,
 }

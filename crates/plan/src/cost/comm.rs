@@ -13,7 +13,7 @@
 
 use crate::Link;
 
-/// How an all-reduce is done.
+/// Algorithm of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Algorithm {
     /// Everybody sends everything to everybody.

@@ -23,7 +23,6 @@ pub struct Rows {
 /// A rank's part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
-    /// How the stage is split.
     pub split: Split,
     /// The rank's share.
     pub share: f64,
@@ -37,7 +36,7 @@ pub struct Part {
 /// Seconds for one layer by one rank.
 ///
 /// # Errors
-/// [`Error::MissingFact`] when prompt rows are asked of a node whose arithmetic is not known.
+/// [`Error::MissingFact`] for prompt rows on a node whose arithmetic rate is unknown.
 pub fn layer(
     model: &ModelShape,
     index: u32,
@@ -101,7 +100,7 @@ fn common_params(model: &ModelShape, index: u32, part: Part) -> f64 {
     }
 }
 
-/// As [`common_params`] in a tensor split, without the weights `dealt`.
+/// Like [`common_params`] in a tensor split, without the weights `dealt`.
 fn tensor_params(model: &ModelShape, index: u32, part: Part, dealt: f64) -> f64 {
     let all = model.common_params(index) - dealt;
     let c = f64::from(model.width);

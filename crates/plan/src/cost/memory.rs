@@ -50,7 +50,7 @@ pub fn usage(
     }
 }
 
-/// Which ends of the model a stage has.
+/// The ends of the model that a stage has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
     pub first: bool,

@@ -26,7 +26,6 @@ pub struct Costs<'a> {
     pub cluster: &'a Cluster,
     pub network: Network,
     pub model: &'a ModelShape,
-    /// The work that is asked for.
     pub workload: Workload,
     calibration: &'a Calibration,
     speeds: Vec<Speed>,
@@ -135,7 +134,7 @@ impl<'a> Costs<'a> {
         &self.speeds[node]
     }
 
-    /// Which ends of the model `stage` has.
+    /// The ends of the model that `stage` has.
     pub fn ends(&self, stage: &Stage) -> Ends {
         Ends {
             first: stage.layers.start == 0,
@@ -146,8 +145,8 @@ impl<'a> Costs<'a> {
     /// Seconds of one stage for a step.
     ///
     /// # Errors
-    /// [`Error::Placement`] when members have no link; [`Error::MissingFact`] when prompts are
-    /// asked of a node whose arithmetic is not known.
+    /// [`Error::Placement`] when members have no link; [`Error::MissingFact`] for prompts on a node
+    /// whose arithmetic rate is unknown.
     pub fn stage(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
         let mut time = self.stage_here(stage, rows)?;
         if stage.layers.start > 0 {
@@ -161,10 +160,10 @@ impl<'a> Costs<'a> {
         self.calibration.remote_layer(self.engine(node))
     }
 
-    /// As [`stage`](Self::stage) without what distance from the first stage costs.
+    /// Like [`stage`](Self::stage), without the cost of distance from the first stage.
     ///
     /// # Errors
-    /// As [`stage`](Self::stage).
+    /// Those of [`stage`](Self::stage).
     pub fn stage_here(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
         let mut compute: f64 = 0.0;
         let mut last: Option<&Member> = None; // Members of a kind take equally long.
@@ -207,7 +206,7 @@ impl<'a> Costs<'a> {
             seconds += one;
         }
         if self.ends(stage).last {
-            // Of a prompt, only the last row of each sequence has its logits computed.
+            // A prompt's logits are computed for the last row of each sequence only.
             let split = shares_head(stage, self.engine(node));
             let share = if split { member.share } else { 1.0 };
             seconds += kernels::head(self.model, share, rows.sequences, speed);
@@ -313,7 +312,7 @@ impl<'a> Costs<'a> {
         }
         let ends = [pipeline.stages.last(), pipeline.stages.first()];
         if let [Some(last), Some(first)] = ends.map(|s| s.map(Stage::nodes)) {
-            // Without a direct link the token comes back the way it went.
+            // Without a direct link the token returns along the stages.
             time.hops += self.way_back(&last, &first).unwrap_or(time.hops);
         }
         Ok(time)

@@ -1,4 +1,4 @@
-//! How many experts a step touches, and how unevenly ranks are hit.
+//! Expected number of experts that a step touches, and imbalance between ranks.
 
 /// Distinct experts that `rows` tokens touch of `experts`, when each picks `active` different ones
 /// at random: E (1 - (1 - A/E)^rows). Real routers are more uneven, which touches fewer.
@@ -16,7 +16,7 @@ pub fn expected_max(experts: u32, active: u32, ranks: u32) -> f64 {
     busiest((experts, active, 0), ranks)
 }
 
-/// As [`expected_max`] where the last rank also has the `shared` experts of every token.
+/// Like [`expected_max`] where the last rank also has the `shared` experts of every token.
 pub fn busiest((experts, active, shared): (u32, u32, u32), ranks: u32) -> f64 {
     if ranks <= 1 {
         return f64::from(active) + f64::from(shared);
@@ -89,7 +89,7 @@ pub fn imbalance((experts, active, shared): (u32, u32, u32), ranks: u32, rows: f
     let (active_each, shared_each) = (f64::from(active) / each, f64::from(shared));
     let mean = active_each + shared_each / each;
     let one = busiest((experts, active, shared), ranks) / mean;
-    // What the last rank has besides does not fade with rows.
+    // The extra load of the last rank does not fade with rows.
     let last = if ranks > 1 {
         (active_each + shared_each) / mean
     } else {
@@ -141,8 +141,8 @@ mod tests {
         }
     }
 
-    /// Of 16 experts, 8 on each of two ranks, 4 are picked; the second rank has a shared one too.
-    /// Of 1820 choices 70 have none on the first rank, 448 one, 784 two, 448 three and 70 four.
+    /// 16 experts, 8 on each of two ranks, 4 active; the second rank has a shared one too. Among
+    /// the 1820 choices 70 have none on the first rank, 448 one, 784 two, 448 three and 70 four.
     #[test]
     fn a_shared_expert_is_one_more_of_the_last_rank() {
         let expected = (70.0 * 5.0 + 448.0 * 4.0 + 784.0 * 3.0 + 448.0 * 3.0 + 70.0 * 4.0) / 1820.0;
@@ -153,7 +153,7 @@ mod tests {
             (busiest((16, 4, 9), 2) - 11.0).abs() < 1e-9,
             "2 of 4 and the shared ones"
         );
-        // Of many rows the last rank still has 2 + 1 experts of each, where the mean is 2.5.
+        // With many rows the last rank still has 2 + 1 experts of each, where the mean is 2.5.
         assert!((imbalance((16, 4, 1), 2, 1e9) - 1.2).abs() < 1e-9);
     }
 

@@ -26,13 +26,12 @@ pub struct Lines {
 pub struct Axis {
     /// Quantity and unit.
     pub label: &'static str,
-    /// How values are spread.
     pub scale: Scale,
     /// A value as text.
     pub format: fn(f64) -> String,
 }
 
-/// How values are spread over an axis.
+/// Distribution of values over an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
     /// Evenly, from 0 where no value is below.
@@ -85,7 +84,7 @@ impl Range {
         }
     }
 
-    /// Where a value lies, 0 to 1.
+    /// Position of a value on the axis, 0 to 1.
     fn place(&self, value: f64) -> Option<f64> {
         Some((even(self.scale, value)? - self.low) / (self.high - self.low))
     }

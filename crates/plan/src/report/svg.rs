@@ -7,7 +7,7 @@ use super::or_dash;
 
 /// The picture as SVG text.
 pub(super) fn bars(model: &str, rows: &[Row]) -> String {
-    // One request at a time gets all there is: a bar for both.
+    // Latency of one request equals throughput: one bar for both.
     let same = |row: &Row| {
         let said = row.found.as_ref().map(|found| &found.prediction);
         said.is_ok_and(|said| said.decode_tok_s == said.throughput_tok_s)

@@ -1,4 +1,4 @@
-//! Nodes that cannot be told apart.
+//! Classes of equivalent nodes.
 //!
 //! Two nodes are of one class when exchanging them changes nothing: same facts, same links to every
 //! other node. Placements that differ only by such an exchange are the same. So the solver counts
@@ -13,7 +13,7 @@ pub(crate) struct Classes {
     pub(crate) members: Vec<Vec<usize>>,
 }
 
-/// How many nodes of each class.
+/// Number of nodes of each class.
 pub(crate) type Counts = Vec<u8>;
 
 impl Classes {
@@ -31,7 +31,6 @@ impl Classes {
         Self { members }
     }
 
-    /// How many there are of each.
     pub(crate) fn totals(&self) -> Counts {
         let count = |class: &Vec<usize>| u8::try_from(class.len()).unwrap_or(u8::MAX);
         self.members.iter().map(count).collect()

@@ -14,7 +14,6 @@ use crate::{Attention, Error, ModelShape};
 pub(crate) struct Group {
     /// Nodes, the first speaks for the group.
     pub(crate) nodes: Vec<usize>,
-    /// How they split layers.
     pub(crate) split: Split,
     /// Whether the prompt is in `request`.
     pub(crate) prompt: bool,
@@ -185,7 +184,7 @@ pub(crate) fn holds_all(costs: &Costs<'_>) -> bool {
     splits(costs, nodes.len()).into_iter().any(held)
 }
 
-/// How `n` nodes can split a layer of the model.
+/// The splits of a layer of the model that `n` nodes support.
 pub(crate) fn splits(costs: &Costs<'_>, n: usize) -> Vec<Split> {
     if n == 1 {
         return vec![Split::Whole];

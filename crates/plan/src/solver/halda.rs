@@ -68,7 +68,7 @@ pub struct Answer {
     pub k: u32,
     /// Layers per round and device.
     pub w: Vec<u32>,
-    /// Of these, on the GPU.
+    /// Layers on the GPU, among those of `w`.
     pub n: Vec<u32>,
     /// Seconds per token, as distilp counts them.
     pub objective: f64,

@@ -91,7 +91,7 @@ fn selected<'g>(costs: &Costs<'_>, classes: &'g [Vec<Group>]) -> Vec<&'g Group> 
         .or_else(|| select_greedy(&kinds, n_layers));
     let counts = chosen.unwrap_or_default();
     let take = counts.iter().zip(classes).flat_map(|(&(n, _), groups)| {
-        // One more than is needed for the layers: ends of the model need room too.
+        // One more than the layers need: ends of the model need room too.
         groups.iter().take(n as usize + usize::from(n > 0))
     });
     take.collect()

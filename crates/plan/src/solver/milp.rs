@@ -1,9 +1,8 @@
 //! Integer programs, solved through good_lp.
 //!
-//! Two questions are asked this way. The first is how many nodes of each kind to use when there are
-//! too many for the exact programme. The second is which layers to stream from disk. Each has a
-//! fixed answer to fall back on when the solver runs out of time, so that the same input gives the
-//! same plan.
+//! Two problems are solved this way: how many nodes of each kind to use when there are too many for
+//! the exact programme, and which layers to stream from disk. Each has a fixed fallback for when
+//! the solver runs out of time, so that the same input gives the same plan.
 
 use good_lp::{Expression, Solution, SolverModel, Variable, constraint, variable, variables};
 
@@ -17,10 +16,9 @@ const SECONDS: f64 = 2.0;
 /// and ten times HiGHS's tolerance on reduced costs, 1e-7.
 const TIE: f64 = 1e-6;
 
-/// Nodes that cannot be told apart, as the selection sees them.
+/// Equivalent nodes in the selection.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Kind {
-    /// How many there are.
     pub count: u32,
     /// Layers that one of them can hold.
     pub layers: u32,
@@ -28,8 +26,8 @@ pub struct Kind {
     pub seconds: f64,
 }
 
-/// How many nodes of each kind to use, and how many layers they get together. The sum of layers'
-/// seconds, and a hop per node after the first, is least.
+/// The number of nodes of each kind to use, and of the layers that they get together. Minimises the
+/// sum of layers' seconds, and a hop per node after the first:
 ///
 /// minimise sum_c (t_c X_c + h n_c) subject to sum X = L, n_c <= X_c <= cap_c n_c, n_c <= count_c.
 ///
@@ -103,7 +101,7 @@ pub struct Streamer {
 pub struct Streamed {
     /// All that it computes.
     pub layers: u32,
-    /// Of these, kept in memory.
+    /// Layers kept in memory, among `layers`.
     pub resident: u32,
 }
 
@@ -143,7 +141,7 @@ pub fn stream(
             ]
         })
         .collect();
-    // Where a disk keeps up with everything else, memory is still to be preferred.
+    // Prefer memory where a disk keeps up with everything else.
     let streamed: Expression = columns.iter().map(|v| TIE * (v[0] - v[1])).sum();
     let mut program = integer_program(vars.minimise(time + streamed), SECONDS);
     let total: Expression = columns.iter().map(|v| Expression::from(v[0])).sum();

@@ -1,12 +1,12 @@
 //! Chooses a placement.
 //!
-//! 1. Nodes that cannot be told apart are counted, not named ([`classes`]).
+//! 1. Equivalent nodes are counted, not named ([`classes`]).
 //! 2. Candidate groups are costed for every range of layers ([`groups`]): one node, or several that
 //!    split tensors or experts.
 //! 3. Small clusters: every sequence of groups and every cut ([`exact`]). Large ones: an integer
-//!    program says how many nodes of each kind are worth their hops ([`milp`]). A dynamic programme
-//!    then cuts the layers for a few fixed orders ([`ordered`]).
-//! 4. Replicas, and prompts on other nodes, are tried on top.
+//!    program chooses how many nodes of each kind are worth their hops ([`milp`]). A dynamic
+//!    programme then cuts the layers for a few fixed orders ([`ordered`]).
+//! 4. Replicas, and disaggregated prefill, are tried on top.
 //! 5. Every candidate is predicted in full; the objective chooses. Fewer nodes win ties.
 
 mod classes;

@@ -1,4 +1,4 @@
-//! Groups in a given order: which of them to use and where to cut, by dynamic programme.
+//! Dynamic programme over groups in a given order: which groups to use and where to cut.
 //!
 //! `f[g][l]`: least cost of layers `0..l` with group g last; any earlier group may come before it.
 //! Exact for the order, G^2 L^2 / 4 steps; with one hop cost for all pairs, G L^2 / 2.

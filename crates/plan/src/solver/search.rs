@@ -1,4 +1,4 @@
-//! Which candidates are made, and which is taken.
+//! Generates candidates and selects the best.
 
 use super::classes::{Classes, Counts};
 use super::exact::{self, Combine, Found, GroupType};
@@ -78,14 +78,14 @@ const EXACT_WORK: f64 = 3e8;
 /// Sets of nodes that may be groups: as many as the work limit lets through for any model.
 const MOST_SETS: f64 = 4096.0;
 
-/// How many placements of each dynamic programme are predicted in full.
+/// Placements of each dynamic programme that are predicted in full.
 const PREDICTED: usize = 48;
 
 /// The best placement for the objective.
 ///
 /// # Errors
-/// [`Error::Infeasible`] with the smallest changes; [`Error::MissingFact`] when energy is asked for
-/// and no watts are known.
+/// [`Error::Infeasible`] with the smallest changes; [`Error::MissingFact`] for energy without known
+/// watts.
 pub fn solve(costs: &Costs<'_>, options: &Options) -> Result<Outcome, Error> {
     let classes = Classes::of(costs.cluster, &costs.network);
     let mut search = Search {
@@ -335,7 +335,7 @@ impl Search<'_, '_> {
     }
 }
 
-/// How many kinds of groups are looked at.
+/// Range of groups to search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Level {
     /// Every set of nodes.
@@ -349,7 +349,7 @@ enum Level {
 }
 
 impl Level {
-    /// Where sets are too many, only alike nodes form groups.
+    /// With too many sets, only nodes of one class form groups.
     fn widest(limit: &[u8]) -> Self {
         if states(limit) <= MOST_SETS {
             Self::All
@@ -366,7 +366,7 @@ impl Level {
         }
     }
 
-    /// How many nodes of each class the groups of this level have.
+    /// Numbers of nodes of each class in the groups of this level.
     fn counts(self, limit: &[u8]) -> Vec<Counts> {
         let zero = vec![0; limit.len()];
         let alike = |wanted: &dyn Fn(u8) -> bool| {

@@ -8,7 +8,7 @@ use crate::placement::{Pipeline, Placement, Stage};
 use crate::predict::{Prediction, predict};
 use crate::{Error, Network};
 
-/// The most nodes that the program is asked about: it has four variables for each.
+/// Most nodes for the integer program: it has four variables for each.
 const NODES: usize = 16;
 
 /// The best pipeline over single nodes when nodes with a known disk rate may stream layers: the

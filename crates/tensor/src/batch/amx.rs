@@ -1,8 +1,8 @@
 //! AMX: eight tile registers of 16 rows of 64 bytes, and a product of two of them.
 //!
-//! The intrinsics are not stable in Rust 1.95, so instructions are written as text. The system must
-//! be asked for the registers' space once per process. A machine may have the registers, give them
-//! and then compute something else than AVX-512: it is not used ([`state`]).
+//! The intrinsics are not stable in Rust 1.95, so instructions are written as assembly. A process
+//! must request permission for the registers once. Some machines grant it and then compute wrong
+//! products: AMX is not used there ([`state`]).
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -16,7 +16,7 @@ use crate::batch::rows::TILE_ROWS;
 pub enum AmxState {
     /// The CPU lacks AMX for bytes, or the system does not keep its registers.
     Absent,
-    /// The system was asked and refused.
+    /// The system refused the permission.
     Refused,
     /// It gave other bits than AVX-512 in a test at the start, and is not used.
     Wrong,
@@ -24,8 +24,8 @@ pub enum AmxState {
     Ready,
 }
 
-/// State of AMX on this machine. The first call asks the system and runs `is_right`, which compares
-/// products; later ones remember.
+/// State of AMX on this machine. The first call requests permission and runs `is_right`, which
+/// compares products; later calls return the same.
 pub(crate) fn state(is_right: fn() -> bool) -> AmxState {
     static STATE: OnceLock<AmxState> = OnceLock::new();
     *STATE.get_or_init(|| match () {
@@ -90,7 +90,7 @@ struct Configuration {
 const _: () = assert!(size_of::<Configuration>() == 64);
 
 impl Configuration {
-    /// Whole tiles, all eight.
+    /// Configuration of all eight tiles at full size.
     const fn new() -> Self {
         let mut this = Self {
             palette: 1,
@@ -185,7 +185,7 @@ mod tests {
     /// Never run: its bytes are read. Ends with a return, as every function.
     #[inline(never)]
     unsafe extern "C" fn all(pointer: *const u8, stride: usize) {
-        // SAFETY: nobody calls this.
+        // SAFETY: never called.
         unsafe {
             let mut tiles = Amx;
             asm!("/* {0} {1} */", in(reg) pointer, in(reg) stride);

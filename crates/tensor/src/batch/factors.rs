@@ -10,7 +10,7 @@ use crate::quantised::joined;
 #[repr(C, align(64))]
 pub(crate) struct Factors {
     scales: [[i32; LANES]; 2],
-    /// Where the type has a min.
+    /// Only for types with a min.
     mins: [[i32; LANES]; 2],
     step: [f32; LANES],
 }

@@ -17,7 +17,7 @@ use crate::memory::{HugeMap, Placed};
 use crate::quantised::Rounding;
 use crate::quantised::{CHUNK, Meta, Precision, View};
 
-/// How the integers of a row lie in memory.
+/// Memory layout of a row's integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     /// The high bytes of a row, those of all rows, then the low ones.
@@ -25,9 +25,9 @@ pub(crate) enum Form {
     /// In one i16 each. Of every four columns the middle two change places, as [`Words::widen`]
     /// gives weights.
     Words,
-    /// As tiles of 16 rows of 64 bytes. Of each 64 columns of a span come their high bytes, row by
-    /// row, then their low bytes, of `256 high + low`, both signed. Then come the next 64. Where a
-    /// span ends before a tile does there are zeros.
+    /// Tiles of 16 rows of 64 bytes. For each 64 columns of a span: their high bytes, row by row,
+    /// then their low bytes, of `256 high + low`, both signed. Zeros fill the tile at the end of a
+    /// span.
     Tiles,
     /// The same of rows of 8 bits, which have one byte.
     SmallTiles,
@@ -106,7 +106,7 @@ pub(crate) struct PanelRows {
     q: HugeMap,
     /// `(most rows, stride / 32)`, but not of tiles.
     meta: Placed<Meta>,
-    /// Of tiles: `(most rows / 16, spans, 16)`.
+    /// For tiles: `(most rows / 16, spans, 16)`.
     scales: Placed<f32>,
 }
 

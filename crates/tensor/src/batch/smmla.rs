@@ -16,8 +16,8 @@ pub(crate) struct Smmla {
 }
 
 impl Smmla {
-    /// Multiplies `columns` columns of both rows with the 16 rows of weights. High and low products
-    /// come as `[row 0: n, n + 1; row 1: n, n + 1]`, for every two weight rows.
+    /// Multiplies `columns` columns of both rows with the 16 rows of weights. Returns high and low
+    /// products as `[row 0: n, n + 1; row 1: n, n + 1]`, for every two weight rows.
     #[inline(always)]
     unsafe fn products(&self, x: Rows, quads: *const u8, columns: usize) -> [[int32x4_t; 8]; 2] {
         let second = if self.rows == 2 { x.stride } else { 0 };

@@ -75,7 +75,7 @@ pub(crate) unsafe fn unpack<S: BytePlanes, F: Format>(args: Unpack) {
                     out.add(steps_at(F::S::WIDE)).cast(),
                     F::S::step::<S>(header),
                 );
-                // What is not another chunk's is zeros.
+                // The span's last tile has no second chunk: zeros.
                 if (c + 1) % args.span == 0 || c + 1 == args.chunks {
                     for plane in 0..2 + usize::from(F::S::WIDE) {
                         let rest = out.add(plane * TILE_BYTES + TILE_BYTES / 2);
@@ -140,7 +140,7 @@ unsafe fn unpack_planes<S: BytePlanes, F: Format>(
     }
 }
 
-/// Takes the registers for products of panels: once for many of them, since the first product
+/// Configures the registers for products of panels: once for many of them, since the first product
 /// behind a configuration waits for it.
 ///
 /// # Safety
@@ -488,7 +488,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         }
     }
 
-    /// As [`step`](Self::step) with weights of three bytes, and so with two products into the
+    /// Like [`step`](Self::step) with weights of three bytes, and so with two products into the
     /// second and the third tile, far enough apart.
     #[inline(always)]
     unsafe fn wide_step<const K: usize, const STORE: bool>(&mut self, turn: Turn) {

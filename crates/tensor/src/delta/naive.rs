@@ -12,7 +12,7 @@ pub struct Row<'a> {
     pub key: &'a [f32],
     /// `(value_dim,)`
     pub value: &'a [f32],
-    /// How much of the difference is taken in, 0 to 1.
+    /// Share of the difference that enters the state, 0 to 1.
     pub step: f32,
     /// Logarithm of the state's decay, 0 or less.
     pub decay: f32,

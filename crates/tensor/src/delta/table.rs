@@ -1,6 +1,6 @@
 //! The kernels of gated delta nets, compiled once per instruction set.
 //!
-//! They stand apart from [`crate::dispatch`], whose modules take minutes to compile.
+//! They are not in [`crate::dispatch`], whose modules take minutes to compile.
 
 use super::{Chains, accumulate, taps};
 use crate::InstructionSet;
@@ -68,7 +68,7 @@ pub(crate) fn table(set: InstructionSet) -> &'static Table {
         InstructionSet::Avx2 | InstructionSet::AvxVnni => &avx2::TABLE,
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx512Vnni => &avx512::TABLE,
-        // Emulated tiles stand on no instructions at all.
+        // Emulated tiles need no instruction set.
         #[cfg(target_arch = "x86_64")]
         InstructionSet::AmxInt8 if InstructionSet::Avx512Vnni.table().is_some() => &avx512::TABLE,
         #[cfg(target_arch = "aarch64")]

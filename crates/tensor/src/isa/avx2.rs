@@ -13,8 +13,8 @@ use std::marker::PhantomData;
 use super::{Isa, Words};
 use dots::{Dots, MultiplyAdd, Vnni};
 
-/// [`Isa::prefetch_ahead`] of x86. As text: it stays where it stands, between the steps of a
-/// product; the compiler gathers those of the intrinsic.
+/// [`Isa::prefetch_ahead`] of x86. Assembly stays in place between the steps of a product; the
+/// compiler moves the intrinsic's prefetches together.
 #[inline(always)]
 pub(super) unsafe fn ask_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
     unsafe {
@@ -79,7 +79,7 @@ unsafe fn spread32(bits: u32) -> __m256i {
 unsafe fn raised_bytes(p: *const u8) -> I {
     unsafe {
         let bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
-        // Of each four bytes the first and third are cleared.
+        // Clears the first and third of each four bytes.
         let first = _mm256_setr_epi32(
             0x0080_0080,
             0x0180_0180,
@@ -244,8 +244,8 @@ impl<D: Dots> Isa for Ymm<D> {
         (most, halves): (i32, bool),
         factors: [I; 2],
     ) -> I {
-        // Of a pair of quads the products of two columns each; as many pairs of at most
-        // 4 * 127 * most as 16 bits hold are added there.
+        // A 16-bit lane has the products of two columns of a pair of quads. It holds the sum of as
+        // many pairs of at most 4 * 127 * most as fit into 16 bits.
         let holds = |pairs: i32| pairs * 4 * 127 * most <= i32::from(i16::MAX);
         assert!(holds(1), "at most {most}");
         let [a, b, c, d] = unsafe {

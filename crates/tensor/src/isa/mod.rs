@@ -143,8 +143,8 @@ pub(crate) trait Isa: Copy {
         }
         acc
     }
-    /// Takes `offset` times each factor times its sum off each lane. Factors are signed bytes, sums
-    /// have 12 bits, and `offset` is at most 32.
+    /// Subtracts `offset` times each factor times its sum from each lane. Factors are signed bytes,
+    /// sums have 12 bits, and `offset` is at most 32.
     #[inline(always)]
     unsafe fn less_offset(
         mut acc: Self::I,
@@ -169,8 +169,8 @@ pub(crate) trait Isa: Copy {
         // SAFETY: register arithmetic.
         unsafe { Self::shl4(Self::crumb::<INDEX>(w)) }
     }
-    /// As [`dot_unsigned`](Self::dot_unsigned) for signed bytes, **plus** `SIGNED_BIAS` times the
-    /// sum of the four bytes at `x`, which must lie in -127..=127. The caller takes the bias off
+    /// Like [`dot_unsigned`](Self::dot_unsigned) for signed bytes, **plus** `SIGNED_BIAS` times the
+    /// sum of the four bytes at `x`, which must lie in -127..=127. The caller subtracts the bias
     /// once per chunk.
     unsafe fn dot_signed(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
     /// See [`dot_signed`](Self::dot_signed): 128 where the instruction wants unsigned weights.
@@ -339,7 +339,7 @@ pub(crate) trait Bytes: Isa {
     }
 }
 
-/// How two columns of BF16 weights are multiplied with two activations in bf16.
+/// Multiplication of two columns of BF16 weights with two activations in bf16.
 pub(crate) trait Pairs<S: Isa>: Copy {
     /// Two columns of 16 rows.
     type Weights: Copy;

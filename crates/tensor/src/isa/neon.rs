@@ -389,8 +389,8 @@ impl Bytes for Neon {
         each!(vsubq_u8, w, offset)
     }
 
-    /// For `smmla`, which takes eight columns of two rows. Of quads `2 p` and `2 p + 1` come, row
-    /// by row, the four columns of the one and the four of the other.
+    /// Operand order for `smmla`, which takes eight columns of two rows: row by row, the four
+    /// columns of quad `2 p` and the four of quad `2 p + 1`.
     #[inline(always)]
     unsafe fn arranged(quads: [W; 8]) -> [W; 8] {
         let zip = |a: uint8x16_t, b: uint8x16_t| unsafe {

@@ -27,9 +27,9 @@ use crate::pool::DisjointMut;
 /// cache.
 const QUERIES: usize = 24;
 
-/// As [`QUERIES`], where values are turned out of a page's keys first. That is 64 x 512 elements of
-/// GLM 4.7 Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their
-/// results (2 x 2 KiB each) stay in a second-level cache of 1 MiB.
+/// [`QUERIES`] for pages whose values are transposed from the keys first. That is 64 x 512 elements
+/// of GLM 4.7 Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their
+/// results (2 x 2 KiB each) stay in an L2 of 1 MiB.
 const LATENT_QUERIES: usize = 72;
 
 /// A sequence's share of an attention step: rows of the batch, behind those of the sequence before
@@ -68,7 +68,7 @@ pub struct Attention<'a> {
     /// Query heads of the first KV head that come before those of this step. A rank of a tensor
     /// split may start and end within a group.
     pub skipped: usize,
-    /// How many positions a query sees, itself included; `None` for all.
+    /// Positions that a query attends to, itself included; `None` for all.
     pub window: Option<usize>,
     /// `(heads,)`: a score of each head that takes part in its softmax and has no value.
     pub sinks: Option<&'a [f32]>,
@@ -81,7 +81,7 @@ pub struct Attention<'a> {
 /// Working memory for [`Kernels::attention`].
 #[derive(Debug)]
 pub struct AttentionScratch {
-    /// Of a step that is cut by page, for each (row, head, page).
+    /// Partial results of a step that is cut by page, for each (row, head, page).
     partials: Vec<f32>,
     /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer. Behind them
     /// lie the values of a page, where these are part of the keys.
@@ -300,7 +300,7 @@ impl Task<'_> {
         }
     }
 
-    /// Takes some queries through all pages that they see.
+    /// Computes some queries over all pages that they attend to.
     fn tile(&self, tile: &Tile<'_>, running: &mut [f32]) {
         let (plan, window) = (self.plan, self.step.window);
         let (running, mut values) = PageValues::at_end(running, plan.value_dim);
@@ -434,7 +434,7 @@ impl Parts<'_> {
 /// Up to [`Plan::queries`] queries of one sequence and KV head.
 struct Tile<'a> {
     sequence: AttentionRows<'a>,
-    /// Of the first row.
+    /// Position of the first row.
     position: usize,
     /// In the batch.
     rows: Range<usize>,
@@ -487,7 +487,7 @@ impl Queries {
     }
 }
 
-/// How an attention step is cut into tasks.
+/// Division of an attention step into tasks.
 #[derive(Debug)]
 struct Plan {
     rows: usize,
@@ -536,7 +536,7 @@ impl Plan {
         let fits = rows * step.heads * max_pages * partial <= scratch;
         let wanted = TASKS_PER_THREAD * threads;
         let by_page = fits && threads > 1 && rows * shape.heads < wanted && max_pages > 1;
-        // Pages in a row follow each other in a task, which asks for the next ahead.
+        // Consecutive pages are in one task, which prefetches the next.
         let runs = wanted.div_ceil(rows * shape.heads);
         Self {
             rows,

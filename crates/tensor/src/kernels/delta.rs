@@ -65,8 +65,8 @@ impl<'a> DeltaStep<'a> {
 }
 
 impl Kernels {
-    /// Takes the rows of a step in and reads them; `mixed` is `(rows, 2 K D + H E)` of working
-    /// memory, `out` `(rows, H E)`.
+    /// Adds the rows of a step to the state and reads them; `mixed` is `(rows, 2 K D + H E)` of
+    /// working memory, `out` `(rows, H E)`.
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.
@@ -169,7 +169,7 @@ impl Kernels {
             for (input, channel, n) in step.inputs(writer.delta()) {
                 let row = match t.checked_sub(back).filter(|row| *row >= first) {
                     Some(row) => &input[row * n..(row + 1) * n],
-                    // SAFETY: a position before those of this step, which nobody writes.
+                    // SAFETY: a position before those of this step; no thread writes it.
                     None => unsafe {
                         let page = sequence.page(at / PAGE);
                         &writer.delta_inputs(page, at % PAGE)[channel..channel + n]
@@ -419,7 +419,7 @@ struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// Takes the rows in and reads them, in order.
+    /// Adds the rows to the state and reads them, in order.
     fn compute(&self) {
         let (head, end) = (self.head, self.slot + self.n);
         let mut scores: Scores = [[[0.0; PAGE]; ROWS]; 2];

@@ -38,7 +38,7 @@ impl<'a> HeadRows<'a> {
     }
 }
 
-/// How the state of a head comes from rows, and what a query reads. Results must depend on the
+/// Update of a head's state from rows, and its result for a query. Results must depend on the
 /// arguments alone, to the bit.
 pub trait Recurrence: fmt::Debug + Send + Sync {
     /// Names it: two of one name are the same.
@@ -47,7 +47,7 @@ pub trait Recurrence: fmt::Debug + Send + Sync {
     /// Elements of a head's state; it begins as zeros.
     fn state_len(&self, head_dim: usize, value_dim: usize) -> usize;
 
-    /// Takes the [`PAGE`] rows of a full page into `state`.
+    /// Adds the [`PAGE`] rows of a full page to `state`.
     fn advance(&self, state: &mut [f32], rows: HeadRows<'_>);
 
     /// The value that `query` `(head_dim,)` reads from the state and from the page's `rows` up to
@@ -63,7 +63,7 @@ pub struct Recurrent<'a> {
     pub recurrence: &'a dyn Recurrence,
     /// Layer in the cache.
     pub layer: usize,
-    /// As in [`Attention`](super::Attention).
+    /// See [`Attention`](super::Attention).
     pub heads: usize,
     /// Query heads to a KV head.
     pub group: usize,
@@ -154,7 +154,7 @@ impl Recurrent<'_> {
             return;
         };
         let shape = writer.states();
-        // SAFETY: a full page, which nobody writes; it is another one than that of `state`.
+        // SAFETY: a full page, which no thread writes; it is another one than that of `state`.
         let page = unsafe { writer.state_before(sequence.page(before), head) };
         let (from, rows) = page.split_at(shape.padded());
         let (keys, values) = rows.split_at(PAGE * shape.head_dim);

@@ -1,5 +1,5 @@
-//! Do two instruction sets give the same bits? Asked once, of a set that nobody here has a
-//! machine to run the tests on.
+//! Compares the bits of two instruction sets. Runs once, for a set whose machines we lack for
+//! tests.
 
 use paceline_base::BlockType;
 

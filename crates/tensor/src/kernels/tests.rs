@@ -154,7 +154,7 @@ fn compare_product(
 
 #[test]
 fn products_equal_naive() {
-    // So wide that rows are taken in several blocks, and with the most leaves that a model has.
+    // Wide enough for several blocks of rows, and with the most leaves that a model has.
     check_product(BlockType::Q4_0, 16, 8192, 128, 3.0);
     for (rows, cols) in [(1, 32), (16, 64), (17, 96), (35, 256), (48, 576), (20, 768)] {
         for block_type in types_for(cols) {
@@ -165,10 +165,9 @@ fn products_equal_naive() {
     }
 }
 
-/// The largest products there are, where sums come nearest to what f32 has exactly. For Q6_K,
-/// weights at either end are multiplied by scales of either end (and of the one whose parts are
-/// largest). Q4_0 and Q5_0 are taken at their ends too, since sums of pairs of theirs have just
-/// room in 16 bits.
+/// The largest products, where sums come nearest to the exact range of f32. For Q6_K, extreme
+/// weights are multiplied by extreme scales (and by the one whose parts are largest). Q4_0 and Q5_0
+/// are tested at their ends too, since sums of pairs of theirs barely fit into 16 bits.
 #[test]
 fn the_largest_products_equal_naive() {
     let d = half::f16::ONE.to_le_bytes();

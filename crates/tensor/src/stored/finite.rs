@@ -1,4 +1,4 @@
-//! Whether weights are numbers, told by the scales of their blocks alone.
+//! Detection of weights that are infinite or NaN, from the scales of their blocks alone.
 
 use half::{bf16, f16};
 use paceline_base::BlockType;
@@ -39,8 +39,8 @@ pub fn not_finite(block_type: BlockType, bytes: &[u8]) -> Option<f32> {
             let value = bf16::from_le_bytes(half(block, 0)).to_f32();
             (!value.is_finite()).then_some(value)
         }),
-        // Of its powers of two, that of 255 is NaN by its definition and infinite by llama.cpp's;
-        // 6, its largest number, is infinite from 2^126 on.
+        // The exponent 255 is NaN by the format's definition and infinite by llama.cpp's; 6, the
+        // largest number, is infinite from 2^126 on.
         BlockType::MXFP4 | BlockType::MXFP4_SPLIT => {
             let largest = blocks.map(|block| block[0]).max()?;
             match largest {
@@ -53,7 +53,7 @@ pub fn not_finite(block_type: BlockType, bytes: &[u8]) -> Option<f32> {
     }
 }
 
-/// Where the halves of a block lie.
+/// Byte offsets of a block's f16 values.
 const fn places(block_type: BlockType) -> &'static [usize] {
     match block_type {
         BlockType::F16
@@ -77,7 +77,7 @@ mod tests {
     use super::super::random::random_row;
     use super::*;
 
-    /// Blocks of random bits: what the scales tell is what the weights are.
+    /// Blocks of random bits: the scales predict whether weights are finite.
     #[test]
     fn scales_tell_of_weights() {
         let mut bad = 0;

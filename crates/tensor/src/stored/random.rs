@@ -46,8 +46,8 @@ pub fn random_row(block_type: BlockType, cols: usize, seed: u64) -> Vec<u8> {
     row
 }
 
-/// Where the halves of a block are, as `(byte, value in units of the block's scale)`. The second
-/// one, where there is one, moves the mean of the weights to about zero.
+/// The f16 values of a block, as `(byte, value in units of the block's scale)`. The second one,
+/// where there is one, moves the mean of the weights to about zero.
 pub(super) const fn halves(block_type: BlockType) -> &'static [(usize, f32)] {
     match block_type {
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => &[],

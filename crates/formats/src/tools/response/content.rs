@@ -26,10 +26,10 @@ pub(super) enum Content {
     Lines(Lines),
 }
 
-/// How far JSON may be from the standard.
+/// Allowed deviations from standard JSON.
 #[derive(Debug)]
 pub(super) struct Dialect {
-    /// Keys without quotes: what comes before a key, and the key.
+    /// Keys without quotes: matches the text before a key, and the key.
     bare_keys: Option<Regex>,
     /// Texts that quote strings instead of `"`: the opening and the closing one.
     quotes: Vec<(String, String)>,
@@ -284,7 +284,7 @@ impl Placeholders {
         Some(Self(scope))
     }
 
-    /// `transform` with values instead of placeholders; `None` for one that stands for nothing.
+    /// `transform` with values instead of placeholders; `None` for one without a value.
     pub(super) fn fill(&self, transform: &Json) -> Option<Json> {
         match transform {
             Json::Object(map) => {

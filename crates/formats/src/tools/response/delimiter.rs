@@ -27,7 +27,7 @@ pub(super) enum Delimiter {
 pub(super) struct Pattern {
     /// For captures and whole texts.
     regex: Regex,
-    /// Tells at which byte a match is certain, which [`Regex`] does not.
+    /// Reports the byte at which a match is certain, which [`Regex`] does not.
     dfa: Arc<DFA>,
 }
 
@@ -104,7 +104,7 @@ impl Delimiter {
             .collect()
     }
 
-    /// Where the last one in a whole text ends.
+    /// End of the last match in a whole text.
     pub(super) fn last_end(&self, text: &str) -> Option<usize> {
         match self {
             Self::Texts(texts) => {
@@ -119,8 +119,8 @@ impl Delimiter {
 }
 
 impl Pattern {
-    /// The first of `places` at which it matches or may come to. Of matches at one place, that
-    /// which a backtracking engine would take.
+    /// The first of `places` with a match, or with a possible one. Of matches at one place, the one
+    /// of a backtracking engine.
     ///
     /// Cost: the text from each place to where no match can begin there, a byte or two mostly.
     fn find(
@@ -132,7 +132,7 @@ impl Pattern {
     ) -> Seen {
         for start in places {
             match self.match_at(text, start, is_ended, cache) {
-                // One of no length separates nothing.
+                // An empty match separates nothing.
                 Verdict::Match(end) if end > start => return Seen::At { start, end },
                 Verdict::Open => return Seen::NotBefore(start),
                 Verdict::Match(_) | Verdict::None => {}
@@ -142,13 +142,13 @@ impl Pattern {
     }
 
     fn match_at(&self, text: &str, start: usize, is_ended: bool, cache: &mut Cache) -> Verdict {
-        // The automaton gives up only where its memory is not enough for one state.
+        // The automaton fails only where its memory is not enough for one state.
         self.walk(text, start, is_ended, cache)
             .unwrap_or(Verdict::None)
     }
 
-    /// Runs the automaton from `start`. It tells a match one byte late, and dies when nothing that
-    /// follows can change the match, at the latest with the byte after that.
+    /// Runs the automaton from `start`. It reports a match one byte late, and dies when no further
+    /// text can change the match, at the latest with the byte after that.
     fn walk(&self, text: &str, start: usize, is_ended: bool, cache: &mut Cache) -> Option<Verdict> {
         let search = Search::new(text).range(start..).anchored(Anchored::Yes);
         let mut state = self.dfa.start_state_forward(cache, &search).ok()?;

@@ -40,8 +40,8 @@ struct Hit {
 }
 
 impl Regions {
-    /// For the answer to a prompt that ends with the text `prompt`. Also gives the end of the
-    /// prompt that is not read yet, which comes before the answer.
+    /// A parser for the response to a prompt that ends with the text `prompt`. Also returns the
+    /// unparsed end of the prompt, which precedes the response.
     pub(in crate::tools) fn new(
         template: Arc<ResponseTemplate>,
         prompt: &str,
@@ -117,7 +117,7 @@ impl Regions {
                 }
             }
         }
-        // One that may begin earlier, or at the same place, may turn out to be the first.
+        // A match that may begin earlier, or at the same place, may become the first.
         (first.filter(|hit| hit.start < clear), clear)
     }
 
@@ -141,12 +141,12 @@ impl Regions {
         self.field().map(|field| field.kind)
     }
 
-    /// Whether white space at the front of what comes is dropped.
+    /// Whether white space at the front of the next text is dropped.
     pub(in crate::tools) fn strips(&self) -> bool {
         self.field().is_none_or(|field| field.content.strips())
     }
 
-    /// Takes in text of the region, or between regions. Text that no field has is dropped.
+    /// Emits text of the region, or between regions. Text without a field is dropped.
     fn pass(&mut self, text: &str, emitter: &mut Emitter) {
         match self.kind() {
             Some(Kind::Text) => emitter.text(text),
@@ -159,7 +159,7 @@ impl Regions {
     /// Goes over a delimiter.
     fn cross(&mut self, hit: Hit, input: &mut Input, emitter: &mut Emitter) {
         let captures = match &self.template.fields[hit.field].open {
-            // What comes before it was read.
+            // The text before it was parsed.
             Some(open) if hit.is_open => open.captures(input.rest(), 0),
             _ => BTreeMap::new(),
         };
@@ -238,7 +238,7 @@ impl Regions {
         }
     }
 
-    /// Tells the calls of a region with this text, which stood between these delimiters.
+    /// Emits the calls of a region with this text between these delimiters.
     fn end_calls(&mut self, field: usize, text: &str, around: &[&str; 2], emitter: &mut Emitter) {
         let whole = || [around[0], text, around[1]].concat();
         if !self.has_tools {

@@ -1,4 +1,4 @@
-//! Templates that models could come with, and answers by them.
+//! Response templates, and responses parsed by them.
 
 use proptest::prelude::*;
 use serde_json::json;

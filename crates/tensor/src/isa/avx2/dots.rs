@@ -9,15 +9,15 @@ use std::arch::x86_64::*;
 
 /// Dot products of integers, added to lanes of 32 bits. `x` of bytes lie in -127..=127.
 pub(crate) trait Dots: Copy {
-    /// As that of `Isa`.
+    /// See `Isa`.
     const SIGNED_BIAS: i32;
-    /// As that of `Words`.
+    /// See `Words`.
     const ROLLED: bool;
-    /// As that of `Isa`.
+    /// See `Isa`.
     const FOURS: bool = false;
-    /// Of four unsigned bytes of at most 127 with four signed ones.
+    /// Dot product of four unsigned bytes of at most 127 with four signed ones.
     unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i;
-    /// Of four registers of them, of bytes of at most `most`.
+    /// [`unsigned`](Self::unsigned) for four registers, of bytes of at most `most`.
     #[inline(always)]
     unsafe fn fours(acc: __m256i, w: [__m256i; 4], x: [__m256i; 4], _most: i32) -> __m256i {
         unsafe {
@@ -25,9 +25,9 @@ pub(crate) trait Dots: Copy {
             Self::unsigned(Self::unsigned(acc, w[2], x[2]), w[3], x[3])
         }
     }
-    /// Of four signed bytes with four signed ones, and the bias.
+    /// Dot product of four signed bytes with four signed ones, plus the bias.
     unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i;
-    /// Of two signed words.
+    /// Dot product of two signed words with two.
     unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i;
 }
 
@@ -47,7 +47,7 @@ impl Dots for MultiplyAdd {
     }
     #[inline(always)]
     unsafe fn fours(acc: __m256i, w: [__m256i; 4], x: [__m256i; 4], most: i32) -> __m256i {
-        // As many pairs of at most 2 * 127 * most as 16 bits hold are added there.
+        // Sums as many pairs of at most 2 * 127 * most as fit into 16 bits.
         unsafe {
             let first = _mm256_maddubs_epi16(w[0], x[0]);
             let first = _mm256_add_epi16(first, _mm256_maddubs_epi16(w[1], x[1]));
