@@ -17,16 +17,17 @@ use crate::field::clip;
 use crate::keys::Watched;
 use crate::rejection::Rejection;
 
-/// Clients that may ask. Loopback names and addresses, and the address that a connection came to,
-/// are always accepted as `Host`. A page of the server's own origin is always accepted as `Origin`.
+/// Clients and web pages that may send requests. Loopback names and addresses, and the address that
+/// a connection came to, are always accepted as `Host`. A page of the server's own origin is always
+/// accepted as `Origin`.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     /// More names that a `Host` header may have, without port: `llm.example.org`.
     pub hosts: Vec<String>,
     /// Web pages that may use the API, as browsers spell an origin: `https://chat.example.org`.
     pub origins: Vec<String>,
-    /// A file of [`keys`](crate::keys); without one nobody is asked for a key. The file is read
-    /// again when it changes. An empty or missing file lets nobody in.
+    /// A file of [`keys`](crate::keys); without one no client needs a key. The server reads the
+    /// file again when it changes. An empty or missing file admits no client.
     pub keys: Option<PathBuf>,
     /// Allows addresses that others can reach although there are no keys.
     pub open_to_network: bool,
@@ -52,8 +53,8 @@ pub(crate) enum Client {
 }
 
 impl Client {
-    /// A number of this client's, for the engine, which shares its places between them; 0 for
-    /// programs of this machine. Equal numbers of two clients would cost them a fair share.
+    /// Identifies the client to the engine, which shares its slots fairly between clients; 0 for
+    /// programs of this machine. Two clients with equal numbers would share one quota.
     pub(crate) fn number(&self) -> u64 {
         // FNV-1a for 64 bits (RFC 9923).
         let mix = |text: &str| {
@@ -69,11 +70,11 @@ impl Client {
     }
 }
 
-/// Where a connection comes from.
+/// Address of the peer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Remote(pub(crate) SocketAddr);
 
-/// A page that may use the API from another origin; it is told so.
+/// Origin of another site that may use the API; the response carries the CORS headers for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct AllowedOrigin(pub(crate) String);
 

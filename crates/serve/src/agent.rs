@@ -1,14 +1,14 @@
-//! Coding agents against a server of this crate: what each must be told of it.
+//! Arguments and environment that connect a coding agent to a server of this crate.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-/// Placeholder for a key where the server asks for none: the programs require some value.
+/// Placeholder key for servers without API keys: the agents require some value.
 const NO_KEY: &str = "paceline";
 
-/// Agents that are known.
+/// Supported coding agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
     /// Claude Code.
@@ -26,8 +26,8 @@ impl Program {
         }
     }
 
-    /// The variable of a file of certificates that the program trusts beside those of the system.
-    /// `SSL_CERT_FILE` would take their place, also for the programs that an agent starts.
+    /// The environment variable that adds a file of certificates to those of the system.
+    /// `SSL_CERT_FILE` would replace them, also for programs that an agent starts.
     const fn trust(self) -> &'static str {
         match self {
             Self::Claude | Self::Opencode => "NODE_EXTRA_CA_CERTS",
@@ -50,13 +50,13 @@ impl Program {
 pub struct Served {
     /// Where it is, without a slash at the end.
     pub url: String,
-    /// A key that it takes, where it wants one.
+    /// API key, if the server requires one.
     pub key: Option<String>,
     /// The name by which requests call the model.
     pub model: String,
     /// Tokens of prompt and answer.
     pub context: u64,
-    /// Certificates to trust for it, where they are not those that programs have.
+    /// File of certificates to trust, if the system's do not include the server's.
     pub trusted: Option<PathBuf>,
 }
 
@@ -81,7 +81,7 @@ impl Served {
         self.key.clone().unwrap_or_else(|| NO_KEY.to_owned())
     }
 
-    /// Arguments and environment with which `program` asks this server.
+    /// Arguments and environment that point `program` at this server.
     pub fn start(&self, program: Program) -> Start {
         let mut start = match program {
             Program::Claude => self.claude(),

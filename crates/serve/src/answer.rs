@@ -1,5 +1,6 @@
-//! The replies of a service to all choices of one request, with everything that can end them early.
-//! Early ends are a deadline, the server's end, a reader that fell behind, and a client that left.
+//! The engine's replies to all choices of one request, as a stream that can end early. It ends
+//! early at a deadline, at shutdown, when the client reads too slowly, and when the client has
+//! left.
 //!
 //! ```text
 //! engine's thread --sink--> bounded channel --next()--> the response
@@ -8,8 +9,8 @@
 //!       watch task: deadline, shutdown, overflow --> Service::cancel
 //! ```
 //!
-//! The channel has room for a whole answer of ordinary length, so a slow reader never makes the
-//! engine wait, and memory is bounded. When it is full the answer is stopped and the reader told.
+//! The channel has room for a whole response of ordinary length, so a slow client never blocks the
+//! engine, and memory is bounded. A full channel ends the response with an error.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -24,50 +25,50 @@ use crate::metrics::Metrics;
 use crate::phase::{Phase, reach};
 use crate::rejection::Rejection;
 
-/// Replies to a choice besides its tokens: the prompt's, the last, and one for a dropped sink.
+/// Replies per choice that carry no token: the prompt's, the last, and one for a dropped sink.
 const BESIDE_TOKENS: usize = 3;
 
-/// The terms that an answer runs under.
+/// Limits, API key and clock of one request.
 #[derive(Debug)]
 pub(crate) struct Terms {
-    /// When it must be over.
+    /// When the response must be complete.
     pub(crate) deadline: Pin<Box<Sleep>>,
     /// The deadline in seconds, for its message.
     pub(crate) deadline_s: u64,
     pub(crate) phase: watch::Receiver<Phase>,
-    /// Positions of a sequence.
+    /// Maximum positions of a sequence.
     pub(crate) context: usize,
-    /// Replies of a choice that may be unread.
+    /// Maximum unread replies per choice.
     pub(crate) unread_replies: usize,
-    /// The key that asked.
+    /// API key of the request.
     pub(crate) key: Option<Held>,
-    /// When the request came.
+    /// Arrival time of the request.
     pub(crate) asked: Instant,
     pub(crate) now: fn() -> Instant,
 }
 
-/// The running answer. Dropping it stops what is still computed.
+/// A response in progress. Dropping it cancels the choices that are still computed.
 #[derive(Debug)]
 pub(crate) struct Answer {
     replies: mpsc::Receiver<(usize, Reply)>,
     running: Arc<Running>,
     ended: oneshot::Receiver<Rejection>,
-    /// Dropped with the answer, which ends the watch.
+    /// Dropped with the response, which ends the watch task.
     _alive: oneshot::Sender<()>,
-    /// Choices that have not finished.
+    /// Unfinished choices.
     left: usize,
     metrics: Arc<Metrics>,
     outcome: &'static str,
-    /// A failure that was found behind replies.
+    /// A failure read behind earlier replies; reported by the next call.
     failed: Option<Failure>,
 }
 
 impl Answer {
-    /// Submits all requests, with the tokens that their answers have already; none for choices
-    /// that are over.
+    /// Submits a request per choice, with the tokens that the choice already has; `None` for
+    /// finished choices.
     ///
     /// # Errors
-    /// The first refusal; those that were taken are cancelled.
+    /// The first refusal; the choices submitted before it are cancelled.
     pub(crate) fn start(
         service: &Arc<dyn Service>,
         metrics: &Arc<Metrics>,
@@ -118,10 +119,10 @@ impl Answer {
         Ok(answer)
     }
 
-    /// The next reply and its choice. Never [`Reply::Failed`]. Can be dropped and called again.
+    /// The next reply and its choice. Never [`Reply::Failed`]. Cancel-safe.
     ///
     /// # Errors
-    /// Why the answer will not be completed; it is stopped then.
+    /// Why the response ended early; the remaining choices are cancelled.
     pub(crate) async fn next(&mut self) -> Result<(usize, Reply), Rejection> {
         let broken = || Rejection::Broken {
             what: "finish the answer",
@@ -134,7 +135,8 @@ impl Answer {
             ended = &mut self.ended => Err(ended.unwrap_or_else(|_| broken())),
             reply = self.replies.recv() => match reply {
                 Some(reply) => Ok(reply),
-                // All outlets are gone and none said why: the channel was full, as is told soon.
+                // All senders are gone without an error: the channel was full, and the watch task
+                // sends the cause.
                 None => Err((&mut self.ended).await.unwrap_or_else(|_| broken())),
             },
         };
@@ -161,8 +163,8 @@ impl Answer {
         }
     }
 
-    /// Replies that are here already, at most `most`. A failure ends them, and comes with
-    /// [`next`](Self::next).
+    /// Takes at most `most` replies that are already in the channel. Stops at a failure, which the
+    /// following [`next`](Self::next) returns.
     pub(crate) fn ready(&mut self, most: usize) -> Vec<(usize, Reply)> {
         let mut all = Vec::new();
         while all.len() < most && self.failed.is_none() {
@@ -202,11 +204,11 @@ impl Drop for Answer {
     }
 }
 
-/// The computation that runs for a request.
+/// The choices that the engine computes for a request.
 #[derive(Debug)]
 struct Running {
     service: Arc<dyn Service>,
-    /// By choice; `None` before it is submitted and when it is over.
+    /// By choice; `None` before submission and after the last reply.
     tickets: Mutex<Vec<Option<Ticket>>>,
 }
 
@@ -224,7 +226,7 @@ impl Running {
         self.tickets()[choice] = None;
     }
 
-    /// Stops what is not over.
+    /// Cancels the unfinished choices.
     fn cancel(&self) {
         let tickets: Vec<Ticket> = self.tickets().iter_mut().filter_map(Option::take).collect();
         tickets
@@ -233,8 +235,8 @@ impl Running {
     }
 }
 
-/// Ends the answer when something else than its last reply does. Runs beside the response,
-/// which is not polled while a client takes nothing.
+/// Cancels the response on deadline, overflow, shutdown or a revoked key. A task of its own,
+/// because nothing polls the response body while the client reads nothing.
 async fn watch(
     mut terms: Terms,
     overflow: Arc<Notify>,
@@ -249,18 +251,18 @@ async fn watch(
         () = reach(&mut terms.phase, Phase::Ending) => Rejection::ShuttingDown,
         () = revoked(terms.key.as_ref()) => Rejection::Revoked,
     };
-    // Told first: what the service says to being cancelled is not why the answer ends. Nobody
-    // listens when the answer was dropped just now.
+    // Sent before the cancellation: the engine's reaction to it is not the cause. The send fails if
+    // the response was dropped just now.
     let _ = tell.send(rejection);
     running.cancel();
 }
 
-/// The side of one choice that the service holds.
+/// The engine's end of one choice's channel.
 struct Outlet {
     choice: usize,
     sender: mpsc::Sender<(usize, Reply)>,
     overflow: Arc<Notify>,
-    /// The last reply was sent, or there is nowhere to send to.
+    /// The last reply was sent, or the receiver is gone.
     is_over: bool,
     meter: crate::metrics::Meter,
     now: fn() -> Instant,
@@ -293,12 +295,12 @@ impl Outlet {
 }
 
 impl Drop for Outlet {
-    /// A service that drops a sink before its last reply would leave the client waiting.
+    /// Reports a sink that the service drops before its last reply; the client would else wait.
     fn drop(&mut self) {
         if self.is_over {
             return;
         }
-        // The meter does not hear of it: a cancelled answer ends so, and did not fail.
+        // Not counted by the meter: a cancelled choice ends this way and did not fail.
         let reason = "its replies ended early".to_owned();
         self.send(Reply::Failed(Failure::Lost { reason }));
     }

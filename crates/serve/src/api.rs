@@ -1,12 +1,12 @@
-//! Routes and what stands before them.
+//! The routes of one model's API, and the checks before them.
 //!
 //! ```text
 //! Host, Origin --> key --> route --> ready? type? place free? --> body --> Ask --> Answer
 //! ```
 //!
-//! A request holds one of [`Limits::requests`](crate::Limits::requests) places from its headers to
-//! the end of its answer. While its body is made tokens, it also holds one of the fewer places for
-//! parsing.
+//! A request holds one of [`Limits::requests`](crate::Limits::requests) permits from its headers to
+//! the end of its response. While its body is parsed and tokenised, it also holds one of the fewer
+//! parsing permits.
 
 pub(crate) mod asking;
 pub(crate) mod doors;
@@ -50,21 +50,21 @@ use crate::{Error, openapi};
 /// Longest path and query. Eight times what common servers allow.
 const MAX_TARGET_BYTES: usize = 32 << 10;
 
-/// State that all requests share.
+/// State shared by all requests to one model.
 #[derive(Debug)]
 pub(crate) struct App {
     config: Config,
     model: Model,
-    /// How its answers are read and bound.
+    /// Parses and constrains the model's output.
     calling: Calling,
     service: Arc<dyn Service>,
     keys: Option<Arc<Watched>>,
     metrics: Arc<Metrics>,
-    /// Places for requests to the model.
+    /// Bounds concurrent requests to the model.
     places: Arc<Places>,
-    /// Places for requests that are parsed.
+    /// Bounds bodies parsed at the same time.
     parsing: Arc<Semaphore>,
-    /// Responses that clients may come back to.
+    /// Stored responses, for `previous_response_id`.
     store: Arc<Store>,
     /// Bytes of the model's longest token.
     longest_token: usize,
@@ -105,7 +105,7 @@ impl App {
     }
 }
 
-/// Marks a request that goes to all models: what they share is told once, behind their answers.
+/// Marks a request sent to all models: data that the models share is added once, after their own.
 #[derive(Clone, Copy, Debug)]
 struct OneOfSeveral;
 
@@ -146,7 +146,7 @@ fn asks(endpoint: Endpoint) -> MethodRouter<Arc<App>> {
     })
 }
 
-/// Lets in clients that may ask, counts, and names the request.
+/// Checks access, counts the request and gives it an id.
 async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();
@@ -177,7 +177,7 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     let known = request.extensions().get::<Known>().cloned();
     let client = match app.client(&request) {
         Ok(client) => client,
-        // Monitors of the machine ask for its health without keys.
+        // Monitors poll the health without keys.
         Err(_) if request.uri().path() == "/health" => {
             if known.is_some_and(|known| known.is_worn()) {
                 let mut response = next.run(request).await;
@@ -199,7 +199,7 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// The address of the client, as the log of events tells it.
+/// The client's address, for the event log.
 pub(crate) fn address(request: &Request) -> String {
     let remote = request.extensions().get::<Remote>();
     remote.map_or_else(String::new, |remote| {
@@ -208,7 +208,7 @@ pub(crate) fn address(request: &Request) -> String {
 }
 
 impl App {
-    /// The client that a request comes from.
+    /// Identifies the client of a request.
     ///
     /// # Errors
     /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
@@ -222,7 +222,7 @@ impl App {
         Ok(other.map_or(Client::Anybody, Client::Address))
     }
 
-    /// Whether it has answered with the response of this id.
+    /// Whether this model stores the response `id`, or a journal of it.
     fn has_response(&self, id: &str) -> bool {
         let answer = id.strip_prefix("resp_").unwrap_or(id);
         let model = self.config.journals.model_of(answer);
@@ -230,7 +230,7 @@ impl App {
         is_own || self.store.has(id)
     }
 
-    /// Whether several clients share the places.
+    /// Whether other clients have a right to permits as well.
     fn has_several_clients(&self, client: &Client) -> bool {
         match client {
             Client::Anybody => false,
@@ -240,7 +240,7 @@ impl App {
     }
 }
 
-/// Whether a browser asks on behalf of a page; its origin has been checked.
+/// Whether this is a CORS preflight; the origin has been checked.
 fn is_preflight(request: &Request) -> bool {
     let headers = request.headers();
     request.method() == Method::OPTIONS && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD)
@@ -259,7 +259,7 @@ fn preflight() -> Response {
             x-stainless-runtime, x-stainless-runtime-version, x-stainless-timeout",
         ),
         (ACCESS_CONTROL_MAX_AGE, "600"),
-        // Asked by browsers for pages of the internet that use a local address.
+        // Browsers ask for it where a public page uses a local address.
         (
             HeaderName::from_static("access-control-allow-private-network"),
             "true",
@@ -285,13 +285,13 @@ fn finish_headers(mut response: Response, origin: Option<AllowedOrigin>) -> Resp
     if let Some(origin) = origin {
         headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
     } else {
-        // A preflight of the server's own pages needs none of these.
+        // The server's own pages need none of these.
         headers.remove("access-control-allow-private-network");
     }
     response
 }
 
-/// 128 random bits. They name things, so a system that has none is no reason to fail.
+/// An id of 128 random bits; all zero on a system without random numbers.
 fn random_hex() -> String {
     let mut bytes = [0; 16];
     let _ = getrandom::fill(&mut bytes);

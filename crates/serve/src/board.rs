@@ -1,4 +1,4 @@
-//! The dashboard of a node: a page, and the routes that it asks.
+//! The dashboard of a node: a page, and the routes that it calls.
 //!
 //! ```text
 //! GET  /                            the page, for clients that accept HTML; others get the API's
@@ -10,8 +10,9 @@
 //!                   invite, join, forget, revoke, keys, new_key, revoke_key
 //! ```
 //!
-//! All but the page itself need an API key where keys are in use, and commands one of an admin.
-//! Where none are, commands are for loopback clients only. Every other path goes to the API below.
+//! All routes but the page and its assets need an API key if keys are in use; commands need an
+//! admin's. Without keys, only loopback clients may send commands. All other paths go to the
+//! wrapped API.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -46,21 +47,21 @@ const PAGE: &str = include_str!("../assets/index.html");
 const STYLE: &str = include_str!("../assets/paceline.css");
 const SCRIPT: &str = include_str!("../assets/paceline.js");
 
-/// Only the page's own files may be loaded, and only this server be asked.
+/// Content security policy: loads only the page's own files, and connects only to this server.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                       connect-src 'self'; base-uri 'none'; form-action 'none'; \
                       frame-ancestors 'none'";
 
-/// Streams of events at the same time; each is a connection that is never idle.
+/// Maximum concurrent event streams; each holds a connection for good.
 const STREAMS_MAX: usize = 32;
 
-/// Looks at stages at the same time; each takes a thread for some seconds.
+/// Maximum concurrent stage measurements; each takes a thread for some seconds.
 const WATCHES_MAX: usize = 4;
 
-/// Events in one piece of a stream.
+/// Maximum events per chunk of a stream.
 const PIECE_EVENTS: usize = 256;
 
-/// Longest time for a status or command.
+/// Timeout of a status or command.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Commands that the dashboard sends.
@@ -79,18 +80,18 @@ const COMMANDS: [&str; 12] = [
     "revoke_key",
 ];
 
-/// State that the dashboard's requests share.
+/// State shared by the dashboard's requests.
 struct Shared {
     config: Config,
     keys: Option<Arc<Watched>>,
     phase: watch::Receiver<Phase>,
     streams: Arc<Semaphore>,
     watches: Arc<Semaphore>,
-    /// The API below.
+    /// The wrapped API.
     api: Router,
 }
 
-/// The dashboard over `api`, which answers all other requests.
+/// Wraps `api`, which gets all other requests.
 ///
 /// # Errors
 /// A key file that cannot be read.
@@ -111,7 +112,7 @@ pub(crate) fn over(
     Ok(Router::new().fallback(answer).with_state(Arc::new(shared)))
 }
 
-/// Answers a request of the dashboard; passes others on.
+/// Handles the dashboard's requests; passes others on.
 async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let reads = matches!(*request.method(), Method::GET | Method::HEAD);
     let client = address(&request);
@@ -147,7 +148,7 @@ async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response
     response
 }
 
-/// Whether a client that shows pages asks.
+/// Whether the client accepts HTML.
 fn wants_html(headers: &HeaderMap) -> bool {
     let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
     accept.is_some_and(|accept| accept.contains("text/html"))
@@ -179,7 +180,7 @@ impl Shared {
         Ok((headers, text).into_response())
     }
 
-    /// The id of the client's key, where keys are in use.
+    /// The id of the client's key; `None` without keys.
     ///
     /// # Errors
     /// As [`check_origin`] and [`check_key`].
@@ -193,7 +194,7 @@ impl Shared {
         Ok(Some(key))
     }
 
-    /// Lets a client in that looks; whether it may change something too.
+    /// Checks read access; returns whether the client may also send commands.
     fn looks(&self, request: &Request) -> Result<bool, Rejection> {
         let key = self.admit(request)?;
         Ok(self.may_manage(request, key.as_deref()).is_ok())
@@ -212,7 +213,7 @@ impl Shared {
         Ok(json(&told))
     }
 
-    /// The instance whose stages a client wants to see.
+    /// The instance that a stage query names.
     ///
     /// # Errors
     /// As [`admit`](Self::admit); a query that names none.
@@ -245,7 +246,7 @@ impl Shared {
             .map_err(|reason| Rejection::Invalid { reason })
     }
 
-    /// Lets a client change something, provided that it was admitted with `key`.
+    /// Checks the right to send commands, for a client admitted with `key`.
     ///
     /// # Errors
     /// [`Rejection::NoManaging`], [`Rejection::NoAdmin`].
@@ -321,7 +322,7 @@ impl Shared {
     }
 }
 
-/// A reader of events.
+/// A stream of events to one client.
 struct Feed {
     events: Events,
     /// Number of the last event that was sent.
@@ -329,20 +330,20 @@ struct Feed {
     newest: watch::Receiver<u64>,
     phase: watch::Receiver<Phase>,
     keep_alive: Duration,
-    /// The key that asked.
+    /// API key of the client.
     key: Option<Held>,
     has_begun: bool,
-    /// Its last word was said.
+    /// The last event was sent.
     is_over: bool,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Feed {
-    /// The next events, or a comment as a sign of life. An error is the last when the key is
-    /// revoked; `None` then, and when the server stops.
+    /// The next events, or a comment as keep-alive. A revoked key gives an error as the last event.
+    /// `None` after it, and at shutdown.
     async fn next(&mut self) -> Option<Bytes> {
         while !self.is_over {
-            // Looked at before each piece too: a stream with much to say never comes to wait.
+            // Checked before each chunk too: a busy stream never reaches the wait below.
             if self.key.as_ref().is_some_and(Held::is_revoked) {
                 self.is_over = true;
                 return Some(last_word(&Rejection::Revoked));
@@ -354,7 +355,7 @@ impl Feed {
                 self.seen = last.seq;
                 return Some(piece(&events));
             }
-            // Said at once, so that the client sees the status.
+            // Sent at once, so that the client sees the status.
             if is_first {
                 return Some(Bytes::from_static(b": begun\n\n"));
             }
@@ -371,12 +372,13 @@ impl Feed {
     }
 }
 
-/// Why a stream of events ends, as SSE. It has no number: a client goes on after the last event.
+/// The error event that ends a stream. It has no id: a client resumes after the last numbered
+/// event.
 fn last_word(rejection: &Rejection) -> Bytes {
     format!("event: error\ndata: {}\n\n", rejection.body()).into()
 }
 
-/// Events as SSE, each with its number.
+/// Events as SSE, with their numbers as ids.
 fn piece(events: &[Event]) -> Bytes {
     let mut out = String::new();
     for event in events {
@@ -386,7 +388,7 @@ fn piece(events: &[Event]) -> Bytes {
     out.into()
 }
 
-/// The result of `work` on a thread that may block; `None` when it panicked or took too long.
+/// Runs `work` on a blocking thread; `None` when it panicked or took over [`ANSWER_LIMIT`].
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let work = tokio::task::spawn_blocking(work);
     tokio::time::timeout(ANSWER_LIMIT, work).await.ok()?.ok()

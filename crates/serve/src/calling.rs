@@ -1,4 +1,4 @@
-//! How the served model calls tools and thinks, and what holds its answers to a request's terms.
+//! Tool calls and thinking of the served model, and the grammar that constrains a response.
 //!
 //! ```text
 //! Conversation, prompt --Calling--> Constraint for the engine, tools::Reader for the answer
@@ -20,18 +20,18 @@ use crate::field::Notes;
 use crate::model::Model;
 use crate::rejection::Rejection;
 
-/// Reads and binds the answers of one model.
+/// Parses and constrains one model's output.
 pub(crate) struct Calling {
     /// `None` for a model without a chat template.
     syntax: Option<Syntax>,
-    /// The model's own description of its answers, which readers go by first.
+    /// The model's own description of its output; parsers prefer it.
     response: Option<Arc<ResponseTemplate>>,
-    /// Whether the model was trained to call tools, in a form that is known.
+    /// Whether the model was trained to call tools, in a known syntax.
     has_calls: bool,
-    /// Control tokens that the reader must see.
+    /// Control tokens that the parser needs in the text.
     shown: Vec<u32>,
     tokenizer: Arc<Tokenizer>,
-    /// Made for the first constraint: sorting a vocabulary takes a while.
+    /// Built on first use: indexing a vocabulary is slow.
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
 }
 
@@ -42,18 +42,18 @@ impl std::fmt::Debug for Calling {
     }
 }
 
-/// The constraint that an answer is held to, and the facts that its reader needs.
+/// The constraint on a response, and the tools for its parser.
 #[derive(Debug)]
 pub(crate) struct Terms {
     pub(crate) constraint: Option<Constraint>,
-    /// Tools as the reader knows them; none where calls are text.
+    /// The tools, for the parser; empty where calls are plain text.
     tools: Vec<Value>,
-    /// Whether a grammar keeps calls from being broken.
+    /// Whether a grammar guarantees well-formed calls.
     is_safe: bool,
 }
 
 impl Calling {
-    /// Cost: a look at each token.
+    /// Cost: O(vocabulary).
     pub(crate) fn new(model: &Model) -> Self {
         let syntax = model.template.as_deref().map(Syntax::of);
         let response = model.template.as_deref().and_then(ChatTemplate::response);
@@ -74,29 +74,29 @@ impl Calling {
         }
     }
 
-    /// Control tokens that are part of an answer's text: none where nothing reads it.
+    /// Control tokens to keep in the response's text; empty where no parser runs.
     pub(crate) fn shown(&self, terms: &Terms) -> &[u32] {
         let is_read = !terms.tools.is_empty() || self.reasons();
         if is_read { &self.shown } else { &[] }
     }
 
-    /// Whether the model was trained to call tools, in a form that is known.
+    /// Whether the model was trained to call tools, in a known syntax.
     pub(crate) const fn has_calls(&self) -> bool {
         self.has_calls
     }
 
-    /// Whether it may think before it answers.
+    /// Whether the model may think before it answers.
     pub(crate) fn reasons(&self) -> bool {
         let by_response = self.response.as_ref().is_some_and(|it| it.reasons());
         by_response || self.syntax.is_some_and(|syntax| syntax.reasons())
     }
 
-    /// The terms for the answer to `prompt`, which is `conversation` as ids.
+    /// The constraint for the response to `prompt`, which is `conversation` as ids.
     ///
-    /// Cost: compiles the grammar to see whether the engine will.
+    /// Cost: compiles the grammar, to reject what the engine would.
     ///
     /// # Errors
-    /// What cannot be held to, by name.
+    /// Names the field that cannot be enforced.
     pub(crate) fn terms(
         &self,
         conversation: &Conversation,
@@ -127,10 +127,10 @@ impl Calling {
         Ok(terms)
     }
 
-    /// A grammar of a request without a conversation, which binds the whole answer.
+    /// The constraint of a request without a conversation; it covers the whole response.
     ///
     /// # Errors
-    /// Why the engine could not keep it.
+    /// Why the engine cannot enforce it.
     pub(crate) fn whole(&self, format: &Format, at: &str) -> Result<Option<Constraint>, Rejection> {
         let constraint = match format {
             Format::Text => return Ok(None),
@@ -143,7 +143,7 @@ impl Calling {
         self.checked(constraint, at).map(Some)
     }
 
-    /// The reader of an answer; `None` where all of it is text.
+    /// The parser of a response; `None` where all of it is text.
     pub(crate) fn reader(
         &self,
         terms: &Terms,
@@ -157,7 +157,7 @@ impl Calling {
             return None;
         }
         let options = ReaderOptions {
-            // What was told of a call cannot be taken back.
+            // Streamed parts of a call cannot be taken back.
             holds_calls: !(is_stream && terms.is_safe),
             id_seed,
         };
@@ -263,7 +263,7 @@ impl Calling {
     }
 }
 
-/// The schema that an answer in words must match, if there is one.
+/// The schema that a text response must match, if any.
 fn schema_of(conversation: &Conversation) -> Result<Option<Value>, Rejection> {
     match &conversation.format {
         Format::Text => Ok(None),
@@ -277,7 +277,7 @@ fn schema_of(conversation: &Conversation) -> Result<Option<Value>, Rejection> {
     }
 }
 
-/// A schema that every answer matches.
+/// Makes a schema strict, so that the grammar can enforce it.
 fn held(schema: &Value, at: &str) -> Result<Value, Rejection> {
     strict(schema).map_err(|error| unusable(at, &error))
 }
@@ -298,7 +298,7 @@ fn check_strict(conversation: &Conversation) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// Accepts or refuses a request whose calls no grammar can hold.
+/// Accepts or rejects a request whose calls no grammar can constrain.
 fn unbound(conversation: &Conversation, notes: &Notes) -> Result<(), Rejection> {
     let why = "calls in this model's form are not bound to a grammar";
     let refused = |param: &str| {

@@ -1,8 +1,8 @@
-//! A choice of an answer, from replies to what clients are shown.
+//! One choice of a response: turns engine replies into parts for the client.
 //!
-//! Log-probabilities wait with the text that their tokens are held back with, so those of a stop
-//! text are not shown either. A token's entry is given out with the first text that becomes certain
-//! at or after it, or with the end.
+//! Log-probabilities are held back together with the text of their tokens, so those of a stop text
+//! are not sent either. A token's entry is released with the first text that becomes certain at or
+//! after it, or at the end.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use paceline_engine::{Finish, Reply, TokenLogprobs};
 
 use paceline_formats::tools::{Event, Reader};
 
-/// A part of an answer. Indices of calls count from 0 in each choice.
+/// A part of a choice's output. Indices of calls count from 0 in each choice.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Piece {
     Text(String),
@@ -32,16 +32,16 @@ pub(crate) enum Piece {
     },
 }
 
-/// Why a choice ends.
+/// Why a choice ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// The model has said all.
+    /// The model ended its output.
     Said,
-    /// A stop text came: its place in the request's.
+    /// A stop text matched: its index in the request.
     StopText(usize),
-    /// No more tokens were allowed.
+    /// The token limit was reached.
     Length,
-    /// Tools are to be called.
+    /// The model called tools.
     Calls,
 }
 
@@ -56,15 +56,15 @@ impl Ending {
     }
 }
 
-/// The addition of a reply to a choice.
+/// What one reply adds to a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
-    /// Of the prompt's tokens from the second on, when they are asked for.
+    /// Log-probabilities of the prompt's tokens from the second on, if requested.
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) pieces: Vec<Piece>,
-    /// Tokens that the text was made of, when log-probabilities are asked for.
+    /// The text's tokens, if log-probabilities are requested.
     pub(crate) entries: Vec<Entry>,
-    /// Why the choice ends with this.
+    /// Set on the last delta.
     pub(crate) ending: Option<Ending>,
 }
 
@@ -75,21 +75,21 @@ pub(crate) struct Entry {
     pub(crate) logprobs: TokenLogprobs,
 }
 
-/// The state of a choice between replies.
+/// Parser state of one choice.
 #[derive(Debug)]
 pub(crate) struct Choice {
-    /// Tokens generated, the one that ended the text included.
+    /// Generated tokens, with the one that ended the text.
     pub(crate) tokens: usize,
-    /// Tokens generated while the model was thinking.
+    /// Generated tokens while the model was thinking.
     pub(crate) reasoning_tokens: usize,
-    /// Tokens of the prompt that were in the cache.
+    /// Cached tokens of the prompt.
     pub(crate) reused: usize,
-    /// When the prompt was read.
+    /// When the prefill ended.
     pub(crate) read_at: Option<Instant>,
     held: Vec<Entry>,
-    /// Tells text, reasoning and calls apart; `None` where everything is text.
+    /// Separates text, reasoning and calls; `None` where everything is text.
     reader: Option<Box<Reader>>,
-    /// Whether calls after the first are not told.
+    /// Whether calls after the first are dropped.
     is_single: bool,
     has_calls: bool,
 }
@@ -108,7 +108,7 @@ impl Choice {
         }
     }
 
-    /// Calls that were read, and text that looked like one.
+    /// Number of parsed calls, and of texts that only looked like one.
     pub(crate) fn calls(&self) -> (usize, usize) {
         let reader = self.reader.as_deref();
         reader.map_or((0, 0), |r| (r.complete_calls(), r.failed_calls()))
@@ -136,7 +136,7 @@ impl Choice {
         pieces.filter(is_told).collect()
     }
 
-    /// The addition of `reply`, which came at `now`; `None` if nothing.
+    /// Applies `reply`, received at `now`; `None` if it adds nothing.
     pub(crate) fn take(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
             Reply::Failed(_) => None,
@@ -170,7 +170,7 @@ impl Choice {
 
     fn finish(&mut self, text: &str, reason: Finish) -> Option<Delta> {
         match reason {
-            // Its token has no text.
+            // The end token has no text.
             Finish::EndOfText => drop(self.held.pop()),
             Finish::Stop(_) if text.is_empty() => self.held.clear(),
             Finish::Stop(_) | Finish::Length | Finish::Constraint | Finish::Deadline => {}
@@ -204,12 +204,12 @@ impl Choice {
     }
 }
 
-/// Only a complete call is one: an answer may end in the middle.
+/// Only complete calls count: output may end inside one.
 const fn is_call(piece: &Piece) -> bool {
     matches!(piece, Piece::CallEnd { .. })
 }
 
-/// The piece that clients get for an event; `is_over` when it came with the end of the answer.
+/// The part that clients get for an event; `is_over` when the output ended with it.
 fn piece(event: Event, is_over: bool) -> Option<Piece> {
     Some(match event {
         Event::Text(text) => Piece::Text(text),
@@ -217,13 +217,13 @@ fn piece(event: Event, is_over: bool) -> Option<Piece> {
         Event::CallStart { index, id, name } => Piece::Call { index, id, name },
         Event::Arguments { index, piece: text } => Piece::Arguments { index, text },
         Event::CallEnd { index } => Piece::CallEnd { index },
-        // Clients have its beginning: it is cut off where the answer is, as at OpenAI.
+        // Clients have its beginning: the call is truncated with the output, as at OpenAI.
         Event::CallFailed { .. } if is_over => return None,
         Event::CallFailed { text, .. } => Piece::Text(text),
     })
 }
 
-/// A choice that is complete.
+/// The whole output of one choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Said {
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
@@ -243,7 +243,7 @@ pub(crate) struct SaidCall {
 }
 
 impl Said {
-    /// Adds what a reply gave.
+    /// Appends a delta.
     pub(crate) fn add(&mut self, delta: Delta) {
         for piece in delta.pieces {
             self.add_piece(piece);
@@ -274,7 +274,7 @@ impl Said {
         }
     }
 
-    /// OpenAI's word for why it ended.
+    /// OpenAI's `finish_reason`.
     pub(crate) fn finish_reason(&self) -> Option<&'static str> {
         self.ending.map(Ending::openai)
     }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// The time, from the caller: the crate reads no clock of its own.
+/// The time source; the crate reads no clock of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     /// For intervals.

@@ -22,8 +22,8 @@ use crate::tls::Wire;
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
 
-/// Pulls that clients have running or waiting at the same time, on a thread each. As many as the
-/// dashboard's own downloads: more share the same line.
+/// Maximum pulls that run or wait at the same time, a thread each. As many as the dashboard's own
+/// downloads: more would share the same link.
 pub(crate) const PULLS_MAX: usize = 2;
 
 /// Where to listen, who may ask, how much and how long.
@@ -41,7 +41,7 @@ pub struct Config {
     pub times: Times,
     /// The source of time.
     pub clock: Clock,
-    /// Asked for at every scrape of `/metrics`.
+    /// Read at every scrape of `/metrics`.
     pub facts: Facts,
     /// Whether fields that no specification has are passed over, with a `warning` header, instead
     /// of refused.
@@ -50,15 +50,16 @@ pub struct Config {
     pub live: Live,
     /// Contents and actions of the dashboard.
     pub board: Board,
-    /// Lets clients remove models; without it such requests are refused.
+    /// Lets clients remove models; without it such requests are rejected.
     pub remover: Option<Remover>,
-    /// Lets clients fetch models; without it only those that are served are said to be there.
+    /// Lets clients fetch models; without it only served models count as present.
     pub puller: Option<Puller>,
     /// Journals of streamed answers, for clients that reconnect.
     pub journals: Journals,
-    /// Tells of keys and refusals; one for all APIs of the server, so that nothing is told twice.
+    /// Rate-limits events about keys and refusals; shared by all APIs of the server, so that each
+    /// is reported once.
     pub(crate) tally: Arc<Tally>,
-    /// Places for pulls, which the APIs of all models share.
+    /// Permits for pulls, shared by the APIs of all models.
     pub(crate) pulls: Arc<Semaphore>,
 }
 
@@ -85,7 +86,7 @@ impl Config {
         }
     }
 
-    /// Of journals.
+    /// Bounds of the journals.
     pub(crate) const fn bounds(&self) -> Bounds {
         Bounds {
             count: self.limits.journals,
@@ -94,7 +95,7 @@ impl Config {
         }
     }
 
-    /// Whether a server can have it; servers ask themselves.
+    /// Checks the settings; servers call it themselves.
     ///
     /// # Errors
     /// [`Error::NoAddress`], [`Error::Open`], [`Error::Limit`].
@@ -114,24 +115,24 @@ impl Config {
 /// How long things may take.
 #[derive(Clone, Debug)]
 pub struct Times {
-    /// From the headers of a request to the end of its answer.
+    /// From a request's headers to the end of its response.
     pub request: Duration,
-    /// For the headers of a request, from their first byte; for the first of a connection, from
-    /// its beginning.
+    /// To receive a request's headers, from their first byte; for the first request of a
+    /// connection, from its start.
     pub headers: Duration,
-    /// Between requests of a connection.
+    /// Idle time between requests of a connection.
     pub idle: Duration,
     pub body: Duration,
-    /// That a client may take nothing of what is to be sent before its connection is closed.
+    /// Write stall after which a connection is closed.
     pub stalled_write: Duration,
-    /// Between signs of life in a stream that has nothing to say.
+    /// Interval of keep-alives in a silent stream.
     pub keep_alive: Duration,
-    /// That a stream's status waits for the model's first reply, so that an early failure is an
-    /// HTTP status and not an event.
+    /// Delay of a stream's status for the first reply, so that an early failure is an HTTP status
+    /// and not an event.
     pub first_reply: Duration,
-    /// That a client may take to come back to a streamed answer.
+    /// Time for a client to reconnect to a streamed response.
     pub reconnect: Duration,
-    /// For answers that are under way when the server is told to stop.
+    /// Time to complete responses in progress at shutdown.
     pub grace: Duration,
 }
 
@@ -140,7 +141,7 @@ impl Default for Times {
         Self {
             request: Duration::from_secs(600), // the SDKs' own default
             headers: Duration::from_secs(10),
-            // Longer than the 60 s for which common clients keep connections.
+            // Longer than the 60 s keep-alive of common clients.
             idle: Duration::from_secs(75),
             body: Duration::from_secs(30),
             stalled_write: Duration::from_secs(15),
@@ -152,23 +153,23 @@ impl Default for Times {
     }
 }
 
-/// Removes the model of a name from the machine's store. The second argument has every name of
-/// every model that is being served. The file of a served model stays, under whichever name it is
-/// to be removed. An error is a reason for the client.
+/// Removes a model from the machine's store, by name. The second argument has all names of all
+/// served models. The file of a served model stays, under any of its names. An error is a reason
+/// for the client.
 #[derive(Clone)]
 pub struct Remover(pub Arc<Remove>);
 
 /// See [`Remover`].
 type Remove = dyn Fn(&str, &[String]) -> Result<Removal, String> + Send + Sync;
 
-/// Outcome of a removal.
+/// Result of a removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
     /// The model's files are gone.
     Done,
     /// The store has no model of this name.
     NotKept,
-    /// Its file is that of a model that is being served. Nothing was removed.
+    /// The file belongs to a served model. Nothing was removed.
     InUse,
 }
 
@@ -178,7 +179,7 @@ impl fmt::Debug for Remover {
     }
 }
 
-/// How far a pull is with one of the model's files.
+/// Progress of a pull with one of the model's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullStep {
     /// Label of the file.
@@ -189,11 +190,10 @@ pub struct PullStep {
     pub done: u64,
 }
 
-/// Fetches the model of a name into the machine's store and blocks until it is there. The second
-/// argument takes each step, and is false where nobody waits for the model any more. The third is
-/// set then as well, for the times that have no step to tell, such as a wait for another process.
-/// The pull is to end soon after either. False where no model has the name; what went wrong, for
-/// the client.
+/// Fetches a model into the machine's store, by name, and blocks until it is complete. The second
+/// argument receives each step; it returns false when the client has left. The third flag is set
+/// then as well, for phases without steps, such as a wait for another process. The pull should end
+/// soon after either. Returns false for an unknown name; an error is a reason for the client.
 #[derive(Clone)]
 pub struct Puller(pub Arc<Pull>);
 
@@ -208,7 +208,7 @@ impl fmt::Debug for Puller {
     }
 }
 
-/// The node's report on itself and its cluster, asked for at every request.
+/// The node's report on itself and its cluster, called for every request.
 #[derive(Clone)]
 pub struct Status(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
 
@@ -218,20 +218,20 @@ impl fmt::Debug for Status {
     }
 }
 
-/// A command of the dashboard with its arguments: its answer, or a reason for people.
+/// Runs a dashboard command with its arguments; an error is a reason for people.
 pub type Manage =
     dyn Fn(&str, &serde_json::Value) -> Result<serde_json::Value, String> + Send + Sync;
 
-/// Where the time of an instance's ranks goes now, by its id, or a reason for people. Takes some
-/// seconds.
+/// Measures where an instance's ranks spend their time, by its id. Takes some seconds; an error is
+/// a reason for people.
 pub type Stages = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
 
-/// Contents and actions of a node's dashboard. All are called on threads that may block.
+/// Data and commands of a node's dashboard. All are called on blocking threads.
 #[derive(Clone)]
 pub struct Board {
-    /// Nodes, instances and requests, asked for at every look.
+    /// Nodes, instances and requests; called for every refresh.
     pub status: Status,
-    /// Asked for while somebody looks at the stages of an instance; `None` where there are none.
+    /// Called while a client views an instance's stages; `None` without instances.
     pub stages: Option<Arc<Stages>>,
     /// `load`, `unload`, `models` and `invite`; `None` where nothing can be managed.
     pub manage: Option<Arc<Manage>>,

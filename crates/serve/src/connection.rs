@@ -1,16 +1,16 @@
-//! Connections: accepted up to a bound, given up when their client is silent or takes nothing.
+//! Connection handling: accepts up to a limit, and closes connections whose client is silent or
+//! reads nothing.
 //!
 //! ```text
 //! Fresh --first bytes--> Head --request--> Busy --answer sent--> Idle --first bytes--> Head
 //!   headers deadline      headers deadline   none                  idle time
 //! ```
 //!
-//! Where TLS is spoken, the handshake is a part of `Fresh`. It counts for the deadline of the first
-//! headers and as a connection without a key.
+//! With TLS, the handshake is part of `Fresh`. It counts against the deadline of the first headers,
+//! and as a connection without a key.
 //!
-//! When as many connections are open as may be, a new one closes the connection that is idle for
-//! longest. Connections without a valid key go first, so a client that only holds connections open
-//! keeps nobody out.
+//! At the limit, a new connection closes the one that is idle for longest. Connections without a
+//! valid key go first, so a client that only holds connections open cannot lock others out.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -40,41 +40,41 @@ use crate::phase::{Phase, reach};
 use crate::stream::Beat;
 use crate::tls::{Stream, Wire};
 
-/// Longest request line with headers. Eight times what common servers allow; keys and cookies of
-/// other programs on `localhost` come along.
+/// Maximum bytes of a request line with headers. Eight times the limit of common servers; keys and
+/// cookies of other programs on `localhost` are included.
 const MAX_HEAD_BYTES: usize = 64 << 10;
 
-/// Between attempts to accept when the process has no file descriptor left.
+/// Retry interval of `accept` when the process has no free file descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Requests of a connection that never had a valid key, where keys are asked for: monitors ask
-/// once a connection or a few times.
+/// Maximum requests of a connection without a valid key, if keys are in use: monitors send one or a
+/// few per connection.
 const UNTRUSTED_REQUESTS: usize = 8;
 
-/// Time and bytes for which the server reads on after the last byte of an answer. Closing at once
-/// would destroy the answer on its way.
+/// Time and bytes to read after the last byte of a response. An immediate close could destroy the
+/// response in transit.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 64 << 20;
 
-/// The system's buffer for an answer that its client does not read. Left to itself Linux takes
-/// megabytes, which are ten thousand tokens. A client that reads nothing would hold its place until
-/// all of them are computed. The system doubles the number for its own bookkeeping.
+/// Send buffer of a connection. Linux defaults to megabytes, which hold ten thousand tokens. A
+/// client that reads nothing would keep its permit until all of them are computed. The kernel
+/// doubles the value for its own bookkeeping.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
 
-/// Between looks whether a client that sends no more has left, or only waits.
+/// Interval of probes whether a half-closed client has left or only waits.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Tells a client that has sent everything that it is heard: one that has left answers by a reset.
+/// Probe: `100 Continue` provokes a reset if the client has gone.
 const STILL_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Nothing has come yet.
+    /// No bytes received yet.
     Fresh,
-    /// Some of a request has come.
+    /// Part of a request's head was received.
     Head,
-    /// A request is being answered.
+    /// A response is in progress.
     Busy,
     /// Between requests.
     Idle,
@@ -86,15 +86,15 @@ struct Facts {
     since: Instant,
     is_trusted: bool,
     requests: usize,
-    /// The body of the last request has come to its end.
+    /// The last request's body was received completely.
     is_whole: bool,
-    /// Its client knows interim answers, which HTTP/1.0 does not have.
+    /// The client supports interim responses, which HTTP/1.0 lacks.
     knows_interim: bool,
-    /// Asks the answer under way, if it is a stream, for a sign of life.
+    /// Requests a keep-alive from the response in progress, if it is a stream.
     beat: Option<Beat>,
 }
 
-/// A connection as others see it.
+/// Shared handle of a connection: its state, and a signal to close it.
 #[derive(Clone, Debug)]
 pub(crate) struct Known {
     facts: Arc<Mutex<Facts>>,
@@ -137,7 +137,7 @@ impl Known {
         facts.since = read(self.now);
     }
 
-    /// A request has come, maybe with all of its body.
+    /// Records a new request.
     fn begin(&self, request: &Request<Incoming>) {
         self.go(Stage::Busy);
         let mut facts = self.facts();
@@ -147,12 +147,12 @@ impl Known {
         facts.beat = None;
     }
 
-    /// A request of it had a valid key.
+    /// Records that a request had a valid key.
     pub(crate) fn trust(&self) {
         self.facts().is_trusted = true;
     }
 
-    /// Whether it had its requests without a key.
+    /// Whether the connection has used up its requests without a key.
     pub(crate) fn is_worn(&self) -> bool {
         let facts = self.facts();
         !facts.is_trusted && facts.requests >= UNTRUSTED_REQUESTS
@@ -167,7 +167,7 @@ pub(crate) struct Open {
 
 #[derive(Debug, Default)]
 struct All {
-    /// The number of the last one.
+    /// Number of the newest connection.
     last: u64,
     by_id: HashMap<u64, (IpAddr, Known)>,
 }
@@ -194,8 +194,8 @@ impl Open {
         all.by_id.values().filter(|(other, _)| *other == ip).count()
     }
 
-    /// Closes the connection that can be missed most, never a connection that is being answered.
-    /// Connections without a key go first, then the longest waiting.
+    /// Closes one waiting connection, never one with a response in progress. Connections without a
+    /// key go first, then the one that waits longest.
     fn close_one(&self) {
         let all = self.all();
         let waiting = all.by_id.values().filter_map(|(_, known)| {
@@ -205,14 +205,14 @@ impl Open {
         });
         let least = waiting.min_by_key(|(is_trusted, since, _)| (*is_trusted, *since));
         if let Some((_, _, known)) = least {
-            // Not chosen again while it ends.
+            // Excludes it from the next choice while it closes.
             known.go(Stage::Busy);
             known.close.notify_one();
         }
     }
 }
 
-/// State that each connection gets.
+/// State shared by all connections of a server.
 #[derive(Clone, Debug)]
 pub(crate) struct Acceptor {
     pub(crate) router: Router,
@@ -220,7 +220,7 @@ pub(crate) struct Acceptor {
     pub(crate) times: Times,
     /// A permit per connection.
     pub(crate) connections: Arc<Semaphore>,
-    /// Connections of another machine at most.
+    /// Maximum connections of one other machine.
     pub(crate) of_one: usize,
     pub(crate) open: Arc<Open>,
     pub(crate) now: Now,
@@ -228,8 +228,7 @@ pub(crate) struct Acceptor {
 }
 
 impl Acceptor {
-    /// Accepts until the server is told to stop. When as many connections are answered as may be,
-    /// others wait in the listener's queue.
+    /// Accepts connections until shutdown. At the limit, further ones wait in the listener's queue.
     pub(crate) async fn run(self, listener: TcpListener) {
         let mut phase = self.phase.clone();
         let mut stop = pin!(reach(&mut phase, Phase::Draining));
@@ -250,7 +249,7 @@ impl Acceptor {
         }
     }
 
-    /// A place, which another connection may have to leave.
+    /// A permit; may close another connection to get one.
     async fn permit(&self) -> OwnedSemaphorePermit {
         loop {
             if let Ok(permit) = Arc::clone(&self.connections).try_acquire_owned() {
@@ -277,17 +276,17 @@ impl Acceptor {
         drop(permit);
     }
 
-    /// The connection once it is known what it speaks; none where it ends before.
+    /// Detects the protocol and performs the handshake; `None` if the connection ends before.
     async fn greet(&self, stream: TcpStream, known: &Known) -> Option<Stream> {
-        // A token is a small packet that somebody waits for. Works without, only slower.
+        // Tokens are small packets that clients wait for. A failure only costs speed.
         let _ = stream.set_nodelay(true);
-        // Works without, only that a client that does not read is noticed later.
+        // A failure only delays the detection of a client that does not read.
         let _ = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER_BYTES);
         let deadline = read(self.now) + self.times.headers;
         let mut phase = self.phase.clone();
         tokio::select! {
             biased;
-            // Errors between a client and its connection are seen by the client.
+            // The client sees handshake errors itself.
             greeted = self.wire.greet(stream, self.times.stalled_write) => greeted.ok(),
             () = known.close.notified() => None,
             () = reach(&mut phase, Phase::Draining) => None,
@@ -295,7 +294,7 @@ impl Acceptor {
         }
     }
 
-    /// Answers requests until the client leaves or the connection is to close.
+    /// Serves requests until the client leaves or the connection must close.
     async fn answer(&self, stream: Stream, ends: (Local, Remote), known: Known) {
         let close = Arc::clone(&known.close);
         let scheme = Scheme(stream.scheme());
@@ -344,13 +343,13 @@ async fn accept(listener: &TcpListener) -> (TcpStream, SocketAddr) {
     loop {
         match listener.accept().await {
             Ok(accepted) => return accepted,
-            // No descriptor is free, or a client left while it was accepted.
+            // No free descriptor, or the client left during the accept.
             Err(_) => sleep(ACCEPT_PAUSE).await,
         }
     }
 }
 
-/// The body of a request, which tells when it has come to its end.
+/// A request body that records its end in the connection's state.
 struct Heard {
     body: Incoming,
     known: Known,
@@ -380,7 +379,7 @@ impl hyper::body::Body for Heard {
     }
 }
 
-/// The body of an answer, which tells when it is over.
+/// A response body that records its end in the connection's state.
 struct Noted {
     body: Body,
     known: Known,
@@ -412,19 +411,19 @@ impl Drop for Noted {
     }
 }
 
-/// A stream that fails when its peer sends nothing where a request is expected.
+/// A stream that fails when the client sends nothing where a request is expected.
 struct Impatient {
     stream: Stream,
     headers: Duration,
     idle: Duration,
     known: Known,
-    /// Runs while something is to be read, until the deadline of the stage.
+    /// Read timeout of the current stage; `None` while nothing is expected.
     silent: Option<Pin<Box<Sleep>>>,
-    /// Bytes were written since the last request came, if only to see whether it still waits.
+    /// Bytes were written since the last request, if only a probe.
     has_written: bool,
-    /// The client sends no more.
+    /// Probe timer after the client's half-close.
     half_closed: Option<Pin<Box<Sleep>>>,
-    /// Bytes that were thrown away at the end, and until when.
+    /// Bytes drained at the end, and the deadline.
     lingering: Option<(usize, Pin<Box<Sleep>>)>,
 }
 
@@ -442,7 +441,7 @@ impl Impatient {
         }
     }
 
-    /// When the client must have sent more; none while it is answered.
+    /// Deadline for the next bytes; `None` while a response is in progress.
     fn deadline(&self) -> Option<Instant> {
         let facts = self.known.facts();
         match facts.stage {
@@ -467,7 +466,7 @@ impl Impatient {
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 
-    /// Bytes have come.
+    /// Records received bytes.
     fn heard(&mut self) {
         let stage = self.known.facts().stage;
         if matches!(stage, Stage::Fresh | Stage::Idle) {
@@ -476,10 +475,10 @@ impl Impatient {
         }
     }
 
-    /// The client sends no more: it waits for its answer or has left. After a moment it is told
-    /// that it is heard, once and before any of the answer, where its HTTP version can say so. A
-    /// client that has left then resets the connection. Behind the head of a stream the stream says
-    /// so. A request that is cut off has ended.
+    /// Polled after the client's half-close: it waits for its response or has left. After
+    /// [`LOOK_EVERY`] the server probes once, before the response and only for HTTP/1.1. A client
+    /// that has left then resets the connection. Within a stream, a keep-alive is the probe. An
+    /// incomplete request has ended.
     fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             if self.known.facts().stage != Stage::Busy {
@@ -506,7 +505,7 @@ impl Impatient {
         }
     }
 
-    /// hyper answers what is no HTTP by a head alone; its client is told why.
+    /// Adds an error body to hyper's empty response to malformed HTTP; `None` for other heads.
     fn with_words(&self, head: &[u8]) -> Option<Vec<u8>> {
         let text = std::str::from_utf8(head).ok()?;
         let status = text.strip_prefix("HTTP/1.1 4")?;
@@ -560,7 +559,7 @@ impl AsyncWrite for Impatient {
         self.has_written = true;
         if let Some(words) = self.with_words(buf) {
             self.known.facts().is_whole = false;
-            // A few hundred bytes into an empty buffer: they go at once or the client is gone.
+            // A few hundred bytes into an empty buffer: written at once, or the client is gone.
             let said = self.stream.say(&words, cx);
             return Poll::Ready(said.map(|()| buf.len()));
         }
@@ -587,8 +586,7 @@ impl AsyncWrite for Impatient {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// Closes this side, then reads on for a while what the client still sends of a request that
-    /// was refused.
+    /// Closes the write side, then drains the rest of a rejected request for [`LINGER`].
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.lingering.is_none() {
             ready!(Pin::new(&mut self.stream).poll_shutdown(cx))?;

@@ -1,5 +1,5 @@
-//! A conversation as every dialect means it: what readers make of a request, and what becomes of
-//! it for the chat template.
+//! A conversation independent of the API dialect: the request parsers build it, and the chat
+//! template renders it.
 //!
 //! ```text
 //! OpenAI chat, responses --+
@@ -38,13 +38,13 @@ impl Role {
 pub(crate) struct Turn {
     pub(crate) role: Role,
     pub(crate) text: String,
-    /// The speaker's name, or that of the tool which answers.
+    /// The speaker's name, or the tool's for a result.
     pub(crate) name: Option<String>,
-    /// The assistant's thoughts before it spoke.
+    /// The assistant's thinking.
     pub(crate) reasoning: Option<String>,
-    /// Calls that an assistant made.
+    /// Tool calls of an assistant turn.
     pub(crate) calls: Vec<Call>,
-    /// The call that a tool answers.
+    /// For a tool result, the call's id.
     pub(crate) answers: Option<String>,
 }
 
@@ -60,7 +60,7 @@ impl Turn {
         }
     }
 
-    /// The result of the call `id`.
+    /// The result of the tool call `id`.
     pub(crate) fn result(id: impl Into<String>, text: impl Into<String>) -> Self {
         Self {
             answers: Some(id.into()),
@@ -81,12 +81,13 @@ impl Turn {
     }
 }
 
-/// A call of a tool.
+/// A tool call in a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub(crate) id: String,
     pub(crate) name: String,
-    /// Parsed: templates print or iterate over them. A text where the client's were no JSON.
+    /// Parsed, because templates print or iterate over them; a string if the client's were not
+    /// JSON.
     pub(crate) arguments: Value,
 }
 
@@ -100,7 +101,7 @@ impl Call {
     }
 }
 
-/// The JSON value that a call's arguments are; the text itself when it is none.
+/// The arguments as JSON; as a string if they are not JSON.
 pub(crate) fn arguments(text: &str) -> Value {
     match text.trim() {
         "" => json!({}),
@@ -120,7 +121,7 @@ pub(crate) struct Tool {
 }
 
 impl Tool {
-    /// As `transformers` gives tools to templates.
+    /// In the form that `transformers` passes to templates.
     fn for_template(&self) -> Value {
         let mut function = Map::new();
         function.insert("name".into(), self.name.as_str().into());
@@ -130,7 +131,7 @@ impl Tool {
         json!({"type": "function", "function": function})
     }
 
-    /// The same with whether it is strict, which templates would print.
+    /// The same with `strict`, which templates would print.
     pub(crate) fn for_rules(&self) -> Value {
         let mut tool = self.for_template();
         tool["function"]["strict"] = self.is_strict.into();
@@ -138,20 +139,20 @@ impl Tool {
     }
 }
 
-/// Whether and which tools are to be called.
+/// `tool_choice`: whether and which tools to call.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum ToolChoice {
-    /// As the model likes.
+    /// The model decides.
     #[default]
     Auto,
-    /// None: the model is not shown any.
+    /// No tools; the prompt has none.
     None,
-    /// At least one.
+    /// At least one call.
     Required,
     Named(String),
 }
 
-/// The form that the text of an answer must have.
+/// `response_format`: the required form of the response text.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum Format {
     #[default]
@@ -159,11 +160,11 @@ pub(crate) enum Format {
     /// Any JSON object.
     JsonObject,
     JsonSchema(Value),
-    /// Text that a grammar other than a schema describes.
+    /// Text that matches a grammar other than a schema.
     Grammar(Grammar),
 }
 
-/// How much the model is to think, where its template asks.
+/// Thinking options for the template.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Thinking {
     pub(crate) is_on: Option<bool>,
@@ -171,23 +172,23 @@ pub(crate) struct Thinking {
     pub(crate) effort: Option<String>,
 }
 
-/// The conversation that a model is asked to continue, and how.
+/// The conversation to continue, with tools and format.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conversation {
     pub(crate) turns: Vec<Turn>,
     pub(crate) tools: Vec<Tool>,
     pub(crate) choice: ToolChoice,
-    /// Whether several calls may be made in one turn.
+    /// Whether one turn may have several calls.
     pub(crate) is_parallel: bool,
     pub(crate) format: Format,
-    /// The field that says so.
+    /// Name of the field that set `format`, for errors.
     pub(crate) format_at: &'static str,
     pub(crate) thinking: Thinking,
     /// More variables for the template.
     pub(crate) variables: Map<String, Value>,
 }
 
-/// Variables of templates that are this module's to set.
+/// Template variables that this module sets; clients may not.
 pub(crate) const OWN_VARIABLES: [&str; 6] = [
     "messages",
     "tools",
@@ -198,7 +199,7 @@ pub(crate) const OWN_VARIABLES: [&str; 6] = [
 ];
 
 impl Conversation {
-    /// Tools that the model is shown.
+    /// Tools for the prompt.
     pub(crate) fn shown_tools(&self) -> &[Tool] {
         match self.choice {
             ToolChoice::None => &[],
@@ -206,12 +207,12 @@ impl Conversation {
         }
     }
 
-    /// Whether the answer must be a call.
+    /// Whether the response must be a tool call.
     pub(crate) const fn needs_call(&self) -> bool {
         matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
     }
 
-    /// Gives results the names of the tools that were called, which some templates write.
+    /// Sets the tool names of results, which some templates print.
     pub(crate) fn name_results(&mut self) {
         let calls = self.turns.iter().flat_map(|turn| &turn.calls);
         let names: Vec<(String, String)> = calls
@@ -225,7 +226,7 @@ impl Conversation {
         }
     }
 
-    /// Bytes of text that the prompt has at least.
+    /// Lower bound of the prompt's bytes.
     pub(crate) fn text_bytes(&self) -> usize {
         let bytes = |turn: &Turn| turn.text.len() + turn.reasoning.as_ref().map_or(0, String::len);
         self.turns.iter().map(bytes).sum()
@@ -235,7 +236,7 @@ impl Conversation {
         let mut variables = self.variables.clone();
         let Thinking { is_on, effort } = &self.thinking;
         if let Some(is_on) = is_on {
-            // Qwen's word and that of DeepSeek and Granite.
+            // Names in Qwen's templates, and in DeepSeek's and Granite's.
             for name in ["enable_thinking", "thinking"] {
                 variables.entry(name).or_insert((*is_on).into());
             }
@@ -254,10 +255,10 @@ impl Conversation {
         }
     }
 
-    /// The ids of the prompt.
+    /// Renders and tokenises the prompt.
     ///
-    /// System turns are rendered where they stand. A template that refuses them in the middle gets
-    /// them as turns of the user; one that wants roles to alternate gets neighbours joined.
+    /// System turns are rendered in place. A template that rejects later ones gets them as user
+    /// turns; one that requires alternating roles gets neighbours joined.
     ///
     /// Cost: one rendering and encoding; up to two more renderings for such a template.
     ///
@@ -274,7 +275,7 @@ impl Conversation {
         self.first_taken(try_with)
     }
 
-    /// The text of the prompt, for show.
+    /// The prompt as text, for display.
     ///
     /// # Errors
     /// Those of [`encode`](Self::encode).
@@ -313,7 +314,7 @@ fn messages(turns: &[Turn]) -> Vec<Message> {
     turns.iter().map(Turn::message).collect()
 }
 
-/// Later system turns as turns of the user, in their places.
+/// Later system turns as user turns, in place.
 fn systems_first(turns: &[Turn]) -> Vec<Turn> {
     let is_later = |i: usize| i > 0;
     let change = |(i, turn): (usize, &Turn)| {
@@ -326,7 +327,7 @@ fn systems_first(turns: &[Turn]) -> Vec<Turn> {
     turns.iter().enumerate().map(change).collect()
 }
 
-/// Besides, neighbours of the role user joined.
+/// As [`systems_first`], with neighbouring user turns joined.
 fn joined(turns: &[Turn]) -> Vec<Turn> {
     let mut all: Vec<Turn> = Vec::with_capacity(turns.len());
     for turn in systems_first(turns) {

@@ -1,4 +1,4 @@
-//! Paths of requests that have a body.
+//! Endpoints with a request body, and their paths.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,7 @@ pub(crate) enum Endpoint {
     OllamaEmbeddings,
 }
 
-/// Every endpoint that takes a body, with its path.
+/// All endpoints with a request body, by path.
 pub(crate) const ENDPOINTS: [(&str, Endpoint); 14] = [
     ("/v1/chat/completions", Endpoint::Chat),
     ("/v1/completions", Endpoint::Completion),

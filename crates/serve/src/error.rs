@@ -6,13 +6,13 @@ use std::path::PathBuf;
 
 use tokio_rustls::rustls;
 
-/// Why a server cannot be made or has ended. What a client did wrong is not among these: it is
-/// told to the client.
+/// Startup and runtime errors of a server. Errors of clients are
+/// [`Rejection`](crate::rejection::Rejection)s.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no address to listen on")]
     NoAddress,
-    /// Anybody could use the model: there are no keys, and others reach the address.
+    /// The address is reachable from other machines, and there are no keys.
     #[error(
         "{addr} can be reached from other machines and there are no API keys, \
          expected a loopback address, keys, or leave to be open to the network"
@@ -24,7 +24,7 @@ pub enum Error {
         got: usize,
         most: usize,
     },
-    /// The name of the model, or of a fact, cannot be shown.
+    /// The name of a model or a metric has unusable characters.
     #[error("{what} {name:?}: expected 1 to 256 characters without control characters")]
     Name {
         /// The kind of thing that it names.
@@ -33,7 +33,7 @@ pub enum Error {
     },
     #[error("listening on {addr}")]
     Bind { addr: SocketAddr, source: io::Error },
-    /// Threads or sockets of the server cannot be set up.
+    /// The system refused threads or sockets.
     #[error("setting up the server")]
     SetUp(#[source] io::Error),
     #[error(transparent)]
@@ -44,7 +44,7 @@ pub enum Error {
     /// A file of a certificate or its key could not be written.
     #[error("writing {}", path.display())]
     TlsWrite { path: PathBuf, source: io::Error },
-    /// A file is not what it is given as.
+    /// A PEM file of the wrong kind.
     #[error("{}: no {what} in PEM form", path.display())]
     TlsPem {
         path: PathBuf,
@@ -52,7 +52,7 @@ pub enum Error {
         what: &'static str,
         source: rustls::pki_types::pem::Error,
     },
-    /// A certificate and a key that cannot be used together.
+    /// A certificate and a key that do not match.
     #[error("certificate {} with key {}", certificate.display(), key.display())]
     TlsPair {
         certificate: PathBuf,

@@ -1,11 +1,11 @@
-//! The stream of events of a node: typed, numbered, and kept in a bounded ring.
+//! The event log of a node: typed, numbered, kept in a bounded ring.
 //!
 //! ```text
 //! membership, instances, requests --put--> ring of EVENTS_MAX --after(seq)--> SSE, JSON lines
 //! ```
 //!
-//! Writers never wait: when the ring is full, the oldest event goes. A reader asks for the events
-//! after the number it has, so it needs no queue. A gap in the numbers tells it what it missed.
+//! Writers never block: a full ring drops its oldest event. A reader polls for events after its
+//! last number, so it needs no queue. A gap in the numbers shows dropped events.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,17 +23,17 @@ pub const EVENTS_MAX: usize = 4096;
 /// Longest text of an event in bytes; longer ones are cut.
 const TEXT_BYTES_MAX: usize = 300;
 
-/// News about this node and its cluster.
+/// An event of this node or its cluster.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Kind {
     /// A node of the cluster is alive.
     NodeCame { node: String },
-    /// A node does not answer at the moment.
+    /// A node is unreachable at the moment.
     NodeSilent { node: String },
-    /// A node is dead, or was taken out of the cluster.
+    /// A node is dead, or was removed from the cluster.
     NodeWent { node: String },
-    /// A node answers, but its answers stay late.
+    /// A node answers pings, but late.
     NodeSlow {
         node: String,
         /// Seconds of its last answer to a ping.
@@ -41,20 +41,20 @@ pub enum Kind {
     },
     /// A slow node answers in time again.
     NodeSteady { node: String },
-    /// The way from a node to another is a different one, or its measured latency or bandwidth is.
+    /// The network path between two nodes changed, or its measured latency or bandwidth.
     LinkChanged {
-        /// Name of the node that it leaves from.
+        /// Name of the source node.
         from: String,
-        /// Name of the node that it leads to.
+        /// Name of the target node.
         to: String,
-        /// How it was; absent where no way answered.
+        /// Before the change; absent where no path worked.
         #[serde(skip_serializing_if = "Option::is_none")]
         before: Option<Link>,
-        /// How it is; absent while no way answers.
+        /// After the change; absent while no path works.
         #[serde(skip_serializing_if = "Option::is_none")]
         now: Option<Link>,
     },
-    /// An instance has another state.
+    /// An instance changed its state.
     Instance {
         id: String,
         /// The name of its model.
@@ -67,7 +67,7 @@ pub enum Kind {
         /// Names of its nodes.
         nodes: Vec<String>,
     },
-    /// The split of an instance was changed, or could not be.
+    /// An instance's split was changed, or the change failed.
     SplitChanged {
         /// The name of its model.
         model: String,
@@ -79,32 +79,31 @@ pub enum Kind {
         /// The failure in words.
         text: String,
     },
-    /// Tokens of an answer go out although no other node has them, or its client cannot come back
-    /// to it.
+    /// Tokens are sent although no other node has a copy, or the client cannot resume the stream.
     Unprotected {
         /// Why that is so.
         reason: String,
     },
-    /// A client used a key, which is told once a minute.
+    /// A client used a key; reported once a minute.
     KeyUsed {
         /// The key's id.
         key: String,
         /// The client's address.
         client: String,
-        /// How often since it was told last.
+        /// Number since the last report.
         times: u64,
     },
-    /// A client was refused for want of a right or a place, which is told once a minute. The
-    /// control port's refusals of a node or a newcomer are told once an hour.
+    /// A client was rejected for lack of rights or permits; reported once a minute. Rejections at
+    /// the control port, of nodes and joins, are reported once an hour.
     Refused {
-        /// The cause: as the API tells it, or beginning with `node_` or `join_`.
+        /// The error code of the API, or one that begins with `node_` or `join_`.
         code: &'static str,
         /// The address of the client or node, or `others` for many.
         client: String,
-        /// How often since it was told last.
+        /// Number since the last report.
         times: u64,
     },
-    /// A choice of a request was handed to the model.
+    /// A choice was submitted to the engine.
     RequestStarted {
         /// Number of the choice, from 1.
         request: u64,
@@ -112,7 +111,7 @@ pub enum Kind {
         model: String,
         prompt_tokens: u64,
     },
-    /// A choice has its first token.
+    /// A choice got its first token.
     FirstToken {
         /// Number of the choice.
         request: u64,
@@ -125,7 +124,7 @@ pub enum Kind {
         request: u64,
         /// The name of its model.
         model: String,
-        /// `complete`, `failed`, or `stopped` where the client or a limit ended it.
+        /// `complete`, `failed`, or `stopped` by the client or a limit.
         outcome: &'static str,
         /// Tokens generated.
         tokens: u64,
@@ -135,12 +134,12 @@ pub enum Kind {
     },
 }
 
-/// A measured way between two nodes.
+/// The measured network path between two nodes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Link {
-    /// Name of the interface that it leaves by, or its address.
+    /// Name or address of the outgoing interface.
     pub interface: String,
-    /// Seconds of a round trip.
+    /// Round-trip time in seconds.
     pub latency_s: f64,
     /// Bytes a second; absent before they are measured.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -150,7 +149,7 @@ pub struct Link {
 /// An event with its number and time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Event {
-    /// Counts from 1; without gaps at the node that it happened on.
+    /// Counts from 1, without gaps at its node.
     pub seq: u64,
     /// Milliseconds since 1970, UTC.
     pub unix_ms: u64,
@@ -158,8 +157,8 @@ pub struct Event {
     pub kind: Kind,
 }
 
-/// The events of a node. Clones are the same ring; all methods may be called from any thread and
-/// take microseconds.
+/// The event log of a node. Clones share one ring; all methods are thread-safe and take
+/// microseconds.
 #[derive(Clone)]
 pub struct Events(Arc<Shared>);
 
@@ -167,7 +166,7 @@ struct Shared {
     now: fn() -> Instant,
     begun: (Instant, Duration),
     ring: Mutex<VecDeque<Event>>,
-    /// Number of the newest event, for readers that wait.
+    /// Number of the newest event; readers await changes.
     newest: watch::Sender<u64>,
 }
 
@@ -197,7 +196,7 @@ impl Events {
         self.0.newest.send_replace(seq);
     }
 
-    /// Milliseconds since 1970. They do not jump when the system's clock is set.
+    /// Milliseconds since 1970, monotonic even when the system's clock is set.
     pub(crate) fn unix_ms(&self) -> u64 {
         let (start, unix) = self.0.begun;
         let since = (self.0.now)().saturating_duration_since(start);
@@ -217,7 +216,7 @@ impl Events {
         *self.0.newest.borrow()
     }
 
-    /// Tells a reader when there is a newer event.
+    /// Notifies of newer events.
     pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
         self.0.newest.subscribe()
     }
@@ -241,8 +240,8 @@ impl fmt::Display for Link {
 }
 
 impl Kind {
-    /// Whether it belongs into a log of what was done to the node: joins, refusals, use of keys,
-    /// loads and unloads. Such a log has no prompts, and nothing of single requests.
+    /// Whether the audit log records it: joins, rejections, key use, loads and unloads. The audit
+    /// log has no prompts and no single requests.
     pub const fn is_audited(&self) -> bool {
         match self {
             Self::NodeCame { .. }
@@ -263,7 +262,7 @@ impl Kind {
         }
     }
 
-    /// The same with texts of bounded length.
+    /// Truncates long texts.
     fn cut(mut self) -> Self {
         match &mut self {
             Self::NodeCame { node }

@@ -1,9 +1,9 @@
-//! Figures that the caller adds to `/metrics`.
+//! Metrics that the caller adds to `/metrics`.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Figures of the process that the caller knows, such as memory and bytes on the wire.
+/// Supplies the process's own metrics, such as memory and bytes sent; called at every scrape.
 #[derive(Clone)]
 pub struct Facts(pub Arc<dyn Fn() -> Vec<Fact> + Send + Sync>);
 
@@ -19,15 +19,15 @@ impl fmt::Debug for Facts {
     }
 }
 
-/// A figure, shown by `/metrics` as a gauge `paceline_<name>`. Both texts go out as they are.
+/// A gauge `paceline_<name>` of `/metrics`. Both texts are printed unchanged.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fact {
     /// Lower-case letters, digits and `_`, the unit last.
     pub name: &'static str,
-    /// A line without a full stop at its end.
+    /// Help text: one line without a full stop.
     pub help: &'static str,
-    /// Labels that tell values of one name apart, as `layer="3",expert="7"`; empty for one value.
-    /// Values of one name follow one another.
+    /// Labels such as `layer="3",expert="7"`; empty for a single value. Samples of one name must be
+    /// consecutive.
     pub labels: String,
     /// The value now.
     pub value: f64,

@@ -1,5 +1,5 @@
-//! Fields of a request as a table. A row checks a value, says what is wrong with it, and is its
-//! description in the OpenAPI document. So the document cannot promise other bounds than hold.
+//! Table-driven checks of request fields. A row checks a value, reports errors, and is its
+//! description in the OpenAPI document. So the document and the checks cannot differ.
 
 use std::cell::RefCell;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::json::show;
 use crate::rejection::Rejection;
 
-/// A field that a request may have. `null` is as good as absent.
+/// A field of a request. `null` counts as absent.
 #[derive(Debug)]
 pub(crate) struct Field {
     pub(crate) name: &'static str,
@@ -18,7 +18,7 @@ pub(crate) struct Field {
     pub(crate) about: &'static str,
 }
 
-/// The type and bounds that the value must keep.
+/// Type and bounds of a value.
 #[derive(Debug)]
 pub(crate) enum Kind {
     /// Bounds included.
@@ -27,33 +27,33 @@ pub(crate) enum Kind {
     Integer { min: i64, max: i64 },
     /// True or false.
     Boolean,
-    /// Of so many characters.
+    /// Length in characters.
     Text { min: usize, max: usize },
-    /// With whatever in it.
+    /// Any object.
     Object,
-    /// An object of these fields, read by a function of its own.
+    /// An object with these fields, parsed elsewhere.
     Table(&'static [Field]),
-    /// Written in JSON: the values that ask for what happens anyway. All others would change the
-    /// answer if this server could do it; `why` says what it cannot.
+    /// Accepts only these values, written in JSON, which ask for the default behaviour. Others
+    /// would change the response; `why` is the error text.
     Only {
         values: &'static [&'static str],
         why: &'static str,
     },
-    /// Read by a function of its own; this makes the schema.
+    /// Parsed elsewhere; the function returns the schema.
     Own(fn() -> Value),
-    /// Whatever it is, it has no effect.
+    /// Any value; ignored.
     Any,
 }
 
-/// How strict a request is read, and what its client is to be warned of.
+/// Strictness of the parser, and collected warnings for the client.
 #[derive(Debug, Default)]
 pub(crate) struct Notes {
-    /// Whether unknown fields are passed over with a warning.
+    /// Whether unknown fields are ignored with a warning.
     pub(crate) is_lenient: bool,
     warnings: RefCell<Vec<String>>,
 }
 
-/// Most warnings of an answer, and the longest, in bytes: they are headers.
+/// Maximum warnings of a response, and bytes of each: they are headers.
 const MAX_WARNINGS: usize = 8;
 const MAX_WARNING: usize = 200;
 
@@ -66,7 +66,7 @@ impl Notes {
         }
     }
 
-    /// Notes what the client should know, once.
+    /// Adds a warning, once.
     pub(crate) fn warn(&self, text: impl Into<String>) {
         let mut text: String = text.into();
         text.retain(|c| matches!(c, ' '..='~') && c != '"' && c != '\\');
@@ -78,7 +78,7 @@ impl Notes {
     }
 
     /// # Errors
-    /// [`Rejection::Unknown`] unless unknown fields are passed over.
+    /// [`Rejection::Unknown`] in strict mode.
     pub(crate) fn unknown(&self, param: String) -> Result<(), Rejection> {
         if !self.is_lenient {
             return Err(Rejection::Unknown { param });
@@ -110,7 +110,7 @@ impl Field {
 
     /// # Errors
     /// [`Rejection::Type`], [`Rejection::Range`], [`Rejection::Length`],
-    /// [`Rejection::Unsupported`]; `param` is the name with what it is in.
+    /// [`Rejection::Unsupported`]; `param` is the field's full path.
     fn check(&self, value: &Value, param: String) -> Result<(), Rejection> {
         match self.kind {
             Kind::Number { min, max } => {
@@ -259,7 +259,7 @@ fn in_range(
     })
 }
 
-/// An integer, also one that is written with a fraction of zero; those beyond 2^53 only as such.
+/// An integer; also one with a zero fraction, up to 2^53.
 pub(crate) fn integer(value: &Value) -> Option<i128> {
     if let Some(integer) = value.as_i64() {
         return Some(integer.into());
@@ -267,7 +267,7 @@ pub(crate) fn integer(value: &Value) -> Option<i128> {
     if let Some(integer) = value.as_u64() {
         return Some(integer.into());
     }
-    // Beyond 2^53 it is not known which integer was written: it is out of every bound.
+    // Beyond 2^53 the written integer is unknown: out of any bound.
     const EXACT: f64 = (1u64 << 53) as f64;
     let float = value.as_f64().filter(|float| float.fract() == 0.0)?;
     let is_exact = float.abs() <= EXACT;
@@ -278,18 +278,18 @@ pub(crate) fn integer(value: &Value) -> Option<i128> {
     })
 }
 
-/// An object whose fields are in the table and right as far as the table knows.
+/// An object whose fields passed the table's checks.
 #[derive(Debug)]
 pub(crate) struct Fields {
     values: Map<String, Value>,
 }
 
 impl Fields {
-    /// Checks `object`, which stands at `place` in the body: empty, or with a dot at the end.
+    /// Checks `object` at `place`, its path in the body: empty, or with a dot at the end.
     ///
     /// # Errors
-    /// The first field, in the order of the object, that is wrong or not in the table. If there is
-    /// none, the first that is missing. `notes` may let a field pass that is not in the table.
+    /// The first field, in the object's order, that is invalid or unknown. Else the first missing
+    /// one. `notes` may allow unknown fields.
     pub(crate) fn new(
         object: Map<String, Value>,
         table: &[Field],
@@ -318,7 +318,7 @@ impl Fields {
         Ok(Self { values })
     }
 
-    /// The value as it is, once.
+    /// Removes and returns the value.
     pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
         self.values.swap_remove(name)
     }
@@ -339,7 +339,7 @@ impl Fields {
         integer(self.values.get(name)?).and_then(|integer| integer.try_into().ok())
     }
 
-    /// An integer whose bounds are not negative.
+    /// A non-negative integer.
     pub(crate) fn count(&self, name: &str) -> Option<usize> {
         self.integer(name)
             .and_then(|integer| integer.try_into().ok())
@@ -354,7 +354,7 @@ impl Fields {
     }
 }
 
-/// A client's own name for a field, not longer than any real one.
+/// Truncates a client's field name to the longest known one.
 pub(crate) fn clip(name: &str) -> String {
     const LONGEST: usize = 64;
     if name.chars().count() <= LONGEST {

@@ -1,10 +1,10 @@
-//! Journals of streamed answers, from which a client that was cut off resumes its stream.
+//! Journals of streamed responses, from which a disconnected client resumes its stream.
 //!
 //! ```text
 //! stream --replies--> Journal --pieces--> Mirror (a second node), before the client has them
 //!                        |
 //! Last-Event-ID ---------+--> replayed through the same writer without the events that the client
-//!                             has; then the service goes on after the tokens
+//!                             has; then the engine continues after the tokens
 //! ```
 //! A journal is text: a line with the request, then a line for each reply. The same lines give the
 //! same events, so an event's number in its stream is all that a client has to say. A stream that
@@ -25,65 +25,66 @@ use crate::access::Client;
 use crate::endpoint::Endpoint;
 use crate::store::Stored;
 
-/// Longest wait for a second node: as long as the silence after which a node counts as gone.
+/// Timeout of mirroring: as long as the silence after which a node counts as dead.
 pub const MIRROR_LIMIT: Duration = Duration::from_secs(2);
 
-/// After no node kept a piece, tokens go on alone for so long before one is asked again. By then a
-/// silent node counts as gone, and another one is asked.
+/// Pause between attempts to mirror after no node accepted a part. By then a silent node counts as
+/// dead, and the next attempt goes to another.
 const ALONE: Duration = MIRROR_LIMIT;
 
-/// Of all room for journals one may take this part.
+/// A single journal may take this fraction of the byte limit.
 const SHARE_OF_ONE: usize = 4;
 
-/// More of a journal. The node that keeps its bytes need not read them.
+/// A part of a journal to mirror. The mirroring node does not parse the bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The journal's name, which cannot be guessed.
+    /// The journal's id, which cannot be guessed.
     pub id: String,
-    /// Bytes of the journal before this piece; 0 begins it anew.
+    /// Offset in the journal; 0 starts it anew.
     pub at: u64,
-    /// None are a sign that the journal is still needed.
+    /// Empty to keep the copy alive.
     pub bytes: Vec<u8>,
 }
 
-/// Outcome of mirroring a piece.
+/// Result of mirroring a part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// Another node has it.
+    /// Another node stored it.
     Yes,
-    /// The other node lacks what came before.
+    /// The other node lacks the bytes before it.
     Gap,
-    /// No node keeps it, and why.
+    /// No node stored it; the reason.
     No(String),
 }
 
-/// Outcome of a search for a journal.
+/// Result of looking up a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// The longest copy that was told in time.
+    /// The longest copy received in time.
     Copy(Vec<u8>),
-    /// All nodes that live have answered, and none has it.
+    /// All live nodes answered; none has it.
     Nowhere,
-    /// No node that answered has it. Another node, which may have it, has not answered.
+    /// No answering node has it; a node that may have it did not answer.
     Unsure,
 }
 
-/// Hears what became of a piece; not called where nobody knows.
+/// Called with the result; not called if it stays unknown.
 pub type Done = Box<dyn FnOnce(Kept) + Send>;
 
-/// Other nodes that keep copies of journals for [`Times::reconnect`](crate::Times::reconnect) after
-/// the last piece. Ids that begin with `resp_` are of responses that the nodes store.
+/// Access to other nodes, which keep copies of journals for
+/// [`Times::reconnect`](crate::Times::reconnect) after the last part. Ids that begin with `resp_`
+/// name stored responses.
 pub trait Mirror: Send + Sync {
-    /// Has another node keep a piece. Must not block.
+    /// Sends a part to another node. Must not block.
     fn put(&self, piece: Piece, done: Done);
 
-    /// The longest copy of a journal that any node has, for the holder of the key with this id. The
-    /// node that answers this journal stops. For a response what any node's
-    /// [`Doors::response`](crate::Doors::response) says. May block for as long as [`MIRROR_LIMIT`].
+    /// Looks up the longest copy of a journal, for the key with this id. The node that produces
+    /// this journal stops. For a response, asks each node's
+    /// [`Doors::response`](crate::Doors::response). Blocks for at most [`MIRROR_LIMIT`].
     fn find(&self, id: &str, key: Option<&str>) -> Found;
 
-    /// As [`find`](Self::find), a copy of more than `than` bytes. A node that is slow is waited for
-    /// where faster ones have shorter copies.
+    /// As [`find`](Self::find), but only copies of more than `than` bytes. Waits for slow nodes if
+    /// faster ones have shorter copies.
     fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
         self.find(id, key).copy().filter(|copy| copy.len() > than)
     }
@@ -99,72 +100,73 @@ impl Found {
     }
 }
 
-/// The reason why a journal cannot be read.
+/// Why a journal was not found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Absent {
     /// No node has it.
     Nowhere,
-    /// A node that may have it has not answered.
+    /// A node that may have it did not answer.
     Unsure,
 }
 
-/// A request, as it can be understood again.
+/// First line of a journal: the request and all that is needed to parse it again.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Head {
-    /// Names the journal and the answer: 128 random bits.
+    /// Id of the journal and the response: 128 random bits.
     pub(crate) id: String,
     pub(crate) endpoint: Endpoint,
     pub(crate) body: String,
-    /// For requests that give no seed.
+    /// Seed for requests without one.
     pub(crate) seed: u64,
     pub(crate) unix_s: u64,
     pub(crate) model: String,
-    /// The id of the API key that asked.
+    /// Id of the request's API key.
     pub(crate) key: Option<String>,
-    /// The response that the body names.
+    /// The previous response that the body names.
     pub(crate) earlier: Option<Stored>,
 }
 
-/// A reply and its choice.
+/// A reply with its choice's index.
 pub(crate) type Line = (usize, Reply);
 
-/// A request and the replies to it.
+/// The request and the replies of one streamed response.
 #[derive(Debug)]
 pub(crate) struct Journal {
     pub(crate) head: Head,
     state: Mutex<State>,
-    /// Number of the stream that reads it.
+    /// Number of the current reader.
     life: watch::Sender<u64>,
-    /// Bytes of all journals of the node.
+    /// Bytes of all journals of the node, shared.
     total: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
 struct State {
     text: Vec<u8>,
-    /// Bytes of the text that `total` has.
+    /// Bytes of `text` included in `total`.
     counted: usize,
-    /// Bytes that another node has.
+    /// Bytes mirrored to another node.
     mirrored: usize,
-    /// Whether a node has said so since the last reader began: the one that had them may be gone.
+    /// Whether a node confirmed `mirrored` since the last reader began; the earlier mirror may be
+    /// gone.
     is_sure: bool,
-    /// Choices whose prompt was read.
+    /// Choices whose prefill reply is recorded.
     read: Vec<usize>,
-    /// Since when nobody reads it.
+    /// Since when it has no reader.
     left: Option<Instant>,
-    /// Until when no other node is asked.
+    /// No mirroring before this time.
     alone_until: Option<Instant>,
-    /// It grew too long, and is good for nothing.
+    /// It exceeded its limit, and its text is gone.
     is_cut: bool,
 }
 
-/// Another stream answers this request now.
+/// Another stream continues this response now.
 #[derive(Debug)]
 pub(crate) struct Superseded;
 
 impl Journal {
     /// # Errors
-    /// None but for a defect of ours: what is kept is JSON.
+    /// Only by a bug: the head is valid JSON.
     fn new(head: Head, now: Instant) -> Result<Self, serde_json::Error> {
         let mut text = serde_json::to_vec(&head)?;
         text.push(b'\n');
@@ -190,25 +192,25 @@ impl Journal {
         }
     }
 
-    /// Adds the text's present size to the node's total, in place of the size before.
+    /// Updates the node's total with the text's current size.
     fn count(&self, state: &mut State) {
         self.total.fetch_add(state.text.len(), Relaxed);
         self.total.fetch_sub(state.counted, Relaxed);
         state.counted = state.text.len();
     }
 
-    /// Gives up the text: nobody can come back to it, and no other node gets more of it.
+    /// Discards the text: clients can no longer resume it, and mirroring stops.
     fn cut(&self, state: &mut State) {
         (state.text, state.is_cut) = (Vec::new(), true);
         self.count(state);
     }
 
-    /// Whether it has every reply so far.
+    /// Whether it has all replies so far.
     pub(crate) fn is_whole(&self) -> bool {
         !self.state().is_cut
     }
 
-    /// A journal that another node kept. Its last line may be cut off.
+    /// Parses a mirrored copy. Its last line may be truncated.
     fn parse(mut text: Vec<u8>, now: Instant) -> Option<Self> {
         let end = text.iter().rposition(|byte| *byte == b'\n')? + 1;
         text.truncate(end);
@@ -224,17 +226,15 @@ impl Journal {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a client may read it: the holder of the key that asked. Without keys to know the id
-    /// is enough.
+    /// Whether the key with this id may read it. Without keys, knowing the id is enough.
     fn is_of(&self, key: Option<&str>) -> bool {
         self.head.key.as_deref() == key
     }
 
-    /// Begins to read it; the reader before stops. Gives the number of the new reader, its signal
-    /// to stop, and the replies so far.
+    /// Registers a new reader; the previous one stops. Returns the reader and the replies so far.
     ///
     /// # Errors
-    /// A defect of ours, or of the node that kept it.
+    /// Invalid lines, by a bug here or at the mirroring node.
     pub(crate) fn take_over(&self) -> Result<(Reader, Vec<Line>), serde_json::Error> {
         let mut state = self.state();
         (state.left, state.is_sure) = (None, false);
@@ -245,7 +245,7 @@ impl Journal {
         Ok((Reader { life, superseded }, lines))
     }
 
-    /// Adds replies. Those that say again that a prompt was read are left out of `lines` too.
+    /// Appends replies. Repeated prefill replies are removed from `lines` too.
     ///
     /// # Errors
     /// [`Superseded`].
@@ -267,7 +267,7 @@ impl Journal {
             if state.is_cut {
                 continue;
             }
-            // Memory takes all that is written; a reply is JSON.
+            // Writing JSON to memory cannot fail.
             let written = serde_json::to_writer(&mut state.text, line);
             state.is_cut |= written.is_err();
             state.text.push(b'\n');
@@ -279,7 +279,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Has another node keep what was added; why none does, the first time. Takes at most
+    /// Mirrors the new bytes; returns the reason of a failure, once. Takes at most
     /// [`MIRROR_LIMIT`].
     pub(crate) async fn protect(
         &self,
@@ -310,13 +310,13 @@ impl Journal {
         self.alone("the other node forgets it".to_owned(), now())
     }
 
-    /// Goes on unprotected for a while; the reason where it did not do so before.
+    /// Pauses mirroring for [`ALONE`]; returns the reason unless it was paused before.
     fn alone(&self, reason: String, now: Instant) -> Option<String> {
         let before = self.state().alone_until.replace(now + ALONE);
         before.is_none().then_some(reason)
     }
 
-    /// The bytes that another node lacks; `None` where it lacks nothing or is not asked.
+    /// The bytes to mirror; `None` if there are none, or mirroring is paused.
     fn next_piece(&self, now: Instant) -> Option<Piece> {
         let state = self.state();
         let waits = state.alone_until.is_some_and(|until| now < until);
@@ -324,7 +324,7 @@ impl Journal {
         if state.is_cut || waits || lacks_nothing {
             return None;
         }
-        // There is less where the journal was given to another node meanwhile.
+        // Shorter after the journal was released to another node.
         let bytes = state.text.get(state.mirrored..)?.to_vec();
         Some(Piece {
             id: self.head.id.clone(),
@@ -333,7 +333,7 @@ impl Journal {
         })
     }
 
-    /// Tells the other node that the journal is still needed.
+    /// Keeps the mirrored copy alive.
     pub(crate) fn touch(&self, mirror: &dyn Mirror) {
         let at = self.state().mirrored as u64;
         if at > 0 {
@@ -342,7 +342,7 @@ impl Journal {
         }
     }
 
-    /// A reader leaves; it stays readable for a while.
+    /// Unregisters a reader; the journal stays for [`Bounds::stay`].
     pub(crate) fn leave(&self, life: u64, now: Instant) {
         let mut state = self.state();
         if *self.life.borrow() == life {
@@ -358,12 +358,12 @@ impl Drop for Journal {
     }
 }
 
-/// A stream that reads a journal.
+/// A registered reader of a journal.
 #[derive(Debug)]
 pub(crate) struct Reader {
-    /// Its number among those of this journal.
+    /// Number of the reader.
     pub(crate) life: u64,
-    /// Changes when another stream follows it.
+    /// Changes when another reader replaces it.
     pub(crate) superseded: watch::Receiver<u64>,
 }
 
@@ -376,8 +376,8 @@ fn parsed<'a>(lines: impl Iterator<Item = &'a [u8]>) -> Result<Vec<Line>, serde_
     lines.map(serde_json::from_slice).collect()
 }
 
-/// Reads `bytes` as a journal and as a response that other nodes keep, for fuzzing. A journal that
-/// is taken can be read.
+/// Parses `bytes` as a journal and as a stored response, for fuzzing. An accepted journal must be
+/// readable.
 pub(crate) fn parse(bytes: &[u8], now: Instant) {
     if let Some(journal) = Journal::parse(bytes.to_vec(), now) {
         assert!(journal.take_over().is_ok(), "its lines were read before");
@@ -385,28 +385,28 @@ pub(crate) fn parse(bytes: &[u8], now: Instant) {
     let _ = serde_json::from_slice::<Stored>(bytes);
 }
 
-/// The journals of a node. Clones are the same ones.
+/// The journals of a node. Clones share them.
 #[derive(Clone)]
 pub struct Journals(Arc<Shared>);
 
 struct Shared {
     all: Mutex<VecDeque<Arc<Journal>>>,
-    /// Bytes of all of them, and of those that a stream still writes after they were given away.
+    /// Bytes of all journals, with released ones that a stream still writes.
     total: Arc<AtomicUsize>,
     mirror: Mutex<Option<Arc<dyn Mirror>>>,
 }
 
-/// How many journals, how long.
+/// Limits on count, bytes and age of journals.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
     pub(crate) count: usize,
     pub(crate) bytes: usize,
-    /// How long one stays after its reader left.
+    /// How long a journal stays without a reader.
     pub(crate) stay: Duration,
 }
 
 impl Bounds {
-    /// Most bytes of one.
+    /// Maximum bytes of one journal.
     pub(crate) const fn bytes_of_one(&self) -> usize {
         self.bytes / SHARE_OF_ONE
     }
@@ -421,20 +421,20 @@ impl Default for Journals {
 }
 
 impl Journals {
-    /// Has other nodes keep copies from now on.
+    /// Mirrors journals from now on.
     pub fn mirror_to(&self, mirror: Arc<dyn Mirror>) {
         let mut own = self.0.mirror.lock().unwrap_or_else(PoisonError::into_inner);
         *own = Some(mirror);
     }
 
-    /// The mirror that keeps copies; `None` before [`mirror_to`](Self::mirror_to).
+    /// The mirror; `None` before [`mirror_to`](Self::mirror_to).
     pub(crate) fn mirror(&self) -> Option<Arc<dyn Mirror>> {
         let own = self.0.mirror.lock().unwrap_or_else(PoisonError::into_inner);
         own.clone()
     }
 
-    /// Gives a journal to another node, with which its client goes on: this node stops answering
-    /// it. `None` where there is none of this name for the holder of the key with this id.
+    /// Releases a journal to the node that the client reconnected to; this node stops the response.
+    /// `None` if the key with this id has no such journal.
     pub fn give(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
         let journal = self.get(id, key)?;
         self.all().retain(|other| !Arc::ptr_eq(other, &journal));
@@ -446,7 +446,7 @@ impl Journals {
         text
     }
 
-    /// The model that answers a journal of this node.
+    /// The model of a local journal.
     pub(crate) fn model_of(&self, id: &str) -> Option<String> {
         let all = self.all();
         let found = all.iter().find(|journal| journal.head.id == id)?;
@@ -465,13 +465,13 @@ impl Journals {
         is_whole.then(|| Arc::clone(found))
     }
 
-    /// Begins a journal. `None` where there is no room.
+    /// Starts a journal; `None` if the limits leave no room.
     pub(crate) fn begin(&self, head: Head, bounds: Bounds, now: Instant) -> Option<Arc<Journal>> {
         let journal = Journal::new(head, now).ok()?;
         self.add(journal, bounds, now)
     }
 
-    /// The journal of this name, of this node or another.
+    /// Finds a journal here or at another node.
     ///
     /// # Errors
     /// [`Absent`].
@@ -500,7 +500,7 @@ impl Journals {
         }
     }
 
-    /// The same journal as `short` with more replies, of another node.
+    /// Finds a longer copy of `short` at another node.
     pub(crate) async fn find_longer(
         &self,
         short: &Journal,
@@ -515,7 +515,7 @@ impl Journals {
         self.take_in(copy, (id, key.as_deref()), (bounds, now()))
     }
 
-    /// Keeps another node's copy here, if it is the right one and there is room.
+    /// Stores a mirrored copy here, if it matches and the limits allow.
     fn take_in(
         &self,
         copy: Vec<u8>,
@@ -527,8 +527,8 @@ impl Journals {
         is_right.then(|| self.add(journal, bounds, now))?
     }
 
-    /// Holds the journals to their bytes after `grown` has become longer. Those that nobody reads
-    /// make room, the oldest first; where that is not enough, `grown` is cut.
+    /// Enforces the byte limit after `grown` became longer. Removes journals without readers,
+    /// oldest first; if that is not enough, discards `grown`.
     pub(crate) fn settle(&self, grown: &Journal, bounds: Bounds) {
         if self.bytes() <= bounds.bytes {
             return;

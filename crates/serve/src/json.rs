@@ -1,14 +1,14 @@
-//! Reading a body: bounded before it is parsed, and described in few characters when it is wrong.
+//! Parses request bodies: limits are checked before parsing, and errors quote few characters.
 
 use serde_json::{Map, Value};
 
 use crate::limits::Limits;
 use crate::rejection::Rejection;
 
-/// The object that `body` is.
+/// Parses `body` as an object.
 ///
-/// Levels and values are counted on the bytes first. A parsed value takes up to a hundred times the
-/// bytes of a short one in text.
+/// Depth and values are counted on the bytes first: parsed values take up to a hundred times the
+/// memory of a short text.
 ///
 /// # Errors
 /// [`Rejection::TooDeep`], [`Rejection::TooManyValues`], [`Rejection::NotJson`],
@@ -54,13 +54,13 @@ fn check_size(body: &[u8], limits: &Limits) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// A value for an error: short ones as they are, others by their type.
+/// A value for an error message: short ones verbatim, others by type.
 pub(crate) fn show(value: &Value) -> String {
     const SHORT: usize = 60;
     let named = match value {
         Value::Null | Value::Bool(_) | Value::Number(_) => return value.to_string(),
         Value::String(text) => {
-            // Before it is escaped: a body may be one long string.
+            // Checked before escaping: a body may be one long string.
             if text.len() <= SHORT {
                 return format!("{text:?}");
             }

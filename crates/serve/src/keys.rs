@@ -1,16 +1,16 @@
-//! API keys: made, listed and revoked in a file, and compared.
+//! API keys in a file: created, listed, revoked and verified.
 //!
 //! The file never holds a key, only SHA-256 over a salt and the key. A slow password hash would add
-//! nothing: it makes guessing costly, and a key has 256 random bits, which nobody guesses. The salt
-//! keeps equal keys from showing as equal. The file is JSON with mode 0600 and is replaced by
-//! renaming, so a reader sees the old one or the new one:
+//! nothing: a key has 256 random bits, which cannot be guessed. The salt hides equal keys. The file
+//! is JSON with mode 0600 and is replaced by renaming, so readers see the old version or the new
+//! one:
 //!
 //! ```text
 //! {"version":1,"keys":[{"id":"1f0c33aa","name":"laptop","created_unix_s":1790000000,
 //!                       "salt":"<32 hex>","sha256":"<64 hex>"}]}
 //! ```
 //!
-//! Two programs that change the file at once: the later change wins, and the earlier is lost.
+//! If two programs change the file at once, the later write wins and the earlier change is lost.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -25,16 +25,16 @@ use sha2::{Digest, Sha256};
 use subtle::{ConditionallySelectable, ConstantTimeEq};
 use tokio::time::sleep;
 
-/// Prefix of every key, so that scanners for leaked secrets can know them.
+/// Prefix of all keys, for scanners of leaked secrets.
 pub const PREFIX: &str = "pl-";
 
-/// Most keys of a file: each is compared with each request's.
+/// Maximum keys of a file: each request is compared with all.
 pub const MAX_KEYS: usize = 1000;
 
 /// Longest name of a key in characters.
 pub const MAX_NAME: usize = 64;
 
-/// A file of [`MAX_KEYS`] has some 250 KB.
+/// Maximum size of the file; [`MAX_KEYS`] take some 250 KB.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 const VERSION: u32 = 1;
@@ -73,26 +73,25 @@ pub enum Error {
     Random(getrandom::Error),
 }
 
-/// Rights of the holder of a key.
+/// Rights of a key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Ask models, and look.
+    /// Use models, and view the node.
     #[default]
     User,
-    /// Also load and unload models, remove them, and let machines in.
+    /// Also load, unload and remove models, and admit machines.
     Admin,
 }
 
 impl Role {
-    /// Whether it is the default role, which the file leaves out: keys made before there were roles
-    /// have it.
+    /// Whether it is the default role, which the file omits; keys from before roles have it.
     fn is_user(&self) -> bool {
         *self == Self::User
     }
 }
 
-/// A key as it may be shown.
+/// Public facts of a key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyInfo {
     /// Eight hexadecimal digits, by which it is revoked.
@@ -165,8 +164,7 @@ impl Keys {
         Ok(Self { path, keys })
     }
 
-    /// Makes a key for its holder to do what `role` allows, and writes the file. The key itself is
-    /// returned and kept nowhere.
+    /// Creates a key with `role`, and writes the file. The returned key is stored nowhere.
     ///
     /// # Errors
     /// [`Error::Full`], [`Error::Name`], [`Error::Random`], [`Error::Write`]; nothing has changed
@@ -210,7 +208,8 @@ impl Keys {
         self.keys.iter().map(|stored| &stored.info)
     }
 
-    /// Takes the key with this id away and writes the file. Running servers notice at once.
+    /// Deletes the key with this id and writes the file. Running servers notice at the next
+    /// request.
     ///
     /// # Errors
     /// [`Error::NoKey`], [`Error::Write`].
@@ -225,8 +224,7 @@ impl Keys {
         Ok(revoked.info)
     }
 
-    /// All keys as they are kept, by their ids: JSON with a hash each, to be shared with other
-    /// machines.
+    /// All stored keys by id, as JSON with a hash each, for sharing with other machines.
     pub fn entries(&self) -> BTreeMap<String, String> {
         let entry = |stored: &Stored| {
             let text = serde_json::to_string(stored).expect("a key is JSON");
@@ -253,12 +251,12 @@ impl Keys {
         self.replace(keys)
     }
 
-    /// Whether `key` is one of them. Takes as long for each: all are compared, in constant time.
+    /// Whether `key` is valid. Compares with all keys, in constant time.
     pub fn contains(&self, key: &str) -> bool {
         self.id_of(key).is_some()
     }
 
-    /// The id of `key`, if it is one of them; likewise in constant time.
+    /// The id of `key`, if valid; in constant time too.
     fn id_of(&self, key: &str) -> Option<&str> {
         let is_equal = |stored: &Stored| {
             let digest = hex(&digest(&stored.salt, key));
@@ -313,7 +311,7 @@ fn checked(contents: Contents) -> Result<Vec<Stored>, String> {
     Ok(keys)
 }
 
-/// Writes a file of mode 0600 beside `path` and renames it.
+/// Writes a temporary file of mode 0600 in the same folder and renames it.
 fn write(path: &Path, contents: &Contents) -> io::Result<()> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
     let dir = dir.unwrap_or(Path::new("."));
@@ -343,7 +341,7 @@ fn random_hex<const N: usize>() -> Result<String, Error> {
     Ok(hex(&bytes))
 }
 
-/// Signs that a file was replaced: inode, length, and time of change in nanoseconds.
+/// Detects a replaced file: inode, length, and modification time (seconds, nanoseconds).
 type Stamp = Option<(u64, u64, i64, i64)>;
 
 fn stamp(path: &Path) -> Stamp {
@@ -351,7 +349,7 @@ fn stamp(path: &Path) -> Stamp {
     Some((m.ino(), m.len(), m.mtime(), m.mtime_nsec()))
 }
 
-/// The keys of a file that may change.
+/// The keys of a file, read again when it changes.
 #[derive(Debug)]
 pub(crate) struct Watched {
     current: Mutex<(Stamp, Keys)>,
@@ -365,24 +363,24 @@ impl Watched {
         Ok(Self { current })
     }
 
-    /// The id of `key`, if it is one of those in the file now. A file that has become unreadable
-    /// lets nobody in. Cost: a stat of the file, and a hash per key.
+    /// The id of `key`, if it is in the file now. An unreadable file admits no key. Cost: a stat of
+    /// the file, and a hash per key.
     pub(crate) fn id_of(&self, key: &str) -> Option<String> {
         self.with_current(|keys| keys.id_of(key).map(str::to_owned))
     }
 
-    /// Whether the key of this id is one of those in the file now. Cost: a stat of the file.
+    /// Whether the file still has the key with this id. Cost: a stat of the file.
     pub(crate) fn has(&self, id: &str) -> bool {
         self.with_current(|keys| keys.list().any(|info| info.id == id))
     }
 
-    /// Whether the key of this id may manage the node. Cost: a stat of the file.
+    /// Whether the key with this id is an admin's. Cost: a stat of the file.
     pub(crate) fn is_admin(&self, id: &str) -> bool {
         let is_it = |info: &KeyInfo| info.id == id && info.role == Role::Admin;
         self.with_current(|keys| keys.list().any(is_it))
     }
 
-    /// How many there are now.
+    /// Number of keys now.
     pub(crate) fn count(&self) -> usize {
         self.with_current(|keys| keys.list().count())
     }
@@ -400,7 +398,7 @@ impl Watched {
     }
 }
 
-/// The key that a request came with. An answer to it ends when the key is revoked.
+/// The key of a request; its response ends when the key is revoked.
 #[derive(Clone, Debug)]
 pub(crate) struct Held {
     pub(crate) keys: Arc<Watched>,
@@ -408,14 +406,14 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Whether the key is no longer one. Cost: a stat of the file.
+    /// Whether the key was revoked.
     pub(crate) fn is_revoked(&self) -> bool {
         !self.keys.has(&self.id)
     }
 }
 
-/// Between looks at the keys: an answer whose key is revoked ends at most this much later. A look
-/// is a stat of the file, so that a thousand streams cost some milliseconds a second.
+/// Interval of revocation checks: a response ends at most this much later. A check is a stat of the
+/// file, so a thousand streams cost some milliseconds a second.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Waits until the key is revoked; for ever without a key.

@@ -1,5 +1,5 @@
-//! The HTTP API: the dialects of OpenAI, Anthropic, Ollama and llama-server over whatever answers
-//! requests.
+//! The HTTP API of a node: the dialects of OpenAI, Anthropic, Ollama and llama-server in front of
+//! an engine [`Service`].
 //!
 //! ```text
 //! client --HTTP--> connection --> access --> api --> request --> conversation --> Ask
@@ -7,23 +7,23 @@
 //!        <--JSON or events-- render, stream <-- calling, choice <-- answer <--> engine::Service
 //! ```
 //!
-//! This is the only crate that knows HTTP. It sees the model as a [`Service`] and its text side as
-//! a [`Model`], so one process or many behind it are the same. It listens on loopback unless told
-//! otherwise, and a web page of another site cannot drive it.
+//! Only this crate knows HTTP. It sees the model as a [`Service`] and its text side as a [`Model`],
+//! whether it runs in one process or many. It listens on loopback by default, and a web page of
+//! another site cannot use it.
 //!
 //! - [`Server`], [`Config`]: bind, run, stop.
 //! - [`keys`]: API keys in a file, kept as hashes.
 //! - [`tls`]: certificates, for addresses that other machines reach.
-//! - [`Journals`]: what streamed answers were made of. Events have ids. A client that was cut off
-//!   sends the same request with the last id in `Last-Event-ID`, and goes on behind it. It can also
-//!   ask for `/v1/responses/{id}?stream=true&starting_after=N`. A [`Mirror`] keeps copies on other
-//!   nodes, so that any of them can go on.
+//! - [`Journals`]: the replies of streamed responses. Events have ids. A disconnected client sends
+//!   the same request with the last id in `Last-Event-ID`, and the stream resumes after it. It can
+//!   also call `/v1/responses/{id}?stream=true&starting_after=N`. A [`Mirror`] keeps copies on
+//!   other nodes, so that any of them can resume the stream.
 //!
 //! Invariants:
-//! - Every field of a request is honoured, known to have no effect on the answer, or refused by
-//!   name. Each dialect has one table for this.
+//! - Every field of a request is honoured, known to have no effect, or rejected by name. Each
+//!   dialect has one table for this.
 //! - Every wait has a deadline and every queue a bound.
-//! - A client that leaves stops its answer.
+//! - A client that disconnects cancels its request.
 //! - The OpenAPI document is made from the table that checks requests.
 //!
 //! ```no_run
@@ -36,7 +36,7 @@
 //! let unix_s = || SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
 //! let clock = Clock { now: Instant::now, unix_s };
 //! let server = Server::bind(Config::new(paceline_serve::DEFAULT_PORT, clock), model, service)?;
-//! let handle = server.handle(); // give it to whatever hears signals
+//! let handle = server.handle(); // give it to the signal handler
 //! # drop(handle);
 //! server.run(); // until handle.shutdown()
 //! # Ok(())

@@ -1,46 +1,46 @@
-//! How much a server takes on.
+//! Limits on the load of a server.
 
 use crate::Error;
 
-/// Bounds; what is over one is refused with the bound's value.
+/// Limits of a server; the error of a rejected request names the limit.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Connections at the same time; further ones wait unaccepted. Each costs some 20 KB.
+    /// Maximum open connections; further ones wait unaccepted. Each costs some 20 KB.
     pub connections: usize,
-    /// Requests to the model at the same time, from their headers to the end of their answer;
-    /// further ones get 429.
+    /// Maximum concurrent requests to the model, from headers to the end of the response; further
+    /// ones get 429.
     pub requests: usize,
-    /// Requests of one client among them, when there are several clients: holders of keys, or
-    /// machines without one.
+    /// Of these, maximum requests of one client if there are several: keys, or machines without
+    /// keys.
     pub requests_of_one: usize,
-    /// Connections of one other machine at the same time; further ones are closed.
+    /// Maximum connections of one other machine; further ones are closed.
     pub connections_of_one: usize,
-    /// Responses that are kept for `previous_response_id`, and their bytes.
+    /// Maximum stored responses for `previous_response_id`.
     pub stored_responses: usize,
-    /// Bytes of memory that they take, about.
+    /// Approximate memory of stored responses, in bytes.
     pub stored_bytes: usize,
-    /// Streamed answers that clients may come back to, those under way among them. Streams beyond
-    /// that cannot be come back to.
+    /// Maximum journals of streamed responses, those in progress included. Further streams cannot
+    /// be resumed.
     pub journals: usize,
-    /// Bytes of memory that they take; one takes a quarter at most. A stream whose journal would
-    /// take more goes on without one, and the event `unprotected` says so.
+    /// Memory of journals in bytes; one takes a quarter at most. A stream whose journal exceeds it
+    /// continues without one, and the event `unprotected` reports that.
     pub journal_bytes: usize,
-    /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
-    /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
+    /// Maximum bodies parsed and tokenised at the same time, a thread each; further ones wait.
+    /// Bounds memory: parsing takes up to 100 bytes per value of the body.
     pub parsing: usize,
     pub body_bytes: usize,
-    /// Levels of arrays and objects in a body; at most 100 (serde_json refuses more than 127).
+    /// Maximum depth of a body; at most 100 (serde_json refuses more than 127).
     pub json_depth: usize,
-    /// Values and keys in a body.
+    /// Maximum values and keys in a body.
     pub json_values: usize,
-    /// Choices of a prompt (`n`).
+    /// Maximum choices per prompt (`n`).
     pub choices: usize,
-    /// Prompts of a request to `/v1/completions`.
+    /// Maximum prompts of a request to `/v1/completions`.
     pub prompts: usize,
-    /// Messages of a conversation.
+    /// Maximum messages of a conversation.
     pub messages: usize,
-    /// Replies of one choice that wait for a slow reader. A reader that is behind by more is cut
-    /// off with an error; a shorter answer never is.
+    /// Maximum unread replies of one choice. A slower client is cut off with an error; shorter
+    /// responses never are.
     pub unread_replies: usize,
 }
 
@@ -68,7 +68,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Whether a server can have them.
+    /// Checks that the limits are usable.
     ///
     /// # Errors
     /// [`Error::Limit`].

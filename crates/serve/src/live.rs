@@ -1,7 +1,7 @@
-//! The requests that a node is answering, as its dashboard shows them.
+//! Requests in progress, for the dashboard.
 //!
-//! A [`Row`] is updated with atomics where replies leave the engine, so looking costs the engine
-//! nothing. Rows of finished choices go at once; their events stay.
+//! A [`Row`] is updated with atomics where replies leave the engine, so readers cost the engine
+//! nothing. Rows of finished choices are removed at once; their events stay.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,10 +11,10 @@ use serde::Serialize;
 
 use crate::events::{Events, Kind};
 
-/// Rows that are told at most; the server has room for no more requests by far.
+/// Maximum rows returned; by default the server allows far fewer requests.
 const TOLD_MAX: usize = 256;
 
-/// Running choices of a node, with the events that they cause. Clones are the same.
+/// The running choices of a node, with their events. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Live {
     events: Events,
@@ -35,12 +35,12 @@ struct Row {
     prompt_tokens: u64,
     asked: Instant,
     tokens: AtomicU64,
-    /// Microseconds from `asked` to the first and the last token; 0 before the first.
+    /// Microseconds from `asked` to the first and last token; 0 before the first.
     first_us: AtomicU64,
     last_us: AtomicU64,
 }
 
-/// A running choice, as it is told.
+/// A snapshot of a running choice.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Running {
     /// Number of the choice, from 1.
@@ -61,13 +61,13 @@ pub struct Running {
 }
 
 impl Live {
-    /// No requests yet.
+    /// Without requests.
     pub fn new(events: Events) -> Self {
         let rows = Arc::default();
         Self { events, rows }
     }
 
-    /// The stream that requests write to.
+    /// The event log of the requests.
     pub fn events(&self) -> &Events {
         &self.events
     }
@@ -80,7 +80,7 @@ impl Live {
         told.map(|row| row.told(now)).collect()
     }
 
-    /// Notes that a choice was handed to the model.
+    /// Registers a choice submitted to the engine.
     pub(crate) fn begin(&self, model: &str, asked: Instant, prompt_tokens: u64) -> Watched {
         let row = Arc::new(Row {
             request: self.rows.last.fetch_add(1, Relaxed) + 1,
@@ -133,7 +133,7 @@ impl Row {
     }
 }
 
-/// The hand that updates a row; dropping it ends the row.
+/// Updates a row; dropping it removes the row.
 #[derive(Debug)]
 pub(crate) struct Watched {
     live: Live,
@@ -142,7 +142,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// A token came at `now`.
+    /// Records a token at `now`.
     pub(crate) fn token(&self, now: Instant) {
         let row = &self.row;
         let since = now.saturating_duration_since(row.asked);
@@ -157,7 +157,7 @@ impl Watched {
         }
     }
 
-    /// The last reply said how the choice ended.
+    /// Records how the choice ended.
     pub(crate) fn end(&mut self, outcome: &'static str) {
         self.outcome = outcome;
     }

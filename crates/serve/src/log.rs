@@ -1,4 +1,4 @@
-//! The API's log: its events, and prompts where the log filter names their target.
+//! Logging of the API: its events, and prompts if the log filter names their target.
 
 use paceline_engine::Request;
 use paceline_formats::tokenizer::Tokenizer;
@@ -6,14 +6,14 @@ use tracing::{Level, debug, enabled, info, trace, warn};
 
 use crate::events::{Kind, Link};
 
-/// The only target that gets text of prompts. Level `trace` of all modules does not include it:
-/// a log has them only where this name is given.
+/// The only log target with prompt text. Level `trace` of all modules does not include it; a log
+/// filter must name it.
 pub const PROMPTS: &str = "prompts";
 
-/// Longest part of a prompt in a log, in characters.
+/// Maximum characters of a logged prompt.
 const PROMPT_CHARS_MAX: usize = 4000;
 
-/// Logs prompts as the model reads them, where they are asked for.
+/// Logs the tokenised prompts, if enabled.
 pub(crate) fn prompts(tokenizer: &Tokenizer, requests: &[Request]) {
     if !enabled!(target: PROMPTS, Level::TRACE) {
         return;
@@ -26,7 +26,7 @@ pub(crate) fn prompts(tokenizer: &Tokenizer, requests: &[Request]) {
 }
 
 impl Kind {
-    /// Logs the news. No text of a prompt or an answer is in it.
+    /// Logs the event. It has no text of prompts or responses.
     pub(crate) fn log(&self) {
         match self {
             Self::NodeCame { node } => info!(node, "node came"),

@@ -1,6 +1,6 @@
 //! The text of `/metrics`, in the OpenMetrics format that Prometheus reads.
 //!
-//! Times are taken where replies leave the engine, so a slow reader does not change them.
+//! Latencies are measured where replies leave the engine, so slow clients do not change them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,8 +22,8 @@ use crate::model::Model;
 /// The media type of `/metrics`.
 pub(crate) const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Every metric of a model's `/metrics` by the name that Prometheus stores, but for the caller's
-/// figures. Of a histogram, `_bucket` stands for its three.
+/// Names of a model's metrics as Prometheus stores them, without the caller's. A histogram is
+/// listed by its `_bucket`.
 pub const METRIC_NAMES: [&str; 11] = [
     "paceline_build_info",
     "paceline_http_requests_total",
@@ -38,10 +38,10 @@ pub const METRIC_NAMES: [&str; 11] = [
     "paceline_tokens_per_second_bucket",
 ];
 
-/// A request as counted.
+/// Labels of a counted request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RequestLabels {
-    /// The route, or `other`: not the path, which a client chooses.
+    /// The route, or `other`; not the path, which a client chooses.
     endpoint: String,
     status: u16,
 }
@@ -53,13 +53,13 @@ struct Outcome {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CutLabels {
-    /// The name that the server has for it, not the client's.
+    /// The server's name for the model, not the client's.
     model: String,
-    /// How it was cut between ranks when the request was handed to it.
+    /// The model's split when the request was submitted.
     split: String,
 }
 
-/// Makes a histogram's buckets.
+/// Constructor of a histogram's buckets.
 type Buckets = fn() -> Histogram;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -67,7 +67,7 @@ struct TokenKind {
     kind: &'static str,
 }
 
-/// Counters and histograms of one server.
+/// Counters and histograms of one model.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     registry: Registry,
@@ -157,17 +157,17 @@ impl Metrics {
         self.requests.get_or_create(&labels).inc();
     }
 
-    /// Counts an answer that is over.
+    /// Counts a finished response.
     pub(crate) fn answered(&self, outcome: &'static str) {
         self.answers.get_or_create(&Outcome { outcome }).inc();
     }
 
-    /// Counts the tokens of texts whose vectors were made.
+    /// Counts embedded tokens.
     pub(crate) fn embedded(&self, tokens: usize) {
         self.prompt_tokens.inc_by(tokens as u64);
     }
 
-    /// Counts the calls of a choice: those that were read, and text that looked like one.
+    /// Counts a choice's tool calls: parsed, and unparseable.
     pub(crate) fn calls(&self, (read, unreadable): (usize, usize)) {
         for (outcome, n) in [("read", read), ("unreadable", unreadable)] {
             let calls = self.calls.get_or_create(&Outcome { outcome });
@@ -175,7 +175,7 @@ impl Metrics {
         }
     }
 
-    /// Watches the replies to a choice of a model that is cut as `split` says.
+    /// A meter for a choice of a model with this split.
     pub(crate) fn meter(
         self: &Arc<Self>,
         asked: Instant,
@@ -202,17 +202,17 @@ impl Metrics {
         self.waiting.set(status.waiting as i64);
         let mut text = String::new();
         encode(&mut text, &self.registry).expect("a String takes everything");
-        // The last line ends the text, and the caller's figures go before it.
+        // The caller's metrics go before the last line.
         text.truncate(text.len() - END.len());
         text + &facts_text(facts) + END
     }
 }
 
-/// The last line of a text.
+/// Last line of OpenMetrics text.
 pub(crate) const END: &str = "# EOF\n";
 
-/// The texts of several models as one without its last line: families in the order of the first
-/// text, each sample with the label `model`.
+/// Merges the texts of several models, without the last line: families in the first text's order,
+/// each sample labelled with its `model`.
 pub(crate) fn merged(texts: &[(&str, String)]) -> String {
     let mut families: Vec<(&str, Vec<&str>, String)> = Vec::new();
     for (model, text) in texts {
@@ -244,7 +244,7 @@ pub(crate) fn merged(texts: &[(&str, String)]) -> String {
     all
 }
 
-/// A sample with the label `model`, where it has none.
+/// Adds the label `model` to a sample without it.
 fn labelled(line: &str, model: &str) -> String {
     let model = model.replace('\\', "\\\\").replace('"', "\\\"");
     let label = format!("model=\"{}\"", model.replace('\n', "\\n"));
@@ -257,8 +257,7 @@ fn labelled(line: &str, model: &str) -> String {
     }
 }
 
-/// The caller's figures as gauges. Those of workers are waited for, which holds up no other
-/// request.
+/// The caller's metrics as gauges. Waits for those of workers, which blocks no other request.
 pub(crate) fn facts_text(facts: &Facts) -> String {
     let (mut text, mut last) = (String::new(), "");
     for fact in tokio::task::block_in_place(|| (facts.0)()) {
@@ -281,14 +280,14 @@ pub(crate) fn facts_text(facts: &Facts) -> String {
     text
 }
 
-/// Times and counts the replies to one choice.
+/// Measures the replies of one choice.
 #[derive(Debug)]
 pub(crate) struct Meter {
     metrics: Arc<Metrics>,
     labels: CutLabels,
     asked: Instant,
     prompt_tokens: u64,
-    /// When the first token came.
+    /// Arrival of the first token.
     first: Option<Instant>,
     last: Instant,
     tokens: u64,

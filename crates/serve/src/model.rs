@@ -1,4 +1,4 @@
-//! Facts that the server needs about the model it speaks for.
+//! The served model's text side: names, tokenizer, template, defaults.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -12,47 +12,47 @@ use serde_json::Value;
 
 use crate::Error;
 
-/// A model as clients see it. Its text side is here; what computes is a
-/// [`Service`](paceline_engine::Service).
+/// A model as clients see it. The [`Service`](paceline_engine::Service) computes; this has the text
+/// side.
 #[derive(Clone, Debug)]
 pub struct Model {
-    /// The name that clients give.
+    /// Name in requests.
     pub id: String,
-    /// Other names that are accepted.
+    /// Other accepted names.
     pub aliases: Vec<String>,
-    /// Seconds since 1970 that `/v1/models` tells, such as the file's time.
+    /// `created` in `/v1/models`, seconds since 1970, such as the file's time.
     pub created_unix_s: u64,
-    /// Names all that determines the bits of an answer besides request and seed: kernel class and
+    /// Identifies all that determines a response's bits besides request and seed: kernel class and
     /// weights. Sent as `system_fingerprint`.
     pub fingerprint: String,
-    /// Makes text tokens.
+    /// Tokenises text.
     pub tokenizer: Arc<Tokenizer>,
-    /// Makes a conversation a prompt; a model without one only completes.
+    /// Renders conversations; a model without one only completes.
     pub template: Option<Arc<ChatTemplate>>,
-    /// Most tokens of prompt and answer.
+    /// Maximum tokens of prompt and response.
     pub context: usize,
-    /// How tokens are chosen where a request does not say: the model's own recommendation, else
-    /// what the command line uses. Seed and bias are not used.
+    /// Default sampling: the model's recommendation, else that of the command line. Seed and bias
+    /// are not used.
     pub sampling: SamplingParams,
-    /// Facts that are told of the model beside its name.
+    /// Details for `/api/show` and similar endpoints.
     pub about: About,
 }
 
-/// Facts that some clients want to see.
+/// Details of a model for clients.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct About {
     /// Such as `llama`.
     pub architecture: String,
-    /// Bytes of its files; 0 if not known.
+    /// Bytes of its files; 0 if unknown.
     pub bytes: u64,
-    /// Number of parameters; 0 if not known.
+    /// Number of parameters; 0 if unknown.
     pub parameters: u64,
-    /// How weights are stored, such as `Q4_K_M`; empty if not known.
+    /// Storage type of the weights, such as `Q4_K_M`; empty if unknown.
     pub quantization: String,
 }
 
-/// How tokens are chosen by a model that recommends nothing: what suits small chat models, as
-/// `paceline run` does.
+/// Default sampling of a model without recommendations, for small chat models; the same as in
+/// `paceline run`.
 pub fn default_sampling() -> SamplingParams {
     SamplingParams {
         temperature: 0.7,
@@ -63,10 +63,10 @@ pub fn default_sampling() -> SamplingParams {
     }
 }
 
-/// The sampling that a `generation_config.json` recommends. Where it sets nothing,
-/// [`default_sampling`] holds; where it sets anything, a value that it leaves out has no effect.
+/// Parses the recommended sampling of a `generation_config.json`. If it sets no value,
+/// [`default_sampling`] holds; else its missing values have no effect.
 ///
-/// Values out of range are passed over.
+/// Ignores values out of range.
 pub fn recommended_sampling(config: &Value) -> SamplingParams {
     const SAID: [&str; 4] = ["temperature", "top_k", "top_p", "min_p"];
     if config["do_sample"] == false {
@@ -92,7 +92,7 @@ pub fn recommended_sampling(config: &Value) -> SamplingParams {
 }
 
 impl Model {
-    /// Whether clients may call it `name`. Ollama's put a tag behind it.
+    /// Whether `name` is one of its names; Ollama's clients append a tag.
     pub(crate) fn is_called(&self, name: &str) -> bool {
         let is_known = |name: &str| self.names().any(|known| known == name);
         is_known(name) || name.strip_suffix(":latest").is_some_and(is_known)
@@ -113,15 +113,15 @@ impl Model {
             || template.is_some_and(|template| Syntax::of(template).family().is_some())
     }
 
-    /// Bytes of its longest token that text can be.
+    /// Bytes of the longest text token.
     ///
-    /// Cost: a look at each token.
+    /// Cost: O(vocabulary).
     pub(crate) fn longest_token(&self) -> usize {
         let bytes = |id| self.tokenizer.token_bytes(id).map_or(0, <[u8]>::len);
         (0..self.vocab()).map(bytes).max().unwrap_or(1).max(1)
     }
 
-    /// Tokens that there are.
+    /// Vocabulary size.
     pub(crate) fn vocab(&self) -> u32 {
         u32::try_from(self.tokenizer.vocab_size()).unwrap_or(u32::MAX)
     }

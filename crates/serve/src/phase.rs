@@ -1,4 +1,4 @@
-//! How far a server is, and waiting for it.
+//! Lifecycle phase of a server.
 
 use tokio::sync::watch;
 
@@ -7,14 +7,14 @@ use tokio::sync::watch;
 pub(crate) enum Phase {
     /// Accepting requests.
     Running,
-    /// Answers that are under way are completed.
+    /// Completing responses in progress.
     Draining,
-    /// They are ended.
+    /// Aborting responses in progress.
     Ending,
 }
 
-/// Waits until the server has come to `phase`, or is gone.
+/// Waits until the server reaches `phase`, or is gone.
 pub(crate) async fn reach(seen: &mut watch::Receiver<Phase>, phase: Phase) {
-    // The value is borrowed under a lock, which must not be kept.
+    // Drops the borrowed value, which holds a lock.
     drop(seen.wait_for(|now| *now >= phase).await);
 }

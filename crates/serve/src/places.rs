@@ -1,5 +1,4 @@
-//! Places for requests to the model: so many at the same time, and so many of one client when
-//! there are several.
+//! Concurrency limit of requests to the model: in total, and per client if there are several.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -17,11 +16,11 @@ pub(crate) struct Places {
 #[derive(Debug, Default)]
 struct Taken {
     all: usize,
-    /// Entries are above 0, so there are no more than places.
+    /// Entries are above 0, so there are at most as many as permits.
     by_client: HashMap<Client, usize>,
 }
 
-/// A place, free again when it is dropped.
+/// A permit; dropping it frees the slot.
 #[derive(Debug)]
 pub(crate) struct Place {
     places: Arc<Places>,
@@ -42,7 +41,7 @@ impl Places {
         self.lock().all
     }
 
-    /// A place for `client`; with `shares` other clients have a right to some as well.
+    /// A permit for `client`; with `shares` its own limit applies too.
     ///
     /// # Errors
     /// [`Rejection::TooManyOfOne`], [`Rejection::TooManyRequests`].

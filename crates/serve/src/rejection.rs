@@ -1,8 +1,8 @@
-//! Why a client does not get what it asked for: status, body and cause of each refusal.
+//! Rejections of requests: status, body and cause of each.
 //!
 //! The body is `{"error": {"message", "type", "param", "code"}}`, OpenAI's form, which both of its
-//! SDKs turn into exceptions. At the paths of Anthropic's and Ollama's clients it is theirs. In a
-//! stream that has begun, the same object is an event.
+//! SDKs turn into exceptions. At paths of Anthropic's and Ollama's clients it has their form. In a
+//! started stream, the same object is an event.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use paceline_formats::chat;
 use paceline_formats::tokenizer;
 use serde_json::json;
 
-/// A refusal. The text is the `message` of the body.
+/// A rejection. Its display text is the `message` of the body.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Rejection {
     // 400: the body.
@@ -29,7 +29,7 @@ pub(crate) enum Rejection {
     TooManyValues { limit: usize },
     #[error("the body is {got}, expected an object")]
     NotObject { got: String },
-    /// The body ended early or was sent wrongly.
+    /// The body ended early or was malformed.
     #[error("the body could not be read: {reason}")]
     BrokenBody { reason: String },
 
@@ -41,8 +41,7 @@ pub(crate) enum Rejection {
          started with --lenient"
     )]
     Unknown { param: String },
-    /// A field of OpenAI's specification, with a value that would change the answer if it were
-    /// implemented.
+    /// A known field whose value would change the response if it were supported.
     #[error("{param} is {got}, which is not supported: {why}")]
     Unsupported {
         param: String,
@@ -61,7 +60,7 @@ pub(crate) enum Rejection {
         got: String,
         expected: String,
     },
-    /// Text or a list over its bound, which is not repeated.
+    /// Text or a list over its limit; the value is not quoted.
     #[error("{param} has {got} {unit}, expected {expected}")]
     Length {
         param: String,
@@ -69,7 +68,7 @@ pub(crate) enum Rejection {
         unit: &'static str,
         expected: String,
     },
-    /// A schema or grammar that cannot be followed.
+    /// A schema or grammar that cannot be enforced.
     #[error("{param} cannot be held to: {reason}")]
     Grammar { param: String, reason: String },
     #[error("{param} cannot be given {condition}")]
@@ -77,42 +76,42 @@ pub(crate) enum Rejection {
         param: &'static str,
         condition: &'static str,
     },
-    /// The prompt leaves no room for an answer.
+    /// The prompt leaves no room for output.
     #[error("the prompt has {tokens} tokens, the context is {context}: one must be left to answer")]
     ContextLength {
         tokens: usize,
         context: usize,
         param: &'static str,
     },
-    /// The prompt is more than twice the context; it was not made tokens.
+    /// The prompt exceeds twice the context; it was not tokenised.
     #[error("the prompt has {tokens} tokens at least, the context is {context}")]
     FarTooLong {
         tokens: usize,
         context: usize,
         param: &'static str,
     },
-    /// A text whose vector is wanted is longer than the model takes.
+    /// A text to embed exceeds the model's context.
     #[error("{param} has {tokens} tokens, the context is {context}")]
     LongInput {
         param: String,
         tokens: usize,
         context: usize,
     },
-    /// A response that is not kept, or no longer.
+    /// A response that is not stored, or no longer.
     #[error("no response {id:?} is kept here: it was not stored, is too old, or another key's")]
     NoResponse { id: String },
-    /// A streamed answer that is not kept, or no longer.
+    /// A streamed response without a journal, or no longer.
     #[error(
         "no streamed answer {id:?} is kept: it was left over {stay_s} s ago, there was no room, \
          or it is another key's"
     )]
     NoAnswer { id: String, stay_s: u64 },
-    /// A streamed answer that a silent node may keep.
+    /// A streamed response whose journal an unreachable node may have.
     #[error(
         "streamed answer {id:?} was not found, and a node that may keep it is silent: try again"
     )]
     Unreached { id: String },
-    /// The copies of a streamed answer that could be reached are behind its client.
+    /// All reachable copies of the journal are behind the client.
     #[error(
         "the copies of streamed answer {id:?} that were reached lack events that the client has, \
          and its choices cannot be told again in the same order: try again, or ask anew"
@@ -133,7 +132,7 @@ pub(crate) enum Rejection {
     /// No `Host`, or several.
     #[error("{got} Host headers, expected one")]
     HostCount { got: usize },
-    /// A name that this server does not go by: a web page may have pointed it here.
+    /// An unknown host name: a web page may have pointed it here (DNS rebinding).
     #[error(
         "host {host:?} is not a name of this server: it was not started with --allow-host for it"
     )]
@@ -149,13 +148,13 @@ pub(crate) enum Rejection {
     #[error("the API key is unknown or was revoked")]
     WrongKey,
 
-    /// Without keys, other machines may look and not change.
+    /// Without keys, other machines have read access only.
     #[error(
         "this node is managed from itself, or with an admin's API key where `paceline key api new \
          --admin` made one, and not while it serves the model of its command line"
     )]
     NoManaging,
-    /// A key whose holder may ask models only.
+    /// A key without admin rights.
     #[error(
         "this API key may ask models and not manage the node: `paceline key api new NAME --admin` \
          makes one that may"
@@ -168,10 +167,10 @@ pub(crate) enum Rejection {
     /// A model that is not in the store.
     #[error("no model {model:?} is kept on this machine")]
     NotKept { model: String },
-    /// A model that cannot be fetched, as there is none of that name.
+    /// A pull of an unknown model.
     #[error("no model is called {model:?}")]
     NoSuchModel { model: String },
-    /// A model that cannot be removed while it is served.
+    /// A served model cannot be removed.
     #[error("model {model:?} is being served: it can be removed when the server has ended")]
     InUse { model: String },
     #[error("this node has no model loaded: start it with `paceline up MODEL`")]
@@ -192,27 +191,27 @@ pub(crate) enum Rejection {
     Encoded { got: String },
     #[error("the address has {got} bytes, expected at most {limit}")]
     LongTarget { got: usize, limit: usize },
-    /// Not declared as JSON. A page elsewhere cannot declare it without asking first.
+    /// Not declared as JSON. Pages of other sites cannot declare it without a preflight.
     #[error("Content-Type is {got:?}, expected application/json")]
     MediaType { got: String },
 
     // 429, 500, 501, 503, 504: the server.
-    /// A client has as many requests in work as one client may have.
+    /// The client reached its own concurrency limit.
     #[error("{limit} requests of this client are in work, which is the most that one may have")]
     TooManyOfOne { limit: usize },
-    /// A function of other servers that this one does not have.
+    /// A feature of other servers that this one lacks.
     #[error("{what} is not done here: {why}")]
     NotDone {
         what: &'static str,
         why: &'static str,
     },
-    /// The key of a running answer, stream of events or pull is no longer one.
+    /// The key of a running response, event stream or pull was revoked.
     #[error("the API key was revoked: the answer was stopped")]
     Revoked,
-    /// As many requests as may be are in work.
+    /// The concurrency limit is reached.
     #[error("{limit} requests are in work already, which is the most that are taken")]
     TooManyRequests { limit: usize },
-    /// As many models as may be are being fetched.
+    /// The limit of concurrent pulls is reached.
     #[error("{limit} models are being fetched already, which is the most at a time")]
     TooManyPulls { limit: usize },
     #[error("{waiting} requests are waiting already, which is the most that are held")]
@@ -225,7 +224,7 @@ pub(crate) enum Rejection {
     ShuttingDown,
     #[error("the answer was lost: {reason}")]
     Lost { reason: String },
-    /// A defect of ours: work for this request panicked, or its replies ended without a last one.
+    /// A bug: work for this request panicked, or its replies ended without a last one.
     #[error("the server failed to {what}")]
     Broken { what: &'static str },
     #[error("no complete answer within {limit_s} s")]
@@ -234,7 +233,7 @@ pub(crate) enum Rejection {
     SlowReader { limit: usize },
 }
 
-/// In whose words a refusal is told.
+/// API dialect of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Style {
     OpenAi,
@@ -243,7 +242,7 @@ pub(crate) enum Style {
 }
 
 impl Style {
-    /// That of the clients which ask at `path`.
+    /// The dialect of the clients that use `path`.
     pub(crate) fn of(path: &str) -> Self {
         if path.starts_with("/v1/messages") {
             Self::Anthropic
@@ -255,7 +254,7 @@ impl Style {
     }
 }
 
-/// The class of a refusal in HTTP and in OpenAI's terms.
+/// HTTP status, and OpenAI's `type` and `code`.
 struct Class {
     status: StatusCode,
     kind: &'static str,
@@ -346,12 +345,12 @@ impl Rejection {
             Self::Lost { .. } => server(S::INTERNAL_SERVER_ERROR, "answer_lost"),
             Self::Broken { .. } => server(S::INTERNAL_SERVER_ERROR, "internal_error"),
             Self::Deadline { .. } => server(S::GATEWAY_TIMEOUT, "deadline_exceeded"),
-            // Seen in streams only, after status 200.
+            // Only in streams, after status 200.
             Self::SlowReader { .. } => request(S::REQUEST_TIMEOUT, "slow_reader"),
         }
     }
 
-    /// The field that is at fault.
+    /// Name of the invalid field.
     fn param(&self) -> Option<&str> {
         match self {
             Self::Missing { param, .. }
@@ -380,7 +379,7 @@ impl Rejection {
         self.class().status
     }
 
-    /// The code of a refusal for want of a right or a place.
+    /// The code of a rejection that the audit log records.
     pub(crate) fn audited(&self) -> Option<&'static str> {
         let Class { status, code, .. } = self.class();
         code.filter(|_| matches!(status.as_u16(), 401 | 403 | 429))
@@ -393,14 +392,14 @@ impl Rejection {
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
     }
 
-    /// The body in the words of a dialect.
+    /// The body in the form of a dialect.
     pub(crate) fn body_as(&self, style: Style) -> serde_json::Value {
         match style {
             Style::OpenAi => self.body(),
             Style::Ollama => json!({"error": self.to_string()}),
             Style::Anthropic => {
                 let message = match self {
-                    // The words that Claude Code looks for before it shortens a conversation.
+                    // Claude Code looks for these words before it compacts a conversation.
                     Self::ContextLength {
                         tokens, context, ..
                     }
@@ -429,7 +428,7 @@ impl Rejection {
         }
     }
 
-    /// The response in the words of a dialect.
+    /// The response in the form of a dialect.
     pub(crate) fn restyled(response: Response<Body>, style: Style) -> Response<Body> {
         let refusal = response.extensions().get::<Arc<Self>>();
         let Some(body) = refusal.map(|refusal| refusal.body_as(style).to_string()) else {
@@ -439,7 +438,7 @@ impl Rejection {
         Response::from_parts(parts, Body::from(body))
     }
 
-    /// A header that belongs to the status.
+    /// An additional header for the status.
     fn header(&self) -> Option<(HeaderName, HeaderValue)> {
         let text = HeaderValue::from_static;
         match self {
@@ -450,13 +449,13 @@ impl Rejection {
             | Self::TooManyOfOne { .. }
             | Self::Unreached { .. }
             | Self::Behind { .. } => Some((RETRY_AFTER, text("1"))),
-            // Reading weights takes seconds to minutes.
+            // Loading takes seconds to minutes.
             Self::Loading => Some((RETRY_AFTER, text("2"))),
             // A pull takes seconds to hours.
             Self::Unavailable { .. } | Self::ShuttingDown | Self::TooManyPulls { .. } => {
                 Some((RETRY_AFTER, text("5")))
             }
-            // What is left of the body is not read.
+            // The rest of the body is not read.
             Self::LongBody { .. } | Self::SlowBody { .. } => Some((CONNECTION, text("close"))),
             _ => None,
         }

@@ -1,4 +1,4 @@
-//! The server: bound, run until it is told to stop, and stopped in bounded time.
+//! The HTTP server: binds its addresses, runs until shutdown, and stops in bounded time.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -19,14 +19,13 @@ use crate::phase::{Phase, reach};
 use crate::tls::Wire;
 use crate::{Error, Model, api, board};
 
-/// Threads for HTTP. The work is small: parsing and templates have threads of their own, and the
-/// cores are for the model.
+/// Threads for HTTP. Parsing and templates have threads of their own; the cores are for the model.
 const THREADS: usize = 2;
 
-/// For streams to write their last event after the grace time, and for what cannot be stopped.
+/// Time for streams to write their last event after the grace time, and for blocked tasks.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// A server that listens and does not answer yet.
+/// A bound server that does not accept requests yet.
 #[derive(Debug)]
 pub struct Server {
     runtime: Runtime,
@@ -48,8 +47,8 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Tells the server to stop: it accepts nothing more, gives answers their grace time, and
-    /// [`Server::run`] returns. Does not wait.
+    /// Starts the shutdown: the server accepts nothing more, responses in progress get their grace
+    /// time, and [`Server::run`] returns. Does not wait.
     pub fn shutdown(&self) {
         self.phase.send_if_modified(|phase| {
             let is_running = *phase == Phase::Running;
@@ -62,11 +61,12 @@ impl Handle {
 }
 
 impl Server {
-    /// Listens. `service` need not be ready: requests are told so until it is.
+    /// Binds the addresses. `service` need not be ready; until then requests get an error that says
+    /// so.
     ///
     /// # Errors
-    /// A configuration that cannot work or is open to everybody, an address that is taken, a key
-    /// file that cannot be read.
+    /// An unusable configuration, one that is open to everybody, an address in use, an unreadable
+    /// key file.
     pub fn bind(config: Config, model: Model, service: Arc<dyn Service>) -> Result<Self, Error> {
         model.check()?;
         Self::listen(config, |config, seen| {
@@ -75,7 +75,7 @@ impl Server {
         })
     }
 
-    /// Listens for several models. A request goes to the one that it names, or else to the first.
+    /// Binds with several models. A request goes to the one that it names, or else to the first.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
@@ -90,8 +90,8 @@ impl Server {
         })
     }
 
-    /// Listens for a node whose models come and go by [`Doors`]: without one it tells its health.
-    /// At `/nodes` is what `nodes` tells.
+    /// Binds for a node whose models load and unload through [`Doors`]; without one it serves its
+    /// health. `nodes` supplies `/nodes`.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
@@ -140,7 +140,7 @@ impl Server {
         })
     }
 
-    /// Where it listens, with the ports that were taken.
+    /// The bound addresses, with the actual ports.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
@@ -151,15 +151,14 @@ impl Server {
         self.addresses.iter().map(url).collect()
     }
 
-    /// Stops it.
+    /// A handle for shutdown.
     pub fn handle(&self) -> Handle {
         let phase = self.phase.clone();
         Handle { phase }
     }
 
-    /// Answers requests until [`Handle::shutdown`]; blocks. After it, answers have [`Times::grace`]
-    /// to be completed, then they end with an error. All in all it returns at most two seconds
-    /// after the grace time.
+    /// Serves requests until [`Handle::shutdown`]; blocks. Then responses have [`Times::grace`] to
+    /// complete, and end with an error after it. Returns at most two seconds after the grace time.
     pub fn run(self) {
         let connections = Arc::new(Semaphore::new(self.connections));
         let acceptor = Acceptor {
@@ -179,7 +178,7 @@ impl Server {
             }
             let mut phase = self.phase.subscribe();
             reach(&mut phase, Phase::Draining).await;
-            // All permits are free when all connections are closed.
+            // All permits are free once all connections are closed.
             if timeout(self.times.grace, connections.acquire_many(all))
                 .await
                 .is_err()
@@ -192,9 +191,9 @@ impl Server {
     }
 }
 
-/// Connections that the system makes before they are accepted: what Linux allows by default
-/// (`net.core.somaxconn`). The standard library asks for 128, where 1,200 connections at once left
-/// no room. Clients tried again after 1, 3, 7 .. seconds, and answers came after 43 s.
+/// Listen backlog: Linux's default maximum (`net.core.somaxconn`). With the standard library's 128,
+/// a burst of 1,200 connections overflowed it. Clients retried after 1, 3, 7 .. seconds, and
+/// responses took up to 43 s.
 const BACKLOG: i32 = 4096;
 
 fn listen(addr: SocketAddr) -> Result<tokio::net::TcpListener, Error> {

@@ -1,9 +1,9 @@
-//! Responses that clients may come back to, in memory and bounded.
+//! Stored responses for `previous_response_id`, in memory and bounded.
 //!
-//! `/v1/responses` with `store` (its default) keeps the conversation and the answer, so that a
-//! later request can name it in `previous_response_id`. The oldest go first when there are too
-//! many or they take too much room, and none outlive the server. Ids have 128 random bits; only
-//! the key that asked may read them.
+//! `/v1/responses` with `store` (its default) keeps the conversation with its output, so that a
+//! later request can name it in `previous_response_id`. The oldest are evicted at the limits, and
+//! none outlive the server. Ids have 128 random bits; only the key that created a response may read
+//! it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,21 +15,21 @@ use crate::access::Client;
 use crate::conversation::Turn;
 use crate::journal::key_of;
 
-/// A response that is kept.
+/// A stored response.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Stored {
     /// `resp_...`.
     pub(crate) id: String,
-    /// The client that asked.
+    /// The client that created it.
     pub(crate) client: Client,
-    /// The conversation, the answer included, without instructions.
+    /// The conversation with its output, without instructions.
     pub(crate) turns: Vec<Turn>,
-    /// As it was sent.
+    /// The response as sent.
     pub(crate) response: Value,
 }
 
 impl Stored {
-    /// About what it takes in memory.
+    /// Approximate memory, in bytes.
     fn bytes(&self) -> usize {
         const BESIDE: usize = 256;
         let call_bytes = |turn: &Turn| {
@@ -47,7 +47,7 @@ impl Stored {
     }
 }
 
-/// The responses that are kept.
+/// The stored responses of one model.
 #[derive(Debug)]
 pub(crate) struct Store {
     /// Oldest first, with their sizes.
@@ -69,14 +69,14 @@ impl Store {
         self.kept.lock().expect("nothing panics with the lock")
     }
 
-    /// Keeps a response; one that is larger than all room is not kept.
+    /// Stores a response, unless it alone exceeds the limit.
     pub(crate) fn put(&self, stored: Stored) {
         let bytes = stored.bytes();
         if bytes > self.bytes_max {
             return;
         }
         let mut kept = self.kept();
-        // A stream that is told again completes its response again.
+        // A resumed stream completes its response again.
         kept.retain(|(_, other)| other.id != stored.id || other.client != stored.client);
         kept.push_back((bytes, Arc::new(stored)));
         let mut sum: usize = kept.iter().map(|(bytes, _)| bytes).sum();
@@ -94,8 +94,8 @@ impl Store {
         found.map(Arc::clone)
     }
 
-    /// The response `id` of the holder of the key with this id. Without keys to know the response's
-    /// id is enough: the same program has another address at another node.
+    /// The response `id` of the key with this id. Without keys, knowing the response's id is
+    /// enough: the same program has another address at another node.
     pub(crate) fn of_key(&self, id: &str, key: Option<&str>) -> Option<Arc<Stored>> {
         let kept = self.kept();
         let mut all = kept.iter().map(|(_, stored)| stored);
@@ -103,12 +103,12 @@ impl Store {
         found.map(Arc::clone)
     }
 
-    /// Whether there is one of this id, of any client.
+    /// Whether a response `id` of any client is stored.
     pub(crate) fn has(&self, id: &str) -> bool {
         self.kept().iter().any(|(_, stored)| stored.id == id)
     }
 
-    /// Forgets it; whether it was there.
+    /// Removes the response; whether it existed.
     pub(crate) fn remove(&self, id: &str, client: &Client) -> bool {
         let mut kept = self.kept();
         let before = kept.len();

@@ -1,8 +1,8 @@
-//! An answer as a stream: server-sent events, or lines of JSON.
+//! A response as a stream: server-sent events, or lines of JSON.
 //!
-//! An answer that fails under way ends with the dialect's error and without its last word.
-//! Comments or the dialect's own sign of life keep the connection alive. Events of a stream that
-//! has a journal have ids, and a client that was cut off goes on after the last one it has.
+//! A response that fails midway ends with the dialect's error and without its final event. Comments
+//! or the dialect's own keep-alive hold the connection open. Events of a stream with a journal have
+//! ids, and a disconnected client resumes after its last one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,12 +20,12 @@ use crate::places::Place;
 use crate::rejection::Rejection;
 use crate::render::{Framing, Telling};
 
-/// Replies that are made events at once. More would make a client wait that could read.
+/// Maximum replies rendered per chunk. More would delay a client that could read.
 const AT_ONCE: usize = 64;
 
-/// Asks a stream for a sign of life, before its [`Events::keep_alive`] has passed. The connection
-/// takes it out of the response, and asks when its client sends no more. A client that has left
-/// answers the next byte by a reset.
+/// Requests an early keep-alive from a stream, before [`Events::keep_alive`] has passed. The
+/// connection takes it out of the response, and uses it after the client's half-close. A client
+/// that has left answers the next byte by a reset.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Beat(Arc<Notify>);
 
@@ -36,47 +36,48 @@ impl Beat {
     }
 }
 
-/// A stream that has been decided upon.
+/// A streamed response whose status is decided.
 #[derive(Debug)]
 pub(crate) struct Events {
     pub(crate) answer: Answer,
     pub(crate) telling: Telling,
     pub(crate) keep_alive: Duration,
-    /// A reply that came while the status was not decided.
+    /// A reply received before the status was decided.
     pub(crate) early: Option<Line>,
-    /// Events that a journal has already; `None` for a new stream.
+    /// Events rendered from a journal; `None` for a new stream.
     pub(crate) past: Option<Vec<Value>>,
     pub(crate) recorder: Option<Recorder>,
     pub(crate) beat: Beat,
-    /// The request's place among those in work.
+    /// The request's concurrency permit.
     pub(crate) _place: Place,
 }
 
-/// Writes a stream's journal and numbers its events. Dropping it leaves the journal.
+/// Writes a stream's journal and numbers its events. Dropping it releases the journal to a later
+/// reader.
 pub(crate) struct Recorder {
     pub(crate) journal: Arc<Journal>,
     pub(crate) reader: Reader,
     pub(crate) mirror: Option<Arc<dyn Mirror>>,
-    /// Journals of the node, and the bounds of their bytes.
+    /// The node's journals, and their limits.
     pub(crate) journals: Journals,
     pub(crate) bounds: Bounds,
-    /// Hears when no other node has the tokens.
+    /// Event log, for streams without a mirrored copy.
     pub(crate) events: events::Events,
     pub(crate) now: fn() -> Instant,
     /// Number of the next event.
     pub(crate) next: u64,
-    /// Events up to this number are not sent.
+    /// Events up to this number are skipped.
     pub(crate) after: Option<u64>,
 }
 
-/// Where a stream is.
+/// State of a stream.
 enum State {
     Start(Box<Events>),
     Under(Box<Events>),
     Over,
 }
 
-/// Outcome of a wait for replies.
+/// Result of a wait for replies.
 enum Next {
     Lines(Vec<Line>),
     Failed(Rejection),
@@ -85,7 +86,7 @@ enum Next {
 }
 
 impl Events {
-    /// The body of the response. Dropping it, as a client does that leaves, stops the answer.
+    /// The response body. Dropping it, as when the client leaves, cancels the request.
     pub(crate) fn into_body(self) -> Body {
         let state = State::Start(Box::new(self));
         Body::from_stream(stream::unfold(state, |state| async move {
@@ -113,7 +114,7 @@ impl Events {
         (out.into(), State::Under(self))
     }
 
-    /// The next values, at least a sign of life.
+    /// The next values, at least a keep-alive.
     async fn more(mut self: Box<Self>) -> (Bytes, State) {
         let framing = self.telling.framing();
         let mut out = Vec::new();
@@ -145,7 +146,7 @@ impl Events {
         (out.into(), State::Under(self))
     }
 
-    /// Replies, as many as are there, or what comes instead of them.
+    /// All available replies, or another reason to wake.
     async fn wait(&mut self) -> Next {
         let (recorder, answer) = (&mut self.recorder, &mut self.answer);
         let superseded = async {
@@ -178,7 +179,7 @@ impl Events {
         }
     }
 
-    /// Writes values, but those that the client has.
+    /// Writes values, without those that the client has.
     fn put(&mut self, out: &mut Vec<u8>, values: Vec<Value>) {
         let framing = self.telling.framing();
         for value in values {
@@ -197,7 +198,7 @@ impl Events {
         out.into()
     }
 
-    /// It has no id: a client that comes back has the answer tried again.
+    /// Without an id, so that a reconnecting client retries the response.
     fn error(&mut self, rejection: &Rejection) -> Bytes {
         let mut out = Vec::new();
         let value = self.telling.failed(rejection);
@@ -207,8 +208,8 @@ impl Events {
 }
 
 impl Recorder {
-    /// Keeps replies here and on another node; leaves those out that say nothing new. Without any
-    /// it is the request that the other node gets, whose client knows its name from now on.
+    /// Records replies here and at the mirror; drops repeated ones. Without replies it mirrors the
+    /// request, since the client learns its id now.
     async fn record(&mut self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
         self.append(lines)?;
         if let Some(mirror) = &self.mirror
@@ -219,8 +220,8 @@ impl Recorder {
         Ok(())
     }
 
-    /// Adds replies to the journal. One that comes to a bound of its bytes is given up, with an
-    /// event: the answer goes on and cannot be come back to.
+    /// Appends replies to the journal. A journal at its byte limit is discarded, with an event: the
+    /// response continues and cannot be resumed.
     fn append(&self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
         let was_whole = self.journal.is_whole();
         let bytes_max = self.bounds.bytes_of_one();

@@ -1,5 +1,5 @@
-//! Use of keys and refusals, as events. The first of a kind is told at once, further ones of a
-//! minute as a number. So no client can flood the log that is kept of them.
+//! Rate-limited events about key use and rejections. The first of a kind is reported at once,
+//! further ones within a minute as a count. So no client can flood the audit log.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,16 +10,16 @@ use axum::http::Response;
 use crate::events::{Events, Kind};
 use crate::rejection::Rejection;
 
-/// How often the same use or refusal is told.
+/// Minimum time between reports of the same use or rejection, in milliseconds.
 const EVERY_MS: u64 = 60_000;
 
-/// Pairs of a client and what it did that are told apart in a minute; further clients share a row.
+/// Maximum distinct pairs of client and action; further clients share a row.
 const ROWS_MAX: usize = 256;
 
 /// The client of the row that further clients share.
 const OTHERS: &str = "others";
 
-/// A client, and its use of a key or its refusal.
+/// A client, and its key use or rejection.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Row {
     client: String,
@@ -28,20 +28,20 @@ struct Row {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum What {
-    /// Used the key of this id.
+    /// Used the key with this id.
     Key(String),
-    /// Was refused, for the cause of this code.
+    /// Was rejected with this code.
     Refusal(&'static str),
 }
 
-/// When a row was told last, and how often it happened since.
+/// Time of the last report, and the count since.
 #[derive(Debug)]
 struct Told {
     at_ms: u64,
     since: u64,
 }
 
-/// Counts what is told too often.
+/// Rate limiter of these events.
 #[derive(Debug)]
 pub(crate) struct Tally {
     events: Events,
@@ -66,7 +66,7 @@ impl Tally {
         self.note(Row { client, what }, self.events.unix_ms());
     }
 
-    /// Notes a response that refuses a client for want of a right or a place.
+    /// Records a response that rejects a client for lack of rights or permits.
     pub(crate) fn answered(&self, client: String, response: &Response<Body>) {
         let refusal = response.extensions().get::<Arc<Rejection>>();
         if let Some(code) = refusal.and_then(|refusal| refusal.audited()) {
@@ -78,7 +78,7 @@ impl Tally {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         let is_old = |told: &Told| now_ms.saturating_sub(told.at_ms) >= EVERY_MS;
         if !rows.contains_key(&row) && rows.len() >= ROWS_MAX {
-            // Rows whose time is over make room; what they have not told yet is told.
+            // Evicts expired rows, after reporting their counts.
             for (row, told) in rows.extract_if(|_, told| is_old(told)) {
                 if told.since > 0 {
                     self.events.put(row.kind(told.since));

@@ -1,14 +1,14 @@
-//! Parsers of what other machines send, for fuzzing. What clients send is fuzzed over a socket.
+//! Parsers of data from other nodes and servers, for fuzzing. Requests of clients are fuzzed over a
+//! socket.
 
 use std::time::Instant;
 
-/// Reads `bytes` as what other nodes keep for this one, journals and responses: whatever they are,
-/// this returns.
+/// Parses `bytes` as a journal and a response from another node; must return for any bytes.
 pub fn parse_kept(bytes: &[u8]) {
     crate::journal::parse(bytes, Instant::now());
 }
 
-/// Reads `bytes` as the stream of a server that is measured.
+/// Parses `bytes` as the stream of a measured server.
 pub fn parse_events(bytes: &[u8]) {
     crate::load::parse(bytes, Instant::now);
 }

@@ -5,10 +5,10 @@
 //!                            other     on loopback HTTP, elsewhere a 400 that names https
 //! ```
 //!
-//! A [`Wire`] says what a server speaks. An [`Identity`] is a certificate with its key: from files
-//! of the user, or [`Own`], which is made once. Clients are not asked for certificates: API keys
-//! say who they are. The provider of cryptography is named at each use, because rustls panics where
-//! it has to choose among several.
+//! A [`Wire`] is a server's protocol. An [`Identity`] is a certificate with its key: from the
+//! user's files, or [`Own`], which is generated once. Clients need no certificates: API keys
+//! authenticate them. The crypto provider is named at each use, because rustls panics where it has
+//! to choose among several.
 
 mod own;
 mod stream;
@@ -39,14 +39,14 @@ pub(crate) use stream::{Socket, Stream};
 /// No method of HTTP begins with it.
 const HANDSHAKE: u8 = 0x16;
 
-/// The protocol that ALPN agrees on; clients that offer HTTP/2 as well take it.
+/// The ALPN protocol; clients that also offer HTTP/2 accept it.
 const PROTOCOL: &[u8] = b"http/1.1";
 
-/// Longest file of a certificate chain or a key. Chains have some 10 KB.
+/// Maximum file size of a certificate chain or a key. Chains have some 10 KB.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Time and bytes for which the server reads on after the refusal of plain HTTP. The bytes are
-/// twice the default limit of a body. Closing at once would destroy the refusal on its way.
+/// Time and bytes to read after rejecting plain HTTP. The bytes are twice the default body limit.
+/// An immediate close could destroy the rejection in transit.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: u64 = 16 << 20;
 
@@ -56,15 +56,14 @@ pub enum Wire {
     /// Plain HTTP on all addresses.
     #[default]
     Plain,
-    /// TLS. Connections to a loopback address may speak plain HTTP too, which never leaves the
-    /// machine.
+    /// TLS. Loopback connections may use plain HTTP too, which never leaves the machine.
     TlsOffLoopback(Identity),
     /// TLS on all addresses.
     Tls(Identity),
 }
 
 impl Wire {
-    /// `http` or `https`: what clients of the address `bound` use.
+    /// The URL scheme for clients of the address `bound`.
     pub(crate) fn scheme(&self, bound: SocketAddr) -> &'static str {
         match self {
             Self::Plain => "http",
@@ -73,11 +72,11 @@ impl Wire {
         }
     }
 
-    /// Finds out what a new connection speaks, and shakes hands where it is TLS. `patience` is for
-    /// writes, see [`Socket`]. The caller sets the deadline of the whole.
+    /// Detects the protocol of a new connection, and performs the TLS handshake. `patience` is the
+    /// write timeout, see [`Socket`]. The caller sets the deadline of the whole.
     ///
     /// # Errors
-    /// A client that has left, that cannot agree on TLS, or that was told to use https.
+    /// The client left, has no common TLS parameters, or was rejected for plain HTTP.
     pub(crate) async fn greet(&self, stream: TcpStream, patience: Duration) -> io::Result<Stream> {
         let (identity, may_be_plain) = match self {
             Self::Plain => return Ok(Stream::Plain(Socket::new(stream, patience))),
@@ -105,14 +104,14 @@ fn is_loopback(address: SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// Tells a client that speaks plain HTTP what to do.
+/// Tells a plain HTTP client to use https.
 async fn refuse(mut stream: TcpStream) -> io::Result<()> {
     stream.write_all(refusal().as_bytes()).await?;
     stream.shutdown().await?;
     let mut rest = stream.take(LINGER_BYTES);
     let mut nowhere = tokio::io::sink();
     let read = tokio::io::copy(&mut rest, &mut nowhere);
-    // The refusal is out; what the client does with it is not ours to know.
+    // The rejection is sent; the client's reaction does not matter.
     let _ = tokio::time::timeout(LINGER, read).await;
     Ok(())
 }
@@ -211,7 +210,7 @@ fn pem_error(path: &Path, what: &'static str, source: pem::Error) -> Error {
     Error::TlsPem { path, what, source }
 }
 
-/// The file, up to [`MAX_FILE_BYTES`]: what is cut off is not PEM.
+/// Reads at most [`MAX_FILE_BYTES`]; a truncated file is not valid PEM.
 fn read(path: &Path) -> Result<Vec<u8>, Error> {
     let failed = |source| Error::TlsRead {
         path: path.to_owned(),

@@ -1,4 +1,7 @@
-//! Requests with a body: read within their bounds, understood, and answered.
+//! Handlers of requests with a body: read it within limits, parse it, and send the response.
+//!
+//! Streaming requests continue in [`stream`](crate::stream), reconnecting clients in `resumption`,
+//! and embeddings in `embeddings`. The Ollama endpoints that show and remove models are here too.
 
 use std::sync::Arc;
 
@@ -38,11 +41,11 @@ use crate::request::fields::ollama::NAMED;
 use crate::request::{Ask, Reader, Teller, Understood};
 use crate::stream::{Beat, Events, Recorder};
 
-/// Of a body that is refused, so much is read, so that the client sees the refusal: many send all
-/// before they look.
+/// Maximum bytes of a rejected body to drain before replying; many clients read only after sending
+/// everything.
 const DRAINED_BYTES: usize = 64 << 20;
 
-/// A request as understood, and the warnings for its client.
+/// A parsed request with its warnings for the client.
 struct Reading {
     understood: Understood,
     warnings: Vec<String>,
@@ -50,12 +53,12 @@ struct Reading {
     given: Given,
 }
 
-/// Inputs of an answer besides its request: the same inputs give the same answer again.
+/// Inputs of a response besides the request body: equal inputs give equal responses.
 #[derive(Clone, Debug)]
 pub(super) struct Given {
-    /// Names it: 128 random bits.
+    /// Id of the response: 128 random bits.
     pub(super) id: String,
-    /// For requests that give no seed.
+    /// Seed for requests without one.
     pub(super) seed: u64,
     pub(super) unix_s: u64,
 }
@@ -107,7 +110,7 @@ pub(super) async fn answer(
     Ok(warned(response, &warnings))
 }
 
-/// Deadline, limits and API key of an answer to `client`; the deadline counts from now.
+/// Deadline, limits and API key for a response to `client`; the deadline counts from now.
 pub(super) fn terms(app: &App, client: &Client) -> Terms {
     let limit = app.config.times.request;
     Terms {
@@ -122,7 +125,7 @@ pub(super) fn terms(app: &App, client: &Client) -> Terms {
     }
 }
 
-/// The key of a client, where keys are in use.
+/// The client's API key, if keys are in use.
 pub(super) fn held(keys: Option<&Arc<Watched>>, client: &Client) -> Option<Held> {
     let (Some(keys), Client::Key(id)) = (keys, client) else {
         return None;
@@ -136,7 +139,7 @@ pub(super) fn client(request: &Request) -> Client {
     client.cloned().unwrap_or(Client::Anybody)
 }
 
-/// Tells the client what was passed over, as RFC 7234 has it.
+/// Adds a `warning` header (RFC 7234) for each ignored field.
 fn warned(mut response: Response, warnings: &[String]) -> Response {
     for warning in warnings {
         let value = HeaderValue::from_str(&format!("299 paceline \"{warning}\""));
@@ -147,7 +150,8 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
     response
 }
 
-/// Clients of Ollama, LiteLLM among them, may leave out the type of a body: it is JSON there.
+/// Checks type, encoding and length. Ollama's clients, such as LiteLLM, may omit the content type;
+/// JSON is assumed.
 ///
 /// # Errors
 /// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
@@ -168,7 +172,7 @@ fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
         return Err(Rejection::Encoded { got });
     }
     let limit = config.limits.body_bytes;
-    // Up to a bound it is read all the same: see `body`.
+    // Shorter bodies are drained first: see `body`.
     let is_far_over = length(headers).is_some_and(|length| length > limit.max(DRAINED_BYTES));
     if is_far_over {
         return Err(Rejection::LongBody { limit });
@@ -191,7 +195,7 @@ pub(super) fn check_ready(app: &App) -> Result<(), Rejection> {
     }
 }
 
-/// Reads and understands the body.
+/// Reads and parses the body; the parser runs on a blocking thread.
 async fn read(
     app: &Arc<App>,
     request: Request,
@@ -218,7 +222,7 @@ async fn read(
     work.await.map_err(|_| Rejection::Broken { what })?
 }
 
-/// The body, within the bounds on its bytes and its time.
+/// Reads the body within the limits on bytes and time.
 pub(crate) async fn body_in_time(config: &Config, request: Request) -> Result<Vec<u8>, Rejection> {
     let patience = config.times.body;
     let limit_s = patience.as_secs();
@@ -226,7 +230,7 @@ pub(crate) async fn body_in_time(config: &Config, request: Request) -> Result<Ve
     body.map_err(|_| Rejection::SlowBody { limit_s })?
 }
 
-/// The endpoint's request in a body, with warnings for the client.
+/// Parses a body as a request of `endpoint`, with warnings for the client.
 pub(super) fn understand(
     app: &App,
     body: &[u8],
@@ -272,8 +276,8 @@ pub(super) fn understand(
     Ok((understood, notes.into_warnings()))
 }
 
-/// The body, of at most `limit` bytes. A longer body is read on and thrown away, up to a bound. A
-/// client that sends all before it looks would else see a broken connection.
+/// Reads a body of at most `limit` bytes. A longer one is drained up to [`DRAINED_BYTES`], because
+/// a client that reads only after sending would see a broken connection.
 async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
     let length = length(request.headers());
     let mut pieces = request.into_body().into_data_stream();
@@ -298,7 +302,7 @@ async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
     Ok(body)
 }
 
-/// Asks the service and answers the client. With a head the answer's stream has a journal.
+/// Submits the request and responds. With a head, a streamed response has a journal.
 async fn respond(
     app: &App,
     mut ask: Ask,
@@ -320,7 +324,7 @@ async fn respond(
     whole(answer, telling).await
 }
 
-/// Renderer of the answer, in the form that the request asks for.
+/// The response builder for the request's dialect.
 pub(super) fn telling(
     app: &App,
     ask: &mut Ask,
@@ -339,7 +343,7 @@ pub(super) fn telling(
     )
 }
 
-/// The writer of the answer in the form of its dialect.
+/// The writer for the request's dialect.
 fn writer(app: &App, ask: &Ask, given: Given, client: Client) -> Box<dyn Writer> {
     let frame = Frame {
         id: given.id,
@@ -411,14 +415,14 @@ pub(super) fn streamed(events: Events) -> Response {
     let headers = [
         (CONTENT_TYPE, events.telling.framing().content_type()),
         (CACHE_CONTROL, "no-cache"),
-        // Keeps nginx from collecting events.
+        // Disables nginx's buffering.
         (HeaderName::from_static("x-accel-buffering"), "no"),
     ];
     let beat = Extension(events.beat.clone());
     (headers, beat, events.into_body()).into_response()
 }
 
-/// The fields of a request that names a model, and whether it is the one that is served.
+/// Parses a body that names a model; also whether it is the served one.
 pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
     let fields = fields_of_name(&app.config, request).await?;
     let name = fields.text("model").or(fields.text("name"));
@@ -426,7 +430,7 @@ pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool),
     Ok((fields, is_served))
 }
 
-/// The fields of a request that names a model.
+/// Parses a body that names a model.
 pub(super) async fn fields_of_name(config: &Config, request: Request) -> Result<Fields, Rejection> {
     check_head(config, &request)?;
     let body = body_in_time(config, request).await?;
@@ -509,8 +513,8 @@ pub(super) async fn remove(
     }
 }
 
-/// Every name of every model that this server answers with. The API of one model knows only its
-/// own names, so a server with several sends this along.
+/// All names of all served models. One model's API knows only its own names, so a server with
+/// several adds this to the request.
 #[derive(Clone, Debug)]
 pub(super) struct Served(Arc<[String]>);
 
@@ -521,7 +525,7 @@ impl Served {
     }
 }
 
-/// Whether the client may manage models: where keys are in use, with an admin's.
+/// Checks the right to manage models: an admin's key, if keys are in use.
 ///
 /// # Errors
 /// [`Rejection::NoAdmin`].
@@ -534,7 +538,7 @@ pub(super) fn check_admin(keys: Option<&Watched>, request: &Request) -> Result<(
 }
 
 impl App {
-    /// Capabilities of the model, in Ollama's words.
+    /// The model's capabilities as Ollama names them.
     fn capabilities(&self) -> Vec<&'static str> {
         let notes = Notes::default();
         let reader = Reader {

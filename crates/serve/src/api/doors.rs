@@ -1,4 +1,7 @@
-//! The models of a node, which come and go while it listens.
+//! The registry of a node's models, which load and unload while the server runs.
+//!
+//! Each model has an API of its own. With several models, a request is routed to the one that its
+//! body names.
 //!
 //! Each model has an API of its own. With several, a request goes to the one that its body names.
 
@@ -27,8 +30,8 @@ use crate::phase::Phase;
 use crate::rejection::Rejection;
 use crate::{Error, Model};
 
-/// Models that a node answers with. Clones are the same ones; all methods may be called from any
-/// thread, and take effect with the next request.
+/// The models that a node serves. Clones share one registry. All methods are thread-safe, and take
+/// effect with the next request.
 #[derive(Clone)]
 pub struct Doors(Arc<Shared>);
 
@@ -39,7 +42,7 @@ struct Shared {
     open: RwLock<Vec<Door>>,
 }
 
-/// A model's API.
+/// One model's API.
 #[derive(Clone)]
 struct Door {
     key: String,
@@ -55,7 +58,7 @@ impl Shared {
 }
 
 impl Doors {
-    /// None yet.
+    /// An empty registry.
     ///
     /// # Errors
     /// A key file that cannot be read.
@@ -78,10 +81,10 @@ impl Doors {
         Router::new().fallback(dispatch).with_state(shared)
     }
 
-    /// Answers with a model from now on, in place of the one that had this `key`.
+    /// Registers a model, replacing the one with this `key`.
     ///
     /// # Errors
-    /// A model that cannot be served, a key file that cannot be read.
+    /// A model with an unusable name, or an unreadable key file.
     pub fn open(&self, key: &str, model: Model, service: Arc<dyn Service>) -> Result<(), Error> {
         model.check()?;
         let (config, phase) = (self.0.config.clone(), self.0.phase.clone());
@@ -97,13 +100,13 @@ impl Doors {
         Ok(())
     }
 
-    /// Journals of the streamed answers of all models.
+    /// The journals of streamed responses, shared by all models.
     pub fn journals(&self) -> &Journals {
         &self.0.config.journals
     }
 
-    /// The stored response of this id, for the holder of the key with this id, as another node's
-    /// [`Mirror`](crate::Mirror) tells it.
+    /// The stored response `id` as JSON, if the key with id `key` created it. Called for another
+    /// node's [`Mirror`](crate::Mirror).
     pub fn response(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
         let doors = self.0.doors();
         let mut found = doors
@@ -112,7 +115,7 @@ impl Doors {
         serde_json::to_vec(&*found.next()?).ok()
     }
 
-    /// Answers with it no more; answers that are under way go on.
+    /// Removes a model. Responses in progress are completed.
     pub fn close(&self, key: &str) {
         let mut open = self.0.open.write().unwrap_or_else(PoisonError::into_inner);
         open.retain(|door| door.key != key);
@@ -126,7 +129,7 @@ impl fmt::Debug for Doors {
     }
 }
 
-/// Hands a request to the API that is to answer it.
+/// Routes a request to the API of its model.
 async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let doors = shared.doors();
     let path = request.uri().path();
@@ -165,24 +168,25 @@ async fn pass(router: Router, request: Request) -> Response {
     router.oneshot(request).await.into_response()
 }
 
-/// Paths that list the models, with the field that holds the list.
+/// Paths that list models, and the field with the list.
 const LISTS: [(&str, &str); 3] = [
     ("/v1/models", "data"),
     ("/api/tags", "models"),
     ("/api/ps", "models"),
 ];
 
-/// Longest answer of one model to a request that goes to all.
+/// Maximum response of one model to a request sent to all, in bytes.
 const LIST_BYTES: usize = 1 << 20;
 
-/// The fields by which a request chooses a model; `name` is the older one of Ollama.
+/// The fields that name a request's model; `name` is Ollama's older one.
 #[derive(Deserialize)]
 struct Named {
     model: Option<String>,
     name: Option<String>,
 }
 
-/// The model that a request names; the first where it names none of them, which says so.
+/// The API of the model that a request names. An unknown name goes to the first model, whose API
+/// rejects it.
 async fn choose<'a>(
     config: &Config,
     doors: &'a [Door],
@@ -191,7 +195,7 @@ async fn choose<'a>(
     if doors.len() == 1 {
         return Ok((&doors[0], request));
     }
-    // Nobody's body is read whom the first door turns away; its guard says why.
+    // The body of a client without access is not read; the first model's guard rejects it.
     let is_stranger = check_origin(&request, &config.access).is_err();
     let client = match doors[0].app.client(&request) {
         Ok(client) if !is_stranger => client,
@@ -225,27 +229,27 @@ async fn choose<'a>(
     Ok((door.unwrap_or(&doors[0]), request))
 }
 
-/// Brings the journal of a streamed answer here, if another node has it: only the journal says
-/// which model goes on with the answer. A client that has no place is refused by the model's API.
+/// Fetches the journal of a streamed response from another node: only the journal names the model
+/// that continues it. A client over its limit is rejected later, by the model's API.
 async fn bring(app: &App, id: &str, client: &Client) {
     let shares = app.has_several_clients(client);
     if let Ok(_place) = app.places.take(client, shares) {
         let (bounds, now) = (app.config.bounds(), app.config.clock.now);
-        // The model's API looks again, and says why there is none.
+        // The model's API looks it up again, and reports why there is none.
         let _ = app.config.journals.find(id, client, bounds, now).await;
     }
 }
 
-/// A model's status and the bytes of its answer.
+/// A model's response: status and body.
 type Told = (StatusCode, Vec<u8>);
 
-/// The answers of all models to one request without a body.
+/// Sends a request without a body to all models.
 ///
 /// # Errors
-/// The answer of a model that refuses the client, which is for all.
+/// The response of a model that rejects the client; it stands for all.
 async fn ask_all(doors: &[Door], request: Request) -> Result<Vec<Told>, Response> {
     let (mut parts, _) = request.into_parts();
-    // Each API reads the extensions itself; bodies of these requests are not read.
+    // Each API reads the extensions; these requests have no body.
     let mut extensions = std::mem::take(&mut parts.extensions);
     extensions.insert(OneOfSeveral);
     let mut all = Vec::new();
@@ -267,7 +271,7 @@ async fn ask_all(doors: &[Door], request: Request) -> Result<Vec<Told>, Response
     Ok(all)
 }
 
-/// The health of a node: that of the first model that is not ready, else ready; and of each model.
+/// The node's health: that of the first model that is not ready, with each model's own.
 fn all_health(answers: Vec<Told>) -> Response {
     let worst = answers.iter().position(|(status, _)| !status.is_success());
     let status = worst.map_or(StatusCode::OK, |i| answers[i].0);
@@ -288,7 +292,7 @@ fn all_health(answers: Vec<Told>) -> Response {
     json_response(status, &all)
 }
 
-/// The metrics of all models, each sample with its model's name, then what they share.
+/// All models' metrics, labelled by model, then the shared ones.
 fn all_metrics(doors: &[Door], answers: &[Told], config: &Config) -> Response {
     let texts = doors.iter().zip(answers).map(|(door, (_, body))| {
         let text = String::from_utf8_lossy(body).into_owned();
@@ -298,7 +302,7 @@ fn all_metrics(doors: &[Door], answers: &[Told], config: &Config) -> Response {
     ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }
 
-/// The lists of all models as one, under `key`. A model that refuses the client answers for all.
+/// Merges all models' lists under `key`. A model that rejects the client decides for all.
 async fn all_models(doors: &[Door], request: Request, key: &str) -> Response {
     let answers = match ask_all(doors, request).await {
         Ok(answers) => answers,

@@ -1,4 +1,4 @@
-//! Vectors of texts, computed on a blocking thread, which gives up when the client has left.
+//! Embedding requests, computed on a blocking thread that stops when the client has left.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::rejection::Rejection;
 use crate::render::embeddings::{Facts, body, shorten};
 use crate::request::embeddings::Embed;
 
-/// Set when dropped: the client left, or the answer is complete.
+/// Sets a flag when dropped: the client left, or the response is complete.
 struct Over(Arc<AtomicBool>);
 
 impl Drop for Over {
@@ -25,10 +25,10 @@ impl Drop for Over {
     }
 }
 
-/// The result of the blocking thread.
+/// Result of the blocking thread: a vector per text.
 type Computed = Result<Vec<Vec<f32>>, Failure>;
 
-/// Computes and tells the vectors of `ask`. `place` is held until the work has ended.
+/// Computes the embeddings of `ask` and responds. The thread holds `place` until it ends.
 pub(super) async fn respond(
     app: &Arc<App>,
     ask: Embed,
@@ -78,7 +78,7 @@ impl App {
         })
     }
 
-    /// Whether the model does what `endpoint` asks for, known before the body is read.
+    /// Checks, before the body is read, that the model supports `endpoint`.
     ///
     /// # Errors
     /// [`Rejection::NotDone`].

@@ -1,4 +1,4 @@
-//! The API of a node that has no model loaded: its health, its cluster, and why it answers nothing.
+//! The API of a node without a loaded model: health, cluster, metrics, and errors for the rest.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::keys::Watched;
 use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{Rejection, Style};
 
-/// State that requests to such a node share.
+/// State shared by these requests.
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,
@@ -56,7 +56,7 @@ pub(crate) fn router(idle: &Arc<Idle>) -> Router {
         .layer(from_fn_with_state(Arc::clone(idle), guard))
 }
 
-/// Lets in the same clients as the API of a model.
+/// Checks access like the API of a model.
 async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> Response {
     let style = Style::of(request.uri().path());
     let client = address(&request);
@@ -74,7 +74,7 @@ async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> R
 }
 
 async fn admit(idle: &Idle, mut request: Request, next: Next) -> Response {
-    // Monitors of the machine ask for its health without keys.
+    // Monitors poll the health without keys.
     let keys = idle.keys.as_ref();
     let keys = keys.filter(|_| request.uri().path() != "/health");
     match keys.map(|keys| check_key(request.headers(), keys)) {

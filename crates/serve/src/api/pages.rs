@@ -1,4 +1,4 @@
-//! Endpoints that answer without asking the model.
+//! Endpoints that need no computation by the model.
 
 use std::sync::Arc;
 
@@ -21,10 +21,10 @@ use crate::phase::Phase;
 use crate::rejection::Rejection;
 use crate::render::ollama::rfc3339;
 
-/// The version of Ollama's API that its clients are told, so that they use what it has.
+/// The version of Ollama's API reported to its clients; it decides which features they use.
 const OLLAMA_VERSION: &str = "0.13.5";
 
-/// Paths of Ollama's and OpenAI's clients that need what this server does not do.
+/// Endpoints of Ollama and OpenAI that this server does not support.
 pub(super) const NOT_DONE: [&str; 5] = [
     "/api/copy",
     "/api/create",
@@ -50,7 +50,7 @@ pub(super) async fn index(State(app): State<Arc<App>>) -> Response {
         "version": env!("CARGO_PKG_VERSION"),
         "model": app.model.id,
         "endpoints": openapi::PATHS,
-        // Its clients look for these words.
+        // Ollama's clients look for these words.
         "compatible": "Ollama is running",
     });
     json_response(StatusCode::OK, &body)
@@ -61,7 +61,7 @@ pub(super) async fn document(State(app): State<Arc<App>>) -> Response {
     (json, app.openapi.clone()).into_response()
 }
 
-/// Stands for a reason that the client may not see.
+/// Replaces a reason that the client may not see.
 const HIDDEN: &str = "an API key is needed to see why";
 
 pub(super) async fn health(
@@ -74,7 +74,7 @@ pub(super) async fn health(
         _ if is_ending => ("stopping", Some("the server is shutting down".to_owned())),
         Readiness::Loading => ("loading", None),
         Readiness::Ready => ("ready", None),
-        // It may name files of the machine: not for those who have no key.
+        // The reason may name files of the machine; clients without a key do not get it.
         Readiness::Failed(_) if client.is_none() => ("failed", Some(HIDDEN.to_owned())),
         Readiness::Recovering(_) if client.is_none() => ("recovering", Some(HIDDEN.to_owned())),
         Readiness::Recovering(reason) => ("recovering", Some(reason)),
@@ -148,7 +148,7 @@ pub(super) async fn response(
     }
     let missing = || Rejection::NoResponse { id: clip(&id) };
     let mirror = resuming::mirror_for(&app, &id).ok_or_else(missing)?;
-    // Bounds how many clients have other nodes asked.
+    // Bounds the number of lookups at other nodes.
     let _place = app.places.take(&client, app.has_several_clients(&client))?;
     let stored = resuming::stored_elsewhere(mirror, &id, &client).await;
     let stored = stored.ok_or_else(missing)?;
@@ -231,7 +231,7 @@ pub(super) async fn running(State(app): State<Arc<App>>) -> Response {
     let mut tag = tag(&app.model, &app.model.id);
     tag["size_vram"] = 0.into();
     tag["context_length"] = app.model.context.into();
-    // It stays loaded: the farthest time that clients can write.
+    // The model stays loaded: the latest time that clients can parse.
     tag["expires_at"] = "9999-12-31T23:59:59Z".into();
     let models = match app.service.status().state {
         Readiness::Ready => vec![tag],

@@ -1,12 +1,12 @@
-//! `POST /api/pull`: models come into the machine's store, as Ollama's clients ask for it.
+//! `POST /api/pull`: downloads a model into the machine's store, in Ollama's protocol.
 //!
 //! ```text
 //! puller (a blocking thread) --steps--> bounded channel --lines of JSON--> client
 //! ```
 //!
-//! A client that leaves or loses its key ends its pull; the next one goes on where it ended. At
-//! most [`PULLS_MAX`] pulls work at a time, those included that wait for another process to fetch
-//! the same model.
+//! A pull ends when its client disconnects or its key is revoked; the next pull resumes the
+//! download. At most [`PULLS_MAX`] pulls run at a time. Pulls that wait for another process to
+//! fetch the same model count too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,14 +29,14 @@ use crate::field::Fields;
 use crate::keys::{Held, revoked};
 use crate::rejection::Rejection;
 
-/// Steps that a client has not read yet; the pull waits for it then.
+/// Maximum unread steps; the pull blocks then.
 const UNREAD_STEPS: usize = 16;
 
-/// Message of a pull's thread to the response.
+/// Message from the pull's thread to the response.
 enum Told {
     Step(PullStep),
     End(Result<bool, String>),
-    /// The last: the key that asked is revoked.
+    /// The last message: the client's key was revoked.
     Revoked,
 }
 
@@ -66,7 +66,7 @@ fn success() -> Value {
     json!({"status": "success"})
 }
 
-/// Fetches the model that `fields` name, where that was allowed.
+/// Fetches the model that `fields` name, if pulls are allowed.
 async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Response, Rejection> {
     let Some(puller) = config.puller.clone() else {
         return Err(Rejection::NotDone {
@@ -91,13 +91,12 @@ async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Re
     }
 }
 
-/// A pull that runs. Dropping it ends the pull within 100 ms, also one that waits for a lock and
-/// has no step to tell.
+/// A running pull. Dropping it ends the pull within 100 ms, even while it waits for a lock.
 struct Pulling {
     told: mpsc::Receiver<Told>,
-    /// Set once nobody waits for the pull.
+    /// Set when the response is dropped.
     is_over: Arc<AtomicBool>,
-    /// The key that asked.
+    /// API key of the request.
     key: Option<Held>,
 }
 
@@ -108,8 +107,8 @@ impl Drop for Pulling {
 }
 
 impl Pulling {
-    /// Starts a pull on a thread that may block. The thread holds `permit` until it ends, which is
-    /// later than the client's leaving: the permits bound the threads.
+    /// Starts a pull on a blocking thread. The thread holds `permit` until it ends, which may be
+    /// after the client left: the permits bound the threads.
     fn start(
         puller: Puller,
         model: String,
@@ -121,9 +120,9 @@ impl Pulling {
         tokio::task::spawn_blocking(move || {
             let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
             let end = (puller.0)(&model, &mut tell, &over);
-            // A client that hears of the end may ask for the next pull at once.
+            // Released before the end is sent: the client may start its next pull at once.
             drop(permit);
-            // Nobody waits for the end of a pull whose client has left.
+            // Fails if the client has left.
             let _ = sender.blocking_send(Told::End(end));
         });
         Self { told, is_over, key }
@@ -132,7 +131,7 @@ impl Pulling {
     async fn next(&mut self) -> Told {
         let broken = || Told::End(Err("the pull ended without a result".to_owned()));
         tokio::select! {
-            // First, as steps may come faster than they can be read.
+            // Checked first: steps may arrive faster than the client reads.
             biased;
             () = revoked(self.key.as_ref()) => Told::Revoked,
             told = self.told.recv() => told.unwrap_or_else(broken),
@@ -140,7 +139,7 @@ impl Pulling {
     }
 }
 
-/// Outcome of a pull that is over with what it told.
+/// The result of a finished pull; `None` while it runs.
 fn ended(told: Told, model: &str) -> Option<Result<(), Rejection>> {
     match told {
         Told::Step(_) => None,
@@ -161,7 +160,7 @@ fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
     }
 }
 
-/// The pull as lines; a failure before the first step has a status of its own.
+/// The pull as lines of JSON; a failure before the first step has an HTTP status of its own.
 async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejection> {
     let first = match pulling.next().await {
         Told::Step(step) => line(&progress(&step, &model)),
@@ -187,7 +186,7 @@ async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejec
     Ok((kind, Body::from_stream(all)).into_response())
 }
 
-/// The lines of what a pull says, and whether it is over.
+/// A message as lines of JSON, and whether the pull is over.
 fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
     if let Told::Step(step) = &told {
         return (line(&progress(step, model)), false);
@@ -200,8 +199,8 @@ fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
     (last.concat(), true)
 }
 
-/// A step in Ollama's words. Clients tell files apart by the digest. It is the digest of the part's
-/// name, as the hash of a file is known only when it is there.
+/// A step in Ollama's form. Clients distinguish files by the digest. It is the digest of the file's
+/// label, because a file's hash is known only when it is complete.
 fn progress(step: &PullStep, model: &str) -> Value {
     let hash = Sha256::digest(format!("{model}\n{}", step.part));
     let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();

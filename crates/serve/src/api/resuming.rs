@@ -1,9 +1,9 @@
-//! Clients that were cut off from a stream and come back, to this node or another.
+//! Resumes streamed responses for clients that reconnect, at this node or another.
 //!
-//! An event's id is `ANSWER:NUMBER`. A client names it in `Last-Event-ID` of a request to the same
-//! endpoint, or asks `GET /v1/responses/{id}?stream=true&starting_after=NUMBER`. The stream then
-//! goes on behind that event. The request is understood again from its journal. Its replies are
-//! told again without what the client has, and the service goes on after the tokens.
+//! An event's id is `ANSWER:NUMBER`. A client sends it as `Last-Event-ID` with a request to the
+//! same endpoint, or calls `GET /v1/responses/{id}?stream=true&starting_after=NUMBER`. The journal
+//! has the request, which is parsed again, and the replies so far. They are rendered again without
+//! the events that the client has. Then the engine continues after the last token.
 
 use std::sync::Arc;
 
@@ -30,11 +30,11 @@ use crate::stream::{Beat, Events, Recorder};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Last {
     id: String,
-    /// Number of its last event; `None` where it has none.
+    /// Number of the last event received; `None` without one.
     event: Option<u64>,
 }
 
-/// Endpoints whose streams can be come back to: those whose clients know event ids.
+/// Endpoints with resumable streams: those whose clients know event ids.
 const fn has_ids(endpoint: Endpoint) -> bool {
     matches!(
         endpoint,
@@ -42,10 +42,10 @@ const fn has_ids(endpoint: Endpoint) -> bool {
     )
 }
 
-/// The last event that a client says it has.
+/// The client's position, from `Last-Event-ID`.
 ///
 /// # Errors
-/// [`Rejection::Type`] for a header of another form.
+/// [`Rejection::Type`] for a malformed header.
 pub(super) fn last_event(
     headers: &HeaderMap,
     endpoint: Endpoint,
@@ -66,11 +66,10 @@ pub(super) fn last_event(
     })
 }
 
-/// Position after which `GET /v1/responses/{id}` resumes; `None` where its query asks for no
-/// stream.
+/// The position in a query of `GET /v1/responses/{id}`; `None` where it asks for no stream.
 ///
 /// # Errors
-/// [`Rejection::Type`] for a number that is none.
+/// [`Rejection::Type`] for a malformed number.
 pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejection> {
     let get = |name: &str| {
         let mut fields = query.split('&').filter_map(|field| field.split_once('='));
@@ -91,7 +90,7 @@ pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejecti
     Ok(Some(Last { id, event }))
 }
 
-/// Name of the answer's journal that a request goes on with; `None` for other requests.
+/// Id of the journal that a request resumes; `None` for other requests.
 pub(super) fn answer_of<B>(request: &http::Request<B>) -> Option<String> {
     let uri = request.uri();
     let last = match (request.method(), uri.path().strip_prefix("/v1/responses/")) {
@@ -105,15 +104,14 @@ pub(super) fn answer_of<B>(request: &http::Request<B>) -> Option<String> {
     Some(last.ok()??.id)
 }
 
-/// The mirror that asks other nodes for the response `id`; `None` where no other node can have
-/// it.
+/// The mirror that looks up the response `id` at other nodes; `None` where no node can have it.
 pub(super) fn mirror_for(app: &App, id: &str) -> Option<Arc<dyn Mirror>> {
-    // Another id may be a journal's name, which would be given away.
+    // Any other id may be a journal's, which would be released.
     let mirror = app.config.journals.mirror()?;
     id.starts_with("resp_").then_some(mirror)
 }
 
-/// A response that another node stores, as the client that asked it sees it.
+/// A response stored at another node, if this client created it.
 pub(super) async fn stored_elsewhere(
     mirror: Arc<dyn Mirror>,
     id: &str,
@@ -132,7 +130,7 @@ struct Earlier {
     previous_response_id: Option<String>,
 }
 
-/// Head of an answer's journal, its first line; `None` for answers that have no journal.
+/// The first line of a response's journal; `None` for responses without a journal.
 pub(super) fn head(
     app: &App,
     ask: &Ask,
@@ -180,7 +178,7 @@ fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>
     }
 }
 
-/// Goes on with a stream behind the last event that its client has.
+/// Resumes a stream after the client's last event.
 ///
 /// # Errors
 /// [`Rejection::NoAnswer`], [`Rejection::Unreached`], [`Rejection::Behind`]; as for a new request.
@@ -226,7 +224,7 @@ pub(super) async fn go_on(
     }))
 }
 
-/// A journal with which this node goes on, and its request, understood again.
+/// A journal that this node now owns, and its request, parsed again.
 struct Taken {
     recorder: Recorder,
     ask: Ask,
@@ -235,7 +233,7 @@ struct Taken {
 }
 
 impl Taken {
-    /// Takes a journal over for a client that has its events up to `after`.
+    /// Takes over a journal for a client that has the events up to `after`.
     async fn from(
         app: &Arc<App>,
         journal: Arc<Journal>,
@@ -261,7 +259,7 @@ impl Taken {
         })
     }
 
-    /// Tells the replies of the journal again.
+    /// Renders the journal's replies again.
     fn replay(mut self, app: &App, (terms, client): (&Terms, Client)) -> Replayed {
         let mut telling = telling(app, &mut self.ask, self.given, (terms, client));
         let requests = left(self.ask.requests, &self.lines);
@@ -278,20 +276,20 @@ impl Taken {
     }
 }
 
-/// An answer as far as its journal has it.
+/// A response rebuilt from its journal.
 struct Replayed {
     recorder: Recorder,
     telling: Telling,
-    /// The rest of each choice.
+    /// The remaining request of each choice.
     requests: Vec<Option<(Request, Vec<u32>)>>,
-    /// The events of the journal, from number 0 on.
+    /// The rendered events, from number 0.
     past: Vec<Value>,
 }
 
 impl Replayed {
-    /// Whether the client has events, up to `after`, that cannot be made again. A choice alone
-    /// gives the same tokens again, and so the same events. Tokens of several choices come in the
-    /// order in which they are computed, so the same numbers would be other events.
+    /// Whether the client has events, up to `after`, that cannot be reproduced. A single unfinished
+    /// choice gives the same tokens, and so the same events. Tokens of several choices interleave
+    /// in the order of computation, so equal numbers would be other events.
     fn lacks(&self, after: Option<u64>) -> bool {
         let under_way = self.requests.iter().flatten().count();
         under_way > 1 && after.is_some_and(|after| after >= self.past.len() as u64)
@@ -322,7 +320,7 @@ async fn understand_again(
     }
 }
 
-/// Request of each choice with the tokens that it has; `None` for a choice that is complete.
+/// Each choice's request with the tokens it already has; `None` for a complete choice.
 fn left(requests: Vec<Request>, past: &[Line]) -> Vec<Option<(Request, Vec<u32>)>> {
     let of = |choice: usize| {
         let own = past.iter().filter(move |(other, _)| *other == choice);

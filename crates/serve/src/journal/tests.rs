@@ -1,4 +1,4 @@
-//! Tests of journals: keeping and forgetting streams, and handing them on to other nodes.
+//! Tests of journals: storage, expiry, and transfer to other nodes.
 
 use paceline_base::SplitMix64;
 
@@ -156,7 +156,7 @@ fn damaged_journals_are_refused() {
     }
 }
 
-/// Answers each piece as it is told, and keeps them.
+/// Records each part, and returns scripted results.
 struct Told(Mutex<(VecDeque<Kept>, Vec<Piece>)>);
 
 impl Mirror for Told {
@@ -184,7 +184,7 @@ async fn another_node_gets_what_it_lacks_and_its_loss_is_told_once() {
         appended(&journal, &reader, token(number)).unwrap();
         told.push(journal.protect(&mirror, Instant::now).await);
     }
-    // The fourth is not even tried: no node was there just now.
+    // The fourth is not tried: mirroring is paused.
     assert_eq!(told, [None, None, Some("none".to_owned()), None]);
     let pieces = mirror.0.into_inner().unwrap().1;
     let at: Vec<u64> = pieces.iter().map(|piece| piece.at).collect();
@@ -193,19 +193,19 @@ async fn another_node_gets_what_it_lacks_and_its_loss_is_told_once() {
     assert_eq!(len(2), len(0) + len(1), "all of it after a gap");
 }
 
-/// Nodes that keep journals for each other, as seeds break them.
+/// Nodes that mirror each other's journals, with failures drawn from a seed.
 #[derive(Default)]
 struct Net {
     /// By node: its own journals, and copies for others.
     nodes: Mutex<Vec<(Journals, Copies)>>,
     random: Mutex<Option<SplitMix64>>,
-    /// Whether nodes sometimes keep nothing.
+    /// Whether nodes sometimes reject parts.
     refuses: bool,
 }
 
 type Copies = std::collections::BTreeMap<String, Vec<u8>>;
 
-/// A node's way to the others.
+/// The mirror of one node.
 struct Way(Arc<Net>, usize);
 
 impl Net {
@@ -213,7 +213,7 @@ impl Net {
         self.random.lock().unwrap().as_mut().unwrap().below(bound)
     }
 
-    /// The process of a node ends, and starts again.
+    /// Restarts the process of a node.
     fn restart(&self, node: usize) {
         self.nodes.lock().unwrap()[node] = Default::default();
     }
@@ -230,7 +230,7 @@ impl Mirror for Way {
         if self.0.refuses && self.0.below(20) == 0 {
             return done(Kept::No("full".to_owned()));
         }
-        // Most of the time the same node as before.
+        // Mostly the same node as before.
         let step = 1 + usize::from(self.0.below(8) == 0);
         let mut nodes = self.0.nodes.lock().unwrap();
         let at = (self.1 + step) % nodes.len();
@@ -263,10 +263,10 @@ impl Mirror for Way {
     }
 }
 
-/// A client whose answer is the numbers below this; each is one event.
+/// Length of the response: each number below this is one event.
 const ANSWER: u32 = 30;
 
-/// The tokens that a client gets; `None` where its answer could not be found.
+/// The tokens that a client receives; `None` if its response was not found.
 async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
     let bounds = Bounds {
         count: 8,

@@ -1,4 +1,4 @@
-//! A request: sent, and its stream of events read with the time of each.
+//! Sends one request and timestamps the events of its stream.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
@@ -9,16 +9,16 @@ use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use super::jobs::Job;
 use super::{Error, Load};
 
-/// Longest line of a stream that is read. A token takes some hundred bytes.
+/// Maximum line of a stream. A token takes some hundred bytes.
 const LINE_BYTES: u64 = 1 << 20;
 
-/// Longest answer to a question about the server, or text of an error, that is read.
+/// Maximum response to other requests, and of an error's text.
 const TEXT_BYTES: u64 = 4 << 20;
 
-/// Bytes of an error's text that are told.
+/// Maximum reported characters of an error's text.
 const TOLD_CHARS: usize = 120;
 
-/// Where requests go.
+/// The measured server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
     /// Without `/v1` at its end.
@@ -40,7 +40,7 @@ impl Server {
         }
     }
 
-    /// The same, trusted for these certificates (PEM) instead of the built-in authorities'.
+    /// Trusts these certificates (PEM) instead of the built-in authorities.
     pub fn trusting(self, certificates: Vec<u8>) -> Self {
         Self {
             certificates: Some(certificates),
@@ -48,7 +48,7 @@ impl Server {
         }
     }
 
-    /// The same with the first model that the server lists.
+    /// Selects the first model that the server lists.
     ///
     /// # Errors
     /// [`Error::NoServer`], [`Error::NoModel`].
@@ -89,8 +89,7 @@ impl Server {
         &self.base
     }
 
-    /// A paceline server's prediction for the model; empty where there is none, as at other
-    /// servers.
+    /// A paceline server's predicted speed for the model; empty for other servers.
     pub fn predicted(&self, timeout: Duration) -> Predicted {
         let url = format!("{}/metrics", self.base);
         let text = get(&self.agent(timeout), &url, self.key.as_deref());
@@ -98,15 +97,15 @@ impl Server {
     }
 }
 
-/// Tokens a second that a server predicts.
+/// Predicted tokens a second, by concurrency.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Predicted {
-    /// Answers at a time, ascending, with the tokens a second of all of them.
+    /// Concurrent requests, ascending, with their total tokens a second.
     answers: Vec<(u32, f64)>,
 }
 
 impl Predicted {
-    /// From the text of `/metrics`, which may tell of several models.
+    /// Parses the text of `/metrics`, which may have several models.
     fn read(text: &str, model: &str) -> Self {
         let own = format!("model=\"{model}\"");
         let mut answers = Vec::new();
@@ -129,8 +128,8 @@ impl Predicted {
         Self { answers }
     }
 
-    /// Of so many answers at a time; between two that the server tells, in proportion. More than
-    /// the most that it computes at a time wait, so these count. `None` where it does not tell.
+    /// Total tokens a second of `answers` concurrent requests, interpolated. Requests beyond the
+    /// server's maximum wait, so its maximum counts. `None` without a prediction.
     pub fn tok_s(&self, answers: u32) -> Option<f64> {
         let behind = self.answers.partition_point(|(n, _)| *n < answers);
         let most = self.answers.last().filter(|_| self.answers.len() > 1);
@@ -145,7 +144,7 @@ impl Predicted {
     }
 }
 
-/// The answers that a sample's labels name.
+/// The concurrency in a sample's labels.
 fn number(labels: &str) -> Option<u32> {
     let (_, value) = labels.split_once("answers=\"")?;
     value.split('"').next()?.parse().ok()
@@ -156,8 +155,8 @@ fn base(url: &str) -> String {
     url.strip_suffix("/v1").unwrap_or(url).to_owned()
 }
 
-/// Root certificates of a client: `certificates` (PEM) where they are given, else the built-in
-/// authorities. Of certificates that cannot be read none is trusted.
+/// Root certificates of a client: `certificates` (PEM), else the built-in authorities. Unreadable
+/// certificates trust nothing.
 pub fn trust(certificates: Option<&[u8]>) -> TlsConfig {
     let Some(pem) = certificates else {
         return TlsConfig::default();
@@ -196,25 +195,25 @@ fn clip(text: &str) -> String {
     text.trim().chars().take(TOLD_CHARS).collect()
 }
 
-/// An answer that came to its end.
+/// Measurements of a completed response.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Answered {
     pub(super) sent: Instant,
-    /// When each piece of the answer came; servers send a token a piece.
+    /// Arrival of each chunk; servers send a token per chunk.
     pub(super) pieces: Vec<Instant>,
     pub(super) ended: Instant,
-    /// As the server counts them; 0 when it does not say.
+    /// As counted by the server; 0 if not reported.
     pub(super) prompt_tokens: u64,
-    /// As the server counts them; pieces when it does not say.
+    /// As counted by the server; chunks if not reported.
     pub(super) output_tokens: u64,
-    /// Tokens of the prompt that the server had computed before.
+    /// Cached tokens of the prompt.
     pub(super) cached_tokens: u64,
 }
 
-/// The answer to a request, or why there is none.
+/// A completed response, or the error.
 pub(super) type Outcome = Result<Answered, String>;
 
-/// Sends requests of one load.
+/// Sends the requests of one run.
 #[derive(Debug)]
 pub(super) struct Client<'a> {
     agent: ureq::Agent,
@@ -246,7 +245,7 @@ impl<'a> Client<'a> {
         body
     }
 
-    /// Sends a request and reads its answer to the end.
+    /// Sends a request and reads the whole response.
     pub(super) fn send(&self, job: &Job) -> Outcome {
         let server = &self.load.server;
         let url = format!("{}/v1/chat/completions", server.base);
@@ -269,7 +268,7 @@ impl<'a> Client<'a> {
     }
 }
 
-/// The message of an error's body; the body where there is none.
+/// The message in an error body; else the body.
 fn message(text: &str) -> String {
     let value: Option<Value> = serde_json::from_str(text).ok();
     let message = value
@@ -278,7 +277,7 @@ fn message(text: &str) -> String {
     message.unwrap_or(text).to_owned()
 }
 
-/// Reads `bytes` as a stream of server-sent events and as an error's body, for fuzzing.
+/// Parses `bytes` as server-sent events and as an error body, for fuzzing.
 pub(crate) fn parse(bytes: &[u8], now: fn() -> Instant) {
     let mut stream = Stream::new(now(), now);
     if stream.read(bytes).is_ok() {
@@ -287,7 +286,7 @@ pub(crate) fn parse(bytes: &[u8], now: fn() -> Instant) {
     let _ = message(&String::from_utf8_lossy(bytes));
 }
 
-/// A stream of server-sent events as far as it was read.
+/// Parser state of a stream of server-sent events.
 struct Stream {
     answer: Answered,
     usage: Option<(u64, u64)>,

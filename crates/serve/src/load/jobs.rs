@@ -1,4 +1,4 @@
-//! Requests and their times, drawn from a seed before anything is sent.
+//! Requests and arrival times, drawn from a seed before the run.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use rand_pcg::Pcg64Mcg;
 
 use super::{Arrivals, Error, Load};
 
-/// Largest number of tokens of a prompt or an answer: the longest contexts there are.
+/// Maximum tokens of a prompt or a response: the longest contexts there are.
 const TOKENS_MAX: u32 = 10_000_000;
 
-/// Words that common vocabularies have as one token each.
+/// Words that are one token in common vocabularies.
 const WORDS: [&str; 32] = [
     "time",
     "year",
@@ -47,7 +47,7 @@ const WORDS: [&str; 32] = [
     "point",
 ];
 
-/// A number of tokens, or a range of them that all are as likely.
+/// A number of tokens, or a uniform range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     least: u32,
@@ -57,7 +57,7 @@ pub struct Span {
 impl FromStr for Span {
     type Err = Error;
 
-    /// `N`, or `A..B` with both ends in it.
+    /// `N`, or `A..B`, both ends included.
     fn from_str(text: &str) -> Result<Self, Error> {
         let (least, most) = text.split_once("..").unwrap_or((text, text));
         let number = |text: &str| text.parse().ok().filter(|n| (1..=TOKENS_MAX).contains(n));
@@ -77,16 +77,16 @@ pub enum Lengths {
     /// Drawn for each request.
     Drawn {
         prompt: Span,
-        /// Of answers, at most.
+        /// Maximum length of responses.
         output: Span,
     },
-    /// Pairs of a prompt and an answer that are used in turn; not empty.
+    /// Pairs of prompt and response lengths, used in turn; not empty.
     Listed(Vec<(u32, u32)>),
 }
 
 impl Lengths {
-    /// Reads a line `PROMPT OUTPUT` for each pair. Empty lines and those that begin with `#` are
-    /// passed over.
+    /// Parses a line `PROMPT OUTPUT` per pair. Empty lines and lines that begin with `#` are
+    /// skipped.
     ///
     /// # Errors
     /// [`Error::Line`], [`Error::NoLengths`].
@@ -131,14 +131,14 @@ fn draw_in(span: Span, random: &mut Pcg64Mcg) -> u32 {
 /// A request to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Job {
-    /// From the beginning of the run; nothing in a closed loop.
+    /// Send time since the start of the run; zero in a closed loop.
     pub(super) at: Duration,
     pub(super) prompt: String,
-    /// Tokens of the answer, at most.
+    /// Maximum tokens of the response.
     pub(super) output: u32,
 }
 
-/// All requests of a load. Their prompts are in memory together: 6 bytes a token.
+/// Draws all requests of a run. Their prompts are in memory together: 6 bytes a token.
 pub(super) fn draw(load: &Load) -> Vec<Job> {
     let mut random = Pcg64Mcg::seed_from_u64(load.seed);
     let shared = words(load.shared_prefix, &mut random);

@@ -1,18 +1,17 @@
-//! Load on an API of OpenAI's kind, and how the server answers under it.
+//! Load generator for OpenAI-compatible APIs: latency, throughput and goodput.
 //!
 //! ```text
 //! Load --jobs (drawn by seed)--> closed loop: N clients, each asks again when it has its answer
-//!                           \--> Poisson: requests at random times, whatever became of the others
+//!                           \--> Poisson: requests at random times, independent of the others
 //! Outcome of each request --> Report: time to first token, gaps, throughput, goodput, errors
 //! ```
 //!
-//! The client speaks `POST /v1/chat/completions` as a stream of server-sent events and nothing
-//! else, so that other servers are measured by the same program. A request is one thread, which
-//! blocks in reads; at most [`IN_FLIGHT_MAX`] are under way.
+//! The client uses only streamed `POST /v1/chat/completions`, so that other servers are measured by
+//! the same program. A request is one blocking thread; at most [`IN_FLIGHT_MAX`] run.
 //!
-//! Prompts are random English words from a seed, so no prompt begins like another one unless
-//! [`Load::shared_prefix`] says so. A word is about one token; the report has the tokens as the
-//! server counts them.
+//! Prompts are random English words from a seed, so no prompt shares a prefix with another unless
+//! [`Load::shared_prefix`] asks for it. A word is about one token; the report counts tokens as the
+//! server does.
 
 mod client;
 mod jobs;
@@ -33,22 +32,22 @@ pub use jobs::{Lengths, Span};
 pub use report::{Goals, Report, Times};
 pub use shown::{object, table};
 
-/// Requests that are under way at most: each is a thread and a connection. More is an error of the
-/// request in the report.
+/// Maximum requests in flight: each is a thread and a connection. Further ones count as errors in
+/// the report.
 pub const IN_FLIGHT_MAX: usize = 512;
 
-/// Between looks whether the run was cancelled.
+/// Interval of checks for cancellation.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Why no load can be put on a server.
+/// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The server does not say which model it has.
+    /// The server's list of models cannot be read.
     #[error("no answer from {url}: {reason}")]
     NoServer {
-        /// The URL that was asked.
+        /// The requested URL.
         url: String,
-        /// Why there is no answer.
+        /// Why the request failed.
         reason: String,
     },
     #[error("{url} lists no model")]
@@ -76,45 +75,44 @@ pub enum Error {
 /// When requests are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arrivals {
-    /// So many clients, each of which asks again as soon as it has its answer.
+    /// Concurrent clients; each sends the next request when its response is complete.
     Closed {
         /// 1 to [`IN_FLIGHT_MAX`].
         clients: usize,
     },
-    /// At random times, independent of each other and of answers.
+    /// At random times, independent of each other and of responses.
     Poisson {
         /// Requests a second, on average; above 0.
         per_s: f64,
     },
 }
 
-/// The requests to send.
+/// Parameters of a run.
 #[derive(Clone, Debug)]
 pub struct Load {
-    /// Where to.
+    /// The measured server.
     pub server: Server,
-    /// When.
+    /// Arrival process.
     pub arrivals: Arrivals,
-    /// How many requests.
+    /// Number of requests.
     pub requests: usize,
-    /// How long prompts and answers are.
+    /// Lengths of prompts and responses.
     pub lengths: Lengths,
-    /// Words that all prompts begin with, before their own.
+    /// Length of the common prefix of all prompts, in words.
     pub shared_prefix: u32,
-    /// Asks the server to go on when the model would end its answer. Not all servers know the
-    /// field `ignore_eos`.
+    /// Sets `ignore_eos`, so that responses reach their length. Not all servers support it.
     pub ignore_eos: bool,
-    /// Decides prompts, lengths and arrivals.
+    /// Seed of prompts, lengths and arrivals.
     pub seed: u64,
-    /// Which answers are good.
+    /// Limits for goodput.
     pub goals: Goals,
-    /// Longest time of one request.
+    /// Timeout of one request.
     pub timeout: Duration,
 }
 
-/// Puts `load` on its server and returns when all requests have ended, or soon after
-/// `is_cancelled`. No more requests are sent then, and those under way are given up with their
-/// process. `now` is the clock.
+/// Runs `load` and returns when all requests have ended, or soon after `is_cancelled`. A cancelled
+/// run sends no more requests, and abandons those in flight to the end of the process. `now` is the
+/// clock.
 pub fn run(load: &Load, now: fn() -> Instant, is_cancelled: &(dyn Fn() -> bool + Sync)) -> Report {
     let jobs = jobs::draw(load);
     let run = Run {
@@ -133,7 +131,7 @@ pub fn run(load: &Load, now: fn() -> Instant, is_cancelled: &(dyn Fn() -> bool +
     Report::of(&outcomes, now().duration_since(began), load.goals)
 }
 
-/// A run under way.
+/// A run in progress.
 struct Run<'a> {
     client: Client<'a>,
     now: fn() -> Instant,

@@ -1,4 +1,4 @@
-//! The measurements of a run.
+//! Statistics of a run.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,12 +7,12 @@ use serde::Serialize;
 
 use super::client::{Answered, Outcome};
 
-/// Limits that make an answer good: goodput counts only answers that keep all of them.
+/// Latency limits of goodput, which counts only responses within all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Goals {
-    /// Longest time to the first token.
+    /// Maximum time to first token.
     pub ttft: Option<Duration>,
-    /// Longest mean gap between two tokens of the answer.
+    /// Maximum mean time between tokens.
     pub gap: Option<Duration>,
 }
 
@@ -24,30 +24,29 @@ impl Goals {
             (_, None) => true,
         };
         let gaps: Vec<f64> = gaps_ms(answer).collect();
-        // An answer of one token has no gaps that could be too long.
+        // A response of one token has no gaps.
         let mean = gaps.iter().sum::<f64>() / gaps.len().max(1) as f64;
         within(ttft_ms(answer), self.ttft) && within(Some(mean), self.gap)
     }
 }
 
-/// Times of one kind, in milliseconds.
+/// Distribution of a latency, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Times {
     /// How many.
     pub n: usize,
     pub mean: f64,
-    /// Half are at most as long.
+    /// Median.
     pub p50: f64,
-    /// 95 of 100 are at most as long.
+    /// 95th percentile.
     pub p95: f64,
-    /// 99 of 100 are at most as long.
+    /// 99th percentile.
     pub p99: f64,
     pub max: f64,
 }
 
 impl Times {
-    /// `None` without any. A quantile is the smallest time that is at least as long as its share of
-    /// all (nearest rank).
+    /// `None` without values. Quantiles are nearest ranks.
     fn of(mut ms: Vec<f64>) -> Option<Self> {
         ms.sort_by(f64::total_cmp);
         let n = ms.len();
@@ -64,39 +63,38 @@ impl Times {
     }
 }
 
-/// The measurements of a run. Rates are over the whole run, from the first request to the last
-/// answer.
+/// Statistics of a run. Rates are over the whole run, from the first request to the last response.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Requests that were sent, or were to be sent.
+    /// Requests sent or planned.
     pub requests: usize,
-    /// Requests that were answered to the end.
+    /// Completed requests.
     pub answered: usize,
-    /// The others, by what was wrong.
+    /// Failed requests, by error.
     pub errors: BTreeMap<String, usize>,
     /// Seconds of the run.
     pub duration_s: f64,
-    /// Tokens of the prompts that were answered, as the server counts them.
+    /// Prompt tokens of completed requests, as counted by the server.
     pub prompt_tokens: u64,
-    /// Of these, tokens that the server had computed before.
+    /// Of these, cached tokens.
     pub cached_tokens: u64,
-    /// Tokens of the answers.
+    /// Tokens of the responses.
     pub output_tokens: u64,
-    /// Answers a second.
+    /// Responses a second.
     pub answers_per_s: f64,
-    /// Tokens of answers a second, of all answers together.
+    /// Response tokens a second, in total.
     pub output_tok_s: f64,
-    /// Tokens of prompts and answers a second.
+    /// Prompt and response tokens a second.
     pub total_tok_s: f64,
-    /// Answers that keep the [`Goals`].
+    /// Responses within the [`Goals`].
     pub good: usize,
-    /// Of these, a second.
+    /// Goodput: such responses a second.
     pub goodput_per_s: f64,
-    /// From sending a request to the first piece of its answer.
+    /// Time to first token.
     pub ttft_ms: Option<Times>,
-    /// Between two pieces of an answer, over all answers.
+    /// Time between two chunks of a response, over all responses.
     pub gap_ms: Option<Times>,
-    /// From sending a request to the end of its answer.
+    /// Time to the end of the response.
     pub whole_ms: Option<Times>,
 }
 

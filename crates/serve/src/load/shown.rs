@@ -1,10 +1,10 @@
-//! A run of load for people and as JSON.
+//! A run's report as a table and as JSON.
 
 use serde_json::{Value, json};
 
 use super::{Arrivals, Load, Predicted, Report, Times};
 
-/// The predicted total speed of a closed loop's clients; Poisson arrivals have no number.
+/// The predicted total speed of a closed loop; `None` for Poisson arrivals.
 fn together(load: &Load, predicted: &Predicted) -> Option<f64> {
     let Arrivals::Closed { clients } = load.arrivals else {
         return None;
@@ -12,7 +12,7 @@ fn together(load: &Load, predicted: &Predicted) -> Option<f64> {
     predicted.tok_s(u32::try_from(clients).ok()?)
 }
 
-/// A run as one object.
+/// The report as a JSON object.
 pub fn object(load: &Load, predicted: &Predicted, report: &Report) -> Value {
     let (clients, rate) = match load.arrivals {
         Arrivals::Closed { clients } => (Some(clients), None),
@@ -30,7 +30,7 @@ pub fn object(load: &Load, predicted: &Predicted, report: &Report) -> Value {
     })
 }
 
-/// A run for people.
+/// The report as a table.
 pub fn table(load: &Load, predicted: &Predicted, report: &Report) -> String {
     let arrivals = match load.arrivals {
         Arrivals::Closed { clients } => format!("{clients} clients in a closed loop"),

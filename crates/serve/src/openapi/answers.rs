@@ -1,4 +1,4 @@
-//! Schemas of what the server sends.
+//! Schemas of responses.
 
 use serde_json::{Map, Value, json};
 
@@ -35,7 +35,7 @@ pub(super) fn schemas() -> Map<String, Value> {
         .collect()
 }
 
-/// An object with these properties, all of which are sent and no others.
+/// Schema of an object with exactly these properties, all required.
 fn object(properties: Value) -> Value {
     let required: Vec<&String> = properties
         .as_object()
@@ -121,7 +121,7 @@ fn answer(kind: &str, choice: Value, is_whole: bool) -> Value {
         "system_fingerprint": text(),
         "choices": list(choice),
     }));
-    // In chunks it is there only when asked for, and null but in the last.
+    // Chunks have it only on request, and null in all but the last.
     let usage = reference("Usage");
     answer["properties"]["usage"] = if is_whole { usage } else { or_null(usage) };
     if let (Some(required), true) = (answer["required"].as_array_mut(), is_whole) {

@@ -1,5 +1,5 @@
-//! Operations of the dialects beside OpenAI's chat and completions. Their fields are those of the
-//! tables that check them. Their answers are described where they are specified.
+//! Operations of the other dialects. Their request fields come from the tables that check them.
+//! Their responses are described in their own specifications.
 
 use serde_json::{Map, Value, json};
 
@@ -14,7 +14,7 @@ struct Operation {
     id: &'static str,
     summary: &'static str,
     table: &'static [Field],
-    /// The type of a streamed answer, if it can be streamed.
+    /// Content type of a streamed response; `None` if never streamed.
     stream: Option<&'static str>,
 }
 
@@ -117,7 +117,7 @@ const OPERATIONS: [Operation; 11] = [
     ),
 ];
 
-/// Operations of models that make vectors.
+/// Operations of embedding models.
 const EMBEDDING: [Operation; 3] = [
     operation(
         "/v1/embeddings",
@@ -142,7 +142,7 @@ const EMBEDDING: [Operation; 3] = [
     ),
 ];
 
-/// Removes a model; its body is that of the operations that name one.
+/// Removes a model; its body is like that of other operations that name one.
 const DELETE: Operation = operation(
     "/api/delete",
     "ollamaDelete",
@@ -151,10 +151,10 @@ const DELETE: Operation = operation(
     None,
 );
 
-/// Statuses that refuse an operation on a stored response.
+/// Error statuses of operations on a stored response.
 const STORED: [&str; 7] = ["400", "401", "403", "404", "429", "503", "504"];
 
-/// Adds the operations of models that make vectors to `paths`.
+/// Adds the operations of embedding models to `paths`.
 pub(super) fn add_embedding(paths: &mut Value, model: &Model, has_keys: bool) {
     for operation in &EMBEDDING {
         paths[operation.path] = json!({"post": operate(operation, model, has_keys)});
@@ -201,7 +201,7 @@ fn stored(has_keys: bool) -> Value {
     })
 }
 
-/// An operation that takes a body.
+/// An operation with a request body.
 fn operate(operation: &Operation, model: &Model, has_keys: bool) -> Value {
     let mut schema = object_schema(operation.table);
     if schema["properties"]["model"].is_object() {
@@ -232,7 +232,7 @@ fn answer(stream: Option<&str>) -> Value {
     json!({"description": "The answer.", "content": content})
 }
 
-/// Refusals, whose bodies are in the dialect's own words.
+/// Error responses, with bodies in the dialect's form.
 fn told(statuses: &[&str], has_keys: bool) -> Map<String, Value> {
     let mut all = refusals(statuses, has_keys);
     for (_, refusal) in &mut all {

@@ -1,8 +1,7 @@
 //! The OpenAPI 3.1 document, made from the tables that check requests.
 //!
-//! No derive: types of our own would be a second list of fields and bounds beside the table, and
-//! the two would drift apart. What is sent is described in `answers`, and tests compare it with
-//! what is sent.
+//! Not derived from types: they would duplicate the fields and bounds of the tables, and the two
+//! would drift apart. Responses are described in `answers`; tests compare them with real ones.
 
 mod answers;
 mod dialects;
@@ -14,7 +13,7 @@ use crate::config::Config;
 use crate::model::Model;
 use crate::request::schema::reference;
 
-/// All endpoints, for `/`.
+/// All endpoints, listed at `/`.
 pub(crate) const PATHS: [&str; 28] = [
     "GET /health",
     "GET /metrics",
@@ -46,7 +45,7 @@ pub(crate) const PATHS: [&str; 28] = [
     "GET /",
 ];
 
-/// Every status that refuses, and when.
+/// All error statuses, with descriptions.
 const REFUSALS: [(&str, &str); 14] = [
     (
         "400",
@@ -76,10 +75,10 @@ const REFUSALS: [(&str, &str); 14] = [
     ("504", "No complete answer within the deadline."),
 ];
 
-/// Statuses of requests that do not ask the model.
+/// Error statuses of requests that need no computation.
 const PLAIN: [&str; 4] = ["400", "401", "403", "405"];
 
-/// The document for one server; `embeds` where its model makes vectors.
+/// The document for one server; `embeds` for an embedding model.
 pub(crate) fn document(config: &Config, model: &Model, embeds: bool) -> Value {
     let has_keys = config.access.keys.is_some();
     let mut schemas = requests::schemas(config, model);
@@ -158,7 +157,7 @@ fn paths(served: &Model, has_keys: bool, embeds: bool) -> Value {
     paths
 }
 
-/// An operation that asks the model.
+/// An operation that the model computes.
 fn post(id: &str, request: &str, answer: &str, has_keys: bool) -> Value {
     let all: Vec<&str> = REFUSALS.iter().map(|(status, _)| *status).collect();
     let mut responses = refusals(&all, has_keys);

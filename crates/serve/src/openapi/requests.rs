@@ -1,4 +1,4 @@
-//! Schemas of what is sent to the server.
+//! Schemas of request bodies.
 
 use serde_json::{Map, Value, json};
 
@@ -7,7 +7,7 @@ use crate::field::{Field, object_schema};
 use crate::model::Model;
 use crate::request::fields::{CHAT, COMPLETION, MESSAGE};
 
-/// Fields that are of one role only.
+/// Fields of assistant messages only.
 const ASSISTANTS: [&str; 5] = [
     "tool_calls",
     "refusal",
@@ -52,7 +52,7 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
     ])
 }
 
-/// `tools` of a model that calls none are empty.
+/// Requires empty `tools` for models without tool calls.
 pub(super) fn narrow_tools(request: &mut Value, model: &Model) {
     if !model.has_calls() {
         request["properties"]["tools"] = json!({"enum": [[], null]});
@@ -60,7 +60,7 @@ pub(super) fn narrow_tools(request: &mut Value, model: &Model) {
     }
 }
 
-/// `field` only with `other: true`.
+/// Requires `other: true` with `field`.
 fn needs(field: &str, other: &str) -> Value {
     json!({
         "if": {"required": [field], "properties": {field: {"not": {"type": "null"}}}},
@@ -78,7 +78,7 @@ fn prompt(most: usize, model: &Model) -> Value {
     json!({"anyOf": [text, list(&text), ids, list(&ids)]})
 }
 
-/// Fields that a message of each role may have.
+/// Allowed message fields by role.
 fn messages() -> Vec<Value> {
     let of = |roles: &[&str], has: &dyn Fn(&Field) -> bool, required: &[&str]| {
         let properties = MESSAGE.iter().filter(|field| has(field));
@@ -106,13 +106,13 @@ fn messages() -> Vec<Value> {
             &is_common,
             &["role", "content"],
         ),
-        // Clients send answers without text back, as they came.
+        // Clients send assistant messages without text back unchanged.
         of(&["assistant"], &is_assistants, &["role"]),
         of(&["tool"], &is_tools, &["role", "content"]),
     ]
 }
 
-/// Takes `null` from the types of a required field.
+/// Removes `null` from the types of a required field.
 fn forbid_null(schema: &mut Value) {
     if let Some(Value::Array(kinds)) = schema.get_mut("anyOf") {
         kinds.retain(|kind| kind["type"] != "null");
@@ -130,7 +130,7 @@ fn up_to(most: u32) -> String {
         n => format!("[0-9]{{{n}}}"),
     };
     let shorter = (1..digits.len()).map(|len| format!("[1-9]{}", more(len - 1)));
-    // As long: equal up to one digit that is smaller.
+    // Of equal length: equal up to one smaller digit.
     let smaller = digits.char_indices().filter_map(|(i, digit)| {
         let least = if i == 0 { '1' } else { '0' };
         let below = char::from(digit as u8 - 1);

@@ -10,7 +10,7 @@ use crate::choice::{Delta, Ending, Piece, Said};
 use crate::conversation::arguments;
 use crate::rejection::{Rejection, Style};
 
-/// Which block is open.
+/// The open content block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Open {
     Text,
@@ -18,16 +18,16 @@ enum Open {
     Call(usize),
 }
 
-/// Writes messages.
+/// Renders messages.
 #[derive(Debug)]
 pub(crate) struct Anthropic {
     frame: Frame,
-    /// Texts that end an answer, in the request's order.
+    /// Stop texts, in the request's order.
     stops: Vec<String>,
-    /// Whether the client wants to see what was thought.
+    /// Whether the client requested the thinking.
     shows_thinking: bool,
     open: Option<Open>,
-    /// Blocks so far.
+    /// Number of blocks so far.
     blocks: usize,
     ending: Option<Ending>,
 }
@@ -82,7 +82,7 @@ impl Anthropic {
         self.blocks += 1;
     }
 
-    /// Opens a block of this kind if it is not open.
+    /// Opens a block of this kind, unless it is open.
     fn open(&mut self, kind: Open, block: Value, out: &mut Vec<Value>) {
         if self.open == Some(kind) {
             return;
@@ -127,7 +127,7 @@ impl Anthropic {
     }
 }
 
-/// Tokens in Anthropic's terms: what came from the cache is not among `input_tokens`.
+/// Anthropic's `usage`: cached tokens are not part of `input_tokens`.
 fn tokens(usage: &Usage) -> Value {
     json!({
         "input_tokens": usage.prompt.saturating_sub(usage.cached),

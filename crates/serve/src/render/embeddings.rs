@@ -1,7 +1,7 @@
-//! Vectors in the words of OpenAI and Ollama.
+//! Embedding responses of OpenAI and Ollama.
 //!
-//! Numbers are written with the fewest digits that give the same f32 back. A JSON value, being f64,
-//! could not do that, so bodies are serialised from types of their own.
+//! Numbers are written with the fewest digits that parse to the same f32. A JSON value is an f64
+//! and could not do that, so bodies are serialised from own types.
 
 use std::time::Duration;
 
@@ -9,25 +9,25 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
 
-/// The form of an answer with vectors, by the API that was asked.
+/// Response format, by API.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Form {
-    /// As a list of objects; in base64 if so.
+    /// A list of objects; vectors optionally in base64.
     OpenAi { is_base64: bool },
-    /// As a list of vectors; the model as the client called it.
+    /// A list of vectors; `model` as the client wrote it.
     Ollama { model: String },
-    /// As one vector.
+    /// A single vector.
     OllamaOld,
 }
 
-/// Facts that are told beside the vectors.
+/// Metadata of the response.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts<'a> {
     /// The model's own name.
     pub(crate) model: &'a str,
     /// Tokens of all texts.
     pub(crate) tokens: usize,
-    /// From the request to its vectors.
+    /// Time from the request to its vectors.
     pub(crate) took: Duration,
 }
 
@@ -73,7 +73,7 @@ struct OllamaOld<'a> {
     embedding: &'a [f32],
 }
 
-/// The body of the answer.
+/// The response body.
 pub(crate) fn body(form: &Form, vectors: &[Vec<f32>], facts: Facts<'_>) -> String {
     let text = match form {
         Form::OpenAi { is_base64 } => serde_json::to_string(&list(vectors, *is_base64, facts)),
@@ -117,7 +117,7 @@ fn base64_of(vector: &[f32]) -> String {
     STANDARD.encode(bytes)
 }
 
-/// The first `n` numbers, at length 1 again if some were left out.
+/// Truncates to `n` numbers, and normalises the rest to length 1 if it was longer.
 pub(crate) fn shorten(vector: &mut Vec<f32>, n: usize) {
     if n >= vector.len() {
         return;

@@ -6,7 +6,7 @@ use super::{Frame, Framing, Usage, Writer};
 use crate::choice::{Delta, Ending, Said};
 use crate::rejection::Rejection;
 
-/// Writes what was filled in.
+/// Renders the filled-in text.
 #[derive(Debug)]
 pub(crate) struct Infill {
     frame: Frame,

@@ -1,4 +1,4 @@
-//! Answers as each dialect writes them, whole and in pieces.
+//! Renders responses in each API dialect, whole or as a stream.
 //!
 //! ```text
 //! Reply --Choice--> Delta --Writer of the dialect--> JSON --Framing--> bytes
@@ -23,10 +23,10 @@ use crate::choice::{Choice, Delta, Said};
 use crate::metrics::Metrics;
 use crate::rejection::Rejection;
 
-/// Values that all parts of an answer repeat.
+/// Values repeated in every part of a response.
 #[derive(Clone, Debug)]
 pub(crate) struct Frame {
-    /// The request's own name, unique.
+    /// Unique id of the response.
     pub(crate) id: String,
     pub(crate) created_unix_s: u64,
     pub(crate) model: String,
@@ -40,7 +40,7 @@ pub(crate) enum Framing {
     Data,
     /// `event: TYPE` and `data: {...}`: the type is the value's own.
     Named,
-    /// `data: {...}` without a last word.
+    /// `data: {...}` without a final marker.
     Bare,
     Lines,
 }
@@ -53,7 +53,7 @@ impl Framing {
         }
     }
 
-    /// Writes `value`. JSON has no line ends outside of escapes, so it is one line.
+    /// Writes `value` as one line: JSON escapes line ends.
     pub(crate) fn put(self, out: &mut Vec<u8>, value: &Value) {
         if self == Self::Named {
             let name = value["type"].as_str().unwrap_or_default();
@@ -73,7 +73,7 @@ impl Framing {
         }
     }
 
-    /// A sign of life; lines have none.
+    /// Writes a keep-alive comment; JSON lines have none.
     pub(crate) fn comment(self, out: &mut Vec<u8>) {
         if self != Self::Lines {
             out.extend_from_slice(b": waiting\n\n");
@@ -81,41 +81,41 @@ impl Framing {
     }
 }
 
-/// Tokens of an answer, and how long they took.
+/// Token counts and times of a response.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Usage {
-    /// Of all prompts, each counted once.
+    /// Prompt tokens, each prompt counted once.
     pub(crate) prompt: usize,
-    /// Of these, what the cache had.
+    /// Of these, cached ones.
     pub(crate) cached: usize,
-    /// Of all choices.
+    /// Generated tokens of all choices.
     pub(crate) completion: usize,
-    /// Of these, what was thought.
+    /// Of these, thinking.
     pub(crate) reasoning: usize,
-    /// From the request to now.
+    /// Time since the request.
     pub(crate) total: Duration,
-    /// From the request to the end of the prompt.
+    /// Time from the request to the end of prefill.
     pub(crate) reading: Duration,
 }
 
-/// Writes the answers of one dialect.
+/// Renders the responses of one dialect.
 pub(crate) trait Writer: fmt::Debug + Send {
     /// How its streams are framed.
     fn framing(&self) -> Framing;
 
-    /// The values that begin a stream.
+    /// The first values of a stream.
     fn start(&mut self, usage: &Usage) -> Vec<Value>;
 
-    /// The values that a delta adds to a stream.
+    /// The values for a delta.
     fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value>;
 
-    /// The values that end a stream whose choices are all complete.
+    /// The last values of a stream whose choices are all complete.
     fn end(&mut self, usage: &Usage) -> Vec<Value>;
 
-    /// The whole answer.
+    /// The whole response.
     fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value;
 
-    /// The value that ends a stream that failed.
+    /// The last value of a failed stream.
     fn failed(&mut self, rejection: &Rejection) -> Value;
 
     /// The value sent while there is nothing to say; `None` sends a comment.
@@ -124,12 +124,12 @@ pub(crate) trait Writer: fmt::Debug + Send {
     }
 }
 
-/// An answer that is being told.
+/// Builds a response: applies engine replies to the choices, and renders the result.
 #[derive(Debug)]
 pub(crate) struct Telling {
     writer: Box<dyn Writer>,
     choices: Vec<Choice>,
-    /// Whole answers only.
+    /// Outputs collected for a whole response.
     said: Vec<Said>,
     prompt_tokens: usize,
     /// Choices per prompt.
@@ -160,7 +160,7 @@ impl Telling {
         }
     }
 
-    /// The addition of a reply to its choice; counts the calls of a choice that ends.
+    /// Applies a reply to its choice; counts the tool calls of a finished one.
     fn take(&mut self, index: usize, reply: Reply) -> Option<Delta> {
         let choice = &mut self.choices[index];
         let delta = choice.take(reply, (self.now)());
@@ -174,20 +174,20 @@ impl Telling {
         self.writer.framing()
     }
 
-    /// Takes a reply into a whole answer.
+    /// Adds a reply to a whole response.
     pub(crate) fn collect(&mut self, index: usize, reply: Reply) {
         if let Some(delta) = self.take(index, reply) {
             self.said[index].add(delta);
         }
     }
 
-    /// The whole answer.
+    /// The whole response.
     pub(crate) fn whole(mut self) -> Value {
         let usage = self.usage();
         self.writer.whole(std::mem::take(&mut self.said), &usage)
     }
 
-    /// The values that begin a stream, with those of its first reply if there is one already.
+    /// The first values of a stream, with those of an early reply.
     pub(crate) fn start(&mut self, early: Option<(usize, Reply)>) -> Vec<Value> {
         let delta = early.and_then(|(i, reply)| Some((i, self.take(i, reply)?)));
         let usage = self.usage();
@@ -198,7 +198,7 @@ impl Telling {
         values
     }
 
-    /// The values that a reply adds to a stream.
+    /// The values for a reply.
     pub(crate) fn more(&mut self, index: usize, reply: Reply) -> Vec<Value> {
         let delta = self.take(index, reply);
         delta.map_or_else(Vec::new, |delta| self.writer.delta(index, delta))

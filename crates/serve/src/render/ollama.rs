@@ -1,4 +1,4 @@
-//! `/api/chat` and `/api/generate`: a JSON object a line, the last with the figures.
+//! `/api/chat` and `/api/generate`: a JSON object per line, the last with the statistics.
 
 use serde_json::{Map, Value, json};
 
@@ -7,23 +7,23 @@ use crate::choice::{Delta, Ending, Piece, Said, SaidCall};
 use crate::conversation::arguments;
 use crate::rejection::{Rejection, Style};
 
-/// Which of the two.
+/// Which of the two endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Chat,
     Generate,
 }
 
-/// Writes both.
+/// Renders both.
 #[derive(Debug)]
 pub(crate) struct Ollama {
     kind: Kind,
-    /// As the client called it.
+    /// The model as the client wrote it.
     model: String,
     created_at: String,
-    /// The call that is being told.
+    /// The tool call in progress.
     call: Option<SaidCall>,
-    /// Calls that were told.
+    /// Number of calls sent.
     calls: usize,
     ending: Option<Ending>,
 }
@@ -47,7 +47,7 @@ impl Ollama {
         head
     }
 
-    /// A line with what was said.
+    /// A line with text, thinking and calls.
     fn line(&self, text: &str, reasoning: &str, calls: &[SaidCall]) -> Map<String, Value> {
         let mut line = self.head();
         match self.kind {
@@ -108,7 +108,7 @@ impl Ollama {
                 self.call.as_mut()?.arguments.push_str(&text);
                 None
             }
-            // Calls are told whole here.
+            // Ollama sends calls whole.
             Piece::CallEnd { .. } => {
                 let call = self.call.take()?;
                 let line = self.line("", "", &[call]);
@@ -119,7 +119,7 @@ impl Ollama {
     }
 }
 
-/// `first` is the place of the first call in the answer.
+/// `first` is the index of the first call in the response.
 fn message(text: &str, reasoning: &str, calls: &[SaidCall], first: usize) -> Value {
     let mut message = json!({"role": "assistant", "content": text});
     if !reasoning.is_empty() {

@@ -16,30 +16,30 @@ use crate::conversation::{Call, Role, Turn, arguments};
 use crate::rejection::Rejection;
 use crate::store::{Store, Stored};
 
-/// Values that a response repeats of its request, and the conversation to keep.
+/// Values that the response repeats from its request, and the conversation to store.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Terms {
-    /// Fields of the request as they are repeated.
+    /// The repeated request fields.
     pub(crate) echo: Map<String, Value>,
-    /// The namespaces of tools that have one.
+    /// Namespaces by tool name.
     pub(crate) spaces: BTreeMap<String, String>,
-    /// The conversation, if it is to be kept.
+    /// The conversation, if it is to be stored.
     pub(crate) keep: Option<Vec<Turn>>,
 }
 
-/// Where a response is kept, and for whom.
+/// Where to store the response, and for which client.
 #[derive(Clone, Debug)]
 pub(crate) struct Keeper {
     pub(crate) store: Arc<Store>,
     pub(crate) client: Client,
 }
 
-/// The item that is being written.
+/// The output item in progress.
 #[derive(Debug)]
 struct Open {
     kind: Kind,
     id: String,
-    /// Its text, or the arguments of its call.
+    /// The text, or the arguments of the call.
     text: String,
 }
 
@@ -51,7 +51,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// The one part of an item that has parts.
+    /// The content part, of items with parts.
     fn part(&self, text: &str) -> Option<Value> {
         match self {
             Self::Message => Some(part(text)),
@@ -61,16 +61,16 @@ impl Kind {
     }
 }
 
-/// Writes responses.
+/// Renders responses.
 #[derive(Debug)]
 pub(crate) struct Responses {
     frame: Frame,
     terms: Terms,
     keeper: Keeper,
-    /// Items that are complete.
+    /// Completed items.
     items: Vec<Value>,
     open: Option<Open>,
-    /// Events so far.
+    /// Number of events so far.
     events: u64,
     ending: Option<Ending>,
     said: Said,
@@ -111,7 +111,7 @@ impl Responses {
         response.into()
     }
 
-    /// An event with its number.
+    /// An event with its sequence number.
     fn event(&mut self, kind: &str, fields: Value) -> Value {
         let mut event = Map::new();
         event.insert("type".into(), kind.into());
@@ -123,7 +123,7 @@ impl Responses {
         event.into()
     }
 
-    /// An event of the open item.
+    /// An event of the item in progress.
     fn item_event(&mut self, kind: &str, fields: Value) -> Value {
         let mut all = Map::new();
         let id = self.open.as_ref().map_or("", |open| open.id.as_str());
@@ -135,7 +135,7 @@ impl Responses {
         self.event(kind, all.into())
     }
 
-    /// The open item as it is now.
+    /// The item in progress, as JSON.
     fn item(&self, open: &Open, status: &str) -> Value {
         let (id, text) = (open.id.as_str(), open.text.as_str());
         let is_done = status == "completed";
@@ -252,7 +252,7 @@ impl Responses {
         }
     }
 
-    /// The complete response, which is kept if the client wants it.
+    /// The complete response; stores it if requested.
     fn complete(&mut self, usage: &Usage) -> Value {
         let status = match self.ending {
             Some(Ending::Length) => "incomplete",
@@ -272,7 +272,7 @@ impl Responses {
     }
 }
 
-/// An answer as a turn of the conversation.
+/// The output as a turn of the conversation.
 fn turn(said: &Said) -> Turn {
     let mut turn = Turn::new(Role::Assistant, said.text.as_str());
     turn.reasoning = (!said.reasoning.is_empty()).then(|| said.reasoning.clone());
@@ -355,7 +355,7 @@ impl Writer for Responses {
         let mut response = self.response("failed", None);
         let (code, message) = (&body["error"]["code"], &body["error"]["message"]);
         response["error"] = json!({"code": code, "message": message});
-        // It repeats the last number: a client that goes on behind it misses nothing.
+        // Repeats the last sequence number, so that a client that resumes after it misses nothing.
         self.events = self.events.saturating_sub(1);
         self.event("response.failed", json!({"response": response}))
     }

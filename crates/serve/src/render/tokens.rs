@@ -1,6 +1,6 @@
 //! Tokens and their log-probabilities in JSON.
 
-/// A token as text; one that is no text by itself byte by byte as `\xe4\xb8`.
+/// A token as text; byte by byte as `\xe4\xb8` if it is not valid text.
 pub(super) fn escaped(bytes: &[u8]) -> String {
     match std::str::from_utf8(bytes) {
         Ok(text) => text.to_owned(),
@@ -8,7 +8,7 @@ pub(super) fn escaped(bytes: &[u8]) -> String {
     }
 }
 
-/// A log-probability that JSON can have. OpenAI writes -9999 for what is improbable beyond measure.
+/// A log-probability as finite JSON number. OpenAI writes -9999 for extremely improbable tokens.
 pub(super) fn number(logprob: f32) -> f64 {
     const IMPROBABLE: f64 = -9999.0;
     if logprob.is_nan() {
@@ -17,7 +17,7 @@ pub(super) fn number(logprob: f32) -> f64 {
     f64::from(logprob).clamp(IMPROBABLE, 0.0)
 }
 
-/// Characters that begin in these bytes of a text.
+/// Number of characters that begin in these bytes.
 pub(super) fn starts(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte & 0xc0 != 0x80).count()
 }

@@ -1,8 +1,8 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: blocks to turns.
 //!
-//! System messages stay where they stand, so that a conversation keeps its beginning from turn to
-//! turn. For the same reason the header that Claude Code puts before its system prompt is left
-//! out: it changes between requests.
+//! System messages stay in place, so that the prompt keeps its prefix from turn to turn. For the
+//! same reason the header that Claude Code puts before its system prompt is removed: it changes
+//! between requests.
 
 use serde_json::{Map, Value, json};
 
@@ -13,27 +13,27 @@ use crate::field::{Fields, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
-/// A line of Claude Code about itself, which is none of the model's business.
+/// A line of Claude Code about itself, removed from the prompt.
 const VOLATILE: &str = "x-anthropic-billing-header:";
 
-/// Most blocks of a message, and most tools.
+/// Maximum blocks of a message, and tools of a request.
 const MAX_BLOCKS: usize = 1024;
 const MAX_TOOLS: usize = 512;
 
-/// Contents of the blocks of a message.
+/// Contents of a message's blocks.
 #[derive(Default)]
 struct Blocks {
     texts: Vec<String>,
     thoughts: Vec<String>,
     calls: Vec<Call>,
-    /// Results with the ids of their calls.
+    /// Tool results with the ids of their calls.
     results: Vec<(String, String)>,
-    /// Deferred tools that results name.
+    /// Names of deferred tools in the results.
     named: Vec<String>,
 }
 
 impl Reader<'_> {
-    /// Reads a request for a message.
+    /// Parses a message request.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -54,10 +54,10 @@ impl Reader<'_> {
         self.converse(&conversation, 1, &like, "messages", (teller, stream))
     }
 
-    /// Reads a request to count tokens.
+    /// Parses a request to count tokens.
     ///
     /// # Errors
-    /// A [`Rejection`] of status 400 or 404; a prompt that does not fit is counted all the same.
+    /// A [`Rejection`] of status 400 or 404; prompts over the context are counted too.
     pub(crate) fn count_tokens(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
         let mut fields = self.fields(body, table::COUNT_REQUEST, "")?;
         self.check_model(&fields)?;
@@ -100,7 +100,7 @@ impl Reader<'_> {
         Ok(conversation)
     }
 
-    /// The text of `system`, a text or blocks of text.
+    /// Parses `system`: a text, or blocks of text.
     fn system(&self, value: Value) -> Result<String, Rejection> {
         let texts = match value {
             Value::String(text) => vec![text],
@@ -114,7 +114,7 @@ impl Reader<'_> {
             .join("\n"))
     }
 
-    /// The texts of blocks of text.
+    /// Parses blocks of text.
     fn texts(&self, value: Value, param: &str) -> Result<Vec<String>, Rejection> {
         let mut blocks = Blocks::default();
         self.blocks(value, param, &["text", "tool_reference"], &mut blocks)?;
@@ -352,7 +352,7 @@ impl Reader<'_> {
 }
 
 impl Blocks {
-    /// Results first, as a turn each, then what is said.
+    /// One turn per result, then the text.
     fn into_turns(self, role: Role, turns: &mut Vec<Turn>) {
         let has_results = !self.results.is_empty();
         let results = self.results.into_iter();

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`: fields and messages to requests.
+//! Parses `POST /v1/chat/completions`.
 
 use serde_json::{Map, Value};
 
@@ -10,7 +10,7 @@ use crate::rejection::Rejection;
 use crate::render::openai::Kind;
 
 impl Reader<'_> {
-    /// Reads a chat request.
+    /// Parses a chat request.
     ///
     /// Cost: rendering and encoding the conversation.
     ///
@@ -30,7 +30,7 @@ impl Reader<'_> {
         self.converse(&conversation, n, &like, "messages", (teller, stream))
     }
 
-    /// The conversation that `messages`, `tools` and their companions ask for.
+    /// Parses `messages`, `tools` and related fields as a conversation.
     pub(super) fn conversation(&self, fields: &mut Fields) -> Result<Conversation, Rejection> {
         let messages = fields.take("messages").unwrap_or_default();
         let format = self.format(fields.take("response_format"), "response_format")?;
@@ -49,7 +49,7 @@ impl Reader<'_> {
     }
 }
 
-/// The thinking that an effort means: `none` switches it off.
+/// Thinking options of an effort; `none` disables thinking.
 pub(super) fn thinking(effort: Option<&str>) -> Thinking {
     Thinking {
         is_on: effort.map(|effort| effort != "none"),
@@ -57,7 +57,7 @@ pub(super) fn thinking(effort: Option<&str>) -> Thinking {
     }
 }
 
-/// `chat_template_kwargs`, which may not replace what is rendered.
+/// Parses `chat_template_kwargs`, which may not replace rendered variables.
 fn variables(value: Option<Value>) -> Result<Map<String, Value>, Rejection> {
     let Some(Value::Object(map)) = value else {
         return Ok(Map::new());

@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: fields and prompts to requests.
+//! Parses `POST /v1/completions`.
 
 use serde_json::{Map, Value};
 
@@ -14,14 +14,14 @@ use crate::render::openai::{Echo, Kind};
 /// OpenAI's default.
 const DEFAULT_MAX_TOKENS: usize = 16;
 
-/// A prompt as ids, and as text where the client gave text.
+/// A prompt as ids, with its text if the client sent text.
 struct Prompt {
     ids: Vec<u32>,
     text: Option<String>,
 }
 
 impl Reader<'_> {
-    /// Reads a completion request.
+    /// Parses a completion request.
     ///
     /// Cost: encoding the prompts.
     ///
@@ -56,7 +56,7 @@ impl Reader<'_> {
         Ok(self.plain(ids, n, &like, (teller, stream)))
     }
 
-    /// A prompt of text with another text after the answer.
+    /// A text prompt with `suffix` after the output.
     fn before(&self, prompt: Value, suffix: &str) -> Result<Prompt, Rejection> {
         let Value::String(text) = prompt else {
             let expected = "a string, as suffix is given";
@@ -117,7 +117,7 @@ impl Reader<'_> {
         Ok(Prompt { ids, text })
     }
 
-    /// Ids are taken as they are: nothing is put before them.
+    /// Ids are used unchanged: no tokens are added.
     fn id_prompt(&self, items: &[Value], param: &str) -> Result<Prompt, Rejection> {
         let vocab = self.model.vocab();
         let id = |(i, item): (usize, &Value)| {

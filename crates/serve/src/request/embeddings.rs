@@ -1,4 +1,4 @@
-//! Requests for vectors: `/v1/embeddings`, `/api/embed`, `/api/embeddings`.
+//! Parses embedding requests: `/v1/embeddings`, `/api/embed`, `/api/embeddings`.
 
 use paceline_engine::Embedder;
 use serde_json::{Map, Value};
@@ -11,29 +11,29 @@ use crate::json::show;
 use crate::rejection::Rejection;
 use crate::render::embeddings::Form;
 
-/// A request for vectors that was understood.
+/// A parsed embedding request.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Embed {
-    /// Each of 1 to the model's context tokens.
+    /// Texts as ids, each of 1 to the model's context tokens.
     pub(crate) texts: Vec<Vec<u32>>,
-    /// Numbers of a vector that are kept.
+    /// Length of the returned vectors.
     pub(crate) dimensions: usize,
     pub(crate) form: Form,
 }
 
-/// The treatment of texts that are too long or empty.
+/// Policy for texts that are too long or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Care {
-    /// Both are refused.
+    /// Rejects both.
     Refuse,
-    /// Long ones are refused, empty ones are not.
+    /// Rejects long texts, accepts empty ones.
     Whole,
-    /// Long ones are cut, empty ones are not refused.
+    /// Truncates long texts, accepts empty ones.
     Cut,
 }
 
 impl Reader<'_> {
-    /// Reads OpenAI's request.
+    /// Parses OpenAI's request.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -53,7 +53,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Reads Ollama's request. An empty text as input has no vector, as there.
+    /// Parses Ollama's request. An empty input gives no vectors, as in Ollama.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -81,7 +81,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Reads Ollama's older request.
+    /// Parses Ollama's older request.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -149,7 +149,7 @@ impl Reader<'_> {
         self.fitted(ids, tokenizer.last(), param, care)
     }
 
-    /// Ids are taken as they are: nothing is put around them.
+    /// Ids are used unchanged: no tokens are added.
     fn id_input(&self, items: &[Value], param: &str, care: Care) -> Result<Vec<u32>, Rejection> {
         let vocab = self.model.vocab();
         let id = |(i, item): (usize, &Value)| {
@@ -166,7 +166,7 @@ impl Reader<'_> {
         self.fitted(ids?, None, param, care)
     }
 
-    /// `ids` within the context; `last` stays the last where they are cut.
+    /// Fits `ids` into the context; truncation keeps `last` as the last.
     fn fitted(
         &self,
         mut ids: Vec<u32>,
@@ -196,7 +196,7 @@ impl Reader<'_> {
 }
 
 /// # Errors
-/// [`Rejection::Range`] for more than the model's.
+/// [`Rejection::Range`] above the model's dimensions.
 fn dimensions(fields: &Fields, embedder: &dyn Embedder) -> Result<usize, Rejection> {
     let most = embedder.dimensions();
     let wanted = fields.count("dimensions").unwrap_or(most);

@@ -2,7 +2,7 @@
 //! added. The source is its Python SDK, `completion_create_params.py` of `chat` and of
 //! `completions`. The other dialects have files of their own.
 //!
-//! What each row is decides what happens to the field:
+//! The kind of a row decides how the field is treated:
 //!
 //! | the field | is | so |
 //! |---|---|---|
@@ -23,14 +23,14 @@ use super::schema;
 use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Number, Object, Only, Own, Text};
 
-/// Largest count that is accepted where the model's context is the true bound: 2^31 - 1, what all
-/// clients can write.
+/// Maximum count where the model's context is the real bound: 2^31 - 1, which all clients can
+/// write.
 pub(super) const MAX_COUNT: i64 = i32::MAX as i64;
 
-/// The engine's smallest and largest repetition penalty.
+/// Range of the engine's repetition penalty.
 const REPETITION: (f64, f64) = (1e-3, 1e3);
 
-/// Longest word of a client about itself: the bound of OpenAI's specification for `metadata`.
+/// Maximum characters of a metadata value: OpenAI's specification.
 pub(super) const MAX_NOTE: usize = 512;
 
 pub(super) const MODEL: Field = Field::new(
@@ -105,7 +105,7 @@ pub(super) const SEED: Field = Field::new(
     "Starts the random numbers: equal requests with equal seeds give equal answers while \
      system_fingerprint is equal. Choice i of n is what seed + i gives alone. Default random.",
 );
-/// The seed of llama-server and Ollama, where `drop_random_seed` drops a -1.
+/// Seed of llama-server and Ollama; `drop_random_seed` drops a -1.
 pub(super) const SEED_OR_RANDOM: Field = Field::new(
     "seed",
     Integer {
@@ -170,7 +170,7 @@ const CACHE_PROMPT: Field = Field::new(
 );
 const N: Field = Field::new(
     "n",
-    // The configured bound may be lower or higher; this one is checked beside it.
+    // The configured limit is checked separately; it may be lower or higher.
     Own(schema::choices),
     "Choices of an answer. Default 1.",
 );
@@ -228,7 +228,7 @@ const GRAMMAR: Field = Field::new(
     "Another name of guided_grammar; GBNF is not taken. Not OpenAI's.",
 );
 
-/// Longest text of a message: the default bound of the body that it is in.
+/// Maximum characters of a message's text: the default body limit.
 pub(super) const MAX_TEXT: usize = 8 << 20;
 
 /// Fields of `POST /v1/chat/completions`.
@@ -525,7 +525,7 @@ pub(crate) const STREAM_OPTION: &[Field] = &[
     ),
 ];
 
-/// Fields of a message of any role; which role takes which is checked after.
+/// Fields of a message of any role; the parser checks which role allows which.
 pub(crate) const MESSAGE: &[Field] = &[
     Field::new(
         "role",
@@ -596,7 +596,7 @@ pub(crate) const MESSAGE: &[Field] = &[
     ),
 ];
 
-/// Where Anthropic's clients want a cache to begin, in any dialect.
+/// Anthropic's cache marker, accepted in any dialect.
 pub(super) const CACHE_CONTROL: Field = Field::new(
     "cache_control",
     Any,

@@ -1,6 +1,6 @@
-//! Grammars that requests give themselves, under the names of vLLM: `guided_json`,
-//! `guided_regex`, `guided_choice`, `guided_grammar`; llama-server's name of the last is `grammar`.
-//! All grammars are in the Lark dialect of `llguidance`; GBNF is refused by its compiler.
+//! Grammars in requests, under vLLM's names `guided_json`, `guided_regex`, `guided_choice` and
+//! `guided_grammar`; llama-server calls the last `grammar`. Grammars are in the Lark dialect of
+//! `llguidance`, whose compiler rejects GBNF.
 
 use paceline_formats::grammar::Grammar;
 use serde_json::Value;
@@ -10,7 +10,7 @@ use crate::conversation::Format;
 use crate::field::{Fields, wrong_type};
 use crate::rejection::Rejection;
 
-/// The fields, of which a request may have one.
+/// The grammar fields; a request may have one.
 const NAMES: [&str; 5] = [
     "guided_choice",
     "guided_grammar",
@@ -20,7 +20,7 @@ const NAMES: [&str; 5] = [
 ];
 
 impl Reader<'_> {
-    /// The format that `fields` bind the answer to beside `other`, and the field that does.
+    /// The response format of a grammar field or of `other`, and the name of its field.
     ///
     /// # Errors
     /// [`Rejection::Conflict`] for two of them.

@@ -1,7 +1,7 @@
-//! Filling a hole in a text: `/infill`, and `suffix` of completions.
+//! Fill-in-the-middle: `/infill`, and `suffix` of completions.
 //!
-//! A model that was trained to has tokens for it. They stand before the text in front of the hole,
-//! before the text behind it, and before what is filled in.
+//! Models trained for it have three special tokens. They stand before the prefix, before the
+//! suffix, and before the output.
 
 use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value};
@@ -26,20 +26,20 @@ const NAMES: [[&str; 3]; 5] = [
     ["<PRE>", "<SUF>", "<MID>"],
 ];
 
-/// A hole in a text. Names of special tokens around it are these tokens.
+/// A prefix and a suffix around the gap. Names of special tokens in them are these tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Hole<'a> {
-    /// Other files, in which they stay text.
+    /// Other files; special names in them stay text.
     pub(super) context: &'a str,
     pub(super) before: &'a str,
     pub(super) after: &'a str,
 }
 
 impl Reader<'_> {
-    /// The prompt that asks to fill a hole; `param` is what asked for it.
+    /// The fill-in-the-middle prompt; `param` is the field for errors.
     ///
     /// # Errors
-    /// [`Rejection::Unsupported`] when the model has no tokens for it.
+    /// [`Rejection::Unsupported`] for a model without these tokens.
     pub(super) fn hole(&self, hole: &Hole<'_>, param: &'static str) -> Result<Vec<u32>, Rejection> {
         let [prefix, suffix, middle] = self.hole_tokens().ok_or_else(|| {
             unsupported(param, "given", "the model has no tokens that fill a hole")
@@ -78,7 +78,7 @@ impl Reader<'_> {
         NAMES.iter().find_map(ids)
     }
 
-    /// Reads `/infill`.
+    /// Parses `/infill`.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -105,7 +105,7 @@ impl Reader<'_> {
         Ok(self.plain(vec![prompt], 1, &like, (Teller::Infill, stream)))
     }
 
-    /// Other files, each under its name.
+    /// Other files, each after its name.
     fn extra(&self, value: Option<Value>) -> Result<String, Rejection> {
         let Some(value) = value else {
             return Ok(String::new());

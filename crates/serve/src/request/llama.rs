@@ -1,4 +1,4 @@
-//! llama-server's endpoints that need no model: `/tokenize`, `/detokenize`, `/apply-template`.
+//! llama-server's endpoints without computation: `/tokenize`, `/detokenize`, `/apply-template`.
 
 use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value, json};
@@ -31,7 +31,7 @@ impl Reader<'_> {
         }
         let piece = |id: &u32| {
             let bytes = tokenizer.token_bytes(*id).unwrap_or_default();
-            // A token that is no text by itself is told by its bytes.
+            // A token that is not valid text is sent as its bytes.
             let piece = match std::str::from_utf8(bytes) {
                 Ok("") => json!(tokenizer.token_text(*id).unwrap_or_default()),
                 Ok(text) => json!(text),

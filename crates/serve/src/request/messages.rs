@@ -6,8 +6,8 @@
 //! | assistant | text, parts, or none | name, tool_calls, reasoning_content |
 //! | tool | text or parts | tool_call_id, name |
 //!
-//! Parts are joined by line ends, as llama.cpp and vLLM do. A template that cannot take a role or
-//! an order refuses by itself.
+//! Parts are joined by line ends, as in llama.cpp and vLLM. Templates reject roles and orders that
+//! they do not support.
 
 use serde_json::{Map, Value};
 
@@ -19,11 +19,11 @@ use crate::field::{Fields, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
-/// Roles that a request may name.
+/// Accepted roles.
 pub(crate) const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
 impl Reader<'_> {
-    /// Reads `messages`, one or more.
+    /// Parses `messages`, one or more.
     pub(super) fn messages(&self, value: Value) -> Result<Vec<Turn>, Rejection> {
         let most = self.limits.messages;
         let Value::Array(items) = value else {
@@ -61,7 +61,7 @@ impl Reader<'_> {
         let calls = fields.take("tool_calls");
         let calls = calls.map_or(Ok(Vec::new()), |calls| self.tool_calls(calls, &place))?;
         let owned = |name: &str| fields.text(name).map(str::to_owned);
-        // Other roles do not reason; a client that sends the field with all has it passed over.
+        // Other roles do not reason; the field is ignored for clients that always send it.
         let reasons = |text: &String| may_be_silent && !text.is_empty();
         Ok(Turn {
             role,
@@ -97,7 +97,7 @@ impl Reader<'_> {
         let part = |(i, item): (usize, Value)| {
             let place = format!("{param}[{i}]");
             let map = object(item, || place.clone())?;
-            // Before the fields: those of other types of part are not known here.
+            // Checked before the fields: those of other part types are unknown here.
             let kind = map.get("type").unwrap_or(&Value::Null);
             if kind.is_string() && kind != "text" {
                 let why = "messages are text";
@@ -118,7 +118,7 @@ impl Reader<'_> {
         calls.into_iter().enumerate().map(call).collect()
     }
 
-    /// A call with its arguments parsed: templates print them by `tojson`.
+    /// A call with parsed arguments: templates print them with `tojson`.
     fn tool_call(&self, value: Value, place: &str) -> Result<Call, Rejection> {
         let map = object(value, || place.into())?;
         let mut fields = self.fields(map, TOOL_CALL, &format!("{place}."))?;
@@ -138,10 +138,10 @@ fn role_text(fields: &Fields) -> &str {
     fields.text("role").unwrap_or_default()
 }
 
-/// The role as templates know it.
+/// The role's name in templates.
 fn role(fields: &Fields, place: &str) -> Result<Role, Rejection> {
     match role_text(fields) {
-        // What OpenAI calls the system role of its newer models.
+        // OpenAI's name of the system role for newer models.
         "system" | "developer" => Ok(Role::System),
         "user" => Ok(Role::User),
         "assistant" => Ok(Role::Assistant),

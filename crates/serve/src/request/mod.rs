@@ -1,8 +1,8 @@
-//! From the body of a request to what the engine is asked: every field is checked, honoured,
-//! or refused by name.
+//! Parses request bodies into engine requests: every field is checked, and then honoured or
+//! rejected by name.
 //!
-//! Reading order: [`fields`] says what there is; a file per dialect makes a
-//! [`Conversation`] of a body; this file has what all share.
+//! Reading order: [`fields`] lists the fields; one file per dialect builds a [`Conversation`] from
+//! a body; this file has the shared parts.
 
 pub(crate) mod anthropic;
 mod bounds;
@@ -40,20 +40,20 @@ use crate::render::openai::Kind;
 use crate::render::{ollama as to_ollama, responses as to_responses};
 use crate::store::Store;
 
-/// In whose words the answer is told.
+/// API dialect of the response.
 #[derive(Clone, Debug)]
 pub(crate) enum Teller {
     /// `/v1/chat/completions` and `/v1/completions`.
     OpenAi(Kind),
     /// `/v1/messages`.
     Anthropic {
-        /// Whether thinking is shown.
+        /// Whether the response includes the thinking.
         shows_thinking: bool,
     },
     /// `/api/chat` and `/api/generate`.
     Ollama {
         kind: to_ollama::Kind,
-        /// As the client called it.
+        /// The model as the client wrote it.
         model: String,
     },
     /// `/v1/responses`.
@@ -62,48 +62,48 @@ pub(crate) enum Teller {
     Infill,
 }
 
-/// How a stream is to be.
+/// Options of a streamed response.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamOptions {
-    /// Whether a chunk with the usage ends it.
+    /// Whether the last chunk has the usage.
     pub(crate) has_usage: bool,
 }
 
-/// A request that was understood.
+/// A parsed generation request.
 #[derive(Debug)]
 pub(crate) struct Ask {
     pub(crate) teller: Teller,
-    /// Choices in the order of their indices: all of the first prompt, then of the second.
+    /// Engine requests by choice index: all of the first prompt, then of the second.
     pub(crate) requests: Vec<Request>,
-    /// The readers of their answers.
+    /// The choices' output parsers.
     pub(crate) choices: Vec<Choice>,
     /// Choices of each prompt.
     pub(crate) n: usize,
-    /// Tokens of all prompts, each counted once.
+    /// Prompt tokens, each prompt counted once.
     pub(crate) prompt_tokens: usize,
     pub(crate) stream: Option<StreamOptions>,
 }
 
-/// The outcome of a request that was understood.
+/// A parsed request of any kind.
 #[derive(Debug)]
 pub(crate) enum Understood {
-    /// The model is asked.
+    /// Generates text.
     Ask(Box<Ask>),
-    /// The answer is known.
+    /// Needs no computation: the response body.
     Answer(Value),
-    /// Vectors are to be made.
+    /// Computes embeddings.
     Embed(embeddings::Embed),
 }
 
-/// The model and the limits that a request is read against.
+/// Parses requests for one model within the limits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reader<'a> {
     pub(crate) model: &'a Model,
     pub(crate) calling: &'a Calling,
     pub(crate) limits: &'a Limits,
-    /// For templates that write the date.
+    /// Time for templates that print the date.
     pub(crate) unix_s: u64,
-    /// For requests that give no seed.
+    /// Seed for requests without one.
     pub(crate) fresh_seed: u64,
     /// Bytes of the model's longest token.
     pub(crate) longest_token: usize,
@@ -122,7 +122,7 @@ impl Reader<'_> {
         Fields::new(object, table, place, self.notes)
     }
 
-    /// The model's name as the client says it.
+    /// The model's name as the client wrote it.
     ///
     /// # Errors
     /// [`Rejection::Model`].
@@ -153,8 +153,8 @@ impl Reader<'_> {
         })
     }
 
-    /// A request per prompt and choice. Choice `i` of a prompt has the request's seed plus `i`, so
-    /// that it can be had again alone.
+    /// One engine request per prompt and choice. Choice `i` of a prompt has the request's seed plus
+    /// `i`, so that it can be reproduced alone.
     fn fan_out(&self, prompts: Vec<Vec<u32>>, n: usize, like: &Request) -> Vec<Request> {
         let choice = |prompt: &Vec<u32>, i: usize| {
             let mut request = Request {
@@ -169,7 +169,7 @@ impl Reader<'_> {
         all.map(|(prompt, i)| choice(prompt, i)).collect()
     }
 
-    /// Asks the model to complete prompts whose answers are plain text.
+    /// A request to complete prompts; the output is plain text.
     fn plain(
         &self,
         prompts: Vec<Vec<u32>>,
@@ -189,7 +189,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Asks the model to continue a conversation; `field` is what holds it.
+    /// A request to continue a conversation from `field`.
     fn converse(
         &self,
         conversation: &Conversation,
@@ -218,10 +218,10 @@ impl Reader<'_> {
         })
     }
 
-    /// The ids of a conversation.
+    /// Renders and tokenises a conversation.
     ///
     /// # Errors
-    /// [`Rejection::NoTemplate`], [`Rejection::ContextLength`], and what the template says.
+    /// [`Rejection::NoTemplate`], [`Rejection::ContextLength`], and the template's errors.
     fn prompt(
         &self,
         conversation: &Conversation,
@@ -239,8 +239,8 @@ impl Reader<'_> {
         Ok(prompt)
     }
 
-    /// Refuses what is far over the context before it is made tokens: `bytes` of text are at least
-    /// `bytes / longest_token` tokens. What may be just over it is counted exactly.
+    /// Rejects text far over the context before tokenising it: `bytes` of text are at least `bytes
+    /// / longest_token` tokens. Text near the limit is counted exactly.
     ///
     /// # Errors
     /// [`Rejection::FarTooLong`].
@@ -256,13 +256,13 @@ impl Reader<'_> {
         })
     }
 
-    /// Bounds on how far prompts are made tokens: up to what [`check_bytes`](Self::check_bytes)
-    /// lets pass. So a client hears how much is too much of a prompt of up to twice the context.
+    /// Limits on tokenising prompts: up to what [`check_bytes`](Self::check_bytes) allows. So the
+    /// error has the exact count of a prompt of up to twice the context.
     fn bounds(&self) -> Bounds {
         Bounds::of(self.model.context.saturating_mul(2), self.longest_token)
     }
 
-    /// The ids of a text, as far as [`bounds`](Self::bounds) go.
+    /// Tokenises a text within [`bounds`](Self::bounds).
     ///
     /// # Errors
     /// [`Rejection::FarTooLong`], [`Rejection::Tokenizer`].
@@ -278,8 +278,8 @@ impl Reader<'_> {
         ids.map_err(|error| self.too_long(error.into(), param))
     }
 
-    /// The ids of a prompt without a template, as far as [`bounds`](Self::bounds) go. Names of
-    /// special tokens are these tokens.
+    /// Tokenises a prompt without a template, within [`bounds`](Self::bounds). Names of special
+    /// tokens are these tokens.
     ///
     /// # Errors
     /// [`Rejection::FarTooLong`], [`Rejection::Tokenizer`], and those of
@@ -296,7 +296,7 @@ impl Reader<'_> {
         Ok(ids)
     }
 
-    /// `rejection`, in the words for prompts that are too long if it is one.
+    /// Rewords `rejection` if it is about a prompt that is too long.
     fn too_long(&self, rejection: Rejection, param: &'static str) -> Rejection {
         let tokens = match rejection {
             Rejection::Tokenizer(tokenizer::Error::TooManyTokens { tokens_max }) => tokens_max,
@@ -336,7 +336,7 @@ impl Reader<'_> {
     }
 }
 
-/// A list of texts that end an answer, or one; `param` is its name.
+/// Parses stop texts, one or a list; `param` is the field.
 fn stop(value: Option<Value>, param: &str) -> Result<Vec<String>, Rejection> {
     let texts = match value {
         None => return Ok(Vec::new()),
@@ -370,7 +370,7 @@ fn stop(value: Option<Value>, param: &str) -> Result<Vec<String>, Rejection> {
     texts.into_iter().enumerate().map(text).collect()
 }
 
-/// `stream` and `stream_options` of OpenAI.
+/// Parses OpenAI's `stream` and `stream_options`.
 fn stream(fields: &mut Fields, notes: &Notes) -> Result<Option<StreamOptions>, Rejection> {
     let is_stream = fields.is_true("stream");
     let Some(value) = fields.take("stream_options") else {
@@ -389,7 +389,7 @@ fn stream(fields: &mut Fields, notes: &Notes) -> Result<Option<StreamOptions>, R
     Ok(Some(StreamOptions { has_usage }))
 }
 
-/// `metadata` is not used, but what is no metadata is a mistake all the same.
+/// Checks `metadata`, which is not used.
 fn check_metadata(value: Option<&Value>) -> Result<(), Rejection> {
     let map = match value {
         None => return Ok(()),
@@ -444,7 +444,7 @@ fn object(value: Value, param: impl FnOnce() -> String) -> Result<Map<String, Va
     }
 }
 
-/// An array at `param` of at most `most` items, which are `unit`.
+/// The array at `param`, of at most `most` items; `unit` names them in errors.
 fn array(
     value: Value,
     param: &str,
@@ -463,7 +463,7 @@ fn array(
     }
 }
 
-/// A value of a kind that is not served: `got` is what it is.
+/// The rejection of an unsupported value; `got` describes it.
 fn unsupported(param: impl Into<String>, got: impl Into<String>, why: &'static str) -> Rejection {
     let (param, got) = (param.into(), got.into());
     Rejection::Unsupported { param, got, why }

@@ -12,11 +12,11 @@ use crate::rejection::Rejection;
 use crate::render::ollama::{Kind, rfc3339};
 use paceline_engine::Request;
 
-/// Most calls of a message.
+/// Maximum calls of a message.
 const MAX_CALLS: usize = 128;
 
 impl Reader<'_> {
-    /// Reads `/api/chat`; without messages it asks for nothing.
+    /// Parses `/api/chat`; without messages it only checks that the model is loaded.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -44,7 +44,7 @@ impl Reader<'_> {
         Ok(Understood::Ask(Box::new(ask)))
     }
 
-    /// Reads `/api/generate`; without a prompt it asks for nothing.
+    /// Parses `/api/generate`; without a prompt it only checks that the model is loaded.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -84,14 +84,14 @@ impl Reader<'_> {
         Ok(Understood::Ask(Box::new(ask)))
     }
 
-    /// `like`, held to `format` from its first token on.
+    /// Constrains `like` to `format` from the first token on.
     fn held(&self, fields: &mut Fields, like: Request) -> Result<Request, Rejection> {
         let format = format(fields.take("format"))?;
         let constraint = self.calling.whole(&format, "format")?;
         Ok(Request { constraint, ..like })
     }
 
-    /// The answer to a request for nothing: the model is loaded.
+    /// The response to an empty request: the model is loaded.
     fn loaded(&self, model: &str, name: &str, value: Value) -> Understood {
         let mut line = json!({"model": model, "created_at": rfc3339(self.unix_s)});
         line[name] = value;
@@ -174,7 +174,7 @@ impl Reader<'_> {
         list.enumerate().map(tool).collect()
     }
 
-    /// How tokens are chosen, and how many.
+    /// Parses sampling options and the token limit.
     fn options(&self, fields: &mut Fields) -> Result<Request, Rejection> {
         let map = match fields.take("options") {
             Some(options) => object(options, || "options".into())?,
@@ -188,7 +188,7 @@ impl Reader<'_> {
     }
 }
 
-/// Ollama streams unless told otherwise.
+/// Ollama streams by default.
 fn stream(fields: &Fields) -> Option<StreamOptions> {
     let is_whole = fields.get("stream") == Some(&Value::Bool(false));
     let has_usage = true;

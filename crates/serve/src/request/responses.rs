@@ -1,8 +1,8 @@
 //! `POST /v1/responses`: items to turns.
 //!
-//! Items of the assistant that follow one another (reasoning, messages, calls) are one turn, as
-//! templates want it. Tools in namespaces go by their own names, and hosted tools are left out
-//! with a warning: Codex sends both always.
+//! Consecutive items of the assistant (reasoning, messages, calls) form one turn, as templates
+//! expect. Tools in namespaces keep their own names, and hosted tools are dropped with a warning:
+//! Codex always sends both.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ use crate::rejection::Rejection;
 use crate::render::responses::Terms;
 
 impl Reader<'_> {
-    /// Reads a request for a response.
+    /// Parses a response request.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
@@ -47,7 +47,7 @@ impl Reader<'_> {
             &mut conversation.turns,
         )?;
         let keep = is_stored.then(|| conversation.turns.clone());
-        // Not kept: a later response has instructions of its own.
+        // Not stored: a later response has its own instructions.
         let instructions = fields.text("instructions").filter(|text| !text.is_empty());
         let instructions = instructions.map(|text| Turn::new(Role::System, text));
         conversation.turns.splice(..0, instructions);
@@ -61,7 +61,7 @@ impl Reader<'_> {
         self.converse(&conversation, 1, &like, "input", (teller, stream))
     }
 
-    /// The turns of an earlier response.
+    /// The turns of a previous response.
     fn earlier(&self, id: Option<&str>) -> Result<Vec<Turn>, Rejection> {
         let Some(id) = id else { return Ok(Vec::new()) };
         let stored = self.store.get(id, self.client);
@@ -69,7 +69,7 @@ impl Reader<'_> {
         Ok(stored.turns.clone())
     }
 
-    /// `reasoning` and `text`.
+    /// Parses `reasoning` and `text`.
     fn response_text(
         &self,
         fields: &mut Fields,
@@ -195,7 +195,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// A text, or parts of text joined.
+    /// A text, or the joined parts.
     fn item_text(&self, value: Value, param: &str) -> Result<String, Rejection> {
         let parts = match value {
             Value::String(text) => return Ok(text),
@@ -222,7 +222,7 @@ impl Reader<'_> {
         Ok(texts?.join("\n"))
     }
 
-    /// Reads the tools; gives the namespaces of those that have one.
+    /// Parses the tools; returns the namespaces by tool name.
     fn response_tools(
         &self,
         list: Option<Value>,
@@ -288,7 +288,7 @@ impl Reader<'_> {
     }
 }
 
-/// The assistant's turn that an item belongs to.
+/// The assistant turn of an item; starts one if needed.
 fn assistant(turns: &mut Vec<Turn>) -> &mut Turn {
     let is_open = turns
         .last()
@@ -299,7 +299,7 @@ fn assistant(turns: &mut Vec<Turn>) -> &mut Turn {
     turns.last_mut().expect("a turn was just added")
 }
 
-/// The fields that the response repeats of its request.
+/// The request fields that the response repeats.
 fn echo(fields: &Fields) -> Map<String, Value> {
     let get = |name: &str| fields.get(name).cloned();
     let is_stored = get("store").unwrap_or(true.into());

@@ -1,4 +1,4 @@
-//! Fields that decide how tokens are chosen, which all dialects share under the same names.
+//! Sampling fields, which all dialects share under the same names.
 
 use paceline_engine::{MAX_LOGIT_BIAS, Order, Request, SamplingParams};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use crate::field::{Fields, clip, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
-/// Makes the end of an answer as good as impossible.
+/// Logit bias that makes an end token practically impossible.
 const NEVER: f32 = -100.0;
 
 /// Drops a seed of -1, which asks llama-server and Ollama for a random one.
@@ -19,7 +19,7 @@ pub(super) fn drop_random_seed(fields: &mut Fields) {
 }
 
 impl Reader<'_> {
-    /// A request without its prompt.
+    /// An engine request without its prompt.
     pub(super) fn request(
         &self,
         fields: &mut Fields,
@@ -39,7 +39,7 @@ impl Reader<'_> {
         })
     }
 
-    /// When it gets its turn: keys, and machines without one, are clients of their own.
+    /// Scheduling order: each key is a client of its own, and each machine without one.
     fn order(&self, fields: &Fields) -> Order {
         let priority = fields.integer("priority").unwrap_or(0);
         let millis = |seconds: f64| (seconds * 1e3).ceil() as u32;
@@ -50,21 +50,21 @@ impl Reader<'_> {
         }
     }
 
-    /// The sampling of a request. A parameter that is not given is the model's own.
+    /// Parses the sampling; missing parameters are the model's own.
     fn sampling(&self, fields: &mut Fields) -> Result<SamplingParams, Rejection> {
         let own = &self.model.sampling;
         let number = |name: &str, own: f32| fields.number(name).map_or(own, |n| n as f32);
         let repetition = fields.number("repetition_penalty");
         let repetition = repetition.or(fields.number("repeat_penalty"));
         let repetition = repetition.map_or(own.repetition_penalty, |n| n as f32);
-        // -1, which keeps all, is no count.
+        // -1 keeps all tokens.
         let top_k = match fields.integer("top_k") {
             None => own.top_k,
             Some(k) => usize::try_from(k).unwrap_or(0),
         };
         let mut sampling = SamplingParams {
             temperature: number("temperature", own.temperature),
-            // 0, which OpenAI allows, keeps one token; the engine wants a share above 0.
+            // OpenAI allows 0, which keeps one token; the engine requires a value above 0.
             top_p: number("top_p", own.top_p).max(f32::MIN_POSITIVE),
             top_k,
             min_p: number("min_p", own.min_p),
@@ -113,7 +113,7 @@ impl Reader<'_> {
     fn bias(&self, id: &str, bias: &Value) -> Result<(u32, f32), Rejection> {
         let vocab = self.model.vocab();
         let token = id.parse().ok().filter(|token| *token < vocab);
-        // Digits only and no leading zero, so that no token comes twice.
+        // No leading zeros, so that no token occurs twice.
         let token = token.filter(|token: &u32| token.to_string() == id);
         let param = format!("logit_bias.{}", clip(id));
         let Some(token) = token else {

@@ -1,4 +1,4 @@
-//! Schemas of the values that have readers of their own, beside which their bounds stand.
+//! Schemas of values with parsers of their own.
 
 use serde_json::{Value, json};
 
@@ -7,10 +7,10 @@ use super::fields::responses as table;
 use super::fields::{FUNCTION, JSON_SCHEMA, PART, STREAM_OPTION, TOOL, TOOL_CALL, TOOL_FUNCTION};
 use crate::field::{Field, object_schema};
 
-/// Most entries of `logit_bias`: the engine's bound.
+/// Maximum entries of `logit_bias`: the engine's limit.
 const MAX_BIASES: usize = paceline_engine::MAX_LOGIT_BIAS;
 
-/// A reference to a schema of the document.
+/// A reference to a schema in the document.
 pub(crate) fn reference(name: &str) -> Value {
     json!({"$ref": format!("#/components/schemas/{name}")})
 }
@@ -149,7 +149,7 @@ pub(super) fn response_tools() -> Value {
     let function = typed(table::FUNCTION, "function");
     let mut space = typed(table::NAMESPACE, "namespace");
     space["properties"]["tools"] = list(&function);
-    // Of a provider; left out with a warning.
+    // Hosted by a provider; dropped with a warning.
     let hosted = json!({"type": "object", "required": ["type"], "properties":
         {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}}});
     list(&json!({"anyOf": [function, space, hosted]}))
@@ -164,7 +164,7 @@ pub(super) fn response_tool_choice() -> Value {
     json!({"anyOf": [{"enum": ["auto", "none", "required"]}, tool, allowed]})
 }
 
-/// `text.format`, which has the fields of a schema beside its type.
+/// `text.format`: the schema's fields are flattened into the format object.
 pub(super) fn response_format_beside() -> Value {
     json!({"anyOf": [plain_format(), typed(JSON_SCHEMA, "json_schema")]})
 }

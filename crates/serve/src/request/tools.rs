@@ -10,7 +10,7 @@ use crate::field::{Fields, wrong_type};
 use crate::rejection::Rejection;
 
 impl Reader<'_> {
-    /// `tools`, `tool_choice` and `parallel_tool_calls` of a chat.
+    /// Parses `tools`, `tool_choice` and `parallel_tool_calls` of a chat.
     pub(super) fn read_tools(
         &self,
         fields: &mut Fields,
@@ -39,7 +39,7 @@ impl Reader<'_> {
         self.function(function, &place)
     }
 
-    /// A function's name, description and schema, which stand at `place`.
+    /// Parses a function's name, description and schema at `place`.
     pub(super) fn function(
         &self,
         function: Map<String, Value>,
@@ -54,7 +54,7 @@ impl Reader<'_> {
         })
     }
 
-    /// `tool_choice`: a word, a named function, or allowed tools.
+    /// Parses `tool_choice`: a word, a named function, or allowed tools.
     pub(super) fn read_choice(
         &self,
         value: Value,
@@ -73,7 +73,7 @@ impl Reader<'_> {
         };
         match value.get("type").and_then(Value::as_str) {
             Some("function") => {
-                // Chat has it in `function`, responses have it beside `type`.
+                // Chat nests it in `function`; responses put it next to `type`.
                 let name = value.get("function").unwrap_or(&Value::Null)["name"].as_str();
                 let name = name.or(value.get("name").and_then(Value::as_str));
                 let name = name.ok_or_else(|| missing("tool_choice.function.name"))?;
@@ -94,7 +94,7 @@ fn missing(param: &str) -> Rejection {
     needs(param, "the name of a tool")
 }
 
-/// Arguments of a tool that takes none.
+/// Schema of a tool without arguments.
 pub(super) fn no_parameters() -> Value {
     json!({"type": "object", "properties": {}})
 }
@@ -112,9 +112,9 @@ fn word_choice(word: &str, param: &str) -> Result<ToolChoice, Rejection> {
     }
 }
 
-/// Only some of the tools may be called.
+/// Restricts the callable tools.
 fn allow(value: &Map<String, Value>, conversation: &mut Conversation) -> Result<(), Rejection> {
-    // Chat has the list in `allowed_tools`, responses have it beside `type`.
+    // Chat nests the list in `allowed_tools`; responses put it next to `type`.
     let nested = value.get("allowed_tools").and_then(Value::as_object);
     let list = nested.unwrap_or(value);
     conversation.choice = match list.get("mode").and_then(Value::as_str) {
@@ -132,7 +132,8 @@ fn allow(value: &Map<String, Value>, conversation: &mut Conversation) -> Result<
     Ok(())
 }
 
-/// The name of a tool in such a list, if it is one and nothing else: chat has it in `function`.
+/// The tool's name in an entry of `allowed_tools`; `None` for malformed entries. Chat nests it in
+/// `function`.
 fn allowed_name(tool: &Value, nested: bool) -> Option<String> {
     let tool = tool.as_object()?;
     let of = if nested {
@@ -151,7 +152,7 @@ fn needs(param: &str, expected: &str) -> Rejection {
 }
 
 /// # Errors
-/// [`Rejection::Conflict`] when tools must be called that are not there.
+/// [`Rejection::Conflict`] for required calls without tools.
 pub(super) fn check_choice(conversation: &Conversation) -> Result<(), Rejection> {
     let has = |name: &String| conversation.tools.iter().any(|tool| tool.name == *name);
     let condition = match &conversation.choice {
@@ -164,7 +165,7 @@ pub(super) fn check_choice(conversation: &Conversation) -> Result<(), Rejection>
 }
 
 impl Reader<'_> {
-    /// `response_format`, or `text.format` of responses at `place`.
+    /// Parses `response_format`, or `text.format` of responses at `place`.
     pub(super) fn format(&self, value: Option<Value>, place: &str) -> Result<Format, Rejection> {
         let Some(value) = value else {
             return Ok(Format::Text);
@@ -175,7 +176,7 @@ impl Reader<'_> {
             "text" if map.len() == 1 => Ok(Format::Text),
             "json_object" if map.len() == 1 => Ok(Format::JsonObject),
             "json_schema" => {
-                // Chat has it in `json_schema`, responses have it beside `type`.
+                // Chat nests it in `json_schema`; responses put it next to `type`.
                 let (inner, place) = match map.swap_remove("json_schema") {
                     Some(inner) => {
                         for other in map.keys().filter(|name| *name != "type") {

@@ -1,12 +1,11 @@
-//! The certificate that paceline makes for itself.
+//! The self-signed certificate of a node.
 //!
-//! It signs itself and signs nothing else, so a client that trusts it trusts this server and no
-//! other. Clients know it by its fingerprint, so it is kept for as long as a client could use it.
-//! [`Own::open`] asks rustls what a client that trusts the certificate would say, for each needed
-//! name and a month ahead. It makes another only where the answer is no.
+//! It signs nothing else, so a client that trusts it trusts this server and no other. Clients know
+//! its fingerprint, so it is kept as long as possible. [`Own::open`] verifies it with rustls as a
+//! client would, for each needed name and a month ahead, and makes another only if that fails.
 //!
-//! Two programs that make one in the same home at once: a key may meet the other's certificate,
-//! which the next start notices and mends.
+//! Two programs may make one in the same home at once. A key may then not match the certificate;
+//! the next start notices and replaces both.
 
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -32,26 +31,25 @@ const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// (<https://support.apple.com/en-us/103769>); both ends count, hence one less.
 const VALID: Duration = Duration::from_secs(824 * 24 * 60 * 60);
 
-/// A certificate begins so long before it is made, for clients whose clocks are behind.
+/// Validity starts this long before creation, for clients with slow clocks.
 const EARLIER: Duration = DAY;
 
-/// A certificate that ends so soon is made anew at the next start. Servers run for weeks.
+/// Remaining validity at which a start makes a new certificate. Servers run for weeks.
 const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// In every certificate: the machine itself.
+/// Names in every certificate: the machine itself.
 const LOCAL: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 
-/// Names and addresses that clients use for a server. Those that no certificate can have are left
-/// out.
+/// Host names and addresses of a server. Those that a certificate cannot have are omitted.
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    /// A certificate without one of these is made anew.
+    /// A certificate must have all of these.
     pub needed: Vec<String>,
-    /// These come into a certificate that is made, and are no reason to make one.
+    /// Added to a new certificate, but no reason to make one.
     pub further: Vec<String>,
 }
 
-/// Why a certificate was made.
+/// Why a new certificate was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Made {
     /// There was none.
@@ -64,20 +62,20 @@ pub enum Made {
     Unusable,
 }
 
-/// The certificate that a home has made for itself.
+/// The self-signed certificate of a home.
 #[derive(Debug)]
 pub struct Own {
     /// The certificate with its key.
     pub identity: Identity,
     /// The certificate, for clients to trust: `curl --cacert`.
     pub path: PathBuf,
-    /// Why it was made just now; none where it is an earlier one, which clients know.
+    /// Why it was just made; `None` for an existing one.
     pub made: Option<Made>,
 }
 
 impl Own {
-    /// The certificate of `folder`, made where there is none that serves for `names`. The folder
-    /// gets `cert.pem` of mode 0644 and `key.pem` of mode 0600.
+    /// Opens the certificate of `folder`; makes a new one if it does not serve for `names`. The
+    /// folder gets `cert.pem` of mode 0644 and `key.pem` of mode 0600.
     ///
     /// # Errors
     /// [`Error::TlsRead`], [`Error::TlsWrite`], [`Error::TlsMake`].
@@ -97,8 +95,7 @@ impl Own {
         })
     }
 
-    /// The certificate of `folder` for a client of `host`; none where there is none, or it is not
-    /// for that name.
+    /// The certificate in `folder`, if valid for `host`.
     pub fn find(folder: &Path, host: &str, now_unix_s: u64) -> Option<PathBuf> {
         let path = Files::of(folder).certificate;
         let chain = read_chain(&path).ok()?;
@@ -109,7 +106,7 @@ impl Own {
     }
 }
 
-/// Whether an identity that cannot be opened can be replaced, and why it is.
+/// The reason to replace an unusable identity; passes other errors on.
 fn reason(error: Error) -> Result<Made, Error> {
     match error {
         Error::TlsRead { path, source } if source.kind() == io::ErrorKind::NotFound => {
@@ -121,7 +118,7 @@ fn reason(error: Error) -> Result<Made, Error> {
     }
 }
 
-/// Why a client that trusts the certificate would refuse it, if it would.
+/// Why a client that trusts the certificate would still reject it; `None` if it would not.
 fn flaw(leaf: &CertificateDer<'_>, needed: &[String], now_unix_s: u64) -> Option<Made> {
     let soon = Duration::from_secs(now_unix_s).saturating_add(RENEW_BEFORE);
     match verify(leaf, LOCAL[0], soon) {
@@ -135,8 +132,8 @@ fn flaw(leaf: &CertificateDer<'_>, needed: &[String], now_unix_s: u64) -> Option
     needed.iter().find(lacks).cloned().map(Made::Name)
 }
 
-/// Verdict of a client that trusts only the certificate, for `name`; none where no certificate
-/// can have that name, or nobody can trust the certificate.
+/// Verifies the certificate for `name`, trusting only itself. `None` where no certificate can have
+/// that name, or rustls cannot trust this one.
 fn verify(leaf: &CertificateDer<'_>, name: &str, at: Duration) -> Option<Result<(), TlsError>> {
     let name = ServerName::try_from(name).ok()?;
     let mut roots = RootCertStore::empty();
@@ -151,7 +148,7 @@ fn verify(leaf: &CertificateDer<'_>, name: &str, at: Duration) -> Option<Result<
 const CERTIFICATE: &str = "cert.pem";
 const KEY: &str = "key.pem";
 
-/// Where the certificate and its key are.
+/// Paths of the certificate and its key.
 struct Files {
     folder: PathBuf,
     certificate: PathBuf,
@@ -181,14 +178,14 @@ impl Files {
         self.write(&self.certificate, &certificate.pem(), 0o644)
     }
 
-    /// Writes a file beside `path` and renames it.
+    /// Writes a temporary file in the same folder and renames it.
     fn write(&self, path: &Path, text: &str, mode: u32) -> Result<(), Error> {
         let write = || -> io::Result<()> {
             let mut file = tempfile::Builder::new()
                 .permissions(Permissions::from_mode(mode))
                 .tempfile_in(&self.folder)?;
             file.write_all(text.as_bytes())?;
-            // Whatever the umask is.
+            // Independent of the umask.
             file.as_file()
                 .set_permissions(Permissions::from_mode(mode))?;
             file.as_file().sync_all()?;
@@ -203,9 +200,9 @@ fn write_error(path: &Path, source: io::Error) -> Error {
     Error::TlsWrite { path, source }
 }
 
-/// Fields of a certificate: those that Apple's rules for servers ask for, and that it signs no
-/// others. As that of a server, rustls takes no certificate of an authority. The subject is another
-/// for each key. Clients that look for an issuer by its name would else try the wrong key.
+/// Fields of the certificate: as Apple requires of servers, and not an authority. rustls accepts no
+/// authority's certificate as a server's. Each key has its own subject; clients that look up
+/// issuers by name would else try the wrong key.
 fn params(
     names: &Names,
     key: &KeyPair,

@@ -1,4 +1,4 @@
-//! A connection as bytes, plain or encrypted.
+//! Byte stream of a connection, plain or encrypted.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -10,13 +10,13 @@ use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 use tokio_rustls::server::TlsStream;
 
-/// A TCP stream that fails when its peer takes nothing of what is written for a while. It lies
-/// below TLS, whose own buffer hides how much the peer has taken.
+/// A TCP stream with a write timeout: it fails when the peer reads nothing for a while. It is below
+/// TLS, whose own buffer hides how much the peer has read.
 #[derive(Debug)]
 pub(crate) struct Socket {
     stream: TcpStream,
     patience: Duration,
-    /// Runs while something waits to be written.
+    /// Runs while a write is pending.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
@@ -29,7 +29,7 @@ impl Socket {
         }
     }
 
-    /// Passes on what a write gave, or gives up.
+    /// Passes the result of a write on, or times out.
     fn judge<T>(
         &mut self,
         written: Poll<io::Result<T>>,
@@ -90,8 +90,8 @@ impl AsyncWrite for Socket {
     }
 }
 
-/// The stream that a client's bytes come through. A client that ends TLS without saying so
-/// (`close_notify`) has left: reading fails, where a plain one may still wait for its answer.
+/// The byte stream of a client. A client that ends TLS without `close_notify` has left: reads fail,
+/// where a plain half-closed client may still wait for its response.
 #[derive(Debug)]
 pub(crate) enum Stream {
     Plain(Socket),
@@ -111,7 +111,7 @@ impl Stream {
         }
     }
 
-    /// The error that the system noticed about the connection since it was asked last.
+    /// Takes the pending socket error.
     pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
         let socket = match self {
             Self::Plain(socket) => socket,
@@ -120,11 +120,11 @@ impl Stream {
         socket.stream.take_error()
     }
 
-    /// Writes a few hundred bytes that nobody waits for. Into an empty buffer they go at once; what
-    /// TLS keeps of them goes with the next write.
+    /// Tries to write a few hundred bytes without waiting. An empty buffer takes them at once;
+    /// bytes kept by TLS go out with the next write.
     ///
     /// # Errors
-    /// A client that is gone, or that took nothing for so long that its buffer is full.
+    /// The client is gone, or its buffer is full.
     pub(crate) fn say(&mut self, words: &[u8], cx: &mut Context<'_>) -> io::Result<()> {
         match self {
             Self::Plain(socket) => socket.stream.try_write(words).map(drop),

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::choice::{Delta, Entry, Piece, Said, SaidCall};
 use crate::render::tokens::{escaped, number};
 
-/// A choice of a whole answer.
+/// A choice of a whole response.
 pub(super) fn choice(index: usize, said: &Said, logprobs: Value) -> Value {
     let is_silent = said.text.is_empty() && !said.calls.is_empty();
     let content = (!is_silent).then_some(said.text.as_str());
@@ -37,7 +37,7 @@ pub(super) fn opening(index: usize) -> Value {
     json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null})
 }
 
-/// Chunks with what was said; the log-probabilities stand in the first.
+/// Chunks of a delta; the first has the log-probabilities.
 pub(super) fn deltas(index: usize, delta: &Delta, logprobs: Value) -> Vec<Value> {
     let mut parts: Vec<Value> = delta.pieces.iter().filter_map(part).collect();
     if parts.is_empty() && !delta.entries.is_empty() {

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::render::tokens::{escaped, number, starts};
 
-/// A choice, whole or a piece of it.
+/// A choice, whole or a chunk of it.
 pub(super) fn choice(index: usize, text: &str, finish: Option<&str>, logprobs: Value) -> Value {
     json!({"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish})
 }
@@ -14,17 +14,17 @@ pub(super) fn choice(index: usize, text: &str, finish: Option<&str>, logprobs: V
 /// A token of prompt or answer; a prompt's first has no log-probabilities.
 pub(super) type Scored<'a> = (u32, Option<&'a TokenLogprobs>);
 
-/// The tokens of a prompt with the log-probabilities of those from the second on.
+/// The tokens of a prompt with their log-probabilities; the first has none.
 pub(super) fn scored<'a>((tokens, scores): (&[u32], &'a [TokenLogprobs])) -> Vec<Scored<'a>> {
     let scores = std::iter::once(None).chain(scores.iter().map(Some));
     tokens.iter().copied().zip(scores).collect()
 }
 
-/// Four arrays side by side. `n_chars` counts the characters of the text that began in earlier
-/// tokens. A token's offset is where its first byte is, in characters from the text's start.
+/// The four parallel arrays of `logprobs`. `n_chars` counts the characters that began in earlier
+/// tokens. A token's offset is that of its first byte, in characters from the text's start.
 pub(super) fn logprobs(tokenizer: &Tokenizer, scored: &[Scored<'_>], n_chars: &mut usize) -> Value {
     let bytes = |token: u32| tokenizer.token_bytes(token).unwrap_or_default();
-    // As OpenAI writes what is no text by itself; a control token has its name.
+    // In OpenAI's notation for bytes that are not valid text; a control token has its name.
     let name = |token: u32| match std::str::from_utf8(bytes(token)) {
         Ok("") => tokenizer.token_text(token).unwrap_or_default().to_owned(),
         Ok(text) => text.to_owned(),
@@ -45,7 +45,7 @@ pub(super) fn logprobs(tokenizer: &Tokenizer, scored: &[Scored<'_>], n_chars: &m
         };
         values.push(number(logprobs.logprob).into());
         let mut top = Map::new();
-        // The chosen token is always among them; of equal names the more probable stays.
+        // Always includes the chosen token; of equal names the more probable stays.
         let chosen = (*token, logprobs.logprob);
         for (token, logprob) in logprobs.top.iter().copied().chain([chosen]) {
             top.entry(name(token)).or_insert(number(logprob).into());

@@ -13,25 +13,25 @@ use super::{Frame, Framing, Usage, Writer};
 use crate::choice::{Delta, Entry, Said};
 use crate::rejection::Rejection;
 
-/// Which of the two, with what only its answers have.
+/// Which of the two endpoints, with its own data.
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
     Chat,
-    /// Per prompt, what `echo` puts before each answer.
+    /// By prompt, the echo before each choice.
     Completion {
         echo: Option<Vec<Echo>>,
     },
 }
 
-/// The prompt that `echo` puts before an answer.
+/// The echoed prompt before a choice.
 #[derive(Clone, Debug)]
 pub(crate) struct Echo {
     pub(crate) text: String,
-    /// The prompt's tokens, when their log-probabilities are told with it.
+    /// The prompt's tokens, if their log-probabilities are echoed.
     pub(crate) tokens: Option<Vec<u32>>,
 }
 
-/// Writes both.
+/// Renders both.
 #[derive(Debug)]
 pub(crate) struct OpenAi {
     frame: Frame,
@@ -42,11 +42,11 @@ pub(crate) struct OpenAi {
     has_usage: bool,
     /// Choices per prompt.
     n: usize,
-    /// Per choice, characters that begin in the tokens so far, for offsets.
+    /// By choice, characters that began in its tokens so far, for offsets.
     n_chars: Vec<usize>,
 }
 
-/// The kind of answer that an [`OpenAi`] is made for.
+/// Options of an [`OpenAi`] writer.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     pub(crate) kind: Kind,
@@ -119,8 +119,8 @@ impl OpenAi {
         head
     }
 
-    /// Of the tokens of an answer; `prompt` has those of the prompt's from the second on, where
-    /// they go before.
+    /// Log-probabilities of the output; `prompt` has those of the echoed prompt from its second
+    /// token on.
     fn logprobs(
         &mut self,
         index: usize,
@@ -160,7 +160,7 @@ impl Writer for OpenAi {
     fn start(&mut self, _usage: &Usage) -> Vec<Value> {
         let chunk = |index| match &self.kind {
             Kind::Chat => Some(self.chunk(vec![chat::opening(index)])),
-            // An echo with log-probabilities comes with them.
+            // An echo with log-probabilities follows with the first delta.
             Kind::Completion { .. } => {
                 let echo = self.echo(index).filter(|echo| echo.tokens.is_none());
                 echo.map(|echo| {
@@ -185,7 +185,7 @@ impl Writer for OpenAi {
             let choice = completion::choice(index, &said.text, finish, logprobs);
             return vec![self.chunk(vec![choice])];
         }
-        // The end has a chunk of its own, without content.
+        // The finish reason has a chunk of its own, without content.
         let closing = finish.map(|finish| chat::closing(index, finish));
         let deltas = chat::deltas(index, &delta, logprobs);
         let all = deltas.into_iter().chain(closing);

@@ -165,7 +165,7 @@ pub(crate) const THINKING_BLOCK: &[Field] = &[
     CACHE_CONTROL,
 ];
 
-/// Fields of a block of type redacted_thinking, which is passed over.
+/// Fields of a block of type redacted_thinking, which is ignored.
 pub(crate) const REDACTED_BLOCK: &[Field] =
     &[TYPE, Field::new("data", Any, "no effect"), CACHE_CONTROL];
 

@@ -1,5 +1,5 @@
-//! The fields of requests for vectors: OpenAI's `/v1/embeddings`, Ollama's `/api/embed` and its
-//! older `/api/embeddings`.
+//! The fields of embedding requests: OpenAI's `/v1/embeddings`, Ollama's `/api/embed` and its older
+//! `/api/embeddings`.
 
 use super::{KEEP_ALIVE, MAX_COUNT, MAX_TEXT, MODEL, USER};
 use crate::field::Field;

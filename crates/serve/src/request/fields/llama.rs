@@ -8,7 +8,7 @@ use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Object, Own, Text};
 use crate::request::schema;
 
-/// The model may be left out: there is one.
+/// The model is optional: there is one.
 const OPTIONAL_MODEL: Field = Field::new("model", Text { min: 1, max: 256 }, MODEL.about);
 
 /// Fields of `POST /tokenize`.
