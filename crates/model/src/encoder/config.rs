@@ -1,4 +1,4 @@
-//! The shape of an encoder, read from its files and checked.
+//! The checked shape of an encoder, from GGUF metadata or a folder's `config.json`.
 
 use std::borrow::Cow;
 
@@ -15,32 +15,32 @@ const MAX_FFN: u64 = 1 << 15;
 const MAX_LAYERS: u64 = 1 << 8;
 const MAX_VOCAB: u64 = 1 << 22;
 const MAX_POSITIONS: u64 = 1 << 14;
-/// Of decoders that make vectors: 32768 in E5-Mistral.
+/// Maximum text length of a decoder: 32768 in E5-Mistral.
 const MAX_LONGEST: u64 = 1 << 20;
 
-/// Encoders that are computed, by `model_type`.
+/// Supported encoders, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EncoderFamily {
     /// Positions count from 0 (Devlin et al. 2018).
     Bert,
-    /// The same layers; positions count from the padding token's id + 1 (Liu et al. 2019).
+    /// BERT's layers; positions count from the padding token's id + 1 (Liu et al. 2019).
     Roberta,
-    /// A decoder that was trained to make vectors (Qwen3 Embedding).
+    /// A decoder trained for embeddings (Qwen3 Embedding).
     Decoder(Family),
 }
 
-/// How the rows of a text become one vector.
+/// How a text's rows become one vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
     /// The mean over all tokens.
     Mean,
     /// The row of the first token, `[CLS]`.
     First,
-    /// The row of the last token, the only one of a decoder that has seen all.
+    /// The row of the last token, the only row of a decoder that attends to the whole text.
     Last,
 }
 
-/// The function between the two products of a feed-forward.
+/// Activation of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bend {
     /// `x Phi(x)` with the error function.
@@ -51,18 +51,16 @@ pub(super) enum Bend {
     Relu,
 }
 
-/// Properties of an encoder that its callers see.
+/// Public properties of an encoder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncoderConfig {
-    /// Which.
     pub family: EncoderFamily,
-    /// Numbers of a row, and of the vector that comes out.
+    /// Elements of a row and of the embedding vector.
     pub width: usize,
-    /// Tokens that there are.
+    /// Vocabulary size.
     pub vocab: usize,
-    /// Most tokens of a text, those that begin and end it included.
+    /// Maximum tokens of a text, including begin and end tokens.
     pub context: usize,
-    /// How rows become a vector.
     pub pooling: Pooling,
 }
 
@@ -73,22 +71,22 @@ pub(super) struct Bert {
     pub(super) layers: usize,
     /// Attention heads, which divide the width.
     pub(super) heads: usize,
-    /// Numbers between the two products of a feed-forward.
+    /// Width of the feed-forward.
     pub(super) ffn: usize,
     pub(super) vocab: usize,
     pub(super) pooling: Pooling,
-    /// Rows of the table of positions.
+    /// Rows of the position table.
     pub(super) positions: usize,
-    /// Row of the first token.
+    /// Row of the first token's position.
     pub(super) first_position: usize,
-    /// Rows of the table of token types.
+    /// Rows of the token type table.
     pub(super) types: usize,
     pub(super) eps: f64,
     pub(super) bend: Bend,
 }
 
 impl EncoderFamily {
-    /// Its name: `bert`.
+    /// Name in error messages, for example `bert`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bert => "bert",
@@ -97,7 +95,7 @@ impl EncoderFamily {
         }
     }
 
-    /// The family of a `model_type`.
+    /// Family of a `model_type`.
     fn of(model_type: &str) -> Option<Self> {
         match model_type {
             "bert" => Some(Self::Bert),
@@ -108,8 +106,8 @@ impl EncoderFamily {
 }
 
 impl EncoderConfig {
-    /// Whether `source` is an encoder. It is one by a known `model_type` or architecture, or it is
-    /// a decoder whose files say that its last row is a text's vector.
+    /// Whether `source` is an encoder: by a known `model_type` or architecture, or a decoder with
+    /// last-token pooling.
     pub fn is_encoder(source: &Source) -> bool {
         let is_bert = match source {
             Source::Hf(folder) => {
@@ -125,8 +123,8 @@ impl EncoderConfig {
     }
 
     /// # Errors
-    /// [`Error::Architecture`] for what is no encoder, and the first field that is missing or
-    /// cannot be computed with, by name.
+    /// [`Error::Architecture`] for other models; otherwise the first field that is missing or not
+    /// supported, by name.
     pub fn read(source: &Source) -> Result<Self, Error> {
         if decoder::is_embedder(source) {
             return decoder::read(source);
@@ -135,12 +133,12 @@ impl EncoderConfig {
     }
 }
 
-/// The key of a GGUF file's architecture, and the only one of encoders that is computed.
+/// GGUF key of the architecture, and the only supported encoder architecture.
 pub(super) const ARCHITECTURE: &str = "general.architecture";
 const BERT: &str = "bert";
 
 impl Bert {
-    /// Both parts of a configuration.
+    /// The public and the internal part of a configuration.
     ///
     /// # Errors
     /// As [`EncoderConfig::read`].
@@ -151,7 +149,7 @@ impl Bert {
         }
     }
 
-    /// By the keys that `convert_hf_to_gguf.py` of llama.cpp writes.
+    /// Reads the keys that `convert_hf_to_gguf.py` of llama.cpp writes.
     fn of_file(file: &Gguf) -> Result<(EncoderConfig, Self), Error> {
         let metadata = file.metadata();
         let name = metadata.str(ARCHITECTURE)?;
@@ -178,7 +176,7 @@ impl Bert {
             let shape = file.info(name).map(|info| info.shape());
             shape.and_then(|shape| shape.first()).copied().unwrap_or(0)
         };
-        // As llama.cpp numbers them; none is its name for rows that stay apart.
+        // llama.cpp's numbering; `none` is its name for no pooling.
         const POOLING: &str = "bert.pooling_type";
         let pooling = match metadata.opt_u64(POOLING)?.unwrap_or(1) {
             0 | 1 => Pooling::Mean,
@@ -247,13 +245,13 @@ impl Bert {
         Ok((bert.config(family, context), bert))
     }
 
-    /// Numbers of a head.
+    /// Elements of a head.
     pub(super) const fn head(&self) -> usize {
         self.width / self.heads
     }
 }
 
-/// Refuses settings that would be computed wrongly.
+/// Refuses settings that change the computation.
 fn refuse_what_differs(config: &Value) -> Result<(), Error> {
     let kind = text(config, "position_embedding_type")?.unwrap_or("absolute");
     if kind != "absolute" {
@@ -297,7 +295,7 @@ fn bend(config: &Value) -> Result<Bend, Error> {
     }
 }
 
-/// Most tokens of a text by sentence-transformers, where the folder has its files.
+/// Maximum tokens of a text in sentence-transformers' files, if the folder has them.
 pub(super) fn longest(folder: &HfFolder) -> Result<Option<usize>, Error> {
     const FIELD: &str = "max_seq_length";
     let settings = folder.settings("sentence_bert_config.json")?;
@@ -306,7 +304,7 @@ pub(super) fn longest(folder: &HfFolder) -> Result<Option<usize>, Error> {
     longest.transpose()
 }
 
-/// How sentence-transformers pools; by the mean where the folder does not say, as it does too.
+/// Pooling in sentence-transformers' files; the mean by default, as there.
 fn pooling(folder: &HfFolder) -> Result<Pooling, Error> {
     const KNOWN: &str = "pooling_mode_mean_tokens or pooling_mode_cls_token, alone";
     let Some(modes) = pooling_modes(folder)? else {
@@ -319,7 +317,7 @@ fn pooling(folder: &HfFolder) -> Result<Pooling, Error> {
     }
 }
 
-/// The modes that sentence-transformers' file of a folder switches on.
+/// Enabled pooling modes in sentence-transformers' file.
 pub(super) fn pooling_modes(folder: &HfFolder) -> Result<Option<Vec<String>>, Error> {
     let settings = folder.settings("1_Pooling/config.json")?;
     let is_on = |(name, value): &(&String, &Value)| {

@@ -1,6 +1,6 @@
-//! Decoders that were trained to make vectors: Qwen3 Embedding and its kin.
+//! Decoders trained for embeddings: Qwen3 Embedding and similar models.
 //!
-//! A row of a decoder sees the rows before it, so the last one has seen the whole text. Source:
+//! Each row attends to the rows before it, so only the last one has seen the whole text. Source:
 //! Zhang et al. 2025 (Qwen3 Embedding), `1_Pooling/config.json` of its folders.
 
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use crate::{
     Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, Model, Source, Workspace,
 };
 
-/// Most tokens of a text, whatever the model was trained for. The keys of a longer one would take
-/// more than 0.9 GB of the smallest Qwen3 Embedding, in floats. OpenAI has 8,191.
+/// Maximum tokens of a text, even for models trained on longer ones. The keys of a longer text
+/// would take more than 0.9 GB in the smallest Qwen3 Embedding, in floats. OpenAI has 8,191.
 const CONTEXT_MAX: usize = 8192;
 
 /// `LLAMA_POOLING_TYPE_LAST` of llama.cpp.
 const LAST: u64 = 3;
 
-/// A decoder of whose texts the last row is wanted.
+/// A decoder that computes the last row of texts.
 #[derive(Debug)]
 pub(super) struct Decoder(Model);
 
-/// Whether the files of a decoder say that the last row of a text is its vector.
+/// Whether the files of a decoder specify last-token pooling.
 pub(super) fn is_embedder(source: &Source) -> bool {
     match source {
         Source::Hf(folder) => {
@@ -74,7 +74,7 @@ impl Decoder {
         self.0.weight_bytes()
     }
 
-    /// The vectors of texts that fit a step together, or of one text, in parts of [`ROWS`] rows.
+    /// Vectors of several texts that fit into one step, or of one text in chunks of [`ROWS`] rows.
     ///
     /// # Errors
     /// [`Error::Cache`].
@@ -113,7 +113,7 @@ impl Decoder {
     }
 }
 
-/// The rows of a text from position `first` on, as far as a step has them.
+/// Rows of a text from position `first` on, up to a step's maximum.
 fn part_of<'a>(text: &'a [u32], pages: &'a [u32], first: usize) -> BatchSequence<'a> {
     let end = text.len().min(first + ROWS);
     BatchSequence {
@@ -129,7 +129,7 @@ fn part_of<'a>(text: &'a [u32], pages: &'a [u32], first: usize) -> BatchSequence
     }
 }
 
-/// The pages of each text, one after the other.
+/// Pages of each text.
 fn pages_of(texts: &[&[u32]]) -> Vec<Vec<u32>> {
     let mut next = 0;
     let pages = |text: &&[u32]| {

@@ -1,7 +1,8 @@
-//! A step of an encoder. T rows of all its texts, C width, H heads of D, F feed-forward width.
+//! A forward pass of BERT. T rows of all texts of the step, C width, H heads of D, F feed-forward
+//! width.
 //!
-//! Every sum has one order: products that of [`paceline_tensor::matmul`], norms and pooling that of
-//! the row in f64, attention that of the keys.
+//! Every sum has a fixed order: products that of [`paceline_tensor::matmul`], norms and pooling
+//! that of the row in f64, attention that of the keys.
 
 use std::ops::Range;
 
@@ -19,24 +20,24 @@ pub(super) struct Step<'a> {
     texts: Vec<Range<usize>>,
     /// The text of each row.
     text_of: Vec<usize>,
-    /// `(T, C)`: the stream of rows.
+    /// `(T, C)`: residual stream.
     x: Activations,
-    /// `(T, C)`: what attention gives.
+    /// `(T, C)`: attention output.
     heads: Activations,
-    /// `(T, F)`: between the products of the feed-forward.
+    /// `(T, F)`: hidden rows of the feed-forward.
     middle: Activations,
     /// `(T, C)`
     queries: Vec<f32>,
-    /// `(T, C)`; then those of each text transposed, `(C, its rows)`.
+    /// `(T, C)`; then transposed per text, `(C, its rows)`.
     keys: Vec<f32>,
     /// `(T, C)`
     values: Vec<f32>,
-    /// `(T, C)`, or `(T, F)`: what a product gives.
+    /// `(T, C)` or `(T, F)`: product output.
     out: Vec<f32>,
 }
 
 impl<'a> Step<'a> {
-    /// With the embeddings of `texts`, which were checked.
+    /// Starts with the embeddings of `texts`, which the caller has checked.
     pub(super) fn new(
         config: &'a Bert,
         weights: &'a Weights,
@@ -83,7 +84,7 @@ impl<'a> Step<'a> {
         });
     }
 
-    /// The vector of each text.
+    /// Vectors of the texts.
     pub(super) fn run(mut self) -> Vec<Vec<f32>> {
         for layer in &self.weights.layers {
             self.attention(layer);
@@ -172,7 +173,7 @@ impl<'a> Step<'a> {
         );
     }
 
-    /// The vector of a text's rows, scaled to length 1.
+    /// Pooled vector of a text's rows, scaled to length 1.
     fn pooled(&self, rows: Range<usize>) -> Vec<f32> {
         let n = rows.len() as f64;
         let mut sums: Vec<f64> = vec![0.0; self.config.width];
@@ -193,20 +194,20 @@ impl<'a> Step<'a> {
     }
 }
 
-/// The vector of length 1 in the direction of `row`; zeros for zeros.
+/// The unit vector in the direction of `row`; zeros for zeros.
 pub(super) fn unit(row: impl Iterator<Item = f64> + Clone) -> Vec<f32> {
     let length = row.clone().map(|x| x * x).sum::<f64>().sqrt();
     let scale = if length > 0.0 { 1.0 / length } else { 0.0 };
     row.map(|x| (x * scale) as f32).collect()
 }
 
-/// The matrices that are multiplied with the stream.
+/// Matrices that read the residual stream.
 fn read_of_stream(layer: &Layer) -> Vec<&Packed> {
     let all = [&layer.query, &layer.key, &layer.value, &layer.up];
     all.map(|linear| &linear.matrix).to_vec()
 }
 
-/// Where the rows of each text lie.
+/// Row range of each text.
 fn ranges(texts: &[&[u32]]) -> Vec<Range<usize>> {
     let mut end = 0;
     let range = |text: &&[u32]| {
@@ -217,7 +218,7 @@ fn ranges(texts: &[&[u32]]) -> Vec<Range<usize>> {
     texts.iter().map(range).collect()
 }
 
-/// `x = norm(x + from W^T + bias)`; `out` is room for the product.
+/// `x = norm(x + from W^T + bias)`; `out` is scratch for the product.
 fn add_product(
     kernels: &Kernels,
     from: &Activations,
@@ -236,7 +237,7 @@ fn add_product(
     let out = &*out;
     kernels.fill_rows(x, |t, row| {
         for ((x, y), bias) in row.iter_mut().zip(&out[t * c..]).zip(&linear.bias) {
-            // In the order of `modeling_bert.py`.
+            // The order of `modeling_bert.py`.
             *x += y + bias;
         }
         norm(row);
@@ -249,7 +250,7 @@ fn add_bias(rows: &mut [f32], bias: &[f32]) {
     }
 }
 
-/// Makes `(n, c)` `(c, n)`; `room` is reused.
+/// Transposes `(n, c)` to `(c, n)`; `room` is reused scratch.
 fn transpose(rows: &mut [f32], c: usize, room: &mut Vec<f32>) {
     room.clear();
     room.extend_from_slice(rows);
@@ -261,7 +262,7 @@ fn transpose(rows: &mut [f32], c: usize, room: &mut Vec<f32>) {
     }
 }
 
-/// Attention of one row at all rows of its text.
+/// Attention of single rows over all rows of their text.
 struct Look<'a> {
     /// D
     head: usize,
@@ -325,7 +326,7 @@ impl Norm {
 }
 
 impl Bend {
-    /// With `libm`, which has the same bits on every platform.
+    /// Uses `libm` for equal bits on every platform.
     fn of(self, x: f32) -> f32 {
         const ROOT_2_OVER_PI: f32 = 0.797_884_6;
         match self {

@@ -1,4 +1,5 @@
-//! Encoders: a text in, one vector out (BERT and its kin; decoders such as Qwen3 Embedding).
+//! Encoders: text to one embedding vector (BERT and similar models; decoders such as Qwen3
+//! Embedding).
 //!
 //! ```text
 //! ids --tables, norm--> x (T, C) --layers--> x (T, C) --pooled, length 1--> (C,)
@@ -7,13 +8,13 @@
 //!           x = norm(x + down(bend(up(x))))
 //! ```
 //!
-//! A decoder runs its own layers ([`Model`](crate::Model)); the normed row of the last token is
-//! the vector.
+//! A decoder runs its own layers ([`Model`](crate::Model)); the vector is the normed row of the
+//! last token.
 //!
-//! An encoder is small, so one node computes it, in floats. Texts share a step of up to [`ROWS`]
-//! rows. A row of a product does not depend on the other rows, and attention stays within a text.
-//! So a vector depends on its own tokens only: not on the texts beside it, not on threads, not on
-//! the instruction set.
+//! One node computes an encoder, in floats, since encoders are small. Texts share a step of up to
+//! [`ROWS`] rows. A row of a product does not depend on the other rows, and attention stays within
+//! a text. So a vector depends only on its own tokens, not on other texts, threads or instruction
+//! set.
 //!
 //! Sources: Devlin et al. 2018 (BERT), Reimers and Gurevych 2019 (Sentence-BERT),
 //! `modeling_bert.py` of transformers.
@@ -37,17 +38,18 @@ use decoder::Decoder;
 use forward::Step;
 use weights::Weights;
 
-/// Rows of a step. A text with more has a step of its own, of a decoder in parts of so many.
+/// Maximum rows of a step. A longer text has a step of its own; decoders process it in chunks of
+/// this size.
 pub const ROWS: usize = 512;
 
-/// An encoder that was loaded.
+/// A loaded encoder.
 #[derive(Debug)]
 pub struct Encoder {
     config: EncoderConfig,
     layers: Layers,
 }
 
-/// The network of an encoder: layers of BERT, or a decoder trained to make vectors.
+/// The network: layers of BERT, or a decoder trained for embeddings.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
 enum Layers {
@@ -63,7 +65,7 @@ impl Encoder {
     /// Loads an encoder. Cost: one copy of its weights.
     ///
     /// # Errors
-    /// A weight or field that is missing or cannot be computed with, by name.
+    /// Names a weight or field that is missing or not supported.
     pub fn load(source: &Source, kernels: Arc<Kernels>) -> Result<Self, Error> {
         if decoder::is_embedder(source) {
             let layers = Layers::Decoder(Decoder::load(source, kernels)?);
@@ -80,7 +82,6 @@ impl Encoder {
         Ok(Self { config, layers })
     }
 
-    /// Its shape.
     pub const fn config(&self) -> &EncoderConfig {
         &self.config
     }
@@ -93,8 +94,8 @@ impl Encoder {
         }
     }
 
-    /// Cuts texts of these lengths into steps: ranges of consecutive texts, in order, each of at
-    /// most [`ROWS`] rows or one text.
+    /// Groups texts of these lengths into steps: ranges of consecutive texts, each with at most
+    /// [`ROWS`] rows or one text.
     pub fn steps(lengths: &[usize]) -> Vec<Range<usize>> {
         let mut steps: Vec<Range<usize>> = Vec::new();
         let mut rows = 0;
@@ -113,15 +114,15 @@ impl Encoder {
         steps
     }
 
-    /// The vectors of one step's texts, each `(width,)` of length 1. `None` where `is_over` was
-    /// true between two parts of a long text.
+    /// Vectors of one step's texts, `(width,)` of length 1 each. `None` if `is_over` returned true
+    /// between two chunks of a long text.
     ///
     /// # Errors
-    /// [`Error::Cache`] when a decoder has no memory for the keys of its texts.
+    /// [`Error::Cache`] if a decoder cannot allocate the keys of its texts.
     ///
     /// # Panics
-    /// On a text that is empty or longer than [`EncoderConfig::context`], or a token that is not
-    /// below [`EncoderConfig::vocab`].
+    /// For a text that is empty or longer than [`EncoderConfig::context`], or a token outside
+    /// [`EncoderConfig::vocab`].
     pub fn embed(
         &self,
         texts: &[&[u32]],

@@ -1,4 +1,4 @@
-//! The weights of BERT, under their names in the Hugging Face layout and in GGUF files.
+//! Loads the weights of BERT from the Hugging Face layout or a GGUF file.
 
 use paceline_base::Bytes;
 use paceline_formats::hf::HfFolder;
@@ -8,17 +8,17 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 use super::config::Bert;
 use crate::{Error, Source};
 
-/// Prefixes of names; a bare model's have none.
+/// Prefixes of tensor names; a bare model has none.
 const PREFIXES: [&str; 3] = ["", "bert.", "roberta."];
 
-/// Everything. C width, F feed-forward width.
+/// All weights. C width, F feed-forward width.
 #[derive(Debug)]
 pub(super) struct Weights {
     /// `(vocabulary, C)`, as stored.
     words: Tensor,
     /// `(positions, C)`, as stored.
     positions: Tensor,
-    /// `(C,)`: that of type 0, the only one that texts have.
+    /// `(C,)`: embedding of token type 0, the only one that texts have.
     kind: Vec<f32>,
     pub(super) norm: Norm,
     pub(super) layers: Vec<Layer>,
@@ -56,20 +56,20 @@ pub(super) struct Norm {
     pub(super) bias: Vec<f32>,
 }
 
-/// Finds weights in a folder or file.
+/// Tensor lookup in a folder or file.
 struct Loader<'a> {
     source: &'a Source,
     pool: &'a ThreadPool,
-    /// Before the names of a folder.
+    /// Prefix of tensor names in a folder.
     prefix: &'static str,
 }
 
-/// Names of a weight in a folder and in a GGUF file, without `.weight` or `.bias`.
+/// Name of a weight in a folder and in a GGUF file, without `.weight` or `.bias`.
 type Names<'a> = [&'a str; 2];
 
 impl Weights {
     /// # Errors
-    /// A weight that is missing, or has another shape than `config` says.
+    /// A weight that is missing, or whose shape differs from `config`.
     pub(super) fn load(source: &Source, config: &Bert, pool: &ThreadPool) -> Result<Self, Error> {
         let is_there = |folder: &HfFolder, prefix: &str| {
             folder.has(&format!("{prefix}embeddings.word_embeddings.weight"))
@@ -108,13 +108,13 @@ impl Weights {
         Bytes(tables as u64 + matrices.map(|matrix| matrix.bytes().0).sum::<u64>())
     }
 
-    /// The sum of a token's, its position's and its type's row, `(C,)`.
+    /// The sum of the token, position and type embeddings, `(C,)`.
     pub(super) fn embedding(&self, token: u32, position: usize, out: &mut [f32]) {
         row(&self.words, token as usize, out);
         let mut other = vec![0.0; out.len()];
         row(&self.positions, position, &mut other);
         for ((x, kind), position) in out.iter_mut().zip(&self.kind).zip(&other) {
-            // In the order of `modeling_bert.py`.
+            // The order of `modeling_bert.py`.
             *x = (*x + kind) + position;
         }
     }
@@ -157,7 +157,7 @@ impl Loader<'_> {
         })
     }
 
-    /// The tensor whose name ends in `kind`.
+    /// The tensor with the suffix `kind`.
     fn tensor(&self, names: Names<'_>, kind: &str, expected: &[usize]) -> Result<Tensor, Error> {
         let [in_folder, in_file] = names;
         let tensor = match self.source {

@@ -1,6 +1,6 @@
-//! DBRX. Norms take the mean away. Queries, keys and values are in one matrix, held within a limit.
-//! The router is a softmax, and its choice's weights then sum to 1. Source: `src/models/dbrx.cpp`
-//! of llama.cpp, `modeling_dbrx.py` of transformers.
+//! DBRX. Norms subtract the mean. Queries, keys and values are one matrix and are clamped. The
+//! router is a softmax; the weights of the chosen experts are scaled to sum 1. Source:
+//! `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
 
 use paceline_tensor::RopePairs;
 
@@ -10,7 +10,7 @@ use crate::{Config, Error};
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
-    gguf_ffn_norm: "attn_output_norm", // before the feed-forward, whatever its name
+    gguf_ffn_norm: "attn_output_norm", // despite its name, before the feed-forward
     ..FileNames::USUAL
 };
 

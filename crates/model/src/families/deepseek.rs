@@ -1,10 +1,10 @@
-//! DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash and Mistral 4. Also DeepSeek V3.2 and GLM 5, as
-//! far as their indexers take all positions.
+//! DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash and Mistral 4. Also DeepSeek V3.2 and GLM 5, up
+//! to the context that their indexers select completely.
 //!
-//! - All heads share one latent vector of each position. Queries meet it after their own expansion
+//! - All heads share one latent vector per position. Queries are expanded into the latent space
 //!   (the absorbed form, for every row).
 //! - The first layers are dense.
-//! - A shared expert has no gate; routers may choose groups first.
+//! - Shared experts have no gate; some routers choose groups first.
 //!
 //! Source: DeepSeek-AI 2024 (DeepSeek-V2, V3); `src/models/deepseek2.cpp` of llama.cpp;
 //! `modeling_deepseek_v3.py`, `modeling_deepseek_v2.py`, `modeling_mistral4.py` of transformers.
@@ -36,8 +36,8 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// Computes a layer; shapes of one batch of T rows. R latent numbers, P that turn, V of an expanded
-/// value.
+/// Computes a layer; shapes of one batch of T rows. R latent elements, P rotated ones, V of an
+/// expanded value.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_latent(w)?; //                x (T, C) -> q (T, H, R + P), k (T, R + P)

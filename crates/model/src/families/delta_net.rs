@@ -1,7 +1,7 @@
-//! Qwen3-Next and Qwen 3.5 to 3.8, text. Most layers are gated delta nets. Every fourth is
-//! attention whose heads have gates, with a part of each head turned. Dense, or experts with a
-//! shared one. Blocks that predict several tokens, and vision, are left out. Source: Yang, Kautz
-//! and Hatamizadeh 2024; `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp,
+//! Qwen3-Next and Qwen 3.5 to 3.8, text only. Every fourth layer is attention with gated heads and
+//! partial rotation; the others are gated delta nets. The feed-forward is dense, or experts with a
+//! shared one. Multi-token prediction and vision are not supported. Source: Yang, Kautz and
+//! Hatamizadeh 2024; `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp,
 //! `modeling_qwen3_next.py` and `modeling_qwen3_5.py` of transformers.
 
 use paceline_tensor::RopePairs;
@@ -15,7 +15,7 @@ const ROPE: RopeKind = RopeKind {
 };
 
 pub(super) const NAMES: FileNames = FileNames {
-    gguf_ffn_norm: "post_attention_norm", // before the feed-forward, whatever its name
+    gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward
     ..FileNames::USUAL
 };
 

@@ -1,4 +1,7 @@
-//! Reading configuration values from GGUF metadata or `config.json` under their two names.
+//! Configuration fields from GGUF metadata or `config.json`, under the names of both layouts.
+//!
+//! Readers in the families call [`Fields`]. Each reader checks type and range, and its error names
+//! the field.
 
 mod dbrx;
 mod delta_net;
@@ -21,20 +24,20 @@ use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, Source};
 use experts::MAX_EXPERTS;
 
-/// The configuration of an opened model, whichever layout it has.
+/// The configuration of an opened model in either layout.
 #[derive(Debug)]
 pub(crate) enum Fields<'a> {
-    /// Keys carry the architecture as prefix.
+    /// Keys have the architecture as prefix.
     Gguf {
         file: &'a Gguf,
         metadata: &'a Metadata,
         architecture: &'a str,
     },
-    /// `config.json`, or the text part in it.
+    /// `config.json`, or its text part.
     Hf(&'a Value),
 }
 
-/// The part of a `config.json` that is about text, of models that have other parts too.
+/// Text part of the `config.json` of a multimodal model.
 fn text_part(config: &Value) -> &Value {
     let has_parts = matches!(
         config.get("model_type").and_then(Value::as_str),
@@ -80,7 +83,7 @@ impl<'a> Fields<'a> {
             })
     }
 
-    /// Width of each layer's feed-forward; of models that have experts alone, that of one.
+    /// Feed-forward width of each layer; in models with experts only, the width of an expert.
     pub(crate) fn ffns(&self, family: Family, layers: usize) -> Result<Vec<usize>, Error> {
         let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
         let usual = of("feed_forward_length", "intermediate_size")?;
@@ -148,8 +151,8 @@ impl<'a> Fields<'a> {
         Ok(Some(number as usize))
     }
 
-    /// An integer in `low..=high` for each of `layers` layers: of GGUF files one for all, or a
-    /// list. `None` when absent or null.
+    /// An integer in `low..=high` for each of `layers` layers. GGUF files have one for all, or a
+    /// list. `None` if absent or null.
     pub(crate) fn opt_sizes(
         &self,
         (gguf, hf): (&'static str, &'static str),
@@ -206,7 +209,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Which elements of a head turn together in the llama family.
+    /// Pairs that are rotated together in the llama family.
     pub(crate) const fn permuted_pairs(&self) -> RopePairs {
         match self {
             Self::Gguf { .. } => RopePairs::Adjacent,
@@ -214,7 +217,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Whether it is a GGUF file with experts: those of Mixtral have Llama's name.
+    /// Whether it is a GGUF file with experts: Mixtral has Llama's architecture there.
     fn experts_in_file(&self) -> Result<bool, Error> {
         let Self::Gguf { .. } = self else {
             return Ok(false);
@@ -223,16 +226,16 @@ impl<'a> Fields<'a> {
         Ok(count.is_some_and(|n| n > 0))
     }
 
-    /// The number that norms add to the mean square.
+    /// Epsilon of norms.
     pub(crate) fn norm_eps(&self, family: Family) -> Result<f32, Error> {
         match (self, family) {
-            (Self::Hf(_), Family::Dbrx) => Ok(1e-5), // of torch's LayerNorm
+            (Self::Hf(_), Family::Dbrx) => Ok(1e-5), // default of torch's LayerNorm
             (Self::Gguf { .. }, Family::Dbrx) => self.float("attention.layer_norm_epsilon", ""),
             _ => self.float("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
         }
     }
 
-    /// Refuses windows that the family's early files name and its later ones do not have.
+    /// Refuses sliding windows, which early files of the family name and later ones do not have.
     pub(crate) fn refuse_window(&self) -> Result<(), Error> {
         match self.hf("sliding_window", "a number", Value::as_u64)? {
             None => Ok(()),
@@ -252,8 +255,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses a configuration whose feed-forward has another function than the family's; GGUF
-    /// files do not say.
+    /// Refuses a feed-forward activation other than the family's; GGUF files do not state it.
     pub(crate) fn check_activation(&self, expected: Activation) -> Result<(), Error> {
         let (names, expected): (&[&str], _) = match expected {
             Activation::Silu => (&["silu", "swish"], "silu"),
@@ -270,8 +272,8 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Whether the output head is the embedding; `None` when it is by the lack of another, as in
-    /// GGUF files. Gemma's `config.json` says it only when it is not.
+    /// Whether the output head is the embedding. `None` if that depends on the file having an
+    /// output tensor, as in GGUF files. Gemma's `config.json` states it only if untied.
     pub(crate) fn tied(&self, family: Family) -> Result<Option<bool>, Error> {
         let said = self.hf("tie_word_embeddings", "true or false", Value::as_bool)?;
         Ok(match self {
@@ -298,8 +300,8 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// 1 in the Hugging Face layout, whose norm weights are offsets from 1; 0 in GGUF files, where
-    /// the converter has added it.
+    /// 1 in the Hugging Face layout, whose norm weights are offsets from 1. 0 in GGUF files, whose
+    /// converter has added it.
     pub(crate) const fn gemma_norm_offset(&self) -> f32 {
         match self {
             Self::Gguf { .. } => 0.0,
@@ -307,9 +309,9 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The number whose root gemma divides scores by: the head size unless said otherwise. In the
-    /// 27B model it is the width per query head. GGUF files tell that model by its number of layers
-    /// only (`src/models/gemma3.cpp` of llama.cpp).
+    /// Divisor of scores is the root of this: the head size by default. In the 27B model it is the
+    /// width per query head. GGUF files identify that model only by its number of layers
+    /// (`src/models/gemma3.cpp` of llama.cpp).
     pub(crate) fn gemma_query_scalar(&self, config: &Config) -> Result<f32, Error> {
         const LAYERS_27B: usize = 62;
         let scalar = match self.opt_float("attention.query_scalar", "query_pre_attn_scalar")? {
@@ -324,7 +326,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Positions that windowed layers see.
+    /// Size of the sliding window in positions.
     pub(crate) fn window(&self) -> Result<usize, Error> {
         self.size(
             "attention.sliding_window",
@@ -334,7 +336,7 @@ impl<'a> Fields<'a> {
         )
     }
 
-    /// Which layers see a window only: all but every `usual`th, unless said otherwise.
+    /// Whether each layer has a sliding window: by default all but every `usual`th.
     pub(crate) fn windowed(&self, layers: usize, usual: usize) -> Result<Vec<bool>, Error> {
         if let Self::Hf(json) = self
             && let Some(windowed) = layer_types(json, layers)?
@@ -384,7 +386,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Refuses lists that do not have one entry for each layer.
+/// Refuses a list without one entry per layer.
 fn check_layers(field: &'static str, got: usize, layers: usize) -> Result<(), Error> {
     if got == layers {
         return Ok(());
@@ -428,7 +430,7 @@ fn wrong_value(
     }
 }
 
-/// Text of a file for an error message, which should fit a few lines.
+/// Truncates text of a file for an error message.
 fn shortened(text: &str) -> String {
     const CHARS: usize = 80;
     match text.char_indices().nth(CHARS) {
@@ -437,7 +439,7 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// `layer_types` as "is windowed", `None` when absent.
+/// `layer_types` as flags for sliding windows, `None` if absent.
 fn layer_types(config: &Value, layers: usize) -> Result<Option<Vec<bool>>, Error> {
     const FIELD: &str = "layer_types";
     let Some(value) = field(config, FIELD, "an array", Some)? else {

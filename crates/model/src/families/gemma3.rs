@@ -1,6 +1,6 @@
-//! Gemma 3, text. Most layers see a window only and turn with a base of their own. Query and key
-//! heads have norms, and each half has norms before and after. Embeddings are scaled; the
-//! activation is GELU. Source: Gemma Team 2025; `src/models/gemma3.cpp` of llama.cpp,
+//! Gemma 3, text only. Most layers have a sliding window and their own rotary base. Query and key
+//! heads have norms, and each half of a layer has norms before and after. Embeddings are scaled;
+//! the activation is GELU. Source: Gemma Team 2025; `src/models/gemma3.cpp` of llama.cpp,
 //! `modeling_gemma3.py` of transformers.
 
 use paceline_tensor::RopePairs;
@@ -8,7 +8,7 @@ use paceline_tensor::RopePairs;
 use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind};
 use crate::{Config, Error};
 
-/// Of so many layers, one sees all positions.
+/// Every sixth layer attends to all positions.
 const PATTERN: usize = 6;
 
 /// Rotary sets in [`Config::ropes`].

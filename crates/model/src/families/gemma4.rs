@@ -1,10 +1,10 @@
-//! Gemma 4, text.
+//! Gemma 4, text only.
 //!
-//! - Layers with a window and layers that see all have heads of their own sizes.
+//! - Layers with a sliding window and layers with full attention have different head sizes.
 //! - Values have a norm without weights.
-//! - The last layers use caches of earlier ones.
-//! - Each layer may have embeddings of its own, and experts beside its feed-forward.
-//! - Logits are capped.
+//! - The last layers use the KV caches of earlier ones.
+//! - Some models have per-layer embeddings, and experts in parallel to the feed-forward.
+//! - Logits have a soft cap.
 //!
 //! Source: `src/models/gemma4.cpp` of llama.cpp, `modeling_gemma4.py` of transformers.
 
@@ -13,7 +13,7 @@ use paceline_tensor::RopePairs;
 use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, Stacks};
 use crate::{Config, Error, LayerCache, LayerShape};
 
-/// Of so many layers, one sees all positions.
+/// Every sixth layer attends to all positions.
 const PATTERN: usize = 6;
 
 /// Rotary sets in [`Config::ropes`].
@@ -59,7 +59,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let full = fields.rope(&config, ROPE)?;
     config.head_dim = heads.windowed.size;
     config.ropes = vec![full, fields.gemma_window_rope(&config)?];
-    // The first layer stands for the usual one.
+    // The sizes of the first layer are the model's defaults.
     let LayerShape {
         head_dim,
         kv_heads,
@@ -70,7 +70,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     Ok(config)
 }
 
-/// The last layers use the cache of the last layer of their kind before them.
+/// Gives the last layers the cache of the last earlier layer of their kind.
 fn share_caches(config: &mut Config, fields: &Fields<'_>, windowed: &[bool]) -> Result<(), Error> {
     let shared = fields.shared_caches(config.layers.len())?;
     let own = config.layers.len() - shared.count;

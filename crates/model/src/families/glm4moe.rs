@@ -1,5 +1,5 @@
-//! GLM 4.5 to 4.7. The first layers are dense. The router is a sigmoid with biases on its choice,
-//! and a shared expert has no gate. Half of each head turns; some models have norms on heads.
+//! GLM 4.5 to 4.7. The first layers are dense. The router is a sigmoid with a choice bias, and the
+//! shared expert has no gate. Half of each head is rotated; some models have norms on heads.
 //! Source: GLM-4.5 Team 2025; `src/models/glm4-moe.cpp` of llama.cpp, `modeling_glm4_moe.py` of
 //! transformers.
 
@@ -15,7 +15,7 @@ const ROPE: RopeKind = RopeKind {
 };
 
 pub(super) const NAMES: FileNames = FileNames {
-    gguf_ffn_norm: "post_attention_norm", // before the feed-forward, whatever its name
+    gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward
     shared: "mlp.shared_experts",
     ..FileNames::USUAL
 };

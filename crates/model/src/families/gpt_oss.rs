@@ -1,7 +1,7 @@
-//! gpt-oss: every second layer sees a window only; heads have sinks; `YaRN`; biases everywhere. The
-//! router's choice is weighed by a softmax over itself, and experts have a clamped gate.
-//! Source: OpenAI 2025; `src/models/openai-moe.cpp` of llama.cpp, `modeling_gpt_oss.py` of
-//! transformers.
+//! gpt-oss. Every second layer has a sliding window; heads have attention sinks; `YaRN`; all
+//! matrices have biases. Expert weights are a softmax over the chosen experts, and experts have a
+//! clamped gate. Source: OpenAI 2025; `src/models/openai-moe.cpp` of llama.cpp,
+//! `modeling_gpt_oss.py` of transformers.
 
 use paceline_tensor::RopePairs;
 
@@ -15,7 +15,7 @@ const ROPE: RopeKind = RopeKind {
 };
 
 pub(super) const NAMES: FileNames = FileNames {
-    gguf_ffn_norm: "post_attention_norm", // before the feed-forward, whatever its name
+    gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward
     router: "mlp.router",
     mlx_experts: "mlp.experts",
     stacks: Stacks::Alternate,

@@ -5,7 +5,7 @@ use super::{Family, Fields, Half, LayerStep, RopeKind};
 use crate::{Config, Error};
 
 /// GGUF files hold query and key rows permuted for rotation of adjacent pairs; the Hugging Face
-/// layout turns the two halves of a head.
+/// layout rotates the two halves of a head.
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Llama, fields)?;
     let rope = RopeKind::plain(fields.permuted_pairs(), 10_000.0);

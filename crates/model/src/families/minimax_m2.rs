@@ -1,5 +1,5 @@
 //! MiniMax M2 to M2.7. One norm is over all query heads and one over all key heads. A part of each
-//! head turns. Every layer has a sigmoid router with biases on its choice. Source:
+//! head is rotated. Every layer has a sigmoid router with a choice bias. Source:
 //! `src/models/minimax-m2.cpp` of llama.cpp, `modeling_minimax_m2.py` of transformers.
 
 use paceline_tensor::RopePairs;

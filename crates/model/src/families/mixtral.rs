@@ -1,11 +1,11 @@
-//! Mixtral: Llama's attention; a softmax router chooses experts, whose weights then sum to 1.
-//! Source: Jiang et al. 2024; `src/models/llama.cpp` of llama.cpp, `modeling_mixtral.py` of
+//! Mixtral: Llama's attention; a softmax router, with the weights of the chosen experts scaled to
+//! sum 1. Source: Jiang et al. 2024; `src/models/llama.cpp` of llama.cpp, `modeling_mixtral.py` of
 //! transformers.
 
 use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
 use crate::{Config, Error};
 
-/// GGUF files are of the architecture `llama`, query and key rows permuted as there.
+/// GGUF files have the architecture `llama`, with query and key rows permuted as there.
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Mixtral, fields)?;
     let rope = RopeKind::plain(fields.permuted_pairs(), 1_000_000.0);

@@ -1,4 +1,7 @@
-//! Model families, one file each: how a configuration reads and what one layer computes.
+//! Model families, one file each: a configuration reader, and the order of operations in one layer.
+//!
+//! [`LayerStep`] has the operations; the CPU and the MLX backend implement it. Family files hold no
+//! kernels and no buffers.
 //!
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
@@ -26,21 +29,22 @@ pub(crate) use names::{FileNames, Stacks, dbrx_stem};
 use crate::config::Activation;
 use crate::{Config, Error};
 
-/// A half of a layer.
+/// Half of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Half {
     /// Queries, keys, values and their projection.
     Attention,
     /// Gate, up and down.
     FeedForward,
-    /// Experts beside gate, up and down: a part of the second half with norms of its own.
+    /// Experts in parallel to the dense feed-forward, with their own norms.
     Beside,
 }
 
-/// The operations that layers are made of, on any engine. An implementation is a step in progress,
-/// whose rows are this rank's. A family says the order.
+/// Operations of a layer, implemented by each backend. The implementor is a running step with this
+/// rank's rows; the family's code calls the operations in order.
 ///
-/// Each operation fails only for its engine's reasons: the CPU's never but where ranks exchange.
+/// Operations fail only for reasons of the backend: on the CPU, only those that exchange with other
+/// ranks.
 pub(crate) trait LayerStep {
     /// A rank's weights of one layer.
     type Layer;
@@ -51,20 +55,20 @@ pub(crate) trait LayerStep {
     /// x (T, C) -> q (T, H D), k, v (T, K D)
     fn project_qkv(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// Brings q, k and v within the model's limit, in place, where it has one.
+    /// Clamps q, k and v in place, if the model has a limit.
     fn clamp_qkv(&mut self) -> Result<(), Error>;
 
     /// Norms every head of q (T, H, D) and k (T, K, D) in place.
     fn norm_heads(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// Whether the weights of norms on heads are there, of families that have them or not.
+    /// Whether the weights of head norms are present, in families that vary.
     fn norms_heads(&self, w: &Self::Layer) -> bool;
 
     /// Norms every head of v (T, K, D) in place, without weights.
     fn norm_values(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// Norms q (T, H D) over all heads, and k (T, K D) over all of theirs, in place. Sums of
-    /// squares are exchanged with the ranks of the stage.
+    /// Norms q (T, H D) over all heads, and k (T, K D) over all of its heads, in place. Exchanges
+    /// sums of squares with the ranks of the stage.
     fn norm_projections(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// Rotates and scales q, rotates k, by the positions of the rows.
@@ -73,24 +77,24 @@ pub(crate) trait LayerStep {
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
     fn attend(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
-    /// x (T, C) -> q (T, H, R + P), k (T, R + P), of latent attention. R counts latent numbers, P
-    /// those that turn. The latter are rotated by the positions of the rows. q is scaled.
+    /// Latent attention: x (T, C) -> q (T, H, R + P), k (T, R + P). R latent elements, P rotated by
+    /// the positions of the rows. q is scaled.
     fn project_latent(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// Writes k to the cache, then q -> attended (T, H V): what a head reads of latent numbers,
-    /// expanded.
+    /// Writes k to the cache, then q -> attended (T, H V): each head's attention output in the
+    /// latent space, expanded.
     fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
-    /// attended (T, H D) *= sigmoid(gate of each head), where the layer has gates.
+    /// attended (T, H D) *= sigmoid(gate of each head), if the layer has gates.
     fn gate_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// Whether the layer is a gated delta net.
     fn is_delta_net(&self, w: &Self::Layer) -> bool;
 
-    /// x (T, C) -> q, k (T, K D), v, gates (T, H E), and of each head its step and its decay (T, H)
+    /// x (T, C) -> q, k (T, K D), v, gates (T, H E), and per head its step and its decay (T, H)
     fn project_delta_net(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// Takes q, k, v into the states, reads these, norms and gates each head -> attended (T, H E).
+    /// Updates the states with q, k, v, reads them, norms and gates each head -> attended (T, H E).
     fn delta_net(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
@@ -114,24 +118,24 @@ pub(crate) trait LayerStep {
     /// Whether the layer has experts instead of a feed-forward.
     fn has_experts(&self, w: &Self::Layer) -> bool;
 
-    /// x (T, C) -> delta (T, C), by the experts that the router chooses for each row, summed over
-    /// the ranks of the stage
+    /// x (T, C) -> delta (T, C), by the routed experts of each row, summed over the ranks of the
+    /// stage
     fn experts(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// delta (T, C) -> aside (T, C), by the norm after a feed-forward that has experts beside it.
+    /// delta (T, C) -> aside (T, C), by the norm after a dense feed-forward with parallel experts.
     fn set_aside(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// delta (T, C) += aside (T, C)
     fn add_aside(&mut self) -> Result<(), Error>;
 
-    /// residual (T, C) += what the layer's own embeddings give; nothing where a model has none.
+    /// residual (T, C) += output of the per-layer embeddings; nothing without them.
     fn add_per_layer(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
-    /// residual (T, C) *= the layer's own factor, where it has one.
+    /// residual (T, C) *= the layer's factor, if it has one.
     fn scale_residual(&mut self, w: &Self::Layer) -> Result<(), Error>;
 }
 
-/// The second half of a layer whose norms are before its halves: experts where it has them.
+/// Feed-forward of a layer with pre-norms: experts if it has them.
 fn feed_forward<S: LayerStep>(step: &mut S, w: &S::Layer) -> Result<(), Error> {
     step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)
     if step.has_experts(w) {
@@ -144,22 +148,21 @@ fn feed_forward<S: LayerStep>(step: &mut S, w: &S::Layer) -> Result<(), Error> {
     step.add_delta() //                        residual += delta
 }
 
-/// A model family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// Llama 2 and 3, SmolLM2 and what else is stored as `llama`.
+    /// Llama 2 and 3, SmolLM2 and other models stored as `llama`.
     Llama,
     /// Qwen 2 and 2.5.
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
-    /// Gemma 3, text.
+    /// Gemma 3, text only.
     Gemma3,
-    /// Gemma 4, text.
+    /// Gemma 4, text only.
     Gemma4,
-    /// Mixtral: Llama with experts, and `llama` in GGUF files.
+    /// Mixtral: Llama with experts; `llama` in GGUF files.
     Mixtral,
-    /// Qwen 1.5 and 2 with experts and a shared one.
+    /// Qwen 1.5 and 2 with experts and a shared expert.
     Qwen2Moe,
     /// Qwen 3 with experts.
     Qwen3Moe,
@@ -173,14 +176,13 @@ pub enum Family {
     DeepSeek,
     /// Qwen3-Next: gated delta nets and experts.
     Qwen3Next,
-    /// Qwen 3.5 to 3.8, dense, text.
+    /// Qwen 3.5 to 3.8, dense, text only.
     Qwen35,
-    /// Qwen 3.5 to 3.8 with experts, text.
+    /// Qwen 3.5 to 3.8 with experts, text only.
     Qwen35Moe,
 }
 
 impl Family {
-    /// Every family.
     pub const ALL: [Self; 16] = [
         Self::Llama,
         Self::Qwen2,
@@ -200,10 +202,10 @@ impl Family {
         Self::Qwen35Moe,
     ];
 
-    /// Families without experts, all layers of which are attention.
+    /// Dense families in which every layer is attention.
     pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
-    /// The name in `general.architecture` of GGUF files.
+    /// `general.architecture` in GGUF files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Llama | Self::Mixtral => "llama",
@@ -224,7 +226,7 @@ impl Family {
         }
     }
 
-    /// The `model_type` of `config.json`.
+    /// `model_type` in `config.json`.
     const fn hf_name(self) -> &'static str {
         match self {
             Self::Gemma3 => "gemma3_text",
@@ -243,7 +245,7 @@ impl Family {
         }
     }
 
-    /// More names that files have for it, in either layout.
+    /// Additional names in files, in either layout.
     const fn other_names(self) -> &'static [&'static str] {
         match self {
             Self::DeepSeek => &[
@@ -260,7 +262,7 @@ impl Family {
         }
     }
 
-    /// The function on the gate of the feed-forward.
+    /// Activation of the feed-forward's gate.
     pub(crate) const fn activation(self) -> Activation {
         match self {
             Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
@@ -268,7 +270,7 @@ impl Family {
         }
     }
 
-    /// Whether its layers have experts, all or some.
+    /// Whether some or all layers have experts.
     pub(crate) const fn has_experts(self) -> bool {
         !matches!(
             self,
@@ -276,27 +278,27 @@ impl Family {
         )
     }
 
-    /// Whether queries, keys and values need biases.
+    /// Whether queries, keys and values require biases.
     pub const fn has_qkv_biases(self) -> bool {
         matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::GptOss)
     }
 
-    /// Whether the attention's output, the router and the experts need biases, and heads sinks.
+    /// Whether heads have attention sinks, and attention output, router and experts require biases.
     pub(crate) const fn has_sinks_and_biases(self) -> bool {
         matches!(self, Self::GptOss)
     }
 
-    /// Whether all heads of a layer share one latent vector of each position.
+    /// Whether all heads of a layer share one latent vector per position.
     pub(crate) const fn has_latent_attention(self) -> bool {
         matches!(self, Self::DeepSeek)
     }
 
-    /// Whether some of its files have biases on the router's choice and others none.
+    /// Whether only some of its files have a choice bias of the router.
     pub(crate) const fn may_correct_choices(self) -> bool {
         matches!(self, Self::DeepSeek)
     }
 
-    /// Whether its newer files keep the steps and the decays of a delta net in one matrix.
+    /// Whether its newer files store steps and decays of a delta net in one matrix.
     pub(crate) const fn joins_delta_gates(self) -> bool {
         matches!(self, Self::Qwen3Next)
     }
@@ -306,12 +308,12 @@ impl Family {
         matches!(self, Self::MiniMaxM2)
     }
 
-    /// Whether norms take the mean away first.
+    /// Whether norms subtract the mean.
     pub(crate) const fn centres_norms(self) -> bool {
         matches!(self, Self::Dbrx)
     }
 
-    /// Whether files have queries, keys and values behind each other in one matrix.
+    /// Whether files store queries, keys and values as one matrix.
     pub const fn joins_qkv(self) -> bool {
         matches!(self, Self::Dbrx)
     }
@@ -330,17 +332,17 @@ impl Family {
         matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
-    /// Whether the results of both halves of a layer have norms.
+    /// Whether the outputs of both halves of a layer have norms.
     pub const fn norms_after_halves(self) -> bool {
         matches!(self, Self::Gemma3 | Self::Gemma4)
     }
 
-    /// Whether half precision is too narrow for its activations.
+    /// Whether its activations overflow half precision.
     pub(crate) const fn needs_wide_activations(self) -> bool {
         matches!(self, Self::Gemma3 | Self::Gemma4 | Self::GptOss)
     }
 
-    /// Whether the output head is the embedding where `config.json` does not say.
+    /// Whether the output head is the embedding if `config.json` does not say.
     pub(crate) const fn is_usually_tied(self) -> bool {
         matches!(self, Self::Gemma3 | Self::Gemma4)
     }
@@ -384,7 +386,7 @@ impl Family {
     /// Runs one layer on the residual stream of `step`.
     ///
     /// # Errors
-    /// When another rank of the stage fails, or what computes.
+    /// If another rank of the stage, or the backend, fails.
     pub(crate) fn layer<S: LayerStep>(
         self,
         step: &mut S,

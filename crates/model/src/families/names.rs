@@ -1,44 +1,43 @@
-//! Names of a family's weights in files, where families differ.
+//! Parts of tensor names that differ between families.
 
 use crate::role::{Part, Role};
 
-/// The words of a family in the names of weights; a family's file says what is not
-/// [`USUAL`](Self::USUAL).
+/// A family's words in tensor names. A family lists its differences from [`USUAL`](Self::USUAL).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FileNames {
     /// The norm before the feed-forward, in GGUF files.
     pub(crate) gguf_ffn_norm: &'static str,
-    /// The same in the Hugging Face layout.
+    /// The same norm in the Hugging Face layout.
     pub(crate) hf_ffn_norm: &'static str,
-    /// The module of the layers' block with experts, in the Hugging Face layout.
+    /// Module of a layer's expert block, in the Hugging Face layout.
     pub(crate) block: &'static str,
-    /// Gate, up and down of an expert, there.
+    /// Gate, up and down of an expert, in that module.
     pub(crate) expert: [&'static str; 3],
-    /// The module of the shared expert, there.
+    /// Module of the shared expert, in that module.
     pub(crate) shared: &'static str,
-    /// The router, there.
+    /// Router, in that module.
     pub(crate) router: &'static str,
-    /// The bias of the router's choice, there.
+    /// Choice bias of the router, in that module.
     pub(crate) choice: &'static str,
-    /// The module of a layer that holds the stacks of all experts in folders of MLX.
+    /// Module of a layer with the stacked experts, in MLX folders.
     pub(crate) mlx_experts: &'static str,
-    /// How the Hugging Face layout keeps experts.
     pub(crate) stacks: Stacks,
 }
 
-/// How a family's Hugging Face folders keep the matrices of experts.
+/// Storage of expert matrices in Hugging Face folders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stacks {
-    /// A tensor for each matrix of each expert.
+    /// One tensor per matrix and expert.
     None,
-    /// All in one, gate and up in alternate rows, perhaps in MXFP4 (gpt-oss).
+    /// One tensor for all experts, gate and up in alternating rows, possibly in MXFP4 (gpt-oss).
     Alternate,
-    /// All in one, `(experts, rows, columns)`, the rows of up behind those of gate (Gemma 4).
+    /// One tensor for all experts, `(experts, rows, columns)`, the rows of up after those of gate
+    /// (Gemma 4).
     Behind,
 }
 
 impl FileNames {
-    /// As most families have them: `modeling_qwen3_moe.py` of transformers.
+    /// Names of most families: `modeling_qwen3_moe.py` of transformers.
     pub(crate) const USUAL: Self = Self {
         gguf_ffn_norm: "ffn_norm",
         hf_ffn_norm: "post_attention_layernorm",
@@ -51,7 +50,7 @@ impl FileNames {
         stacks: Stacks::None,
     };
 
-    /// As Mixtral has them: `modeling_mixtral.py`.
+    /// Mixtral's names: `modeling_mixtral.py`.
     pub(crate) const MIXTRAL: Self = Self {
         block: "block_sparse_moe",
         expert: ["w1", "w3", "w2"],
@@ -62,7 +61,7 @@ impl FileNames {
     };
 }
 
-/// DBRX's names in the Hugging Face layout; those of what a layer has not are of no tensor.
+/// DBRX's names in the Hugging Face layout; names of parts that DBRX lacks match no tensor.
 pub(crate) fn dbrx_stem(role: Role) -> String {
     let (layer, part) = match role {
         Role::TokenEmbedding => return "transformer.wte".to_owned(),

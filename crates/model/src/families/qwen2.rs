@@ -1,5 +1,5 @@
-//! Qwen 2 and 2.5: as Llama, with biases on queries, keys and values, and rotation of halves.
-//! Source: Yang et al. 2024; `src/models/qwen2.cpp` of llama.cpp.
+//! Qwen 2 and 2.5: Llama with biases on queries, keys and values, and rotation of halves. Source:
+//! Yang et al. 2024; `src/models/qwen2.cpp` of llama.cpp.
 
 use paceline_tensor::RopePairs;
 

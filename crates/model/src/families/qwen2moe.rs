@@ -1,6 +1,6 @@
-//! Qwen 1.5 and 2 with experts. Attention is Qwen 2's. The chosen experts' weights are those of the
-//! softmax over all. A shared expert goes through a sigmoid gate of its own. Source:
-//! `src/models/qwen2moe.cpp` of llama.cpp, `modeling_qwen2_moe.py` of transformers.
+//! Qwen 1.5 and 2 with experts. Attention is Qwen 2's. Expert weights are those of the softmax over
+//! all experts. The shared expert has a sigmoid gate. Source: `src/models/qwen2moe.cpp` of
+//! llama.cpp, `modeling_qwen2_moe.py` of transformers.
 
 use paceline_tensor::RopePairs;
 

@@ -1,5 +1,5 @@
-//! Qwen 3, dense: as Llama without biases, with an RMS norm on every query and key head before the
-//! rotation of halves. The head size is its own number. Source: Yang et al. 2025;
+//! Qwen 3, dense: Llama without biases, with an RMS norm on every query and key head before the
+//! rotation of halves. The head size is a separate field. Source: Yang et al. 2025;
 //! `src/models/qwen3.cpp` of llama.cpp.
 
 use paceline_tensor::RopePairs;

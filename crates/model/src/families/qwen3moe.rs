@@ -1,7 +1,6 @@
-//! Qwen 3 with experts: Qwen 3's attention, no shared expert. Where the file does not say, the
-//! weights of the chosen experts are made to sum to 1 in GGUF files only, as llama.cpp does.
-//! Source: Yang et al. 2025; `src/models/qwen3moe.cpp` of llama.cpp, `modeling_qwen3_moe.py` of
-//! transformers.
+//! Qwen 3 with experts: Qwen 3's attention, no shared expert. If the file does not say, only GGUF
+//! files scale the weights of the chosen experts to sum 1, as llama.cpp does. Source: Yang et al.
+//! 2025; `src/models/qwen3moe.cpp` of llama.cpp, `modeling_qwen3_moe.py` of transformers.
 
 use paceline_tensor::RopePairs;
 

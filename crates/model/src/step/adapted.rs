@@ -1,10 +1,10 @@
-//! Additions of adapters to the products of a layer; the definition is in [`crate::adapter`].
+//! Adapter products of a layer's matrices; [`crate::adapter`] has the definition.
 //!
 //! ```text
 //! x (T, in) --A--> t (T, r) --scale, B--> added to y (T, out)
 //! ```
-//! Where ranks share the inputs, `t` of each root lies behind the root's values, and one exchange
-//! sums both:
+//! If ranks divide the inputs, `t` of each root follows the root's values, and one exchange sums
+//! both:
 //!
 //! ```text
 //! y of root 0 (T, C) | t (T, r) | padding || y of root 1 (T, C) | t (T, r) | padding || ...
@@ -23,10 +23,10 @@ use crate::adapter::Held;
 use crate::model::Model;
 use crate::split::LeafCut;
 
-/// Rows of a task of `A x`: the rows of two tiles of the widest kernel and some.
+/// Rows per task of `A x`: somewhat more than two tiles of the widest kernel.
 const ROWS: usize = 32;
 
-/// Floats of a cache line: results of products begin at one.
+/// Floats of a cache line; outputs of products begin at one.
 const LINE: usize = 16;
 
 /// Consecutive rows of one adapter.
@@ -37,7 +37,7 @@ pub(super) struct Run {
     adapter: usize,
 }
 
-/// The rows of a batch that have adapters; nothing is allocated where none has.
+/// The rows of a batch with adapters; allocates nothing without any.
 pub(super) fn runs(batch: &Batch<'_>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut first = 0;
@@ -57,7 +57,7 @@ pub(super) fn runs(batch: &Batch<'_>) -> Vec<Run> {
     runs
 }
 
-/// Additions to the product with one matrix: rows, and the pair that they have.
+/// Adapter products for one matrix: row ranges, and the pair of each.
 #[derive(Debug)]
 pub(super) struct Beside<'a> {
     kernels: &'a Kernels,
@@ -65,7 +65,7 @@ pub(super) struct Beside<'a> {
 }
 
 impl<'a> Beside<'a> {
-    /// Of a matrix of a layer; `None` where no row of the batch has a pair for it.
+    /// For a matrix of a layer; `None` if no row of the batch has a pair for it.
     pub(super) fn of(model: &'a Model, place: (usize, Part), runs: &[Run]) -> Option<Self> {
         let pairs = runs.iter().filter_map(|run| {
             let held = model.adapters().held(run.adapter, place)?;
@@ -76,7 +76,7 @@ impl<'a> Beside<'a> {
         (!pairs.is_empty()).then_some(Self { kernels, pairs })
     }
 
-    /// `x` (T, in) -> `y` (T, out) += scale B (A x), where this rank has all inputs.
+    /// `x` (T, in) -> `y` (T, out) += scale B (A x), if this rank has all inputs.
     pub(super) fn add(&self, x: &Activations, y: &mut [f32]) {
         for (rows, held) in &self.pairs {
             let (r, out) = (held.rank, held.outputs());
@@ -85,7 +85,7 @@ impl<'a> Beside<'a> {
             let tasks = DisjointMut::new(&mut t, ROWS * r);
             self.kernels.pool().run(tasks.len(), &|task| {
                 let first = rows.start + task * ROWS;
-                // SAFETY: each task has a part of its own.
+                // SAFETY: each task writes its own part.
                 let t = unsafe { tasks.part(task) };
                 let rows = first..first + t.len() / r;
                 self.read((values, width), (rows, 0..width), held, Target::rows(t, r));
@@ -98,7 +98,7 @@ impl<'a> Beside<'a> {
         }
     }
 
-    /// Some rows and columns of `x`, which is `width` wide -> the same rows of `t` (T, r).
+    /// Some rows and columns of `x`, with rows of `width` -> the same rows of `t` (T, r).
     fn read(
         &self,
         (x, width): (&[f32], usize),
@@ -144,19 +144,19 @@ impl<'a> Beside<'a> {
             .chains(sizes, t, b, Target::rows(y, out).more());
     }
 
-    /// Numbers of `t` for each row: the largest rank of the pairs.
+    /// Values of `t` per row: the largest rank of the pairs.
     fn wide(&self) -> usize {
         let ranks = self.pairs.iter().map(|(_, held)| held.rank);
         ranks.max().unwrap_or(0)
     }
 
-    /// Floats that a root has behind its values, for so many rows.
+    /// Floats after the values of a root, for `rows` rows.
     pub(super) fn room(&self, rows: usize) -> usize {
         room(rows, self.wide())
     }
 
-    /// This rank's columns of `x` (T, in) -> `t` of each of its roots, behind the root's `y` of
-    /// `behind` values.
+    /// This rank's columns of `x` (T, in) -> `t` of each of its roots, after the root's `behind`
+    /// values of `y`.
     pub(super) fn read_roots(
         &self,
         x: &Activations,
@@ -173,7 +173,7 @@ impl<'a> Beside<'a> {
         let mut values = vec![0.0; leaves * each];
         let tasks = DisjointMut::new(&mut values, each);
         self.kernels.pool().run(leaves, &|leaf| {
-            // SAFETY: each task has a part of its own.
+            // SAFETY: each task writes its own part.
             let t = unsafe { tasks.part(leaf) };
             let cols = leaf * cut.leaf_cols..mine.len().min((leaf + 1) * cut.leaf_cols);
             for (rows, held) in &self.pairs {
@@ -192,7 +192,7 @@ impl<'a> Beside<'a> {
         }
     }
 
-    /// The sum of all roots, `y` (T, C) with `t` behind it -> `y` += scale B t.
+    /// The sum of all roots, `y` (T, C) followed by `t` -> `y` += scale B t.
     pub(super) fn add_sum(&self, sum: &mut [f32], behind: usize) {
         let wide = self.wide();
         let (y, t) = sum.split_at_mut(behind);
@@ -204,7 +204,7 @@ impl<'a> Beside<'a> {
     }
 }
 
-/// Floats for `t` of `rows` rows of `wide` numbers: whole cache lines.
+/// Floats for `t` of `rows` rows with `wide` values: whole cache lines.
 pub(super) const fn room(rows: usize, wide: usize) -> usize {
     (rows * wide).next_multiple_of(LINE)
 }

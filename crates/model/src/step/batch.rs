@@ -1,43 +1,44 @@
-//! Input of a step: sequences with their pages, and how many there may be.
+//! Input of a step: sequences with tokens, positions and cache pages, and the requested logits.
+//!
+//! The engine builds a [`Batch`] for each step. [`BatchSize`] bounds it when memory is reserved.
 
 use paceline_tensor::{AttentionRows, PAGE};
 
 use crate::WindowPool;
 use crate::candidates::Extent;
 
-/// Which positions of a sequence give logits.
+/// Rows of a sequence that need logits, and how many values of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
-    /// None: more of the prompt follows.
+    /// None, for a prompt chunk before the last.
     None,
-    /// The last row's.
+    /// All logits of the last row.
     Last,
-    /// The last row's, of which the largest alone is wanted, the first among equals: others that
-    /// another rank has computed may be NaN.
+    /// The largest logit of the last row, the first among equals. Other logits computed by other
+    /// ranks may be NaN.
     Best,
-    /// The last row's logits that may be among its largest; others that another rank has computed
-    /// may be NaN.
+    /// The largest logits of the last row. Other logits computed by other ranks may be NaN.
     Top(TopLogits),
-    /// All rows'.
+    /// All logits of all rows.
     All,
-    /// As [`Best`](Self::Best), of all rows.
+    /// As [`Best`](Self::Best), for all rows.
     AllBest,
-    /// As [`Top`](Self::Top), of all rows.
+    /// As [`Top`](Self::Top), for all rows.
     AllTop(TopLogits),
 }
 
-/// The largest logits of a row.
+/// How many of a row's largest logits are needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopLogits {
-    /// How many, at least 1.
+    /// At least 1.
     pub n: u16,
-    /// Logits that are less than 2 to this power below the last of them are wanted too. Weights in
-    /// f32 may be equal where logits are not.
+    /// Margin: also needed are logits within 2 to this power of the n-th largest. Sampling weights
+    /// in f32 may be equal where logits differ.
     pub within: i8,
 }
 
 impl Logits {
-    /// Rows with logits, of a sequence of `rows`.
+    /// Rows with logits, of `rows` rows in the sequence.
     pub const fn rows(self, rows: usize) -> usize {
         match self {
             Self::None => 0,
@@ -46,7 +47,7 @@ impl Logits {
         }
     }
 
-    /// The same for all rows as for the last one.
+    /// The same request for all rows instead of the last.
     pub const fn of_all_rows(self) -> Self {
         match self {
             Self::Last => Self::All,
@@ -56,7 +57,7 @@ impl Logits {
         }
     }
 
-    /// The logits of a sequence's first rows, if this is for the whole.
+    /// The request for the first rows of a divided sequence.
     pub(crate) const fn before_the_last(self) -> Self {
         match self {
             Self::None | Self::Last | Self::Best | Self::Top(_) => Self::None,
@@ -64,7 +65,7 @@ impl Logits {
         }
     }
 
-    /// How much is wanted of each row with logits.
+    /// Values that are needed of each row with logits.
     const fn extent(self) -> Extent {
         match self {
             Self::None | Self::Last | Self::All => Extent::Whole,
@@ -73,7 +74,7 @@ impl Logits {
         }
     }
 
-    /// As a word of a plan: the kind in the lowest byte, what [`TopLogits`] has above it.
+    /// Encoding in a plan: the kind in the lowest byte, the fields of [`TopLogits`] above it.
     pub(crate) fn to_word(self) -> u32 {
         match self {
             Self::None => 0,
@@ -86,7 +87,7 @@ impl Logits {
         }
     }
 
-    /// From a word of a plan; `None` for one that says nothing.
+    /// Decodes a word of a plan; `None` if invalid.
     pub(crate) fn from_word(word: u32) -> Option<Self> {
         let [kind, within, low, high] = word.to_le_bytes();
         let top = TopLogits {
@@ -119,36 +120,35 @@ impl TopLogits {
     }
 }
 
-/// A sequence's share of a batch: consecutive rows at consecutive positions.
+/// A sequence in a batch: consecutive rows at consecutive positions.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchSequence<'a> {
-    /// The tokens, at least one.
+    /// At least one.
     pub tokens: &'a [u32],
-    /// Position of the first.
+    /// Position of the first token.
     pub position: usize,
-    /// The sequence's pages in order of position; covers all positions up to the last token's.
+    /// The sequence's cache pages in order of position, up to the last token's position at least.
     pub pages: &'a [u32],
-    /// Its pages in each kind of layers that lets pages go ([`Kinds`](crate::Kinds)); empty where
-    /// every kind has `pages`.
+    /// Pages in each kind of layers that releases pages ([`Kinds`](crate::Kinds)); empty if every
+    /// kind uses `pages`.
     pub windows: &'a [WindowPages<'a>],
-    /// The adapter of its rows, counted from 1 in the order of
+    /// Adapter number of its rows, counted from 1 in the order of
     /// [`Weights::adapters`](crate::Weights::adapters); 0 for none.
     pub adapter: u32,
-    /// Logits that are wanted.
     pub logits: Logits,
 }
 
-/// The pages that a kind of layers still has of a sequence.
+/// A sequence's remaining pages in one kind of layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowPages<'a> {
-    /// How many pages of the sequence were let go.
+    /// Released pages.
     pub first_page: usize,
-    /// Pages behind those let go, in order of position, up to the last token's.
+    /// Remaining pages in order of position, up to the last token's.
     pub pages: &'a [u32],
 }
 
 impl<'a> BatchSequence<'a> {
-    /// Its rows as layers of a kind see them.
+    /// Its rows for the attention of one kind of layers.
     pub(crate) fn rows_of(&self, kind: usize) -> AttentionRows<'a> {
         let all = WindowPages {
             first_page: 0,
@@ -166,16 +166,15 @@ impl<'a> BatchSequence<'a> {
         }
     }
 
-    /// The pages that hold its positions up to the last token's.
+    /// Pages of its positions up to the last token's.
     pub(crate) fn pages_in_use(&self) -> &[u32] {
         &self.pages[..(self.position + self.tokens.len()).div_ceil(PAGE)]
     }
 }
 
-/// Sequences that a step computes; they need not know of one another.
+/// Sequences computed in one step, independently of each other.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
-    /// In the order of their rows.
     pub sequences: &'a [BatchSequence<'a>],
 }
 
@@ -184,13 +183,13 @@ impl Batch<'_> {
         self.sequences.iter().map(|s| s.tokens.len()).sum()
     }
 
-    /// The largest number of an adapter.
+    /// Largest adapter number.
     pub(crate) fn adapters(&self) -> usize {
         let adapters = self.sequences.iter().map(|s| s.adapter);
         adapters.max().unwrap_or(0) as usize
     }
 
-    /// Rows whose logits are wanted, in order.
+    /// Rows that need logits, in order.
     pub(crate) fn wanted(&self, out: &mut Vec<usize>) {
         out.clear();
         let mut first = 0;
@@ -202,7 +201,7 @@ impl Batch<'_> {
         }
     }
 
-    /// How much of each wanted row is wanted.
+    /// Values that are needed of each row with logits.
     pub(crate) fn extents(&self) -> Vec<Extent> {
         let rows = |s: &BatchSequence<'_>| {
             std::iter::repeat_n(s.logits.extent(), s.logits.rows(s.tokens.len()))
@@ -216,12 +215,11 @@ impl Batch<'_> {
     }
 }
 
-/// The largest batch that a [`Workspace`] is made for.
+/// The largest batch of a [`Workspace`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchSize {
-    /// Rows of all sequences.
     pub rows: usize,
-    /// Rows whose logits are wanted.
+    /// Rows with logits.
     pub logit_rows: usize,
     pub sequences: usize,
     /// Positions of a sequence.
@@ -229,8 +227,8 @@ pub struct BatchSize {
 }
 
 impl BatchSize {
-    /// For one sequence of up to `context` positions, `rows` of them at a time, of which the last
-    /// gives logits.
+    /// For one sequence of up to `context` positions, in chunks of `rows` rows with logits for the
+    /// last.
     pub const fn single(rows: usize, context: usize) -> Self {
         Self {
             rows,
@@ -241,16 +239,16 @@ impl BatchSize {
     }
 }
 
-/// Limits of a plan from another rank.
+/// Bounds for a plan from another rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits<'a> {
     pub(crate) rows: usize,
     pub(crate) logit_rows: usize,
     pub(crate) sequences: usize,
     pub(crate) context: usize,
-    /// Pages of the layers that look at all positions.
+    /// Pages of layers that attend to all positions.
     pub(crate) pages: usize,
-    /// Pages of the other layers.
+    /// Pages of the other kinds of layers.
     pub(crate) windows: &'a [WindowPool],
     pub(crate) vocab: usize,
     pub(crate) adapters: usize,

@@ -1,5 +1,5 @@
-//! Gates, steps, decays and norms: the parts of gated heads and gated delta nets beyond queries,
-//! keys and values.
+//! Gates, steps, decays and norms of gated attention heads and gated delta nets. Queries, keys and
+//! values are in `step`.
 //!
 //! ```text
 //! attention      wide (T, H, 2 D): of each head the query, then its gate
@@ -9,7 +9,8 @@
 //!                attended (T, H, E) = norm(attended over E) * silu(gate)
 //! ```
 //!
-//! A softplus is computed in f64 and rounded once: a state lives on the product of its decays.
+//! The softplus is computed in f64 and rounded once, because a state accumulates the product of its
+//! decays.
 
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
@@ -19,7 +20,7 @@ use crate::model::Model;
 use crate::weights::{DeltaNet, Linear};
 use crate::{LayerCache, LayerCut, LayerShape};
 
-/// Values that are computed at once.
+/// Values per call of the exponential kernel.
 const RUN: usize = 64;
 
 /// Buffers for layers with gates. T rows, H this rank's heads, D and E elements of a query and of a
@@ -37,7 +38,7 @@ pub(super) struct Mixer {
 }
 
 impl Mixer {
-    /// For steps of up to `rows` rows; `None` where no layer has gates.
+    /// For steps of up to `rows` rows; `None` if no layer has gates.
     pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
         let (config, shard) = (model.config(), model.shard());
         let layers = || config.layers[shard.layers.clone()].iter();
@@ -62,7 +63,7 @@ impl Mixer {
         })
     }
 
-    /// Copies the queries `(T, H, D)` out of the products with their gates.
+    /// Copies the queries `(T, H, D)` out of the products that also contain their gates.
     pub(super) fn take_queries(&self, dim: usize, rows: usize, query: &Linear, q: &mut [f32]) {
         let heads = self.wide[..rows * query.matrix.rows()].chunks_exact(2 * dim);
         for (q, head) in q.chunks_exact_mut(dim).zip(heads) {
@@ -90,7 +91,7 @@ impl Mixer {
         });
     }
 
-    /// The products of a delta net for gates, steps and decays.
+    /// Products of a delta net for gates, steps and decays.
     pub(super) fn products<'a>(&'a mut self, net: &'a DeltaNet, rows: usize) -> [Product<'a>; 3] {
         let [gate, step, decay] = net.matrices();
         [
@@ -105,7 +106,7 @@ impl Mixer {
         })
     }
 
-    /// Turns products into steps and decays.
+    /// Converts products to steps and decays.
     pub(super) fn finish_gates(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
         let heads = net.bias.len();
         for steps in self.steps[..rows * heads].chunks_mut(RUN) {
@@ -125,7 +126,7 @@ impl Mixer {
         });
     }
 
-    /// Norms each head of `x` `(T, H, E)` and multiplies it with silu of its gate.
+    /// Norms each head of `x` `(T, H, E)` and multiplies it by silu of its gate.
     pub(super) fn norm_and_gate(
         &self,
         (kernels, eps): (&Kernels, f32),
@@ -152,7 +153,7 @@ impl Mixer {
     }
 }
 
-/// `ln(1 + exp(x))`; from 20 on x itself, as transformers and llama.cpp have it.
+/// `ln(1 + exp(x))`; from 20 on x itself, as in transformers and llama.cpp.
 fn softplus(x: f32) -> f32 {
     if x > 20.0 {
         return x;

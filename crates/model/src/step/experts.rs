@@ -1,4 +1,4 @@
-//! Experts: the router's choice for each row, the rows of each expert together, and the sum over
+//! Mixture of experts: routing of each row, products of each expert over its rows, and the sum over
 //! experts.
 //!
 //! ```text
@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Only the weights of chosen experts are read. A leaf is `weight * y + 0`, which is never -0. So a
-//! subtree without a chosen expert may be left out or be zeros: the bits are the same.
+//! subtree without a chosen expert may be omitted or zero, with equal bits.
 
 use std::ops::Range;
 
@@ -25,23 +25,23 @@ use crate::split::LeafCut;
 use crate::uses::LayerUses;
 use crate::weights::{Expert, Experts};
 
-/// A row's choice of an expert.
+/// A row's route to one expert.
 #[derive(Clone, Copy, Debug, Default)]
 struct Choice {
     expert: usize,
     weight: f32,
-    /// Its place among the results.
+    /// Index in the results.
     slot: usize,
 }
 
-/// Buffers of layers with experts. T rows, E experts, k of them for each row and perhaps a shared
-/// one besides.
+/// Buffers of layers with experts. T rows, E experts, k of them per row, and in some models a
+/// shared one.
 #[derive(Debug)]
 pub(super) struct Routed {
     of: config::Experts,
-    /// On the gate, where that has no limit.
+    /// Of the gate, without a clamp.
     activation: Activation,
-    /// `(T, C)`: the rows that go into the router, where these are not those of the experts.
+    /// `(T, C)`: the router's input, if it differs from the experts' input.
     router_x: Option<Activations>,
     /// `(T, E)`
     scores: Memory<f32>,
@@ -51,16 +51,16 @@ pub(super) struct Routed {
     shared_scores: Memory<f32>,
     /// `(T, k + 1)`, by expert.
     choices: Vec<Choice>,
-    /// Rows of an expert.
+    /// Rows routed to one expert.
     members: Vec<usize>,
-    /// `(T, C)`: the rows of an expert.
+    /// `(T, C)`: rows of one expert.
     x: Activations,
     /// `(T, F)` each
     gate: Memory<f32>,
     up: Memory<f32>,
-    /// `(T, F)`, of experts and of the shared one.
+    /// `(T, F)`, for routed experts and for the shared one.
     hidden: [Activations; 2],
-    /// `(T (k + 1), C)`, the results of an expert behind those of the one before.
+    /// `(T (k + 1), C)`: results, expert by expert.
     results: Memory<f32>,
 }
 
@@ -101,12 +101,12 @@ impl Routed {
         }
     }
 
-    /// Choices of a row.
+    /// Routes per row.
     const fn each(of: config::Experts) -> usize {
         of.used + if of.shared > 0 { 1 } else { 0 }
     }
 
-    /// Prepares the rows of a router with a norm of its own: residual (T, C) -> x (T, C).
+    /// Input of a router with its own norm: residual (T, C) -> x (T, C).
     pub(super) fn norm(&mut self, model: &Model, weights: &Experts, residual: &[f32]) {
         let (Some(weight), Some(x)) = (&weights.router_norm, &mut self.router_x) else {
             return;
@@ -147,7 +147,7 @@ impl Routed {
         }
     }
 
-    /// The experts of each row, in order of their index.
+    /// Routes each row; routes are in order of expert index.
     fn choose(&mut self, kernels: &Kernels, weights: &Experts, x: &Activations) {
         let (rows, of, each) = (x.rows(), self.of, Self::each(self.of));
         let scores = &mut self.scores[..rows * of.count];
@@ -185,7 +185,7 @@ impl Routed {
         });
     }
 
-    /// The rows that chose an expert, whose results begin at `slot`.
+    /// Collects the rows routed to `expert`; their results begin at `slot`.
     fn gather(&mut self, expert: usize, mut slot: usize, rows: usize) {
         self.members.clear();
         let all = self.choices.chunks_exact_mut(Self::each(self.of));
@@ -198,7 +198,7 @@ impl Routed {
         }
     }
 
-    /// Computes an expert on the rows that were gathered; its results go to `slot` and behind.
+    /// Computes an expert on the collected rows; its results begin at `slot`.
     fn expert(&mut self, kernels: &Kernels, expert: &Expert, x: &Activations, slot: usize) {
         let Self {
             members, gate, up, ..
@@ -238,7 +238,7 @@ impl Routed {
         add_bias(out, expert.down.bias.as_deref(), rows);
     }
 
-    /// The subtree over the experts `leaves`, `(T, width)`: zeros where a row chose none of them.
+    /// The subtree over the experts `leaves`, `(T, width)`: zeros for rows without one of them.
     fn sum(&mut self, kernels: &Kernels, leaves: Range<usize>, width: usize, out: &mut [f32]) {
         let each = Self::each(self.of);
         let results = DisjointMut::new(&mut self.results, width);
@@ -247,7 +247,7 @@ impl Routed {
         kernels.for_rows(out.len(), |t| {
             let own = choices[t * each..(t + 1) * each].iter();
             let own = own.filter(|choice| leaves.contains(&choice.expert));
-            // SAFETY: slots and output are this row's alone; each row is visited once.
+            // SAFETY: slots and output belong to this row only; each row is visited once.
             unsafe { sum_row(own, &results, out.part(t)) }
         });
     }
@@ -256,7 +256,7 @@ impl Routed {
 /// Adds the results of `choices`, in order of their leaves, as the tree does.
 ///
 /// # Safety
-/// Nobody else uses the slots of these choices.
+/// The slots of these choices must not be accessed concurrently.
 unsafe fn sum_row<'a>(
     choices: impl Iterator<Item = &'a Choice>,
     results: &DisjointMut<'_, f32>,
@@ -272,7 +272,7 @@ unsafe fn sum_row<'a>(
         len += 1;
     }
     while len > 1 {
-        // Two neighbours whose common node is lowest are its children.
+        // Two neighbours with the lowest common node are its children.
         let height = |i: &usize| (parts[*i].expert ^ parts[i + 1].expert).ilog2();
         let at = (0..len - 1).min_by_key(height).unwrap_or(0);
         // SAFETY: two slots.
@@ -283,12 +283,12 @@ unsafe fn sum_row<'a>(
     }
     match len {
         0 => out.fill(0.0),
-        // SAFETY: the one that is left.
+        // SAFETY: the remaining slot.
         _ => out.copy_from_slice(unsafe { results.part(parts[0].slot) }),
     }
 }
 
-/// All columns of `x` by all rows of a matrix.
+/// Product with a whole matrix.
 fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     Product {
         weights,
@@ -297,7 +297,7 @@ fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     }
 }
 
-/// Values of a gate that are computed at once.
+/// Values per call of the exponential kernel.
 const RUN: usize = 64;
 
 /// `out = g / (1 + exp(-1.702 g)) * (u + 1)`, where g is `gate` up to `limit` and u is `up` within
@@ -323,7 +323,7 @@ fn sigmoid(kernels: &Kernels, x: &[f32], out: &mut [f32]) {
     out.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
 }
 
-/// Turns scores into weights, `(experts,)` each.
+/// Converts scores to weights, `(experts,)` each.
 fn weigh(kernels: &Kernels, gating: Gating, scores: &[f32], weights: &mut [f32]) {
     match gating {
         Gating::OfChosen => weights.copy_from_slice(scores),
@@ -337,8 +337,8 @@ fn weigh(kernels: &Kernels, gating: Gating, scores: &[f32], weights: &mut [f32])
     }
 }
 
-/// The experts of the largest weights, `choice` added to these where there is one, by index where
-/// equal; in order of index.
+/// Selects the experts with the largest weights, the lower index among equals. `choice` is a bias
+/// for the selection only. The result is in order of index.
 fn choose_row(
     (kernels, of): (&Kernels, &config::Experts),
     scores: &[f32],
@@ -355,7 +355,7 @@ fn choose_row(
     for n in 0..choices.len() {
         let taken = &choices[..n];
         let is_free = |e: &usize| is_open(*e) && taken.iter().all(|choice| choice.expert != *e);
-        // The first of equal ones: `max_by` takes the last.
+        // The first among equals: `max_by` takes the last.
         let free = (0..weights.len()).filter(is_free).rev();
         let best = free.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
         let expert = best.expect("no more are used than there are");
@@ -380,13 +380,13 @@ fn choose_row(
     choices.sort_unstable_by_key(|choice| choice.expert);
 }
 
-/// The groups, a bit each, whose scores are largest, by index where equal. The score of a group is
-/// the sum of the largest `rank` of its experts, added from the largest on.
+/// Groups with the largest scores as a bit set, the lower index among equals. A group's score is
+/// the sum of its largest `rank`s, added in descending order.
 fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u64 {
     let each = experts / groups.count;
     let score = |group: usize| {
         let mut sum = 0.0;
-        let mut before = (f32::INFINITY, 0); // rank and index of the one added last
+        let mut before = (f32::INFINITY, 0); // rank and index of the last one added
         for n in 0..groups.largest {
             let behind = |e: &usize| {
                 let order = rank(*e).total_cmp(&before.0);
@@ -414,7 +414,7 @@ fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u
     open
 }
 
-/// The softmax over the scores of `choices`, of which the first is the largest.
+/// Softmax over the scores of `choices`; the first score must be the largest.
 fn soften(kernels: &Kernels, choices: &mut [Choice]) {
     let (mut scores, mut exp) = ([0.0; MAX_USED], [0.0; MAX_USED]);
     let n = choices.len();
@@ -430,7 +430,7 @@ fn soften(kernels: &Kernels, choices: &mut [Choice]) {
 mod tests {
     use super::*;
 
-    /// Against sorting; values of which many are equal.
+    /// Against sorting, with many equal values.
     #[test]
     fn groups_are_those_of_the_largest_sums() {
         let mut seed = 1u32;
@@ -464,7 +464,7 @@ mod tests {
         }
     }
 
-    /// Scores that are not numbers are told apart by their order too.
+    /// Non-finite scores are ordered by `total_cmp` too.
     #[test]
     fn groups_of_no_numbers_are_chosen() {
         let groups = Groups {

@@ -1,13 +1,14 @@
-//! Two halves of a step in turns: while the sums of one are exchanged, the other is computed.
+//! Overlap of compute and exchange: a step runs as two halves in alternation, one computes while
+//! the sums of the other are exchanged.
 //!
 //! ```text
 //! first    compute | exchange . . . | compute | exchange . . . |
 //! second             compute | exchange . . . | compute | exchange . . .
 //! ```
 //!
-//! Two orders are fixed, whatever the times: which half computes next, and which exchanges next. So
-//! all ranks exchange the same in the same order, and the second half finds the keys and values of
-//! the first in the cache.
+//! The order of computing halves and the order of exchanges are fixed, independent of timing. So
+//! all ranks exchange in the same order. The second half finds the keys and values of the first in
+//! the cache.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -18,22 +19,23 @@ use paceline_tensor::BLOCK;
 use super::{Batch, BatchSequence};
 use crate::Error;
 
-/// Rows from which a step is cut in two: halves have a block of the kernels then. A block of a
-/// small model (width 576) is some ms of work in each layer. The thread of a half takes some tens
-/// of microseconds to start, once in a step.
+/// Minimum rows of a step with two halves: each half then fills a block of the kernels. A block of
+/// a small model (width 576) is some ms of work per layer. Starting the thread of a half takes some
+/// tens of microseconds, once per step.
 pub(crate) const HALVES_FROM: usize = 2 * BLOCK;
 
-/// Rows of the first half of `rows`: whole blocks, so that no more blocks are begun than in one.
+/// Rows of the first half of `rows`: whole blocks, so that two halves take no more blocks than one
+/// step.
 const fn first_rows(rows: usize) -> usize {
     (rows / 2 + BLOCK / 2) / BLOCK * BLOCK
 }
 
-/// The most rows that a second half has in steps of up to `rows`.
+/// Maximum rows of the second half in steps of up to `rows`.
 pub(crate) const fn most_second_rows(rows: usize) -> usize {
     rows / 2 + BLOCK / 2
 }
 
-/// The sequences of both halves of a batch of at least [`HALVES_FROM`] rows.
+/// Divides a batch of at least [`HALVES_FROM`] rows into the sequences of two halves.
 pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
     let mut left = first_rows(batch.rows());
     let mut halves = [Vec::new(), Vec::new()];
@@ -58,25 +60,25 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
     halves
 }
 
-/// State that both halves look at.
+/// Shared schedule of both halves.
 #[derive(Debug)]
 pub(crate) struct Turns {
-    /// The longest wait of a half for the other.
+    /// Timeout of a half that waits for the other.
     limit: Duration,
     next: Mutex<Next>,
     changed: Condvar,
 }
 
-/// Turns are numbered: the first half's are even.
+/// Next turns to compute and to exchange. The first half has the even numbers.
 #[derive(Debug, Default)]
 struct Next {
     compute: u64,
     exchange: u64,
-    /// A half has ended: the other waits for no turn.
+    /// A half has ended: the other does not wait for turns.
     alone: bool,
 }
 
-/// A half's place in the order.
+/// A half's turn in the schedule.
 #[derive(Debug)]
 pub(crate) struct Turn<'t> {
     turns: &'t Turns,
@@ -84,7 +86,7 @@ pub(crate) struct Turn<'t> {
 }
 
 impl Turns {
-    /// For two halves, each of which computes and exchanges a part of its step within `limit`.
+    /// Each half computes or exchanges for at most `limit` at a time.
     pub(crate) fn new(limit: Duration) -> Self {
         Self {
             limit,
@@ -93,7 +95,7 @@ impl Turns {
         }
     }
 
-    /// The first half's turn, and the second's.
+    /// Turns of the first and the second half.
     pub(crate) fn both(&self) -> [Turn<'_>; 2] {
         [0, 1].map(|number| Turn {
             turns: self,
@@ -110,7 +112,7 @@ impl Turns {
         self.changed.notify_all();
     }
 
-    /// Whether it has `come`, or the other half has ended, before the limit.
+    /// Waits until `come` holds or the other half has ended; `false` after the timeout.
     fn wait(&self, come: impl Fn(&Next) -> bool) -> bool {
         let early = |next: &mut Next| !(next.alone || come(next));
         let waited = self
@@ -130,7 +132,7 @@ impl Turn<'_> {
         Err(Error::HalfLate { half, limit })
     }
 
-    /// Waits until this half is to compute.
+    /// Waits for this half's turn to compute.
     ///
     /// # Errors
     /// [`Error::HalfLate`].
@@ -138,11 +140,11 @@ impl Turn<'_> {
         self.wait(|next| next.compute == self.number)
     }
 
-    /// Lets the other half compute, exchanges when it is this half's turn to, and waits until it is
-    /// to compute again.
+    /// Passes the compute turn to the other half, runs `exchange` in this half's exchange turn, and
+    /// waits for its next turn to compute.
     ///
     /// # Errors
-    /// [`Error::HalfLate`]; that of `exchange`.
+    /// [`Error::HalfLate`]; the error of `exchange`.
     pub(crate) fn exchange<R>(
         &mut self,
         exchange: impl FnOnce() -> Result<R, Error>,
@@ -209,7 +211,7 @@ mod tests {
         );
     }
 
-    /// Whatever takes long, the order is the same.
+    /// The order is the same whichever operation is slow.
     #[test]
     fn halves_take_turns() {
         let turns = Turns::new(Duration::from_secs(60));
@@ -234,7 +236,7 @@ mod tests {
         assert_eq!(seen.into_inner().unwrap(), [in_turn(102), in_turn(100)]);
     }
 
-    /// Whichever half never comes, and wherever the other waits for it.
+    /// Either half is missing, at each point where the other waits for it.
     #[test]
     fn a_half_that_never_comes_is_told_by_name() {
         let late = |result: Result<(), Error>, half: &str| {
@@ -251,7 +253,7 @@ mod tests {
         let turns = Turns::new(Duration::from_millis(20));
         let [first, mut second] = turns.both();
         first.begin().unwrap();
-        // As if the first had computed and were in its exchange.
+        // The state after the first half has computed and started its exchange.
         turns.change(|next| next.compute += 1);
         second.begin().unwrap();
         late(second.exchange(|| panic!("it is not its turn")), "first");
@@ -259,7 +261,7 @@ mod tests {
         second.begin().expect("who is alone waits for nobody");
     }
 
-    /// The other half hears of it, and need not wait for its own limit.
+    /// The other half continues without its timeout.
     #[test]
     fn a_half_that_fails_leaves_the_other_alone() {
         let turns = Turns::new(Duration::from_secs(600));

@@ -1,4 +1,4 @@
-//! Quantised inputs of products whose width differs from layer to layer.
+//! Quantised input buffers of a product whose width differs between layers.
 
 use paceline_tensor::Activations;
 
@@ -7,16 +7,16 @@ use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::Summed;
 
-/// Inputs of a product of each layer: one buffer for all layers whose inputs are as wide.
+/// Inputs of one product in each layer; layers of equal width share a buffer.
 #[derive(Debug)]
 pub(super) struct Inputs {
     pub(super) buffers: Vec<Activations>,
-    /// The buffer of each layer.
+    /// Buffer index of each layer.
     of: Vec<usize>,
 }
 
 impl Inputs {
-    /// For the products of all layers, in order, each with the cut of its sum.
+    /// For the product of each layer, in order, with the cut of its sum.
     pub(super) fn new<'a>(
         model: &Model,
         rows: usize,
@@ -26,7 +26,7 @@ impl Inputs {
         let mut widths: Vec<(usize, usize)> = Vec::new();
         let of = products.clone().map(|(sum, cut)| {
             if sum.is_none() {
-                return usize::MAX; // its layer has experts, and buffers elsewhere
+                return usize::MAX; // a layer with experts has its buffers elsewhere
             }
             let known = widths.iter().position(|known| *known == width(cut));
             known.unwrap_or_else(|| {
@@ -44,7 +44,7 @@ impl Inputs {
         Self { buffers, of }
     }
 
-    /// The buffer of the layer that this rank holds in place `held`.
+    /// Buffer of this rank's layer `held`, counted from its first.
     pub(super) fn of(&mut self, held: usize) -> &mut Activations {
         &mut self.buffers[self.of[held]]
     }

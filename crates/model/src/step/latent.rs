@@ -1,5 +1,5 @@
-//! Latent attention in its absorbed form. Queries are brought to the latent numbers that all heads
-//! share. The latent numbers that a head reads are expanded to its value.
+//! Latent attention in its absorbed form: queries are mapped into the latent space that all heads
+//! share. The attention output in latent space is expanded to each head's value.
 //!
 //! ```text
 //! x (T, C) -> k (T, R + P) = norm(latent) | turned
@@ -8,9 +8,9 @@
 //! read (T, H, R) by attention over k -> attended (T, H, V) = values[h] (V, R) read
 //! ```
 //!
-//! H heads of this rank, A numbers of a compressed query, N plain elements of a query, P that turn.
-//! R latent numbers, V elements of a value. A head's products are over one leaf: whole rows of its
-//! own matrices. So a rank's heads are those of one rank that has all.
+//! H heads of this rank, A elements of a compressed query, N query elements without rotation, P
+//! rotated ones, R latent elements, V elements of a value. A head's products are over one leaf:
+//! whole rows of its own matrices. So a head has the same bits on every split.
 
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
@@ -22,7 +22,7 @@ use crate::model::Model;
 use crate::weights::{self, Layer};
 use crate::{LayerShape, Rope};
 
-/// Buffers of layers of latent attention; all have the same sizes.
+/// Buffers of latent attention; all such layers have equal sizes.
 #[derive(Debug)]
 pub(super) struct Latents {
     of: Latent,
@@ -43,7 +43,7 @@ pub(super) struct Latents {
     factors: Vec<f32>,
 }
 
-/// The layer and the rows of a step.
+/// Layer and rows of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place<'a> {
     pub(super) kernels: &'a Kernels,
@@ -55,7 +55,7 @@ pub(super) struct Place<'a> {
 }
 
 impl Latents {
-    /// For steps of up to `rows` rows; `None` for models of other attention.
+    /// For steps of up to `rows` rows; `None` for models without latent attention.
     pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
         let of = model.config().latent?;
         let heads = model.shard().each_layer().next()?.heads.len();
@@ -111,7 +111,7 @@ impl Latents {
         self.finish_queries(place, x.rows(), q);
     }
 
-    /// The scale of queries, times their growth.
+    /// The scale of queries, times their growth with position.
     fn make_factors(&mut self, place: &Place<'_>) {
         let (scale, growth) = (place.shape.query_scale, self.of.growth);
         self.factors.clear();
@@ -125,7 +125,7 @@ impl Latents {
         }
     }
 
-    /// x -> queries (T, H, N + P), k as it is before norm and rotation
+    /// x -> queries (T, H, N + P), k before norm and rotation
     fn make_queries(
         &mut self,
         kernels: &Kernels,
@@ -158,7 +158,7 @@ impl Latents {
         add_bias(&mut self.queries, w.query.bias.as_deref(), rows);
     }
 
-    /// Norms the latent numbers of k and rotates the others.
+    /// Norms the latent elements of k and rotates the others.
     fn finish_keys(&self, place: &Place<'_>, own: &weights::Latent, k: &mut [f32]) {
         let (of, kernels) = (self.of, place.kernels);
         let keys = DisjointMut::new(k, of.key_dim());
@@ -170,7 +170,7 @@ impl Latents {
         });
     }
 
-    /// Puts what `by_head` has beside the rotated part of each query, both scaled.
+    /// Combines `by_head` with the rotated part of each query, both scaled.
     fn finish_queries(&self, place: &Place<'_>, rows: usize, q: &mut [f32]) {
         let (of, heads, kernels) = (self.of, self.heads, place.kernels);
         let q = DisjointMut::new(&mut q[..rows * heads * of.key_dim()], heads * of.key_dim());
@@ -190,13 +190,13 @@ impl Latents {
         });
     }
 
-    /// Memory for the latent numbers that each head reads, `(T, H, R)`.
+    /// Buffer for each head's attention output in latent space, `(T, H, R)`.
     pub(super) fn read(&mut self, rows: usize) -> &mut [f32] {
         self.read.resize(rows);
         self.read.values_mut()
     }
 
-    /// Expands the latent numbers that were read to attended `(T, H, V)`.
+    /// Expands the attention output to attended `(T, H, V)`.
     pub(super) fn expand(&mut self, kernels: &Kernels, w: &Layer, attended: &mut [f32]) {
         let own = w.latent.as_deref().expect("loaded for this family");
         kernels.quantise(&mut self.read);
@@ -222,7 +222,8 @@ impl Place<'_> {
     }
 }
 
-/// Each head's columns of `x` by the matrix of that head, one head behind the other in `out`.
+/// Each head's columns of `x` times that head's matrix; the outputs of the heads follow each other
+/// in `out`.
 fn of_each_head(kernels: &Kernels, matrices: &[Packed], x: &Activations, out: &mut [f32]) {
     let Some(first) = matrices.first() else {
         return;

@@ -1,12 +1,13 @@
-//! Embeddings that each layer has of its own (Gemma 4), and the way from them to the residual.
+//! Per-layer embeddings (Gemma 4): their inputs, computed once, and their addition to the residual
+//! in each layer.
 //!
 //! ```text
 //! once      e (T, L P) = (norm(project(embedding) / sqrt C) + own embedding * sqrt P) / sqrt 2
 //! a layer   residual += norm(output(gelu(gate residual) * e[layer]))
 //! ```
 //!
-//! Every rank computes all of it from the tokens for the layers that it holds. A stage of a
-//! pipeline needs nothing from the stage before, and ranks that share a layer exchange nothing.
+//! Every rank computes the inputs of its own layers from the tokens. So a pipeline stage needs
+//! nothing from the previous stage, and ranks that share a layer exchange nothing.
 
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
@@ -16,18 +17,18 @@ use super::{activations, norm_in_place};
 use crate::model::Model;
 use crate::weights::{PerLayer, PerLayerInputs};
 
-/// Buffers. L is the number of layers of the model, N of those that this rank holds.
+/// Buffers. L is the number of layers of the model, N of those on this rank.
 #[derive(Debug)]
 pub(super) struct PerLayerRows {
     /// P
     width: usize,
     /// N
     held: usize,
-    /// Of the step.
+    /// Tokens of the step.
     pub(super) tokens: Vec<u32>,
     /// `(T, L P)`: the tokens' own embeddings.
     own: Memory<f32>,
-    /// `(T, N P)`: what the layers take.
+    /// `(T, N P)`: inputs of the layers.
     inputs: Memory<f32>,
     /// `(T, P)`
     gate: Memory<f32>,
@@ -36,7 +37,7 @@ pub(super) struct PerLayerRows {
 }
 
 impl PerLayerRows {
-    /// For steps of up to `rows` rows; `None` where layers have no embeddings of their own.
+    /// For steps of up to `rows` rows; `None` without per-layer embeddings.
     pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
         let (c, held) = (model.config(), model.shard().layers.len());
         model.per_layer()?;
@@ -56,7 +57,7 @@ impl PerLayerRows {
         })
     }
 
-    /// tokens, x = their embeddings (T, C) -> the inputs of the layers held.
+    /// tokens, x = their embeddings (T, C) -> inputs of this rank's layers.
     pub(super) fn prepare(&mut self, model: &Model, weights: &PerLayerInputs, x: &Activations) {
         let (kernels, c) = (model.kernels(), model.config());
         let (rows, p, first) = (x.rows(), self.width, model.shard().layers.start);
@@ -82,8 +83,7 @@ impl PerLayerRows {
         });
     }
 
-    /// x = the residual (T, C) -> what the layer that this rank holds in place `held` adds to it,
-    /// `(T, C)`.
+    /// x = the residual (T, C) -> the addition of this rank's layer `held`, `(T, C)`.
     pub(super) fn layer(
         &mut self,
         kernels: &Kernels,
@@ -108,7 +108,7 @@ impl PerLayerRows {
 /// 1 / sqrt 2, rounded to f32.
 const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
-/// All columns by all rows of a matrix.
+/// Product with a whole matrix.
 fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     Product {
         weights,
@@ -117,7 +117,7 @@ fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     }
 }
 
-/// delta (T, C) in place, by the norm on what the layer's own embeddings gave.
+/// Norm of the per-layer output, delta (T, C), in place.
 pub(super) fn norm(model: &Model, weights: &PerLayer, delta: &mut [f32]) {
     norm_in_place(model, delta, &weights.norm);
 }

@@ -1,4 +1,4 @@
-//! Norms over all query heads and over all key heads, whichever ranks hold them.
+//! Norms over all query heads and over all key heads, which several ranks may share.
 //!
 //! ```text
 //! every rank      squares (T, its heads + its KV heads): a sum over each head
@@ -6,7 +6,7 @@
 //! each row        the tree over all heads -> one factor for q, one for k
 //! ```
 //!
-//! A KV head that two ranks hold is sent by both, and is the same at both.
+//! Two ranks that hold the same KV head both send its sum, with equal values.
 
 use paceline_comm::Memory;
 use paceline_tensor::Kernels;
@@ -18,12 +18,12 @@ use crate::model::Model;
 use crate::split::HeadsHeld;
 use crate::{Error, LayerShape};
 
-/// Buffers of [`norm`](Self::norm), where a model has such norms.
+/// Buffers of [`norm`](Self::norm), for models with such norms.
 #[derive(Debug)]
 pub(super) struct Projections {
-    /// `(ranks, T, heads + KV heads)`: sums over the heads that each rank holds.
+    /// `(ranks, T, heads + KV heads)`: sums over each rank's heads.
     squares: Memory<f32>,
-    /// `(T, heads + KV heads)`: those of the whole layer.
+    /// `(T, heads + KV heads)`: sums of the whole layer.
     all: Vec<f32>,
     /// Values that each rank sends.
     counts: Vec<usize>,
@@ -115,7 +115,7 @@ impl Projections {
         }
     }
 
-    /// Brings the sums of all ranks into the order of heads, KV heads behind.
+    /// Sorts the sums of all ranks by heads, KV heads last.
     fn collect(&mut self, shape: &LayerShape, by_rank: &[HeadsHeld], rows: usize) {
         let n = shape.heads + shape.kv_heads;
         let mut rest = &self.squares[..];
@@ -132,7 +132,7 @@ impl Projections {
     }
 }
 
-/// The sums of squares of each head of each row.
+/// Sum of squares of each head of each row.
 fn squares(
     kernels: &Kernels,
     head_dim: usize,
@@ -157,8 +157,8 @@ fn squares(
     });
 }
 
-/// The sum over the tree whose leaves are `values`, which it overwrites: as
-/// [`paceline_base::tree`] adds them.
+/// The sum over the tree with leaves `values`, which it overwrites, in the order of
+/// [`paceline_base::tree`].
 fn tree_sum(values: &mut [f32]) -> f32 {
     let mut apart = 1;
     while apart < values.len() {
@@ -170,7 +170,7 @@ fn tree_sum(values: &mut [f32]) -> f32 {
     values[0]
 }
 
-/// `x * factor * weight`, the factor of each row.
+/// `x * factor * weight`, with a factor per row.
 fn scale(
     kernels: &Kernels,
     rows: usize,

@@ -1,9 +1,9 @@
-//! The cap on logits (Gemma 4).
+//! Soft cap of the logits (Gemma 4).
 
 use paceline_tensor::Kernels;
 use paceline_tensor::pool::DisjointMut;
 
-/// Values that are computed at once: a vocabulary of 262,144 is 64 tasks.
+/// Values per task: a vocabulary of 262,144 is 64 tasks.
 const RUN: usize = 4096;
 
 /// `z = cap * tanh(z / cap)`, with `tanh y = (1 - e) / (1 + e)` and `e = exp(-2 |y|)`.

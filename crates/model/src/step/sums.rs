@@ -1,5 +1,5 @@
-//! Products whose input dimension is cut over the ranks of a stage: each rank's part of the sums,
-//! and the sums over all ranks.
+//! Products whose inputs are divided over the ranks of a stage: this rank's partial sums, and the
+//! exchange that completes them.
 
 use paceline_comm::Memory;
 use paceline_tensor::{Activations, Product};
@@ -15,8 +15,8 @@ use crate::{Error, Part};
 /// Buffers for sums.
 #[derive(Debug)]
 pub(super) struct Sums {
-    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start. With adapters each
-    /// root has more behind it ([`adapted`]).
+    /// `(roots of all ranks, T, C)`; the whole sum, `(T, C)`, ends up at the start. With adapters
+    /// each root has additional values ([`adapted`]).
     pub(super) delta: Memory<f32>,
     /// Values that each rank sends.
     counts: Vec<usize>,
@@ -40,8 +40,8 @@ impl Sums {
     }
 
     /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
-    /// roots of all ranks. The exchange is marked as layer `index`. The additions by adapters of
-    /// `runs` are in the sum. Where the step has another half, that is computed meanwhile.
+    /// roots of all ranks. `index` labels the exchange. The sum includes the adapters of `runs`.
+    /// The other half of the step, if any, computes during the exchange.
     pub(super) fn compute(
         &mut self,
         (model, index, runs): (&Model, usize, &[Run]),
@@ -55,7 +55,7 @@ impl Sums {
         let n = own + beside.as_ref().map_or(0, |beside| beside.room(x.rows()));
         let links = model.links().filter(|_| cut.roots.len() > 1);
         let delta = &mut self.delta;
-        // Its roots lie where the others expect them.
+        // Its roots are at the offset that the other ranks expect.
         let first = links.map_or(0, |_| cut.roots_before());
         let mine = &mut delta[first * n..(first + weights.roots.len()) * n];
         let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
@@ -76,8 +76,8 @@ impl Sums {
         Ok(())
     }
 
-    /// This rank's roots, of `n` values each, in their place in delta -> the sum over the roots of
-    /// all ranks.
+    /// This rank's roots, of `n` values each, in place in delta -> the sum over the roots of all
+    /// ranks.
     pub(super) fn exchange(
         &mut self,
         (model, index): (&Model, usize),

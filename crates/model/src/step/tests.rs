@@ -1,7 +1,7 @@
 //! The residual stream after every layer against `transformers` (`tests-data/golden/hf`).
 //!
-//! The comparison goes layer by layer. So a wrong kernel or a wrong order of operations is named by
-//! the first layer that it touches. `tests/golden_hf.rs` compares the logits.
+//! The comparison is layer by layer, so the first wrong layer names a wrong kernel or order of
+//! operations. `tests/golden_hf.rs` compares the logits.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::{Batch, BatchSequence, BatchSize, Logits, Step, Workspace};
 use crate::{Config, LoadOptions, Model, Sample, Source};
 
-/// Largest distance in units of the largest value of the state. Ours and theirs round the same
+/// Largest difference relative to the largest value of the state. Ours and theirs round the same
 /// sums in f32 in another order; seen up to 3e-6 over all folders and layers.
 const TOLERANCE: f32 = 1e-5;
 
@@ -36,7 +36,7 @@ fn prompt(path: &Path) -> Vec<u32> {
     ids.iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
-/// Asserts that `got` is the state called `name`.
+/// Asserts that `got` is the state `name`.
 fn check(file: &Safetensors, name: &str, got: &[f32], folder: &str) {
     let expected = values(file, name);
     assert_eq!(got.len(), expected.len(), "{folder}: {name}");
@@ -102,7 +102,7 @@ fn every_layer_agrees_with_transformers() {
     all.for_each(check_folder);
 }
 
-/// The bits of the last logits of a step; `behind` is called behind each layer.
+/// The bits of the last logits of a step, with a call of `behind` after each layer.
 fn last_logits(model: &Model, tokens: &[u32], behind: &mut dyn FnMut()) -> Vec<u32> {
     let mut cache = model.whole_cache(tokens.len()).unwrap();
     let mut ws = Workspace::new(model, BatchSize::single(tokens.len(), tokens.len()));

@@ -1,4 +1,4 @@
-//! The weights of a gated delta net: rows of this rank's heads, wherever they lie.
+//! Loads the weights of a gated delta net: the rows of this rank's heads, from either file layout.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use super::{AsStored, Linear, Loader, Names, pack_error, vector};
 use crate::config::{self, HeadOrder};
 use crate::{Error, LayerShape, Part, Role};
 
-/// Weights of a gated delta net besides queries, keys, values and an output. H are this rank's
-/// value heads.
+/// Weights of a gated delta net besides queries, keys, values and output. H are this rank's value
+/// heads.
 #[derive(Debug)]
 pub(crate) struct DeltaNet {
     /// `(H E, C)`
@@ -20,7 +20,7 @@ pub(crate) struct DeltaNet {
     pub(crate) step: Packed,
     /// `(H, C)`
     pub(crate) decay: Packed,
-    /// `(taps, channels)`: queries, keys and values.
+    /// `(taps, channels)`, channels of queries, keys and values.
     pub(crate) conv: Vec<f32>,
     /// `(H,)`
     pub(crate) bias: Vec<f32>,
@@ -28,24 +28,24 @@ pub(crate) struct DeltaNet {
     pub(crate) scale: Vec<f32>,
     /// `(E,)`
     pub(crate) norm: Vec<f32>,
-    /// `(H,)`: the key head of each, among this rank's.
+    /// `(H,)`: key head of each value head, among this rank's.
     pub(crate) key_heads: Vec<usize>,
 }
 
 impl DeltaNet {
-    /// The matrices that multiply rows after a norm.
+    /// Matrices whose input is a normed row.
     pub(crate) fn matrices(&self) -> [&Packed; 3] {
         [&self.gate, &self.step, &self.decay]
     }
 }
 
-/// Ranges of rows, one behind the other.
+/// Consecutive row ranges.
 pub(crate) type Rows = Vec<Range<usize>>;
 
-/// A matrix, how many rows it has in all, and which of them are wanted.
+/// A matrix, its total rows, and the rows to load.
 pub(crate) type PartRows = (Part, usize, Rows);
 
-/// Where the rows of a layer's heads lie in the file's matrices. Letters as in [`LayerShape`].
+/// Row ranges of a rank's heads in the file's matrices. Letters as in [`LayerShape`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places<'a> {
     pub(crate) shape: &'a LayerShape,
@@ -54,7 +54,8 @@ pub(crate) struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// Queries, keys, values and gates, in the form of which the file has the matrices.
+    /// Q, K, V and gate matrices in the file's layout: one matrix by key head if `has` reports it,
+    /// else two.
     pub(crate) fn inputs(&self, has: impl Fn(Part) -> bool) -> [PartRows; 4] {
         let (keys, values) = (self.all_keys(), self.all_values());
         if has(Part::DeltaQkvGate) {
@@ -71,7 +72,7 @@ impl Places<'_> {
         [of(q), of(k), of(v), gate]
     }
 
-    /// Steps and decays, in one matrix where they are `joined`.
+    /// Step and decay matrices; one matrix if `joined`.
     pub(crate) fn gates(&self, joined: bool) -> [PartRows; 2] {
         let heads = self.shape.heads;
         if joined {
@@ -90,7 +91,7 @@ impl Places<'_> {
         self.shape.heads * self.shape.value_dim
     }
 
-    /// Queries, keys and values in a matrix that has all of each behind each other.
+    /// Q, K and V rows in a matrix with all of each in sequence.
     fn in_qkv(&self) -> [Rows; 3] {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let keys = |from: usize| {
@@ -103,7 +104,7 @@ impl Places<'_> {
         [keys(0), keys(self.all_keys()), vec![values]]
     }
 
-    /// Queries, keys, values and gates in a matrix that has them by key head.
+    /// Q, K, V and gate rows in a matrix ordered by key head.
     fn by_key_head(&self) -> [Rows; 4] {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let group = self.shape.heads / self.shape.kv_heads;
@@ -122,7 +123,7 @@ impl Places<'_> {
         [keys(0), keys(d), values(2 * d), values(2 * d + group * e)]
     }
 
-    /// Steps and decays in a matrix that has them by key head.
+    /// Step and decay rows in a matrix ordered by key head.
     fn gates_by_key_head(&self) -> [Rows; 2] {
         let group = self.shape.heads / self.shape.kv_heads;
         [0, group].map(|from| {
@@ -134,7 +135,7 @@ impl Places<'_> {
         })
     }
 
-    /// The key head of each value head, among those held.
+    /// Key head of each of this rank's value heads.
     pub(crate) fn key_heads(&self, order: HeadOrder) -> Vec<usize> {
         let group = self.shape.heads / self.shape.kv_heads;
         let of = |head: usize| match order {
@@ -147,7 +148,7 @@ impl Places<'_> {
 }
 
 impl Loader<'_> {
-    /// Queries, keys and values of a gated delta net, and what it has besides.
+    /// Loads Q, K and V of a gated delta net, and its additional weights.
     pub(super) fn delta_net(
         &self,
         layer: usize,
@@ -182,7 +183,7 @@ impl Loader<'_> {
         Ok(([q, k, v].map(linear), net))
     }
 
-    /// Steps and decays, in f32 whatever the class: their errors add up over a state's life.
+    /// Steps and decays, in f32 for every class: their errors accumulate over the life of a state.
     fn delta_gates(&self, layer: usize, places: Places<'_>) -> Result<[Packed; 2], Error> {
         let of = |(part, all, rows): &PartRows| {
             self.gathered(Role::Layer(layer, *part), *all, rows, true)
@@ -191,7 +192,7 @@ impl Loader<'_> {
         Ok([of(step)?, of(decay)?])
     }
 
-    /// Packs `rows` of a matrix of `all` rows; copies them where they do not lie in one piece.
+    /// Packs `rows` of a matrix with `all` rows; copies them if they are not contiguous.
     fn gathered(
         &self,
         role: Role,
@@ -244,8 +245,8 @@ impl Loader<'_> {
 }
 
 impl Names<'_> {
-    /// Whether a layer's steps and decays are one matrix. Of both forms the one that the family's
-    /// newer files have is missed by name.
+    /// Whether a layer's steps and decays are one matrix. If the file has neither form, the error
+    /// names the one in the family's newer files.
     pub(crate) fn joins_delta_gates(&self, layer: usize) -> bool {
         let family = self.config.family;
         let has = |part| self.source.has_any(family, Role::Layer(layer, part));
@@ -259,7 +260,7 @@ impl Names<'_> {
         vector(&tensor, self.config.layers[layer].value_dim)
     }
 
-    /// Factors of decays, of which folders have logarithms.
+    /// Factors of decays; folders store their logarithms.
     pub(crate) fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
         match self.source {
             crate::Source::Gguf(_) => stored,
@@ -270,7 +271,7 @@ impl Names<'_> {
         }
     }
 
-    /// Taps of a rank's channels, `(taps, channels)`.
+    /// Convolution taps of a rank's channels, `(taps, channels)`.
     pub(crate) fn conv(
         &self,
         role: Role,
@@ -279,7 +280,7 @@ impl Names<'_> {
     ) -> Result<Vec<f32>, Error> {
         let channels = 2 * places.all_keys() + places.all_values();
         let mut tensor = self.source.weight(self.config.family, role)?;
-        // With a 1 between, as in transformers, or behind, as in MLX.
+        // The dimension 1 is in the middle in transformers' folders, last in MLX's.
         if tensor.shape == [channels, 1, taps] || tensor.shape == [channels, taps, 1] {
             tensor.shape = vec![channels, taps];
         }
@@ -293,7 +294,7 @@ impl Names<'_> {
     }
 }
 
-/// The bytes of ranges of rows behind each other.
+/// Bytes of consecutive row ranges.
 fn gather<'a>(
     rows: &[Range<usize>],
     of: impl Fn(&Range<usize>) -> Result<Cow<'a, [u8]>, Error>,

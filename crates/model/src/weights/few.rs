@@ -1,4 +1,4 @@
-//! A few experts of a layer in the places of all, for measurements.
+//! A sample of a layer's experts in place of all, for measurements.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,17 +6,17 @@ use std::sync::Arc;
 use super::Expert;
 use crate::{Error, config};
 
-/// Added to the scores of experts that every row is to choose: far above what a router says.
+/// Bias for the experts of the sample: far above any router score.
 const PREFERRED: f32 = 1e4;
 
-/// The bias of a router that chooses the first experts.
+/// Router bias that selects the first experts.
 pub(super) fn preferring(of: config::Experts) -> Vec<f32> {
     let bias = |expert| if expert < of.used { PREFERRED } else { 0.0 };
     (0..of.count).map(bias).collect()
 }
 
-/// As many experts as a row uses, from all over `mine`, in the places of the first; the others are
-/// these again. The shared one is behind.
+/// Loads as many experts as a row uses, evenly spaced over `mine`, as the first ones; the others
+/// repeat them. The shared expert comes last.
 pub(super) fn experts(
     of: config::Experts,
     mine: Range<usize>,

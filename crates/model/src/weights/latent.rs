@@ -1,4 +1,4 @@
-//! Weights of latent attention: parts that every rank of a stage has, and the expansions of its
+//! Weights of latent attention: parts that every rank of a stage has, and the expansions of its own
 //! heads.
 
 use std::ops::Range;
@@ -9,11 +9,10 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix};
 use super::{AsStored, Linear, Loader, pack_error};
 use crate::{Error, Nth, Part, Role, config};
 
-/// The projections that make keys and values of latent attention, and each head's expansions;
-/// shapes in [`Part`].
+/// Projections to keys and values, and each head's expansions; [`Part`] has the shapes.
 #[derive(Debug)]
 pub(crate) struct Latent {
-    /// The compression of queries and its norm.
+    /// Compression of queries, with its norm.
     pub(crate) query_down: Option<(Linear, Vec<f32>)>,
     pub(crate) down: Linear,
     pub(crate) norm: Vec<f32>,
@@ -24,7 +23,7 @@ pub(crate) struct Latent {
 }
 
 impl Loader<'_> {
-    /// This rank's heads of the queries of latent attention.
+    /// This rank's query heads.
     pub(super) fn latent_query(
         &self,
         layer: usize,
@@ -41,7 +40,7 @@ impl Loader<'_> {
         self.rows(Role::Layer(layer, part), all, mine)
     }
 
-    /// Loads the parts that every rank of a stage has, and the expansions of this rank's heads.
+    /// Loads the shared parts, and the expansions of this rank's heads.
     pub(super) fn latent(&self, layer: usize, latent: config::Latent) -> Result<Latent, Error> {
         let heads = self.shard.layer(layer).heads.clone();
         let rows = |part, rows| {
@@ -64,7 +63,7 @@ impl Loader<'_> {
         })
     }
 
-    /// A head's expansion of queries to latent numbers, `(latent, plain)`.
+    /// A head's map of queries into the latent space, `(latent, plain)`.
     fn key_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
         let (heads, shape) = (self.config.layers[layer].heads, [latent.rank, latent.plain]);
         let role = Role::Layer(
@@ -95,7 +94,7 @@ impl Loader<'_> {
         packed.map_err(|source| pack_error(both.name(), source))
     }
 
-    /// A head's expansion of latent numbers to a value, `(value, latent)`.
+    /// A head's expansion of the latent space to a value, `(value, latent)`.
     fn value_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
         let (heads, shape) = (
             self.config.layers[layer].heads,
@@ -117,13 +116,13 @@ impl Loader<'_> {
         self.of_head(role, [heads * dim, latent.rank], mine)
     }
 
-    /// Whether the expansions of a layer to keys and to values are one matrix.
+    /// Whether a layer's expansions to keys and values are one matrix.
     fn is_joined(&self, layer: usize) -> bool {
         let role = Role::Layer(layer, Part::LatentUp);
         self.names.source.has_any(self.config.family, role)
     }
 
-    /// Packs rows of a matrix that meet some columns of an input whose leaves are as wide.
+    /// Packs rows of a matrix, with all columns as one leaf.
     fn of_head(&self, role: Role, shape: [usize; 2], rows: Range<usize>) -> Result<Packed, Error> {
         self.packed(role, shape, (rows, 0..shape[1]), |stored, mut options| {
             options.leaf_cols = shape[1];
@@ -133,8 +132,8 @@ impl Loader<'_> {
 }
 
 impl AsStored {
-    /// `rows` rows from `first` on of `cols` columns, turned: `[cols, rows]` is what it takes, as
-    /// the shape of the result. Floats stay what they are, other types become f32.
+    /// Transposes `rows` rows from `first` on of a matrix with `cols` columns. `[cols, rows]` is
+    /// the shape of the result. Floats keep their type, other types become f32.
     fn turned(&self, first: usize, [cols, rows]: [usize; 2]) -> (BlockType, Vec<u8>) {
         if let Self::Whole(tensor) = self
             && tensor.block_type.is_float()

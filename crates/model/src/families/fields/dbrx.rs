@@ -1,11 +1,11 @@
-//! DBRX as files describe it. Its `config.json` has names of its own, some in objects.
+//! DBRX's fields. Its `config.json` has its own names, some in nested objects.
 
 use serde_json::Value;
 
 use super::{Fields, wrong_value};
 use crate::Error;
 
-/// Usual name of a field, the object it is in (none: the whole), and its name there.
+/// Default name of a field, its object (empty: the root), and its name there.
 const NAMES: [(&str, &str, &str); 12] = [
     ("hidden_size", "", "d_model"),
     ("num_attention_heads", "", "n_heads"),
@@ -21,10 +21,10 @@ const NAMES: [(&str, &str, &str); 12] = [
     ("ffn_act_fn", "ffn_config", "ffn_act_fn"),
 ];
 
-/// The order of the norm by which the weights of chosen experts are divided.
+/// Order of the norm that divides the weights of the chosen experts.
 const NORMALISE: &str = "moe_normalize_expert_weights";
 
-/// Where a `config.json` has the field that others have under `name`: the object, and its name.
+/// Object and name of the field that other families call `name`.
 pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n str) {
     let is_dbrx = config.get("model_type").and_then(Value::as_str) == Some("dbrx");
     let mut names = NAMES.iter().filter(|_| is_dbrx);
@@ -36,7 +36,7 @@ pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n
 }
 
 impl Fields<'_> {
-    /// The limit of queries, keys and values, where there is one.
+    /// Clamp of queries, keys and values, if present.
     pub(crate) fn clamp_qkv(&self) -> Result<Option<f32>, Error> {
         let limit = self.opt_float("attention.clamp_kqv", "clip_qkv")?;
         match limit.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
@@ -45,8 +45,8 @@ impl Fields<'_> {
         }
     }
 
-    /// Whether the weights of DBRX's experts are divided by their sum: in folders unless the order
-    /// of the norm is null. Refuses other orders, and another function on the gate.
+    /// Whether the weights of the chosen experts are divided by their sum: in folders, unless the
+    /// order of the norm is null. Refuses other orders, and another activation of the gate.
     pub(crate) fn dbrx_normalises(&self) -> Result<bool, Error> {
         let function = |value: &Value| value.get("name")?.as_str().map(str::to_owned);
         let function = self.hf("ffn_act_fn", "an object with a name", function)?;

@@ -1,4 +1,4 @@
-//! Gated delta nets as files describe them.
+//! Fields of gated delta nets.
 
 use paceline_formats::gguf::{self, Array};
 use serde_json::Value;
@@ -8,11 +8,11 @@ use crate::config::{DeltaNet, HeadOrder, MAX_HEADS, MAX_TAPS, MAX_WIDTH};
 use crate::families::Family;
 use crate::{Config, Error, LayerCache, LayerShape};
 
-/// Of so many layers, one is attention, where the file does not say.
+/// Every fourth layer is attention if the file does not say.
 const INTERVAL: usize = 4;
 
 impl Fields<'_> {
-    /// Gives attention its gates, and makes the other layers gated delta nets.
+    /// Enables attention gates, and makes the other layers gated delta nets.
     pub(crate) fn set_delta_nets(&self, config: &mut Config) -> Result<(), Error> {
         let net = self.delta_net(config.family, &config.usual_layer())?;
         let recurrent = self.recurrent_layers(config.layers.len())?;
@@ -26,7 +26,7 @@ impl Fields<'_> {
         Ok(())
     }
 
-    /// A layer that is a gated delta net.
+    /// Shape of a gated delta net layer.
     fn delta_net(&self, family: Family, usual: &LayerShape) -> Result<LayerShape, Error> {
         let heads = |gguf, hf| self.size(gguf, hf, 1, MAX_HEADS);
         let kv_heads = heads("ssm.group_count", "linear_num_key_heads")?;
@@ -76,7 +76,7 @@ impl Fields<'_> {
         })
     }
 
-    /// Which layers are gated delta nets.
+    /// Whether each layer is a gated delta net.
     fn recurrent_layers(&self, layers: usize) -> Result<Vec<bool>, Error> {
         if let Some(said) = self.said_layers(layers)? {
             return Ok(said);
@@ -91,7 +91,8 @@ impl Fields<'_> {
         Ok((1..=layers).map(|n| !n.is_multiple_of(every)).collect())
     }
 
-    /// As a list in the file says; in GGUF files it may have entries for the blocks behind.
+    /// The file's list of layers. In GGUF files it may include multi-token prediction blocks at the
+    /// end.
     fn said_layers(&self, layers: usize) -> Result<Option<Vec<bool>>, Error> {
         const KEY: &str = "attention.recurrent_layers";
         match self {
@@ -133,8 +134,8 @@ impl Fields<'_> {
         }
     }
 
-    /// Whether the weights of the chosen experts are divided by their sum, `usual` where
-    /// `config.json` does not say; in GGUF files they are.
+    /// Whether the weights of the chosen experts are divided by their sum: `usual` if `config.json`
+    /// does not say; always in GGUF files.
     pub(crate) fn normalises_experts_or(&self, usual: bool) -> Result<bool, Error> {
         match self {
             Self::Gguf { .. } => Ok(true),

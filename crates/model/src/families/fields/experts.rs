@@ -1,4 +1,4 @@
-//! Experts as files describe them.
+//! Fields of experts and routers.
 
 use serde_json::Value;
 
@@ -10,19 +10,20 @@ use crate::{Config, Error, Experts};
 pub(super) const MAX_EXPERTS: u64 = 1 << 12;
 const MAX_EXPERT_WIDTH: u64 = 1 << 18;
 
-/// Most layers or blocks that a count may name.
+/// Largest accepted count of layers or blocks.
 const MAX_COUNT: u64 = 1 << 10;
 
-/// The limit of gpt-oss, which its GGUF files do not carry.
+/// Clamp of gpt-oss, which its GGUF files do not contain.
 const CLAMP: f32 = 7.0;
-/// The slope of its gate.
+/// Slope of gpt-oss's gate.
 const SLOPE: f32 = 1.702;
 
 /// `expert_gating_func` of GGUF files for a sigmoid.
 const SIGMOID: usize = 2;
 
 impl Fields<'_> {
-    /// The experts, which are `ffn` wide unless it says otherwise; `hf_count` names their number.
+    /// Experts with width `ffn` unless the file says otherwise; `hf_count` is the field of their
+    /// number.
     pub(crate) fn experts(
         &self,
         hf_count: &'static str,
@@ -52,7 +53,7 @@ impl Fields<'_> {
         })
     }
 
-    /// Experts that a sigmoid router chooses, with biases on its choice.
+    /// Experts with a sigmoid router and a choice bias.
     pub(crate) fn sigmoid_experts(
         &self,
         hf_count: &'static str,
@@ -73,8 +74,8 @@ impl Fields<'_> {
         Ok(experts)
     }
 
-    /// Whether weights are divided by their sum. Without a field it is no in GGUF files, as in
-    /// llama.cpp, and `usual` in folders.
+    /// Whether expert weights are divided by their sum. Default: no in GGUF files, as in llama.cpp,
+    /// and `usual` in folders.
     pub(super) fn says_normalised(&self, usual: bool) -> Result<bool, Error> {
         match self {
             Self::Gguf { metadata, .. } => {
@@ -88,7 +89,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The factor of the weights of chosen experts; 0 in a file means 1.
+    /// Factor of the weights of chosen experts; 0 in a file means 1.
     pub(super) fn expert_scale(&self) -> Result<f32, Error> {
         let said = self.opt_float("expert_weights_scale", "routed_scaling_factor")?;
         match said {
@@ -98,7 +99,8 @@ impl Fields<'_> {
         }
     }
 
-    /// With the shared expert, as wide as so many others as the file says (1), without a gate.
+    /// Adds a shared expert without a gate. Its width is that of the file's number of experts
+    /// (default 1).
     pub(crate) fn with_ungated_shared(&self, mut experts: Experts) -> Result<Experts, Error> {
         let shared = self.opt_size("expert_shared_count", "n_shared_experts", 0, MAX_COUNT)?;
         experts.shared = experts.width * shared.unwrap_or(1);
@@ -114,7 +116,7 @@ impl Fields<'_> {
         Ok(experts)
     }
 
-    /// Leading layers without experts; `usual` in folders that do not say.
+    /// Leading dense layers; `usual` in folders that do not say.
     pub(crate) fn dense_layers(&self, usual: usize) -> Result<usize, Error> {
         let said = self.opt_size(
             "leading_dense_block_count",
@@ -128,8 +130,8 @@ impl Fields<'_> {
         }))
     }
 
-    /// Layers of `blocks` that are not for predicting several tokens: in GGUF files those are
-    /// counted, and lie last.
+    /// Layers of `blocks` without multi-token prediction. GGUF files count the prediction blocks,
+    /// which are last.
     pub(crate) fn decoder_layers(&self, blocks: usize) -> Result<usize, Error> {
         const KEY: &str = "nextn_predict_layers";
         match self {
@@ -141,7 +143,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The limit of the gate of gpt-oss.
+    /// Clamp of gpt-oss's gate.
     pub(crate) fn gpt_oss_clamp(&self) -> Result<f32, Error> {
         let slope = self.opt_float("", "swiglu_alpha")?;
         if let (Self::Hf(_), Some(other)) = (self, slope.filter(|slope| *slope != SLOPE)) {
@@ -157,7 +159,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Whether heads have norms; `None` when they have where the file has their weights.
+    /// Whether heads have norms; `None` if that depends on the file having the weights.
     pub(crate) fn glm_head_norms(&self) -> Result<Option<bool>, Error> {
         match self {
             Self::Gguf { .. } => Ok(None),
@@ -168,7 +170,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Refuses configurations of MiniMax's earlier and later models.
+    /// Refuses MiniMax's earlier and later models.
     pub(crate) fn check_minimax(&self) -> Result<(), Error> {
         let text = self.hf("scoring_func", "a string", Value::as_str)?;
         if let Some(other) = text.filter(|text| *text != "sigmoid") {
@@ -194,7 +196,7 @@ impl Fields<'_> {
         })
     }
 
-    /// The width of a shared expert.
+    /// Width of the shared expert.
     pub(crate) fn shared_expert(&self) -> Result<usize, Error> {
         self.size(
             "expert_shared_feed_forward_length",
@@ -204,8 +206,8 @@ impl Fields<'_> {
         )
     }
 
-    /// Whether the weights of the chosen experts are divided by their sum. In GGUF files, whose
-    /// families have no choice, it is `gguf`. The default of transformers is not to.
+    /// Whether the weights of the chosen experts are divided by their sum. GGUF files do not state
+    /// it; `gguf` is their value. The default of transformers is no.
     pub(crate) fn normalises_experts(&self, gguf: bool) -> Result<bool, Error> {
         match self {
             Self::Gguf { .. } => Ok(gguf),
@@ -216,7 +218,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Gives the layers their experts: all of them, but for those that `config.json` makes dense.
+    /// Sets the experts of all layers except those that `config.json` makes dense.
     pub(crate) fn set_sparse_layers(
         &self,
         config: &mut Config,

@@ -1,4 +1,4 @@
-//! Fields that files of Gemma 4 have beside those of Gemma 3.
+//! Fields of Gemma 4 in addition to those of Gemma 3.
 
 use serde_json::Value;
 
@@ -7,35 +7,35 @@ use super::{Fields, field, wrong_value};
 use crate::config::{Experts, Gating, MAX_WIDTH};
 use crate::{Config, Error};
 
-/// Heads of a kind of layers.
+/// Head sizes of a kind of layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeadSizes {
     /// Size of a query, a key and a value.
     pub(crate) size: usize,
-    /// KV heads, where the file says so for the kind.
+    /// KV heads, if the file states them for this kind.
     pub(crate) kv_heads: Option<usize>,
 }
 
-/// Heads of both kinds of layers.
+/// Head sizes of both kinds of layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Heads {
-    /// Of layers that see all positions.
+    /// Layers with full attention.
     pub(crate) full: HeadSizes,
-    /// Of layers that see a window.
+    /// Layers with a sliding window.
     pub(crate) windowed: HeadSizes,
 }
 
-/// Layers that use the caches of others.
+/// Layers that use other layers' caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SharedCaches {
-    /// How many, the last ones.
+    /// Number of such layers, the last ones.
     pub(crate) count: usize,
-    /// Whether their feed-forwards are twice as wide as the file says.
+    /// Whether their feed-forwards have twice the file's width.
     pub(crate) doubles_width: bool,
 }
 
 impl SharedCaches {
-    /// The error of a layer that no layer before keeps a cache for.
+    /// Error for a layer without an earlier layer whose cache it could use.
     pub(crate) fn without_keeper(self, layer: usize) -> Error {
         let expected = format!("fewer: no layer of the kind of layer {layer} keeps a cache");
         wrong_value("number of layers that share caches", self.count, expected)
@@ -43,18 +43,18 @@ impl SharedCaches {
 }
 
 impl Fields<'_> {
-    /// Refuses what is not text, by name, and attention to positions behind.
+    /// Refuses other modes than text, by name, and attention to later positions.
     pub(crate) fn check_gemma4(&self) -> Result<(), Error> {
         self.flag("attention_k_eq_v")?;
         const FIELD: &str = "use_bidirectional_attention";
-        // "vision" is for pictures: text sees what is before it.
+        // "vision" is for images: text has causal attention.
         match self.hf(FIELD, "a string", Value::as_str)? {
             None | Some("vision") => Ok(()),
             Some(other) => Err(wrong_value(FIELD, other, "null or vision")),
         }
     }
 
-    /// Soft cap of the logits; `None` for no cap.
+    /// Soft cap of the logits; `None` without.
     pub(crate) fn final_softcap(&self) -> Result<Option<f32>, Error> {
         const FIELD: &str = "final_logit_softcapping";
         match self.opt_float(FIELD, FIELD)? {
@@ -64,7 +64,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Width of the embeddings that each layer has of its own; 0 for none.
+    /// Width of the per-layer embeddings; 0 without.
     pub(crate) fn per_layer_width(&self) -> Result<usize, Error> {
         let (gguf, hf) = (
             "embedding_length_per_layer_input",
@@ -73,12 +73,12 @@ impl Fields<'_> {
         let said = self.opt_size(gguf, hf, 0, MAX_WIDTH)?;
         Ok(said.unwrap_or(match self {
             Self::Gguf { .. } => 0,
-            Self::Hf(_) => 256, // of transformers' class
+            Self::Hf(_) => 256, // default of transformers' class
         }))
     }
 
-    /// The heads of both kinds of layers. GGUF files have those of full layers under the usual
-    /// names, `config.json` those of layers with a window.
+    /// Head sizes of both kinds of layers. The default names have those of full layers in GGUF
+    /// files, those of window layers in `config.json`.
     pub(crate) fn gemma4_heads(&self, config: &Config) -> Result<Heads, Error> {
         let of = |size, kv_heads| HeadSizes { size, kv_heads };
         let usual = config.head_dim;
@@ -114,17 +114,17 @@ impl Fields<'_> {
         })
     }
 
-    /// Heads of full layers by the fields of the files on the hub.
+    /// Head sizes of full layers by the fields of published files.
     fn global_heads(&self) -> Result<HeadSizes, Error> {
         let kv_heads = self.opt_size("", "num_global_key_value_heads", 1, MAX_WIDTH)?;
         let size = self.opt_size("", "global_head_dim", 1, MAX_WIDTH)?;
         Ok(HeadSizes {
-            size: size.unwrap_or(512), // of transformers' class
+            size: size.unwrap_or(512), // default of transformers' class
             kv_heads: kv_heads.filter(|_| self.flag("attention_k_eq_v").is_ok_and(|is| is)),
         })
     }
 
-    /// Whether the keys of a layer, before their norm, are its values too.
+    /// Whether the keys of a layer, before their norm, are also its values.
     pub(crate) fn has_keys_as_values(&self, layer: usize, windowed: bool) -> bool {
         match self {
             Self::Gguf { file, .. } => !file.has(&format!("blk.{layer}.attn_v.weight")),
@@ -132,7 +132,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The layers that use the caches of others.
+    /// The layers that use other layers' caches.
     pub(crate) fn shared_caches(&self, layers: usize) -> Result<SharedCaches, Error> {
         let (gguf, hf) = ("attention.shared_kv_layers", "num_kv_shared_layers");
         let count = self.opt_size(gguf, hf, 0, layers as u64)?;
@@ -143,7 +143,7 @@ impl Fields<'_> {
         })
     }
 
-    /// The experts beside each feed-forward.
+    /// The experts in parallel to each feed-forward.
     pub(crate) fn gemma4_experts(&self) -> Result<Option<Experts>, Error> {
         let count = self.opt_size("expert_count", "num_experts", 0, MAX_EXPERTS)?;
         let there = match self {
@@ -175,14 +175,14 @@ impl Fields<'_> {
         }))
     }
 
-    /// A truth value of `config.json`; false when absent, and in GGUF files.
+    /// A boolean of `config.json`; false if absent, and in GGUF files.
     fn flag(&self, name: &str) -> Result<bool, Error> {
         let said = self.hf(name, "true or false", Value::as_bool)?;
         Ok(said.unwrap_or(false))
     }
 }
 
-/// Heads of full layers as transformers 5.23 and later writes them: what differs, by layer.
+/// Head sizes of full layers in the format of transformers 5.23 and later: differences by layer.
 fn per_layer(config: &Value, layers: usize) -> Result<Option<HeadSizes>, Error> {
     const FIELD: &str = "per_layer_config";
     let Some(by_layer) = field(config, FIELD, "an object", Value::as_object)? else {

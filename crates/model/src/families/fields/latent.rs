@@ -1,4 +1,4 @@
-//! Latent attention as files describe it, and the experts of its families.
+//! Fields of latent attention, and the experts of its families.
 
 use paceline_tensor::RopePairs;
 use serde_json::Value;
@@ -9,11 +9,11 @@ use crate::config::{Gating, Groups, Growth, Latent};
 use crate::rope::{Rope, Yarn};
 use crate::{Config, Error, Experts};
 
-/// Largest accepted numbers of latent elements: many times those of published models.
+/// Largest accepted latent sizes: many times those of published models.
 const MAX_LATENT: u64 = 1 << 14;
 
-/// The epsilon of the norms on compressed queries and latent numbers in folders: the default of
-/// their classes in transformers, whatever `rms_norm_eps` says.
+/// Epsilon of the norms on compressed queries and latent elements in folders: the default of their
+/// classes in transformers, independent of `rms_norm_eps`.
 const HF_EPS: f32 = 1e-6;
 
 /// Architectures and model types with an indexer.
@@ -23,7 +23,7 @@ const INDEXED: [&str; 4] = ["deepseek32", "glm-dsa", "deepseek_v32", "glm_moe_ds
 const SOFTMAX: usize = 1;
 const SIGMOID: usize = 2;
 
-/// Models whose defaults differ.
+/// Models with different defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     V2,
@@ -46,7 +46,7 @@ impl Fields<'_> {
         })
     }
 
-    /// The sizes of latent attention.
+    /// Sizes of latent attention.
     pub(crate) fn latent(&self) -> Result<Latent, Error> {
         let size = |gguf, hf| self.size(gguf, hf, 1, MAX_LATENT);
         let query_rank = self.opt_size("attention.q_lora_rank", "q_lora_rank", 0, MAX_LATENT)?;
@@ -86,7 +86,7 @@ impl Fields<'_> {
         Ok(latent)
     }
 
-    /// Positions that an indexer chooses, of models that have one.
+    /// Positions selected by the indexer, if the model has one.
     pub(crate) fn indexed(&self) -> Result<Option<usize>, Error> {
         const USUAL: usize = 2048; // of DeepSeek V3.2 and GLM 5
         let top_k = self.opt_size("attention.indexer.top_k", "index_topk", 1, 1 << 27)?;
@@ -98,8 +98,8 @@ impl Fields<'_> {
         Ok(top_k.or(usual))
     }
 
-    /// Elements of a query without rotation and of a value. Files with both halves of the expansion
-    /// apart have these sizes under keys of their own, older ones under those of all families.
+    /// Query elements without rotation, and value size. Files with separate key and value
+    /// expansions have keys of their own for these sizes; older ones use the keys of all families.
     fn gguf_latent_heads(&self, turned: usize) -> Result<(usize, usize), Error> {
         let of = |new, old| match self.opt_size(new, "", 1, MAX_LATENT)? {
             Some(size) => Ok(size),
@@ -116,7 +116,7 @@ impl Fields<'_> {
         }
     }
 
-    /// How queries grow with their position.
+    /// Growth of queries with their position.
     fn growth(&self) -> Result<Option<Growth>, Error> {
         const CONTEXT: &str = "rope.scaling.original_context_length";
         let (rate, length) = match self {
@@ -150,9 +150,9 @@ impl Fields<'_> {
         Ok(Some(Growth { rate, length }))
     }
 
-    /// The rotary embedding, and what `YaRN` multiplies the scale of scores by.
+    /// Rotary embedding, and `YaRN`'s factor of the attention scores.
     ///
-    /// A file with `YaRN` and without its second factor has 1 for that, as transformers has;
+    /// In a file with `YaRN` but without its second factor, that factor is 1, as in transformers.
     /// llama.cpp multiplies scores by the first factor's square then.
     pub(crate) fn latent_rope(&self, latent: &Latent) -> Result<(Rope, f64), Error> {
         let rotated = latent.turned;
@@ -204,7 +204,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The experts of layers that have them; whether a choice has biases is told by the weights.
+    /// Experts of the sparse layers. Whether the router has a choice bias follows from the weights.
     pub(crate) fn latent_experts(&self, config: &Config) -> Result<Experts, Error> {
         let kind = self.latent_kind()?;
         if let Some(n) = self
@@ -224,7 +224,7 @@ impl Fields<'_> {
             Kind::V3 => (8, 4),
             _ => (1, 1),
         };
-        // V2 takes a group's largest (its paper's section 2.2.2), which llama.cpp does not.
+        // V2 scores a group by its best expert (section 2.2.2 of its paper); llama.cpp does not.
         let is_v2 = match self {
             Self::Gguf { .. } => kind != Kind::Mistral && experts.gating == Gating::Softmax,
             Self::Hf(_) => kind == Kind::V2,
@@ -235,7 +235,8 @@ impl Fields<'_> {
         self.with_ungated_shared(experts)
     }
 
-    /// How scores become weights: as the file says, or as llama.cpp and transformers assume.
+    /// How router scores become weights: the file's field, or the default of llama.cpp and
+    /// transformers.
     fn latent_gating(&self, kind: Kind, config: &Config) -> Result<Gating, Error> {
         if let Self::Gguf { .. } = self {
             let said = self
@@ -260,7 +261,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Whether a router of V2 chooses groups first.
+    /// Whether V2's router chooses groups first.
     fn limits_groups(&self) -> Result<bool, Error> {
         match self.hf("topk_method", "a string", Value::as_str)? {
             None | Some("greedy") => Ok(false),
@@ -273,9 +274,9 @@ impl Fields<'_> {
         }
     }
 
-    /// Groups of so many `experts`; `None` where there is one group. `usual` is how many
-    /// groups there are, and how many are used, for folders that do not say. `largest` is how many
-    /// experts of a group make up its score.
+    /// Groups of the `experts` experts; `None` for a single group. `usual` is the default of
+    /// folders: number of groups, and groups used. A group's score is the sum of its `largest` best
+    /// experts.
     pub(super) fn groups(
         &self,
         experts: usize,
@@ -309,7 +310,8 @@ impl Fields<'_> {
         }))
     }
 
-    /// Whether each of so many layers lacks experts: the first do, or a list names them.
+    /// Whether each of `layers` layers is dense: by the number of leading dense layers, or by a
+    /// list.
     pub(crate) fn dense_of(&self, layers: usize) -> Result<Vec<bool>, Error> {
         let usual = match self.latent_kind()? {
             Kind::V3 => 3,
@@ -341,7 +343,7 @@ impl Fields<'_> {
     }
 }
 
-/// The factor of scores, of which a file may make anything.
+/// Factor of attention scores; refuses values that are not positive and finite.
 fn positive_magnitude(factor: f64, weight: f64) -> Result<f64, Error> {
     let magnitude = Yarn::usual_magnitude(factor, weight);
     if magnitude.is_finite() && (1e-3..=1e3).contains(&magnitude) {

@@ -1,4 +1,4 @@
-//! Rotary embeddings as files describe them.
+//! Fields of rotary embeddings.
 
 use paceline_tensor::RopePairs;
 use serde_json::Value;
@@ -7,24 +7,25 @@ use super::{Fields, field, wrong_type, wrong_value};
 use crate::rope::{Llama3Scaling, MAX_PAIRS, MIN_DIVISOR, Rope, Yarn};
 use crate::{Config, Error};
 
-/// Facts of a family that [`Fields::rope`] needs.
+/// A family's defaults for [`Fields::rope`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RopeKind {
-    /// Which elements turn together.
+    /// Pairs that are rotated together.
     pub(crate) pairs: RopePairs,
-    /// Base when `config.json` has none (the default of the family's class in transformers).
+    /// Base if `config.json` has none (the default of the family's class in transformers).
     pub(crate) hf_base: f64,
-    /// Whether `YaRN` is computed.
+    /// Whether `YaRN` is supported.
     pub(crate) yarn: bool,
-    /// The part of a head that turns where `config.json` does not say; `None` when all of it must.
+    /// Rotated part of a head if `config.json` does not say; `None` if the whole head must be
+    /// rotated.
     pub(crate) partial: Option<f64>,
-    /// Whether the slow pairs may stand still (Gemma 4), and then the part of a head that turns
-    /// where `config.json` has no parameters.
+    /// Gemma 4: the slow pairs may have frequency 0. The value is the rotated part of a head if
+    /// `config.json` has no parameters.
     pub(crate) proportional: Option<f64>,
 }
 
 impl RopeKind {
-    /// All of each head turns, without `YaRN`.
+    /// Rotation of whole heads, without `YaRN`.
     pub(crate) const fn plain(pairs: RopePairs, hf_base: f64) -> Self {
         Self {
             pairs,
@@ -37,11 +38,11 @@ impl RopeKind {
 }
 
 impl Fields<'_> {
-    /// The rotary embedding of full-attention layers.
+    /// Rotary embedding of full-attention layers.
     pub(crate) fn rope(&self, config: &Config, kind: RopeKind) -> Result<Rope, Error> {
         match self {
             Self::Gguf { .. } => {
-                // llama.cpp's default, for every family.
+                // The default of llama.cpp, for every family.
                 let base = self.opt_float("rope.freq_base", "")?.unwrap_or(10_000.0);
                 let rotated = self
                     .opt_size("rope.dimension_count", "", 2, config.head_dim as u64)?
@@ -61,7 +62,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The rotary embedding of windowed layers: base 10000 unless said otherwise, never scaled.
+    /// Rotary embedding of window layers: base 10000 by default, never scaled.
     pub(crate) fn gemma_window_rope(&self, config: &Config) -> Result<Rope, Error> {
         let kind = RopeKind::plain(RopePairs::Halves, 10_000.0);
         match self {
@@ -79,8 +80,8 @@ impl Fields<'_> {
         }
     }
 
-    /// The divisor of all frequencies; a file without a type of scaling means `linear`, as in
-    /// llama.cpp (`src/llama-model.cpp`).
+    /// Divisor of all frequencies. A file without a scaling type means `linear`, as in llama.cpp
+    /// (`src/llama-model.cpp`).
     pub(super) fn gguf_linear_factor(&self) -> Result<f64, Error> {
         match self.gguf_scaling()? {
             Some("none") => Ok(1.0),
@@ -100,7 +101,7 @@ impl Fields<'_> {
         }
     }
 
-    /// `YaRN` as llama.cpp computes it, the ends of its ramp rounded to whole pairs.
+    /// `YaRN` as in llama.cpp, with the ends of its ramp rounded to whole pairs.
     pub(super) fn gguf_yarn(&self) -> Result<GgufYarn, Error> {
         let of = |key| Ok::<_, Error>(self.opt_float(key, "")?.map(f64::from));
         let context = self.size("rope.scaling.original_context_length", "", 1, 1 << 27)?;
@@ -117,7 +118,7 @@ impl Fields<'_> {
         Ok(GgufYarn { yarn, attention })
     }
 
-    /// The parameters of full attention in `config.json`, under their newer or older name.
+    /// Parameters of full attention in `config.json`, under their newer or older name.
     pub(super) fn hf_rope_parameters(&self) -> Result<Option<&Value>, Error> {
         let Self::Hf(json) = self else {
             return Ok(None);
@@ -128,8 +129,8 @@ impl Fields<'_> {
         }
     }
 
-    /// Elements of a head that turn: all, or by `rotary_dim` or `partial_rotary_factor` where the
-    /// family has that.
+    /// Rotated elements of a head: all, or by `rotary_dim` or `partial_rotary_factor` in families
+    /// with these.
     fn hf_rotated(
         &self,
         head_dim: usize,
@@ -165,8 +166,8 @@ impl Fields<'_> {
         }
     }
 
-    /// A rotary embedding from the object `parameters`, with a base under `theta` of `config.json`
-    /// where that has none.
+    /// Rotary embedding from the object `parameters`. The base is under `theta` of `config.json` if
+    /// the object has none.
     fn hf_rope(
         &self,
         head_dim: usize,
@@ -183,7 +184,7 @@ impl Fields<'_> {
         self.hf_turned(rotated, kind, parameters, theta)
     }
 
-    /// The base of `parameters`, or under `theta` of `config.json` where these have none.
+    /// Base in `parameters`, or under `theta` of `config.json`.
     fn hf_base(
         &self,
         parameters: Option<&Value>,
@@ -196,8 +197,8 @@ impl Fields<'_> {
         }
     }
 
-    /// As [`hf_rope`](Self::hf_rope) of so many elements: which turn together, the base where
-    /// none is said, and whether `YaRN` is computed.
+    /// As [`hf_rope`](Self::hf_rope), for `rotated` elements, with explicit pairs, default base,
+    /// and whether `YaRN` is supported.
     pub(super) fn hf_turned(
         &self,
         rotated: usize,
@@ -223,11 +224,11 @@ impl Fields<'_> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GgufYarn {
     pub(super) yarn: Yarn,
-    /// The file's factor of cosines and sines, which `yarn.magnitude` has.
+    /// The file's factor of cosines and sines, included in `yarn.magnitude`.
     pub(super) attention: f64,
 }
 
-/// Frequencies as of a whole head, of which the fastest turn and the others stand still.
+/// Frequencies for the whole head; only the fastest are used, the others are 0.
 ///
 /// Source: `_compute_proportional_rope_parameters` in transformers' `modeling_rope_utils.py`.
 fn proportional(
@@ -254,7 +255,7 @@ fn as_object(value: &Value) -> Option<&Value> {
     value.is_object().then_some(value)
 }
 
-/// `rope_parameters` of newer files, which is one object, or one for each kind of layer.
+/// `rope_parameters` of newer files: one object, or one per kind of layer.
 fn hf_parameters<'a>(config: &'a Value, kind: &str) -> Result<Option<&'a Value>, Error> {
     let Some(parameters) = field(config, "rope_parameters", "an object", as_object)? else {
         return Ok(None);
@@ -336,7 +337,7 @@ fn yarn(parameters: Option<&Value>) -> Result<Yarn, Error> {
     })
 }
 
-/// `YaRN` whose ramp and frequencies are numbers.
+/// Checks that `YaRN`'s ramp and frequencies are finite.
 fn checked_yarn(yarn: Yarn) -> Result<Yarn, Error> {
     let positive = [
         ("rope scaling factor", yarn.factor),
@@ -361,7 +362,7 @@ fn checked_yarn(yarn: Yarn) -> Result<Yarn, Error> {
     }
 }
 
-/// A rotary embedding whose frequencies are all numbers.
+/// A rotary embedding with finite frequencies only.
 pub(super) fn checked(
     pairs: RopePairs,
     rotated: usize,
@@ -375,7 +376,7 @@ pub(super) fn checked(
             "an even number up to 8192",
         ));
     }
-    // Below 1 the frequencies grow from pair to pair; the first one is 1 / linear.
+    // Below 1 the frequencies increase from pair to pair; the first one is 1 / linear.
     if !(base.is_finite() && base >= 1.0) {
         return Err(wrong_value("rope base", base, "1 or more"));
     }

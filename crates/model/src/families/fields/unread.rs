@@ -1,8 +1,8 @@
-//! Keys that change what a model computes and that no reader of its family reads.
+//! Refuses fields that change the computation and that the family's reader ignores.
 //!
-//! The tables have the keys that llama.cpp (`src/llama-arch.cpp`) or a class of transformers knows,
-//! each with the value that is computed here. Any other value is refused by name. A new key that
-//! is computed goes to its family's reader, and that family to `readers`.
+//! The tables list the fields known to llama.cpp (`src/llama-arch.cpp`) or to a class of
+//! transformers, with the value that paceline computes. Any other value is refused by name. To
+//! support a field, read it in the family's reader and add the family to `readers`.
 
 use serde_json::Value;
 
@@ -11,13 +11,13 @@ use crate::config::Gating;
 use crate::families::Family;
 use crate::{Config, Error, Experts};
 
-/// A key in both layouts, with an empty name where a layout has none.
+/// A field's name in both layouts, empty if a layout lacks it.
 struct Key<C> {
     gguf: &'static str,
     hf: &'static str,
-    /// The value that is computed.
+    /// The implemented value.
     computed: C,
-    /// Families whose readers read it.
+    /// Families whose readers use the field.
     readers: &'static [Family],
 }
 
@@ -36,7 +36,7 @@ impl<C: Copy> Key<C> {
         }
     }
 
-    /// Its name in the layout of `fields`.
+    /// Name in the layout of `fields`.
     const fn name(&self, fields: &Fields<'_>) -> &'static str {
         match fields {
             Fields::Gguf { .. } => self.gguf,
@@ -64,14 +64,14 @@ const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 const PARALLEL: &str = "use_parallel_residual";
 const QK_NORM: &[Family] = &[Family::Glm4Moe, Family::MiniMaxM2];
 
-/// 0 means that the file does not say, as in llama.cpp.
+/// 0 means unset, as in llama.cpp.
 type Number = Key<fn(&Config) -> f32>;
 
 const fn one(_: &Config) -> f32 {
     1.0
 }
 
-/// Only 0 passes.
+/// Accepts only 0.
 const fn none(_: &Config) -> f32 {
     0.0
 }
@@ -110,11 +110,10 @@ const ROUTER_CAP: &str = "router_logit_softcapping";
 const FINAL_CAP: &str = "final_logit_softcapping";
 
 impl Fields<'_> {
-    /// Refuses keys that ask for another arithmetic than `config`, which their family's reader
-    /// made.
+    /// Refuses fields that require another computation than `config`, the reader's result.
     ///
     /// # Errors
-    /// [`Error::Value`] with the key, its value and the one that is computed.
+    /// [`Error::Value`] with the field, its value and the implemented value.
     pub(crate) fn check_unread(&self, config: &Config) -> Result<(), Error> {
         self.check_flags(config.family)?;
         for number in NUMBERS.iter().filter(|key| !key.is_read(config.family)) {
@@ -145,7 +144,7 @@ impl Fields<'_> {
         }
     }
 
-    /// A window of a family without windows must hold the whole context.
+    /// In a family without windows, a window must cover the whole context.
     fn check_gguf_window(&self, config: &Config) -> Result<(), Error> {
         const KEY: &str = "attention.sliding_window";
         if matches!(
@@ -161,7 +160,7 @@ impl Fields<'_> {
         }
     }
 
-    /// `YaRN` alone multiplies cosines and sines by a factor.
+    /// Only `YaRN` may multiply cosines and sines by a factor.
     fn check_gguf_rope(&self) -> Result<(), Error> {
         const KEY: &str = "rope.scaling.attn_factor";
         if self.gguf_scaling()? == Some("yarn") {
@@ -170,7 +169,7 @@ impl Fields<'_> {
         check_number(KEY, self.opt_float(KEY, "")?, 1.0)
     }
 
-    /// Experts are chosen and weighed as their family's reader says.
+    /// Experts are routed and weighted as the family's reader says.
     fn check_gguf_experts(&self, config: &Config) -> Result<(), Error> {
         let Some(experts) = config.experts() else {
             return Ok(());
@@ -193,8 +192,8 @@ impl Fields<'_> {
         }
     }
 
-    /// The function on the router's scores, by its number in llama.cpp; 0 means that the file does
-    /// not say. And whether the weights of chosen experts sum to 1.
+    /// The router's function, by its number in llama.cpp, where 0 means unset; and whether the
+    /// weights of chosen experts sum to 1.
     fn check_gguf_gating(&self, experts: Experts) -> Result<(), Error> {
         let (number, name) = match experts.gating {
             Gating::Softmax => (1, "1 (softmax)"),
@@ -206,7 +205,7 @@ impl Fields<'_> {
             return Err(wrong_value("expert_gating_func", other, name));
         }
         let said = self.opt_flag("expert_weights_norm", "")?;
-        // A softmax over those chosen sums to 1 by itself.
+        // A softmax over the chosen experts sums to 1 anyway.
         let computed = experts.normalised || experts.gating == Gating::OfChosen;
         check_flag("expert_weights_norm", said, computed)
     }
@@ -219,7 +218,8 @@ fn check_flag(name: &'static str, said: Option<bool>, computed: bool) -> Result<
     }
 }
 
-/// Files have numbers as decimals, and of single precision: `computed` to five digits passes.
+/// Files store numbers as decimals and in single precision: equality with `computed` to five digits
+/// passes.
 fn check_number(name: &'static str, said: Option<f32>, computed: f32) -> Result<(), Error> {
     let is_computed = |said: f32| (said - computed).abs() <= 1e-5 * computed.abs();
     match said.filter(|said| *said != 0.0 && !is_computed(*said)) {
