@@ -368,7 +368,8 @@ mod tests {
             matches!(error, Error::Distinct { k: 4, rows: 3 }),
             "{error}"
         );
-        // As commit e1291a57: its clusters after one iteration have 80, 10, 9 and 1 rows.
+        // Commit e1291a57 gives the same: its clusters after one iteration have 80, 10, 9 and 1
+        // rows.
         let rows: Vec<[f64; 2]> = (0..100).map(|i| [f64::from(i), 0.5]).collect();
         let input = file(folder.path(), "different.npy", &rows);
         let drawn = first(&input, 4, 5, None).unwrap();

@@ -1,12 +1,12 @@
 //! Jobs from start to end: parts are leased to threads of this process or to worker processes.
 //!
-//! The parent merges what comes back. A worker process that ends, hangs or sends garbage loses its
+//! The parent merges the results. A worker process that ends, hangs or sends garbage loses its
 //! leases, and the others compute those parts. The result is the same, because it does not depend
-//! on which parts there were nor on what computed them.
+//! on the partition or on which worker computed a part.
 //!
-//! A worker on another machine reads inputs of the same paths there. It writes nothing: rows of a
-//! result and parts of a sort come over its channel, and the parent writes them. One that has other
-//! inputs, or none, is left out.
+//! A worker on another machine reads inputs of the same paths there. It writes nothing: it sends
+//! rows of a result and parts of a sort over its channel, and the parent writes them. A worker that
+//! has other inputs, or none, is left out.
 
 mod pieces;
 #[cfg(test)]
@@ -39,10 +39,10 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// program on a cold disk.
 const REMOTE_START: Duration = Duration::from_secs(30);
 
-/// How long workers have to end by themselves when the crew is dropped.
+/// Time for workers to end by themselves when this is dropped.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// How often the parent looks up while workers compute.
+/// Poll interval of the parent while workers compute.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Events that are taken before more keys are sent.
@@ -83,7 +83,7 @@ pub struct Processes {
     pub device: Choice,
 }
 
-/// Where a job stands.
+/// Progress of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// Rows done so far.
@@ -120,8 +120,8 @@ impl Crew {
         self
     }
 
-    /// Starts worker processes, here or through bridges on other machines
-    /// ([`paceline_cluster::bridge`]). They end with the crew.
+    /// Starts worker processes, here or over connections to other machines
+    /// ([`paceline_cluster::bridge`]). Dropping this ends them.
     ///
     /// # Errors
     /// [`Error::Cluster`].
@@ -194,7 +194,7 @@ impl Crew {
         self.team.is_some()
     }
 
-    /// How many processes compute.
+    /// Number of processes that compute.
     pub fn nodes(&self) -> u32 {
         self.team.as_ref().map_or(1, |team| team.workers.count())
     }
@@ -291,7 +291,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Takes over what was done before.
+    /// Adds the results in the journal.
     fn take_journal(&mut self) {
         let Some(journal) = &mut self.journal else {
             return;
@@ -303,8 +303,8 @@ impl Run<'_> {
         }
     }
 
-    /// Takes a part's result in, which is `pieces` merged and `rest`, unless the part is another's
-    /// by now.
+    /// Adds a part's result, merged from `pieces` and `rest`, unless the part is leased to another
+    /// worker by now.
     fn finish(
         &mut self,
         part: u64,
@@ -390,21 +390,21 @@ struct Team {
     threads: usize,
     /// Threads of each, as it has said; of those here before.
     said: Vec<Option<usize>>,
-    /// Which are ready for the job under way: the others do not read yet.
+    /// By worker: whether it is ready for the current job; others do not read yet.
     ready: Vec<bool>,
     /// Number of the job under way.
     job: u64,
-    /// The number that tells the inputs here from others of equal names.
+    /// Fingerprint of the inputs here.
     inputs: u64,
-    /// Where the job's rows go that workers of other machines send.
+    /// Destination of rows that workers on other machines send.
     sink: Option<Arc<dyn Sink>>,
-    /// Where parts of a sort lie that they send.
+    /// Destination of sort parts that they send.
     store: Arc<Store>,
     /// Parts with at least one block computed by a device.
     device_parts: u64,
-    /// Of parts under way: the pieces that came.
+    /// Partial results received for parts in progress.
     pieces: Pieces,
-    /// Of parts of a sort under way: the keys that came.
+    /// Keys received for sort parts in progress.
     keys: BTreeMap<(u32, u64), Vec<u8>>,
     /// Buckets of workers on other machines that were not sent yet.
     buckets: BTreeMap<u32, VecDeque<Part>>,
@@ -440,8 +440,8 @@ impl Team {
         Ok(())
     }
 
-    /// Sends some keys, and takes what came meanwhile: other workers do not wait until one has all
-    /// keys of its buckets. A line on which they wait for five seconds ends.
+    /// Sends some keys, and handles the events since: other workers do not wait until one has all
+    /// keys of its buckets. A connection that blocks for five seconds ends.
     fn turn(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
         let mut wait = match self.send_keys(run.task)? {
             true => Duration::ZERO,
@@ -518,7 +518,7 @@ impl Team {
             FromWorker::Keys { job, part, keys } if job == self.job => {
                 self.keep(from, part, keys.0, run);
             }
-            // Of a job that is over.
+            // Messages about a finished job.
             FromWorker::Ready { .. }
             | FromWorker::Piece { .. }
             | FromWorker::Rows { .. }
@@ -549,8 +549,8 @@ impl Team {
         Ok(())
     }
 
-    /// Takes the result of a part in, and leases the worker another part. A worker whose result
-    /// cannot be the part's is lost.
+    /// Adds the result of a part, and leases the worker another part. A worker with an impossible
+    /// result is lost.
     fn finish(
         &mut self,
         from: Rank,

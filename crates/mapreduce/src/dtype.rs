@@ -115,7 +115,7 @@ impl Values<'_> {
         }
     }
 
-    /// How many there are.
+    /// Number of values.
     pub fn len(&self) -> usize {
         match self {
             Self::Floats(values) => values.len(),

@@ -87,7 +87,6 @@ pub enum Error {
         row: u64,
         /// Its values that have none.
         what: &'static str,
-        /// How many such rows there are.
         rows: u64,
     },
     /// Least and greatest value give no edges of bins.
@@ -146,7 +145,6 @@ pub enum Error {
     #[error("the parent sent {got}, expected {expected}")]
     Protocol {
         got: &'static str,
-        /// The message that should have come.
         expected: &'static str,
     },
 }

@@ -174,7 +174,6 @@ impl TryFrom<Wire> for Groups {
 }
 
 impl Groups {
-    /// Of no rows.
     pub fn new(grouping: Grouping) -> Self {
         Self {
             grouping,
@@ -184,7 +183,7 @@ impl Groups {
         }
     }
 
-    /// How many groups there are.
+    /// Number of groups.
     pub const fn len(&self) -> usize {
         self.groups.len()
     }
@@ -203,7 +202,7 @@ impl Groups {
         all.filter(|_| self.grouping == *grouping)
     }
 
-    /// Takes a block of keys, integers, and values in.
+    /// Adds a block of keys, integers, and values.
     pub fn take(&mut self, keys: &Values<'_>, values: &Values<'_>) {
         let key = |row: usize| match keys {
             Values::Floats(keys) => keys[row] as i64,
@@ -325,7 +324,7 @@ impl Groups {
         (pieces, self)
     }
 
-    /// Takes in the groups of other rows.
+    /// Adds the groups of other rows.
     pub fn merge(&mut self, other: Self) {
         let op = self.grouping.op;
         for (mut theirs, from) in other.groups.into_iter().zip(0..) {

@@ -26,7 +26,7 @@ pub struct Bins {
     /// Right edge of the last, above `low`.
     #[serde(with = "bits")]
     pub high: f64,
-    /// How many, from 1 to [`BINS_MAX`].
+    /// Number of bins, from 1 to [`BINS_MAX`].
     pub count: u32,
 }
 
@@ -67,7 +67,6 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Of no values.
     pub fn new(bins: &Bins) -> Self {
         Self {
             bins: *bins,
@@ -152,7 +151,7 @@ impl Counts {
         }
     }
 
-    /// Takes in what a device has counted: each bin, then the values below, above and NaN.
+    /// Adds a device's counts: each bin, then the values below, above and NaN.
     pub(crate) fn take_counted(&mut self, counted: &[u32]) {
         for (own, more) in self.counts.iter_mut().zip(counted) {
             *own += u64::from(*more);
@@ -164,7 +163,7 @@ impl Counts {
         }
     }
 
-    /// Takes in the counts of other values.
+    /// Adds the counts of other values.
     pub fn merge(&mut self, other: &Self) {
         for (own, other) in self.counts.iter_mut().zip(&other.counts) {
             *own += other;

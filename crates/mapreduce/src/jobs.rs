@@ -1,7 +1,7 @@
-//! Jobs as a program asks for them: results with their texts, and figures of the run.
+//! Jobs for programs: results with their texts, and figures of the run.
 //!
-//! [`Runs`] runs jobs of one crew one after the other, with a journal where there is one, and
-//! counts what they read. [`Columns`] makes tasks of files. Each result serialises to the fields of
+//! [`Runs`] runs jobs on one [`Crew`] one after the other, with an optional journal, and counts the
+//! bytes that they read. [`Columns`] makes tasks of files. Each result serialises to the fields of
 //! its JSON object and has a text of lines.
 
 mod results;
@@ -36,7 +36,7 @@ pub trait Watcher {
     /// A job begins.
     fn begin(&mut self, task: &Task);
 
-    /// The job that began last stands here.
+    /// Progress of the latest job.
     fn hear(&mut self, progress: Progress);
 
     /// The job that began last is over, well or not.
@@ -162,7 +162,7 @@ impl Writing {
     }
 }
 
-/// A crew that runs jobs, and what it has done so far.
+/// Workers that run jobs, and the totals so far.
 #[expect(
     missing_debug_implementations,
     reason = "what hears how jobs go says nothing"
@@ -177,8 +177,8 @@ pub struct Runs<'a> {
 }
 
 impl<'a> Runs<'a> {
-    /// Jobs on `crew`, whose start began at `start` with the device of this choice. Finished parts
-    /// of a job are kept in the file `journal`.
+    /// Jobs on `crew`, which started at `start` with this choice of device. `journal` is the file
+    /// for finished parts of a job.
     pub fn new(
         (crew, start): (Crew, Instant),
         device: Choice,
@@ -405,11 +405,11 @@ impl<'a> Runs<'a> {
 pub struct Figures {
     /// Rows of the job.
     pub rows: u64,
-    /// What all nodes together read.
+    /// Read rate of all nodes together.
     pub gb_s: f64,
-    /// What this machine reads from memory; `None` for jobs too short to compare.
+    /// Memory read rate of this machine; `None` for jobs too short to compare.
     pub machine_gb_s: Option<f64>,
-    /// From the crew's start to its end.
+    /// From the workers' start to their end.
     pub seconds: f64,
     /// Processes that computed.
     pub nodes: u32,
@@ -427,7 +427,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// One JSON object of a result's fields and these.
+    /// One JSON object of the fields of `result` and of these figures.
     ///
     /// # Errors
     /// A result that is no object.

@@ -17,7 +17,7 @@ use crate::{Error, Partial, Task};
 struct Head {
     task: Task,
     part_rows: u64,
-    /// When each input was last written, in ns since 1970, where the system tells.
+    /// Modification time of each input, in ns since 1970, where the system has it.
     written_ns: Vec<Option<u128>>,
 }
 
@@ -68,7 +68,7 @@ impl Journal {
             return Ok(journal);
         }
         let kept = journal.read(&head)?;
-        // What a killed job has not finished writing goes.
+        // Drops the unfinished line of a killed job.
         file.set_len(kept).map_err(wrong)?;
         file.seek(SeekFrom::End(0)).map_err(wrong)?;
         Ok(journal)

@@ -20,8 +20,8 @@ const LANES: usize = 16;
 /// Rows after which cells are emptied: [`Cell`] has room for as many.
 const CELL_ROWS: usize = 1 << 13;
 
-/// How far a value's exponent may lie above a cell's unit: 53 bits of mantissa, 13 bits of rows and
-/// a sign fit 127 bits.
+/// Most by which a value's exponent may exceed a cell's unit: 53 bits of mantissa, 13 bits of rows
+/// and a sign fit 127 bits.
 const CELL_EXPONENTS: i32 = 58;
 
 /// The exact sum of some values whose exponents are near each other.
@@ -68,7 +68,7 @@ impl Cell {
 /// Points that rows are compared with: `(k, d)`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Centroids {
-    /// How many.
+    /// Number of clusters.
     pub k: u32,
     pub columns: u32,
     /// Row by row.
@@ -76,7 +76,7 @@ pub struct Centroids {
     pub values: Vec<f64>,
 }
 
-/// How rows were assigned.
+/// Assignment of rows to clusters: counts and sums.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Assigned {
     columns: u32,
@@ -89,7 +89,6 @@ pub struct Assigned {
 }
 
 impl Assigned {
-    /// Of no rows.
     pub fn new(centroids: &Centroids) -> Self {
         let cells = centroids.k * centroids.columns;
         Self {
@@ -116,7 +115,7 @@ impl Assigned {
         self.inertia.value()
     }
 
-    /// Takes a block of whole rows in.
+    /// Adds a block of whole rows.
     pub fn take(&mut self, values: &Values<'_>, centroids: &Centroids) {
         let mut room = Vec::new();
         let (values, lanes) = (values.nearest(&mut room), transposed(centroids));
@@ -174,7 +173,7 @@ impl Assigned {
         }
     }
 
-    /// Takes in how other rows were assigned.
+    /// Adds the assignment of other rows.
     pub fn merge(&mut self, other: &Self) {
         for (own, other) in self.rows.iter_mut().zip(&other.rows) {
             *own += other;

@@ -11,7 +11,6 @@ pub struct Part {
     pub id: u64,
     /// First row.
     pub start: u64,
-    /// How many rows.
     pub rows: u64,
 }
 
@@ -24,7 +23,7 @@ const ROWS_MAX: u64 = 1 << 23;
 /// Parts that a thread gets in the course of a job, so that all end together.
 const PARTS_PER_THREAD: u64 = 8;
 
-/// The parts of a job: which are free, which are leased to whom, which are done. Pure.
+/// The parts of a job: free, leased to a holder, or done. Pure.
 #[derive(Debug)]
 pub struct Leases {
     rows: u64,
@@ -129,7 +128,7 @@ impl Leases {
         held.filter_map(move |(part, of)| (*of == holder).then_some(*part))
     }
 
-    /// Takes back what a lost holder has; how many parts that were.
+    /// Frees the parts of a lost holder; returns their number.
     pub fn lose(&mut self, holder: u32) -> usize {
         let of_it = |_: &u64, held: &mut (Part, u32)| held.1 == holder;
         let before = self.returned.len();

@@ -19,14 +19,13 @@
 //!
 //! In reading order:
 //! - [`sum`]: exact sums of columns at the speed of memory.
-//! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: where rows come from and go.
-//! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`],
-//!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by
-//!   counter.
-//! - [`device`]: what computes blocks of rows, and graphics processors.
-//! - [`jobs`]: jobs as a program asks for them, with results, texts and figures.
-//! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
-//!   is done, for a job that was killed. [`worker`]: the other side of the control channel;
+//! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: input and output of rows.
+//! - [`Task`]: a computation. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`], [`sort`]:
+//!   the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
+//! - [`device`]: processors that compute blocks of rows, and graphics processors.
+//! - [`jobs`]: jobs for programs, with results, texts and figures.
+//! - [`Leases`]: assignment of parts to workers. [`Crew`]: jobs from start to end. [`Journal`]:
+//!   finished parts, to resume a killed job. [`worker`]: the other side of the control channel;
 //!   [`line`]: that of a worker which shares no folder with its parent.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.

@@ -1,7 +1,7 @@
-//! A worker's end of its parent's files, where the two share no folder.
+//! Access of a worker to its parent's files over the control channel, where they share no folder.
 //!
-//! Rows that are to be written go to the parent, which writes them. Of a sort, a part that is cut
-//! into buckets goes there too, and the keys of a bucket come from there before its lease.
+//! The worker sends rows of a result to the parent, which writes them. In a sort, the worker also
+//! sends the parts that it partitions into buckets, and receives a bucket's keys before its lease.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -19,19 +19,18 @@ pub(crate) type Channel = Arc<Control<ToWorker, FromWorker>>;
 /// a parent waits for a message to be read. A whole number of values of any type.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
-/// A job's exchange with the worker's parent: keys come from there, results go there.
+/// A job's exchange with the worker's parent: receives keys, sends results.
 #[derive(Debug)]
 pub struct Line {
     channel: Channel,
     job: u64,
     /// Type of the values that are written.
     dtype: Dtype,
-    /// Keys of buckets whose leases come next.
+    /// Keys of buckets that will be leased next.
     waiting: Mutex<BTreeMap<u64, Vec<u8>>>,
 }
 
 impl Line {
-    /// Of a job that writes values of a type.
     pub(crate) const fn new(channel: Channel, job: u64, dtype: Dtype) -> Self {
         Self {
             channel,
@@ -56,12 +55,12 @@ impl Line {
         Ok(())
     }
 
-    /// Keeps keys of a bucket, behind those that came before.
+    /// Appends keys to those of a bucket.
     pub(crate) fn keep(&self, bucket: u64, keys: Vec<u8>) {
         lock(&self.waiting).entry(bucket).or_default().extend(keys);
     }
 
-    /// Takes the keys of a bucket.
+    /// Removes the keys of a bucket.
     pub(crate) fn take(&self, bucket: u64) -> Vec<u8> {
         lock(&self.waiting).remove(&bucket).unwrap_or_default()
     }

@@ -27,7 +27,7 @@ impl<'de> Deserialize<'de> for Packed {
 /// From the parent.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
-    /// How to compute. Sent once, first.
+    /// Options of the computation. Sent once, first.
     Start {
         /// Threads to compute with; 0 for as many as the worker's machine has cores.
         threads: usize,
@@ -41,8 +41,8 @@ pub(crate) enum ToWorker {
         /// The task to compute.
         task: Box<Task>,
     },
-    /// Keys of a bucket whose lease comes next, for a worker that does not share the parent's
-    /// folder. They belong behind those that came before.
+    /// Keys of a bucket that will be leased next, for a worker that does not share the parent's
+    /// folder. They are appended to the previous ones.
     Keys {
         job: u64,
         bucket: u64,
@@ -57,14 +57,13 @@ pub(crate) enum ToWorker {
 pub(crate) enum FromWorker {
     /// The inputs of a job are open.
     Ready {
-        /// Which job.
         job: u64,
         /// The number of the inputs there ([`Task::looks`]).
         inputs: u64,
         /// Threads that compute there.
         threads: usize,
     },
-    /// Some of a part's result, which is too long for one message. Counts once the rest came.
+    /// Some of a part's result, which is too long for one message. Counts once `Done` has arrived.
     Piece {
         job: u64,
         part: u64,
@@ -74,7 +73,7 @@ pub(crate) enum FromWorker {
     /// Rows for the parent to write, of a worker that does not share its folder.
     Rows {
         job: u64,
-        /// Where they begin.
+        /// Number of the first row.
         first_row: u64,
         /// Their values, little-endian.
         values: Packed,
@@ -90,7 +89,6 @@ pub(crate) enum FromWorker {
     /// A part is computed.
     Done {
         job: u64,
-        /// Which.
         part: u64,
         /// Its result, or what is left of it.
         partial: Partial,

@@ -58,7 +58,7 @@ pub enum Problem {
     Length {
         /// The bytes that are there.
         got: u64,
-        /// The bytes that the shape asks for.
+        /// Bytes that the shape requires.
         expected: u64,
     },
 }

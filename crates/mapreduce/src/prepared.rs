@@ -158,7 +158,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Of a thread that gives blocks to a device, where there is one.
+    /// Scratch of a thread with an optional device.
     pub fn on(device: Option<Arc<dyn Device>>, choice: Choice) -> Self {
         Self {
             device,
@@ -180,7 +180,7 @@ impl Prepared {
         self
     }
 
-    /// Where rows are written, and where parts of a sort lie.
+    /// Destinations of rows and of sort parts.
     pub(crate) fn into_ends(self) -> (Option<Arc<dyn Sink>>, Arc<Store>) {
         (self.sink, self.store)
     }

@@ -59,7 +59,7 @@ impl Op {
         }
     }
 
-    /// How many columns it takes.
+    /// Number of columns that it takes.
     pub const fn inputs(self) -> usize {
         if matches!(self, Self::Dot) { 2 } else { 1 }
     }
@@ -86,7 +86,7 @@ impl std::fmt::Display for Op {
 /// A device's results for a block's values, as far as the reduction needs them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Reduced {
-    /// How many values.
+    /// Number of values.
     pub(crate) rows: u64,
     /// Their sum, or that of the products.
     pub(crate) sum: Option<ExactSum>,
@@ -120,7 +120,6 @@ pub struct State {
 }
 
 impl State {
-    /// Of no values.
     pub fn new(op: Op) -> Self {
         Self {
             op,
@@ -132,12 +131,12 @@ impl State {
         }
     }
 
-    /// How many values.
+    /// Number of values.
     pub const fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// Takes a block of each input in; `dtype` is the first one's.
+    /// Adds a block of each input; `dtype` is the first one's.
     pub fn take(&mut self, columns: &[Values<'_>], dtype: Dtype) {
         let first = &columns[0];
         self.rows += first.len() as u64;
@@ -155,7 +154,7 @@ impl State {
         }
     }
 
-    /// Takes in what a device has computed of a block; `dtype` is the first column's.
+    /// Adds a device's result for a block; `dtype` is the first column's.
     pub(crate) fn take_reduced(&mut self, reduced: &Reduced, dtype: Dtype) {
         self.rows += reduced.rows;
         if let Some(sum) = &reduced.sum {
@@ -203,7 +202,7 @@ impl State {
         });
     }
 
-    /// Takes in what is known of other values.
+    /// Adds the state of other values.
     pub fn merge(&mut self, other: &Self) {
         self.rows += other.rows;
         self.sum.merge(&other.sum);

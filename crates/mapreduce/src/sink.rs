@@ -1,4 +1,4 @@
-//! Where rows go.
+//! Output of rows.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};

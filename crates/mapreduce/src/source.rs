@@ -1,4 +1,4 @@
-//! Where rows come from: the trait [`Source`], files and memory.
+//! Input of rows: the trait [`Source`], files and memory.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -16,7 +16,6 @@ pub trait Source: Send + Sync {
     /// Type of the values.
     fn dtype(&self) -> Dtype;
 
-    /// How many rows there are.
     fn rows(&self) -> u64;
 
     /// Values of a row.
@@ -32,7 +31,6 @@ pub trait Source: Send + Sync {
 /// A file of values, described: what a worker needs to open it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Input {
-    /// Where it is.
     pub path: PathBuf,
     /// Type of its values.
     pub dtype: Dtype,
@@ -111,8 +109,8 @@ impl Input {
         self.rows * self.row_bytes()
     }
 
-    /// A number that tells files of equal names apart: FNV-1a of the length and of 16 pieces of 4
-    /// KiB evenly over the values. Costs 16 reads.
+    /// Fingerprint of the contents: FNV-1a of the length and of 16 pieces of 4 KiB evenly over the
+    /// values. Costs 16 reads.
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Changed`].

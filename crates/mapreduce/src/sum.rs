@@ -140,7 +140,7 @@ fn try_levels(sum: &mut ExactSum, block: &[f64], exponent: i32, depth: usize) ->
     true
 }
 
-/// How a level is cut off.
+/// Constants that split off a level.
 #[derive(Clone, Copy, Debug)]
 struct Level {
     /// Added and subtracted again.

@@ -27,18 +27,18 @@ pub struct Task {
     pub kind: Kind,
 }
 
-/// Where values come from.
+/// Source of values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Origin {
     /// Files, which are taken row by row.
     Files(Vec<Input>),
     /// Random numbers from 0 to 1: any of them can be computed by itself.
     Random {
-        /// Which numbers.
+        /// Seed of the numbers.
         seed: u64,
-        /// How many rows.
+        /// Number of rows.
         samples: u64,
-        /// How many columns, 1 to 4.
+        /// Number of columns, 1 to 4.
         columns: u32,
     },
 }
@@ -48,11 +48,11 @@ pub enum Origin {
 pub enum Kind {
     /// A number of all values.
     Reduce(Op),
-    /// How many values lie in each of some intervals.
+    /// Counts of values in intervals.
     Hist(Bins),
     /// The largest or smallest values and their rows.
     TopK(Pick),
-    /// Which centroid is nearest to each row, and the sums of the rows of each.
+    /// The nearest centroid of each row, and the sums of each centroid's rows.
     KMeans(Centroids),
     /// A reduction for each key: the first input has the keys, the second the values.
     GroupBy(Grouping),
@@ -67,24 +67,19 @@ pub enum Kind {
 /// The result of a part. Merging two has no rounding and no order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Partial {
-    /// Of [`Kind::Reduce`].
     Reduce(Box<State>),
-    /// Of [`Kind::Hist`].
     Hist(Counts),
-    /// Of [`Kind::TopK`].
     TopK(Top),
-    /// Of [`Kind::KMeans`].
     KMeans(Box<Assigned>),
-    /// Of [`Kind::GroupBy`].
     GroupBy(Groups),
-    /// Of [`Kind::Write`] and [`Kind::Gather`]: how many values were written.
+    /// Values written by [`Kind::Write`] and [`Kind::Gather`].
     Written(u64),
-    /// Of [`Kind::Scatter`]: rows of each bucket.
+    /// Rows of each bucket, from [`Kind::Scatter`].
     Scattered(Vec<u64>),
 }
 
 impl Partial {
-    /// Takes another part's result in.
+    /// Adds another part's result.
     ///
     /// # Panics
     /// If it is of another kind of task.
@@ -146,7 +141,7 @@ impl Kind {
         }
     }
 
-    /// How many columns it takes.
+    /// Number of columns that it takes.
     pub(crate) const fn columns(&self) -> usize {
         match self {
             Self::Reduce(op) => op.inputs(),
@@ -195,8 +190,7 @@ impl Task {
         }
     }
 
-    /// A number that tells inputs of equal names apart: of their lengths and of some pieces of
-    /// them.
+    /// Fingerprint of all inputs.
     ///
     /// # Errors
     /// [`Error::File`].

@@ -100,7 +100,7 @@ fn any_cut_has_the_same_state() {
                 let mut scratch = Scratch::default();
                 while let Some(part) = leases.lease(0) {
                     let partial = prepared.compute(part, &mut scratch).unwrap();
-                    // As it comes from another process.
+                    // Through JSON, as from another process.
                     let text = serde_json::to_string(&partial).unwrap();
                     all.merge(serde_json::from_str(&text).unwrap());
                 }
@@ -166,7 +166,7 @@ fn columns_in_memory() {
     assert_eq!(exact_dot(&values, &[1.0; 4]), 4.0);
     assert_eq!(exact_var(&[2.0, 4.0]), Some(1.0));
     assert_eq!(exact_var(&[]), None);
-    // What the difference of rounded sums gets wrong.
+    // The difference of rounded sums is wrong here.
     let near: Vec<f64> = (0..1000).map(|i| 1e9 + f64::from(i % 2)).collect();
     assert_eq!(exact_var(&near), Some(0.25));
 }

@@ -11,10 +11,10 @@ use crate::{Dtype, Value, Values};
 /// Most values that are kept.
 pub const K_MAX: u32 = 1 << 20;
 
-/// Which values.
+/// Selection of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pick {
-    /// How many, up to [`K_MAX`].
+    /// Number of values, up to [`K_MAX`].
     pub k: u32,
     /// The largest, not the smallest.
     pub largest: bool,
@@ -35,7 +35,6 @@ pub struct Top {
 }
 
 impl Top {
-    /// Of no values.
     pub const fn new(pick: Pick) -> Self {
         Self {
             pick,
@@ -45,12 +44,12 @@ impl Top {
         }
     }
 
-    /// How many values are NaN.
+    /// Number of NaN values.
     pub const fn nan(&self) -> u64 {
         self.nan
     }
 
-    /// Takes a block in, whose rows follow those before it.
+    /// Adds a block; its rows follow those before it.
     pub fn take(&mut self, values: &Values<'_>, first_row: u64) {
         match values {
             Values::Floats(floats) => {
@@ -93,13 +92,13 @@ impl Top {
         self.found
             .sort_unstable_by_key(|(score, row)| (!*score, *row));
         self.found.truncate(k);
-        // Rows come in order: a later one needs a higher score than the last that is kept.
+        // Rows are added in order: a later one needs a higher score than the last of the selection.
         if self.found.len() == k {
             self.bar = self.found.last().map(|(score, _)| *score);
         }
     }
 
-    /// Takes in the best of other rows.
+    /// Adds the selection of other rows.
     pub fn merge(&mut self, other: Self) {
         self.found.extend(other.found);
         self.nan += other.nan;

@@ -35,8 +35,8 @@ impl fmt::Display for Value {
 }
 
 impl Serialize for Value {
-    /// As JSON's number; NaN and infinities, which JSON has not, as `"NaN"`, `"inf"` and `"-inf"`,
-    /// which `float()` of Python takes.
+    /// A JSON number; NaN and infinities, which JSON lacks, as `"NaN"`, `"inf"` and `"-inf"`, which
+    /// Python's `float()` accepts.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Float(value) if value.is_finite() => serializer.serialize_f64(*value),

@@ -29,7 +29,7 @@ const WAITING_MAX: usize = 4096;
 /// Time that a failed worker waits to be ended, so that the parent reads the reason first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// Which files that a parent names a worker opens.
+/// Files named by the parent that a worker may open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Files {
     /// All, to read and to write: the parent is on the same machine.
@@ -42,19 +42,19 @@ pub enum Files {
 }
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
-/// ends it or is gone. Returns only when something failed, which the parent has been told.
+/// ends it or is gone. Returns only with an error, which the parent has received.
 ///
 /// # Errors
-/// What failed; [`Error::Cluster`] when there is no parent.
+/// Errors of the work; [`Error::Cluster`] when there is no parent.
 pub fn run() -> Result<Infallible, Error> {
     run_on(Control::from_stdin()?, &Files::Shared)
 }
 
-/// As [`run`], on standard input and output: for a worker on another machine, at the other end of
+/// Like [`run`], on standard input and output: for a worker on another machine, at the other end of
 /// [`bridge`](paceline_cluster::bridge).
 ///
 /// # Errors
-/// As of [`run`].
+/// Those of [`run`].
 pub fn run_over_stdio(files: &Files) -> Result<Infallible, Error> {
     run_on(Control::from_stdio(GREETING)?, files)
 }
@@ -80,7 +80,7 @@ fn tell(channel: &Channel, error: &dyn std::error::Error) {
 struct Current {
     job: u64,
     prepared: Arc<Prepared>,
-    /// Of a worker that does not share its parent's folder.
+    /// For a worker that does not share its parent's folder.
     line: Option<Arc<Line>>,
     /// A digest of the inputs.
     inputs: u64,

@@ -42,7 +42,7 @@ const MLX_FILE: &str = "adapters.safetensors";
 const GGUF_FILE: &str = "adapter.gguf";
 const CONFIG: &str = "adapter_config.json";
 
-/// How names of tensors begin in PEFT's form.
+/// Prefix of tensor names in PEFT's form.
 const PREFIX: &str = "base_model.model.";
 
 /// An adapter, its tensors under PEFT's names.
@@ -96,7 +96,6 @@ impl Adapter {
         (self.alpha / self.rank as f64) as f32
     }
 
-    /// How many numbers there are.
     pub fn numbers(&self) -> usize {
         self.tensors.iter().map(|(_, _, values)| values.len()).sum()
     }
@@ -368,7 +367,7 @@ impl Adapter {
     }
 }
 
-/// Whole numbers without a fraction, as PEFT writes them.
+/// A JSON number; integers without a fraction, as PEFT writes them.
 fn number(x: f64) -> Value {
     if x.fract() == 0.0 && x.abs() < 1e9 {
         json!(x as i64)
@@ -486,7 +485,7 @@ fn rank(value: &Value) -> Result<usize, String> {
     rank.ok_or_else(|| format!("the rank is {value}, expected 1 to 65536"))
 }
 
-/// Where an adapter's weights lie in a folder.
+/// Path of an adapter's weights in a folder.
 pub fn weights_file(folder: &Path, form: Form) -> PathBuf {
     folder.join(match form {
         Form::Peft => PEFT_FILE,

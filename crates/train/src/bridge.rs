@@ -1,12 +1,12 @@
-//! A worker on another machine: two processes that stand between it and the run.
+//! A worker on another machine, through a pair of forwarding processes.
 //!
 //! ```text
-//! run ── control channel ── near ══ a line, such as ssh's ══ far ── control channel ── worker
-//!     files in the run's folder         frames           files in a folder of its own
+//! run ── control channel ── near ══ connection such as ssh's ══ far ── control channel ── worker
+//!     files in the run's folder            frames              files in a folder of its own
 //! ```
-//! Messages pass through as they are. Before a message go the files that it speaks of, so that a
-//! worker finds them where it always does. Data and, where the other machine has none, the model go
-//! the same way. Both sides say that they live, and end when the other does not.
+//! Messages are forwarded unchanged. The files that a message names are sent before it, so that a
+//! worker finds them in its folder. Data is sent the same way, and so is the model if the other
+//! machine has none. Both sides send heartbeats, and end when the other's stop.
 
 mod far;
 mod line;

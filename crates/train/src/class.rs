@@ -41,7 +41,7 @@ impl fmt::Display for Class {
 pub struct Means {
     /// Threads. Where MLX computes, they read embeddings.
     pub kernels: Kernels,
-    /// Where MLX is looked for, for classes of it.
+    /// Folders to search for MLX, for classes of it.
     pub mlx: MlxPlaces,
 }
 

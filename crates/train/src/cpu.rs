@@ -23,7 +23,7 @@ pub(crate) struct Cpu<'a> {
     pub(crate) weights: &'a Weights,
     /// Factor of the pairs' products.
     pub(crate) scale: f32,
-    /// Which inputs of pairs are left out.
+    /// Dropout of adapters' inputs.
     pub(crate) dropout: Option<Dropout>,
 }
 

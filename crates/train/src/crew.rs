@@ -1,9 +1,9 @@
-//! The crew that computes the leaves of a step. It is this process, or worker processes, each with
-//! the whole model ([`leaves`]) or a stage of it ([`pipeline`]).
+//! The workers that compute the leaves of a step: this process, or worker processes, each with the
+//! whole model ([`leaves`]) or a stage of it ([`pipeline`]).
 //!
 //! A worker that ends, hangs ([`deadline`]) or sends garbage loses its leaves, and the others
 //! compute those. The sum is the same, because a leaf depends on no worker and the tree on no
-//! share. Another worker is started in its place and joins when it has loaded the model.
+//! distribution of leaves. A replacement is started and joins when it has loaded the model.
 
 mod deadline;
 mod flow;
@@ -34,10 +34,10 @@ use deadline::{Deadlines, Overdue};
 /// what it computes.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// How long workers have to end by themselves.
+/// Time for workers to end by themselves before they are killed.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// How often the parent looks up while workers compute.
+/// Poll interval of the parent while workers compute.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Workers that end in a row without having computed anything before none is started any more.
@@ -71,8 +71,8 @@ pub struct Post {
     pub args: Vec<OsString>,
     /// Its threads; 0 for as many as its machine has cores.
     pub threads: usize,
-    /// The name of its machine for people; empty for this one. Workers that are all on this machine
-    /// give up the right to write anything but exchanged files.
+    /// Display name of its machine; empty for this one. Workers that are all on this machine are
+    /// sandboxed: they may write exchanged files only.
     pub place: String,
 }
 
@@ -82,7 +82,7 @@ impl Crew {
         Self { team: None }
     }
 
-    /// Starts workers for a run. They end with the crew.
+    /// Starts workers for a run. Dropping this ends them.
     ///
     /// # Errors
     /// [`Error::Option`] for fewer workers than stages; [`Error::Cluster`], [`Error::File`].
@@ -101,7 +101,7 @@ impl Crew {
         let args = processes.posts.iter().map(|post| post.args.clone());
         let mut spec = Spec::new(processes.program, args.collect());
         (spec.env, spec.env_alone) = (processes.env, true);
-        // A process that stands for another machine starts `ssh`, which writes below the home.
+        // A process that forwards to another machine starts `ssh`, which writes below the home.
         if processes.posts.iter().all(|post| post.place.is_empty()) {
             spec.sandbox = Some(Sandbox::Worker);
             spec.writable = vec![exchange.clone()];
@@ -206,11 +206,11 @@ fn alone(run: &Run, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error>
     Ok((losses.iter().sum(), grads))
 }
 
-/// Takes the number of a part of what is trained, and the values of its roots.
+/// Receives the number of a trained part and the values of its roots.
 pub(crate) type Done<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
 
-/// Losses of leaves. `done` gets the number of each trained part and the values of the roots of the
-/// leaves' range, as soon as they are there. The last layer's come while the one before is
+/// Losses of leaves. `done` receives the number of each trained part and the values of the roots of
+/// the leaves' range, as soon as they are computed. The last layer's arrive while the one before is
 /// computed.
 pub(crate) fn compute(
     run: &Run,
@@ -226,7 +226,7 @@ pub(crate) fn compute(
     let judged = run.judged(step);
     for group in all.chunks(together) {
         let is_last = group.last() == all.last();
-        // One leaf keeps activations; many have their layers' inputs alone.
+        // A single leaf stores activations; several store their layers' inputs alone.
         let keep = if group.len() == 1 { KEPT_BYTES } else { 0 };
         let mut passes: Vec<Pass> = Vec::with_capacity(group.len());
         let last = run.net.parts().len() - 1;
@@ -259,7 +259,7 @@ pub(crate) fn compute(
 struct Sums<'a> {
     parts: &'a [Range<usize>],
     stacks: Vec<Stack>,
-    /// Of the leaf under way; zeros but for parts that are under way.
+    /// Gradients of the current leaf; zero outside of the parts in progress.
     grads: Vec<f32>,
 }
 
@@ -340,15 +340,15 @@ struct Team {
     fruitless: u32,
     /// Reason for the last loss of a worker.
     last: String,
-    /// News that the caller was not told of.
+    /// Progress not yet reported to the caller.
     untold: Vec<Progress>,
     /// Class and device of all workers, once one is ready.
     engine: Option<String>,
-    /// Lines about the engine that came so far.
+    /// Notes about the engine so far.
     notes: Vec<String>,
     job: Job,
     posts: Vec<Post>,
-    /// Marks that tell the model and the data apart from others.
+    /// Fingerprints of the model and the data.
     expected: (String, String),
     exchange: PathBuf,
 }
@@ -362,7 +362,7 @@ impl Team {
         }
     }
 
-    /// Takes an event; what is not about leaves is dealt with here.
+    /// Handles an event; returns only what concerns leaves.
     fn take(&mut self, event: Event<FromWorker>) -> Result<News, Error> {
         let (text, rank) = (event.to_string(), event.rank().0);
         match event {
@@ -462,7 +462,7 @@ impl Team {
         over.map(lose).collect()
     }
 
-    /// Tells a worker that was just started what the run is.
+    /// Sends a new worker the description of the run.
     fn welcome(&mut self, rank: u32) {
         let message = ToWorker::Start {
             job: Box::new(self.job.clone()),
@@ -470,19 +470,19 @@ impl Team {
             exchange: self.exchange.clone(),
             stage: self.stage(rank as usize),
         };
-        // What does not read will be reported as ended.
+        // A worker that does not read will be reported as ended.
         let _ = self.workers.send(Rank(rank), &message);
         self.members[rank as usize].is_there = true;
     }
 
-    /// Tells of lost workers, and of what new ones say of their engine.
+    /// Reports lost workers, and new workers' notes about their engine.
     fn tell(&mut self, watch: &mut dyn FnMut(Progress)) {
         self.untold.drain(..).for_each(watch);
     }
 
     /// Removes the files of a step.
     fn forget(&self, step: u64) {
-        // What is left goes with the folder.
+        // The rest is removed with the folder.
         let _ = std::fs::remove_dir_all(self.exchange.join(step.to_string()));
     }
 }

@@ -11,8 +11,9 @@ const LEFT: f64 = 56.0;
 const BOTTOM: f64 = 40.0;
 const TOP: f64 = 24.0;
 
-/// The losses of a run over its steps: training, and held out, each a line. A training loss is that
-/// before its step, so the held-out loss before the first step stands at the first step too.
+/// The losses of a run over its steps as a chart: training and held out. A training loss is
+/// computed before its step's update, so the held-out loss before the first step is at the first
+/// step too.
 pub fn svg(steps: &[Measured]) -> String {
     let held_out = steps.iter().flat_map(|m| {
         let losses = [m.val_loss_before, m.val_loss];

@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 use crate::error::Error;
 use crate::net::Leaf;
 
-/// Which tokens of a conversation are judged. Of plain text all are.
+/// Tokens of a conversation that the loss covers. In plain text all count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TrainOn {
@@ -29,7 +29,7 @@ pub enum TrainOn {
     All,
 }
 
-/// Tokens of one example, and which of them are judged.
+/// Tokens of one example, and the loss mask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Example {
     tokens: Vec<u32>,
@@ -41,11 +41,11 @@ struct Example {
 #[derive(Clone, Debug)]
 pub struct Examples {
     examples: Vec<Example>,
-    /// Which examples lie one after the other in each row, without seeing each other.
+    /// Examples that are packed into each row, without attention to each other.
     rows: Vec<Vec<usize>>,
-    /// How many were cut to the longest length.
+    /// Examples cut to the longest length.
     pub cut: usize,
-    /// How many are text with names of control tokens, as a template writes them. In text they are
+    /// Text examples with names of control tokens, as a template writes them. In text they are
     /// ordinary text.
     pub rendered: usize,
     /// SHA-256 of all tokens and masks.
@@ -203,7 +203,8 @@ impl Reader {
         self.chat(turns, value)
     }
 
-    /// Text that ends with the end of a text. What comes before `after` is judged with `all`.
+    /// Text that ends with the end of a text. The loss covers the text before `after` only if
+    /// `all`.
     fn plain(&self, before: &str, after: &str, all: bool) -> Result<Example, String> {
         let encode = |text: &str, bos| {
             let ids = self.tokenizer.encode(text, Specials::AsText, bos);
@@ -267,7 +268,8 @@ impl Reader {
                 encode(&turns[..turn], true)?,
                 encode(&turns[..=turn], false)?,
             );
-            // A token may join the end of one text with the beginning of the next: it is judged.
+            // A token may join the end of one text with the beginning of the next: the loss covers
+            // it.
             let (begin, end) = (common(&before, &after), common(&after, &tokens));
             if begin + 1 < before.len() || end + 1 < after.len() {
                 return Err(format!(
@@ -422,12 +424,12 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 impl Examples {
-    /// How many there are, at least one.
+    /// Number of examples, at least one.
     pub fn examples(&self) -> usize {
         self.examples.len()
     }
 
-    /// How many rows they are put into, at least one.
+    /// Number of rows they are packed into, at least one.
     pub fn count(&self) -> usize {
         self.rows.len()
     }
@@ -437,7 +439,7 @@ impl Examples {
         all.copied().max().unwrap_or(0)
     }
 
-    /// How many tokens they have together.
+    /// Tokens of all examples.
     pub fn tokens(&self) -> u64 {
         self.examples
             .iter()
@@ -465,13 +467,13 @@ impl Examples {
         leaf
     }
 
-    /// How many tokens of these rows are judged.
+    /// Tokens of these rows that the loss covers.
     pub fn judged(&self, rows: &[usize]) -> u64 {
         let of = |example: &Example| example.judged.iter().skip(1).filter(|j| **j).count() as u64;
         self.of(rows).map(of).sum()
     }
 
-    /// How many tokens of these rows go through the model.
+    /// Tokens of these rows that the model computes.
     pub fn computed(&self, rows: &[usize]) -> u64 {
         let of = |example: &Example| example.tokens.len() as u64 - 1;
         self.of(rows).map(of).sum()

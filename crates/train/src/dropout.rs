@@ -1,5 +1,5 @@
-//! Inputs of adapters that are left out by chance. Whether an element is depends on seed, step,
-//! leaf, matrix, row and column, and on nothing else.
+//! Dropout of adapters' inputs. The choice of an element depends on seed, step, leaf, matrix, row
+//! and column, and on nothing else.
 
 use crate::random;
 
@@ -11,7 +11,7 @@ pub(crate) struct Dropout {
 }
 
 impl Dropout {
-    /// Nothing where nothing is left out.
+    /// The dropout of a leaf; `None` for a rate of 0.
     pub(crate) fn of(rate: f32, [seed, step, leaf]: [u64; 3]) -> Option<Self> {
         let key = random::bits([seed, random::DROPOUT, step, leaf]);
         (rate > 0.0).then_some(Self { rate, key })
@@ -34,7 +34,7 @@ impl Dropout {
         }
     }
 
-    /// Adds to a row's gradient what comes through the pair.
+    /// Adds the gradient through the adapter to a row's gradient.
     pub(crate) fn add(self, pair: u64, row: usize, through: &[f32], dx: &mut [f32]) {
         for (col, (dx, d)) in dx.iter_mut().zip(through).enumerate() {
             *dx += d * self.factor(pair, row, col);

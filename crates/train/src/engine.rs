@@ -32,7 +32,6 @@ impl Rows {
         }
     }
 
-    /// How many tokens there are.
     pub fn tokens(&self) -> usize {
         self.lengths.iter().sum()
     }

@@ -92,7 +92,7 @@ pub enum Error {
     },
     #[error("cannot start {threads} threads")]
     Threads { threads: usize, source: io::Error },
-    /// The caller asked for the end. What was saved last is there.
+    /// The caller stopped the run. The last checkpoint is saved.
     #[error("stopped before step {step}")]
     Stopped {
         /// The step, from 1.

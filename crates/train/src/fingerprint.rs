@@ -1,4 +1,4 @@
-//! Tells models apart without reading them whole.
+//! Fingerprint of a model from samples of its tensors.
 
 use paceline_model::Source;
 use sha2::{Digest, Sha256};

@@ -61,7 +61,7 @@ pub struct Forecast {
     pub exchange_bytes: u64,
     /// Seconds of a step.
     pub step_s: f64,
-    /// Of these, seconds in which numbers are exchanged.
+    /// Seconds of communication among them.
     pub exchange_s: f64,
     /// Tokens a second.
     pub tokens_s: f64,

@@ -29,16 +29,16 @@ pub(crate) enum ToWorker {
 /// A leaf and a stage of a pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Task {
-    /// Whose values before it are used.
+    /// The step whose initial values are used.
     pub(crate) step: u64,
     pub(crate) set: Set,
-    /// Of a step's leaves, or a row of what is held out.
+    /// Index among a step's leaves, or a row of the held-out data.
     pub(crate) leaf: usize,
     /// Whether the leaf goes back; in the last stage forward and back at once.
     pub(crate) back: bool,
 }
 
-/// Where leaves come from.
+/// Data set of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Set {
     Train,
@@ -47,7 +47,7 @@ pub(crate) enum Set {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
-    /// The model is loaded: what tells it and the data apart from others.
+    /// The model is loaded; fingerprints of it and of the data.
     Ready {
         model: String,
         data: String,
@@ -65,18 +65,18 @@ pub(crate) enum FromWorker {
         /// SHA-256 of the file.
         digest: String,
     },
-    /// All parts of these leaves were told.
+    /// All parts of these leaves were sent.
     Done {
         step: u64,
         start: usize,
         end: usize,
-        /// Of each leaf, as bits: text would round.
+        /// Loss of each leaf, as bits: text would round.
         losses: Vec<u64>,
     },
     /// A leaf went through a stage.
     Passed {
         task: Task,
-        /// As bits, in the last stage.
+        /// Loss as bits, in the last stage.
         loss: Option<u64>,
         /// SHA-256 of the file of gradients, of a leaf that went back.
         digest: Option<String>,

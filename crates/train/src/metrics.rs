@@ -12,17 +12,17 @@ use crate::tensors;
 pub struct Measured {
     /// From 1.
     pub step: u64,
-    /// Negative log likelihood of a judged token, before the step's update.
+    /// Mean negative log likelihood of the tokens that the loss covers, before the step's update.
     pub loss: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Of the gradient, before it was shortened.
+    /// Norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// Tokens that were judged.
+    /// Tokens that the loss covers.
     pub judged: u64,
     /// Tokens that went through the model.
     pub tokens: u64,
-    /// Of the first step only: negative log likelihood of a held-out token before it.
+    /// First step only: negative log likelihood of a held-out token before it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_loss_before: Option<f64>,
     /// Negative log likelihood of a held-out token after the update.
@@ -54,7 +54,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Keeps the lines of the first `step` steps, as they are: what came after was not saved.
+    /// Retains the lines of the first `step` steps unchanged; later ones have no checkpoint.
     pub(crate) fn open(path: &Path, step: u64) -> Result<Self, Error> {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         let read = |line: &str| serde_json::from_str::<Measured>(line).ok();

@@ -62,7 +62,7 @@ pub(crate) struct Mlx {
 }
 
 impl Mlx {
-    /// Opens MLX, asks whether the weights fit, and loads them.
+    /// Opens MLX, checks that the weights fit, and loads them.
     ///
     /// # Errors
     /// [`Error::Model`]: MLX cannot be used, lacks the memory, or has no form for a matrix.
@@ -148,7 +148,7 @@ fn add(ranges: &[Range<usize>], gradients: &[Vec<f32>], grads: &mut [f32]) {
 /// The engine for one leaf.
 pub(crate) struct OnMlx<'a> {
     pub(crate) mlx: &'a Mlx,
-    /// Which inputs of pairs are left out.
+    /// Dropout of adapters' inputs.
     pub(crate) dropout: Option<Dropout>,
 }
 

@@ -35,7 +35,7 @@ pub struct Trained {
     pub lora: Lora,
     /// Names of matrices with adapters, out of [`TARGETS`].
     pub targets: Vec<String>,
-    /// How many of the last layers have adapters; all without.
+    /// Number of the last layers that have adapters; all without.
     pub layers: Option<usize>,
     /// Share of an adapter's inputs that are left out by chance while it is trained.
     pub dropout: f32,
@@ -56,7 +56,7 @@ pub struct Leaf {
 }
 
 impl Leaf {
-    /// How many tokens are judged.
+    /// Tokens that the loss covers.
     pub fn judged(&self) -> u64 {
         self.targets.iter().flatten().count() as u64
     }
@@ -77,7 +77,7 @@ pub struct Net {
     method: Method,
     is_tied: bool,
     fingerprint: String,
-    /// Of classes on MLX; opened for the first layer, since a run's process may compute none.
+    /// For classes on MLX; opened for the first layer, since a run's process may compute none.
     mlx: Option<(Spec, OnceLock<Mlx>)>,
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct Pass {
     rows: Rows,
     tokens: Vec<u32>,
     chance: Option<Dropout>,
-    /// (T, C) at the beginning of each layer that is still to come.
+    /// (T, C) at the beginning of each layer whose backward pass is pending.
     inputs: Vec<Vec<f32>>,
     kept: Vec<Option<Activations>>,
     /// (T, C) behind the last layer; then the gradient there, and before each layer that is done.
@@ -220,17 +220,17 @@ impl Net {
         }
     }
 
-    /// Tells models apart: samples of all tensors, hashed.
+    /// Fingerprint of the model: hashed samples of all tensors.
     pub(crate) fn fingerprint(&self) -> &str {
         &self.fingerprint
     }
 
-    /// Which part of the model this is.
+    /// The part of the model that this is.
     pub(crate) const fn stage(&self) -> Stage {
         self.stage
     }
 
-    /// Where the embedding lies in what is trained, then each layer, then the rest.
+    /// Ranges in the trained vector: the embedding, then each layer, then the rest.
     pub(crate) fn parts(&self) -> &[Range<usize>] {
         &self.weights.parts
     }
@@ -238,7 +238,7 @@ impl Net {
     /// Leaves whose backward passes go layer by layer together. They are as many as their layers'
     /// inputs have room for where the gradients are what takes memory, else one.
     pub(crate) fn together(&self, tokens: usize) -> usize {
-        // The gradient of a table that is the head too comes from both ends of a pass.
+        // A tied embedding gets gradients from both ends of a pass.
         if self.method != Method::Full || self.is_tied {
             return 1;
         }
@@ -445,11 +445,11 @@ impl Net {
         Ok((loss, pass.x))
     }
 
-    /// The same sum as of [`loss`](Self::loss), and the gradient of it divided by `judged`, the
-    /// targets of the whole step.
+    /// The sum of [`loss`](Self::loss), and its gradient divided by `judged`, the targets of the
+    /// whole step.
     ///
     /// # Errors
-    /// As of [`loss`](Self::loss).
+    /// Those of [`loss`](Self::loss).
     pub fn gradient(
         &self,
         params: &[f32],

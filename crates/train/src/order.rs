@@ -1,4 +1,4 @@
-//! Which examples a step sees: a function of seed and step.
+//! Order of training examples: a function of seed and step.
 
 use std::ops::Range;
 

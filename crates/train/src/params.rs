@@ -13,11 +13,11 @@ pub struct Slot {
     pub name: String,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
-    /// Where it lies in the vector.
+    /// Range in the vector of trained values.
     pub range: Range<usize>,
 }
 
-/// Where trained tensors lie, in order of layers.
+/// Layout of trained tensors in one vector, in order of layers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
     slots: Vec<Slot>,
@@ -43,7 +43,7 @@ impl Layout {
         &self.slots
     }
 
-    /// How many numbers are trained.
+    /// Number of trained values.
     pub fn len(&self) -> usize {
         self.len
     }

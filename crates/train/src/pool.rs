@@ -1,4 +1,4 @@
-//! Work on all threads, without a say in what comes out.
+//! Parallel loops; the distribution over threads does not affect results.
 
 use std::sync::Mutex;
 

@@ -37,7 +37,7 @@ pub struct Job {
     pub data: PathBuf,
     /// A file of examples that are held out, if there is one.
     pub valid: Option<PathBuf>,
-    /// Which tokens are judged.
+    /// Tokens that the loss covers.
     pub train_on: TrainOn,
     /// Longest row.
     pub tokens_max: usize,
@@ -49,13 +49,13 @@ pub struct Job {
     pub leaf: usize,
     /// Chooses first values, order and what is left out.
     pub seed: u64,
-    /// How often each row is seen, in place of a number of steps.
+    /// Passes over the data, in place of a number of steps.
     pub epochs: Option<u64>,
     /// The rule of updates.
     pub optimiser: OptimiserOptions,
 }
 
-/// How a run is done, which no bit of its result depends on.
+/// Options of execution. No bit of the result depends on them.
 #[derive(Clone, Copy)]
 #[allow(
     missing_debug_implementations,
@@ -108,7 +108,7 @@ pub enum Progress {
     },
     /// A step is done.
     Step(Measured),
-    /// A line about the engine, told once.
+    /// A note about the engine, sent once.
     Note { line: String },
     /// A worker was lost, and its leaves are computed by others.
     Lost {
@@ -138,7 +138,7 @@ pub struct Report {
     pub files: Vec<PathBuf>,
 }
 
-/// How a run was computed, and where its result is.
+/// Execution of a run, and its output.
 #[derive(Clone, Copy, Debug)]
 pub struct About<'a> {
     /// Folder of the result.
@@ -353,7 +353,7 @@ impl Run {
         }
     }
 
-    /// Tokens of a step that are judged.
+    /// Tokens of a step that the loss covers.
     pub(crate) fn judged(&self, step: u64) -> u64 {
         self.examples.judged(&self.order.step(step))
     }
@@ -372,7 +372,7 @@ impl Run {
         rows.map(|leaf| self.net.loss(params, &leaf)).collect()
     }
 
-    /// Where each of `of` stages lies in what is trained.
+    /// Range of each of `of` stages in the trained vector.
     pub(crate) fn stages(&self, of: usize) -> Result<Vec<std::ops::Range<usize>>, Error> {
         let parts = self.net.parts();
         let range = |index: usize| {
@@ -539,7 +539,7 @@ impl Run {
         Ok(Some(losses.iter().sum::<f64>() / valid.judged(&all) as f64))
     }
 
-    /// Says in the folder what its run is, or checks that it says the same.
+    /// Writes the run's description to the folder, or checks that the folder has the same.
     fn claim(&self, output: &Path, resume: bool) -> Result<(), Error> {
         let path = output.join("run.json");
         let mut here = serde_json::to_value(&self.job).unwrap_or_default();

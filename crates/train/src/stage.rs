@@ -13,7 +13,7 @@ use crate::weights::sizes;
 pub struct Stage {
     /// From 0.
     pub index: usize,
-    /// How many there are, at least one.
+    /// Number of stages, at least one.
     pub of: usize,
 }
 

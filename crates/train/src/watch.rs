@@ -1,4 +1,4 @@
-//! How a training goes, as lines for people.
+//! Progress of a training run as text.
 
 use paceline_base::{Bytes, counted};
 
@@ -7,12 +7,12 @@ use crate::Progress;
 /// Least seconds between two lines about steps, so that a short step's do not flood.
 const LINE_EVERY_S: f64 = 2.0;
 
-/// Tells of steps now and then. Moments are seconds of any clock.
+/// Reports steps at intervals. Times are seconds of any clock.
 #[derive(Clone, Debug)]
 pub struct Watch {
     steps: u64,
     nodes: usize,
-    /// Of each node; those of other machines are not known.
+    /// Threads of each node; `None` where unknown, as on other machines.
     threads: Option<usize>,
     told: Option<f64>,
     /// Steps and moment since which the time left is estimated.
@@ -33,7 +33,7 @@ impl Watch {
         }
     }
 
-    /// The lines that tell of `progress` at a moment in seconds.
+    /// The lines for `progress` at `now_s` seconds.
     // long: a table of what progress says.
     pub fn hear(&mut self, progress: Progress, now_s: f64) -> Vec<String> {
         match progress {

@@ -19,7 +19,7 @@ const TILE_FLOATS: usize = 1 << 20;
 /// took four times as long.
 const TILE_ROWS: usize = 2048;
 
-/// The CPU's kernels are not asked for what a device has.
+/// The CPU's kernels never read weights that a device has.
 const ELSEWHERE: &str = "values that are on a device";
 
 /// The function that is called for each tile.
@@ -105,7 +105,7 @@ impl Vector {
     }
 }
 
-/// How a matrix is kept.
+/// Storage of a matrix.
 #[derive(Debug)]
 pub(crate) enum Kept {
     Fixed(Vec<f32>),
@@ -120,7 +120,7 @@ pub(crate) enum Kept {
 /// The two factors of an adapter: `(rank, cols)` and `(rows, rank)`.
 #[derive(Clone, Debug)]
 pub(crate) struct Pair {
-    /// Which matrix of the whole model it belongs to.
+    /// Index of its matrix in the whole model.
     pub(crate) number: u64,
     pub(crate) a: Range<usize>,
     pub(crate) b: Range<usize>,
@@ -221,7 +221,7 @@ pub(crate) struct Weights {
     /// None where it is the embedding, and but in the last stage.
     pub(crate) output: Option<Matrix>,
     pub(crate) layout: Layout,
-    /// Where the embedding lies in what is trained, then each layer, then the rest.
+    /// Ranges in the trained vector: the embedding, then each layer, then the rest.
     pub(crate) parts: Vec<Range<usize>>,
     /// The values that a whole model's training begins with; empty for adapters.
     pub(crate) first: Vec<f32>,
@@ -244,7 +244,7 @@ impl Weights {
         table.expect("the first stage has the table of tokens")
     }
 
-    /// The matrix that logits come from, and the norm before it.
+    /// The output head's matrix and the norm before it.
     pub(crate) fn head(&self) -> (&Vector, &Matrix) {
         let norm = self.output_norm.as_ref();
         let norm = norm.expect("the last stage has the last norm");
@@ -422,7 +422,7 @@ impl Loader<'_> {
         is_adapted.then_some((layer * TARGETS.len() + nth) as u64)
     }
 
-    /// Whether logits come from the table of tokens here.
+    /// Whether the token embedding is the output head here.
     fn is_head(&self) -> Result<bool, Error> {
         Ok(self.stage.is_last() && self.is_tied()?)
     }

@@ -23,10 +23,10 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 type Channel = Control<ToWorker, FromWorker>;
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
-/// ends it or is gone. Returns only when something failed, which the parent has been told.
+/// ends it or is gone. Returns only with an error, which the parent has received.
 ///
 /// # Errors
-/// What failed; [`Error::Cluster`] when there is no parent.
+/// Errors of the work; [`Error::Cluster`] when there is no parent.
 pub fn run<M: Into<Means>>(
     means: impl FnOnce(usize) -> std::io::Result<M>,
 ) -> Result<Infallible, Error> {

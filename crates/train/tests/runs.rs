@@ -1,4 +1,4 @@
-//! Whole runs: any number of workers, lost ones, stopped ones, and data that lies.
+//! Whole runs: any number of workers, lost workers, stopped runs, and invalid data.
 
 use std::cell::Cell;
 use std::ffi::OsString;
@@ -32,7 +32,7 @@ fn as_worker() {
     assert!(worker::run(Kernels::new).is_err());
 }
 
-/// Not a test: stands between a run and a worker that it starts by the program's own `as_far`.
+/// Not a test: forwards between a run and a worker that it starts by the program's own `as_far`.
 #[test]
 fn as_near() {
     let connect = || {
@@ -148,7 +148,7 @@ fn job(data: &Path, steps: u64) -> Job {
     }
 }
 
-/// Where a run computes.
+/// Workers and stages of a run.
 #[derive(Clone, Copy)]
 struct Where {
     nodes: usize,
@@ -365,7 +365,7 @@ fn workers_elsewhere_give_the_bytes_of_one_process() {
     assert_eq!(events, 1);
 }
 
-/// As many steps as see every row twice.
+/// The number of steps that see every row twice.
 #[test]
 fn epochs_count_rows() {
     let folder = tempfile::tempdir().unwrap();
@@ -454,7 +454,7 @@ fn going_on_gives_the_bytes_of_not_having_stopped() {
     assert!(matches!(error, Error::Stopped { step: 10 }), "{error}");
     let steps = |name: &str| cut.join(name).exists();
     assert!(steps("step-0000009") && steps("step-0000005") && !steps("adapter_config.json"));
-    // As after a kill: the newest is gone, one was not finished, and metrics are ahead.
+    // State after a kill: the newest is gone, one was not finished, and metrics are ahead.
     std::fs::remove_dir_all(cut.join("step-0000009")).unwrap();
     std::fs::create_dir(cut.join(".step-0000010.tmp")).unwrap();
     let metrics = std::fs::read_to_string(cut.join("metrics.jsonl")).unwrap();
@@ -682,7 +682,7 @@ fn a_whole_model_learns_and_is_read_back() {
     );
 }
 
-/// A run without a clock, looked at by nobody.
+/// Options of a run without a clock.
 fn plain(output: &Path) -> RunOptions<'_> {
     fn zero() -> f64 {
         0.0

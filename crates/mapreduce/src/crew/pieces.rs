@@ -1,13 +1,14 @@
-//! Pieces of parts under way, until what is left of each part has come.
+//! Partial results of parts in progress, until the rest of each part has arrived.
 //!
-//! Only groups come in pieces. Each group counts rows of its part, so all pieces of a part have at
-//! most as many groups as the part has values. So no worker fills the parent's memory.
+//! Only groups are sent in several messages. Each group counts rows of its part, so a part's
+//! messages have at most as many groups as the part has values. So no worker fills the parent's
+//! memory.
 
 use std::collections::BTreeMap;
 
 use crate::{Kind, Part, Partial, Task};
 
-/// Pieces that came, by worker and part.
+/// Received partial results, by worker and part.
 #[derive(Debug, Default)]
 pub(super) struct Pieces(BTreeMap<(u32, u64), Came>);
 
@@ -38,8 +39,8 @@ impl Pieces {
         true
     }
 
-    /// Takes the pieces of a part that `worker` holds. `None` if they and `rest` are not the
-    /// part's result: another number of values.
+    /// Removes the partial results of a part that `worker` holds. `None` if they and `rest` are not
+    /// the part's result: another number of values.
     pub(super) fn take(
         &mut self,
         worker: u32,

@@ -16,7 +16,7 @@ fn says(message: &FromWorker) -> String {
     format!("echo '{text}' >&0")
 }
 
-/// A crew of scripts that end when their parent does, on machines of these names.
+/// Workers that are scripts and end when their parent does, on machines of these names.
 fn crew(scripts: &[(&str, &[String])]) -> Crew {
     let args = scripts.iter().map(|(_, lines)| {
         let script = format!("{BEGUN}; {}; while read a; do :; done", lines.join("; "));

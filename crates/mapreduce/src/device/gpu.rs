@@ -33,7 +33,7 @@ impl Graphics {
         })
     }
 
-    /// Takes the device away.
+    /// Simulates the loss of the device.
     #[cfg(test)]
     pub(super) fn lose(&self) {
         self.gpu.lose();

@@ -1,9 +1,9 @@
-//! Devices compute blocks of rows: the trait [`Device`], with the same bits from all that have it.
+//! Devices compute blocks of rows: the trait [`Device`]. All implementations give the same bits.
 //!
 //! [`Cpu`] is the definition; threads of a job use the same functions directly. A graphics
 //! processor (`gpu`, a cargo feature) takes whole blocks: an expression and the reduction behind it
-//! stay on the device. A block that a device does not compute, or is lost over, is computed by the
-//! thread that asked. So a job on a device that disappears ends with the same result.
+//! stay on the device. If a device does not support a block or fails, the calling thread computes
+//! the block. So a job on a device that disappears ends with the same result.
 //!
 //! A user's WGSL function has no form on the CPU: a job with one ends with an error instead.
 
@@ -115,7 +115,7 @@ pub(crate) fn check_function(text: &str, columns: usize) -> Result<(), Error> {
     gpu::function(text, columns).map(drop)
 }
 
-/// As with the feature.
+/// The same function without the feature.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -143,9 +143,8 @@ pub enum Column<'a> {
     Values(&'a [f64]),
     /// Random numbers of the rows' numbers.
     Random {
-        /// Which numbers.
+        /// Seed of the numbers.
         seed: u64,
-        /// Which dimension.
         dimension: u32,
     },
 }
@@ -153,7 +152,7 @@ pub enum Column<'a> {
 /// Rows of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// How many, at least one and at most [`Device::rows_max`].
+    /// Number of rows, at least one and at most [`Device::rows_max`].
     pub count: u64,
     /// Number of the first.
     pub first: u64,
@@ -239,7 +238,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn function(&self, text: &str, columns: &[&[f64]]) -> Result<Vec<f64>, Lost>;
 }
 
-/// Takes a block in by a device; whether it does such blocks. After an error nothing was taken in.
+/// Adds a block by a device; returns whether it supports such blocks. An error adds nothing.
 pub(crate) fn take(
     device: &dyn Device,
     rows: &Rows<'_>,

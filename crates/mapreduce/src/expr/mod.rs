@@ -153,15 +153,13 @@ pub enum Problem {
         name: &'static str,
         /// Its number, from 1.
         number: usize,
-        /// How many there are.
+        /// Number of inputs.
         inputs: usize,
     },
     #[error("{name} takes {expected} arguments, got {got}")]
     Arguments {
         name: String,
-        /// How many it takes.
         expected: usize,
-        /// How many there are.
         got: usize,
     },
     #[error("expected {expected}, got {got}")]
@@ -172,11 +170,7 @@ pub enum Problem {
         got: Type,
     },
     #[error("more than {max} {what}")]
-    Bound {
-        what: &'static str,
-        /// How many are allowed.
-        max: usize,
-    },
+    Bound { what: &'static str, max: usize },
 }
 
 impl Program {

@@ -37,8 +37,8 @@ const CONSTANTS: [(&str, f64, Type); 5] = [
     ("false", 0.0, Type::Truth),
 ];
 
-/// Operators by how tightly they bind, loosest first; whether the sides are swapped. Longer ones
-/// come before their beginnings.
+/// Operators by precedence, loosest first; whether the sides are swapped. Longer operators precede
+/// their prefixes.
 const LEVELS: [&[(&str, Binary, bool)]; 6] = [
     &[("||", Binary::Or, false)],
     &[("&&", Binary::And, false)],
@@ -60,7 +60,7 @@ const LEVELS: [&[(&str, Binary, bool)]; 6] = [
     ],
 ];
 
-/// A value: the step that gives it, its type, and where it stands in the text.
+/// A value: the step that computes it, its type, and its position in the text.
 #[derive(Clone, Copy)]
 struct Operand {
     step: usize,

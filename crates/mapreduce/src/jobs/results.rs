@@ -105,7 +105,6 @@ impl Best {
 pub struct Grouped {
     /// Name of the reduction.
     pub op: &'static str,
-    /// How many keys there are.
     pub groups: usize,
     /// The keys, ascending.
     pub keys: Vec<i128>,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{Gather, Plan, Scatter, Store};
 use crate::{Crew, Error, FileSink, Input, Journal, Kind, Partial, Progress, Task};
 
-/// How often splitters are drawn before buckets are found too large.
+/// Attempts to draw splitters before a bucket counts as too large.
 const ATTEMPTS: u32 = 4;
 
 /// A file that is to be sorted.
@@ -84,7 +84,7 @@ impl Sort {
         })
     }
 
-    /// How a sort that was killed was cut, by more or fewer threads perhaps.
+    /// The partition of a killed sort, perhaps planned for another number of threads.
     fn recorded(&self, attempt: u32) -> Option<Scatter> {
         let task = Journal::task_of(&self.journal("scatter", attempt)?)?;
         match task.kind {

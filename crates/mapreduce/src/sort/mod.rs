@@ -47,7 +47,7 @@ pub struct Scatter {
     /// Keys in ascending order.
     pub splitters: Vec<u64>,
     pub part_rows: u64,
-    /// Where parts are stored; `None` in the memory of this process.
+    /// Folder of spilled parts; `None` in the memory of this process.
     pub folder: Option<PathBuf>,
 }
 
@@ -56,7 +56,7 @@ pub struct Scatter {
 pub struct Gather {
     /// The first half.
     pub scatter: Scatter,
-    /// How many parts it had.
+    /// Number of parts of the first half.
     pub parts: u64,
     /// First row of each bucket, and the number of rows.
     pub starts: Vec<u64>,
@@ -65,14 +65,14 @@ pub struct Gather {
 }
 
 impl Scatter {
-    /// How many buckets there are.
+    /// Number of buckets.
     pub const fn buckets(&self) -> usize {
         2 * self.splitters.len() + 1
     }
 }
 
 impl Gather {
-    /// Of a first half whose buckets have `counts` rows.
+    /// The second half after a first half with `counts` rows per bucket.
     pub fn new(scatter: Scatter, parts: u64, counts: &[u64], out: PathBuf) -> Self {
         let ends = counts.iter().scan(0, |sum, count| {
             *sum += count;
@@ -122,7 +122,7 @@ impl Gather {
     }
 }
 
-/// How the bits of a type become keys.
+/// Encoding of a type's bits as keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     Unsigned,

@@ -1,4 +1,4 @@
-//! How a sort is cut for a limit of memory, and the sample that splitters are drawn from.
+//! Partition of a sort within a limit of memory, and the sample that splitters are drawn from.
 
 use std::path::PathBuf;
 
@@ -25,11 +25,11 @@ const TASKS_PER_THREAD: u64 = 4;
 /// Least memory that a sort can be limited to.
 pub const MEMORY_MIN: u64 = 4 << 20;
 
-/// How a sort is cut.
+/// Partition of a sort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub part_rows: u64,
-    /// Buckets that are asked for; equal values can make them fewer.
+    /// Intended number of buckets; equal values can make them fewer.
     pub buckets: u64,
     /// Most bytes of a bucket.
     pub bucket_bytes_max: u64,

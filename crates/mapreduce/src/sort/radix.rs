@@ -87,7 +87,7 @@ fn sort_cached<const N: usize>(keys: &mut [[u8; N]], scratch: &mut [[u8; N]], wi
     }
 }
 
-/// How often a byte has each value.
+/// Counts of each value of a byte.
 fn count<const N: usize>(keys: &[[u8; N]], byte: usize) -> [usize; 256] {
     let mut counts = [0; 256];
     for key in keys {
@@ -96,7 +96,7 @@ fn count<const N: usize>(keys: &[[u8; N]], byte: usize) -> [usize; 256] {
     counts
 }
 
-/// How often each byte has each value.
+/// Counts of each value of each byte.
 fn count_all<const N: usize>(keys: &[[u8; N]]) -> [[usize; 256]; N] {
     let mut counts = [[0; 256]; N];
     for key in keys {

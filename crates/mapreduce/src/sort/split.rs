@@ -23,13 +23,13 @@ pub(crate) struct Splitters {
     low: u64,
     /// Cells have `2^shift` keys each.
     shift: u32,
-    /// How many splitters lie below each cell, and [`MIXED`] if there are some in it. The first
-    /// entry is for keys below all cells, the last for those above.
+    /// Number of splitters below each cell, and [`MIXED`] if there are some in it. The first entry
+    /// is for keys below all cells, the last for those above.
     cells: Vec<u16>,
 }
 
 impl Splitters {
-    /// Of keys in ascending order, all different, fewer than 2^15.
+    /// `keys` are ascending, all different, and fewer than 2^15.
     pub(crate) fn new(keys: &[u64]) -> Self {
         let (low, high) = (keys.first().copied(), keys.last().copied());
         let (low, high) = (low.unwrap_or(0), high.unwrap_or(0));
@@ -71,8 +71,8 @@ impl Splitters {
         }
     }
 
-    /// How many keys each bucket has, and the keys of those that are not equal to a splitter,
-    /// bucket by bucket. Cost: two reads and a write of each key.
+    /// Number of keys in each bucket, and the keys that are not equal to a splitter, bucket by
+    /// bucket. Cost: two reads and a write of each key.
     pub(crate) fn partition<const N: usize>(&self, keys: Vec<[u8; N]>) -> (Vec<u64>, Vec<[u8; N]>) {
         if self.keys.is_empty() {
             return (vec![keys.len() as u64], keys);

@@ -1,9 +1,9 @@
-//! Where parts lie between the two halves of a sort: in files or in memory.
+//! Storage of parts between the two halves of a sort: spill files or memory.
 //!
 //! A part's file has the first key of each bucket as `u64`, and the number of keys; then the keys.
 //! It gets its name once it is whole: a worker that was believed lost and writes the part again
-//! replaces it by equal bytes. A worker that does not share the folder has its parent read and
-//! write these files ([`Line`]).
+//! replaces it by equal bytes. For a worker that does not share the folder, the parent reads and
+//! writes these files ([`Line`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -123,11 +123,9 @@ impl Store {
 /// A bucket of all parts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
-    /// How many parts there are.
     pub(super) parts: u64,
-    /// How many buckets.
     pub(super) buckets: usize,
-    /// Which bucket.
+    /// Index of the bucket.
     pub(super) bucket: usize,
     /// Bytes of a key.
     pub(super) width: usize,

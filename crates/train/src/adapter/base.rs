@@ -53,7 +53,7 @@ fn hub_id(text: &str) -> Option<&str> {
     (is_part(owner) && is_part(name)).then_some(id)
 }
 
-/// Letters and digits, for names that differ in what stands between words.
+/// Letters and digits only, to match names with different separators.
 fn plain(name: &str) -> String {
     let letters = name.chars().filter(|c| c.is_alphanumeric());
     letters.flat_map(char::to_lowercase).collect()

@@ -14,13 +14,13 @@ use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
 use crate::stage::Stage;
 
-/// How often each side of this process is looked at.
+/// Poll interval of each side of this process.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Longest silence of the worker, as on the run's machine.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// How a machine runs workers of runs elsewhere.
+/// Options of a machine that runs workers of remote runs.
 #[allow(
     missing_debug_implementations,
     reason = "functions have nothing to show"
@@ -37,11 +37,11 @@ pub struct FarSpec<'a> {
     pub find: &'a dyn Fn(&str, &Path) -> Option<PathBuf>,
 }
 
-/// Runs one worker for the run at the other end of `ends`. Returns when that is gone, or when
-/// something failed, which the other side was told.
+/// Runs one worker for the run at the other end of `ends`. Returns when the connection ends, or
+/// with an error that the other side has received too.
 ///
 /// # Errors
-/// [`Error::Line`]: how it ended; [`Error::Cluster`], [`Error::File`].
+/// [`Error::Line`] at the end of the connection; [`Error::Cluster`], [`Error::File`].
 pub fn far(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
     let line = Line::new(ends)?;
     line.send(b'h', &[])?;
@@ -77,7 +77,7 @@ struct Far<'a> {
 }
 
 impl Far<'_> {
-    /// Takes what came from both sides within a moment.
+    /// Handles at most one frame and one event; waits for the frame for a moment.
     fn look(&mut self, line: &Line) -> Result<(), Error> {
         if let Some((kind, bytes)) = line.recv(LOOK_EVERY)? {
             self.take(line, kind, &bytes)?;
@@ -126,7 +126,7 @@ impl Far<'_> {
         }
     }
 
-    /// Starts the worker, or asks for its model first.
+    /// Starts the worker, or requests its model first.
     fn start(&mut self, line: &Line, start: ToWorker) -> Result<(), Error> {
         let ToWorker::Start { job, .. } = &start else {
             return Err(broken("a message that is no start"));
@@ -185,7 +185,7 @@ impl Far<'_> {
         line.send(b'm', &text)
     }
 
-    /// Removes the files of the step before when the first of another one comes.
+    /// Removes the previous step's files when the first file of another step arrives.
     fn forget_steps(&mut self, frame: &[u8]) {
         let name = String::from_utf8_lossy(frame.get(8..).unwrap_or_default());
         let step = name.split('/').next().unwrap_or_default();

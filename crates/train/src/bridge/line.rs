@@ -23,17 +23,17 @@ use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
 use crate::stage::Stage;
 
-/// A side that says nothing for so long is given up: a slow line needs a second for a frame.
+/// Heartbeat timeout of a side: a slow connection needs a second for a frame.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// How much longer the first sign of life of a side may take: a connection of `ssh`, and a program
-/// on a cold disk.
+/// Additional time for the first heartbeat of a side: `ssh` connects, and a program loads from a
+/// cold disk.
 const FIRST: Duration = Duration::from_secs(25);
 
 /// Bytes of a frame of a file: half a second of a line of a megabit.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Frames that wait to be taken before no more are read.
+/// Most queued frames; then reading pauses.
 const HELD_MAX: usize = 256;
 
 /// Longest name of a file.
@@ -183,7 +183,7 @@ impl Reader {
                 }
                 Err(error) => break error.to_string(),
             }
-            // What waits to be taken is no silence of the other side.
+            // A full queue here is not silence of the other side.
             *lock(&self.heard) = Instant::now();
         };
         *lock(&self.broken) = Some(why);
@@ -227,7 +227,7 @@ pub(super) fn broken(reason: impl ToString) -> Error {
     Error::Line { reason }
 }
 
-/// Files that come in frames, put below a folder; each appears whole.
+/// Receives files from frames into a folder; each appears whole.
 pub(super) struct Files {
     folder: PathBuf,
     open: Option<Coming>,

@@ -21,7 +21,7 @@ use crate::stage::Stage;
 /// Longest wait for the first message of the run, and for the other side to be there.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How often each side of this process is looked at.
+/// Poll interval of each side of this process.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 type Channel = Control<ToWorker, FromWorker>;
@@ -65,8 +65,8 @@ pub fn near(
         sent: BTreeSet::new(),
         wants_model: Arc::clone(&wants_model),
     };
-    // A thread of its own: what comes is taken even while a large file goes, so that the two sides
-    // never wait for each other, and a side that reads no more is noticed.
+    // A separate thread sends. Frames are received even while a large file is sent, so the two
+    // sides never deadlock, and a side that stops reading is noticed.
     let told = Arc::clone(&failed);
     let send = move || {
         let error = match outgoing.run(*job, threads) {

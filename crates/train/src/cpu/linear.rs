@@ -149,7 +149,7 @@ impl Cpu<'_> {
         let (u, r) = self.inner(pair, params, &x, cols);
         let m = x.len() / cols;
         let dy = Strided::rows(dy, out);
-        // As (r, out), so that the long side lies in lanes.
+        // Shape (r, out), so that lanes run along the long side.
         let mut db = vec![0.0; r * out];
         let at = Target::rows(&mut db, out);
         self.kernels.chains(

@@ -1,9 +1,9 @@
-//! Deadlines of leaves that workers have leased, by what leaves have taken so far.
+//! Deadlines of leased leaves, from the times of recent leaves.
 //!
-//! A worker that hangs in a device may still give signs of life. Its leaves go to others once they
+//! A worker that hangs in a device may still send heartbeats. Its leaves are reassigned once they
 //! have taken [`TIMES`] times the median of recent leaves, and [`FLOOR_S`] at least. Before any
-//! leaf was computed there is nothing to judge by, and only the signs of life count. A place whose
-//! worker was given up has twice the time from then on: a slow machine is found out by and by.
+//! leaf was computed there is no deadline, and only heartbeats count. The deadline of a rank
+//! doubles each time its worker is dropped, so a slow machine keeps its leaves in the end.
 
 use std::collections::VecDeque;
 
@@ -38,7 +38,7 @@ pub(super) struct Deadlines {
 /// A rank's leaves that are computed together.
 #[derive(Clone, Debug)]
 struct Wait {
-    /// How many; 0 for none.
+    /// Leaves; 0 for none.
     leaves: usize,
     waited_s: f64,
     patience: f64,
@@ -85,7 +85,7 @@ impl Deadlines {
         self.begin(rank, next);
     }
 
-    /// The ranks whose time is over at `now_s`, each told once.
+    /// The ranks that are overdue at `now_s`, each reported once.
     pub(super) fn overdue(&mut self, now_s: f64) -> Vec<Overdue> {
         let looked = self.looked_s.replace(now_s).unwrap_or(now_s);
         let passed = (now_s - looked).clamp(0.0, LOOK_MAX_S);
@@ -162,7 +162,7 @@ mod tests {
         deadlines.end(0, 0);
         deadlines.begin(1, 4);
         assert_eq!(told(&mut deadlines, 0.0, 20.0), None);
-        // An hour in which nobody looked counts as a second.
+        // An hour without a poll counts as a second.
         let (at, over) = told(&mut deadlines, 3620.0, 4000.0).unwrap();
         assert_eq!(over[0].rank, 1);
         assert!((3628.5..=3630.0).contains(&at), "{at}");

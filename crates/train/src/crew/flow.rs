@@ -1,8 +1,8 @@
-//! Which leaf goes through which stage next: all the way forward, and all the way back.
+//! Schedule of leaves through stages: forward through all, and back through all.
 //!
 //! ```text
-//! stations of a leaf in three stages:  0 -> 1 -> 2 and back -> 1 back -> 0 back
-//! of a leaf that is only judged:       0 -> 1 -> 2
+//! stations of a leaf in three stages:     0 -> 1 -> 2 and back -> 1 back -> 0 back
+//! of a leaf that is only evaluated:       0 -> 1 -> 2
 //! ```
 //! The order in which leaves meet stages changes no bit: each leaf depends on itself alone.
 
@@ -15,12 +15,12 @@ pub(super) struct Flow {
     leaves: Vec<Place>,
 }
 
-/// Where a leaf is.
+/// Progress of a leaf.
 #[derive(Clone, Copy, Debug, Default)]
 struct Place {
     /// Stations that are behind it.
     passed: usize,
-    /// Whether somebody has it.
+    /// Whether a stage is computing it.
     is_held: bool,
 }
 

@@ -134,7 +134,7 @@ impl Team {
         back
     }
 
-    /// Takes what a worker computed. What is wrong with it, if anything.
+    /// Records a worker's result. Returns the reason if it is invalid.
     fn given(
         &mut self,
         rank: u32,

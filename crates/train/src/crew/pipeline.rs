@@ -21,12 +21,12 @@ struct Given {
     sums: Vec<Sum>,
 }
 
-/// The tree over leaves' gradients of a stage, which come in any order.
+/// The tree over leaves' gradients of a stage, which arrive in any order.
 struct Sum {
     stack: Stack,
     /// The leaf that the tree takes next.
     next: usize,
-    /// Leaves that came before that one: few, since the first ones go through stages first.
+    /// Leaves that arrived before that one: few, since the first ones go through stages first.
     early: BTreeMap<usize, Vec<f32>>,
 }
 
@@ -95,7 +95,7 @@ impl Team {
             publish(&self.exchange, &name, &params[range.clone()])?;
         }
         let mut flow = Flow::new(self.stages, leaves, set == Set::Train);
-        // What is only judged gives no gradient.
+        // Leaves that are only evaluated have no gradient.
         let trained = |range: &Range<usize>| if set == Set::Train { range.len() } else { 0 };
         let sum = |range| Sum::new(leaves, trained(range));
         let mut given = Given {
@@ -153,7 +153,7 @@ impl Team {
         }
     }
 
-    /// Takes what a stage of `n` trained numbers gave. What is wrong with it, if anything.
+    /// Records the result of a stage of `n` trained values. Returns the reason if it is invalid.
     fn passed(
         &mut self,
         rank: u32,
@@ -180,7 +180,7 @@ impl Team {
             given.sums[stage].take(task.leaf, grads);
         }
         for name in task.spent(self.stage(rank as usize)) {
-            // What stays goes with the step's folder.
+            // Other files are removed with the step's folder.
             let _ = std::fs::remove_file(self.exchange.join(name));
         }
         self.members[rank as usize].has.task = None;

@@ -15,8 +15,8 @@ use crate::class::Class;
 use crate::dropout::Dropout;
 use crate::weights::{Kept, Matrix, Method, TARGETS, Weights, file_row};
 
-/// Share of the device's memory that MLX may keep for reuse: a layer's intermediates come again
-/// with the same sizes.
+/// Share of the device's memory that MLX may cache for reuse: a layer's intermediates have the same
+/// sizes each time.
 const CACHE_SHARE: u64 = 8;
 
 /// Products of a layer in a backward pass for each one of its forward pass: that again, and two
@@ -30,11 +30,11 @@ const TEST_ROWS: usize = 64;
 #[derive(Debug)]
 pub(super) struct LayerJob {
     pub(super) layer: usize,
-    /// Of sequences.
+    /// Tokens of each sequence.
     pub(super) lengths: Vec<usize>,
     /// (T, C)
     pub(super) x: Vec<f32>,
-    /// Of trained tensors, in the order of slots.
+    /// Values of trained tensors, in the order of slots.
     pub(super) values: Vec<Vec<f32>>,
     pub(super) dropout: Option<Dropout>,
 }
@@ -53,7 +53,7 @@ pub(super) struct HeadJob {
 /// Result of the head's work.
 #[derive(Debug)]
 pub(super) struct HeadDone {
-    /// Of each row.
+    /// Loss of each row.
     pub(super) losses: Vec<f32>,
     /// (n, C)
     pub(super) dx: Vec<f32>,

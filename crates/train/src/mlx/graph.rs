@@ -23,13 +23,13 @@ const GELU: (f32, f32) = (0.797_884_6, 0.044_715);
 pub(super) struct Graph<'a> {
     pub(super) stream: &'a Stream,
     pub(super) config: &'a Config,
-    /// Of activations.
+    /// Type of activations.
     pub(super) dtype: Dtype,
     /// Factor of pairs.
     pub(super) scale: f32,
     /// Positions per radian, for each of the model's rotations.
     pub(super) periods: &'a [Array],
-    /// Which inputs of pairs are left out.
+    /// Dropout of adapters' inputs.
     pub(super) dropout: Option<Dropout>,
     pub(super) slots: &'a [Slot],
     /// Trained tensors, f32, in the order of `slots`.

@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(value("8 # why"), Ok(Value::Integer(8)));
     }
 
-    /// Of these mlx-lm has other numbers, dates, or errors.
+    /// mlx-lm reads these as other numbers, dates, or errors.
     #[test]
     fn other_forms_end_with_their_line() {
         for text in [

@@ -56,7 +56,7 @@ pub(crate) fn of_layer(layer: &Layer) -> Vec<Slot> {
     slots
 }
 
-/// Of the head and the norm before it.
+/// Slots of the head and the norm before it.
 pub(crate) fn of_head(norm: &Vector, matrix: &Matrix) -> Vec<Slot> {
     let mut slots: Vec<Slot> = of_vector(norm).into_iter().collect();
     of_matrix(matrix, &mut slots);
