@@ -1,4 +1,4 @@
-//! Bytes that come over an encrypted link: handshakes and records, forged and altered.
+//! Bytes of an encrypted link: handshakes and records, forged and altered.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| paceline_comm::testing::parse_sealed(bytes));

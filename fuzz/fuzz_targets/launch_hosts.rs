@@ -1,4 +1,4 @@
-//! Answers of machines that are asked over ssh, marks in programs' output, and files of hosts.
+//! Output of hosts over ssh, marks in programs' output, and host files.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| paceline_launch::testing::parse_hosts(bytes));

@@ -55,8 +55,8 @@ const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t | tojson }}<tool_
     {{ '<|im_end|>\n' }}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
-/// Longest wait for the server. Requests that come whole are answered at once, and others are
-/// closed at their end.
+/// Longest wait for the server. It responds to complete requests at once, and closes others at
+/// their end.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// Longest stream after the beginning of a response; a longer one counts as endless.
@@ -187,10 +187,10 @@ pub fn serve(wire: Wire) -> SocketAddr {
     addr
 }
 
-/// Sends `bytes` on a connection of their own, ends it, and reads what comes.
+/// Sends `bytes` on a new connection, ends it, and reads the response.
 ///
 /// # Panics
-/// If the server says nothing and does not close the connection for 10 s.
+/// If the server neither responds nor closes the connection for 10 s.
 pub fn ask(addr: SocketAddr, bytes: &[u8]) {
     let mut stream = connect(addr);
     // The server may refuse before it has read everything.

@@ -68,10 +68,10 @@ const PARTS: [Part; 5] = [
 /// code under test, not by the checker.
 const OPTIONS: &str = "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1";
 
-/// Runs the tests. A line `asan: PART: N passed...` for each part tells the counts.
+/// Runs the tests. A line `asan: PART: N passed...` for each part has the counts.
 ///
 /// # Errors
-/// When cargo cannot be run. A nightly compiler that is not there is a skip.
+/// When cargo cannot be run. A missing nightly compiler is a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     const NAME: &str = "unsafe code under AddressSanitizer";
     let mut nightly = Command::new("rustup");

@@ -26,7 +26,7 @@ enum Section {
 pub(crate) struct TestLog {
     section: Section,
     tally: Tally,
-    /// Number of the test binary, to tell apart tests of one name.
+    /// Number of the test binary, to distinguish tests of one name.
     binary: usize,
     /// Tests that said they were skipped: (binary, test or line).
     skipped: BTreeSet<(usize, String)>,
@@ -43,7 +43,7 @@ impl TestLog {
         }
     }
 
-    /// Takes in one line; true when a person following the run should see it.
+    /// Parses one line; true when a person following the run should see it.
     pub(crate) fn read(&mut self, line: &str) -> bool {
         if let Some(skip) = Skip::find(line) {
             self.skip(skip, line);

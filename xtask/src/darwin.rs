@@ -39,7 +39,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     ))
 }
 
-/// Tells `cc`, which builds the C parts, which compiler to use for the target.
+/// Sets the compiler that `cc`, which builds the C parts, uses for the target.
 fn set_compiler(command: &mut Command) -> Result<()> {
     if cfg!(target_os = "macos") {
         return Ok(());

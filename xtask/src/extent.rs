@@ -1,13 +1,12 @@
-//! How much a run does.
+//! Extent of a test run.
 
-/// How much the tests do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// What every change must pass.
+    /// The tests that every change must pass.
     Default,
     /// With the slow proofs, which CONTRIBUTING.md lists.
     Long,
 }
 
-/// What the long run sets for the tests.
+/// Environment variable of the long run.
 pub(crate) const LONG: (&str, &str) = ("PACELINE_TEST_LONG", "1");

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: the parsers of what comes from outside, on bytes that libFuzzer makes.
+//! `cargo xtask fuzz`: the parsers of untrusted input, on bytes that libFuzzer makes.
 //!
 //! Targets are the files in `fuzz/fuzz_targets`, in a workspace of their own. The sources of
 //! libFuzzer come with the crate `libfuzzer-sys`, so this needs a C++ compiler and no nightly one.
@@ -60,8 +60,8 @@ pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     Ok(Tally::check(name, passed))
 }
 
-/// Builds all targets and runs them, as many side by side as there are cores. A line for each tells
-/// runs, paths, memory and findings; `target/xtask/fuzz-T.log` has the rest.
+/// Builds all targets and runs them, one per core at a time. A line for each has runs, paths,
+/// memory and findings; `target/xtask/fuzz-T.log` has the rest.
 ///
 /// # Errors
 /// When the targets do not build, or there is no such one.
@@ -101,7 +101,7 @@ pub(crate) fn run(options: &Options, show: &mut dyn FnMut(&str)) -> Result<Tally
     Ok(tally)
 }
 
-/// All targets, or those that were asked for.
+/// The selected targets; all if `only` is empty.
 fn wanted(only: &[String]) -> Result<Vec<String>> {
     let all = targets()?;
     if let Some(unknown) = only.iter().find(|name| !all.contains(name)) {
@@ -159,7 +159,7 @@ struct Report {
 }
 
 impl Report {
-    /// Takes what a line of libFuzzer's tells.
+    /// Parses a line of libFuzzer's.
     fn read(&mut self, line: &str) {
         let number = |text: &str| text.trim().parse::<u64>().ok();
         if let Some(runs) = line.strip_prefix("stat::number_of_executed_units:") {

@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail};
 use crate::tally::Tally;
 use crate::{process, repo};
 
-/// Where the recorded counts are.
+/// Path of the recorded counts.
 const RECORD: &str = "crates/tensor/examples/instructions.txt";
 
 /// The works that are counted.

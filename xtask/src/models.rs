@@ -2,6 +2,7 @@
 //!
 //! Two are real. Without SmolLM2 most tests have nothing to run and the step fails. Gemma 3's tests
 //! are skipped by name when it is missing. SmolLM2 is also there in MLX's form
+//! (`scripts/models/mlx_folder.py`). MiniLM, an encoder, comes by `minilm.rs` or is skipped. Chat
 //! templates of real models come by `templates.rs`, without the models. The rest are small
 //! synthetic models, one for every storage type of GGUF, made by `scripts/models/quant_models.py`.
 
@@ -23,7 +24,7 @@ use crate::{minilm, process, repo, schemas, templates, tokenizers, venv};
 /// Fifteen models at 3 to 5 s each on two cores, with room for a machine four times slower.
 const SYNTHESIS_LIMIT: Duration = Duration::from_secs(300);
 
-/// Where tests look for models: `PACELINE_TEST_MODELS`, or a folder in the user's cache.
+/// The tests' folder of models: `PACELINE_TEST_MODELS`, or a folder in the user's cache.
 ///
 /// # Errors
 /// When neither that variable nor `HOME` is set.
@@ -131,7 +132,7 @@ fn is_whole(path: &Path, model: &Model) -> Result<bool> {
     Ok(format!("{:x}", hash.finalize()) == model.sha256)
 }
 
-/// Says what is fetched, a line each: a test run's log has no use for a progress bar.
+/// Prints a line per download: a progress bar is of no use in a test run's log.
 pub(crate) struct Lines;
 
 impl Progress for Lines {

@@ -63,7 +63,7 @@ fn passed(output: &str, more: &str, show: &mut dyn FnMut(&str)) -> usize {
     shown.count()
 }
 
-/// How many cases `cases.py` says at its end that there are; none where it says nothing.
+/// The number of cases that `cases.py` prints at its end; 0 if it prints none.
 fn announced(output: &str) -> usize {
     let mut lines = output.lines();
     let all = lines.find_map(|line| line.strip_prefix("done ")?.parse().ok());

@@ -25,7 +25,7 @@ pub(crate) struct NextestLog {
 }
 
 impl NextestLog {
-    /// Takes in one line; true when a person following the run should see it.
+    /// Parses one line; true when a person following the run should see it.
     pub(crate) fn read(&mut self, line: &str) -> bool {
         if let Some((state, test)) = parse_state(line) {
             return self.read_state(state, test);
@@ -87,7 +87,7 @@ fn parse_state(line: &str) -> Option<(&str, &str)> {
 mod tests {
     use super::*;
 
-    /// Of cargo-nextest 0.9.143.
+    /// Output of cargo-nextest 0.9.143.
     const RUN: &str = "\
     Finished `release` profile [optimized] target(s) in 5.72s
 ────────────

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::repo;
 
-/// Where step `name` logs everything its programs print.
+/// Log file of step `name`.
 pub(crate) fn log_path(name: &str) -> PathBuf {
     repo::root()
         .join("target/xtask")
@@ -89,7 +89,7 @@ pub(crate) fn capture(mut command: Command, limit: Duration) -> Result<String> {
     Ok(text)
 }
 
-/// The program and its first two arguments, as they stand in error messages.
+/// The program and its first two arguments, for error messages.
 fn describe(command: &Command) -> String {
     let program = Path::new(command.get_program());
     let mut text = program

@@ -1,4 +1,4 @@
-//! `cargo xtask rdma`: does RDMA work over real verbs?
+//! `cargo xtask rdma`: tests RDMA over real verbs.
 //!
 //! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`). There it runs the
 //! tests of `crates/comm-rdma/src/tests/loaded.rs` that need a device. They are the conformance
@@ -25,7 +25,7 @@ wait $!";
 /// Builds the tests and runs them in the guest.
 ///
 /// # Errors
-/// When cargo or the script cannot be run. What the machine lacks is a skip.
+/// When cargo or the script cannot be run. A missing tool or kernel feature is a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     let tests = build()?;
     let folder = repo::root().join("target/rdma");
@@ -69,7 +69,7 @@ fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<Tall
     let mut command = Command::new(repo::root().join("scripts/rdma/guest.sh"));
     command.arg(folder.join("kernel")).arg(COMMAND);
     command.env("FILES", tests);
-    // The stream tells success only; what is missing is said in a line.
+    // The stream reports success only; a line says what is missing.
     let mut lacking = None;
     let passed = process::stream(command, &process::log_path("rdma"), |line| {
         show(line);
@@ -83,7 +83,7 @@ fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<Tall
     })
 }
 
-/// Whether the guest's complaint is about this machine, not about what ran in it.
+/// Whether the guest's complaint is about this machine, not about the tests.
 fn is_lack(reason: &str) -> bool {
     !reason.starts_with("no end") && !reason.starts_with("it did not come up")
 }

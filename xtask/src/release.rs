@@ -14,7 +14,7 @@ use crate::{models, process, repo, rust_target, sdk, venv};
 
 const TARGETS: [&str; 2] = ["x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"];
 
-/// How often everything is built.
+/// Number of builds to compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Builds {
     /// Here.

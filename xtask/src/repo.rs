@@ -1,4 +1,4 @@
-//! Where the repository is, which files belong to it, and what a path says about a file.
+//! The repository: its root, its tracked files, and facts from a file's path.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -95,7 +95,7 @@ pub(crate) fn crate_of(path: &str) -> &str {
     }
 }
 
-/// True for files that only tests, benches or fuzzers build, judged by the path alone.
+/// True for files that only tests, benches or fuzzers build, by the path alone.
 pub(crate) fn is_test_path(path: &str) -> bool {
     const FOLDERS: [&str; 4] = ["tests", "benches", "fuzz", "testing"];
     let mut parts: Vec<&str> = path.split('/').collect();

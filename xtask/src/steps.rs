@@ -188,8 +188,8 @@ pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
 
 type Outcome = (&'static str, Duration, Tally);
 
-/// Runs lanes side by side, the steps of each in order; outcomes come lane by lane. Lines of lanes
-/// come mixed; each step's log has its own.
+/// Runs lanes in parallel, the steps of each in order; outcomes are in lane order. Output of lanes
+/// is interleaved; each step has a log of its own.
 fn run_lanes(lanes: &[&[Step]], extent: Extent) -> Vec<Outcome> {
     let lane = |steps: &[Step]| -> Vec<Outcome> {
         steps.iter().map(|step| run_step(*step, extent)).collect()

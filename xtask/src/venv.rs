@@ -23,8 +23,7 @@ pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
 
 /// The Python of the environment `folder`, with everything in `scripts/<requirements>` installed.
 ///
-/// A copy of the file is kept in the environment, so nothing is asked of the network again until
-/// the file changes.
+/// The environment has a copy of the file, so later calls use no network until the file changes.
 ///
 /// # Errors
 /// When there is no Python with `venv` and `pip`, or pip cannot install a line of the file.

@@ -74,7 +74,7 @@ fn own_findings() -> String {
     let mut file = String::new();
     let mut id = 10_000;
     while file.len() + 1000 < FILE_BYTES_MAX {
-        // 7919 is a prime, so the words come in another order each time round.
+        // 7919 is a prime, so each statement has another order of words.
         let statement: Vec<&str> = (0..60)
             .map(|i| words[(id * 31 + i * 7919) % words.len()])
             .collect();

@@ -1,9 +1,9 @@
-//! Which quick answer fits a question, if any.
+//! Selects the quick answer for a question, if any fits.
 //!
-//! Twelve answers are too few for statistics of their own, so words weigh what they weigh among the
-//! findings. An answer must cover a good part of the question. Each word counts in full when the
-//! collected question has it, less when only the answer or its findings do. A question none of
-//! whose words is in a collected question or answer gets no answer, however well findings fit.
+//! Twelve answers are too few for statistics of their own, so a word's weight is its weight in the
+//! findings. An answer must cover a good part of the question. A word counts in full if the
+//! collected question has it, and less if only the answer or its findings do. Without a shared word
+//! in a collected question or answer there is no answer, however well findings fit.
 
 use crate::entry::{Finding, QuickAnswer};
 use crate::search::Index;
@@ -28,7 +28,7 @@ const QUESTION_WORDS_MAX: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fit<'a> {
     pub answer: &'a QuickAnswer,
-    /// How much of the question it covers, from 0 to 1.
+    /// Share of the question that it covers, from 0 to 1.
     pub cover: f32,
 }
 
@@ -60,7 +60,7 @@ impl Known {
         }
     }
 
-    /// Which part of the collected question's terms are in `question` too, from 0 to 1.
+    /// Share of the collected question's terms that are in `question` too, from 0 to 1.
     fn shared(&self, question: &[Word]) -> f32 {
         let asked = |term: &&String| question.iter().any(|word| word.terms.contains(term));
         let shared = self.question.iter().filter(asked).count();
@@ -84,7 +84,7 @@ impl Known {
         }
     }
 
-    /// How much of a question is covered, from 0 to 1; 0 when its own words have none of it.
+    /// Share of a question that is covered, from 0 to 1; 0 when its own words have none of it.
     pub(crate) fn cover(&self, question: &[Word], index: &Index) -> f32 {
         let rarity = |word: &Word| {
             let each = word.terms.iter().map(|term| index.rarity(term));

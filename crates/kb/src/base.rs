@@ -32,7 +32,6 @@ pub struct Contents {
     pub findings: Vec<u32>,
     /// Topics that are new with it.
     pub topics: Vec<String>,
-    /// How many quick answers it has.
     pub n_answers: usize,
 }
 

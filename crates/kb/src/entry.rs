@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-/// How sure the collector of a finding was.
+/// Confidence of a finding's collector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Confidence {
     /// Read in the original.
@@ -37,7 +37,7 @@ impl fmt::Display for Confidence {
     }
 }
 
-/// Where an entry came from.
+/// Source of an entry.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Origin {
     /// Part of the program.
@@ -66,7 +66,7 @@ pub struct Finding {
     pub topic: String,
     /// Findings whose claims disagree with this one, ascending; always symmetric.
     pub conflicts: Vec<u32>,
-    /// How they disagree, and doubts that need no second finding. May be empty.
+    /// Their disagreement, and doubts that need no second finding. May be empty.
     pub conflict_note: String,
     pub origin: Origin,
 }
@@ -74,7 +74,7 @@ pub struct Finding {
 /// A knowledge area.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topic {
-    /// As it is shown.
+    /// Display name.
     pub name: String,
     /// A sentence; may be empty.
     pub description: String,
@@ -113,7 +113,7 @@ pub struct QuickAnswer {
     pub answer: String,
     /// Findings that it rests on.
     pub findings: Vec<u32>,
-    /// Where the answer goes further than the findings do. May be empty.
+    /// The part of the answer that goes beyond the findings. May be empty.
     pub note: String,
     pub origin: Origin,
 }

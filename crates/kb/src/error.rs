@@ -37,7 +37,7 @@ pub enum Error {
     Invalid {
         /// By line, at most [`PROBLEMS_MAX`].
         problems: Vec<Problem>,
-        /// How many more there are.
+        /// Number of further problems.
         more: usize,
     },
 }
@@ -47,7 +47,7 @@ pub enum Error {
 pub struct Problem {
     /// From 1; the line of the entry's header when a key is missing.
     pub line: usize,
-    /// Which entry, such as `[[finding]] 3 (id 901)`; empty at the top of the file.
+    /// The entry, such as `[[finding]] 3 (id 901)`; empty at the top of the file.
     pub entry: String,
     /// The key; empty when the entry as a whole is meant.
     pub key: String,

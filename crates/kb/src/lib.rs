@@ -1,9 +1,8 @@
 //! The knowledge base behind `paceline kb`: findings on distributed GPU computing, their topics,
-//! quick answers, where findings disagree and what the planner assumes there.
+//! quick answers, conflicts between findings and the planner's assumptions about them.
 //!
-//! It is built into the program (`data/findings.toml`, `data/planner.toml`). Files of the user's
-//! extend it and come in as bytes: this crate does no input and output, knows no clock and no
-//! terminal.
+//! It is built into the program (`data/findings.toml`, `data/planner.toml`). User files extend it
+//! and are passed as bytes: this crate does no input and output, and has no clock and no terminal.
 //!
 //! ```
 //! use paceline_kb::{Area, KnowledgeBase};
@@ -17,11 +16,11 @@
 //!
 //! Reading order:
 //! - [`entry`](crate::Finding): findings, topics, quick answers and assumptions.
-//! - `read`: takes files apart and names line and key of each fault.
+//! - `read`: parses files and names line and key of each error.
 //! - [`KnowledgeBase`]: links the entries.
-//! - `words`: makes terms of text.
+//! - `words`: splits text into terms.
 //! - `search`: ranks; `snippet` shows why.
-//! - `ask`: picks quick answers.
+//! - `ask`: selects quick answers.
 //! - [`report`]: texts and values for all of this.
 //!
 //! There is no stored index: a start reads and indexes all in some milliseconds. There is no query

@@ -34,7 +34,7 @@ pub(crate) fn nearest<'a>(
         .map(|name| (distance(name), name.chars().count(), name))
         .filter(|(distance, ..)| *distance <= allowed)
         .collect();
-    // Of names that begin alike, the shortest is the nearest.
+    // Among names with the same prefix, the shortest is the nearest.
     near.sort_unstable();
     near.dedup();
     near.into_iter().take(max).map(|(.., name)| name).collect()

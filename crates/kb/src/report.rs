@@ -20,7 +20,6 @@ pub type Known = fn(&str) -> bool;
 pub struct Added {
     /// Contents of the file.
     pub contents: Contents,
-    /// Where it is kept.
     pub path: PathBuf,
     /// False when the same file was there already.
     pub changed: bool,

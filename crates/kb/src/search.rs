@@ -16,24 +16,24 @@ use crate::nearest::nearest;
 use crate::snippet::{Snippet, snippet};
 use crate::words::{Word, words};
 
-/// How long a snippet is, in bytes: two to three lines of a terminal.
+/// Length of a snippet in bytes: two to three lines of a terminal.
 const SNIPPET_BYTES: usize = 200;
 
-/// Most words of a query that are looked at; nobody types more, but a file might be piped in.
+/// Most words of a query that are searched; a query may be a file piped in.
 const QUERY_WORDS_MAX: usize = 256;
 
-/// Most words that the beginning of a word stands for.
+/// Most words that a prefix expands to.
 const EXPANSIONS_MAX: usize = 16;
 
-/// Fewest letters of a beginning that stands for the words it begins.
+/// Fewest letters of a prefix that is expanded.
 const PREFIX_MIN: usize = 3;
 
-/// Where a finding was found.
+/// The field of a finding that matched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Field {
     Statement,
     Evidence,
-    /// How it disagrees with others.
+    /// Its conflict with others.
     ConflictNote,
     /// Its key words.
     Tags,
@@ -75,7 +75,7 @@ pub struct Hit {
 /// A word of a query that no finding has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unknown {
-    /// As typed, in lower case.
+    /// The typed word, in lower case.
     pub word: String,
     /// Words that findings do have and that look like it, nearest first.
     pub nearest: Vec<String>,
@@ -86,7 +86,7 @@ pub struct Unknown {
 pub struct Found {
     /// Best first.
     pub hits: Vec<Hit>,
-    /// How many findings have any of the words.
+    /// Findings with any of the words.
     pub n_found: usize,
     /// Words that no finding has.
     pub unknown: Vec<Unknown>,
@@ -94,7 +94,7 @@ pub struct Found {
     pub n_words: usize,
 }
 
-/// Terms stand for themselves: the library's own spaces are hashes, in which two may fall together.
+/// Terms are their own embedding: the library's embeddings are hashes, which may collide.
 struct Term;
 
 impl TokenEmbedder for Term {
@@ -105,8 +105,8 @@ impl TokenEmbedder for Term {
     }
 }
 
-/// Takes apart what [`join`] put together. The library wants texts and asks for their terms more
-/// than once. Finding words is nearly all of the work, so it is done once, before.
+/// Splits the text of [`join`]. The library takes texts and tokenises them more than once. Finding
+/// words is nearly all of the work, so it is done once, before.
 struct Terms;
 
 impl Tokenizer for Terms {
@@ -186,12 +186,12 @@ impl Index {
         index
     }
 
-    /// How many different terms there are.
+    /// Number of different terms.
     pub(crate) fn n_terms(&self) -> usize {
         self.frequencies.len()
     }
 
-    /// How rare a term is, as BM25 has it; highest for a term that no finding has.
+    /// BM25's inverse document frequency of a term; highest for a term that no finding has.
     pub(crate) fn rarity(&self, term: &str) -> f32 {
         let frequency = self.frequencies.get(term).copied().unwrap_or(0) as f32;
         let without = self.n_findings as f32 - frequency;

@@ -27,8 +27,8 @@ const STOP_WORDS: [&str; 116] = [
 /// of `m3` is not, as it would match every `m`.
 const LETTERS_MIN: usize = 3;
 
-/// Stems that people use for one another, with the one that stands for both. Kept to what questions
-/// about these findings showed a need for.
+/// Synonymous stems, with the canonical one. Limited to those that questions about these findings
+/// needed.
 const SAME: [(&str, &str); 8] = [
     ("expens", "cost"),
     ("finetun", "train"),
@@ -49,7 +49,7 @@ pub(crate) struct Word {
     pub(crate) range: Range<usize>,
     /// Lower case, without joiners at its ends.
     pub(crate) plain: String,
-    /// The terms that it is found by; never empty. The whole comes first.
+    /// The terms that match it; never empty. The whole comes first.
     pub(crate) terms: Vec<String>,
 }
 

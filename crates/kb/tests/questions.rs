@@ -1,4 +1,4 @@
-//! Which quick answer a question gets, and which questions get none.
+//! Questions with the quick answer that they get, and questions without one.
 
 use paceline_kb::KnowledgeBase;
 

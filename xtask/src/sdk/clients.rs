@@ -75,12 +75,12 @@ pub(super) struct Client {
     wants_model: bool,
     /// Whether its model is to call tools.
     pub(super) wants_tools: bool,
-    /// Where its packages are, if it is to be told.
+    /// Folder of its packages, if it takes one.
     packages: Option<PathBuf>,
 }
 
 impl Client {
-    /// How it is started against `server`.
+    /// The command that runs it against `server`.
     pub(super) fn command(&self, server: &Server) -> Command {
         let mut command = Command::new(&self.program);
         command.arg(repo::root().join("scripts/sdk").join(self.script));
@@ -159,8 +159,8 @@ pub(super) fn install_libraries(models: &Path) -> (Vec<Client>, Tally) {
     (clients, tally)
 }
 
-/// `folder` with what `scripts/sdk/package.json` wants in it. Nothing is asked of the network
-/// again until that file changes.
+/// `folder` with the packages of `scripts/sdk/package.json` installed. Later calls use no network
+/// until that file changes.
 fn npm_packages(folder: &Path) -> Result<PathBuf> {
     let mut node = Command::new("node");
     node.arg("--version");

@@ -162,7 +162,7 @@ impl Drop for Server {
     }
 }
 
-/// Copies what the server says into `log` and sends the address when it comes.
+/// Copies the server's output into `log` and sends the address once it is printed.
 fn read(said: impl Read, mut log: File, found: &Sender<String>) {
     for line in BufReader::new(said).lines().map_while(Result::ok) {
         let _ = writeln!(log, "{line}");
@@ -172,7 +172,7 @@ fn read(said: impl Read, mut log: File, found: &Sender<String>) {
     }
 }
 
-/// A key of a fresh home, after which the server asks everyone for it.
+/// Makes a key in a fresh home; the server requires one from then on.
 fn make_key(binary: &Path, home: &Path) -> Result<String> {
     let mut command = Command::new(binary);
     command.args(["key", "api", "new", "sdk"]);

@@ -1,11 +1,11 @@
 //! The rule on import circles: files of one crate that import each other in a ring.
 //!
-//! An edge goes from one file to the file that defines a name which the first reaches. It reaches
-//! the name through `crate::` or `super::`, in a `use` or in a path. Or it does so through a name
-//! that such a `use` brought in. A module's own children (`mod x;`, then `x::f()`) are parts of it
-//! and make no edge. A re-export stands for the definition: `crate::Error` is an edge to
-//! `error.rs`, not to `lib.rs`. Test code is left out. [`scan`] reads a file's tokens,
-//! [`Modules::edges`] resolves names, and [`circles`] finds the strongly connected components.
+//! An edge goes from one file to the file that defines a name which the first uses: through
+//! `crate::` or `super::`, in a `use` or in a path, or through a name that such a `use` imported. A
+//! module's own children (`mod x;`, then `x::f()`) are parts of it and make no edge. A re-export
+//! counts as the definition: `crate::Error` is an edge to `error.rs`, not to `lib.rs`. Test code is
+//! left out. [`scan`] reads a file's tokens, [`Modules::edges`] resolves names, and [`circles`]
+//! finds the strongly connected components.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,7 +24,7 @@ const KEYWORDS: [&str; 18] = [
     "move", "mut", "ref", "return", "where",
 ];
 
-/// Words after which an item's name stands.
+/// Keywords before an item's name.
 const ITEMS: [&str; 8] = [
     "const", "enum", "fn", "static", "struct", "trait", "type", "union",
 ];

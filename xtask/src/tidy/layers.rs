@@ -1,7 +1,7 @@
 //! The layer rule: crate edges only go down, and some dependencies have owners.
 //!
-//! The facts come from `cargo metadata`. A development dependency obeys the same rule, so that
-//! a test cannot tie together what the code keeps apart; only the crate itself is free.
+//! The facts come from `cargo metadata`. A development dependency obeys the same rule, so that a
+//! test cannot couple crates that the code separates; only the crate itself is free.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use super::Finding;
 use super::copies::Table;
 use crate::repo;
 
-/// Where a crate stands.
+/// Layer of a crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Layer {
     /// L0 to L6; may use crates of lower levels.

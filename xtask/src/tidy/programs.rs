@@ -1,8 +1,8 @@
 //! The rule on test programs: a crate links few of them, and none of its test files is outside.
 //!
 //! Linking a program takes seconds, so the files in a crate's `tests` are modules of `tests/all.rs`
-//! and manifests say `autotests = false`. Cargo then passes over a file that nobody declares, and
-//! its tests would never run: here it is a finding.
+//! and manifests say `autotests = false`. Cargo ignores a file that no program declares, and its
+//! tests would never run: here it is a finding.
 
 use std::collections::BTreeSet;
 

@@ -29,7 +29,7 @@ pub(crate) struct RustFile {
     pub(crate) lines: Vec<String>,
     /// The lines with all code blanked out: what remains are comments and doc comments.
     pub(crate) comments: Vec<String>,
-    /// How many characters of each line belong to string literals.
+    /// Characters of each line that belong to string literals.
     pub(crate) literal_columns: Vec<usize>,
     /// All tokens in order, without doc comments.
     pub(crate) tokens: Vec<Token>,
@@ -79,7 +79,7 @@ impl RustFile {
     }
 
     /// The files of this file's out-of-line test modules (`#[cfg(test)] mod x;`). Each is the path
-    /// without its ending, so that `a/x` stands for `a/x.rs` and everything below `a/x/`.
+    /// without its ending, so that `a/x` means `a/x.rs` and everything below `a/x/`.
     pub(crate) fn test_modules(&self) -> BTreeSet<String> {
         let folder = module_folder(&self.path);
         let mut found = BTreeSet::new();
@@ -95,7 +95,7 @@ impl RustFile {
     }
 }
 
-/// Where the out-of-line modules of the file at `path` lie.
+/// Folder of the out-of-line modules of the file at `path`.
 fn module_folder(path: &str) -> String {
     let (folder, file) = path.rsplit_once('/').unwrap_or(("", path));
     match file {

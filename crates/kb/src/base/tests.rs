@@ -215,7 +215,7 @@ fn searches_say_what_they_do_not_know() {
     assert!(found.hits.is_empty());
     assert_eq!(kb.search("the of", 5).n_words, 0);
     assert_eq!(kb.search("", 5), Found::default());
-    // The beginning of a word stands for it, unless it is a word itself.
+    // A prefix matches the words that it begins, unless it is a word itself.
     assert!(kb.search("thunderb", 5).n_found > 10);
     assert!(kb.search("rdma", 3).hits.len() == 3 && kb.search("rdma", 0).hits.is_empty());
 }

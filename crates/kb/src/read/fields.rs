@@ -10,7 +10,7 @@ use super::Place;
 use crate::error::{Fault, Problem};
 use crate::nearest::nearest;
 
-/// Where lines start, and what was found wrong so far.
+/// Start offsets of lines, and the errors so far.
 pub(super) struct Reader<'t> {
     text: &'t str,
     line_starts: Vec<usize>,
@@ -54,7 +54,7 @@ impl<'t> Reader<'t> {
         }
     }
 
-    /// As [`Self::fields`], for a table that may have the keys `known` and no others.
+    /// Like [`Self::fields`], for a table with no keys other than `known`.
     pub(super) fn table<'r, 'd>(
         &'r mut self,
         entry: String,

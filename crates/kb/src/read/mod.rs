@@ -36,7 +36,7 @@ pub(crate) struct Document {
     pub(crate) checks: Vec<Check>,
 }
 
-/// Where an entry is, for messages about it.
+/// Location of an entry, for error messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Place {
     entry: String,
@@ -58,7 +58,7 @@ impl Place {
     }
 }
 
-/// Which kinds of entry a file may have.
+/// Kinds of entry that a file may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
     /// Topics, findings and answers.

@@ -62,14 +62,14 @@ impl Page {
         self.marked(lead, text, &[]);
     }
 
-    /// As [`Self::paragraph`], in bold.
+    /// Like [`Self::paragraph`], in bold.
     pub fn emphasised(&mut self, lead: &str, text: &str) {
         let text = printable(text);
         let all = 0..text.len();
         self.marked(lead, &text, &[all]);
     }
 
-    /// As [`Self::paragraph`], faint.
+    /// Like [`Self::paragraph`], faint.
     pub fn aside(&mut self, lead: &str, text: &str) {
         let text = printable(text);
         let all = 0..text.len();
@@ -77,7 +77,7 @@ impl Page {
         self.lay(lead, &pieces);
     }
 
-    /// As [`Self::paragraph`], with the byte ranges `marks` of `text` in bold.
+    /// Like [`Self::paragraph`], with the byte ranges `marks` of `text` in bold.
     pub fn marked(&mut self, lead: &str, text: &str, marks: &[Range<usize>]) {
         // Replacing characters would move the marks; what is marked has none to replace.
         let clean = printable(text);
