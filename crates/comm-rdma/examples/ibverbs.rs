@@ -1,8 +1,8 @@
-//! A verbs library in software, as a shared library with the functions and names of the real one.
+//! A verbs library in software: a shared library with the functions and names of the real one.
 //!
-//! It is for the tests of loading, `src/tests/loaded.rs`, which build it under the name that the
-//! system looks for. Its devices `soft0` to `soft7` reach each other within a process, and from
-//! process to process where `IBV_SOFT_FOLDER` names a folder that they share.
+//! The loading tests, `src/tests/loaded.rs`, build it under the name that the system looks for. Its
+//! devices `soft0` to `soft7` reach each other within a process. They also reach other processes
+//! that share the folder named by `IBV_SOFT_FOLDER`.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -19,7 +19,7 @@ use std::sync::Once;
 
 use abi::{Context, Cq, Device, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr};
 
-/// Makes the devices, once. They stay until the process ends.
+/// Creates the devices, once. They stay until the process ends.
 fn prepare() {
     static PREPARED: Once = Once::new();
     PREPARED.call_once(|| {
@@ -35,17 +35,17 @@ fn prepare() {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut Device {
     prepare();
-    // SAFETY: the caller keeps the rules of verbs.h, here as in all functions below.
+    // SAFETY: the caller follows the rules of verbs.h, here as in all functions below.
     unsafe { soft::get_device_list(count) }
 }
 
-/// Exports a function under the name that the header has for it.
+/// Exports a function under its name in the header.
 macro_rules! export {
     ($($name:ident = $function:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
         $(
             #[unsafe(no_mangle)]
             unsafe extern "C" fn $name($($arg: $type),*) $(-> $result)? {
-                // SAFETY: the caller keeps the rules of verbs.h.
+                // SAFETY: the caller follows the rules of verbs.h.
                 unsafe { soft::$function($($arg),*) }
             }
         )*

@@ -1,10 +1,10 @@
-//! The part of `infiniband/verbs.h` that is used, as Rust sees it.
+//! Rust declarations of the used part of `infiniband/verbs.h`.
 //!
 //! Layouts are those of rdma-core; Apple's `librdma.dylib` has the same header. Sixteen functions
-//! are symbols of the library ([`Table`]); `ibv_post_send`, `ibv_post_recv` and `ibv_poll_cq` are
-//! inline functions of the header, on both systems, and go through [`ContextOps`]. What follows
-//! the fields here is private to the library: these structures are only ever pointed to, unless
-//! they are arguments. `layout.rs` compares all offsets with the header where there is one.
+//! are symbols of the library ([`Table`]). `ibv_post_send`, `ibv_post_recv` and `ibv_poll_cq` are
+//! inline functions of the header, on both systems, and go through [`ContextOps`]. Fields beyond
+//! those declared here are private to the library: these structures are only ever pointed to,
+//! unless they are arguments. `layout.rs` compares all offsets with the header, if it is installed.
 
 #![allow(
     dead_code,
@@ -13,16 +13,16 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// `struct ibv_device`: known by its address only.
+/// `struct ibv_device`: opaque.
 #[repr(C)]
 pub(crate) struct Device {
     opaque: [u8; 0],
 }
 
-/// A function that nobody calls through this table.
+/// An entry of the table that is never called.
 pub(crate) type Unused = Option<unsafe extern "C" fn()>;
 
-/// `struct ibv_context_ops`: 32 functions, of which three matter.
+/// `struct ibv_context_ops`: 32 functions; three are used.
 #[repr(C)]
 pub(crate) struct ContextOps {
     pub(crate) before_poll: [Unused; 11],
@@ -207,7 +207,7 @@ pub(crate) struct Sge {
     pub(crate) lkey: u32,
 }
 
-/// `struct ibv_send_wr`. What `rest` holds is for other operations than sends.
+/// `struct ibv_send_wr`. `rest` belongs to other operations than sends.
 #[repr(C)]
 pub(crate) struct SendWr {
     pub(crate) wr_id: u64,

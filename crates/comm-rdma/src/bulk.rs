@@ -1,34 +1,34 @@
-//! Large bodies, which nobody copies: from the sender's registered memory into the receiver's.
+//! Zero-copy transfers of large bodies, from the sender's registered memory into the receiver's.
 //!
 //! ```text
 //! sender                                       receiver
-//! OFFER, a message of the lane: "n bytes" ---> whoever reads the lane has registered memory?
+//! OFFER, a message of the lane: "n bytes" ---> has the reader of the lane registered memory?
 //!          <--- states: granted k  (receives for chunks 0..k are posted), or refused (copy them)
 //! chunk 0, 1, .. k on the tracks ------------> straight into the memory of chunk 0, 1, ..
 //!          <--- states: granted more, used: receives that are over
 //!          <--- heads: done
 //! ```
 //!
-//! Chunks have one length ([`chunks`](super::chunks)), and go round the cables. UC loses messages
-//! without a word, and the next ones then land each in the memory of the one before. So each has
-//! its number in its head. A chunk that lies in a place that is not its own is copied aside, and
-//! back when its own place is free. The last two share bytes, so they are not copied: they are
-//! asked for again.
+//! All chunks of a transfer have one length ([`chunks`](super::chunks)) and use the cables in turn.
+//! UC loses messages silently, and each later chunk then arrives in the receive of an earlier one.
+//! So each chunk has its number in its head. A misplaced chunk is copied aside, and to its own
+//! place once that is free. The last two chunks overlap, so they are not copied: they are requested
+//! again.
 //!
-//! Memory is touched by the CPU only when its receive is over. A sender that hears of no progress
-//! sends *drains*, heads without a chunk, which end receives whose messages were lost. When all
-//! receives are over the receiver asks for what is missing. That comes as *patches*, messages of
-//! the lane that are copied. A late message of an earlier transfer is a wrong number like any
-//! other.
+//! The CPU touches memory only after its receive has completed. A sender without progress sends
+//! *drains*, heads without a chunk, which complete receives whose messages were lost. When all
+//! receives are complete, the receiver requests the missing chunks. They arrive as *patches*,
+//! messages of the lane that are copied. A late message of an earlier transfer is detected by its
+//! number.
 //!
-//! There is one transfer at a time in each direction, of either lane. Of calls both ends know that
-//! there will be one. Messages are offered only to a peer that has said that it waits for one, with
-//! a place for it (*hungry*). Such a peer is looking, so it answers the offer at once, and a sender
-//! never waits for a receiver that computes.
+//! There is one transfer at a time in each direction, on either lane. Both ends of a call expect
+//! its transfer. A message is offered only to a peer that has announced a waiting receive with
+//! registered memory (*hungry*). Such a peer is polling, so it answers the offer at once, and a
+//! sender never waits for a receiver that computes.
 //!
-//! If a track fails, or drains do not get through, both ends give the tracks up for good
-//! (*abandoned*). Receives are flushed, the rest of the transfer is patches, and later bodies are
-//! copied.
+//! If a bulk queue pair fails, or drains do not arrive, both ends stop using bulk pairs for good
+//! (*abandoned*). Receives are flushed, the rest of the transfer is sent as patches, and later
+//! bodies are copied.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -44,25 +44,25 @@ use super::link::{GIVE_UP, Link, REPEAT_FIRST, REPEAT_LAST};
 use super::message::{HEAD_BYTES, Head, Kind, WORDS};
 use super::track::{Landed, Track};
 
-/// Times without progress after which the tracks are given up: some 0.2 s of drains.
+/// Drains without progress before the bulk pairs are abandoned: some 0.2 s.
 const TRIES: u32 = 5;
 
-/// Completions taken at once.
+/// Most completions per poll.
 const POLLED: usize = 16;
 
-/// Bytes before the content: of an offer its length, of a patch the place of its chunk.
+/// Bytes before the content: of an offer its length, of a patch its chunk number.
 pub(super) const NUMBER_BYTES: usize = 8;
 
-/// Both directions of a link.
+/// The transfers of a link, in both directions.
 #[derive(Default)]
 pub(super) struct Bulk {
-    /// A track for each cable; none if a device has no room for them.
+    /// A bulk pair for each cable; none if a device has no queue pairs to spare.
     pub(super) tracks: Vec<Track>,
     abandoned: bool,
-    /// Offers made and offers taken, of which the last may be under way.
+    /// Offers sent and offers accepted; the last one may be in progress.
     offered: u32,
     taken: u32,
-    /// The last one taken that is complete, and the last that was refused.
+    /// The last accepted one that is complete, and the last that was refused.
     pub(super) done: u32,
     refused: u32,
     /// Chunks of all transfers before the current one, by direction.
@@ -70,55 +70,55 @@ pub(super) struct Bulk {
     received_before: u64,
     pub(super) out: Option<Outgoing>,
     pub(super) into: Option<Incoming>,
-    /// An offer was read on this lane, of so many bytes, and has no answer yet.
+    /// An unanswered offer: its lane and bytes.
     pub(super) offer: Option<(Lane, usize)>,
 }
 
-/// A body that is sent.
+/// A body that is being sent.
 pub(super) struct Outgoing {
     lane: Lane,
     start: *const u8,
     cut: Chunks,
-    /// By track.
+    /// By bulk pair.
     keys: Vec<u32>,
-    /// Chunks sent, allowed, and known to be over.
+    /// Chunks sent, granted, and known to be received.
     sent: u64,
     granted: u64,
     used: u64,
-    /// Chunks that were sent again as patches.
+    /// Chunks that were repeated as patches.
     patched: Vec<bool>,
     wanted: Vec<u64>,
-    /// Refused: so many bytes were copied.
+    /// If refused: bytes copied so far.
     copied: Option<usize>,
     first: Instant,
     last: Instant,
     tries: u32,
-    /// When the peer was heard last.
+    /// Time of the peer's last state.
     heard: Instant,
 }
 
-/// A body that comes.
+/// A body that is being received.
 pub(super) struct Incoming {
     pub(super) lane: Lane,
     start: *mut u8,
     cut: Chunks,
-    /// Bytes that no device put in their place.
+    /// Bytes that were copied to their place.
     copied: usize,
     keys: Vec<u32>,
-    /// Receives posted, told, and over.
+    /// Receives posted, announced, and completed.
     posted: u64,
     told: u64,
     used: u64,
     got: Vec<bool>,
     missing: usize,
-    /// Chunks whose receive is over.
+    /// Chunks whose receive has completed.
     over: Vec<bool>,
-    /// Chunks that came to the place of another.
+    /// Chunks that arrived in the place of another.
     aside: BTreeMap<usize, Vec<u8>>,
 }
 
 // SAFETY: addresses of memory that the callers of `write` and `read` leave alone until the link
-// lets go of it; the link is behind a lock.
+// releases it; the link is behind a lock.
 unsafe impl Send for Outgoing {}
 // SAFETY: as above.
 unsafe impl Send for Incoming {}
@@ -135,8 +135,8 @@ impl Bulk {
         !self.tracks.is_empty() && !self.abandoned
     }
 
-    /// For a state: abandoned, refused, granted, used, and what is wanted as patches: the first,
-    /// and a bit for each from there on.
+    /// The words of a state: abandoned, refused, granted, used, and the requested patches as the
+    /// first chunk and a bit for each from there on.
     pub(super) fn words(&mut self) -> [u64; WORDS] {
         let (granted, used, first, bits) = match &mut self.into {
             Some(into) => {
@@ -158,30 +158,30 @@ impl Bulk {
         ]
     }
 
-    /// Whether a body of this lane is under way to the peer.
+    /// Whether a body of this lane is being sent.
     pub(super) fn sends(&self, lane: Lane) -> bool {
         self.out.as_ref().is_some_and(|out| out.lane == lane)
     }
 
-    /// Whether one of this lane comes.
+    /// Whether a body of this lane is being received.
     pub(super) fn receives(&self, lane: Lane) -> bool {
         self.into.as_ref().is_some_and(|into| into.lane == lane)
     }
 
-    /// Whether a refused body waits for places.
+    /// Whether a refused body waits for slots.
     pub(super) fn copies(&self, lane: Lane) -> bool {
         let copies = |out: &Outgoing| out.lane == lane && out.copied.is_some();
         self.out.as_ref().is_some_and(copies)
     }
 
-    /// Whether a reader of this lane has something to do.
+    /// Whether a reader of this lane can make progress.
     pub(super) fn has_news(&self, lane: Lane) -> bool {
         let is_whole = |into: &Incoming| into.lane == lane && into.missing == 0;
         self.offer.is_some_and(|(offered, _)| offered == lane)
             || self.into.as_ref().is_some_and(is_whole)
     }
 
-    /// Whether the peer waits for what it was not told.
+    /// Whether the peer waits for an unsent state.
     pub(super) fn owes(&self) -> bool {
         let quarter = (REQUESTS * self.tracks.len() / 4) as u64;
         self.into.as_ref().is_some_and(|into| {
@@ -193,7 +193,7 @@ impl Bulk {
 }
 
 impl Outgoing {
-    /// Bytes that a device read where they are.
+    /// Bytes that a device read in place.
     fn in_place(&self) -> u64 {
         let patched = self
             .patched
@@ -218,7 +218,7 @@ impl Outgoing {
 }
 
 impl Incoming {
-    /// The chunks to come as patches, once no receive is under way: the first, and 64 from there
+    /// The chunks to request as patches, once no receive is posted: the first, and 64 from there
     /// on.
     fn wanted(&self, abandoned: bool, tracks: &[Track]) -> (u64, u64) {
         let over = self.used == self.got.len() as u64 || abandoned;
@@ -231,22 +231,22 @@ impl Incoming {
         (first as u64, bits)
     }
 
-    /// A chunk is in its place.
+    /// Records that a chunk is in its place.
     fn place(&mut self, index: usize) {
         self.missing -= usize::from(!std::mem::replace(&mut self.got[index], true));
     }
 
-    /// The receive of `index` is over, and has brought `came`, if that is a chunk of this
+    /// Handles the completed receive of place `index`. It contains chunk `came`, or none of this
     /// transfer.
     fn sort(&mut self, index: usize, came: Option<usize>) {
         self.over[index] = true;
         match came.filter(|came| *came < self.got.len() && !self.got[*came]) {
             Some(came) if came == index => self.place(index),
-            // Its neighbour may have been written over a part of it since.
+            // Its neighbour may have overwritten a part of it since.
             Some(_) if self.cut.overlaps(index) => {}
             Some(came) => {
                 let from = self.at(index);
-                // SAFETY: within the memory of the transfer, and the receive into it is over.
+                // SAFETY: within the memory of the transfer, and its receive has completed.
                 let chunk = unsafe { std::slice::from_raw_parts(from, self.cut.size()) }.to_vec();
                 self.aside.insert(came, chunk);
                 self.put_back(came);
@@ -256,7 +256,7 @@ impl Incoming {
         self.put_back(index);
     }
 
-    /// The place of a chunk.
+    /// Address of a chunk.
     fn at(&self, index: usize) -> *mut u8 {
         self.start.wrapping_add(self.cut.range(index).start)
     }
@@ -264,10 +264,11 @@ impl Incoming {
     /// Copies a chunk to its place.
     ///
     /// # Safety
-    /// The receive into that place is over.
+    /// The receive into that place has completed.
     unsafe fn put(&mut self, index: usize, chunk: &[u8]) {
         let place = self.at(index);
-        // SAFETY: within the memory of the transfer, and no device's: the caller's promise.
+        // SAFETY: within the memory of the transfer, and not posted to a device: the caller's
+        // promise.
         unsafe {
             chunk
                 .as_ptr()
@@ -277,38 +278,37 @@ impl Incoming {
         self.place(index);
     }
 
-    /// Copies a chunk that came elsewhere to its own place, if that is free.
+    /// Copies a misplaced chunk to its own place, if that is free.
     fn put_back(&mut self, index: usize) {
         if !self.over[index] || self.got[index] {
             return;
         }
         if let Some(chunk) = self.aside.remove(&index) {
-            // SAFETY: as was looked at.
+            // SAFETY: checked above.
             unsafe { self.put(index, &chunk) };
         }
     }
 }
 
 impl Link {
-    /// A body in chunks: of half a message at most.
+    /// Cuts a body into chunks of at most half a message.
     fn cut(&self, bytes: usize) -> Chunks {
         Chunks::new(bytes, self.slot_bytes / 2)
     }
 
-    /// By which keys the devices of all tracks know these bytes.
+    /// The memory keys of these bytes, by bulk pair.
     fn keys(&self, bytes: &[u8]) -> Option<Vec<u32>> {
         let key = |track: &Track| self.registry.key(track.pair().adapter(), bytes);
         self.bulk.tracks.iter().map(key).collect()
     }
 
-    /// Whether bodies can be received in `memory` in place.
+    /// Whether bodies can be received in `memory` without a copy.
     pub(super) fn can_place(&self, memory: &[u8]) -> bool {
         let is_long = memory.len() >= self.in_place_bytes;
         is_long && self.bulk.is_usable() && self.keys(memory).is_some()
     }
 
-    /// Offers `body`, behind `head`; false if this is nothing to be offered. There is room for a
-    /// message.
+    /// Offers `body`, behind `head`; false if it cannot be offered. Needs room for a message.
     pub(super) fn offer(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> bool {
         let fits = body.len() >= self.in_place_bytes
             && head.len() + NUMBER_BYTES + HEAD_BYTES <= self.slot_bytes;
@@ -354,7 +354,7 @@ impl Link {
         self.result(sent);
     }
 
-    /// Takes in what has come over the tracks; true if something has.
+    /// Polls the bulk pairs; true if something completed.
     pub(super) fn poll_tracks(&mut self) -> Result<bool, RdmaError> {
         let mut moved = false;
         for index in 0..self.bulk.tracks.len() {
@@ -392,7 +392,7 @@ impl Link {
         }
     }
 
-    /// The receive for `chunk` is over: whether what it has is that chunk.
+    /// Handles the completed receive for `chunk`: whether it contains that chunk.
     fn received(&mut self, chunk: u64, head: &[u8; HEAD_BYTES], bytes: usize) {
         let before = self.bulk.received_before;
         let size = self.bulk.into.as_ref().map_or(0, |into| into.cut.size());
@@ -410,7 +410,7 @@ impl Link {
         }
     }
 
-    /// Posts receives for the chunks that come next.
+    /// Posts receives for the next chunks.
     fn post(&mut self) -> Result<(), RdmaError> {
         let before = self.bulk.received_before;
         let count = self.bulk.tracks.len() as u64;
@@ -424,8 +424,8 @@ impl Link {
                 bytes: into.cut.size(),
                 key: into.keys[track],
             };
-            // SAFETY: whoever reads leaves its memory alone until the transfer is over or the link
-            // lets go.
+            // SAFETY: the reader leaves its memory alone until the transfer is complete or the link
+            // releases it.
             match unsafe { self.bulk.tracks[track].post(before + into.posted, body) } {
                 Ok(true) => into.posted += 1,
                 Ok(false) => break,
@@ -438,7 +438,7 @@ impl Link {
         Ok(())
     }
 
-    /// Gives the tracks up: what is under way on them completes with an error.
+    /// Abandons the bulk pairs: their requests complete with an error.
     pub(super) fn abandon(&mut self) {
         if std::mem::replace(&mut self.bulk.abandoned, true) || self.bulk.tracks.is_empty() {
             return;
@@ -451,7 +451,7 @@ impl Link {
         self.urgent = true;
     }
 
-    /// The completions of a track cannot be had: it is as if all had failed.
+    /// Treats all requests of a bulk pair as failed, after a failed poll.
     fn forget(&mut self, track: usize) {
         self.abandon();
         let (sends, receives) = self.bulk.tracks[track].forget();
@@ -462,7 +462,7 @@ impl Link {
         self.urgent = true;
     }
 
-    /// Takes the part of a peer's state that is about transfers.
+    /// Handles the part of a peer's state about transfers.
     pub(super) fn bulk_states(
         &mut self,
         [flags, refused, granted, used, first, bits]: [u64; WORDS],
@@ -479,7 +479,7 @@ impl Link {
         if refused == of && out.copied.is_none() {
             out.copied = Some(0);
         }
-        // States of an earlier transfer say nothing about this one.
+        // States of an earlier transfer do not apply to this one.
         if granted >> 32 != of {
             return;
         }
@@ -497,7 +497,7 @@ impl Link {
         out.wanted.extend(fresh);
     }
 
-    /// The peer's count of transfers that it has.
+    /// Handles the peer's count of completed transfers.
     pub(super) fn bulk_done(&mut self, done: u32) {
         if let Some(out) = self.bulk.out.take_if(|_| done == self.bulk.offered) {
             self.bulk.sent_before += out.cut.count() as u64;
@@ -505,7 +505,7 @@ impl Link {
         }
     }
 
-    /// Sends what may be sent of a body.
+    /// Sends the chunks of a body that are granted.
     pub(super) fn pump(&mut self) -> Result<(), RdmaError> {
         let Some(out) = self.bulk.out.take() else {
             return Ok(());
@@ -518,10 +518,10 @@ impl Link {
         Ok(())
     }
 
-    /// A refused body, in ordinary messages; nothing is left of it in the end.
+    /// Sends a refused body in ordinary messages; `None` once all of it is sent.
     fn pump_copied(&mut self, mut out: Outgoing, mut at: usize) -> Option<Outgoing> {
         let lane = out.lane;
-        // SAFETY: whoever writes keeps the body as it is while the link holds it.
+        // SAFETY: the writer keeps the body unchanged while the link holds it.
         let body = unsafe { std::slice::from_raw_parts(out.start, out.cut.bytes()) };
         while at < body.len() && self.has_slot(lane) && !self.is_closed() {
             let end = body.len().min(at + self.slot_bytes - HEAD_BYTES);
@@ -538,7 +538,7 @@ impl Link {
             let track = small(out.sent % tracks as u64);
             let body = out.body(out.sent, track);
             let head = self.track_head(Kind::Chunk, self.bulk.sent_before + out.sent, size);
-            // SAFETY: whoever writes keeps the body as it is while the link holds it.
+            // SAFETY: the writer keeps the body unchanged while the link holds it.
             match unsafe { self.bulk.tracks[track].send(&head, Some(body)) } {
                 Ok(true) => {
                     self.reading += 1;
@@ -567,7 +567,8 @@ impl Link {
         Ok(out)
     }
 
-    /// Asks, and ends receives whose messages were lost, when nothing has moved for long.
+    /// After a time without progress: requests a state, and drains receives whose messages were
+    /// lost.
     fn pump_late(&mut self, out: &mut Outgoing) -> Result<(), RdmaError> {
         let now = provider::now();
         let patience = REPEAT_FIRST * (1 << out.tries.min(7));
@@ -583,7 +584,7 @@ impl Link {
                 millis: now.saturating_duration_since(out.first).as_millis(),
             });
         }
-        // What the peer has said since it was asked is how things are: before, news are under way.
+        // A state received after the request is current; an earlier one may be outdated.
         let is_answered = out.tries > 0 && out.heard > out.last;
         (out.last, out.tries) = (now, out.tries + 1);
         let open = out.sent.saturating_sub(out.used);
@@ -610,7 +611,7 @@ impl Link {
         Ok(())
     }
 
-    /// The head of a message of a track: it acknowledges nothing.
+    /// The head of a message on a bulk pair: it acknowledges nothing.
     fn track_head(&self, kind: Kind, sequence: u64, bytes: usize) -> [u8; HEAD_BYTES] {
         let head = Head {
             kind,
@@ -626,7 +627,7 @@ impl Link {
         head.encode()
     }
 
-    /// Answers an offer of this lane, if there is one: with receives in `into`, or by refusing it.
+    /// Answers an offer of this lane, if there is one: posts receives in `into`, or refuses it.
     pub(super) fn answer(&mut self, lane: Lane, into: &mut [u8]) {
         let offer = self.bulk.offer.take_if(|(offered, _)| *offered == lane);
         let Some((_, bytes)) = offer else {
@@ -660,7 +661,7 @@ impl Link {
         self.result(posted);
     }
 
-    /// Whether all of the transfer is where it belongs: its bytes, if so.
+    /// The bytes of the transfer, if all of it is in place.
     pub(super) fn finish(&mut self) -> Option<usize> {
         let into = self.bulk.into.take_if(|into| into.missing == 0)?;
         self.bulk.received_before += into.got.len() as u64;
@@ -685,13 +686,12 @@ impl Link {
             .ok()
             .filter(|index| *index < into.got.len());
         if let Some(index) = known.filter(|_| chunk.len() == into.cut.size()) {
-            // SAFETY: all receives are over: it was asked for only then.
+            // SAFETY: all receives have completed: patches are requested only then.
             unsafe { into.put(index, chunk) };
         }
     }
 
-    /// Ends all use that the tracks make of memory of this lane's callers; false if a device does
-    /// not let go.
+    /// Ends all use of this lane's callers' memory by bulk pairs; false if a device still uses it.
     pub(super) fn let_tracks_go(&mut self, lane: Lane, until: Instant) -> bool {
         let busy = |link: &Self| link.bulk.tracks.iter().any(|track| !track.is_idle());
         if self.bulk.sends(lane) || self.bulk.receives(lane) || busy(self) {

@@ -1,4 +1,4 @@
-//! A cable: a queue pair with its slots.
+//! The message queue pair of a cable, with its slots.
 //!
 //! ```text
 //! slots of a cable, each as long as the longest message
@@ -6,9 +6,8 @@
 //! 32  sends: 14 of calls, 10 of messages, 8 of states
 //! ```
 //!
-//! A lane never has more messages under way than the peer has receives set aside for it. So the
-//! peer runs out of receives only by states, of which there are few. Then a message is lost and
-//! sent again.
+//! A lane never has more messages in flight than the peer has receives reserved for it. So only
+//! states can exhaust the peer's receives, and they are few. Then a message is lost and repeated.
 
 use super::abi::{Sge, Wc};
 use super::error::RdmaError;
@@ -16,35 +15,35 @@ use super::message::HEAD_BYTES;
 use super::slab::Slab;
 use super::verbs::{Destination, Pair};
 
-/// Receives of a cable, and sends: what is safe on Apple's devices, see `limits`.
+/// Receives, and sends, of a queue pair: safe on Apple's devices, see `limits`.
 pub(super) const REQUESTS: usize = 32;
 
-/// Messages of a lane that may be under way on one cable: by lane.
+/// Most messages in flight on one cable, by lane.
 ///
-/// Calls have more, as they move more. Those of both lanes and the states fill the sends. The
-/// receives that the lanes leave are for states and for what is sent twice.
+/// Calls have more, as they move more. Both lanes and the states fill the sends. The remaining
+/// receives are for states and repetitions.
 pub(super) const WINDOW: [usize; 2] = [14, 10];
 
-/// Where the sends of each lane, then of states, begin.
+/// First send slot of each lane, then of states.
 const SENDS_AT: [usize; 3] = [0, WINDOW[0], WINDOW[0] + WINDOW[1]];
 
-/// Sends for states.
+/// Send slots for states.
 const STATES: usize = REQUESTS - WINDOW[0] - WINDOW[1];
 
 const SEND: u64 = 1 << 16;
 const RECEIVE: u64 = 2 << 16;
 
-/// The event that a completion reports.
+/// The event reported by a completion.
 pub(super) enum Done {
     /// A send slot is free again.
     Sent { in_place: bool },
-    /// A message of so many bytes is in a slot.
+    /// A message of `bytes` bytes is in a slot.
     Received { slot: usize, bytes: usize },
-    /// It says nothing that makes sense.
+    /// An invalid completion.
     Stray,
 }
 
-/// Memory of a caller that is sent from where it is.
+/// A caller's memory that is sent in place.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Body {
     pub(super) start: *const u8,
@@ -62,7 +61,7 @@ impl Body {
     }
 }
 
-// SAFETY: only its address is used here, by a device; the caller keeps the memory as it is.
+// SAFETY: only a device uses the address; the caller keeps the memory unchanged.
 unsafe impl Send for Body {}
 
 pub(super) struct Cable {
@@ -72,14 +71,14 @@ pub(super) struct Cable {
     key: u32,
     slot_bytes: usize,
     posted: [Posted; REQUESTS],
-    /// Sends whose message may have to be sent again.
+    /// Sends whose message may have to be repeated.
     owned: [bool; REQUESTS],
     next_state: usize,
-    /// A valid message has come over it.
+    /// A valid message has arrived over it.
     pub(super) heard: bool,
-    /// It carries nothing any more.
+    /// The cable is not used any more.
     pub(super) dead: bool,
-    /// Messages in a row that were lost on it.
+    /// Consecutive messages lost on it.
     pub(super) lost: u32,
 }
 
@@ -93,7 +92,7 @@ enum Posted {
 // SAFETY: the slots belong to this cable alone, and `Link` is behind a lock.
 unsafe impl Send for Cable {}
 
-/// Pieces of a send: the head and what comes from elsewhere.
+/// Segments of a send: the head and a body.
 const GATHERS: u32 = 2;
 
 impl Cable {
@@ -101,7 +100,7 @@ impl Cable {
         2 * REQUESTS * slot_bytes
     }
 
-    /// The cable whose slots begin `at` bytes into `slab`, which outlives it.
+    /// The pair whose slots begin `at` bytes into `slab`, which outlives it.
     pub(super) fn new(slab: &Slab, at: usize, slot_bytes: usize) -> Result<Self, RdmaError> {
         let requests = u32::try_from(REQUESTS).expect("a small number");
         let pair = Pair::new(slab.adapter(), requests, [GATHERS, 1])?;
@@ -136,7 +135,7 @@ impl Cable {
         self.pair.queue().poll(into)
     }
 
-    /// Takes note of a completion that went well.
+    /// Handles a successful completion.
     pub(super) fn completed(&mut self, wc: &Wc) -> Done {
         let slot = (wc.wr_id & 0xffff) as usize;
         if slot >= REQUESTS {
@@ -158,41 +157,41 @@ impl Cable {
         }
     }
 
-    /// Hands a receive slot to the device, if that is of any use.
+    /// Posts a receive slot, unless the cable is dead.
     pub(super) fn post_receive(&mut self, slot: usize) -> Result<(), RdmaError> {
         if self.dead {
             return Ok(());
         }
         let piece = self.piece(slot, self.slot_bytes);
-        // SAFETY: the slot is registered, and nobody reads it before the request completes: it
-        // was never used, or its message has been read.
+        // SAFETY: the slot is registered. It is not read before the request completes: it was never
+        // used, or its message has been read.
         unsafe { self.pair.receive(RECEIVE | slot as u64, &mut [piece]) }
     }
 
-    /// Bytes `from..to` of what is in a receive slot.
+    /// Bytes `from..to` of a received message.
     pub(super) fn received(&self, slot: usize, from: usize, to: usize) -> &[u8] {
         assert!(slot < REQUESTS && from <= to && to <= self.slot_bytes);
-        // SAFETY: within the slot, as asserted; its request has completed, so the device is done
-        // with it until `post_receive`, which needs this cable exclusively.
+        // SAFETY: within the slot, as asserted. Its request has completed, so the device does not
+        // use it until `post_receive`, which needs exclusive access.
         unsafe {
             let first = self.start.add(slot * self.slot_bytes + from);
             std::slice::from_raw_parts(first, to - from)
         }
     }
 
-    /// A send slot for a message of a lane: the first, so that few are in use and in the cache.
+    /// A free send slot of a lane: the first, so that few are in use and in the cache.
     pub(super) fn free_slot(&self, lane: usize) -> Option<usize> {
         let mut slots = SENDS_AT[lane]..SENDS_AT[lane] + WINDOW[lane];
         let free = |slot: &usize| !self.owned[*slot] && self.is_free(*slot);
         slots.find(free).filter(|_| !self.dead)
     }
 
-    /// Keeps a slot for a message until it is known to have arrived.
+    /// Keeps a slot for a message until its receipt is acknowledged.
     pub(super) fn own(&mut self, slot: usize, owned: bool) {
         self.owned[slot] = owned;
     }
 
-    /// The bytes of a send slot behind its head, up to byte `end`.
+    /// The payload of a send slot, up to byte `end`.
     pub(super) fn payload(&self, slot: usize, end: usize) -> Vec<u8> {
         assert!(slot < REQUESTS && (HEAD_BYTES..=self.slot_bytes).contains(&end));
         let mut bytes = vec![0; end - HEAD_BYTES];
@@ -206,7 +205,7 @@ impl Cable {
         bytes
     }
 
-    /// All sends are over, as far as can be known; how many were in place.
+    /// Treats all sends as complete; returns how many were in place.
     pub(super) fn forget(&mut self) -> usize {
         let in_place = self
             .posted
@@ -217,7 +216,7 @@ impl Cable {
         in_place
     }
 
-    /// A send slot for a state, if one is free.
+    /// A free send slot for a state.
     pub(super) fn state_slot(&mut self) -> Option<usize> {
         let slot = SENDS_AT[2] + self.next_state;
         let free = self.posted[slot] == Posted::No && !self.dead;
@@ -227,18 +226,18 @@ impl Cable {
         })
     }
 
-    /// Whether the device is done with a send slot.
+    /// Whether a send slot is not posted.
     pub(super) fn is_free(&self, slot: usize) -> bool {
         self.posted[slot] == Posted::No
     }
 
-    /// Puts `parts` one behind the other into a free send slot, from byte `at` on.
+    /// Concatenates `parts` in a free send slot, from byte `at` on.
     pub(super) fn fill(&mut self, slot: usize, at: usize, parts: &[&[u8]]) {
         assert!(slot < REQUESTS && self.is_free(slot));
         let mut at = at;
         for part in parts {
             assert!(at + part.len() <= self.slot_bytes);
-            // SAFETY: within the slot, as asserted, which the device does not read now.
+            // SAFETY: within the slot, as asserted; it is not posted.
             unsafe {
                 let first = self.start.add((REQUESTS + slot) * self.slot_bytes + at);
                 part.as_ptr().copy_to_nonoverlapping(first, part.len());
@@ -250,7 +249,7 @@ impl Cable {
     /// Sends the first `bytes` of a slot, then `body` if there is one.
     ///
     /// # Safety
-    /// Nobody writes to `body` until the request completes.
+    /// `body` stays unchanged until the request completes.
     pub(super) unsafe fn send(
         &mut self,
         slot: usize,
@@ -261,8 +260,8 @@ impl Cable {
         let second = body.map_or(head, |body| body.piece());
         let mut pieces = [head, second];
         let count = 1 + usize::from(body.is_some());
-        // SAFETY: the slot is registered and not written while it is posted; the body is the
-        // caller's promise.
+        // SAFETY: the slot is registered and unchanged while it is posted; the body is the caller's
+        // promise.
         unsafe { self.pair.send(SEND | slot as u64, &mut pieces[..count]) }?;
         self.posted[slot] = match body {
             Some(_) => Posted::InPlace,
@@ -271,7 +270,7 @@ impl Cable {
         Ok(())
     }
 
-    /// The first `bytes` of slot `index` of all.
+    /// The first `bytes` of slot `index`.
     fn piece(&self, index: usize, bytes: usize) -> Sge {
         Sge {
             addr: self.start.wrapping_add(index * self.slot_bytes) as u64,

@@ -1,4 +1,4 @@
-//! The library, its open devices, and the table of devices, for all groups of a process.
+//! The verbs library, its open devices, and the device matrix, shared by all groups of a process.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,24 +12,24 @@ use super::matrix::Matrix;
 use super::memory::Registry;
 use super::verbs::{Adapter, Verbs};
 
-/// Longest message, unless [`Config`] says otherwise. Long enough that heads and completions cost
-/// little (32 KiB at 7 GB/s: 5 us). Sixty-four of them are 2 MiB for each cable.
+/// Default of [`Config::message_bytes`]. Long enough that heads and completions cost little (32 KiB
+/// at 7 GB/s: 5 us). Sixty-four messages are 2 MiB for each cable.
 pub const MESSAGE_BYTES: u32 = 32 << 10;
 
-/// [`Config::in_place_bytes`], unless it says otherwise: agreeing takes some microseconds, in which
-/// shorter parts are copied (docs/measurements.md).
+/// Default of [`Config::in_place_bytes`]: the agreement takes some microseconds, in which shorter
+/// parts are copied (docs/measurements.md).
 pub const IN_PLACE_BYTES: usize = 128 << 10;
 
 /// How a group behaves. The same on all ranks.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// As for TCP, over which ranks meet and control each other.
+    /// Settings of the TCP join and the control connections.
     pub tcp: tcp::Config,
     /// Longest message, head included: 4 KiB to 1 MiB. macOS before 26.3 takes 4 KiB only.
     pub message_bytes: u32,
-    /// Shortest part of registered memory that a device puts straight into registered memory of
-    /// another rank. Both ends have to agree to that each time, so shorter ones, which are copied
-    /// at the receiver, arrive sooner.
+    /// Shortest part of registered memory that is sent without a copy into registered memory of
+    /// another rank. Both ends must agree on each transfer, so shorter parts, which are copied at
+    /// the receiver, arrive sooner.
     pub in_place_bytes: usize,
 }
 
@@ -47,11 +47,11 @@ impl Default for Config {
 const MESSAGE_BYTES_MIN: u32 = 4 << 10;
 const MESSAGE_BYTES_MAX: u32 = 1 << 20;
 
-/// The library, and the devices of this process that are open: each once, as a second context of
+/// The library, and the open devices of this process. Each is opened once, as a second context of
 /// one device hangs on macOS (ml-explore/mlx #3245).
 pub(super) struct Host {
     verbs: Verbs,
-    /// Memory that is registered, for all groups over these devices.
+    /// Registered memory, for all groups over these devices.
     pub(super) registry: Arc<Registry>,
     adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
 }
@@ -68,14 +68,14 @@ impl Host {
     }
 }
 
-/// A library, which devices lead to whom, and how to use them. Cheap to clone; clones share open
-/// devices, so a process has one.
+/// The library, the device matrix, and the settings. Cheap to clone; clones share open devices, so
+/// a process has one.
 #[derive(Clone)]
 pub struct Cabling {
     pub(super) host: Arc<Host>,
     pub(super) matrix: Arc<Matrix>,
     pub(super) config: Config,
-    /// Go round even where everybody has a cable to everybody.
+    /// Use a ring even in a full mesh.
     pub(super) ring: bool,
 }
 
@@ -85,14 +85,14 @@ impl Cabling {
         Self::with(verbs, matrix, Config::default())
     }
 
-    /// The same, for a group that meets as `tcp` says.
+    /// The same, for a group that joins with the settings `tcp`.
     pub(super) fn with_tcp(&self, tcp: tcp::Config) -> Self {
         let mut own = self.clone();
         own.config.tcp = tcp;
         own
     }
 
-    /// Message lengths outside of their bounds are set to the nearer one.
+    /// Clamps the message length to its bounds.
     pub fn with(verbs: Verbs, matrix: Matrix, mut config: Config) -> Self {
         let bytes = config.message_bytes;
         config.message_bytes = bytes.clamp(MESSAGE_BYTES_MIN, MESSAGE_BYTES_MAX) & !63;

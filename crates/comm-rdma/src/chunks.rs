@@ -1,15 +1,13 @@
-//! How a body is cut into chunks of one length.
+//! Cuts a body into chunks of one length.
 //!
-//! All chunks of a transfer are equally long, so that whatever chunk lands in whatever place fits.
-//! What does not divide is sent twice: the last chunk ends with the body, and begins within the
-//! one before.
+//! All chunks of a transfer are equally long, so that any chunk fits any posted receive. The last
+//! chunk ends with the body, and overlaps the one before if the length does not divide.
 
 use std::ops::Range;
 
-/// Chunks begin at multiples of this from the start of a body, but for the last: a cache line.
+/// Alignment of all chunks but the last within the body: a cache line.
 const STEP: usize = 64;
 
-/// A body, cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chunks {
     bytes: usize,
@@ -18,8 +16,8 @@ pub(super) struct Chunks {
 }
 
 impl Chunks {
-    /// `bytes`, at least one, in chunks of at most `most`, a multiple of 64: as few as there can
-    /// be, of about one length.
+    /// Cuts `bytes`, at least one, into as few chunks as possible of at most `most`, a multiple of
+    /// 64, and of similar length.
     pub(super) fn new(bytes: usize, most: usize) -> Self {
         let few = bytes.div_ceil(most);
         let size = bytes.div_ceil(few).next_multiple_of(STEP).min(bytes);
@@ -40,18 +38,17 @@ impl Chunks {
         self.size
     }
 
-    /// How many there are.
     pub(super) const fn count(&self) -> usize {
         self.count
     }
 
-    /// Where chunk `index` lies in the body.
+    /// Byte range of chunk `index` in the body.
     pub(super) fn range(&self, index: usize) -> Range<usize> {
         let start = (index * self.size).min(self.bytes - self.size);
         start..start + self.size
     }
 
-    /// Bytes of chunk `index` that are of no chunk before it.
+    /// Bytes of chunk `index` that are in no chunk before it.
     pub(super) fn fresh(&self, index: usize) -> usize {
         self.bytes.min((index + 1) * self.size) - self.bytes.min(index * self.size)
     }
@@ -66,7 +63,7 @@ impl Chunks {
 mod tests {
     use super::*;
 
-    /// Lengths of bodies: small, around chunks, and beyond what 31 and 32 bits hold (JACCL's mesh
+    /// Lengths of bodies: small, around chunk boundaries, and beyond 31 and 32 bits (JACCL's mesh
     /// counts in `int`, and stops at 2 GiB).
     const BYTES: [usize; 17] = [
         1,
@@ -108,7 +105,7 @@ mod tests {
                 }
                 let before = last.saturating_sub(1);
                 assert!(cut.range(before).end >= cut.range(last).start, "{cut:?}");
-                // The number of chunks is said in 32 bits.
+                // Messages carry the number of chunks in 32 bits.
                 assert!(u32::try_from(cut.count()).is_ok(), "{cut:?}");
             }
         }

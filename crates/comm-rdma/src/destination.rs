@@ -1,10 +1,10 @@
-//! Addresses of queue pairs, in the bytes that JACCL sends.
+//! Destinations of queue pairs, encoded as by JACCL.
 
 use super::abi::Gid;
 use super::verbs::Destination;
 
-/// Bytes of a destination: lid, number of the pair, number of the first packet (4 each), padding,
-/// GID. What JACCL sends, a struct of C on a little-endian machine.
+/// Bytes of a destination: lid, queue pair number, first packet number (4 each), padding, GID.
+/// JACCL sends its C struct from a little-endian machine.
 pub(super) const DESTINATION_BYTES: usize = 32;
 
 pub(super) fn encode(destination: &Destination) -> [u8; DESTINATION_BYTES] {

@@ -1,4 +1,4 @@
-//! Why RDMA does not work here.
+//! Errors of RDMA groups and their links.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use paceline_comm::tcp::JoinError;
 
 use super::matrix::MatrixError;
 
-/// Why a group over RDMA did not come about, or a link of one broke.
+/// Why a group over RDMA failed to form, or a link of one broke.
 #[derive(Debug, thiserror::Error)]
 pub enum RdmaError {
     /// The verbs library is not on this machine.
@@ -28,7 +28,7 @@ pub enum RdmaError {
         device: String,
         symbol: &'static str,
     },
-    /// The library has no list of devices: the system has no RDMA.
+    /// The library returns no device list: the system has no RDMA.
     #[error("list RDMA devices: {source}")]
     NoList { source: io::Error },
     #[error("no RDMA device {wanted}; there are: {}", .there.join(", "))]
@@ -41,7 +41,7 @@ pub enum RdmaError {
     Verb {
         device: String,
         call: &'static str,
-        /// Its arguments, as far as they matter.
+        /// The relevant arguments.
         operands: String,
         /// `errno`.
         source: io::Error,
@@ -52,7 +52,7 @@ pub enum RdmaError {
         /// `enum ibv_port_state`.
         state: u32,
     },
-    /// The port has no address that peers can be told.
+    /// The port has no address to announce to peers.
     #[error("device {device}: none of the {entries} GIDs of port 1 is an IPv4 address")]
     NoAddress { device: String, entries: i32 },
     #[error("device {device}: {wanted} {what}, at most {limit}")]
@@ -60,87 +60,87 @@ pub enum RdmaError {
         device: String,
         what: &'static str,
         wanted: usize,
-        /// How many there may be.
+        /// The device's limit.
         limit: usize,
     },
     #[error("cable {cable} to {peer}: {what} completed with status {status} (vendor {vendor})")]
     Completion {
         peer: Rank,
-        /// Which of the cables to it.
+        /// Index among the cables to it.
         cable: usize,
         what: &'static str,
         /// `enum ibv_wc_status`.
         status: u32,
-        /// The vendor's own number.
+        /// The vendor's error code.
         vendor: u32,
     },
-    /// A completion came that nothing was posted for.
+    /// A completion for no posted request.
     #[error("cable {cable} to {peer}: a completion for work request {id:#x} and {bytes} bytes")]
     Stray {
         peer: Rank,
-        /// Which of the cables to it.
+        /// Index among the cables to it.
         cable: usize,
         /// `wr_id`.
         id: u64,
         /// `byte_len`.
         bytes: u32,
     },
-    /// A message has a valid head and cannot be meant.
+    /// A message with a valid head is inconsistent with the protocol.
     #[error("cable {cable} to {peer}: message {sequence} of lane {lane} does not fit")]
     Garbled {
         peer: Rank,
-        /// Which of the cables to it.
+        /// Index among the cables to it.
         cable: usize,
         /// The lane, from its head.
         lane: u8,
         /// Its number, from its head.
         sequence: u64,
     },
-    /// A peer does not acknowledge what it is sent, although its process lives.
+    /// A peer acknowledges nothing, although its process lives.
     #[error("{peer} has not acknowledged message {sequence} for {millis} ms, sent {tries} times")]
     Unheard {
         peer: Rank,
-        /// The oldest message on its way.
+        /// Number of the oldest message in flight.
         sequence: u64,
         /// How often it was sent.
         tries: u32,
         millis: u128,
     },
-    /// A cable, of several, loses whatever is sent over it.
+    /// One of several cables loses every message.
     #[error("cable {cable} to {peer} loses whatever is sent over it")]
     Silent {
         peer: Rank,
-        /// Which of the cables to it.
+        /// Index among the cables to it.
         cable: usize,
     },
-    /// A cable, of several, carries nothing any more, says the other end.
+    /// The peer gave one of several cables up.
     #[error("cable {cable} to {peer} was given up at the other end")]
     GivenUp {
         peer: Rank,
-        /// Which of the cables to it.
+        /// Index among the cables to it.
         cable: usize,
     },
-    /// Nothing comes over a cable: it leads elsewhere, or nowhere.
+    /// No message arrives over a cable: it leads elsewhere, or nowhere.
     #[error(
         "nothing from {peer} reaches {rank} over cable {cable} (device {device}): \
          is it the cable between these two?"
     )]
     Unwired {
-        /// The rank that hears nothing.
+        /// The rank that receives nothing.
         rank: Rank,
-        /// The rank that should be heard.
+        /// The rank that should be received.
         peer: Rank,
-        /// Which of the cables between them.
+        /// Index among the cables between them.
         cable: usize,
         /// The device on the side of `rank`.
         device: String,
     },
     #[error(transparent)]
     Matrix(#[from] MatrixError),
-    /// Ranks were given different tables of devices, or different options.
+    /// Ranks have different device matrices, or different options.
     #[error("{rank} was given other devices or options than rank 0")]
     Different { rank: Rank },
-    /// Another rank could not set its devices up; it knows why.
+    /// Another rank could not set its devices up; it reports why.
     #[error("{rank} could not set up its RDMA devices")]
     Elsewhere { rank: Rank },
     #[error("side channel: {what} {peer}: {source}")]
@@ -149,7 +149,7 @@ pub enum RdmaError {
         what: &'static str,
         source: io::Error,
     },
-    /// A rank's message over the side channel makes no sense.
+    /// A rank's message over the side channel is invalid.
     #[error("side channel: {rank} sent no address")]
     NoMeeting { rank: Rank },
     #[error(transparent)]
@@ -157,12 +157,12 @@ pub enum RdmaError {
 }
 
 impl RdmaError {
-    /// The error of a call whose `errno` is the calling thread's.
+    /// The error of a call that set this thread's `errno`.
     pub(super) fn verb(device: &str, call: &'static str, operands: String) -> Self {
         Self::coded(device, call, operands, io::Error::last_os_error())
     }
 
-    /// The error of a call that handed back `code`: `errno`, or -1 and `errno` is the thread's.
+    /// The error of a call that returned `code`: an error number, or -1 with `errno` set.
     pub(super) fn code(device: &str, call: &'static str, operands: String, code: i32) -> Self {
         let source = match code {
             ..=0 => io::Error::last_os_error(),

@@ -1,4 +1,4 @@
-//! Groups over RDMA: how ranks join one, and what it does beside every group.
+//! Groups over RDMA: the functions that join one, and the group type.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -25,10 +25,10 @@ use super::side::Side;
 use super::slab::Slab;
 use super::verbs::Verbs;
 
-/// Cables as a wire of [`init`](paceline_comm::init). Errors of the devices are [`RdmaError`]s.
+/// RDMA as a provider of [`init`](paceline_comm::init). Errors of the devices are [`RdmaError`]s.
 #[derive(Clone, Debug)]
 pub struct Wire {
-    /// The library, and which devices lead to whom.
+    /// The library and the device matrix.
     pub cabling: Cabling,
     /// Whether bytes may leave this machine unencrypted.
     pub plaintext: Plaintext,
@@ -54,7 +54,7 @@ impl Provider for Wire {
     }
 }
 
-/// Ranks that a launcher has told what JACCL's are told. Errors are [`RdmaError`]s.
+/// Ranks that a launcher started with JACCL's environment. Errors are [`RdmaError`]s.
 impl Placed for Settings {
     fn join_placed(&self, deadline: Deadline) -> Result<Box<dyn Group>, InitError> {
         let verbs = Verbs::load().map_err(InitError::wire)?;
@@ -75,11 +75,11 @@ pub struct Rdma {
 
 /// Connects `rank` with all others and returns when all ranks are connected. Collective.
 ///
-/// As [`tcp::join_with`]; the table of devices has a row for each of `addrs` and is the same on
-/// all ranks. Ranks without a cable between them use TCP.
+/// As [`tcp::join_with`]. The device matrix has a row for each of `addrs` and is the same on all
+/// ranks. Ranks without a cable between them use TCP.
 ///
 /// # Errors
-/// Any [`RdmaError`]; if it is one rank's alone, the others get [`RdmaError::Elsewhere`].
+/// Any [`RdmaError`]; if it concerns one rank alone, the others get [`RdmaError::Elsewhere`].
 pub fn join<A: Clone + Into<Addrs>>(
     cabling: &Cabling,
     listener: Listener,
@@ -92,11 +92,11 @@ pub fn join<A: Clone + Into<Addrs>>(
     assemble(cabling.clone(), origin, rank, None, deadline)
 }
 
-/// Connects the rank that JACCL's environment names with all others. Collective.
+/// Connects the rank of JACCL's environment with all others. Collective.
 ///
-/// Ranks find each other through JACCL's side channel, which also carries what JACCL sends over
-/// it, in its bytes: where each queue pair is. The members are paceline ranks: what they say over
-/// the cables is not JACCL's.
+/// Ranks find each other through JACCL's side channel, which also carries the queue pairs'
+/// destinations in JACCL's encoding. The members are paceline ranks: their protocol over the cables
+/// is not JACCL's.
 ///
 /// # Errors
 /// As [`join`], and [`RdmaError::Side`].
@@ -120,7 +120,7 @@ pub fn join_settings(
         what: "listen",
         source,
     })?;
-    // Every rank's address, behind a group id: that of rank 0 counts.
+    // A group id and this rank's address; rank 0's id is used.
     let mut own = GroupId::random().0.to_vec();
     own.extend(listener.addr().to_string().into_bytes());
     let (id, addrs) = meeting(&side.gather_containers(&own, deadline)?)?;
@@ -128,7 +128,7 @@ pub fn join_settings(
     assemble(cabling, origin, rank, Some(side), deadline)
 }
 
-/// The group and the addresses of its ranks, out of what each said.
+/// The group id and all addresses, from the ranks' messages.
 pub(super) fn meeting(all: &[Vec<u8>]) -> Result<(GroupId, Vec<SocketAddr>), RdmaError> {
     let read = |said: &Vec<u8>| -> Option<(GroupId, SocketAddr)> {
         let (id, addr) = said.split_first_chunk()?;
@@ -188,8 +188,8 @@ fn assemble(
 }
 
 impl Rdma {
-    /// As [`Memory::new`] with this group, for those who want to know why devices cannot use it.
-    /// Costs one memory region on each device of this rank.
+    /// As [`Memory::new`] with this group, but reports why devices cannot use the memory. Costs one
+    /// memory region on each device of this rank.
     ///
     /// # Errors
     /// [`RdmaError::Limit`] or [`RdmaError::Verb`].
@@ -202,9 +202,9 @@ impl Rdma {
         refused.map_or(Ok(memory), Err)
     }
 
-    /// Lets devices read the caller's memory in place when it is sent from, while the result
-    /// lives. Costs one memory region on each device of this rank. Apple's devices want whole
-    /// pages of mapped memory.
+    /// Registers the caller's memory, so that devices send from it in place while the result lives.
+    /// Costs one memory region on each device of this rank. Apple's devices need whole pages of
+    /// mapped memory.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
@@ -221,8 +221,8 @@ impl Rdma {
         self.keeping.linked().transport().devices()
     }
 
-    /// How many cables to `peer` carry something, 0 where there are none. Also returns why the
-    /// first cable that does not any more is dead. The others have taken its share.
+    /// Number of working cables to `peer`, 0 where there are none, and the error of the first dead
+    /// cable. The others have taken over its share.
     pub fn cables(&self, peer: Rank) -> (usize, Option<Arc<RdmaError>>) {
         let known = peer.0 < self.size() && peer != self.rank();
         let links = self.keeping.linked().transport();
@@ -232,7 +232,7 @@ impl Rdma {
         }
     }
 
-    /// Why the link to `peer` broke, if it did: calls say only that `peer` is lost.
+    /// Why the link to `peer` broke, if it did: calls only report that `peer` is lost.
     pub fn broken(&self, peer: Rank) -> Option<Arc<RdmaError>> {
         let known = peer.0 < self.size() && peer != self.rank();
         let links = self.keeping.linked().transport();

@@ -1,16 +1,15 @@
-//! How ranks become a group over RDMA.
+//! Joins ranks into a group over RDMA.
 //!
-//! They meet over TCP, which also stays for control. Then, every step a gather of all ranks, so
-//! that all know at once when one cannot go on:
+//! The ranks meet over TCP, which also stays for control. Each further step is a gather of all
+//! ranks, so that all learn at once when one fails:
 //!
-//! 1. *facts*: the addresses of each rank's devices, a random number, a check word over table and
-//!    options. Two ranks with several cables between them then agree which belong together. They go
-//!    by their subnets if every cable has one of its own (`mlx.distributed_config` makes it so),
-//!    else by their order.
-//! 2. *destinations*: a queue pair for each cable, described as JACCL does, in 32 bytes.
-//! 3. *connected*: every pair is ready to receive; only now may anybody send.
-//! 4. *hellos*, in rounds, until everybody has heard everybody over every cable. A cable that leads
-//!    elsewhere is found here and named, not later by a call that waits for ever.
+//! 1. *facts*: the addresses of each rank's devices, a random number, a check word over matrix and
+//!    options. Two ranks with several cables then pair their ends: by subnet if every cable has one
+//!    of its own (`mlx.distributed_config` makes it so), else by order.
+//! 2. *destinations*: a queue pair for each cable, encoded as by JACCL, in 32 bytes.
+//! 3. *connected*: every queue pair is ready to receive; only now may a rank send.
+//! 4. *hellos*, in rounds, until every rank has received one over every cable. A cable that leads
+//!    elsewhere is found and named here, not later by a call that waits for ever.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -35,19 +34,19 @@ use super::slab::Slab;
 use super::track::Track;
 use super::verbs::Adapter;
 
-/// Destinations for each peer: of cables, then of their tracks.
+/// Destinations for each peer: of message pairs, then of bulk pairs.
 const DESTINATIONS: usize = 2 * CABLES_MAX;
 
-/// Bytes of facts before the addresses: whether this rank can go on, check word, random number.
+/// Bytes of facts before the addresses: whether this rank can continue, check word, random number.
 const FACT_BYTES: usize = 24;
 const GID_BYTES: usize = 16;
 
-/// How long a round of hellos waits at first: many times what one takes. Doubled up to the last.
+/// Length of the first round of hellos: many times a round trip. Doubled up to the last.
 const ROUND_FIRST: Duration = Duration::from_millis(1);
 const ROUND_LAST: Duration = Duration::from_millis(50);
 
-/// How long a cable may carry nothing before it is given up: hellos are lost by chance only, and
-/// by then some fifty were sent.
+/// How long a cable may be silent before the join fails. Hellos are lost by chance only, and by
+/// then some fifty were sent.
 const UNWIRED: Duration = Duration::from_secs(2);
 
 /// In a round of hellos: a link of this rank broke.
@@ -56,7 +55,7 @@ const BROKEN: u32 = 2;
 /// Gathers the same number of bytes from every rank, in rank order. Collective.
 pub(super) type Gather<'a> = &'a mut dyn FnMut(&[u8]) -> Result<Vec<u8>, RdmaError>;
 
-/// The rank's place, and its devices.
+/// The joining rank and its device matrix.
 pub(super) struct Joining<'a> {
     pub(super) rank: usize,
     pub(super) cabling: &'a Cabling,
@@ -98,7 +97,7 @@ impl Joining<'_> {
         Ok(wired)
     }
 
-    /// Opens the devices of this rank; each once, whatever groups there are.
+    /// Opens the devices of this rank, each once for all groups.
     fn open(&self) -> Result<Vec<Arc<Adapter>>, RdmaError> {
         let names = self.matrix.of(self.rank);
         names
@@ -122,7 +121,7 @@ impl Joining<'_> {
         bytes
     }
 
-    /// FNV-1a over what has to be the same on all ranks.
+    /// FNV-1a over the values that must be the same on all ranks.
     fn check_word(&self) -> u64 {
         let text = self.matrix.to_json();
         let options = self.cabling.config.message_bytes.to_le_bytes();
@@ -147,8 +146,8 @@ impl Joining<'_> {
         }
     }
 
-    /// Whether all ranks can go on: the first word of what each said. Who cannot has an error of
-    /// its own to report.
+    /// Whether all ranks can continue: the first word of each. A rank that cannot reports its own
+    /// error.
     fn verdicts(
         &self,
         all: &[u8],
@@ -174,7 +173,7 @@ impl Joining<'_> {
         }
     }
 
-    /// A queue pair for each cable.
+    /// Makes a queue pair for each cable.
     fn make(&self, adapters: &[Arc<Adapter>], facts: &Facts<'_>) -> Result<Wired, RdmaError> {
         let slot_bytes = self.cabling.config.message_bytes as usize;
         let peers = 0..self.size();
@@ -223,7 +222,7 @@ impl Joining<'_> {
             }
             places.push((peer, made, tracks));
         }
-        // When all cables have their pairs, those that are left over go to tracks.
+        // Queue pairs left over after all message pairs become bulk pairs.
         for (peer, made, tracks) in places {
             let track = |(index, at): (usize, usize)| self.track(&wired.slabs[index], at);
             let tracks: Option<Vec<Track>> = tracks.into_iter().map(track).collect();
@@ -238,15 +237,15 @@ impl Joining<'_> {
         Ok(wired)
     }
 
-    /// A track, if its device has pairs to spare: half of them stay for groups made of this
-    /// one.
+    /// A bulk pair, if its device has queue pairs to spare: half of them stay for groups split off
+    /// this one.
     fn track(&self, slab: &Slab, at: usize) -> Option<Track> {
         let adapter = slab.adapter();
         let spare = adapter.pairs_made() < adapter.pairs_most() / 2;
         spare.then(|| Track::new(slab, at).ok()).flatten()
     }
 
-    /// Bytes of what a rank says of its destinations.
+    /// Bytes of a rank's destinations.
     fn destination_bytes(&self) -> usize {
         8 + self.size() * DESTINATIONS * DESTINATION_BYTES
     }
@@ -280,7 +279,7 @@ impl Joining<'_> {
         Ok(())
     }
 
-    /// Rounds of hellos until everybody has heard everybody.
+    /// Rounds of hellos until every rank has received every other.
     fn hellos(&self, wired: &mut Wired, gather: Gather<'_>) -> Result<(), RdmaError> {
         let until = Deadline::at(provider::now() + UNWIRED).min(self.deadline);
         let mut round = ROUND_FIRST;
@@ -320,7 +319,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Greets, and listens for so long.
+    /// Sends hellos, and polls for the length of a round.
     fn hello(&self, wired: &mut Wired, round: Duration) {
         let until = provider::now() + round;
         let mut links: Vec<&mut Link> = wired.links.iter_mut().flatten().collect();
@@ -354,7 +353,7 @@ fn words(words: [u32; 3]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// The first cable over which nothing has come: peer and number.
+/// The first silent cable: peer and number.
 fn silent(wired: &Wired) -> Option<(u32, u32)> {
     let links = (0..).zip(&wired.links);
     let mut cables = links.flat_map(|(peer, link)| {
@@ -365,13 +364,13 @@ fn silent(wired: &Wired) -> Option<(u32, u32)> {
     silent.map(|(peer, cable, _)| (peer, cable))
 }
 
-/// Why a link is broken already, if one is.
+/// The error of a broken link, if there is one.
 fn broken(wired: &mut Wired) -> Option<RdmaError> {
     let mut links = wired.links.iter_mut().flatten();
     links.find_map(Link::take_broken)
 }
 
-/// The first bytes that all ranks said.
+/// The gathered facts of all ranks.
 struct Facts<'a> {
     all: &'a [u8],
     /// Bytes of one rank.
@@ -392,9 +391,8 @@ impl Facts<'_> {
     }
 }
 
-/// The pairing of cables: for each of the first rank's cables, which of the second's it is. It is
-/// the cable in the same network of four addresses, if that settles all of them, else the cable at
-/// the same place.
+/// The pairing of cables: for each cable of the first rank the index at the second. Cables are
+/// paired by network (four addresses), if that is unambiguous for all, else by index.
 fn pairing(first: &[Gid], second: &[Gid]) -> Vec<usize> {
     let network = |gid: &Gid| (gid.0[..15].to_vec(), gid.0[15] & !3);
     let place = |gid: &Gid| {
@@ -411,7 +409,7 @@ fn pairing(first: &[Gid], second: &[Gid]) -> Vec<usize> {
     }
 }
 
-/// Reads `bytes` as what a peer says of a queue pair, and as addresses of two ranks' devices.
+/// For fuzzing: parses `bytes` as a destination, and as addresses of two ranks' devices.
 pub(super) fn parse(bytes: &[u8]) {
     let destination = bytes.first_chunk().map(decode);
     assert!(destination.is_none_or(|there| decode(&encode(&there)) == there));
@@ -423,7 +421,7 @@ pub(super) fn parse(bytes: &[u8]) {
     assert!(places.into_iter().eq(0..first.len()), "a cable twice");
 }
 
-/// How ranks at these addresses wait: as threads of one machine if they share one.
+/// The spin policy for ranks at these addresses: as for threads if they share a machine.
 fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
     let own: Vec<IpAddr> = addrs[rank].iter().map(SocketAddr::ip).collect();
     let here = |addrs: &&Vec<SocketAddr>| addrs.iter().any(|addr| own.contains(&addr.ip()));
@@ -431,7 +429,7 @@ fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
 }
 
 impl Wired {
-    /// The links, with sockets where no cable leads.
+    /// The links, with sockets between ranks without a cable.
     pub(super) fn links(
         &mut self,
         sockets: (Box<dyn Kept>, Vec<Vec<u8>>),
@@ -448,7 +446,7 @@ impl Wired {
     }
 }
 
-/// That table and list of addresses are of the same group.
+/// Checks that matrix and list of addresses have the same size.
 pub(super) fn fits(
     matrix: &Matrix,
     addrs: &[Vec<SocketAddr>],

@@ -1,15 +1,15 @@
-//! Ranks that reach each other over RDMA: Thunderbolt cables between Macs, RoCE or InfiniBand.
+//! Ranks connected by RDMA: Thunderbolt cables between Macs, RoCE or InfiniBand.
 //!
-//! [`Wire`] is for the list of providers of [`paceline_comm::init`]; [`join`] makes a group
-//! directly. Of `comm` the crate uses what [`paceline_comm::provider`] publishes. The ranks meet by
-//! TCP, and the links over cables are a transport below the same collectives and messages.
+//! [`Wire`] is a provider for [`paceline_comm::init`]; [`join`] makes a group directly. Of `comm`
+//! the crate uses what [`paceline_comm::provider`] publishes. The ranks meet by TCP, and the links
+//! over cables are a transport below the same collectives and messages.
 //!
-//! The verbs library is opened at run time; nothing has to be there to build. Queue pairs are of
-//! kind UC and messages are two-sided, which is all that Apple's devices have. JACCL, MLX's library
-//! for these devices, uses them in the same way. The crate understands JACCL's device file,
-//! environment and side channel ([`Matrix`], [`Settings`], [`Side`]). The protocol on the cables is
-//! paceline's own: the frames of every transport, in numbered and acknowledged messages. So
-//! messages that UC loses without a word are sent again.
+//! The verbs library is opened at run time; builds need nothing installed. Queue pairs are of kind
+//! UC and messages are two-sided: Apple's devices support nothing else. JACCL, MLX's library for
+//! these devices, uses them in the same way. The crate understands JACCL's device file, environment
+//! and side channel ([`Matrix`], [`Settings`], [`Side`]). The protocol on the cables is paceline's
+//! own: the frames of every transport, in numbered and acknowledged messages. So messages that UC
+//! loses silently are repeated.
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
@@ -31,18 +31,18 @@
 //! # }
 //! ```
 //!
-//! - `abi`, `verbs`: the library and its objects; `limits`: what Apple's devices can hold;
+//! - `abi`, `verbs`: the library and its objects; `limits`: capacities of Apple's devices;
 //! - `message`, `cable`, `link`, `links`: from work requests to a transport;
-//! - `track`, `bulk`, `chunks`: large bodies, from memory of callers to memory of callers;
+//! - `track`, `bulk`, `chunks`: zero-copy transfers of large bodies;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
 //! - `matrix`, `settings`, `side`: JACCL's configuration;
-//! - `cabling`, `join`, `group`: open devices, how links come about, and the group over them;
-//!   `destination`: where a queue pair is, in bytes;
-//! - `route`: rings where not everybody has a cable to everybody;
-//! - `soft`: a library in software, for tests.
+//! - `cabling`, `join`, `group`: open devices, the join, and the group over them; `destination`:
+//!   encoding of a queue pair's address;
+//! - `route`: rings where the cables form no mesh;
+//! - `soft`: a verbs library in software, for tests.
 //!
-//! Peers' deaths are known from the control connections, as for shared memory: UC says nothing.
-//! Nothing is encrypted.
+//! The control connections detect the death of a peer, as for shared memory: UC does not. Nothing
+//! is encrypted.
 
 #![warn(clippy::cast_possible_truncation)]
 

@@ -1,4 +1,4 @@
-//! The limits of a device. Known for Apple's; elsewhere the device says no by itself.
+//! Capacity limits of a device. Known for Apple's; other devices report errors themselves.
 
 /// Memory regions of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -8,18 +8,14 @@ pub struct MemoryRegions(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueuePairs(pub usize);
 
-/// Work requests that a queue pair may have under way, in each direction.
+/// Work requests in flight on a queue pair, in each direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkRequests(pub u32);
 
-/// How many of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// See [`MemoryRegions`].
     pub memory_regions: MemoryRegions,
-    /// See [`QueuePairs`].
     pub queue_pairs: QueuePairs,
-    /// See [`WorkRequests`].
     pub work_requests: WorkRequests,
 }
 
@@ -33,9 +29,9 @@ impl Limits {
         work_requests: WorkRequests(32),
     };
 
-    /// Elsewhere: what any device of a data centre exceeds, rdma_rxe as well (its defaults, Linux
-    /// 6.1: 524287 regions, 1 Mi pairs of 16 Ki requests). The number of requests is Apple's, so
-    /// that both ends of a link work alike.
+    /// Elsewhere: numbers that any data centre device exceeds, and rdma_rxe too (its defaults,
+    /// Linux 6.1: 524287 regions, 1 Mi pairs of 16 Ki requests). The number of requests is Apple's,
+    /// so that both ends of a link agree.
     pub const LINUX: Self = Self {
         memory_regions: MemoryRegions(4096),
         queue_pairs: QueuePairs(4096),

@@ -1,19 +1,19 @@
-//! All cables between two ranks, as two lanes of ordered bytes.
+//! A link: all cables between two ranks, as two lanes of ordered bytes.
 //!
-//! UC drops a message that is damaged, or meets no posted receive, and tells nobody. So messages of
-//! a lane are numbered. Cables take turns. Messages are handed on in the order of their numbers,
-//! each once, whatever order they come in.
+//! UC drops a message that is damaged, or meets no posted receive, silently. So messages of a lane
+//! are numbered. They use the cables in turn. The receiver delivers each once, in the order of
+//! their numbers, regardless of arrival order.
 //!
-//! The receiver says in every message of its own what it has (`received`) and what it has read
-//! (`consumed`, which is the sender's credit). If it has nothing to say it sends a *state*. It does
-//! so at once when a message is missing or came twice or much has been read, else a little later.
-//! The sender repeats what a state says is missing. It repeats the oldest message when nothing is
-//! heard for [`REPEAT_FIRST`], then twice as long, and so on.
+//! Each message acknowledges the messages received (`received`) and read (`consumed`, the sender's
+//! credit) on this side. Without a message to send the receiver sends a *state*. It does so at once
+//! when a message is missing or was repeated or much has been read, else a little later. The sender
+//! repeats the messages that a state reports missing. Without any state it repeats the oldest
+//! message after [`REPEAT_FIRST`], then after twice as long, and so on.
 //!
-//! A cable that fails, or loses message after message, is given up at both ends. Messages that were
-//! under way on it go over the others. The link breaks only with the last cable.
+//! Both ends give up a cable that fails or loses many consecutive messages. Its messages in flight
+//! move to the other cables. The link breaks only with the last cable.
 //!
-//! This is a state machine without threads: whoever looks at a link moves it.
+//! This is a state machine without threads. Any caller's poll drives it.
 
 mod failover;
 pub(super) mod lane;
@@ -36,79 +36,79 @@ use super::memory::Registry;
 use super::message::{HEAD_BYTES, Head, Kind, STATE_BYTES, WORDS};
 use super::track::Track;
 
-/// How long the sender waits before it repeats. An answer takes some 10 us, and a rank without a
-/// core may be away for some ms.
+/// Delay before the first repetition. A reply takes some 10 us, and a rank without a core may be
+/// away for some ms.
 pub(super) const REPEAT_FIRST: Duration = Duration::from_millis(3);
 
-/// And at most. A peer that computes looks every 100 ms (comm's `keeping::control`).
+/// Longest delay between repetitions. A computing peer polls every 100 ms (comm's
+/// `keeping::control`).
 pub(super) const REPEAT_LAST: Duration = Duration::from_millis(200);
 
-/// A living peer that acknowledges nothing for so long has lost its cable: many times
-/// `REPEAT_LAST`, and what a person would wait.
+/// A living peer that acknowledges nothing for this long has lost its cable: many times
+/// `REPEAT_LAST`, and within a person's patience.
 pub(super) const GIVE_UP: Duration = Duration::from_secs(5);
 
-/// A message that was sent so often and is missing goes over another cable.
+/// Repetitions after which a missing message moves to another cable.
 const MOVED_AFTER: u32 = 1;
 
-/// In what a state says, the bits of cables that are dead.
+/// Position of the dead cables' bits in a state.
 const DEAD_AT: u32 = 8;
 
-/// How long an acknowledgement may wait for a message to travel with.
+/// How long an acknowledgement may wait for a message that carries it.
 const STATE_AFTER: Duration = Duration::from_micros(200);
 
-/// How soon something may be repeated again because the receiver says that it is missing.
+/// Shortest interval between repetitions of a message that the receiver reports missing.
 const AGAIN_AFTER: Duration = Duration::from_micros(300);
 
-/// Completions taken at once.
+/// Most completions per poll.
 const POLLED: usize = 16;
 
 const LANES: [Lane; 2] = [Lane::Calls, Lane::Messages];
 
-/// Bytes of callers' that were sent from where they are, and that came to where they belong or
-/// were reduced where they came to.
+/// Payload bytes of callers that were not copied: sent in place, and received or reduced in place.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Placed {
     pub(super) sent: u64,
     pub(super) received: u64,
 }
 
-/// The end of a link.
+/// One end of a link.
 pub(super) struct Link {
     pub(super) peer: Rank,
     pub(super) session: u64,
     pub(super) slot_bytes: usize,
-    /// Shortest body that is offered.
+    /// Shortest body that is offered for a zero-copy transfer.
     pub(super) in_place_bytes: usize,
     pub(super) cables: Vec<Cable>,
     outgoing: [Outgoing; 2],
     incoming: [Incoming; 2],
     pub(super) bulk: Bulk,
     pub(super) registry: Arc<Registry>,
-    /// Bytes of callers' that were not copied.
+    /// Payload bytes that were not copied.
     pub(super) placed: Placed,
     polled: [Wc; POLLED],
-    /// A state is due now.
+    /// A state must be sent now.
     pub(super) urgent: bool,
-    /// Something came that is not the next: unless the rest follows at once, it is missing.
+    /// A later message arrived before the next one: unless that follows at once, it is missing.
     suspect: bool,
-    /// Something was received that no message has acknowledged yet, since then.
+    /// Start of the time in which a received message was not acknowledged.
     owed: Option<Instant>,
     next_state: usize,
-    /// When a state was asked for last, for want of credit.
+    /// When a state was last requested, for want of credit.
     asked: Instant,
     /// Sends in place that the device may still read.
     pub(super) reading: usize,
     /// A long message was sent in place, and its memory may still be read.
     mailed: bool,
-    /// The thread that waits for a message has read all that came, and has a place for a long one.
+    /// The waiting receiver has read all messages, and has registered memory for a long one.
     waiting: bool,
-    /// The same at the other end, once it had read so many messages of the lane.
+    /// The same of the peer, and the number of messages of the lane it had read then.
     hungry: Option<u64>,
     gone: bool,
     broken: Option<Arc<RdmaError>>,
-    /// It broke with messages under way: the peer may wait for them.
+    /// It broke with messages in flight: the peer may wait for them.
     cut: bool,
-    /// Why the first of several cables is dead.
+    /// The error of the first dead cable, while others work.
     lost: Option<Arc<RdmaError>>,
 }
 
@@ -158,7 +158,7 @@ impl Link {
         &self.bulk.tracks
     }
 
-    /// Connects the tracks, if the peer has some as well.
+    /// Connects the bulk pairs, if the peer has some as well.
     pub(super) fn connect_tracks(
         &mut self,
         entries: &[[u8; DESTINATION_BYTES]],
@@ -175,27 +175,27 @@ impl Link {
         pairs.try_for_each(|(track, entry)| track.connect(&decode(entry)))
     }
 
-    /// Why it carries nothing any more.
+    /// Why the link is broken.
     pub(super) fn broken(&self) -> Option<&Arc<RdmaError>> {
         self.broken.as_ref()
     }
 
-    /// Whether it broke before the peer had all that was sent.
+    /// Whether it broke before the peer had received all messages.
     pub(super) const fn is_cut(&self) -> bool {
         self.cut
     }
 
-    /// Why a cable carries nothing any more, although others do.
+    /// Why a cable is dead, although others work.
     pub(super) fn lost(&self) -> Option<&Arc<RdmaError>> {
         self.lost.as_ref()
     }
 
-    /// Why it, or one of its cables, is broken; for a link that is thrown away.
+    /// Why the link, or one of its cables, is broken; for a link that is discarded.
     pub(super) fn take_broken(&mut self) -> Option<RdmaError> {
         Arc::into_inner(self.broken.take().or(self.lost.take())?)
     }
 
-    /// The other process has ended: nothing more will come, and nothing has to be repeated.
+    /// The peer's process has ended: no message will arrive, and none must be repeated.
     pub(super) fn end(&mut self) {
         self.gone = true;
         for outgoing in &mut self.outgoing {
@@ -207,17 +207,17 @@ impl Link {
         self.mailed = false;
     }
 
-    /// Messages of a lane that may be under way.
+    /// Most messages of a lane in flight.
     fn window(&self, lane: usize) -> u64 {
         (WINDOW[lane] * self.live()) as u64
     }
 
-    /// Cables that carry something.
+    /// Number of working cables.
     pub(super) fn live(&self) -> usize {
         self.cables.iter().filter(|cable| !cable.dead).count()
     }
 
-    /// A cable and a slot for a message, on the cables from `first` on.
+    /// A cable and a slot for a message, tried from cable `first` on.
     fn place(&self, lane: usize, first: usize) -> Option<(usize, usize)> {
         let all = self.cables.len();
         let mut cables = (first..first + all).map(|cable| cable % all);
@@ -233,7 +233,7 @@ impl Link {
     fn break_with(&mut self, error: RdmaError) {
         self.broken.get_or_insert(Arc::new(error));
         self.cut |= self.outgoing.iter().any(|lane| !lane.flights.is_empty());
-        // What is under way completes with an error, or never; it is not waited for.
+        // Posted requests complete with an error, or never; nothing waits for them.
         for cable in &self.cables {
             let _ = cable.pair().fail();
         }
@@ -242,7 +242,7 @@ impl Link {
         self.reading = 0;
     }
 
-    /// Says on every cable who this is.
+    /// Sends a hello on every cable.
     pub(super) fn greet(&mut self) {
         for cable in 0..self.cables.len() {
             let greeted = self.send_state(cable, Kind::Hello);
@@ -250,7 +250,7 @@ impl Link {
         }
     }
 
-    /// Takes in what has come, repeats what was lost, says what is owed.
+    /// Receives, repeats lost messages, and sends due acknowledgements.
     pub(super) fn look(&mut self) {
         if self.broken.is_none() {
             let moved = self.poll().and_then(|moved| {
@@ -262,7 +262,7 @@ impl Link {
         }
     }
 
-    /// True if something came.
+    /// True if something arrived.
     fn poll(&mut self) -> Result<bool, RdmaError> {
         let mut moved = self.poll_tracks()?;
         for cable in 0..self.cables.len() {
@@ -326,11 +326,11 @@ impl Link {
         }
     }
 
-    /// Takes a message in; true if its slot is kept.
+    /// Handles a message; true if its slot is kept.
     fn arrived(&mut self, cable: usize, slot: usize, bytes: usize) -> Result<bool, RdmaError> {
         let message = self.cables[cable].received(slot, 0, bytes);
         let head = message.first_chunk().and_then(Head::decode);
-        // Whatever else has found its way here is not for this link.
+        // Messages of other sessions are dropped.
         let Some(head) = head.filter(|head| head.session == self.session) else {
             return Ok(false);
         };
@@ -369,7 +369,7 @@ impl Link {
         }
     }
 
-    /// Keeps a message of a lane, unless it is there already.
+    /// Stores a message of a lane, unless it is a duplicate.
     fn data(
         &mut self,
         lane: Lane,
@@ -402,7 +402,7 @@ impl Link {
             bytes: head.bytes as usize,
         };
         let kept = incoming.keep(head.sequence, held);
-        // What came twice was repeated because no acknowledgement was heard.
+        // A duplicate was sent because its acknowledgement was lost.
         self.urgent |= !kept;
         self.suspect |= head.sequence >= incoming.received;
         if self.owed.is_none() {
@@ -411,7 +411,7 @@ impl Link {
         Ok(kept)
     }
 
-    /// Repeats what the peer has not got, although it has got what was sent later.
+    /// Repeats messages that the peer lacks, although it has later ones.
     fn states(&mut self, head: &Head, bytes: &[u8; STATE_BYTES]) -> Result<(), RdmaError> {
         let (words, _) = bytes.as_chunks::<8>();
         let mut of_bulk = [0; WORDS];
@@ -423,7 +423,7 @@ impl Link {
         for (lane, word) in words[..LANES.len()].iter().enumerate() {
             let there = u64::from_le_bytes(*word);
             let first = self.outgoing[lane].received;
-            // A state that was overtaken by another one is out of date.
+            // A state overtaken by a later one is outdated.
             if there == 0 || head.received[lane] != first {
                 continue;
             }
@@ -432,7 +432,7 @@ impl Link {
             let last = 64 - there.leading_zeros() as usize;
             for index in 0..count.min(last + 1) {
                 let flight = &mut self.outgoing[lane].flights[index];
-                // Bit 0 is for the one behind the first missing.
+                // Bit 0 stands for the message behind the first missing one.
                 flight.held |= index > 0 && there & (1 << (index - 1)) != 0;
                 let missing = !flight.held && index < last;
                 if missing && now.saturating_duration_since(flight.last) > AGAIN_AFTER {
@@ -443,7 +443,7 @@ impl Link {
         Ok(())
     }
 
-    /// Does what is due by time: repetitions and acknowledgements.
+    /// Timed work: repetitions and acknowledgements.
     fn tend(&mut self, moved: bool) -> Result<(), RdmaError> {
         let missing = std::mem::take(&mut self.suspect)
             && self.incoming.iter().any(|incoming| incoming.bits() != 0);
@@ -464,7 +464,7 @@ impl Link {
         {
             self.tell()?;
         }
-        // Credit that was given and lost is not given again by itself.
+        // A lost credit update is not repeated by itself.
         if starves && now.saturating_duration_since(self.asked) > REPEAT_FIRST {
             self.asked = now;
             self.ask()?;
@@ -472,7 +472,7 @@ impl Link {
         (0..LANES.len()).try_for_each(|lane| self.repeat(lane, now))
     }
 
-    /// Whether somebody wants to send and has no credit.
+    /// Whether a writer waits for credit.
     fn starves(&self) -> bool {
         let starves = |lane: Lane| {
             let outgoing = &self.outgoing[lane as usize];
@@ -482,7 +482,7 @@ impl Link {
         LANES.into_iter().any(starves)
     }
 
-    /// Sends the oldest message again if nothing was heard of it for long.
+    /// Repeats the oldest message if it was unacknowledged for long.
     fn repeat(&mut self, lane: usize, now: Instant) -> Result<(), RdmaError> {
         let outgoing = &self.outgoing[lane];
         let Some(index) = outgoing.flights.iter().position(|flight| !flight.held) else {
@@ -525,7 +525,7 @@ impl Link {
         }
     }
 
-    /// Asks for a state.
+    /// Requests a state.
     pub(super) fn ask(&mut self) -> Result<(), RdmaError> {
         self.say(Kind::Ask)
     }
@@ -560,13 +560,13 @@ impl Link {
         let words: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         let cable = &mut self.cables[cable];
         cable.fill(slot, 0, &[&head, &words]);
-        // SAFETY: nothing is sent in place.
+        // SAFETY: no body is sent in place.
         unsafe { cable.send(slot, HEAD_BYTES + STATE_BYTES, None) }?;
         Ok(true)
     }
 
-    /// Sends message `sequence`, which is under way, unless the device still sends it. What was
-    /// lost twice, or on a cable that is dead, goes over another.
+    /// Sends message `sequence`, which is in flight, unless the device still reads it. A message
+    /// that was lost twice, or on a dead cable, moves to another.
     fn transmit(&mut self, lane: usize, sequence: u64, now: Instant) -> Result<(), RdmaError> {
         let index = small(sequence - self.outgoing[lane].received);
         let flight = &self.outgoing[lane].flights[index];
@@ -587,7 +587,7 @@ impl Link {
             ..self.head(kind, sequence, payload)
         };
         self.cables[cable].fill(slot, 0, &[&head.encode()]);
-        // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
+        // SAFETY: the writer keeps the body unchanged while the link `holds` it.
         match unsafe { self.cables[cable].send(slot, bytes, body) } {
             Ok(()) => {
                 self.reading += usize::from(body.is_some());
@@ -597,12 +597,12 @@ impl Link {
         }
     }
 
-    /// Whether everything that was sent has been received.
+    /// Whether every message was acknowledged.
     pub(super) fn is_settled(&self) -> bool {
         self.outgoing.iter().all(|o| o.flights.is_empty()) || self.is_closed()
     }
 
-    /// Sends what is owed, before this end goes.
+    /// Sends due acknowledgements, before this end closes.
     pub(super) fn settle(&mut self) {
         self.look();
         if self.broken.is_none() && self.owed.is_some() {
@@ -611,8 +611,8 @@ impl Link {
         }
     }
 
-    /// Stops using memory of callers: what is under way from there is copied. The device is given
-    /// a moment to be done with it, then the link is broken.
+    /// Stops using callers' memory: bodies in flight are copied to slots. Waits briefly for the
+    /// device to release it, then breaks the link.
     pub(super) fn let_go(&mut self, lane: Lane) {
         let until = provider::now() + Duration::from_millis(100);
         let let_go = self.let_tracks_go(lane, until);
@@ -635,7 +635,7 @@ impl Link {
         }
         for flight in &mut self.outgoing[0].flights {
             if let Some(body) = flight.body.take() {
-                // SAFETY: the caller has not had it back yet.
+                // SAFETY: the caller has not regained it yet.
                 let bytes = unsafe { std::slice::from_raw_parts(body.start, body.bytes) };
                 self.placed.sent -= body.bytes as u64;
                 self.cables[flight.cable].fill(flight.slot, flight.bytes, &[bytes]);

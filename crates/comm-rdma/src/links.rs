@@ -1,7 +1,7 @@
-//! The links of one rank as a [`Transport`]: cables where there are some, else TCP.
+//! The links of one rank as a [`Transport`]: over cables where there are some, else over TCP.
 //!
 //! Verbs have no descriptor to wait for without a completion channel, which JACCL does not use
-//! either. So a waiting thread looks, naps in `poll` on the sockets, and looks again.
+//! either. So a waiting thread polls, naps in `poll` on the sockets, and polls again.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,36 +19,36 @@ use super::link::Link;
 use super::memory::{Registration, Registry};
 use super::verbs::Adapter;
 
-/// First nap of a rank that waits, doubled up to the last. The first is the time that a message
-/// takes. The last is lost in the noise of a call that has waited that long. A look costs about 0.1
-/// us for each peer, so even the first naps leave the core to others.
+/// First nap of a waiting rank, doubled up to the last. The first is the time of one message. The
+/// last is small against a call that has waited that long. A poll costs about 0.1 us for each peer,
+/// so even the first naps leave the core to others.
 const NAP_FIRST: Duration = Duration::from_micros(20);
 const NAP_LAST: Duration = Duration::from_millis(1);
 
-/// How long a rank that leaves waits for peers to acknowledge what it sent.
+/// How long a leaving rank waits for peers to acknowledge its messages.
 const LINGER: Duration = Duration::from_secs(1);
 
 pub(super) struct Links {
-    /// By rank; none for the rank itself, and where no cable leads.
+    /// By rank; `None` for the rank itself, and without a cable.
     links: Vec<Option<Mutex<Link>>>,
     sockets: Box<dyn Kept>,
-    /// By rank: what was read from the sockets for calls while ranks joined, and is of this group.
+    /// By rank: bytes of this group's calls that were read from the sockets during the join.
     early: Vec<Mutex<Vec<u8>>>,
     patience: Patience,
     devices: Devices,
 }
 
-/// The devices and the registry that memory of callers is registered with.
+/// The devices and the registry of callers' memory.
 pub(super) struct Devices {
     pub(super) adapters: Vec<Arc<Adapter>>,
     pub(super) registry: Arc<Registry>,
 }
 
 impl Devices {
-    /// Lets all of them use `pages` in place.
+    /// Registers `pages` with all of them for in-place use.
     pub(super) fn register(&self, pages: &Arc<Pages>) -> Result<Registered, RdmaError> {
         let (start, bytes) = (pages.start(), pages.bytes());
-        // SAFETY: the result holds the pages, and gives them up after the registration.
+        // SAFETY: the result holds the pages, and drops them after the registration.
         let registration =
             unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) };
         Ok(Registered::new(registration?, pages))
@@ -75,7 +75,7 @@ impl Links {
         &self.devices
     }
 
-    /// Takes of what was read before.
+    /// Takes bytes that were read before.
     fn read_early(&self, lane: Lane, peer: usize, into: &mut [u8]) -> usize {
         if lane == Lane::Messages {
             return 0;
@@ -97,12 +97,12 @@ impl Links {
         (0..self.links.len()).filter_map(|peer| self.link(peer))
     }
 
-    /// Why the link to `peer` carries nothing any more.
+    /// Why the link to `peer` is broken.
     pub(super) fn broken(&self, peer: usize) -> Option<Arc<RdmaError>> {
         self.link(peer)?.broken().cloned()
     }
 
-    /// Cables to `peer` that carry something; and why the first of those that do not is dead.
+    /// Number of working cables to `peer`, and the error of the first dead one.
     pub(super) fn cables(&self, peer: usize) -> (usize, Option<Arc<RdmaError>>) {
         let link = self.link(peer);
         link.map_or((0, None), |link| (link.live(), link.lost().cloned()))
@@ -158,7 +158,7 @@ impl Transport for Links {
             let soon = until.min(now + nap);
             self.sockets.wait(lane, &sockets, soon);
             if provider::now() < soon {
-                // A socket is ready, or somebody calls.
+                // A socket is ready, or a thread called `wake`.
                 return;
             }
             nap = NAP_LAST.min(2 * nap);
@@ -249,7 +249,7 @@ impl Lend for Links {
         }
     }
 
-    /// Results travel back as bodies of their own.
+    /// Results are sent as bodies of their own.
     fn come_back(&self) -> Option<&dyn ComeBack> {
         None
     }
@@ -268,7 +268,7 @@ impl Kept for Links {
         self.wake();
     }
 
-    /// Sees to it that peers have what was sent: nobody repeats it afterwards.
+    /// Waits until peers have all messages: nothing is repeated afterwards.
     fn close(&self) {
         let until = provider::now() + LINGER;
         let mut nap = NAP_FIRST;

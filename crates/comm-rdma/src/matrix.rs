@@ -1,4 +1,4 @@
-//! Which devices lead to whom: JACCL's device file.
+//! The device matrix: JACCL's device file, which lists the devices between each pair of ranks.
 //!
 //! ```text
 //! [[null,       "rdma_en5", ["rdma_en4", "rdma_en6"]],
@@ -11,16 +11,16 @@
 
 use serde_json::Value;
 
-/// Cables of a link. JACCL allows four Thunderbolt cables between two machines. The messages of a
-/// lane under way also have to fit into the 64 bits of a state.
+/// Most cables of a link. JACCL allows four Thunderbolt cables between two machines. All messages
+/// of a lane in flight must also fit the 64 bits of a state.
 pub const CABLES_MAX: usize = 4;
 
-/// Why a table of devices is none.
+/// Why a device matrix is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum MatrixError {
     #[error("device matrix: {0}")]
     Json(#[from] serde_json::Error),
-    /// It is no list of rows as long as it has rows.
+    /// It is not a square list of rows.
     #[error("device matrix: row {row} is no list of {size} entries")]
     Row {
         /// The first such row; the number of rows if the whole is no list.
@@ -46,10 +46,10 @@ pub enum MatrixError {
         to: usize,
         /// Devices in that entry.
         there: usize,
-        /// Devices in the entry opposite.
+        /// Devices in the opposite entry.
         back: usize,
     },
-    /// There are more cables between two ranks than are used.
+    /// More cables between two ranks than supported.
     #[error("device matrix: rank {from} has {cables} cables to rank {to}, at most {CABLES_MAX}")]
     Cables {
         /// Row.
@@ -75,7 +75,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Reads a device file.
+    /// Parses a device file.
     ///
     /// # Errors
     /// Any [`MatrixError`] but `Size`.
@@ -102,7 +102,7 @@ impl Matrix {
         Self::new(read)
     }
 
-    /// The table with these rows.
+    /// The matrix with these rows.
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
@@ -134,7 +134,7 @@ impl Matrix {
         Ok(Self { rows })
     }
 
-    /// Everybody with everybody over one device each: one adapter per machine, and a switch.
+    /// A full mesh over one device each: one adapter per machine, and a switch.
     pub fn switched(devices: &[String]) -> Self {
         let entry = |from: usize, to: usize| match from == to {
             true => Vec::new(),
@@ -146,7 +146,7 @@ impl Matrix {
         }
     }
 
-    /// Ranks.
+    /// Number of ranks.
     pub fn size(&self) -> usize {
         self.rows.len()
     }
@@ -175,8 +175,8 @@ impl Matrix {
         pairs.all(|(a, b)| !self.rows[a][b].is_empty())
     }
 
-    /// Whether it is a ring as JACCL has it: as many cables to the next rank as to the one before,
-    /// on all ranks.
+    /// Whether it is a ring by JACCL's rule: as many cables to the next rank as to the previous
+    /// one, on all ranks.
     pub fn is_ring(&self) -> bool {
         let size = self.size();
         let cables = if size > 1 { self.rows[0][1].len() } else { 0 };
@@ -189,7 +189,7 @@ impl Matrix {
             })
     }
 
-    /// The table of some of the ranks, in this order.
+    /// The matrix of some of the ranks, in this order.
     pub fn part(&self, ranks: &[usize]) -> Self {
         let row = |from: &usize| {
             ranks
@@ -202,7 +202,7 @@ impl Matrix {
         }
     }
 
-    /// The table as a device file.
+    /// Formats the matrix as a device file.
     pub fn to_json(&self) -> String {
         let entry = |devices: &Vec<String>| match devices.as_slice() {
             [] => Value::Null,

@@ -1,9 +1,9 @@
-//! Memory of callers that devices read and write in place.
+//! Registered memory of callers, which devices read and write in place.
 //!
-//! A send whose bytes lie in registered memory is posted from there: the head goes from a slot,
-//! the rest from where it is. The call that sends them does not end before the peer has them, so
-//! they can be used again as soon as it does. What a group has registered serves the groups that
-//! are split off it as well: they have the same devices.
+//! A send from registered memory is posted from there: the head from a slot, the body in place. The
+//! call that sends does not end before the peer has the bytes, so the caller can reuse them at
+//! once. Memory registered by a group also serves the groups split off it: they have the same
+//! devices.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -11,11 +11,11 @@ use std::sync::{Arc, PoisonError, RwLock};
 use super::error::RdmaError;
 use super::verbs::{Adapter, Region};
 
-/// The registered memory, for all senders.
+/// The registered memory of a process, for all senders.
 #[derive(Default)]
 pub(super) struct Registry(RwLock<Vec<Arc<Registered>>>);
 
-/// A piece of memory, registered with every device of a rank.
+/// A range of memory, registered with every device of a rank.
 struct Registered {
     start: usize,
     bytes: usize,
@@ -23,7 +23,7 @@ struct Registered {
 }
 
 impl Registry {
-    /// The key by which `adapter` knows these bytes, if it does.
+    /// The memory key of these bytes at `adapter`, if they are registered.
     pub(super) fn key(&self, adapter: &Arc<Adapter>, bytes: &[u8]) -> Option<u32> {
         let start = bytes.as_ptr() as usize;
         let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
@@ -34,7 +34,7 @@ impl Registry {
     }
 
     /// # Safety
-    /// The memory stays mapped until the result is taken out again.
+    /// The memory stays mapped until the result is removed.
     unsafe fn add(
         &self,
         adapters: &[Arc<Adapter>],
@@ -59,7 +59,7 @@ impl Registry {
     }
 }
 
-/// Memory of the caller's that devices may read while this lives.
+/// Guard of caller's memory that devices may read.
 pub struct Registration {
     registered: Arc<Registered>,
     registry: Arc<Registry>,
@@ -74,7 +74,7 @@ impl Registration {
         start: *mut u8,
         bytes: usize,
     ) -> Result<Self, RdmaError> {
-        // SAFETY: the caller's promise; it is taken out below.
+        // SAFETY: the caller's promise; it is removed below.
         let registered = unsafe { registry.add(adapters, start, bytes) }?;
         let registry = Arc::clone(registry);
         Ok(Self {

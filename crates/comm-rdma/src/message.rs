@@ -11,13 +11,13 @@
 //! a transfer
 //! ```
 //!
-//! An *ask* is a state that wants one back. Chunks and drains travel on tracks of their own and
-//! acknowledge nothing.
+//! An *ask* is a state that requests one back. Chunks and drains use the bulk pairs and acknowledge
+//! nothing.
 //!
-//! `received` and `consumed` count the sender's view of the other direction. All messages below
-//! `received` are there. All below `consumed` have been read, so that their memory is free. Every
-//! message carries both; a *state* carries nothing else. A message of another session (of an
-//! earlier group, or over a cable that leads elsewhere) is dropped.
+//! `received` and `consumed` count the messages of the other direction at the sender. All messages
+//! below `received` have arrived. All below `consumed` have been read, so that their memory is
+//! free. Every message carries both; a *state* carries nothing else. A message of another session
+//! (of an earlier group, or over a cable that leads elsewhere) is dropped.
 
 use paceline_comm::provider::Lane;
 
@@ -25,7 +25,7 @@ use paceline_comm::provider::Lane;
 pub(super) const HEAD_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"PLr3";
 
-/// The words of a state about transfers, in this order: see `Bulk::words`.
+/// Words of a state about transfers, in the order of `Bulk::words`.
 pub(super) const WORDS: usize = 6;
 
 /// Bytes of a state's payload.
@@ -37,17 +37,17 @@ pub(super) enum Kind {
     Data(Lane),
     State,
     Hello,
-    /// A state that wants one back.
+    /// A state that requests one back.
     Ask,
     /// The start of a transfer.
     Offer(Lane),
-    /// A chunk that was lost.
+    /// A repeated chunk.
     Patch(Lane),
     Chunk,
     Drain,
 }
 
-/// By their numbers.
+/// By their numbers on the wire.
 const KINDS: [Kind; 11] = [
     Kind::Data(Lane::Calls),
     Kind::Data(Lane::Messages),
@@ -70,9 +70,9 @@ pub(super) struct Head {
     pub(super) received: [u64; 2],
     pub(super) consumed: [u64; 2],
     pub(super) bytes: u32,
-    /// The sender waits for its memory.
+    /// The sender waits for the release of its memory.
     pub(super) asks: bool,
-    /// The thread that waits for a message has read all that came, and has a place for a long one.
+    /// The waiting receiver has read all messages, and has registered memory for a long one.
     pub(super) waits: bool,
     pub(super) done: u32,
 }
@@ -95,7 +95,7 @@ impl Head {
         bytes
     }
 
-    /// `None` if these bytes are no head.
+    /// `None` if the bytes are no head.
     pub(super) fn decode(bytes: &[u8; HEAD_BYTES]) -> Option<Self> {
         let kind = *KINDS.get(usize::from(bytes[4]))?;
         let word = |at: usize| {
@@ -120,7 +120,7 @@ impl Head {
     }
 }
 
-/// Reads `bytes` as the head of a message.
+/// For fuzzing: parses `bytes` as the head of a message.
 pub(super) fn parse(bytes: &[u8]) {
     let head = bytes.first_chunk().and_then(Head::decode);
     assert!(head.is_none_or(|head| Head::decode(&head.encode()) == Some(head)));

@@ -1,17 +1,17 @@
-//! Which way a ring goes over the cables that are there.
+//! Finds the ring order over the existing cables.
 //!
-//! JACCL wants a mesh of at most eight ranks, or cables from every rank to the next in rank order.
-//! Here the ring is searched for. It is the order that passes the fewest pairs without a cable, and
-//! none if there is such an order at all. Those pairs, and what is no ring, go over TCP.
+//! JACCL requires a mesh of at most eight ranks, or cables from every rank to the next in rank
+//! order. Here the ring is searched: the order with the fewest adjacent pairs without a cable, none
+//! if possible. Those pairs, and all non-ring traffic without a cable, use TCP.
 
 use super::matrix::Matrix;
 
-/// Steps of the search: what 10 ranks need at most, some ms. Larger groups get the best ring that
-/// is found by then, which is the first for any cabling a person would make.
+/// Step limit of the search: enough for 10 ranks, some ms. Larger groups get the best ring found by
+/// then, which is the first for any sensible cabling.
 const STEPS: usize = 500_000;
 
-/// Ranks in the order of a ring with as few pairs without a cable as possible. Of equally good
-/// orders the first that is found, which is the same on all ranks.
+/// Ranks in the order of a ring with as few pairs without a cable as possible. Among equally good
+/// orders the first found, which is the same on all ranks.
 pub(super) fn ring(matrix: &Matrix) -> Vec<usize> {
     let size = matrix.size();
     let rank_order: Vec<usize> = (0..size).collect();
@@ -31,7 +31,7 @@ pub(super) fn ring(matrix: &Matrix) -> Vec<usize> {
     search.best
 }
 
-/// Pairs next to each other in this ring that no cable joins.
+/// Number of adjacent pairs in this ring without a cable.
 pub(super) fn gaps(matrix: &Matrix, order: &[usize]) -> usize {
     let next = order.iter().skip(1).chain(order.first());
     let pairs = order.iter().zip(next);
@@ -40,7 +40,7 @@ pub(super) fn gaps(matrix: &Matrix, order: &[usize]) -> usize {
         .count()
 }
 
-/// Depth first, cut off where a path is no better than the best ring.
+/// Depth-first search, cut off where a path is no better than the best ring.
 struct Search<'a> {
     matrix: &'a Matrix,
     path: Vec<usize>,
@@ -61,7 +61,7 @@ impl Search<'_> {
             }
             return;
         }
-        // Along cables first: a ring of cables is then found before any other is tried.
+        // Cables first: a ring of cables is then found before any other is tried.
         for wanted in 0..2 {
             for next in 0..size {
                 let gap = self.gap(last, next);
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn the_search_ends_for_large_groups() {
-        // Two halves that nothing joins: every order has gaps, and none is perfect.
+        // Two halves without a cable between them: every order has gaps, and none is perfect.
         let pairs = (0..12).flat_map(|a| (0..a).map(move |b| (a, b)));
         let cables: Vec<_> = pairs.filter(|(a, b)| (*a < 6) == (*b < 6)).collect();
         let matrix = cabled(12, &cables);

@@ -1,4 +1,4 @@
-//! How JACCL is told what to do: by environment variables, of which `cli` hands the values here.
+//! JACCL's configuration: environment variables, whose values `cli` passes in.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::num::ParseIntError;
@@ -7,16 +7,16 @@ use paceline_base::Rank;
 
 use super::matrix::{Matrix, MatrixError};
 
-/// Names of the variable with the own rank; the first that is set counts.
+/// Variables with the own rank; the first that is set counts.
 pub const RANK: [&str; 2] = ["JACCL_RANK", "MLX_RANK"];
 /// Path of the device file.
 pub const DEVICES: [&str; 2] = ["JACCL_IBV_DEVICES", "MLX_IBV_DEVICES"];
 /// `ip:port` at which rank 0 listens.
 pub const COORDINATOR: [&str; 2] = ["JACCL_COORDINATOR", "MLX_JACCL_COORDINATOR"];
-/// Whether a ring is preferred: set or not.
+/// Prefers a ring if set, to any value.
 pub const RING: [&str; 2] = ["JACCL_RING", "MLX_JACCL_RING"];
 
-/// Why there are no settings.
+/// Why JACCL's settings are invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     #[error("neither {} nor {} is set", .names[0], .names[1])]
@@ -26,7 +26,7 @@ pub enum SettingsError {
         name: &'static str,
         /// The variable's value.
         value: String,
-        /// Why that is none.
+        /// Why it is no number.
         source: ParseIntError,
     },
     #[error("{name} is {value:?}, expected ip:port")]
@@ -53,13 +53,13 @@ pub struct Settings {
     pub rank: Rank,
     /// Where rank 0 listens.
     pub coordinator: SocketAddr,
-    /// Which devices lead to whom.
+    /// The device matrix.
     pub matrix: Matrix,
-    /// Whether a ring is used even where everybody has a cable to everybody.
+    /// Use a ring even in a full mesh.
     pub ring: bool,
 }
 
-/// The value of a variable, by its name.
+/// Returns the value of a variable.
 pub type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// The path of the device file.
@@ -80,7 +80,7 @@ fn first(
 }
 
 impl Settings {
-    /// Reads the variables; `devices` is the text of the device file.
+    /// Parses the variables; `devices` is the text of the device file.
     ///
     /// # Errors
     /// Any [`SettingsError`].
@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(settings.coordinator, "10.0.0.1:32323".parse().unwrap());
         assert_eq!(settings.matrix.devices(1, 0), ["rdma_en4"]);
         assert!(!settings.ring);
-        // JACCL's own names win; the ring's value does not matter.
+        // JACCL's own names take precedence; the value of the ring variable is ignored.
         let settings = parse(&[
             ("MLX_RANK", "1"),
             ("JACCL_RANK", "0"),

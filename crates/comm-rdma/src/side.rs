@@ -1,18 +1,18 @@
-//! JACCL's side channel: TCP through rank 0, by which ranks tell each other their queue pairs.
+//! JACCL's side channel: TCP through rank 0, by which ranks exchange their queue pairs.
 //!
 //! Rank 0 listens at the coordinator's address; every other rank connects and sends its rank, an
 //! `int` of 4 bytes. All numbers are little-endian.
 //!
 //! - A gather of n bytes: every rank sends n bytes to rank 0. It reads them in rank order and sends
 //!   all of them to each.
-//! - A container: its length (4 bytes) is gathered first, then as many elements as the longest has,
-//!   padded.
+//! - A container: its length (4 bytes) is gathered first, then the elements of each, padded to the
+//!   longest.
 //! - A barrier: two gathers of 4 bytes.
 //!
 //! There is no frame and no version: a disagreement shows as a wrong length only.
 //!
-//! Ours differs where nobody can tell: every wait has a deadline, and connections that send no
-//! rank that is missing are turned away.
+//! This implementation differs where peers cannot notice: every wait has a deadline, and
+//! connections that do not send a missing rank are turned away.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -23,17 +23,16 @@ use paceline_comm::{Deadline, provider};
 
 use super::error::RdmaError;
 
-/// How long to wait before dialling again. JACCL makes four attempts, 1 s apart and doubling.
+/// Delay before dialling again. JACCL makes four attempts, 1 s apart and doubling.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
-/// How long one attempt may take.
+/// Limit of one attempt.
 const DIAL_WAIT: Duration = Duration::from_millis(500);
 
 /// How long a connection may take to send its rank: JACCL sends it at once.
 const STRANGER_WAIT: Duration = Duration::from_millis(500);
 
-/// Longest container that is taken from a peer: a thousand times what is exchanged, which is a
-/// group's name and an address.
+/// Longest accepted container: a thousand times the usual content, a group id and an address.
 const CONTAINER_BYTES_MAX: usize = 64 << 10;
 
 /// The connections of one rank: on rank 0 to all others, on others to rank 0.
@@ -41,7 +40,7 @@ const CONTAINER_BYTES_MAX: usize = 64 << 10;
 pub struct Side {
     rank: usize,
     size: usize,
-    /// By rank, without rank 0; or that to rank 0 alone.
+    /// By rank, without rank 0; on other ranks only that to rank 0.
     streams: Vec<TcpStream>,
     here: IpAddr,
 }
@@ -76,7 +75,7 @@ impl Side {
         })
     }
 
-    /// The address by which the coordinator sees this rank.
+    /// This rank's address as seen by the coordinator.
     pub const fn here(&self) -> IpAddr {
         self.here
     }
@@ -128,7 +127,7 @@ impl Side {
         Ok(all)
     }
 
-    /// Gathers bytes of any number from every rank, in rank order. Collective.
+    /// Gathers byte strings of different lengths from every rank, in rank order. Collective.
     ///
     /// # Errors
     /// [`RdmaError::Side`].
@@ -155,15 +154,15 @@ impl Side {
     }
 }
 
-/// Lengths of containers, by rank, that are on their way.
+/// Announced lengths of containers, by rank.
 struct Announced {
     lengths: Vec<usize>,
-    /// Bytes that each rank sends.
+    /// Bytes that each rank sends, padding included.
     longest: usize,
 }
 
 impl Announced {
-    /// As ranks said them, 4 bytes each.
+    /// Parses the announced lengths, 4 bytes each.
     fn read(words: &[u8]) -> Result<Self, RdmaError> {
         let words = words.as_chunks().0.iter();
         let lengths: Vec<usize> = words.map(|w| u32::from_le_bytes(*w) as usize).collect();
@@ -180,7 +179,7 @@ impl Announced {
         })
     }
 
-    /// The containers in `all`, padded to the longest each.
+    /// Cuts `all` into containers; each was padded to the longest.
     fn cut(&self, all: &[u8]) -> Vec<Vec<u8>> {
         let lengths = self.lengths.iter().enumerate();
         let container = |(rank, length): (usize, &usize)| {
@@ -191,8 +190,8 @@ impl Announced {
     }
 }
 
-/// Reads `bytes` as containers: how many ranks there are, what they announce, what they send. None
-/// if that is refused, or not there in full.
+/// For fuzzing: parses `bytes` as containers: number of ranks, announced lengths, contents. `None`
+/// if invalid or incomplete.
 pub(super) fn parse(bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     let (size, rest) = bytes.split_first()?;
     let (words, rest) = rest.split_at_checked(4 * usize::from(*size))?;
@@ -206,7 +205,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
 
 type Failure = (Rank, &'static str, io::Error);
 
-/// Time left, or that there is none.
+/// Time left; an error if there is none.
 fn timed(by: Deadline) -> io::Result<Duration> {
     let left = by.left(provider::now());
     match left.is_zero() {
@@ -232,7 +231,7 @@ fn receive(stream: &mut TcpStream, into: &mut [u8], by: Deadline) -> io::Result<
     Ok(())
 }
 
-/// Rank 0's part: one connection for each other rank, in rank order.
+/// Rank 0: accepts one connection for each other rank, in rank order.
 fn accept(at: SocketAddr, size: usize, by: Deadline) -> Result<Vec<TcpStream>, Failure> {
     let listener = TcpListener::bind(at).map_err(|error| (Rank(0), "listen as", error))?;
     let mut streams: Vec<Option<TcpStream>> = (1..size).map(|_| None).collect();
@@ -244,7 +243,7 @@ fn accept(at: SocketAddr, size: usize, by: Deadline) -> Result<Vec<TcpStream>, F
             Ok((stream, _)) => {
                 if let Ok((rank, stream)) = introduced(stream, by) {
                     let place = streams.get_mut((rank as usize).wrapping_sub(1));
-                    // A rank that is out of range or has come already is no member.
+                    // A rank that is out of range or connected already is no member.
                     if let Some(place @ None) = place {
                         *place = Some(stream);
                     }
@@ -260,7 +259,7 @@ fn accept(at: SocketAddr, size: usize, by: Deadline) -> Result<Vec<TcpStream>, F
     Ok(streams.into_iter().flatten().collect())
 }
 
-/// The rank that a connection sends first.
+/// Reads the rank that a connection sends first.
 fn introduced(mut stream: TcpStream, by: Deadline) -> io::Result<(u32, TcpStream)> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
@@ -339,7 +338,7 @@ mod tests {
         }
     }
 
-    /// A JACCL rank's bytes on the wire, one by one, beside a stranger.
+    /// A JACCL rank's bytes, one by one, and a stranger's connection.
     #[test]
     fn a_rank_of_jaccl_is_understood() {
         let at = free();

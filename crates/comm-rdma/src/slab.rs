@@ -1,5 +1,4 @@
-//! Memory for messages: mapped, not from the heap, and registered once per device, however many
-//! cables it has.
+//! Slot memory: mapped, not from the heap, and registered once per device for all of its cables.
 
 use std::sync::Arc;
 
@@ -16,7 +15,7 @@ pub(super) struct Slab {
 }
 
 impl Slab {
-    /// Room for `parts` of `bytes` each.
+    /// Allocates `parts` of `bytes` each.
     pub(super) fn new(
         adapter: &Arc<Adapter>,
         parts: usize,
@@ -28,7 +27,7 @@ impl Slab {
             operands: format!("{parts} times {bytes} bytes"),
             source,
         })?;
-        // SAFETY: the mapping goes after the region.
+        // SAFETY: the mapping is dropped after the region.
         let region = unsafe { Region::new(adapter, mapping.start(), mapping.bytes()) }?;
         Ok(Self { region, mapping })
     }

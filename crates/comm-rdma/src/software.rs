@@ -1,11 +1,11 @@
-//! The verbs library in software, as one that was opened.
+//! Opens the software verbs library in-process, without loading a file.
 
 use super::abi::Table;
 use super::limits::Limits;
 use super::soft;
 use super::verbs::Verbs;
 
-/// The library, with these limits on what is asked of it.
+/// The library, with these limits on its users.
 pub(super) fn verbs(limits: Limits) -> Verbs {
     let table = Table {
         get_device_list: soft::get_device_list,

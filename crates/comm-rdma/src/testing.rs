@@ -1,14 +1,14 @@
-//! Readers of what peers send, for fuzzing: whatever the bytes are, these return.
+//! Parsers of peers' bytes, for fuzzing: they return for any input.
 
 use super::{group, join, message, side};
 
-/// Reads `bytes` as what ranks over RDMA send each other, over cables and while they join.
+/// Parses `bytes` as messages between ranks over RDMA, over cables and during a join.
 pub fn parse_cables(bytes: &[u8]) {
     message::parse(bytes);
     join::parse(bytes);
 }
 
-/// Reads `bytes` as what ranks say over JACCL's side channel.
+/// Parses `bytes` as messages of JACCL's side channel.
 pub fn parse_side(bytes: &[u8]) {
     if let Some(said) = side::parse(bytes) {
         let met = group::meeting(&said);

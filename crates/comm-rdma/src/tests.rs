@@ -1,4 +1,4 @@
-//! Groups over the software library: what they compute, how they come about, what breaks them.
+//! Groups over the software library: results, joins and failures.
 
 mod faults;
 mod in_place;
@@ -21,30 +21,29 @@ use paceline_comm::{Algorithm, Deadline, Group, Memory, Reduce, testing};
 use super::soft::{self, Caps, Fabric, Faults};
 use super::{Cabling, Config, Limits, MESSAGE_BYTES, Matrix, Rdma, RdmaError, join, software};
 
-/// Sizes of the conformance suite here. The cases sleep for some 6 s of each size, and the choice
-/// of sizes makes no difference to a transport. All of them with `COMM_TEST_SIZES=all` and in a
-/// long run.
+/// Sizes of the conformance suite here. The cases sleep for some 6 s of each size, and the size
+/// matters little to a transport. `COMM_TEST_SIZES=all` and a long run use all sizes.
 const SIZES: [u32; 4] = [1, 2, 3, 5];
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
 }
 
-/// A fabric, and what each rank is told.
+/// A fabric, and the cabling of each rank.
 struct Lab {
     fabric: Fabric,
     cablings: Vec<Cabling>,
 }
 
 impl Lab {
-    /// The same, but that parts of any length are received in place.
+    /// The same, with zero-copy transfers of any length.
     fn in_place(mut self) -> Self {
         let all = self.cablings.iter_mut();
         all.for_each(|cabling| cabling.config.in_place_bytes = 1);
         self
     }
 
-    /// The same, but that calls use this algorithm if they can.
+    /// The same, with this algorithm forced.
     fn force(mut self, algorithm: Algorithm) -> Self {
         let all = self.cablings.iter_mut();
         all.for_each(|cabling| cabling.config.tcp.force = Some(algorithm));
@@ -68,13 +67,13 @@ fn switched(size: u32, faults: Faults) -> Lab {
     Lab::new(fabric, &Matrix::switched(&names), Config::default())
 }
 
-/// As [`switched`], for threads that share what they are told.
+/// As [`switched`], for threads that share one cabling.
 fn switched_cabling(size: u32) -> (Fabric, Cabling) {
     let mut lab = switched(size, Faults::default());
     (lab.fabric, lab.cablings.remove(0))
 }
 
-/// A device for each end of each cable, of which there are so many between two ranks.
+/// A device for each end of each cable; `cables` is their number between two ranks.
 fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -> Lab {
     let (fabric, number) = (Fabric::new(faults, Caps::APPLE), soft::number());
     let name = |a: usize, b: usize, cable: usize| format!("soft{number}.{a}.{b}.{cable}");
@@ -97,7 +96,7 @@ fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -
     Lab::new(fabric, &matrix, Config::default())
 }
 
-/// The result of joining for each rank, in rank order.
+/// Joins all ranks; returns each result, in rank order.
 fn join_all(lab: &Lab) -> Vec<Result<Rdma, RdmaError>> {
     let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listeners: Vec<Listener> = lab.cablings.iter().map(listen).collect();
@@ -120,8 +119,7 @@ fn groups(lab: &Lab) -> Vec<Rdma> {
     joined.map(|group| group.unwrap()).collect()
 }
 
-/// Groups as the suite wants them. Their fabric lives as long as they do: devices that are open
-/// hold on to it.
+/// Groups in the suite's form. Their fabric lives as long as they do: open devices keep it.
 fn boxed(lab: &Lab) -> testing::Ranks {
     let boxed = |group| Box::new(group) as Box<dyn Group>;
     groups(lab).into_iter().map(boxed).collect()
@@ -159,7 +157,7 @@ fn several_cables_give_the_right_results() {
     testing::run_results_of(&make, 0x5eed_0008, &[2, 3]);
 }
 
-/// Rings whose cables are not between neighbours in rank order, and what is no ring at all.
+/// Rings whose cables are not between neighbours in rank order, and cables that form no ring.
 #[test]
 fn partial_meshes_give_the_right_results() {
     type Cables = fn(usize, usize) -> usize;
@@ -174,7 +172,7 @@ fn partial_meshes_give_the_right_results() {
     for (size, cables) in cablings {
         let make = |size: u32| {
             let ranks = boxed(&cabled(size as usize, cables, Faults::default()));
-            // Ranks without a cable know of those of others.
+            // Ranks without a cable know of the others' cables.
             let any = (0..size as usize).any(|a| (0..a).any(|b| cables(b, a) > 0));
             assert!(ranks.iter().all(|rank| rank.tuning().wire == any), "{size}");
             ranks
@@ -208,7 +206,7 @@ fn rings_go_both_ways_at_once() {
 
 #[test]
 fn more_than_eight_ranks_join_and_compute() {
-    // Ten queue pairs are what a device has.
+    // A device has ten queue pairs.
     let lab = switched(11, Faults::default());
     on_each(&lab, |group| {
         testing::run_rank(&group, 0x5eed_000a, 6).unwrap();
@@ -256,8 +254,8 @@ fn registered_memory_is_sent_from_where_it_is() {
     assert_eq!(lab.fabric.live(), 0, "something was not given back");
 }
 
-/// Parts that are gathered go from memory to memory, whatever is lost on the way. The rest of whole
-/// chunks, and memory that is not registered, is copied.
+/// Gathered parts are transferred without a copy, despite lost messages. Incomplete chunks at the
+/// end and unregistered memory are copied.
 #[test]
 #[allow(clippy::cast_possible_truncation, reason = "small numbers")]
 fn registered_memory_is_received_where_it_is() {
@@ -277,7 +275,7 @@ fn registered_memory_is_received_where_it_is() {
         let lab = cabled(2, |_, _| cables, faults);
         let core = Arc::clone(&lab.fabric.core);
         let chunks = |bytes: usize| (bytes / (MESSAGE_BYTES as usize / 2)) as u64;
-        // More than there are receives.
+        // More chunks than receives.
         let lengths = [3 << 20, 200_001, 128 << 10];
         on_each(&lab, move |group| {
             let mut all = group.allocate(2 * lengths[0]).unwrap();
@@ -287,7 +285,7 @@ fn registered_memory_is_received_where_it_is() {
                     let value =
                         |rank: u32, i: usize| (i * 7 % 251) as u8 ^ (rank * 31 + round) as u8;
                     let own: Vec<u8> = (0..length).map(|i| value(group.rank().0, i)).collect();
-                    // In the last round only one has registered what it receives into.
+                    // In the last round only one rank has registered its receive buffer.
                     let bare = round == 2 && group.rank().0 == 0;
                     let all = if bare { &mut plain[..] } else { &mut all[..] };
                     let all = &mut all[..2 * length];
@@ -309,7 +307,7 @@ fn registered_memory_is_received_where_it_is() {
         assert_eq!(lab.fabric.live(), 0, "something was not given back");
         let direct = core.scattered.load(Ordering::Relaxed);
         let all: u64 = lengths.into_iter().map(chunks).sum();
-        // In two of three rounds by both. A rank without a core may have to ask again for some.
+        // In two of three rounds by both. A rank without a core may have to request some again.
         assert!(direct > all, "{direct} chunks of {all}, {cables} cables");
     }
 }

@@ -1,9 +1,8 @@
-//! The second queue pair of a cable, for bodies that go from caller's memory to caller's memory.
+//! The bulk queue pair of a cable, for zero-copy transfers between callers' memory.
 //!
-//! A message here is a head of 64 bytes, which lies in a slot at both ends, and a chunk. The chunk
-//! lies in the callers' memory at both ends. Receives are posted for as many chunks as the peer was
-//! told it may send ([`bulk`](super::bulk)), and for nothing else. Between transfers no memory of a
-//! caller is posted.
+//! A message here is a head of 64 bytes, which is in a slot at both ends, and a chunk. The chunk is
+//! in the callers' memory at both ends. Receives are posted only for chunks that the peer may send
+//! ([`bulk`](super::bulk)). Between transfers no memory of a caller is posted.
 
 use super::abi::{Sge, Wc};
 use super::cable::{Body, REQUESTS};
@@ -15,20 +14,20 @@ use super::verbs::{Destination, Pair};
 const SEND: u64 = 1 << 16;
 const RECEIVE: u64 = 2 << 16;
 
-/// Pieces of a message, in either direction: head and chunk.
+/// Segments of a message, in either direction: head and chunk.
 const PIECES: u32 = 2;
 
-/// The event that a completion reports.
+/// The event reported by a completion.
 pub(super) enum Landed {
     /// A send is over.
     Sent { in_place: bool },
-    /// The receive posted for `chunk` is over, with this in front.
+    /// The receive posted for `chunk` has completed, with this head.
     Received {
         chunk: u64,
         head: [u8; HEAD_BYTES],
         bytes: usize,
     },
-    /// It says nothing that makes sense.
+    /// An invalid completion.
     Stray,
 }
 
@@ -37,23 +36,23 @@ pub(super) struct Track {
     /// First byte of its slots, and the key of their memory.
     start: *mut u8,
     key: u32,
-    /// By slot: whether a send is under way, and whether in place.
+    /// By slot: whether a send is posted, and whether in place.
     sends: [Option<bool>; REQUESTS],
     /// By slot: the chunk whose memory is posted.
     receives: [Option<u64>; REQUESTS],
-    /// How many of each are under way.
+    /// Number of posted requests of each kind.
     sending: usize,
     receiving: usize,
 }
 
-// SAFETY: the slots belong to this track alone, and `Link` is behind a lock.
+// SAFETY: the slots belong to this pair alone, and `Link` is behind a lock.
 unsafe impl Send for Track {}
 
 impl Track {
     /// Bytes of all slots.
     pub(super) const BYTES: usize = 2 * REQUESTS * HEAD_BYTES;
 
-    /// The track whose slots begin `at` bytes into `slab`, which outlives it.
+    /// The pair whose slots begin `at` bytes into `slab`, which outlives it.
     pub(super) fn new(slab: &Slab, at: usize) -> Result<Self, RdmaError> {
         let requests = u32::try_from(REQUESTS).expect("a small number");
         Ok(Self {
@@ -76,17 +75,17 @@ impl Track {
         self.pair.connect(peer)
     }
 
-    /// Whether the device has nothing to do.
+    /// Whether no request is posted.
     pub(super) const fn is_idle(&self) -> bool {
         self.sending == 0 && self.receiving == 0
     }
 
-    /// Whether a caller's memory may still be written to.
+    /// Whether a device may still write to a caller's memory.
     pub(super) const fn is_posted(&self) -> bool {
         self.receiving > 0
     }
 
-    /// Takes note of a completion; `failed` if the request was given up.
+    /// Handles a completion; `failed` if the request was flushed or failed.
     pub(super) fn completed(&mut self, wc: &Wc, failed: bool) -> Landed {
         let slot = (wc.wr_id & 0xffff) as usize;
         let done = match wc.wr_id & !0xffff {
@@ -108,7 +107,7 @@ impl Track {
         done.unwrap_or(Landed::Stray)
     }
 
-    /// Everything that was under way, as given up: when completions cannot be had any more.
+    /// Treats all requests as failed, when polling fails.
     pub(super) fn forget(&mut self) -> (usize, usize) {
         (self.sending, self.receiving) = (0, 0);
         let sends = self.sends.iter_mut().filter_map(Option::take);
@@ -129,26 +128,25 @@ impl Track {
         head
     }
 
-    /// Posts the memory of `chunk`; false if all receives are under way.
+    /// Posts the memory of `chunk`; false if all receives are posted.
     ///
     /// # Safety
-    /// Nobody uses the `body` before the receive is over.
+    /// `body` is not used before the receive completes.
     pub(super) unsafe fn post(&mut self, chunk: u64, body: Body) -> Result<bool, RdmaError> {
         let Some(slot) = self.receives.iter().position(Option::is_none) else {
             return Ok(false);
         };
         let mut pieces = [self.piece(slot), body.piece()];
-        // SAFETY: the slot is registered and not looked at before; the body is the caller's
-        // promise.
+        // SAFETY: the slot is registered and not read before; the body is the caller's promise.
         unsafe { self.pair.receive(RECEIVE | slot as u64, &mut pieces) }?;
         (self.receives[slot], self.receiving) = (Some(chunk), self.receiving + 1);
         Ok(true)
     }
 
-    /// Sends `head` and `body`; false if all sends are under way.
+    /// Sends `head` and `body`; false if all sends are posted.
     ///
     /// # Safety
-    /// Nobody writes to `body` before the send is over.
+    /// `body` stays unchanged until the send completes.
     pub(super) unsafe fn send(
         &mut self,
         head: &[u8; HEAD_BYTES],

@@ -1,12 +1,11 @@
-//! The verbs library, opened at run time, and what it hands out: each with an owner that gives it
-//! back.
+//! The verbs library, opened at run time, and owners of its objects, which destroy them on drop.
 //!
 //! - [`Adapter`]: an open device with its one protection domain;
 //! - [`Region`]: registered memory;
 //! - [`Queue`]: a completion queue;
-//! - [`Pair`]: an unreliable connection (UC) that sends and receives.
+//! - [`Pair`]: a queue pair of an unreliable connection (UC).
 //!
-//! Nothing here waits.
+//! Nothing here blocks.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
@@ -25,18 +24,17 @@ pub const LIBRARY: &str = if cfg!(target_os = "macos") {
     "libibverbs.so.1"
 };
 
-/// The only port that is used, as JACCL does: Apple's devices have no other.
+/// The only port used, as by JACCL: Apple's devices have no other.
 const PORT: u8 = 1;
 
-/// The access that a peer must have to memory. JACCL registers with all three; sends and receives
-/// need the first.
+/// Access rights of registered memory. JACCL registers with all three; sends and receives need the
+/// first.
 const ACCESS: c_int = abi::ACCESS_LOCAL_WRITE | abi::ACCESS_REMOTE_READ | abi::ACCESS_REMOTE_WRITE;
 
-/// Number of the first packet in either direction. It only has to be the same on both sides; JACCL
-/// uses 7.
+/// First packet number in either direction. It must only be the same on both sides; JACCL uses 7.
 const FIRST_PACKET: u32 = 7;
 
-/// Hops that a packet may take. JACCL: 1, a cable. Routed networks are not the point.
+/// Hop limit of a packet. JACCL: 1, a cable. Routed networks are out of scope.
 const HOPS: u8 = 1;
 
 /// A verbs library.
@@ -44,7 +42,7 @@ const HOPS: u8 = 1;
 pub struct Verbs {
     pub(super) table: Table,
     pub(super) name: String,
-    /// Queue pairs, regions and requests that may be used.
+    /// Limits on queue pairs, regions and requests.
     pub limits: Limits,
 }
 
@@ -63,14 +61,14 @@ impl Verbs {
         Self::load_from(LIBRARY)
     }
 
-    /// Opens the library of this name or path. It stays open until the process ends: drivers do
-    /// not like to be unloaded.
+    /// Opens the library of this name or path. It stays open until the process ends: drivers may
+    /// not survive unloading.
     ///
     /// # Errors
     /// As [`load`](Self::load).
     pub fn load_from(name: &str) -> Result<Self, RdmaError> {
-        // SAFETY: runs the initialisers of a library that the caller names, the system's own
-        // unless told otherwise; nothing else of this process depends on what they do.
+        // SAFETY: runs the initialisers of a library that the caller names, by default the system's
+        // own; nothing else of this process depends on them.
         let library = unsafe { libloading::Library::new(name) }.map_err(|source| {
             let name = name.to_string();
             RdmaError::Library { name, source }
@@ -125,7 +123,7 @@ fn table_of(library: &libloading::Library, name: &str) -> Result<Table, RdmaErro
     })
 }
 
-/// The list of devices, which has to be given back.
+/// The list of devices, freed on drop.
 struct List<'a> {
     verbs: &'a Verbs,
     first: NonNull<*mut abi::Device>,
@@ -144,12 +142,12 @@ impl<'a> List<'a> {
 
     fn iter(&self) -> impl Iterator<Item = (*mut abi::Device, String)> {
         let entry = |index| {
-            // SAFETY: the list goes on until its null entry, and reading ends there.
+            // SAFETY: the list ends with a null entry, and reading ends there.
             let device = unsafe { *self.first.as_ptr().add(index) };
             (!device.is_null()).then_some(device)
         };
         (0..).map_while(entry).map(|device| {
-            // SAFETY: the device is of this list; the name belongs to it and is copied at once.
+            // SAFETY: the device is of this list, which owns the name; it is copied at once.
             let name = unsafe { (self.verbs.table.get_device_name)(device) };
             let name = match name.is_null() {
                 true => String::new(),
@@ -169,7 +167,7 @@ impl<'a> List<'a> {
 
 impl Drop for List<'_> {
     fn drop(&mut self) {
-        // SAFETY: the list came from this library and is given back once.
+        // SAFETY: the list came from this library and is freed once.
         unsafe { (self.verbs.table.free_device_list)(self.first.as_ptr()) };
     }
 }
@@ -186,7 +184,7 @@ pub(crate) struct Adapter {
     pairs: AtomicUsize,
 }
 
-/// A context that is closed when it goes.
+/// A context, closed on drop.
 struct Opened {
     table: Table,
     name: String,
@@ -197,22 +195,22 @@ struct Opened {
 unsafe impl Send for Opened {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Opened {}
-// SAFETY: the domain is as free as its context.
+// SAFETY: the domain is usable from any thread, like its context.
 unsafe impl Send for Adapter {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Adapter {}
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // SAFETY: opened by this library, closed once, and everything made with it is gone. A
-        // failure leaves a descriptor open, which nothing can be done about.
+        // SAFETY: opened by this library, closed once, after everything made with it. A failure
+        // leaks a descriptor; nothing can be done about it.
         let _ = unsafe { (self.table.close_device)(self.context.as_ptr()) };
     }
 }
 
 impl Drop for Adapter {
     fn drop(&mut self) {
-        // SAFETY: as for the context; regions and pairs hold the adapter, so all are gone.
+        // SAFETY: as for the context; regions and pairs hold the adapter, so all were destroyed.
         let _ = unsafe { (self.opened.table.dealloc_pd)(self.domain.as_ptr()) };
     }
 }
@@ -257,7 +255,7 @@ impl Adapter {
         &self.opened.table
     }
 
-    /// Queue pairs that there are now, of all groups.
+    /// Current number of queue pairs, of all groups.
     pub(crate) fn pairs_made(&self) -> usize {
         self.pairs.load(Ordering::Acquire)
     }
@@ -266,7 +264,7 @@ impl Adapter {
         self.limits.queue_pairs.0
     }
 
-    /// Takes one of `limit` places.
+    /// Counts one more object, of at most `limit`.
     fn count(
         &self,
         places: &AtomicUsize,
@@ -295,7 +293,7 @@ impl Opened {
             let (wanted, there) = (name.to_string(), list.names());
             return Err(RdmaError::NoSuchDevice { wanted, there });
         };
-        // SAFETY: the device is of a list that is not given back yet.
+        // SAFETY: the device is of a list that is not freed yet.
         let context = unsafe { (verbs.table.open_device)(device) };
         let context = NonNull::new(context)
             .ok_or_else(|| RdmaError::verb(name, "ibv_open_device", String::new()))?;
@@ -308,9 +306,9 @@ impl Opened {
         Ok(opened)
     }
 
-    /// That the inline functions of the header would find what they call.
+    /// Checks that the context has the functions which the header's inline functions call.
     fn operations(&self) -> Result<(), RdmaError> {
-        // SAFETY: the context is open; its table is set before it is handed out.
+        // SAFETY: the context is open; the library sets its table before it returns it.
         let ops = unsafe { &(*self.context.as_ptr()).ops };
         let there = [
             (ops.post_send.is_some(), "post_send"),
@@ -346,8 +344,8 @@ impl Opened {
         }
     }
 
-    /// The first IPv4 address among the GIDs, with its index. A port without Ethernet underneath
-    /// is addressed by LID and needs none.
+    /// The first IPv4 address among the GIDs, with its index. A port without Ethernet is addressed
+    /// by LID and needs none.
     fn address(&self, port: &abi::PortAttr) -> Result<(u8, Gid), RdmaError> {
         for index in 0..port.gid_tbl_len.min(u8::MAX.into()) {
             let mut gid = Gid::default();
@@ -377,7 +375,7 @@ pub(crate) fn is_ipv4(gid: Gid) -> bool {
     gid.0[..10] == [0; 10] && gid.0[10..12] == [0xff; 2]
 }
 
-/// Memory that devices may read and write.
+/// A registered memory region.
 pub(crate) struct Region {
     adapter: Arc<Adapter>,
     mr: NonNull<abi::Mr>,
@@ -427,13 +425,13 @@ impl Region {
         &self.adapter
     }
 
-    /// The key that work requests name it by.
+    /// The local key for work requests.
     pub(crate) fn key(&self) -> u32 {
         // SAFETY: the region is registered.
         unsafe { (*self.mr.as_ptr()).lkey }
     }
 
-    /// Whether these bytes are of it.
+    /// Whether the region contains these bytes.
     pub(crate) fn holds(&self, start: usize, bytes: usize) -> bool {
         start >= self.start && start + bytes <= self.start + self.bytes
     }
@@ -447,7 +445,7 @@ impl fmt::Debug for Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: registered with this library, given back once.
+        // SAFETY: registered with this library, deregistered once.
         let _ = unsafe { (self.adapter.table().dereg_mr)(self.mr.as_ptr()) };
         self.adapter.regions.fetch_sub(1, Ordering::AcqRel);
     }
@@ -468,7 +466,7 @@ impl Queue {
     pub(crate) fn new(adapter: &Arc<Adapter>, length: c_int) -> Result<Self, RdmaError> {
         let context = adapter.opened.context.as_ptr();
         let (none, vector) = (ptr::null_mut::<c_void>(), 0);
-        // SAFETY: the context is open; a queue needs neither a value of ours nor a channel.
+        // SAFETY: the context is open; the queue has no user value and no channel.
         let cq = unsafe { (adapter.table().create_cq)(context, length, none, none, vector) };
         let operands = || format!("{length} entries");
         let cq = NonNull::new(cq)
@@ -482,7 +480,7 @@ impl Queue {
         })
     }
 
-    /// Takes completions off the queue; how many were there.
+    /// Polls completions; returns their number.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> Result<usize, RdmaError> {
         let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives and the array has room for that many.
@@ -499,12 +497,12 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // SAFETY: made by this library, given back once; its pair went before.
+        // SAFETY: made by this library, destroyed once; its pair was destroyed before.
         let _ = unsafe { (self.adapter.table().destroy_cq)(self.cq.as_ptr()) };
     }
 }
 
-/// Where a pair can be reached: what JACCL exchanges.
+/// The address of a queue pair: what JACCL exchanges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Destination {
     pub(crate) lid: u16,
@@ -525,8 +523,8 @@ pub(crate) struct Pair {
 unsafe impl Send for Pair {}
 
 impl Pair {
-    /// A pair that may have `requests` sends and as many receives under way, of up to so many
-    /// `pieces`. It can do nothing before [`connect`](Self::connect).
+    /// A pair with room for `requests` sends and as many receives, of up to `pieces` segments each.
+    /// It is unusable before [`connect`](Self::connect).
     pub(crate) fn new(
         adapter: &Arc<Adapter>,
         requests: u32,
@@ -559,7 +557,7 @@ impl Pair {
             qp_type: abi::QPT_UC,
             sq_sig_all: 0,
         };
-        // SAFETY: domain and queue live, and the structure is as the header has it.
+        // SAFETY: domain and queue live, and the structure matches the header.
         let qp = unsafe { (adapter.table().create_qp)(adapter.domain.as_ptr(), &mut wanted) };
         let Some(qp) = NonNull::new(qp) else {
             let operands = format!("UC, {requests} requests of {gathers} pieces");
@@ -588,7 +586,7 @@ impl Pair {
         &self.queue
     }
 
-    /// Where a peer reaches it.
+    /// The address for peers.
     pub(crate) fn destination(&self) -> Destination {
         // SAFETY: the pair lives.
         let pair = unsafe { (*self.qp.as_ptr()).qp_num };
@@ -601,7 +599,7 @@ impl Pair {
     }
 
     fn modify(&self, mut to: abi::QpAttr, mask: c_int, operands: String) -> Result<(), RdmaError> {
-        // SAFETY: the pair lives, and the structure is as the header has it.
+        // SAFETY: the pair lives, and the structure matches the header.
         let code = unsafe { (self.adapter().table().modify_qp)(self.qp.as_ptr(), &mut to, mask) };
         match code {
             0 => Ok(()),
@@ -623,7 +621,7 @@ impl Pair {
         self.modify(to, mask, format!("INIT, port {PORT}"))
     }
 
-    /// Ready to receive from `peer`, then to send to it.
+    /// Moves the pair to ready to receive from `peer`, then to ready to send.
     pub(crate) fn connect(&self, peer: &Destination) -> Result<(), RdmaError> {
         let mut to = abi::QpAttr {
             qp_state: abi::QPS_RTR,
@@ -652,7 +650,7 @@ impl Pair {
         self.modify(to, abi::QP_STATE | abi::QP_SQ_PSN, "RTS".to_string())
     }
 
-    /// Gives up all requests, which complete with an error.
+    /// Flushes all requests, which complete with an error.
     pub(crate) fn fail(&self) -> Result<(), RdmaError> {
         let to = abi::QpAttr {
             qp_state: abi::QPS_ERR,
@@ -664,7 +662,7 @@ impl Pair {
     /// Sends `pieces` as one message. They are read until the request completes.
     ///
     /// # Safety
-    /// Until then the memory stays registered and nobody writes to it.
+    /// Until then the memory stays registered and unchanged.
     pub(crate) unsafe fn send(&self, id: u64, pieces: &mut [Sge]) -> Result<(), RdmaError> {
         let mut request = abi::SendWr {
             wr_id: id,
@@ -677,15 +675,15 @@ impl Pair {
             rest: [0; 11],
         };
         let mut bad = ptr::null_mut();
-        // SAFETY: pair and request live; what the pieces point to is the caller's promise.
+        // SAFETY: pair and request live; the memory of the segments is the caller's promise.
         let code = unsafe { (self.post_send)(self.qp.as_ptr(), &mut request, &mut bad) };
         self.posted(code, "ibv_post_send", id)
     }
 
-    /// Receives the next message into `pieces`, one after the other.
+    /// Receives the next message into `pieces`, in order.
     ///
     /// # Safety
-    /// Until the request completes the memory stays registered and nobody else uses it.
+    /// Until the request completes the memory stays registered and unused.
     pub(crate) unsafe fn receive(&self, id: u64, pieces: &mut [Sge]) -> Result<(), RdmaError> {
         let mut request = abi::RecvWr {
             wr_id: id,
@@ -712,8 +710,8 @@ impl Pair {
 
 impl Drop for Pair {
     fn drop(&mut self) {
-        // SAFETY: made by this library, given back once. When it is gone no memory is touched any
-        // more on its behalf.
+        // SAFETY: made by this library, destroyed once. Afterwards the device touches no memory on
+        // its behalf.
         let _ = unsafe { (self.adapter().table().destroy_qp)(self.qp.as_ptr()) };
         self.adapter().pairs.fetch_sub(1, Ordering::AcqRel);
     }

@@ -1,8 +1,8 @@
-//! Going on without a cable.
+//! Failover of a link when one of its cables fails.
 //!
-//! A cable is given up when one of its requests fails, when it loses message after message, or when
-//! the peer has given it up. What was under way on it goes over the others; with the last one the
-//! link breaks.
+//! A cable is given up when one of its requests fails, when it loses many consecutive messages, or
+//! when the peer has given it up. Its messages in flight move to the other cables. The link breaks
+//! with the last one.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use crate::cable::Cable;
 use crate::error::RdmaError;
 use crate::message::HEAD_BYTES;
 
-/// Messages in a row that are lost on a cable and arrive over another: then it is dead. A peer
-/// without a core may look like it for some messages; so many take 50 ms.
+/// Consecutive messages lost on a cable that arrive over another: then it is dead. A peer without a
+/// core may cause some losses; this many take 50 ms.
 const LOST_MOST: u32 = 16;
 
 impl Link {
-    /// Goes on without a cable, if there is another: what was under way there goes elsewhere.
+    /// Gives a cable up, if there is another: its messages in flight move there.
     pub(super) fn lose(&mut self, cable: usize, error: RdmaError) -> Result<(), RdmaError> {
         if self.cables[cable].dead {
             self.reading -= self.cables[cable].forget();
@@ -44,7 +44,7 @@ impl Link {
         Ok(())
     }
 
-    /// Gives up cables that lose message after message.
+    /// Gives up cables that lose many consecutive messages.
     pub(super) fn judge(&mut self) -> Result<(), RdmaError> {
         let peer = self.peer;
         for cable in 0..self.cables.len() {
@@ -56,7 +56,7 @@ impl Link {
         Ok(())
     }
 
-    /// Cables that are lost, a bit each.
+    /// The dead cables, a bit each.
     pub(super) fn dead(&self) -> u64 {
         let bit = |(index, cable): (usize, &Cable)| u64::from(cable.dead) << index;
         self.cables.iter().enumerate().map(bit).sum()
@@ -73,7 +73,7 @@ impl Link {
         Ok(())
     }
 
-    /// Puts a message into a slot of another cable, if one is free. It is copied there.
+    /// Copies a message into a slot of another cable, if one is free.
     pub(super) fn shift(&mut self, lane: usize, index: usize) {
         let flight = &self.outgoing[lane].flights[index];
         let (from, old, end, body) = (flight.cable, flight.slot, flight.bytes, flight.body);
@@ -83,7 +83,7 @@ impl Link {
         let Some((cable, slot)) = room else { return };
         let mut payload = self.cables[from].payload(old, end);
         if let Some(body) = body {
-            // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
+            // SAFETY: the writer keeps the body unchanged while the link `holds` it.
             payload.extend(unsafe { std::slice::from_raw_parts(body.start, body.bytes) });
             self.outgoing[lane].in_place -= 1;
             self.placed.sent -= body.bytes as u64;

@@ -1,5 +1,5 @@
-//! The state of a lane: messages that are sent and not yet acknowledged, messages that came and
-//! wait to be read.
+//! The state of a lane: the window of unacknowledged sent messages, and the window of received
+//! messages that were not read yet.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -14,26 +14,26 @@ use crate::message::{Head, Kind};
 pub(super) struct Outgoing {
     /// Number of the next message.
     pub(super) next: u64,
-    /// All below have been received.
+    /// All below are received.
     pub(super) received: u64,
-    /// All below have been read.
+    /// All below are read.
     pub(super) consumed: u64,
     /// `received..next`
     pub(super) flights: VecDeque<Flight>,
-    /// Of those, how many are in place.
+    /// Number of those whose body is in place.
     pub(super) in_place: usize,
     /// A write found no room.
     pub(super) starved: bool,
 }
 
-/// A message under way.
+/// A sent message without an acknowledgement.
 pub(crate) struct Flight {
     pub(super) kind: Kind,
-    /// The sender waits for its memory behind it.
+    /// The sender waits for the release of its memory.
     pub(super) asks: bool,
     pub(super) cable: usize,
     pub(super) slot: usize,
-    /// Over which cable it was sent first.
+    /// The cable of the first attempt.
     pub(super) first_cable: usize,
     /// Bytes in the slot.
     pub(super) bytes: usize,
@@ -41,26 +41,26 @@ pub(crate) struct Flight {
     pub(super) first: Instant,
     pub(super) last: Instant,
     pub(super) tries: u32,
-    /// The receiver has it, but not all before it.
+    /// The receiver has it, but lacks an earlier one.
     pub(super) held: bool,
 }
 
 /// The receiving side of a lane.
 #[derive(Default)]
 pub(super) struct Incoming {
-    /// All below have been read.
+    /// All below are read.
     pub(super) consumed: u64,
-    /// All below are there.
+    /// All below are received.
     pub(super) received: u64,
     /// `consumed..`
     pub(super) held: VecDeque<Option<Held>>,
-    /// Bytes of the first that have been read.
+    /// Bytes of the first message that have been read.
     pub(super) at: usize,
     pub(super) told_consumed: u64,
     pub(super) told_received: u64,
 }
 
-/// A message that waits to be read.
+/// A received message that was not read yet.
 #[derive(Clone, Copy)]
 pub(crate) struct Held {
     pub(super) kind: Kind,
@@ -88,7 +88,7 @@ impl Flight {
 }
 
 impl Outgoing {
-    /// Takes note of what the peer has; false if it cannot have it.
+    /// Handles the peer's acknowledgement; false if it is impossible.
     pub(super) fn acknowledged(&mut self, lane: Lane, head: &Head, cables: &mut [Cable]) -> bool {
         let (received, consumed) = (head.received[lane as usize], head.consumed[lane as usize]);
         if received > self.next || consumed > received {
@@ -98,7 +98,7 @@ impl Outgoing {
             let flight = self.flights.pop_front().expect("all of received..next");
             self.in_place -= usize::from(flight.body.is_some());
             cables[flight.cable].own(flight.slot, false);
-            // Whichever cable it came over in the end works; the one that lost it may not.
+            // The cable of the last attempt works; the one of the first may not.
             if flight.first_cable != flight.cable {
                 cables[flight.first_cable].lost += 1;
             }
@@ -111,7 +111,7 @@ impl Outgoing {
 }
 
 impl Incoming {
-    /// Keeps a message unless it is there already.
+    /// Stores a message; false if it is a duplicate.
     pub(super) fn keep(&mut self, sequence: u64, held: Held) -> bool {
         if sequence < self.received {
             return false;
@@ -136,7 +136,7 @@ impl Incoming {
         true
     }
 
-    /// Which messages behind the first missing one are there.
+    /// A bit for each received message behind the first missing one.
     pub(super) fn bits(&self) -> u64 {
         let first = small(self.received - self.consumed) + 1;
         let later = self.held.iter().skip(first).take(64);
@@ -145,7 +145,7 @@ impl Incoming {
     }
 }
 
-/// A number that is below a window, or below the number of cables, as an index.
+/// Converts a number that is below a window, or below the number of cables, to an index.
 pub(crate) fn small(number: u64) -> usize {
     usize::try_from(number).expect("windows are small")
 }

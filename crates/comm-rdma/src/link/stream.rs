@@ -1,4 +1,4 @@
-//! A link as what transports ask of it: bytes in, bytes out.
+//! The byte stream interface of a link, for the transport: reads and writes of a lane.
 
 use paceline_comm::provider::{self, Closed, Lane, Lent};
 
@@ -13,11 +13,11 @@ use crate::message::{HEAD_BYTES, Kind};
 /// device's second read (4 KiB at 10 GB/s: 0.4 us).
 const GATHER_BYTES: usize = 4 << 10;
 
-/// Messages end between elements, of which the longest have 16 bytes or divide this: whoever
-/// reduces them does so where they lie.
+/// Messages end at multiples of this, the longest element, or of a length that divides it. So a
+/// receiver can reduce them in place.
 const ELEMENT_BYTES: usize = 16;
 
-/// How much of a body of `bytes` goes into a message that has `room` for so much.
+/// How many of a body's `bytes` go into a message with this much `room`.
 const fn whole_elements(bytes: usize, room: usize) -> usize {
     if bytes <= room {
         bytes
@@ -27,31 +27,31 @@ const fn whole_elements(bytes: usize, room: usize) -> usize {
 }
 
 impl Link {
-    /// Whether a new message of this lane may be sent: none overtakes a body that was offered.
+    /// Whether a new message of this lane may be sent: none may overtake an offered body.
     pub(crate) fn has_room(&self, lane: Lane) -> bool {
         !self.bulk.sends(lane) && self.has_slot(lane)
     }
 
-    /// Whether there is a place for a message of this lane.
+    /// Whether there is a slot for a message of this lane.
     pub(crate) fn has_slot(&self, lane: Lane) -> bool {
         let outgoing = &self.outgoing[lane as usize];
         outgoing.next - outgoing.consumed < self.window(lane as usize)
             && self.place(lane as usize, 0).is_some()
     }
 
-    /// Whether bytes wait to be read.
+    /// Whether bytes are available.
     pub(crate) fn has_bytes(&self, lane: Lane) -> bool {
         matches!(self.incoming[lane as usize].held.front(), Some(Some(_)))
             || self.bulk.has_news(lane)
     }
 
-    /// Whether nothing more will come, or go.
+    /// Whether the link is closed in both directions.
     pub(crate) const fn is_closed(&self) -> bool {
         self.gone || self.broken.is_some()
     }
 
-    /// Whether a writer of this lane has something to do: there is room again, or everything that
-    /// was sent in place may be used again.
+    /// Whether a writer of this lane can make progress: there is room again, or all memory sent in
+    /// place is released.
     pub(crate) fn is_writable(&self, lane: Lane) -> bool {
         match self.outgoing[lane as usize].starved {
             true => self.has_room(lane),
@@ -59,7 +59,7 @@ impl Link {
         }
     }
 
-    /// Whether memory that was sent in place must stay as it is.
+    /// Whether memory that was sent in place must stay unchanged.
     pub(crate) fn holds(&self, lane: Lane) -> bool {
         let of_calls = self.reading > 0 || self.outgoing[0].in_place > 0;
         match lane {
@@ -68,12 +68,12 @@ impl Link {
         }
     }
 
-    /// Whether a device may read or write memory of callers.
+    /// Whether a device may read or write callers' memory.
     pub(crate) fn uses_memory(&self, lane: Lane) -> bool {
         self.holds(lane) || self.bulk.receives(lane)
     }
 
-    /// Sends what fits of `head` followed by `body`; how many bytes that is.
+    /// Sends as much of `head` followed by `body` as fits; returns that number of bytes.
     pub(crate) fn write(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         let (mut head, mut body) = (head, body);
         let total = head.len() + body.len();
@@ -94,16 +94,16 @@ impl Link {
         }
         let left = head.len() + body.len();
         self.outgoing[lane as usize].starved = left > 0;
-        // Whoever only waits for its memory has that back when the peer is gone, and no error: the
-        // peer may have left because it was through, and its last acknowledgement may be lost.
+        // A writer that only waits for its memory regains it without an error when the peer is
+        // gone: the peer may have left after it was done, and its last acknowledgement may be lost.
         match self.broken.is_some() || (self.gone && total > 0) {
             true => Err(Closed),
             false => Ok(total - left),
         }
     }
 
-    /// As [`write`](Self::write); the peer has a place for the body, which may then go there
-    /// without a copy. Of messages it is known to have one if it waits.
+    /// As [`write`](Self::write), for a body that the peer stores unchanged, so that a zero-copy
+    /// transfer is possible. A message needs a peer that waits for it.
     pub(crate) fn write_whole(
         &mut self,
         lane: Lane,
@@ -112,11 +112,11 @@ impl Link {
     ) -> Result<usize, Closed> {
         let is_empty = head.is_empty() && body.is_empty();
         if is_empty || !self.has_room(lane) {
-            // Its memory is what the caller waits for, or room.
+            // The caller waits for the release of its memory, or for room.
             self.look();
         }
         if !is_empty && !self.is_closed() && !self.has_room(lane) {
-            // Not in part: a body is offered as a whole.
+            // A body is never offered in parts.
             self.outgoing[lane as usize].starved = true;
             return Ok(0);
         }
@@ -131,15 +131,15 @@ impl Link {
         self.write(lane, head, body)
     }
 
-    /// Lets the peer know that whoever waits for its next message wants that in `memory`, if that
-    /// can be done without a copy.
+    /// Announces to the peer that a receive waits for its next message in `memory`, if that is
+    /// registered.
     pub(crate) fn expect(&mut self, memory: &[u8]) {
         if !self.waiting && self.can_place(memory) {
             (self.waiting, self.urgent) = (true, true);
         }
     }
 
-    /// Sends a new message, the last of a body or not.
+    /// Sends a new message; `last`: it ends the body.
     pub(crate) fn put(&mut self, lane: Lane, head: &[u8], body: &[u8], last: bool) {
         let now = provider::now();
         let Some((cable, slot)) = self.next_place(lane) else {
@@ -164,7 +164,7 @@ impl Link {
         self.result(sent);
     }
 
-    /// Sends a new message, of which `parts` are copied.
+    /// Sends a new message with copied `parts`.
     pub(crate) fn fly(
         &mut self,
         lane: Lane,
@@ -188,15 +188,15 @@ impl Link {
         self.transmit(index, sequence, now)
     }
 
-    /// Where the next message of a lane goes: cables take turns.
+    /// Cable and slot of the next message of a lane: cables are used in turn.
     pub(crate) fn next_place(&self, lane: Lane) -> Option<(usize, usize)> {
         let next = self.outgoing[lane as usize].next;
         self.place(lane as usize, small(next % self.cables.len() as u64))
     }
 
-    /// Reads what is there of a lane.
+    /// Reads available bytes of a lane.
     pub(crate) fn read(&mut self, lane: Lane, into: &mut [u8]) -> Result<usize, Closed> {
-        // Also if bytes wait: what a peer sent before it told somebody else has to be seen.
+        // Also if bytes are available: messages sent before a peer notified others must be seen.
         self.look();
         let mut count = 0;
         while count < into.len() {
@@ -212,14 +212,14 @@ impl Link {
         if count == 0 && self.is_closed() && !into.is_empty() {
             return Err(Closed);
         }
-        // Something has come, so it has to be said anew.
+        // Bytes have arrived, so a waiting receive must be announced again.
         self.waiting &= lane == Lane::Calls || count == 0;
         self.look_after_reading(lane);
         Ok(count)
     }
 
-    /// Has `take` use what is there of the lane for calls where it lies, up to the end of a message
-    /// at a time. `take` says how much of that it has used. Returns how many bytes that were.
+    /// Calls `take` with available bytes of the call lane in place, up to the end of a message at a
+    /// time. `take` returns how many it used. Returns the number of used bytes.
     pub(crate) fn lend(
         &mut self,
         take: &mut dyn FnMut(Lent<'_>) -> usize,
@@ -227,7 +227,7 @@ impl Link {
         if !self.has_bytes(Lane::Calls) {
             self.look();
         }
-        // What is reduced is no whole that could be put somewhere.
+        // A body that is reduced cannot be transferred to a destination.
         self.answer(Lane::Calls, &mut []);
         let mut count = 0;
         while let Some(Some(held)) = self.incoming[0].held.front().copied()
@@ -254,14 +254,13 @@ impl Link {
         Ok(count)
     }
 
-    /// Whether what comes next is no ordinary message.
+    /// Whether the next message belongs to a transfer.
     fn in_transfer(&self, lane: Lane) -> bool {
         let offered = self.bulk.offer.is_some_and(|(offered, _)| offered == lane);
         offered || self.bulk.receives(lane)
     }
 
-    /// Goes on with a transfer into `into`, if nothing of that has been `read`; how many bytes it
-    /// has brought.
+    /// Continues a transfer into `into`, if none of it was `read`; returns its bytes.
     fn read_transfer(&mut self, lane: Lane, read: usize, into: &mut [u8]) -> usize {
         if read == 0 && self.broken.is_none() {
             self.answer(lane, into);
@@ -278,7 +277,7 @@ impl Link {
         }
     }
 
-    /// Reads of the first message of a lane.
+    /// Reads from the first message of a lane.
     fn read_held(&mut self, lane: Lane, held: Held, into: &mut [u8]) -> usize {
         let at = match (held.kind, self.incoming[lane as usize].at) {
             (Kind::Offer(_), 0) => NUMBER_BYTES,
@@ -292,7 +291,7 @@ impl Link {
         count
     }
 
-    /// The first message of a lane has been read up to byte `at`.
+    /// Records that the first message of a lane has been read up to byte `at`.
     fn taken(&mut self, lane: Lane, held: Held, at: usize) {
         self.incoming[lane as usize].at = at;
         if at == held.bytes {
@@ -306,7 +305,7 @@ impl Link {
         }
     }
 
-    /// The first message of a lane has been read: its memory is for another.
+    /// Releases the slot of the first message of a lane.
     fn release(&mut self, lane: Lane, held: Held) {
         let incoming = &mut self.incoming[lane as usize];
         incoming.held.pop_front();
@@ -317,7 +316,7 @@ impl Link {
         }
     }
 
-    /// Gives credit back once much has been read.
+    /// Returns credit once much has been read.
     fn look_after_reading(&mut self, lane: Lane) {
         if (self.urgent || self.owes_credit(lane)) && !self.is_closed() {
             let told = self.tell();
@@ -325,7 +324,7 @@ impl Link {
         }
     }
 
-    /// Whether a quarter of the window has been read that the peer does not know of.
+    /// Whether a quarter of the window was read since the last acknowledgement.
     pub(super) fn owes_credit(&self, lane: Lane) -> bool {
         let incoming = &self.incoming[lane as usize];
         let unsaid = incoming.consumed - incoming.told_consumed;

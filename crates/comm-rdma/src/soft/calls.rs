@@ -1,7 +1,7 @@
 //! The functions of the library, with their C types.
 //!
-//! Every object is a box that begins with what the header shows of it. Callers keep the rules of
-//! verbs: an object is used while it lives, and given back once, after all that was made with it.
+//! Every object is a box that begins with its C structure. Callers follow the rules of verbs: an
+//! object is used while it lives, and destroyed once, after all objects made with it.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ unsafe extern "C" {
 }
 
 fn set_errno(code: c_int) {
-    // SAFETY: the C library hands out this thread's own variable.
+    // SAFETY: the C library returns this thread's own variable.
     unsafe { *__errno_location() = code };
 }
 
@@ -62,18 +62,18 @@ struct Qp {
     core: Arc<PairCore>,
 }
 
-/// Lists that were handed out, by address: the array, and what keeps its devices.
+/// Device lists in use, by address: the array, and its devices.
 type Lists = BTreeMap<usize, (Vec<usize>, Vec<Arc<DeviceCore>>)>;
 static LISTS: Mutex<Lists> = Mutex::new(BTreeMap::new());
 
 thread_local! {
-    /// For this thread there is no list, as where the kernel has no InfiniBand.
+    /// If set, this thread gets no device list, as without InfiniBand in the kernel.
     pub(crate) static NO_LIST: Cell<bool> = const { Cell::new(false) };
 }
 
 const ENOSYS: i32 = 38;
 
-/// Bytes of a page: the shortest of all systems.
+/// Page size: the shortest of all systems.
 const PAGE_BYTES: usize = 4 << 10;
 
 /// Boxes an object and counts it.
@@ -82,17 +82,17 @@ fn hand_out<T>(device: &DeviceCore, object: T) -> *mut T {
     Box::into_raw(Box::new(object))
 }
 
-/// Takes an object back.
+/// Destroys an object.
 ///
 /// # Safety
-/// It was handed out as `T` and is used no more.
+/// It was made as `T` and is not used any more.
 unsafe fn take_back<T>(device: &DeviceCore, object: *mut T) {
     device.fabric.live.fetch_sub(1, Ordering::AcqRel);
     // SAFETY: the caller's promise.
     drop(unsafe { Box::from_raw(object) });
 }
 
-/// The return value of a function that gives something back.
+/// The return value of a destroying function.
 fn given_back(device: &DeviceCore, call: &str) -> c_int {
     match device.fabric.is_refused(call) {
         true => EBUSY,
@@ -100,10 +100,10 @@ fn given_back(device: &DeviceCore, call: &str) -> c_int {
     }
 }
 
-/// An object by the pointer that the caller has.
+/// An object by the caller's pointer.
 ///
 /// # Safety
-/// It was handed out as `T` and lives.
+/// It was made as `T` and lives.
 unsafe fn object<'a, T>(shown: *mut impl Sized) -> &'a T {
     // SAFETY: the caller's promise.
     unsafe { &*shown.cast::<T>() }
@@ -130,7 +130,7 @@ pub(crate) unsafe extern "C" fn free_device_list(list: *mut *mut abi::Device) {
 }
 
 pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::Device) -> *const c_char {
-    // SAFETY: devices in a list are the cores, which the list keeps.
+    // SAFETY: the devices of a list are the cores, which the list keeps.
     let device = unsafe { &*device.cast::<DeviceCore>() };
     match device.fabric.is_refused("ibv_get_device_name") {
         true => ptr::null(),
@@ -148,7 +148,7 @@ pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut ab
     if core.fabric.refuses("ibv_open_device") {
         return null(EIO);
     }
-    // A second context of one device of Apple's hangs (ml-explore/mlx #3245).
+    // A second context of one of Apple's devices hangs (ml-explore/mlx #3245).
     if core.contexts.fetch_add(1, Ordering::AcqRel) > 0 {
         core.contexts.fetch_sub(1, Ordering::AcqRel);
         return null(EBUSY);
@@ -345,7 +345,7 @@ unsafe extern "C" fn poll_cq(cq: *mut abi::Cq, count: c_int, into: *mut Wc) -> c
     let Ok(count) = usize::try_from(count) else {
         return -1;
     };
-    // SAFETY: the caller's array has room for so many.
+    // SAFETY: the caller's array has room for `count`.
     core.poll(unsafe { std::slice::from_raw_parts_mut(into, count) })
 }
 
@@ -414,7 +414,7 @@ pub(crate) unsafe extern "C" fn modify_qp(
     if core.device.fabric.refuses("ibv_modify_qp") || mask & abi::QP_STATE == 0 {
         return EINVAL;
     }
-    // What each change of state has to come with, from the table in ibv_modify_qp(3).
+    // Attributes required by each change of state, from the table in ibv_modify_qp(3).
     let (from, needed) = match to.qp_state {
         abi::QPS_INIT => (0, abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS),
         abi::QPS_RTR => (
@@ -447,7 +447,7 @@ pub(crate) unsafe extern "C" fn modify_qp(
     0
 }
 
-/// The memory of a piece, if it is registered.
+/// The memory of a segment, if it is registered.
 fn registered(device: &DeviceCore, piece: &Sge) -> Option<Piece> {
     let regions = device
         .regions
@@ -462,10 +462,10 @@ fn registered(device: &DeviceCore, piece: &Sge) -> Option<Piece> {
     })
 }
 
-/// The pieces of a request.
+/// The segments of a request.
 ///
 /// # Safety
-/// There are as many as it says.
+/// `first` points to `count` of them.
 unsafe fn pieces<'a>(first: *mut Sge, count: c_int) -> &'a [Sge] {
     let count = usize::try_from(count).unwrap_or(0);
     // SAFETY: the caller's promise.

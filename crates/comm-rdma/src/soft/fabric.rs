@@ -1,4 +1,4 @@
-//! Devices and what happens between them.
+//! Software devices, and delivery of messages between them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_uint};
@@ -8,29 +8,29 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use super::super::abi::{self, Gid, Wc};
 use super::outside::{Inbox, Outside};
 
-/// Chances are given out of so many.
+/// Denominator of probabilities.
 pub(crate) const OUT_OF: u64 = 1000;
 
-/// `errno` of Linux; macOS has other numbers above 34, and only the software knows these.
+/// Linux's `errno` values; macOS has other numbers above 34, but only this software uses these.
 pub(crate) const EINVAL: i32 = 22;
 pub(crate) const ENOMEM: i32 = 12;
 pub(crate) const EBUSY: i32 = 16;
 pub(crate) const EIO: i32 = 5;
 pub(crate) const EOPNOTSUPP: i32 = 95;
 
-/// Faults, decided by a seed per pair and message.
+/// Faults, drawn from a seed for each pair and message.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
     pub(crate) seed: u64,
-    /// Messages that vanish, of [`OUT_OF`].
+    /// Probability that a message is lost, of [`OUT_OF`].
     pub(crate) lose: u64,
-    /// Messages that arrive behind some later ones, of [`OUT_OF`].
+    /// Probability that a message arrives behind later ones, of [`OUT_OF`].
     pub(crate) delay: u64,
-    /// A pair that fails for good.
+    /// A permanent failure of a queue pair.
     pub(crate) failure: Option<Failure>,
 }
 
-/// A failure: how it shows, on which device of the fabric, with which of its messages.
+/// A failure: its symptom, the device of the fabric, and the number of its message.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
     pub(crate) device: usize,
@@ -43,11 +43,11 @@ pub(crate) struct Failure {
 pub(crate) enum Break {
     /// A send completes with an error.
     Send,
-    /// So does a receive.
+    /// A receive completes with an error.
     Receive,
-    /// Polling hands back a negative number.
+    /// Polling returns a negative number.
     Poll,
-    /// Nothing leaves or reaches the device any more, and nobody says so.
+    /// No message leaves or reaches the device any more, without an error.
     Mute,
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct Caps {
 }
 
 impl Caps {
-    /// As Apple's devices are said to be; of the 63 requests that some count, 32 are safe.
+    /// Apple's devices as reported; of the 63 requests that some count, 32 are safe.
     pub(crate) const APPLE: Self = Self {
         regions: 100,
         pairs: 10,
@@ -82,26 +82,26 @@ pub(crate) struct Core {
     pub(crate) faults: Faults,
     pub(crate) caps: Caps,
     pairs: RwLock<BTreeMap<u32, Arc<PairCore>>>,
-    /// The function one of whose calls fails, and how many of them succeed before.
+    /// The function that fails once, and its successful calls before that.
     refused_once: Mutex<Option<(&'static str, usize)>>,
-    /// The function that always fails, if one does.
+    /// The function that always fails, if any.
     refused: Mutex<Option<&'static str>>,
     refusing: AtomicBool,
-    /// Objects that were made and not given back.
+    /// Objects that were made and not destroyed.
     pub(crate) live: AtomicUsize,
     /// Messages that met no posted receive.
     pub(crate) dropped: AtomicU64,
-    /// Messages that were sent in more than one piece.
+    /// Messages that were sent from more than one segment.
     pub(crate) gathered: AtomicU64,
-    /// Messages, of those, that were put into more than one piece.
+    /// Those of them that were received into more than one segment.
     pub(crate) scattered: AtomicU64,
-    /// Where pairs are that this process does not have.
+    /// Queue pairs of other processes.
     outside: Option<Outside>,
-    /// Whether the failure may come.
+    /// Whether the failure may occur.
     armed: AtomicBool,
 }
 
-/// All devices of all fabrics, for the list that the library hands out.
+/// All devices of all fabrics, for the library's list.
 static DEVICES: Mutex<Vec<Arc<DeviceCore>>> = Mutex::new(Vec::new());
 
 /// Numbers of pairs, keys and devices, unique in this process.
@@ -113,26 +113,26 @@ pub(crate) fn number() -> u32 {
 
 pub(crate) struct DeviceCore {
     pub(crate) name: CString,
-    /// The device's identifiers, of which `address_at` is its address.
+    /// The device's GIDs; its address is at index `address_at`.
     pub(crate) gids: Vec<Gid>,
     pub(crate) address_at: usize,
-    /// How often it is open.
+    /// Number of open contexts.
     pub(crate) contexts: AtomicUsize,
     pub(crate) fabric: Arc<Core>,
     index: usize,
-    /// The only device that this one is cabled to, if it is.
+    /// The only device that this one is cabled to, if any.
     reaches: Mutex<Option<Gid>>,
     mute: AtomicBool,
     sent: AtomicU64,
-    /// Bytes of messages that were sent from it.
+    /// Bytes of messages sent from it.
     pub(crate) bytes: AtomicU64,
     /// Registered memory by key: first byte, bytes.
     pub(crate) regions: RwLock<BTreeMap<u32, (u64, u64)>>,
     pub(crate) pairs: AtomicUsize,
 }
 
-// A lock whose holder panicked is taken over. Its own, not `base`'s: `examples/ibverbs.rs` is
-// compiled from these files alone.
+// Takes over a lock whose holder panicked. Not `base`'s: `examples/ibverbs.rs` is compiled from
+// these files alone.
 pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -147,7 +147,7 @@ impl Fabric {
         Self::with(faults, caps, None)
     }
 
-    /// A fabric that goes on in other processes.
+    /// A fabric that extends to other processes.
     pub(crate) fn with(faults: Faults, caps: Caps, outside: Option<Outside>) -> Self {
         let core = Core {
             faults,
@@ -167,13 +167,13 @@ impl Fabric {
         Self { core }
     }
 
-    /// Objects that were made and not given back.
+    /// Objects that were made and not destroyed.
     #[allow(dead_code, reason = "the library does not ask")]
     pub(crate) fn live(&self) -> usize {
         self.core.live.load(Ordering::Acquire)
     }
 
-    /// Lets the failure come, or not yet: messages are counted from here.
+    /// Enables or disables the failure: messages are counted from here.
     #[allow(dead_code, reason = "the library has no faults")]
     pub(crate) fn arm(&self, armed: bool) {
         let own = |device: &Arc<DeviceCore>| Arc::ptr_eq(&device.fabric, &self.core);
@@ -182,7 +182,7 @@ impl Fabric {
         self.core.armed.store(armed, Ordering::Release);
     }
 
-    /// Adds a device. Names are unique among all fabrics, or the first is found.
+    /// Adds a device. A duplicate name finds the first device.
     pub(crate) fn device(&self, name: &str) {
         let [_, b, c, d] = number().to_be_bytes();
         self.device_at(name, [10, b, c, d]);
@@ -193,7 +193,7 @@ impl Fabric {
         self.device_with(name, address, 1);
     }
 
-    /// Adds a device that has this IPv4 address as entry `at` of its table.
+    /// Adds a device with this IPv4 address at index `at` of its GID table.
     pub(crate) fn device_with(&self, name: &str, address: [u8; 4], at: usize) {
         let mut local = Gid([0; 16]);
         local.0[..2].copy_from_slice(&[0xfe, 0x80]);
@@ -222,7 +222,7 @@ impl Fabric {
         }));
     }
 
-    /// Puts a cable between two devices: neither reaches any other from then on.
+    /// Connects two devices by a cable: neither reaches any other from then on.
     #[allow(dead_code, reason = "the library has no cables")]
     pub(crate) fn cable(&self, a: &str, b: &str) {
         let find = |name: &str| {
@@ -242,21 +242,21 @@ impl Drop for Fabric {
 }
 
 impl Core {
-    /// Lets every call of this function fail, or none.
+    /// Makes every call of this function fail, or none.
     #[allow(dead_code, reason = "the library has no faults")]
     pub(crate) fn refuse(&self, call: Option<&'static str>) {
         *lock(&self.refused) = call;
         self.refusing.store(call.is_some(), Ordering::Release);
     }
 
-    /// Whether the call that was to fail once came.
+    /// Whether the call that was to fail once occurred.
     #[allow(dead_code, reason = "the library has no faults")]
     pub(crate) fn has_refused(&self) -> bool {
         lock(&self.refused_once).is_none()
     }
 
-    /// Lets one call of this function fail, after `before` that succeed. Counted for each function:
-    /// how calls of several ranks follow each other differs from run to run.
+    /// Makes one call of this function fail, after `before` successful ones. Counted for each
+    /// function: the interleaving of several ranks' calls differs from run to run.
     #[allow(dead_code, reason = "the library has no faults")]
     pub(crate) fn refuse_once(&self, call: &'static str, before: usize) {
         *lock(&self.refused_once) = Some((call, before));
@@ -264,7 +264,7 @@ impl Core {
 
     /// Whether all calls of this function fail.
     pub(crate) fn is_refused(&self, call: &str) -> bool {
-        // Looked at for every request, so without the lock at first.
+        // Checked for every request, so without the lock at first.
         self.refusing.load(Ordering::Acquire)
             && lock(&self.refused).is_some_and(|refused| refused == call)
     }
@@ -320,13 +320,13 @@ pub(crate) struct QueueCore {
     waiting: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
     broken: AtomicBool,
-    /// Pairs that hear from other processes.
+    /// Queue pairs that receive from other processes.
     outside: Mutex<Vec<Weak<PairCore>>>,
 }
 
 struct Entry {
     wc: Wc,
-    /// The pair's count of requests of this kind under way.
+    /// The pair's count of posted requests of this kind.
     open: Arc<AtomicU32>,
 }
 
@@ -341,7 +341,7 @@ impl QueueCore {
         }
     }
 
-    /// A queue that overflows breaks, as the specification has it.
+    /// A queue that overflows breaks, as the specification demands.
     fn push(&self, wc: Wc, open: &Arc<AtomicU32>) {
         let mut entries = lock(&self.entries);
         if entries.len() == self.room {
@@ -353,7 +353,7 @@ impl QueueCore {
         self.waiting.store(entries.len(), Ordering::Release);
     }
 
-    /// How many completions were put into `into`; negative if the queue is broken.
+    /// Number of completions written to `into`; negative if the queue is broken.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> i32 {
         for pair in &*lock(&self.outside) {
             pair.upgrade().iter().for_each(|pair| pair.hear());
@@ -383,7 +383,7 @@ pub(crate) struct PairCore {
     pub(crate) send_queue: Arc<QueueCore>,
     pub(crate) recv_queue: Arc<QueueCore>,
     pub(crate) requests: [u32; 2],
-    /// Held by whoever posts a send; taken before `receiving` of the other end, never after.
+    /// Locked to post a send; taken before `receiving` of the other end, never after.
     sending: Mutex<Sending>,
     receiving: Mutex<VecDeque<Receive>>,
     open: [Arc<AtomicU32>; 2],
@@ -393,23 +393,23 @@ pub(crate) struct PairCore {
 #[derive(Default)]
 struct Sending {
     random: u64,
-    /// Where messages go.
+    /// Destination of messages.
     to: Gid,
     pair: u32,
     peer: Weak<PairCore>,
     late: Vec<(u64, Vec<u8>)>,
 }
 
-/// Memory for the next message.
+/// A posted receive.
 struct Receive {
     id: u64,
     pieces: Vec<Piece>,
 }
 
-// SAFETY: the memory is the device's until the request completes, by the rules of verbs.
+// SAFETY: by the rules of verbs the device owns the memory until the request completes.
 unsafe impl Send for Receive {}
 
-/// Part of a message that is sent.
+/// A segment of a message.
 #[derive(Clone, Copy)]
 pub(crate) struct Piece {
     pub(crate) start: *const u8,
@@ -432,7 +432,7 @@ impl Piece {
     }
 }
 
-/// The directions, as an index into what there is of each.
+/// The directions, as array indices.
 const SENDS: usize = 0;
 const RECEIVES: usize = 1;
 
@@ -444,7 +444,7 @@ impl PairCore {
         requests: [u32; 2],
     ) -> Self {
         let (number, inbox) = named(device.fabric.outside.as_ref());
-        // What is random must not depend on how many pairs other tests have made.
+        // Randomness must not depend on the number of pairs that other tests have made.
         let seed = device.fabric.faults.seed ^ (device.index as u64) << 32;
         let nth = device.pairs.load(Ordering::Relaxed) as u64;
         let sending = Sending {
@@ -465,7 +465,7 @@ impl PairCore {
         }
     }
 
-    /// Takes in what other processes have sent.
+    /// Receives messages of other processes.
     fn hear(&self) {
         let mut bytes = lock(&HEARD);
         bytes.resize(MESSAGE_BYTES_MAX, 0);
@@ -498,7 +498,7 @@ impl PairCore {
         }
     }
 
-    /// Posts memory for a message.
+    /// Posts a receive.
     pub(crate) fn post_receive(&self, id: u64, pieces: Vec<Piece>) -> Result<(), i32> {
         if self.state() == 0 {
             return Err(EINVAL);
@@ -516,7 +516,7 @@ impl PairCore {
         Ok(())
     }
 
-    /// Sends a message, or does to it what the faults say.
+    /// Sends a message, or applies a fault to it.
     pub(crate) fn post_send(&self, id: u64, pieces: &[Piece]) -> Result<(), i32> {
         let flushed = self.state() == abi::QPS_ERR;
         if !flushed && self.state() != abi::QPS_RTS {
@@ -575,7 +575,7 @@ impl PairCore {
         }
         let chance = mix(&mut sending.random) % OUT_OF;
         if chance < faults.lose {
-            // Nobody hears of it.
+            // Lost, without an error.
         } else if chance < faults.lose + faults.delay {
             let behind = 1 + mix(&mut sending.random) % 4;
             sending.late.push((behind, gather(pieces)));
@@ -607,7 +607,7 @@ impl PairCore {
         (there && cabled && alive(&self.device) && alive(&peer.device)).then_some(peer)
     }
 
-    /// Puts a message into the memory that `peer` has posted.
+    /// Delivers a message to a posted receive of `peer`.
     fn deliver(&self, peer: &Self, pieces: &[Piece]) {
         let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
         let mut receiving = lock(&peer.receiving);
@@ -630,7 +630,7 @@ impl PairCore {
         if status == abi::WC_SUCCESS {
             scatter(pieces, &receive.pieces);
         }
-        // Pushed under the lock, so that completions come in the order of the memory.
+        // Pushed under the lock, so that completions have the order of the receives.
         let wc = peer.completion(receive.id, abi::WC_RECV, status, bytes);
         peer.recv_queue.push(wc, &peer.open[RECEIVES]);
         drop(receiving);
@@ -648,7 +648,7 @@ impl PairCore {
         self.fail();
     }
 
-    /// Goes to the error state; all receives complete with an error.
+    /// Moves to the error state; all receives complete with an error.
     pub(crate) fn fail(&self) {
         self.state.store(abi::QPS_ERR, Ordering::Release);
         let mut receiving = lock(&self.receiving);
@@ -666,24 +666,24 @@ impl PairCore {
     }
 }
 
-/// Where datagrams are put first, one pair at a time.
+/// Buffer for received datagrams, one pair at a time.
 static HEARD: Mutex<Vec<u8>> = Mutex::new(Vec::new());
 
-/// Longest message that is taken from another process: more than any link sends.
+/// Longest accepted message of another process: more than any link sends.
 const MESSAGE_BYTES_MAX: usize = 128 << 10;
 
-/// A number for a pair, which no pair of another process has.
+/// A number for a pair that no other process uses.
 fn named(outside: Option<&Outside>) -> (u32, Option<Inbox>) {
     let Some(outside) = outside else {
         return (number(), None);
     };
-    // Numbers of this process collide with few others; a folder that is gone has none at all.
+    // Numbers of this process rarely collide; in a deleted folder every number fails.
     let mut numbers = std::iter::repeat_with(number).take(1000);
     let named = numbers.find_map(|number| Some((number, outside.inbox(number).ok()?)));
     named.map_or_else(|| (number(), None), |(number, inbox)| (number, Some(inbox)))
 }
 
-/// Copies `from` to `to`, one piece after the other.
+/// Copies `from` to `to`, segment by segment.
 fn scatter(from: &[Piece], to: &[Piece]) {
     let (mut to, mut at) = (to.iter(), Piece::default());
     for piece in from {
@@ -694,8 +694,8 @@ fn scatter(from: &[Piece], to: &[Piece]) {
                 at = *next;
             }
             let count = rest.bytes.min(at.bytes);
-            // SAFETY: both lie in registered memory: the sender's until its request completes, the
-            // receiver's because this request has not.
+            // SAFETY: both are in registered memory: the sender's until its request completes, the
+            // receiver's because this request has not completed.
             unsafe {
                 rest.start
                     .copy_to_nonoverlapping(at.start.cast_mut(), count)

@@ -1,21 +1,20 @@
-//! A verbs library in software: the functions that a device's library exports, over memory.
+//! A verbs library in software: the functions of a device's library, over memory.
 //!
-//! It keeps the rules that matter to a user of UC:
+//! It enforces the rules that matter to a user of UC:
 //!
-//! - a pair goes through its states;
-//! - sends are read from registered memory only;
-//! - a message that meets no posted receive is dropped without a word, one that is too long breaks
-//!   its receiver;
-//! - completions have to be polled before a queue is full;
-//! - a device has only so many regions, pairs and requests.
+//! - a queue pair passes through its states;
+//! - sends read registered memory only;
+//! - a message that meets no posted receive is dropped silently; one that is too long breaks its
+//!   receiver;
+//! - completions must be polled before a queue is full;
+//! - a device has limited regions, pairs and requests.
 //!
-//! The faults of a link come from a seed ([`Faults`]). Nothing of the crate is used but the
-//! layouts. So `examples/ibverbs.rs` can make a library of these files that is loaded as the real
-//! one.
+//! The faults of a link come from a seed ([`Faults`]). Only `abi` of the crate is used, so that
+//! `examples/ibverbs.rs` can build a library from these files that is loaded like the real one.
 //!
-//! - `fabric`: devices, pairs, and what happens to a message;
+//! - `fabric`: devices, pairs, and delivery of messages;
 //! - `outside`: pairs in other processes, for the library;
-//! - `calls`: the C functions, with all that is about pointers.
+//! - `calls`: the C functions, with all pointer handling.
 
 mod calls;
 mod fabric;

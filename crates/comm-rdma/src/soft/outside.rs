@@ -1,21 +1,21 @@
-//! Pairs in other processes: each pair is a datagram socket, named by its number, in a folder that
-//! the processes share. The system keeps some datagrams for a receiver that does not look; what it
-//! has no room for is lost, as on any cable.
+//! Queue pairs in other processes. Each pair is a datagram socket, named by its number, in a folder
+//! that the processes share. The system buffers some datagrams for a receiver that does not poll;
+//! beyond that they are lost, as on any cable.
 
 use std::io;
 use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long a send waits for room: the receiver looks every few microseconds unless it has no core.
+/// How long a send waits for room: the receiver polls every few microseconds unless it has no core.
 const ROOM: Duration = Duration::from_millis(2);
 
-/// Where the sockets are.
+/// The folder of the sockets.
 #[derive(Clone, Debug)]
 pub(crate) struct Outside(pub(crate) PathBuf);
 
 impl Outside {
-    /// The socket of pair `number`; an error if another process has a pair of this number.
+    /// The socket of pair `number`; fails if another process has a pair of this number.
     pub(crate) fn inbox(&self, number: u32) -> io::Result<Inbox> {
         let path = self.path(number);
         let socket = UnixDatagram::bind(&path)?;
@@ -39,7 +39,7 @@ impl Outside {
     }
 }
 
-/// Messages that reach a pair from other processes.
+/// The socket of a pair, for messages from other processes.
 #[derive(Debug)]
 pub(crate) struct Inbox {
     path: PathBuf,
@@ -48,7 +48,7 @@ pub(crate) struct Inbox {
 }
 
 impl Inbox {
-    /// The next message, if one is there; how many bytes of `into` it has.
+    /// The next message, if there is one; returns its bytes in `into`.
     pub(crate) fn next(&self, into: &mut [u8]) -> Option<usize> {
         self.socket.recv(into).ok()
     }

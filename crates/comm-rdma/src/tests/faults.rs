@@ -1,7 +1,8 @@
-//! Whatever a fabric does to messages and pairs, no rank hangs and no byte is wrong.
+//! Faults of a fabric: no rank hangs and no byte is wrong.
 //!
-//! A seed decides size, cables, how many messages are lost or delayed, and what breaks when. All
-//! of it is real but the devices. `COMM_TEST_RUNS=500` runs that many seeds, as a long run does.
+//! A seed draws size, cables, the rates of lost and delayed messages, and a failure with its time.
+//! All of it is real but the devices. `COMM_TEST_RUNS=500` runs that many seeds, as a long run
+//! does.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
 
@@ -13,16 +14,16 @@ use paceline_comm::Error;
 use super::super::soft::{Break, Failure, mix};
 use super::*;
 
-/// Seeds by default, and in a long run.
+/// Number of seeds by default, and in a long run.
 const RUNS: [u64; 2] = [30, 500];
 
-/// Deadline of a call where only a deadline ends it: a device that went silent.
+/// Deadline of a call that only a deadline ends: a device that went silent.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Elsewhere every call has to succeed, however late, or to learn why not.
+/// Deadline of all other calls: they must succeed, however late, or report why not.
 const LONG: Duration = Duration::from_secs(30);
 
-/// Nobody may take longer for all calls.
+/// Limit of all calls; beyond it a rank counts as hung.
 const HANG: Duration = Duration::from_secs(60);
 
 const CALLS: usize = 12;
@@ -30,7 +31,7 @@ const CALLS: usize = 12;
 /// Bytes of the longest part.
 const OWN: usize = 150_000;
 
-/// The rank that did not do its part.
+/// The rank that the error names.
 const fn blamed(error: &Error) -> Option<Rank> {
     match error {
         Error::PeerLost { rank, .. }
@@ -41,7 +42,7 @@ const fn blamed(error: &Error) -> Option<Rank> {
     }
 }
 
-/// The run that a seed stands for.
+/// A run drawn from a seed.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     size: usize,
@@ -66,15 +67,15 @@ impl Run {
             delay: [0, 20, 100][below(3) as usize],
             failure: None,
         };
-        // A device sends some 30 messages while ranks join and measure, and as many after that;
-        // several cables share them.
+        // A device sends some 30 messages during the join and the measurement, and as many after
+        // that; several cables share them.
         let (device, after) = (below(devices) as usize, below(60) / cables as u64);
         let what = [Break::Send, Break::Receive, Break::Poll, Break::Mute];
         let mut dies = None;
         match below(8) {
             kind @ 0..4 => {
                 let what = what[kind as usize];
-                // While ranks join it takes seconds until a silent device is given up.
+                // During a join it takes seconds until a silent device is given up.
                 let late = if what == Break::Mute {
                     30 / cables as u64
                 } else {
@@ -103,7 +104,7 @@ impl Run {
         let &Self {
             size, cables, ring, ..
         } = self;
-        // Every other run without a lower bound for what goes from memory to memory.
+        // Every other run transfers bodies of any length without a copy.
         let in_place = self.faults.seed.is_multiple_of(2);
         let near = move |a: usize, b: usize| !ring || b - a == 1 || b - a == size - 1;
         let lab = cabled(
@@ -125,7 +126,7 @@ fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result
     match call % 4 {
         0 => {
             let part: Vec<u8> = (0..length).map(|i| value(rank, i)).collect();
-            // Long enough to go from memory to memory.
+            // Long enough for a zero-copy transfer.
             let all = &mut own[..length * size];
             all.fill(0);
             group.all_gather(&part, all, by)?;
@@ -147,7 +148,7 @@ fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result
             sum.fill(0xee);
         }
         2 => {
-            // Registered at both ends: whoever waits has it in place.
+            // Registered at both ends: a waiting receive gets it without a copy.
             let (part, rest) = own.split_at_mut(OWN);
             let (part, got) = (&mut part[..length], &mut rest[..length]);
             let bytes = part.iter_mut().enumerate();
@@ -167,12 +168,12 @@ fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result
     Ok(())
 }
 
-/// The end of a rank.
+/// Outcome of a rank.
 #[derive(Debug)]
 enum End {
     /// It did not join.
     Outside(RdmaError),
-    /// All calls succeeded, or those before it died; cables that were lost on the way.
+    /// All calls succeeded, or those before it died; with the number of cables lost.
     Well(usize),
     /// This call failed; and why a link of this rank is broken, if one is.
     Failed(usize, Error, Option<Arc<RdmaError>>),
@@ -211,7 +212,7 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
     End::Well(lost.count())
 }
 
-/// Whether the fault hit somebody.
+/// Whether the fault had an effect.
 fn run(seed: u64) -> bool {
     let run = Run::of(seed);
     let lab = run.lab();
@@ -262,7 +263,7 @@ fn check(run: &Run, ends: &[End], text: &str) {
                 let End::Failed(at, error, _) = end else {
                     panic!("{text}")
                 };
-                // A message may be refused one call early: its receiver is gone by then.
+                // A message may be refused one call early: its receiver has ended by then.
                 assert!(*at + 1 >= call, "{text}");
                 assert!(
                     blamed(error) == Some(Rank(u32::try_from(rank).unwrap())),
@@ -271,7 +272,7 @@ fn check(run: &Run, ends: &[End], text: &str) {
             }
         }
         (Some(failure), _) => {
-            // Whoever got through had nothing more to hear from those who failed.
+            // A rank that succeeded needed no further message of those that failed.
             let all = outside + failed.len() == ends.len();
             let last = failed.iter().all(|call| *call + 2 >= CALLS);
             assert!(
@@ -293,7 +294,7 @@ fn check(run: &Run, ends: &[End], text: &str) {
 fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
     let usual = RUNS[usize::from(long())];
     let runs = std::env::var("COMM_TEST_RUNS").map_or(usual, |runs| runs.parse().unwrap());
-    // A few at a time: most of a run is waiting.
+    // A few in parallel: most of a run is waiting.
     let (next, hits) = (AtomicU64::new(0), AtomicU64::new(0));
     thread::scope(|scope| {
         for _ in 0..12 {
@@ -308,12 +309,12 @@ fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
             });
         }
     });
-    // Five of eight have something that breaks, and some break behind the last message.
+    // Five of eight runs have a failure, some of them behind the last message.
     let hits = hits.load(Ordering::Relaxed);
     assert!(hits > runs / 4, "only {hits} of {runs} faults hit");
 }
 
-/// A cable dies, of several of a pair, in whatever way: all calls succeed over the others.
+/// One of several cables of a pair fails in any way: all calls succeed over the others.
 #[test]
 fn traffic_moves_to_the_other_cables() {
     let mut lost = 0;
@@ -329,7 +330,7 @@ fn traffic_moves_to_the_other_cables() {
     assert!(lost > 12, "{lost} ends of cables were lost in 24 runs");
 }
 
-/// How many ends noticed.
+/// Number of ends that noticed.
 fn over_the_others(seed: u64) -> usize {
     let mut state = seed;
     let mut below = |bound: u64| mix(&mut state) % bound;

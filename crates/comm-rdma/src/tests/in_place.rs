@@ -1,4 +1,4 @@
-//! Counts of bytes: copied on the way, and not copied.
+//! Zero-copy transfers: which bytes are copied, and which are not.
 
 use std::sync::Mutex;
 
@@ -7,7 +7,7 @@ use paceline_comm::{Copies, Element};
 use super::*;
 use crate::IN_PLACE_BYTES;
 
-/// The copies of a call by all ranks, by rank: bytes in place and bytes staged.
+/// What a call copied on all ranks, by rank: bytes in place and bytes staged.
 fn copies<T: Element>(
     lab: &Lab,
     length: usize,
@@ -29,7 +29,7 @@ fn copies<T: Element>(
     threads.into_iter().map(|t| t.join().unwrap()).collect()
 }
 
-/// Byte `i` of what `rank` brings.
+/// Byte `i` of the input of `rank`.
 fn value(rank: usize, i: usize) -> u8 {
     u8::try_from((i * 7 + rank * 31) % 251).unwrap()
 }
@@ -56,7 +56,7 @@ fn gather(group: &dyn Group, memory: &mut Memory<u8>, part: usize) {
 
 #[test]
 fn gathers_of_registered_memory_copy_nothing_at_any_length() {
-    // Around chunks, whole and not.
+    // Around chunk boundaries.
     const PARTS: [usize; 8] = [1, 63, 2304, 16_384, 16_385, 200_001, 131_072, (1 << 20) + 7];
     for cables in [1, 3] {
         for part in PARTS {
@@ -73,7 +73,7 @@ fn gathers_of_registered_memory_copy_nothing_at_any_length() {
     }
 }
 
-/// By default only what is long enough to be worth an answer.
+/// By default only long bodies are offered.
 #[test]
 fn short_parts_are_copied_at_the_receiver_unless_told_otherwise() {
     for (part, staged) in [(2304, 2 * 2304), (8192, 8192), (IN_PLACE_BYTES, 0)] {
@@ -86,8 +86,7 @@ fn short_parts_are_copied_at_the_receiver_unless_told_otherwise() {
     }
 }
 
-/// Data that comes to be reduced is reduced where it came to, in pieces of whole elements of any
-/// width.
+/// Reductions run in place on received messages, in fragments of whole elements of any width.
 #[test]
 fn reductions_copy_nothing() {
     fn sum<T: Element + PartialEq + std::fmt::Debug>(lab: &Lab, length: usize, one: T, all: T) {
@@ -105,7 +104,7 @@ fn reductions_copy_nothing() {
             );
         }
     }
-    // Long enough for a sum in two steps; bytes of messages divide by none of the widths.
+    // Long enough for a sum in two steps; message lengths are multiples of none of the widths.
     let pair = || {
         let lab = switched(2, Faults::default()).in_place();
         lab.force(Algorithm::TwoShot)
@@ -114,7 +113,7 @@ fn reductions_copy_nothing() {
     sum(&pair(), 700_001, 1.5_f64, 3.0);
     sum(&pair(), 900_001, 1_u8, 2);
     sum(&pair(), 700_001, 7_i16, 14);
-    // Three ranks, each of which adds up one part, from memory of the group.
+    // Three ranks; each reduces one part, in registered memory.
     let three = || {
         let lab = switched(3, Faults::default()).in_place();
         lab.force(Algorithm::TwoShot)
@@ -126,7 +125,7 @@ fn reductions_copy_nothing() {
     sum(&ring(), 240_003, 3_u64, 12);
 }
 
-/// Whatever is lost or late, bytes are right; what had to be copied is counted as that.
+/// Bytes are right despite losses and delays; copied bytes are counted as such.
 #[test]
 fn lost_parts_are_counted_as_copied() {
     let faults = Faults {
@@ -146,7 +145,7 @@ fn lost_parts_are_counted_as_copied() {
     }
 }
 
-/// Bits of a sum do not depend on what arrives first; with JACCL's mesh they may.
+/// Bits of a sum do not depend on the order of arrival; with JACCL's mesh they may.
 #[test]
 fn sums_of_floats_do_not_depend_on_the_order_of_arrival() {
     let sums = Arc::new(Mutex::new(Vec::new()));
@@ -174,8 +173,8 @@ fn sums_of_floats_do_not_depend_on_the_order_of_arrival() {
     assert!(sums.iter().all(|sum| *sum == sums[0]));
 }
 
-/// Messages of one tag that change their length and type every time, in both directions at once;
-/// JACCL's corrupt or hang (ml-explore/mlx #3149, #4342).
+/// Messages of one tag with changing length and type, in both directions at once; JACCL's corrupt
+/// or hang (ml-explore/mlx #3149, #4342).
 #[test]
 fn messages_of_changing_shape_arrive_as_they_were() {
     let faults = Faults {
@@ -204,7 +203,7 @@ fn messages_of_changing_shape_arrive_as_they_were() {
                 continue;
             }
             group_ref.send(&from[..length], Rank(other), 1, by).unwrap();
-            // It may be used again at once.
+            // The buffer may be reused at once.
             from.fill(0xee);
             into.fill(0);
             group_ref
@@ -236,8 +235,8 @@ fn memory_serves_groups_that_are_split_off() {
     });
 }
 
-/// A receiver that waits for a long message has it put where it belongs; others find it in the
-/// inbox. The sender gives the other time to wait for it, in the end half a second.
+/// A long message goes directly to a waiting receive; others go through the inbox. The sender gives
+/// the receiver time to wait, at last half a second.
 #[test]
 fn messages_go_straight_to_who_waits() {
     const BYTES: usize = 300_001;
@@ -282,7 +281,7 @@ fn messages_go_straight_to_who_waits() {
     }
 }
 
-/// Two ranks that send before they receive do not wait for each other, whatever the length.
+/// Two ranks that send before they receive do not deadlock, at any length.
 #[test]
 fn both_may_send_before_they_receive() {
     on_each(&switched(2, Faults::default()).in_place(), |group| {
@@ -300,7 +299,7 @@ fn both_may_send_before_they_receive() {
     });
 }
 
-/// A receive that ends without its message leaves its memory to its caller.
+/// A receive that ends without its message returns its memory to the caller.
 #[test]
 fn a_receive_that_is_late_gives_its_memory_back() {
     on_each(&switched(2, Faults::default()).in_place(), |group| {
@@ -313,7 +312,7 @@ fn a_receive_that_is_late_gives_its_memory_back() {
             memory.fill(7);
             drop(memory);
         } else {
-            // It waits with another tag, or is gone.
+            // It waits with another tag, or has ended.
             let by = soon(60);
             while own.send(&memory, Rank(1), 8, by).is_ok() {}
         }

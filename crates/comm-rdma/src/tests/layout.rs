@@ -1,11 +1,11 @@
-//! The layouts of `abi`, held against the header where there is one.
+//! Compares the layouts of `abi` with the installed header, if there is one.
 
 use std::mem::{offset_of, size_of};
 use std::process::Command;
 
 use super::super::abi::*;
 
-/// Offset of each field that is used, with the C expression for it.
+/// Offset of each used field, with its C expression.
 fn layouts() -> Vec<(&'static str, usize)> {
     macro_rules! offsets {
         ($($rust:ident $c:literal { $($field:ident),* }),* $(,)?) => {
@@ -70,7 +70,7 @@ fn layouts() -> Vec<(&'static str, usize)> {
     all
 }
 
-/// Values of enumerators, with their names in C.
+/// Values of enumerators, with their C names.
 fn values() -> Vec<(&'static str, i64)> {
     vec![
         ("IBV_QPS_INIT", QPS_INIT.into()),

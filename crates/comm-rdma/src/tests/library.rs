@@ -1,4 +1,4 @@
-//! The software verbs library, compiled; for the tests of this crate and of the binary, which share
+//! Compiles the software verbs library, for the tests of this crate and of the binary, which share
 //! this file.
 
 use std::path::{Path, PathBuf};
@@ -6,10 +6,10 @@ use std::process::Command;
 
 use paceline_comm_rdma::LIBRARY;
 
-/// Compiles the software library under the system's name; `None` if there is no compiler.
+/// Compiles the library under the system's name; `None` if there is no compiler.
 ///
 /// # Panics
-/// If there is one and it fails.
+/// If the compiler fails.
 pub(crate) fn build(folder: &Path) -> Option<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm-rdma/examples/ibverbs.rs");
     let library = folder.join(LIBRARY);

@@ -1,5 +1,5 @@
-//! RDMA through a library that is really opened: the software as `libibverbs.so.1`, and, where one
-//! is named, a real device.
+//! RDMA through a loaded library: the software as `libibverbs.so.1`, and a real device if one is
+//! named.
 //!
 //! `cargo xtask rdma` runs this in a virtual machine that has a device. It sets two variables:
 //! - `COMM_TEST_RDMA_DEVICE` names the device;
@@ -50,7 +50,7 @@ fn groups(verbs: &Verbs, devices: &[String]) -> Vec<Rdma> {
     joined.map(|group| group.unwrap()).collect()
 }
 
-/// Some calls of every kind, checked, by all ranks.
+/// Runs some calls of every kind on all ranks, and checks them.
 fn exercise(groups: Vec<Rdma>, calls: u64) {
     let threads = groups.into_iter().map(|group| {
         thread::spawn(move || {
@@ -73,7 +73,7 @@ fn exercise(groups: Vec<Rdma>, calls: u64) {
         .for_each(|thread| thread.join().unwrap());
 }
 
-/// Gathers and messages of registered memory, checked; what of them was copied is printed.
+/// Runs and checks gathers and messages of registered memory; prints the copied bytes.
 fn in_place(group: &dyn Group) {
     const PART: usize = 300_001;
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
@@ -153,7 +153,7 @@ fn other_libraries_are_refused() {
     }
 }
 
-/// Not a test: what a child process does.
+/// Not a test: the body of a child process.
 #[test]
 fn worker() {
     match std::env::var("COMM_TEST_RDMA_ROLE").as_deref() {
@@ -168,7 +168,7 @@ fn worker() {
     }
 }
 
-/// The device to be used; says that there is none.
+/// The named device; reports a skipped test if there is none.
 fn device(test: &str) -> Option<String> {
     let device = std::env::var("COMM_TEST_RDMA_DEVICE").ok();
     if device.is_none() {
@@ -192,7 +192,7 @@ fn a_device_conforms() {
     testing::run_sizes(&make, 0x5eed_000c, &[1, 2]);
 }
 
-/// A rank of two, each a process: its results for every size, and how long they take.
+/// One of two ranks in processes: checks results for every size, and times them.
 #[test]
 fn a_device_carries_every_size() {
     let Some(device) = device("a_device_carries_every_size") else {
@@ -221,7 +221,7 @@ fn a_device_carries_every_size() {
     (&group as &dyn Group).barrier(soon(60)).unwrap();
 }
 
-/// Sums of `bytes` bytes, each checked; rank 0 prints the median.
+/// Runs sums of `bytes` bytes, each checked; rank 0 prints the median.
 fn time(group: &Rdma, bytes: usize) {
     let (length, rounds) = (bytes / 4, 15);
     let value = |rank: u32, i: usize| (i % 1000) as f32 + rank as f32;

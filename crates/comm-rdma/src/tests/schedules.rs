@@ -1,4 +1,4 @@
-//! How many bytes go over which cable: the schedules are what docs/algorithms.md says of them.
+//! Bytes on each cable: the schedules match docs/algorithms.md.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
 
@@ -9,8 +9,8 @@ use paceline_comm::Traffic;
 
 use super::*;
 
-/// Frames of a call: at most two for each other rank and step, of 52 bytes (`wire`). The greeting
-/// takes as much again.
+/// Frame bytes of a call: at most two frames for each other rank and step, of 52 bytes (`wire`).
+/// The announcement takes as much again.
 fn frames(size: usize) -> u64 {
     (2 * (2 * size) as u64 + size as u64) * 52
 }
@@ -39,8 +39,8 @@ fn sent(
 
 type Cables = fn(usize, usize) -> usize;
 
-/// Rings that are no meshes: in rank order; across it, with two cables each; and of nine ranks,
-/// more than JACCL's mesh may have.
+/// Rings that are no meshes: in rank order; in another order, with two cables each; and of nine
+/// ranks, more than JACCL's mesh may have.
 const RINGS: [(usize, Cables); 3] = [
     (4, |a, b| usize::from(b - a == 1 || b - a == 3)),
     (5, |a, b| 2 * usize::from(b - a == 2 || b - a == 3)),
@@ -50,7 +50,7 @@ const RINGS: [(usize, Cables); 3] = [
 #[test]
 fn partial_meshes_carry_as_few_bytes_as_can_be() {
     for (size, cables) in RINGS {
-        // Divides by ranks and directions, and by no chunk or message.
+        // Divisible by ranks and directions, and by no chunk or message.
         let length = size * 2 * 3 * 1009;
         let all = (length * 4) as u64;
         let (least, ranks) = (all / size as u64 * (size as u64 - 1), size as u64);
@@ -90,8 +90,8 @@ fn partial_meshes_carry_as_few_bytes_as_can_be() {
     }
 }
 
-/// Both directions and all cables of a pair carry the same share. JACCL at HEAD sends the same
-/// half both ways in a gather, and uses one cable of several.
+/// Both directions and all cables of a pair carry the same share. JACCL at HEAD sends the same half
+/// both ways in a gather, and uses one cable of several.
 #[test]
 fn every_cable_carries_its_share() {
     let (size, cables) = RINGS[1];
@@ -124,8 +124,8 @@ fn every_cable_carries_its_share() {
     let share = (2 * length * 4 / size * (size - 1) / 4) as u64;
     for (after, before) in bytes().iter().zip(&*before.lock().unwrap()) {
         let carried = after - before;
-        // More by heads and acknowledgements, and by what is repeated if a rank has no core; a
-        // message that is repeated may take the other cable.
+        // Plus heads and acknowledgements, and repetitions if a rank has no core; a repeated
+        // message may use the other cable.
         assert!(
             carried >= share / 4 * 3,
             "{carried} bytes over a cable, expected {share}"

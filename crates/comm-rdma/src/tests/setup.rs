@@ -1,4 +1,4 @@
-//! How groups come about, and why they do not.
+//! Joins of groups, and their failures.
 
 use super::*;
 use crate::{Settings, Verbs, join_settings};
@@ -10,7 +10,7 @@ fn errors(lab: &Lab) -> Vec<String> {
         .collect()
 }
 
-/// The functions that ranks call to join a group, and that may fail.
+/// The functions called during a join that may fail.
 const JOINING: [&str; 8] = [
     "ibv_open_device",
     "ibv_query_port",
@@ -22,8 +22,8 @@ const JOINING: [&str; 8] = [
     "ibv_modify_qp",
 ];
 
-/// How two ranks join when this call of a function fails, or nothing if it never came. Nothing is
-/// left behind.
+/// The join results of two ranks when this call fails, or `None` if it never occurred. Nothing is
+/// left allocated.
 fn joined_but_for(call: &'static str, before: usize) -> Option<Vec<Result<(), RdmaError>>> {
     let lab = switched(2, Faults::default());
     lab.fabric.core.refuse_once(call, before);
@@ -34,7 +34,7 @@ fn joined_but_for(call: &'static str, before: usize) -> Option<Vec<Result<(), Rd
     lab.fabric.core.has_refused().then_some(joined)
 }
 
-/// Whether one rank names the call that failed, and the other that it is elsewhere.
+/// Whether one rank names the failed call, and the other reports [`RdmaError::Elsewhere`].
 fn is_told(call: &str, joined: &[Result<(), RdmaError>]) -> bool {
     let is_own = |error: &RdmaError| match error {
         RdmaError::Verb {
@@ -51,8 +51,8 @@ fn is_told(call: &str, joined: &[Result<(), RdmaError>]) -> bool {
     }
 }
 
-/// Every call fails once. The result is an error on both ranks. Where the call was for the queue
-/// pairs of transfers in place it is an error on none: a link goes on without those.
+/// Every call fails once. Both ranks get an error. The exception is a call for bulk queue pairs:
+/// the link then works without them.
 #[test]
 fn every_call_that_fails_is_an_error_on_all_ranks() {
     for call in JOINING {
@@ -66,7 +66,7 @@ fn every_call_that_fails_is_an_error_on_all_ranks() {
                 told += 1;
             }
         }
-        // The first is always for what a link needs; which rank's the others are differs.
+        // The first call is always needed by a link; the rank that makes the others differs.
         assert!(told > 0, "{call} was never an error");
         let pairs = ["ibv_create_cq", "ibv_create_qp", "ibv_modify_qp"].contains(&call);
         assert!(
@@ -76,9 +76,9 @@ fn every_call_that_fails_is_an_error_on_all_ranks() {
     }
 }
 
-/// Functions of the library, what an error says when all calls of one fail, and whether ranks that
-/// have joined before are to notice. JACCL goes on with a null domain (ml-explore/mlx #3777) and
-/// adds a negative count of completions to its own.
+/// Functions of the library, the error text when all calls of one fail, and whether joined ranks
+/// must notice. JACCL continues with a null domain (ml-explore/mlx #3777) and adds a negative count
+/// of completions to its own.
 const REFUSED: [(&str, Option<&str>); 17] = [
     ("ibv_get_device_name", Some("no RDMA device soft")),
     ("ibv_open_device", Some(": ibv_open_device(): ")),
@@ -98,7 +98,7 @@ const REFUSED: [(&str, Option<&str>); 17] = [
     ),
     ("ibv_post_send", Some(": ibv_post_send(work request 0x100")),
     ("ibv_poll_cq", Some(": ibv_poll_cq(16 entries): ")),
-    // What cannot be given back is no reason to fail: there is nothing to be done about it.
+    // A failed destroy call is no reason to fail: nothing can be done about it.
     ("ibv_destroy_qp", None),
     ("ibv_destroy_cq", None),
     ("ibv_dereg_mr", None),
@@ -124,7 +124,7 @@ fn every_function_that_always_fails_is_named() {
     }
 }
 
-/// The same once ranks have joined: calls fail, and none hangs.
+/// The same after the join: calls fail, and none hangs.
 #[test]
 fn a_function_that_fails_later_ends_the_call() {
     for call in [
@@ -138,7 +138,7 @@ fn a_function_that_fails_later_ends_the_call() {
         lab.fabric.core.refuse(Some(call));
         let threads = joined.into_iter().map(|group| {
             thread::spawn(move || {
-                // Memory that cannot be registered is used all the same.
+                // Memory that cannot be registered is still used.
                 let mut memory = Memory::<u32>::new(Some(&group), 100_000);
                 let registered = memory.is_registered();
                 memory.fill(1);
@@ -177,7 +177,7 @@ fn a_function_that_fails_later_ends_the_call() {
     }
 }
 
-/// JACCL finds the address by looking through the table, and then says entry 1 all the same.
+/// JACCL searches the table for the address, and then announces entry 1 all the same.
 #[test]
 fn an_address_is_used_wherever_it_is_in_the_table() {
     for [a, b] in [[0, 3], [5, 1], [254, 0]] {
@@ -198,7 +198,7 @@ fn an_address_is_used_wherever_it_is_in_the_table() {
     }
 }
 
-/// Apple's driver is said to refuse memory of the heap; whole mapped pages pass.
+/// Apple's driver reportedly refuses heap memory; whole mapped pages pass.
 #[test]
 fn only_whole_pages_are_registered() {
     let caps = Caps {
@@ -262,7 +262,7 @@ fn devices_hold_what_apples_hold() {
 
     let lab = switched(2, Faults::default());
     on_each(&lab, |group| {
-        // One region is the group's own.
+        // The group itself uses one region.
         let buffers: Vec<_> = (0..99).map(|_| group.allocate(100).unwrap()).collect();
         let error = group.allocate(100).unwrap_err().to_string();
         assert!(
@@ -275,7 +275,7 @@ fn devices_hold_what_apples_hold() {
     });
 }
 
-/// A device that holds less than it should is believed.
+/// A device with less capacity than its limits is handled.
 #[test]
 fn the_device_has_the_last_word() {
     let caps = Caps {

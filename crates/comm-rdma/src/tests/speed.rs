@@ -1,10 +1,10 @@
-//! The cost of a call over the software library, beside shared memory: how much the protocol adds.
+//! The cost of the protocol: a call over the software library against one over shared memory.
 
 use paceline_comm::shm;
 
 use super::*;
 
-/// Microseconds of a sum of `bytes` bytes by both of two ranks: the median of batches of 100.
+/// Microseconds of a sum of `bytes` bytes by two ranks: the median of batches of 100.
 fn time(ranks: Vec<Box<dyn Group>>, bytes: usize) -> f64 {
     let threads = ranks.into_iter().map(|group| {
         thread::spawn(move || {
@@ -46,7 +46,7 @@ fn shared() -> Vec<Box<dyn Group>> {
         .collect()
 }
 
-/// With `COMM_TEST_SPEED` set, and nothing else running.
+/// Needs `COMM_TEST_SPEED`, and an idle machine.
 #[test]
 fn a_sum_of_4_kib_costs_at_most_twice_what_it_does_in_shared_memory() {
     let name = "a_sum_of_4_kib_costs_at_most_twice_what_it_does_in_shared_memory";
@@ -71,7 +71,7 @@ fn a_sum_of_4_kib_costs_at_most_twice_what_it_does_in_shared_memory() {
     }
 }
 
-/// With `COMM_TEST_SPEED` set: what it costs to gather parts that lie in registered memory.
+/// Needs `COMM_TEST_SPEED`: the cost of gathering registered memory.
 #[test]
 fn a_gather_of_registered_memory() {
     if std::env::var_os("COMM_TEST_SPEED").is_none() {

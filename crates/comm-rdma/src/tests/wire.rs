@@ -1,4 +1,4 @@
-//! Cables as a wire of `paceline_comm::init`.
+//! RDMA as a provider of `paceline_comm::init`.
 
 use paceline_comm::provider::Provider;
 use paceline_comm::{Backend, InitError, Plaintext, Seat, Strict, init, tcp};
@@ -6,10 +6,10 @@ use paceline_comm::{Backend, InitError, Plaintext, Seat, Strict, init, tcp};
 use super::*;
 use crate::Wire;
 
-/// A group of a rank, or why there is none.
+/// Result of joining one rank.
 type Joined = Result<Box<dyn Group>, InitError>;
 
-/// Groups of three ranks, or their errors; and the fabric, which they need.
+/// Joins three ranks; returns the results and the fabric, which they need.
 fn three(plaintext: Plaintext) -> (Fabric, Vec<Joined>) {
     let (fabric, cabling) = switched_cabling(3);
     let wire = Wire { cabling, plaintext };
