@@ -1,5 +1,5 @@
-//! Adapters of an instance: each is read once to know it, and again by each rank that computes with
-//! it.
+//! Adapters of an instance. The owner reads each adapter once to check it; each rank that computes
+//! with it reads it again and compares its digest.
 
 use std::path::{Path, PathBuf};
 
@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// An adapter's file or folder, and what it held when it was looked at.
+/// An adapter's file or folder, with the digest of its contents at the first read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterOf {
-    /// The name that requests choose it by.
+    /// The name by which requests select the adapter.
     pub name: String,
-    /// Where it lies, on the machine that is told.
+    /// Its path on the machine that receives this value.
     pub(crate) path: PathBuf,
-    /// SHA-256 of its numbers: another adapter may lie there later.
+    /// SHA-256 of its numbers, so that a file replaced later is detected.
     pub(crate) digest: [u8; 32],
 }
 
@@ -34,7 +34,7 @@ impl AdapterOf {
         })
     }
 
-    /// The first digits of its hash: for people.
+    /// The first digits of its hash, for messages to people.
     pub fn short(&self) -> String {
         let digits = self.digest.iter().take(4);
         digits.map(|byte| format!("{byte:02x}")).collect()
@@ -64,7 +64,7 @@ pub(crate) fn read_all(all: &[AdapterOf], config: &Config) -> Result<Vec<Adapter
     all.iter().map(|adapter| adapter.read(config)).collect()
 }
 
-/// The same adapters where another machine has them; as they are where it says nothing.
+/// The same adapters with another machine's `paths`; unchanged if `paths` is empty.
 pub(crate) fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
     if paths.is_empty() {
         return all.to_vec();
@@ -77,7 +77,8 @@ pub(crate) fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
     there.collect()
 }
 
-/// Writes the adapter at a path into `folder` as one file, if it fits the model; the file.
+/// Checks that the adapter at a path fits the model and writes it into `folder` as one file.
+/// Returns that file.
 ///
 /// # Errors
 /// As [`AdapterOf::look`].

@@ -1,5 +1,5 @@
-//! Prompts that ranks of their own read for the ranks that decode. A pure state machine decides
-//! about each.
+//! Disaggregated prefill: separate prefill ranks compute prompts for the ranks that decode. This
+//! pure state machine decides which group computes each prompt.
 //!
 //! ```text
 //! submitted --short, or slower there-----------------------------------> Go: to the decoding ranks
@@ -11,9 +11,9 @@
 //!         ^----------------- a rank or a connection is lost, a deadline passes ----'
 //! ```
 //!
-//! The decoding ranks compute all pages that do not come: by the numerics rule the answer is the
-//! same. So nothing here can lose a request, and every wait ends. [`Apart`] has no clock, thread or
-//! process; `instance/apart.rs` is the shell that has.
+//! The decode ranks compute every page that does not arrive: by the numerics rule the answer is the
+//! same. So no failure here loses a request, and every wait has a deadline. [`Apart`] has no clock,
+//! thread or process; the shell in the `instance` module has them.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -23,68 +23,67 @@ use paceline_base::Rank;
 use paceline_engine::Ticket;
 use paceline_plan::apart::Readers;
 
-/// Prompts that are read or handed over at once: one is computed, and the next one is there when
-/// it is done.
+/// Prompts that the prefill ranks compute or transfer at once: one is computed, and the next is
+/// ready when it is done.
 pub const UNDER_WAY_MAX: usize = 2;
 
-/// Prompts that wait for their turn. A prompt that comes when so many wait is read by the ranks
-/// that decode, which would have time for it sooner.
+/// Maximum prompts that wait for the prefill ranks. A further prompt goes to the decode ranks,
+/// which would compute it sooner.
 pub const WAITING_MAX: usize = 16;
 
-/// Longest wait for the pages of a prompt that was read: the queues of a link hold 64 MB.
+/// Longest wait for the pages of a computed prompt: the queues of a connection hold 64 MB.
 pub const HAND_LIMIT: Duration = Duration::from_secs(10);
 
-/// Longest time to read a prompt whose time nobody knows: a request has as long.
+/// Longest prefill of a prompt with no predicted time: the time limit of a request.
 const READ_LIMIT: Duration = Duration::from_secs(600);
 
-/// How many times its expected time a prompt may take, and [`READ_SPARE`] more. Beyond that the
-/// ranks that decode read it after all.
+/// A prefill may take this multiple of its predicted time, plus [`READ_SPARE`]. After that the
+/// decode ranks compute the prompt.
 const READ_TIMES: f64 = 4.0;
 const READ_SPARE: Duration = Duration::from_secs(10);
 
 /// Longest wait for all ranks to listen, and for all to connect; each rank waits 5 s itself.
 const LINK_LIMIT: Duration = Duration::from_secs(10);
 
-/// Wait before connections are tried again: doubled each time, back to the first by a prompt that
-/// was handed over.
+/// Wait before a new attempt to connect: doubled each time, reset by a completed KV transfer.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// A request came; so many tokens of its prompt are unknown to the decoding ranks, and may be
-    /// read elsewhere.
+    /// A request arrived. The decode ranks have not cached `tokens` tokens of its prompt, which the
+    /// prefill ranks may compute.
     Submit { ticket: Ticket, tokens: u32 },
-    /// Its caller does not want it any more.
+    /// The caller cancelled the request.
     Cancel(Ticket),
-    /// The ranks for prompts have read it, or will not.
+    /// The prefill ranks have computed the prompt, or refuse it.
     Read(Ticket, Result<(), String>),
-    /// A decoding rank has all pages of it.
+    /// A decode rank has received all pages of the prompt.
     Arrived(Ticket, Rank),
-    /// The decoding ranks read so many tokens of a prompt by themselves.
+    /// The decode ranks computed `tokens` tokens of a prompt themselves.
     ReadHere {
         tokens: u32,
         /// How long that took.
         took: Duration,
     },
-    /// The decoding ranks are ready in a new epoch: how many there are.
+    /// The decode ranks are ready in a new epoch; their number.
     HereReady(u32),
-    /// They are not any more.
+    /// The decode ranks are no longer ready.
     HereLost,
-    /// The same of the ranks for prompts.
+    /// The prefill ranks are ready in a new epoch; their number.
     ThereReady(u32),
-    /// Why they are not.
+    /// The prefill ranks are not ready; the reason.
     ThereLost(String),
-    /// A decoding rank listens.
+    /// A decode rank listens.
     Receives {
         rank: Rank,
         /// Number of the round.
         round: u64,
-        /// For each rank for prompts.
+        /// One for each prefill rank.
         addrs: Vec<SocketAddr>,
     },
-    /// A rank for prompts is connected with all decoding ranks.
+    /// A prefill rank is connected to all decode ranks.
     HandsOver {
         rank: Rank,
         /// Number of the round.
@@ -104,40 +103,41 @@ pub enum Event {
 /// Something to do, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Give a request to the decoding ranks.
+    /// Submit a request to the decode ranks.
     Go(Ticket),
-    /// Have the ranks for prompts read one, and the decoding ranks tell when they have it.
+    /// Have the prefill ranks compute a prompt, and the decode ranks report when they have its
+    /// pages.
     Read(Ticket),
-    /// Stop reading one.
+    /// Stop the prefill of a prompt.
     Stop(Ticket),
     /// Forget a request that was cancelled.
     Forget(Ticket),
-    /// Have all decoding ranks listen, in a new round.
+    /// Have all decode ranks listen, in a new round of connections.
     Listen(u64),
-    /// Have each rank for prompts connect, where the decoding ranks listen for it.
+    /// Have each prefill rank connect to the addresses where the decode ranks listen for it.
     Connect {
         /// Number of the round.
         round: u64,
-        /// By rank for prompts, of each decoding rank.
+        /// By prefill rank: an address for each decode rank.
         addrs: Vec<Vec<SocketAddr>>,
     },
-    /// Tell the observer.
+    /// Notify the observer.
     Tell(News),
 }
 
-/// News for people.
+/// A change of disaggregated prefill, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum News {
-    /// Prompts are read apart from now on.
+    /// Prefill runs on the prefill ranks from now on.
     Up,
-    /// They are not; so many that were under way are read by the decoding ranks.
+    /// The prefill ranks are lost; the decode ranks compute the prompts that were under way.
     Down {
         /// Why.
         reason: String,
         /// Prompts.
         under_way: usize,
     },
-    /// A prompt is read by the decoding ranks.
+    /// A single prompt falls back to the decode ranks.
     Late {
         /// Why.
         reason: String,
@@ -196,25 +196,25 @@ enum Way {
     },
 }
 
-/// Counts for those who watch.
+/// Counters for status and metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Prompts that were read apart and handed over.
+    /// Prompts computed by the prefill ranks and transferred.
     pub handed: u64,
-    /// Prompts that were to be, and were read by the decoding ranks.
+    /// Prompts meant for the prefill ranks that the decode ranks computed.
     pub fell_back: u64,
 }
 
 #[derive(Debug)]
 pub struct Apart {
     readers: Readers,
-    /// Ranks that are ready.
+    /// Ready decode ranks; `None` while that group is not ready.
     here: Option<u32>,
     there: Option<u32>,
     link: Link,
     round: u64,
     wait: Duration,
-    /// Whether people were told that prompts are read apart.
+    /// Whether [`News::Up`] was the last update sent.
     told_up: bool,
     prompts: VecDeque<Prompt>,
     counts: Counts,
@@ -222,7 +222,7 @@ pub struct Apart {
 }
 
 impl Apart {
-    /// With what is known of both groups.
+    /// `readers` holds the measured prefill speed of both groups.
     pub const fn new(readers: Readers) -> Self {
         Self {
             readers,
@@ -243,7 +243,7 @@ impl Apart {
         }
     }
 
-    /// Whether prompts are read apart at the moment.
+    /// Whether both groups are connected, so that prompts can be offloaded.
     pub const fn is_up(&self) -> bool {
         matches!(self.link, Link::Up)
     }
@@ -253,17 +253,17 @@ impl Apart {
         self.prompts.len()
     }
 
-    /// The outcomes of prompts so far.
+    /// Outcomes of offloaded prompts so far.
     pub const fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// How fast both groups read.
+    /// Prefill speed of both groups.
     pub const fn readers(&self) -> &Readers {
         &self.readers
     }
 
-    /// Whether nothing is under way, so that a time of the decoding ranks is one of theirs alone.
+    /// Whether no prompt is under way, so that a time measured on the decode ranks is undisturbed.
     pub fn is_idle(&self) -> bool {
         self.prompts.is_empty()
     }
@@ -352,7 +352,7 @@ impl Apart {
         }
     }
 
-    /// Gives a prompt to the decoding ranks.
+    /// Sends a prompt to the decode ranks.
     fn fall_back(&mut self, prompt: &Prompt) {
         if matches!(prompt.way, Way::Under { .. }) {
             self.out.push(Action::Stop(prompt.ticket));
@@ -366,7 +366,8 @@ impl Apart {
         self.out.push(Action::Tell(News::Late { reason }));
     }
 
-    /// A prompt that is late was read no faster than this: prompts behind it need not wait as long.
+    /// Takes the elapsed time of a late prompt as a lower bound of its cost, so that later prompts
+    /// wait less.
     fn learn_late(&mut self, now: Duration, prompt: &Prompt) {
         if let Way::Under { since, .. } = prompt.way {
             let took = now.saturating_sub(since);
@@ -410,7 +411,7 @@ impl Apart {
             ..
         }) = self.prompts.front_mut()
         {
-            *since = now; // until now it waited for the one before
+            *since = now; // it was queued behind the previous one until now
         }
         self.readers.read_there(tokens, took.as_secs_f64());
         self.counts.handed += 1;
@@ -418,7 +419,7 @@ impl Apart {
         self.out.push(Action::Go(ticket));
     }
 
-    /// A group has begun a new epoch: connections of the epoch before are gone.
+    /// A group began a new epoch: the connections of the previous epoch are gone.
     fn renew(&mut self, now: Duration) {
         if !matches!(self.link, Link::Down { .. }) {
             self.down(now, "a group of nodes started again");
@@ -426,9 +427,9 @@ impl Apart {
         self.link = Link::Down { again: now };
     }
 
-    /// Prompts are read by the decoding ranks until the link is up again.
+    /// The decode ranks compute all prompts until the groups are connected again.
     fn down(&mut self, now: Duration, reason: &str) {
-        self.round += 1; // what is still said of the one before is late
+        self.round += 1; // messages of the previous round are ignored
         let again = now + self.wait;
         if !matches!(self.link, Link::Down { .. }) {
             self.wait = LONGEST_WAIT.min(self.wait * 2);
@@ -485,7 +486,7 @@ impl Apart {
         self.out.push(Action::Tell(News::Up));
     }
 
-    /// Handles deadlines that are over, and begins prompts that have room.
+    /// Handles expired deadlines, then starts queued prompts.
     fn tick(&mut self, now: Duration) {
         match &self.link {
             Link::Down { again } if *again <= now => self.listen(now),
@@ -519,7 +520,7 @@ impl Apart {
         };
     }
 
-    /// Has prompts read while fewer than the most are under way.
+    /// Starts queued prompts up to [`UNDER_WAY_MAX`].
     fn begin(&mut self, now: Duration) {
         let (true, Some(here)) = (self.is_up(), self.here) else {
             return;

@@ -1,12 +1,13 @@
-//! A copy of a model's file, as a worker reads it: some of it may be missing, or damaged.
+//! A worker's view of a model file that is still incomplete or damaged.
 //!
-//! The worker's machine fetches what the worker asks for, and notes each group that is here in the
-//! file beside the model's ([`HAVE`]). The worker looks there before it reads, and asks for what is
-//! missing. It packs one matrix while the next ones arrive.
+//! The host process on the worker's machine fetches the byte ranges that the worker requests. It
+//! records each group that is present in a second file next to the model file ([`HAVE`]). Before a
+//! read the worker checks that record and requests missing ranges. It packs one matrix while the
+//! next ones arrive.
 //!
-//! Groups that were here before are compared with the hash tree beside the file ([`TREE`]) before
-//! they are read, and no others. The machine repairs those that differ, in place. A file of the
-//! user's own has no hash tree, and is read as it is.
+//! Groups that were present before the load are compared with the hash tree next to the file
+//! ([`TREE`]) before they are read; others are not. The host repairs groups that differ, in place.
+//! A file of the user's own has no hash tree and is read as it is.
 
 use std::fs::File;
 use std::io;
@@ -26,37 +27,37 @@ use crate::fleet::damage::wrong_groups;
 use crate::fleet::partial::{FILE, HAVE, TREE};
 use crate::fleet::tree::{Groups, Tree};
 
-/// How often a worker looks whether bytes have come; a group takes half a millisecond at 1 Gbit/s.
+/// Poll interval for new bytes; a group takes half a millisecond at 1 Gbit/s.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// How often a worker compares damaged groups again. That takes 20 µs a group.
 const COMPARE_EVERY: Duration = Duration::from_millis(10);
 
-/// Longest wait in which nothing comes at all. The machine gives up sooner and says why.
+/// Longest wait without any new byte. The host gives up sooner, with the reason.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// First byte and end of a part of the file.
+/// A byte range of the file: first byte and end.
 pub(crate) type Part = (u64, u64);
 
-/// A request of a worker to its machine about parts of the model's file.
+/// A worker's request to its host about byte ranges of the model file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Wish {
-    /// These are missing, and are to be fetched.
+    /// Fetch these missing ranges.
     Fetch(Vec<Part>),
-    /// These are damaged, and are to be fetched again.
+    /// Fetch these damaged ranges again.
     Repair(Vec<Part>),
 }
 
-/// Tells the machine; must not block for long.
+/// Sends a request to the host; must not block for long.
 pub(crate) type Ask = dyn Fn(Wish) + Send + Sync;
 
-/// Whether a file may lack parts.
+/// Whether the file at `path` may be incomplete, by its extension.
 pub(crate) fn is_partial(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == FILE)
 }
 
-/// Opens a model. Weights of a copy are waited for when they are read, and compared with its hash
-/// tree. `ask` hears of those that are missing or damaged.
+/// Opens a model. A read of weights waits until they are present and compares them with the hash
+/// tree. `ask` receives requests for missing and damaged ranges.
 ///
 /// # Errors
 /// As [`Source::open`], and what the system says.
@@ -72,8 +73,8 @@ pub(crate) fn open(path: &Path, ask: Arc<Ask>) -> Result<Source, Error> {
     Ok(Source::Gguf(file.map_err(paceline_model::Error::from)?))
 }
 
-/// Parts of a file that a rank reads whole and alone, in the order in which it does: they can be
-/// fetched ahead. None where ranks share layers, as each reads rows of most matrices.
+/// Ranges that only this rank reads, in its read order, so that the host can prefetch them. Empty
+/// where ranks share layers: each then reads rows of most matrices.
 pub(crate) fn ahead(source: &Source, shard: &Shard) -> Vec<Part> {
     let Source::Gguf(file) = source else {
         return Vec::new();
@@ -97,9 +98,10 @@ pub(crate) fn ahead(source: &Source, shard: &Shard) -> Vec<Part> {
     joined(all.chain(last.into_iter().flatten()))
 }
 
-/// Parts with those that touch made one.
+/// Merges adjacent ranges.
 fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Part> {
-    // Tensors begin at multiples of 32, or of what the file says: the padding is nothing.
+    // Tensors begin at multiples of the file's alignment (32 by default); a gap up to this size is
+    // padding.
     const PADDING: u64 = 4096;
     let mut parts: Vec<Part> = Vec::new();
     for range in ranges {
@@ -116,19 +118,19 @@ fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Part> {
 struct Arriving {
     file: String,
     groups: Groups,
-    /// `None` of a whole one.
+    /// `None` for a complete copy.
     have: Option<File>,
-    /// Its bytes and its hash tree, where there is one.
+    /// The file and its hash tree, if there is one.
     tree: Option<(File, Tree)>,
-    /// By group: whether it is known to be here, and to be right.
+    /// By group: whether it is present and verified.
     there: Vec<AtomicBool>,
-    /// By group: whether it was here before, so that its bytes are to be compared.
+    /// By group: whether it was present before the load and needs verification.
     is_old: Vec<bool>,
     ask: Arc<Ask>,
 }
 
 impl Arriving {
-    /// Of the file at `path`; `None` of a whole one without a hash tree.
+    /// The state of the file at `path`; `None` for a complete file without a hash tree.
     fn new(path: &Path, ask: Arc<Ask>) -> io::Result<Option<Self>> {
         let (have, tree) = (is_partial(path), tree_of(path)?);
         if !have && tree.is_none() {
@@ -161,8 +163,8 @@ impl Arriving {
         own.iter().all(|there| there.load(Ordering::Acquire))
     }
 
-    /// Compares those groups that were here before and were not compared yet. Those that differ are
-    /// waited for until the machine has repaired them.
+    /// Verifies the groups that were present before the load and are not verified yet. Waits until
+    /// the host has repaired those that differ.
     fn compare(&self, groups: &Range<u64>) -> Result<(), String> {
         let Some((file, tree)) = &self.tree else {
             return Ok(());
@@ -199,7 +201,7 @@ impl Arriving {
         Ok(())
     }
 
-    /// Looks which of the groups have come by now.
+    /// Updates which of the groups are present.
     fn look(&self, groups: &Range<u64>) -> io::Result<()> {
         let Some(have) = &self.have else {
             return Ok(());
@@ -214,7 +216,7 @@ impl Arriving {
         Ok(())
     }
 
-    /// When any byte of the file came last.
+    /// When the record of present groups last changed.
     fn changed(&self) -> Option<SystemTime> {
         let facts = self.have.as_ref()?.metadata();
         facts.and_then(|facts| facts.modified()).ok()

@@ -1,7 +1,7 @@
-//! Finds the first of several failures.
+//! Root cause of an epoch's failure, from the failure reports of its ranks.
 //!
-//! When one rank dies, all others fail as well, within moments and in any order. The user wants
-//! to read about the one that died.
+//! When one rank dies, all others fail within moments and in any order. The user's message must
+//! name the rank that died, so each report gets a degree of doubt and the surest one is the cause.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use paceline_process::processes::Ending;
 
 use crate::messages::FromWorker;
 
-/// A sign that something is wrong.
+/// A report that a worker failed, from its process, its connection or itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Sign {
     /// A process ended.
@@ -21,13 +21,13 @@ pub(crate) enum Sign {
         ending: Ending,
         tail: Vec<String>,
     },
-    /// A process gives no sign of life.
+    /// A process missed its heartbeats.
     Silent { rank: Rank, silence: Duration },
-    /// A process says nonsense.
+    /// A process sent a message that does not parse.
     Garbled { rank: Rank, what: String },
-    /// A worker's machine is out of reach.
+    /// A worker's machine is unreachable.
     Gone { rank: Rank, reason: String },
-    /// A worker says that it cannot go on.
+    /// A worker reported that its epoch failed.
     Failed {
         rank: Rank,
         reason: String,
@@ -36,7 +36,7 @@ pub(crate) enum Sign {
 }
 
 impl Sign {
-    /// The sign in an event, or the message that it is instead.
+    /// The failure report in an event, else the worker's message.
     pub(crate) fn of(event: Event<FromWorker>) -> Result<Self, (Rank, FromWorker)> {
         Ok(match event {
             Event::Exited { rank, ending, tail } => Self::Exited { rank, ending, tail },
@@ -57,7 +57,7 @@ impl Sign {
         })
     }
 
-    /// The rank that it came from.
+    /// The rank that sent the report.
     pub(crate) const fn teller(&self) -> Rank {
         match self {
             Self::Exited { rank, .. }
@@ -68,7 +68,7 @@ impl Sign {
         }
     }
 
-    /// The rank to blame by this sign alone.
+    /// The rank to blame by this report alone.
     pub(crate) const fn rank(&self) -> Rank {
         match self {
             Self::Exited { rank, .. }
@@ -84,7 +84,7 @@ impl Sign {
         }
     }
 
-    /// How surely this is the cause and not a consequence; lower is surer.
+    /// Rank of the report as a root cause; the lowest is the most certain.
     const fn doubt(&self) -> u8 {
         match self {
             Self::Exited {
@@ -96,7 +96,7 @@ impl Sign {
             | Self::Gone { .. } => 0,
             Self::Failed { blamed: None, .. } => 1,
             Self::Failed { .. } => 2,
-            Self::Exited { .. } => 4, // it said why before
+            Self::Exited { .. } => 4, // its earlier report has the reason
         }
     }
 }
@@ -131,16 +131,16 @@ impl fmt::Display for Sign {
     }
 }
 
-/// The surest of `signs`, the first among equals; there is at least one.
+/// The most certain of `signs`, the first among equals. `signs` is not empty.
 pub(crate) fn cause(signs: &[Sign]) -> &Sign {
     let said_why = |of: Rank| {
         let says = |sign: &Sign| matches!(sign, Sign::Failed { rank, .. } if *rank == of);
         signs.iter().any(says)
     };
     let doubt = |sign: &&Sign| match sign {
-        // Nobody told it to, or it would not be a sign: as sure as what a rank says of itself.
+        // The process ended without an order or a reason, which is as certain as its own report.
         Sign::Exited { rank, .. } if !said_why(*rank) => sign.doubt().min(1),
-        // It left because of another.
+        // It failed because of another rank.
         Sign::Failed {
             blamed: Some(rank), ..
         } if said_why(*rank) => sign.doubt() + 1,

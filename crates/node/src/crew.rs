@@ -1,4 +1,4 @@
-//! The workers of an instance, wherever they run.
+//! The worker processes of an instance, on this machine or others, behind one trait.
 //!
 //! - [`LocalCrew`]: child processes of this machine.
 //! - [`remote::RemoteCrew`]: workers on several machines, each over a [`line::Line`] to a machine
@@ -25,19 +25,18 @@ use crate::messages::{FromWorker, ToWorker};
 
 pub use environment::for_workers;
 
-/// A worker's place, which only its machine knows.
+/// What only the worker's own machine knows: addresses, local paths and cores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Post {
-    /// Where it is to listen for the other ranks; port 0 takes a free one.
+    /// Listen address for the other ranks; port 0 takes a free one.
     pub listen: SocketAddr,
     /// The model's files there.
     pub model: PathBuf,
-    /// The draft model's files there, where one guesses and the machine has it.
+    /// The draft model's files there, if the instance uses one and the machine has it.
     pub draft: Option<PathBuf>,
-    /// The files of adapters there, in the order of the instance's; none where they lie as they do
-    /// at the owner.
+    /// Adapter files there, in the instance's order; empty if the paths are those of the owner.
     pub adapters: Vec<PathBuf>,
-    /// The first of the cores that its threads are to stay on; anywhere without.
+    /// The first core its threads are pinned to; `None` for no pinning.
     pub first_core: Option<usize>,
     /// Its process, if it has one now.
     pub pid: Option<u32>,
@@ -45,38 +44,37 @@ pub struct Post {
 
 /// Workers, one for each rank. All methods may be called from any thread; one thread receives.
 pub trait Crew: Send + Sync + fmt::Debug {
-    /// Starts a rank's worker, in place of what is left of an earlier one, whose events are
-    /// forgotten. Returns when it runs.
+    /// Starts a rank's worker and replaces an earlier one, whose events are dropped. Returns when
+    /// the process runs.
     ///
     /// # Errors
     /// Why there is none: the rank has no worker then.
     fn start(&self, rank: Rank) -> Result<(), Error>;
 
-    /// Sends a message. Waits a bounded time for a worker that does not read.
+    /// Sends a message. Waits a bounded time if the worker does not read.
     ///
     /// # Errors
-    /// The worker is of no use any more; or the message cannot be sent to anybody, see
-    /// [`Error::is_of_message`].
+    /// The worker is lost, or the message itself cannot be sent: see [`Error::is_of_message`].
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error>;
 
     /// The next event, in order for each rank; nothing after `wait`, or after a
     /// [`wake`](Self::wake).
     fn receive(&self, wait: Duration) -> Option<Event<FromWorker>>;
 
-    /// Has a [`receive`](Self::receive) that waits, or the next one, return nothing.
+    /// Makes a waiting [`receive`](Self::receive), or the next one, return `None`.
     fn wake(&self);
 
-    /// Kills a rank's worker. No event tells of it.
+    /// Kills a rank's worker without an event.
     fn stop(&self, rank: Rank);
 
-    /// Ends all workers, which get `grace` to end by themselves. Returns when none is left.
+    /// Ends all workers: each has `grace` to exit by itself. Returns when none is left.
     fn end(&self, grace: Duration);
 
-    /// Keeps a second worker of a rank on another machine, which [`start`](Self::start) takes in
-    /// place of a new one once it has said [`Prepared`](FromWorker::Prepared). `message` prepares
-    /// it, by its place; another `tag` than the last time prepares it anew. Blocks as `start` does,
-    /// and while a machine copies the model. False where no other machine can: the machines of a
-    /// crew of one are none.
+    /// Keeps a standby worker of a rank on another machine. After
+    /// [`Prepared`](FromWorker::Prepared), [`start`](Self::start) uses it instead of a new one.
+    /// `message` builds the order that prepares it; a new `tag` prepares it again. Blocks as
+    /// `start` does, and while a machine copies the model. Returns false if no other machine can
+    /// host it, as with one machine.
     ///
     /// # Errors
     /// Why there is none.
@@ -91,64 +89,62 @@ pub trait Crew: Send + Sync + fmt::Debug {
     }
 
     /// Whether [`keep_spare`](Self::keep_spare) would start or prepare one: there is none, it was
-    /// lost, or it prepared for another tag. False while one is being started, and of crews that
-    /// keep none.
+    /// lost, or it has another tag. False while one starts, and for workers without standby.
     fn lacks_spare(&self, rank: Rank, tag: u64) -> bool {
         let (_, _) = (rank, tag);
         false
     }
 
-    /// The place of a rank, as its machine describes it.
+    /// A rank's site, as reported by its machine.
     fn post(&self, rank: Rank) -> Post;
 
-    /// Where a rank is to listen for ranks of another crew; port 0 takes a free one.
+    /// Listen address of a rank for the ranks of another instance; port 0 takes a free one.
     fn door(&self, rank: Rank) -> SocketAddr {
         self.post(rank).listen
     }
 
-    /// Where ranks of another crew reach what a rank says that it listens at; `own` is this
-    /// machine, as other machines reach it.
+    /// The address at which another instance's ranks reach a rank that listens at `addr`; `own` is
+    /// this machine's address as seen by other machines.
     fn seen(&self, rank: Rank, addr: SocketAddr, own: SocketAddr) -> SocketAddr {
         let (_, _) = (rank, own);
         addr
     }
 
-    /// This machine, as another one of the crew reaches it; `None` where all are here.
+    /// This machine's address as seen by the other workers' machines; `None` if all are here.
     fn own_addr(&self) -> Option<SocketAddr> {
         None
     }
 
-    /// Whether all ranks are on this machine, where nobody else hears what they send.
+    /// Whether all ranks are on this machine, so that their traffic never leaves it.
     fn is_one_machine(&self) -> bool;
 
-    /// Whether all ranks reach each other over networks that their machines' owners trust, so that
-    /// what they send need not be encrypted.
+    /// Whether all ranks connect over trusted networks, so that their traffic needs no encryption.
     fn is_trusted(&self) -> bool {
         false
     }
 }
 
-/// How to start workers on this machine.
+/// Command, files and pinning of workers on this machine.
 pub struct LocalSpec {
     /// The program whose `args` run [`worker::run`](crate::worker::run).
     pub program: PathBuf,
     /// Arguments of every worker.
     pub args: Vec<OsString>,
-    /// All of every worker's environment: see [`for_workers`].
+    /// The complete environment of every worker: see [`for_workers`].
     pub env: Vec<(OsString, OsString)>,
     /// Folders below which workers may write.
     pub writable: Vec<PathBuf>,
     /// GGUF file or Hugging Face folder.
     pub model: PathBuf,
-    /// The same of a draft model, where one guesses.
+    /// GGUF file or folder of the draft model, if there is one.
     pub draft: Option<PathBuf>,
-    /// Files of adapters; none where the instance's owner, on this machine, says where they are.
+    /// Adapter files; empty if the instance's owner, on this machine, names their paths.
     pub adapters: Vec<PathBuf>,
     /// Workers.
     pub ranks: u32,
-    /// Threads of each, where they are to stay on cores of their own, those of rank 0 first.
+    /// Threads per worker to pin to dedicated cores, rank 0 first; `None` for no pinning.
     pub pin: Option<usize>,
-    /// Gets what workers write to standard error, by whole lines.
+    /// Receives whole lines of the workers' standard error.
     pub on_line: Option<LineSink>,
 }
 
@@ -171,15 +167,15 @@ pub struct LocalCrew {
     adapters: Vec<PathBuf>,
     pin: Option<usize>,
     workers: Workers<ToWorker, FromWorker>,
-    /// Ranks whose first process no one has asked for yet.
+    /// By rank: whether its first process was not requested by `start` yet.
     unasked: Mutex<Vec<bool>>,
 }
 
 impl LocalCrew {
-    /// Starts all processes.
+    /// Starts one worker process for each rank.
     ///
     /// # Errors
-    /// Which cannot be started, and why; none is left then.
+    /// The process that did not start, and the reason; all others are ended then.
     pub fn spawn(spec: LocalSpec) -> Result<Self, Error> {
         let args = vec![spec.args; spec.ranks as usize];
         let mut workers = Spec::new(&spec.program, args);

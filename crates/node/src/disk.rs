@@ -1,17 +1,17 @@
-//! The prefix cache on disk: pages of a rank's cache, so that prompts that were read before are not
-//! computed again after a restart.
+//! The prefix cache on disk: KV pages of one rank, so that known prompts are not computed again
+//! after a restart.
 //!
 //! ```text
 //! prefixes/{space}/{name}-{pool}     a page: header, bytes, SHA-256 of both
 //! ```
 //!
-//! A *space* is everything that decides which bytes a page has, besides its tokens. It is the
-//! model, the revision and class of the numbers, and the rank's shard. Files are written under
-//! another name, by a thread of their own, and then renamed. So a process may be killed at any
-//! time, and several may share the folder. A file that is not whole, or is of something else, is
-//! ignored with a line in the log. Its page is computed again.
+//! A *space* names everything but the tokens that determines a page's bytes: model, numerics
+//! revision and kernel class, and the rank's shard. A writer thread writes each file under a
+//! temporary name and renames it. So a process may be killed at any time, and several processes may
+//! share the folder. An incomplete or foreign file is ignored with a line in the log, and its page
+//! is computed again.
 //!
-//! Prompts can be read out of these files. The folder is the user's alone (0700).
+//! These files reveal prompts, so the folder is private to the user (0700).
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
@@ -40,39 +40,39 @@ pub(crate) const HEAD: usize = 8 + 4 + 16 + 32 + 4 + 8;
 /// Bytes of the sum at the end of a file.
 pub(crate) const SUM: usize = 32;
 
-/// Where the space lies in a header, and the name and the pool behind it.
+/// Offset of the space in a header; name and pool follow it.
 const SPACE_AT: usize = 8 + 4;
 const NAME_AT: usize = SPACE_AT + 16;
 const POOL_AT: usize = NAME_AT + 32;
 
-/// Most bytes of pages that wait to be written. A prompt of 2,000 tokens of a 0.5B model is 25 MB,
-/// which take a second to compute. Pages that come faster than the disk writes are not kept.
+/// Most bytes of queued pages. A prompt of 2,000 tokens of a 0.5B model is 25 MB and takes a second
+/// to compute. Pages beyond the queue are dropped.
 const QUEUE_BYTES: u64 = 64 << 20;
 
-/// Most pages that wait to be written.
+/// Most queued pages.
 const QUEUE_PAGES: usize = 4096;
 
-/// A page counts as used so much earlier for each page before it. Pages further behind are of no
-/// use without the pages before, so they are removed first. Longer than a page takes to compute at
-/// 7 tokens a second.
+/// Each preceding page makes a page count as used this much earlier. Later pages are useless
+/// without the earlier ones, so they are removed first. Longer than a page takes to compute at 7
+/// tokens a second.
 const AGE: Duration = Duration::from_secs(10);
 
-/// A file that was not renamed for so long is nobody's.
+/// A temporary file older than this is abandoned and removed.
 const PART_AGE: Duration = Duration::from_secs(3600);
 
-/// Where pages are kept on this machine.
+/// Folder and size limit of the prefix cache on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskCache {
-    /// The folder; made when it is needed.
+    /// The folder; created when needed.
     pub folder: PathBuf,
-    /// Most bytes of all files. Two processes that write at the same time keep to it together; each
-    /// further one may exceed it by a sixteenth.
+    /// Most bytes of all files. Two concurrent processes keep to it together; each further one may
+    /// exceed it by a sixteenth.
     pub limit: Bytes,
 }
 
 impl DiskCache {
-    /// Makes the folder, for the user alone. Called before workers are started: a folder that is
-    /// not there then cannot be opened to them in their sandbox.
+    /// Creates the folder, private to the user. Call it before workers start: their sandbox can
+    /// only allow an existing folder.
     ///
     /// # Errors
     /// What the system says.
@@ -81,14 +81,14 @@ impl DiskCache {
     }
 }
 
-/// Pages of one rank.
+/// The page store of one rank.
 #[derive(Debug)]
 pub(crate) struct Disk {
     folder: PathBuf,
     space: [u8; 16],
-    /// Written or waiting to be, as far as this process knows.
+    /// Pages written or queued, as far as this process knows.
     here: HashSet<(PageName, u32)>,
-    /// Bytes of the largest page that is kept.
+    /// Bytes of the largest page seen.
     largest: u64,
     queue: SyncSender<Waiting>,
     /// Bytes in the queue.
@@ -105,10 +105,10 @@ struct Waiting {
 }
 
 impl Disk {
-    /// The pages of the rank that holds `weights` of the model with this `identity`.
+    /// Opens the store of the rank with these `weights` of the model with this `identity`.
     ///
     /// # Errors
-    /// When the folder cannot be had, or no thread.
+    /// If the folder or the writer thread cannot be created.
     pub(crate) fn open(
         cache: &DiskCache,
         identity: &str,
@@ -168,8 +168,8 @@ pub(crate) fn head(space: &[u8; 16], (name, pool): (&PageName, u32), len: usize)
     head.try_into().expect("the parts of a header")
 }
 
-/// Name and pool of the page that a header of `space` is about; `None` for one of something else.
-/// The length behind them is to be compared with what is expected.
+/// Name and pool in a header of `space`; `None` for another space. The caller compares the length
+/// that follows them.
 pub(crate) fn page_of(space: &[u8; 16], bytes: &[u8; HEAD]) -> Option<(PageName, u32)> {
     let mut name = PageName::default();
     for (word, bytes) in name.0.iter_mut().zip(bytes[NAME_AT..].as_chunks().0) {
@@ -180,13 +180,14 @@ pub(crate) fn page_of(space: &[u8; 16], bytes: &[u8; HEAD]) -> Option<(PageName,
     (head(space, (&name, pool), len as usize) == *bytes).then_some((name, pool))
 }
 
-/// The space of everything that decides which bytes a page has, besides its tokens.
+/// The space as a hash of `of`, which names everything but the tokens that determines a page's
+/// bytes.
 pub(crate) fn space(of: &str) -> [u8; 16] {
     let hash = Sha256::digest(format!("{VERSION}/{}/{of}", crate::NUMERICS));
     *hash.first_chunk().expect("a hash has 32 bytes")
 }
 
-/// The name of a page of `tokens` behind the page called `before`.
+/// The name of a page of `tokens` that follows the page `before`.
 pub(crate) fn name(before: &PageName, tokens: &[u32]) -> PageName {
     let mut hash = Sha256::new();
     hash.update(bytes_of(before).collect::<Vec<u8>>());
@@ -249,7 +250,7 @@ impl PageStore for Disk {
     }
 }
 
-/// Reads the bytes of a page, and says that it was used.
+/// Reads a page and updates its time of use.
 fn read(path: &Path, head: &[u8; HEAD], into: &mut [u8], age: Duration) -> io::Result<()> {
     let bad = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
     let mut file = File::open(path)?;
@@ -266,7 +267,7 @@ fn read(path: &Path, head: &[u8; HEAD], into: &mut [u8], age: Duration) -> io::R
     if sum != summed(head, into) {
         return bad("its checksum is wrong");
     }
-    // Should the time not be taken, it is removed sooner than it had to be.
+    // If this fails, the page is only removed sooner.
     let _ = file.set_modified(SystemTime::now() - age);
     Ok(())
 }
@@ -277,18 +278,18 @@ pub(crate) fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
     hash.finalize().into()
 }
 
-/// Writes pages, and keeps to the limit.
+/// Writer thread: writes pages and enforces the size limit.
 struct Writer {
     root: PathBuf,
     limit: u64,
-    /// Bytes since it last looked at all files.
+    /// Bytes written since the last sweep.
     written: u64,
     queued: Arc<AtomicU64>,
     has_failed: bool,
 }
 
 impl Writer {
-    /// Until the queue is closed.
+    /// Runs until the queue is closed.
     fn run(mut self, queue: &Receiver<Waiting>) {
         self.sweep();
         while let Ok(page) = queue.recv() {
@@ -313,14 +314,14 @@ impl Writer {
             .with_extension(format!("{}.part", std::process::id()));
         let written = write_whole(&part, page).and_then(|()| fs::rename(&part, &page.path));
         if written.is_err() {
-            let _ = fs::remove_file(&part); // the error is told
+            let _ = fs::remove_file(&part); // the error is logged
         }
         self.written += len;
         written
     }
 
-    /// Removes the files that were used longest ago until all take seven eighths of the limit. Two
-    /// sixteenths are for pages that processes write before they look again.
+    /// Removes the least recently used files until seven eighths of the limit remain in use. The
+    /// rest is for pages that processes write before their next sweep.
     fn sweep(&mut self) {
         self.written = 0;
         let mut files = files(&self.root);
@@ -347,7 +348,7 @@ fn write_whole(path: &Path, page: &Waiting) -> io::Result<()> {
     file.set_modified(SystemTime::now() - page.age)
 }
 
-/// When each page of all spaces was used last, its bytes, and its file. Others are left alone.
+/// Time of last use, bytes and path of each page, over all spaces. Ignores other files.
 fn files(root: &Path) -> Vec<(SystemTime, u64, PathBuf)> {
     let spaces = fs::read_dir(root).into_iter().flatten().flatten();
     let files = spaces.filter_map(|space| fs::read_dir(space.path()).ok());
@@ -360,7 +361,7 @@ fn files(root: &Path) -> Vec<(SystemTime, u64, PathBuf)> {
     files.flatten().flatten().filter_map(facts).collect()
 }
 
-/// The whole pages in the folder of a space.
+/// The complete pages in the folder of a space.
 fn known(folder: &Path) -> io::Result<HashSet<(PageName, u32)>> {
     let (mut here, mut foreign) = (HashSet::new(), 0);
     for file in fs::read_dir(folder)? {
@@ -378,7 +379,7 @@ fn known(folder: &Path) -> io::Result<HashSet<(PageName, u32)>> {
     Ok(here)
 }
 
-/// The page of a file name, and what comes after it.
+/// The page of a file name, and the rest of that name.
 fn parse(name: &str) -> Option<((PageName, u32), &str)> {
     let (digits, rest) = name.split_at_checked(64)?;
     let (pool, rest) = match rest.split_once('.') {
@@ -395,7 +396,7 @@ fn parse(name: &str) -> Option<((PageName, u32), &str)> {
     Some(((name, pool), rest))
 }
 
-/// Makes a folder that only the user can look into.
+/// Creates a folder that only the user can open.
 fn make_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)

@@ -1,16 +1,16 @@
-//! Errors of instances and their workers.
+//! Errors of instances and of their worker processes.
 
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::InitError;
 use paceline_comm::tcp::JoinError;
 use paceline_model::split;
 
-/// Why an instance cannot be started, or a worker cannot go on.
+/// Why an instance cannot start, or a worker's epoch failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
-    /// Nodes that share layers would compute them by different rules.
+    /// Nodes that share layers have different kernel classes.
     #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
     MixedStage {
         /// Class of the stage's first node.
@@ -19,15 +19,16 @@ pub enum Error {
     },
     #[error("an instance computes one pipeline of layers in memory, and this placement has {part}")]
     Placement {
-        /// The part that workers do not execute.
+        /// The unsupported part of the model.
         part: &'static str,
     },
-    /// MLX computes few rows no faster than one by one, so guesses would cost and give nothing.
+    /// MLX computes few rows no faster than one by one, so draft tokens would cost and gain
+    /// nothing.
     #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
     DraftOnMlx,
     #[error(transparent)]
     Adapter(#[from] paceline_train::Error),
-    /// Other files lie where an adapter was when its instance was started.
+    /// An adapter's files were replaced since its instance started.
     #[error("adapter {name}: {}: the file was replaced", path.display())]
     OtherAdapter {
         name: String,
@@ -38,25 +39,26 @@ pub enum Error {
     SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
-    /// MLX keeps keys and values in arrays of its own, which no rank gives away.
+    /// MLX keeps keys and values in its own arrays, so a rank cannot transfer them.
     #[error(
         "nodes for prompts need nodes that compute on the CPU, and class mlx hands no pages over"
     )]
     PromptsOnMlx,
-    /// Pages that are handed over have one class: the answer would depend on who read a prompt.
+    /// Prefill and decode ranks must have one kernel class, else an answer would depend on which
+    /// group computed the prompt.
     #[error("nodes for prompts need one class on all nodes, and they compute as {a} and as {b}")]
     MixedPrompts {
         /// Class of the first node.
         a: KernelClass,
         b: KernelClass,
     },
-    /// Bytes from a rank that reads prompts are no page for this one.
+    /// A prefill rank sent bytes that are no valid page for this rank.
     #[error("a page of a prompt was refused: {what}")]
     BadPage {
         /// The problem with the page.
         what: &'static str,
     },
-    /// Packed weights cannot be taken into another epoch.
+    /// Packed weights cannot be carried into another epoch.
     #[error("something still holds the weights of the epoch before")]
     Held,
     #[error("{reason}")]
@@ -66,35 +68,35 @@ pub enum Error {
         /// The failure, with the rank's name.
         reason: String,
     },
-    /// A worker on another machine cannot be started or reached.
+    /// A worker on another machine cannot be started or is unreachable.
     #[error("{rank} on {source}")]
     Place {
         rank: Rank,
         /// The machine, and what happened.
         source: crate::crew::line::Broken,
     },
-    /// Another file lies where the model was when its instance was loaded.
+    /// The model's file was replaced since its instance was loaded.
     #[error("{}: the file was replaced: it is model {got}, the instance is of {expected}", path.display())]
     OtherModel {
         path: std::path::PathBuf,
         got: String,
         expected: String,
     },
-    /// The engine of this worker cannot go on.
+    /// The engine of this worker has stopped.
     #[error("{reason}")]
     Stopped {
         reason: String,
-        /// Whose fault it is, if another rank's.
+        /// The rank at fault, if it is another one.
         blamed: Option<Rank>,
     },
-    /// The parent speaks another protocol than this worker.
+    /// The parent uses a different protocol version.
     #[error("the parent sent {got} where {expected} was due: are they of one version?")]
     Protocol {
         got: &'static str,
-        /// The message that should have come.
+        /// The expected message.
         expected: &'static str,
     },
-    /// This rank computes and does not get on, in a kernel or a driver.
+    /// This rank hangs in a kernel or a driver.
     #[error(
         "hangs: layer {layer} has not ended within {:.1} s, expected {:.1} s at most",
         stalled.as_secs_f64(), limit.as_secs_f64()
@@ -102,12 +104,12 @@ pub enum Error {
     Hang {
         /// The layer, counted from 0.
         layer: u32,
-        /// For how long nothing was computed.
+        /// Time without progress.
         stalled: std::time::Duration,
         /// How long a layer may take.
         limit: std::time::Duration,
     },
-    /// A setting that the parent sent cannot be read.
+    /// A setting from the parent does not parse.
     #[error("{field} is {got:?}, which this worker does not know")]
     Setting { field: &'static str, got: String },
     #[error(transparent)]
@@ -125,16 +127,16 @@ pub enum Error {
     Tokenizer(#[from] paceline_formats::tokenizer::Error),
     #[error(transparent)]
     Plan(#[from] paceline_plan::Error),
-    /// Weights cannot be packed, or memory for a cache cannot be had.
+    /// Packing weights or allocating a cache failed.
     #[error(transparent)]
     Tensor(#[from] paceline_tensor::Error),
-    /// A rank did not tell what it recorded.
+    /// A rank did not return its recorded trace.
     #[error("{rank} did not tell what it recorded: trace again")]
     NotTraced { rank: Rank },
     /// The model's speed on this machine cannot be measured by probing some of its layers.
     #[error("speed cannot be measured: {what}")]
     NotMeasured { what: &'static str },
-    /// A thread ended before its work was done; it has said why on standard error.
+    /// A thread ended before its work was done; the reason is on standard error.
     #[error("{what} ended early")]
     Ended { what: &'static str },
     /// All ports that a worker may listen at are taken.
@@ -150,7 +152,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether a worker was started by somebody who does not speak with it, such as a person.
+    /// Whether the worker was started without a parent on its control channel, for example by hand.
     pub const fn is_by_hand(&self) -> bool {
         matches!(
             self,
@@ -158,13 +160,13 @@ impl Error {
         )
     }
 
-    /// Whether it is about the message that was to be sent, and not about who was to get it.
+    /// Whether the message caused the error, not its receiver.
     pub const fn is_of_message(&self) -> bool {
         use paceline_cluster::Error::{TooLong, Unencodable};
         matches!(self, Self::Cluster(TooLong { .. } | Unencodable { .. }))
     }
 
-    /// Of another rank, the one to blame; `None` when the failure is this rank's own.
+    /// The other rank to blame; `None` if the failure is this rank's own.
     pub(crate) fn blamed(&self) -> Option<Rank> {
         match self {
             Self::Model(error) | Self::Engine(paceline_engine::Error::Model(error)) => {
@@ -172,18 +174,18 @@ impl Error {
             }
             Self::Stopped { blamed, .. } => *blamed,
             Self::Join(InitError::Join(error)) => missing(error),
-            // Of a call of all ranks: it names one of them.
+            // A collective's error names a rank.
             Self::Comm(error) => paceline_model::Error::Comm(*error).blamed(),
             _ => None,
         }
     }
 }
 
-/// The rank because of which the ranks did not meet, where it is another one than this.
+/// The other rank that prevented the group from forming, if there is one.
 const fn missing(error: &JoinError) -> Option<Rank> {
     match error {
         JoinError::Missing { rank, .. } | JoinError::Lost { rank } => Some(*rank),
-        // It says why by itself, which counts for more.
+        // That rank reports its own reason, which is more certain.
         JoinError::GaveUp { by, .. } => Some(*by),
         JoinError::NoSuchRank { .. }
         | JoinError::System { .. }

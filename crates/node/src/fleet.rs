@@ -1,26 +1,30 @@
-//! Instances over the nodes of a cluster.
+//! Control plane: the instances of a cluster, as each node reconciles them with the shared map.
+//!
+//! One thread of each node compares the map with what this node runs, and starts, hands over or
+//! ends its part. The node's commands and its HTTP server call [`Fleet`]. It computes nothing
+//! itself: that is [`Instance`](crate::Instance) and its workers.
 //!
 //! ```text
 //! load: writes a record for each replica to the shared map ──▶ every node looks at its duties
-//!   owner (the record's first node): copies the model to the others, starts an Instance over them
+//! owner (the record's first node): copies the model to the others, starts an Instance over them
 //!   other nodes: run workers (service `crew`), copy the model (`fetch`, `file`)
 //!   every node: opens a door to each model; requests go to the owner of a replica (`answers`)
 //! owner dead: the first successor that lives writes the next record and owns it
 //! ```
 //!
-//! - [`Fleet`]: starts it all beside an agent.
+//! - [`Fleet`]: the handle; runs next to the cluster agent.
 //! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
 //! - [`lent`]: instances for programs of this machine's user.
-//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): requests of users.
-//! - `loading`: records of what people want. `naming`, `deal`, `spread`: replicas of a model, and
-//!   which nodes compute them. `widen`: nodes that come, or come back.
-//! - `replicas`, `choice`, `prefixes`: the choice of the replica that answers a request.
-//! - `copies`, `pieces`, `partial`, `tree`, `rooted`: how a model gets to the nodes that compute
-//!   it. `hub`: bytes that no node has.
-//! - `stores`: the models on each node's disk, and their limits. `stale`: records that no node
-//!   needs any more.
-//! - `opening`: doors that are being opened, which may read all of a file.
-//! - [`journals`]: copies of streamed answers, for clients that come back to another node.
+//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): users' requests.
+//! - Loading writes the specs; replica names, node assignment and placement spread decide which
+//!   nodes compute which replica. Expansion adds nodes that join or return.
+//! - `replicas`, `choice`, `prefixes`: routing of a request to a replica.
+//! - `copies`, `tree`, and the modules of byte ranges, partial files and signed roots: distribution
+//!   of model files between nodes. `hub`: bytes that no node has.
+//! - `stores`: the models on each node's disk, and their limits. Garbage collection removes records
+//!   that no node needs.
+//! - Service starts: registration of a model at this node, which may read all of a file.
+//! - [`journals`]: copies of streamed answers, for clients that reconnect to another node.
 
 mod answers;
 mod battery;
@@ -97,7 +101,7 @@ use replicas::{Preferred, Replicas};
 pub use stores::{Holding, Outcome, OwnStore, Store};
 pub use traced::TraceAsk;
 
-/// Services of a node.
+/// Names of a node's services, as peers open them.
 const CREW: &str = "crew";
 const FETCH: &str = "fetch";
 const FILE: &str = "file";
@@ -108,30 +112,30 @@ const TRACE: &str = "trace";
 const STAGES: &str = "stages";
 const SPEED: &str = "speed";
 
-/// How often duties are looked at although nothing changed.
+/// Interval of reconciliation when nothing has changed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Between two tries to get the beginning of a model's file, of 4 MB and more. The root of a large
-/// file is signed some time after it was loaded.
+/// Interval between attempts to fetch the beginning of a model file, 4 MB and more. The root of a
+/// large file is signed some time after it was loaded.
 const PART_EVERY: Duration = Duration::from_secs(5);
 
-/// The try whose failure is told, once: the first ones may come before the root is signed.
+/// Log the failure of this attempt only: earlier ones may precede the signed root.
 const PART_TOLD: u32 = 12;
 
-/// Longest wait for the channel of an entry to an owner.
+/// Longest wait for the channel of an ingress to an owner.
 const OWNER_LIMIT: Duration = Duration::from_secs(3);
 
 /// Most replicas of one load: one for each node of the largest instance.
 const REPLICAS_MAX: u16 = NODES_MAX as u16;
 
-/// Hears which models this node answers with.
+/// Receives the models that this node can answer with. The HTTP server implements it.
 pub trait Doors: Send + Sync {
-    /// Answers with a model from now on, by all of its replicas, or with one of its adapters. `key`
-    /// names the door; `path` is the model's file on this node, `model` the record of one of the
-    /// replicas, and the adapter.
+    /// Registers a model over all of its replicas, or one of its adapters. `key` identifies the
+    /// registration. `path` is the model's file on this node; `model` is the spec of one replica,
+    /// and the adapter.
     ///
     /// # Errors
-    /// Why it cannot be answered with.
+    /// Why this node cannot answer with it.
     fn open(
         &self,
         key: &str,
@@ -140,28 +144,28 @@ pub trait Doors: Send + Sync {
         service: Arc<dyn Service>,
     ) -> Result<(), String>;
 
-    /// Answers with it no more.
+    /// Removes the registration `key`.
     fn close(&self, key: &str);
 
-    /// The journal of a streamed answer of this node, which stops answering it. Its client, which
-    /// has the key with this id, goes on at another node.
+    /// Returns the journal of a streamed answer of this node and ends the stream: its client, the
+    /// holder of the API key with this id, resumes at another node.
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
 }
 
-/// Sizes of an engine for a model at a path, as its record asks.
+/// Engine sizes for the model at a path, by its spec.
 pub type Sizes = dyn Fn(&Path, &Config, &Wanted) -> EngineConfig + Send + Sync;
 
 /// The file of a model by the user's name for it, or why there is none.
 pub type Find = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
 
-/// Makes kernels on so many threads.
+/// Makes kernels for a number of threads.
 pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
 
-/// The parts that a fleet needs of the program around it.
+/// Dependencies of a fleet on the program around it.
 pub struct FleetSpec {
     /// Starts workers: program and arguments.
     pub program: (PathBuf, Vec<std::ffi::OsString>),
-    /// All of every worker's environment: see [`for_workers`](crate::crew::for_workers).
+    /// The complete environment of every worker: see [`for_workers`](crate::crew::for_workers).
     pub worker_env: Vec<(std::ffi::OsString, std::ffi::OsString)>,
     /// Folders below which workers may write.
     pub worker_folders: Vec<PathBuf>,
@@ -169,23 +173,23 @@ pub struct FleetSpec {
     pub find: Box<Find>,
     /// Where copies of models are kept.
     pub copies: PathBuf,
-    /// The user's models of this machine, and what its disk may hold.
+    /// The user's models on this machine, and the disk budget.
     pub store: Arc<OwnStore>,
     /// The hub, for bytes of models that no node has.
     pub hub: Arc<dyn FromHub>,
-    /// Paceline's files, with what was measured for forecasts.
+    /// Paceline's home folder, with the measurements for forecasts.
     pub home: PathBuf,
-    /// Kernels on so many threads.
+    /// Makes kernels for a number of threads.
     pub kernels: Box<MakeKernels>,
-    /// The only interface that workers listen at; all without.
+    /// The only interface on which workers listen; `None` for all.
     pub interface: Option<String>,
     /// Sizes of an engine.
     pub sizes: Box<Sizes>,
-    /// Threads of a worker where nobody says.
+    /// Default threads of a worker.
     pub threads: usize,
-    /// Models that this node answers with.
+    /// Receives the models that this node answers with.
     pub doors: Box<dyn Doors>,
-    /// Lines for people; must not block.
+    /// Receives log lines for people; must not block.
     pub tell: Arc<dyn Fn(&str) + Send + Sync>,
 }
 
@@ -202,9 +206,9 @@ pub struct Ask {
     pub model: String,
     /// Names or ids of nodes.
     pub nodes: Vec<String>,
-    /// How many nodes, where none are named.
+    /// Number of nodes if `nodes` is empty.
     pub count: usize,
-    /// In which directions the model is cut.
+    /// Kind of split: tensor, pipeline or both.
     pub split: SplitKind,
     /// Threads of each worker; by default all cores of this machine.
     pub threads: Option<u16>,
@@ -212,25 +216,24 @@ pub struct Ask {
     pub context: Option<u32>,
     /// Answers that are computed at the same time.
     pub parallel: u16,
-    /// Further copies of each shard that wait packed on other nodes, 0 or 1; one where memory
-    /// allows if nobody says.
+    /// Standby copies of each shard on other nodes, 0 or 1; by default 1 if memory allows.
     pub spare: Option<u16>,
     /// Whole copies of the model, each an instance of its own; at least 1. Each has `count` nodes,
     /// or an equal share of `nodes`.
     pub replicas: u16,
-    /// The user's name for a small model that guesses what the model will answer.
+    /// The user's name for the draft model of speculative decoding.
     pub draft: Option<String>,
-    /// Adapters beside the model: names, and where this machine has them.
+    /// Adapters of the model: names, and their paths on this machine.
     pub adapters: Vec<(String, PathBuf)>,
-    /// Tokens that are guessed and checked in a step at most.
+    /// Most draft tokens verified in a step.
     pub drafts: Option<u8>,
-    /// Whether nodes that compute slower than before give work to the others meanwhile.
+    /// Whether slower nodes shift part of their share to the others.
     pub follow: bool,
-    /// Whether replicas are added and ended by load.
+    /// Whether load adds and removes replicas.
     pub grows: bool,
-    /// How much of the model's file each node gets.
+    /// Distribution of the model file over the nodes.
     pub weights: Weights,
-    /// Names or ids of nodes that only read prompts.
+    /// Names or ids of nodes for prefill only.
     pub prompts: Vec<String>,
 }
 
@@ -240,30 +243,30 @@ pub struct View {
     pub id: String,
     /// The model's name, as its user gave it.
     pub model: String,
-    /// How it is; `waiting` before its owner says.
+    /// Its state; `waiting` before its owner reports one.
     pub state: String,
-    /// Steps or bytes done and of how many.
+    /// Steps or bytes done, and their total.
     pub progress: Option<(u64, u64)>,
     /// Why it failed or recovers, or which nodes are left out.
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
     pub nodes: Vec<String>,
-    /// Names of the nodes that only read prompts for it.
+    /// Names of its prefill nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<String>,
     /// Number of the record: one more with each owner.
     pub epoch: u64,
-    /// How the model is cut, as it was asked for.
+    /// The split as requested.
     pub split: String,
     /// Which replica of the model it is, where there are several.
     pub replica: Option<Replica>,
-    /// Requests that this node has given to it.
+    /// Requests that this node has sent to it.
     pub asked: u64,
-    /// Requests that it has in work, as far as this node knows; 0 where this node gives it none.
+    /// Its running requests as far as this node knows; 0 if this node sends it none.
     pub load: usize,
 }
 
-/// An instance that this node can ask.
+/// An instance to which this node can send requests.
 #[derive(Clone, Debug, Serialize)]
 pub struct Using {
     #[serde(flatten)]
@@ -272,7 +275,7 @@ pub struct Using {
     pub path: PathBuf,
 }
 
-/// Instances over the nodes of a cluster. Dropping it ends those of this node.
+/// The control plane of this node. Dropping it ends the node's instances.
 pub struct Fleet {
     inner: Arc<Inner>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -287,48 +290,48 @@ struct Inner {
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<Name, Door>>,
     opening: Mutex<Opening>,
-    /// Instances that were ready when the doors were tended last: this node answers with them,
-    /// where it can.
+    /// Instances that were ready at the last update of this node's services; it answers with them
+    /// if it can.
     seen: Mutex<BTreeSet<InstanceId>>,
     over: AtomicBool,
-    /// Instances that programs of this machine borrow now.
+    /// Instances leased to programs of this machine.
     loans: Mutex<BTreeSet<InstanceId>>,
-    /// When this node last tried to get what it lacks to answer with an instance of others, and how
-    /// often it did.
+    /// By instance of other nodes: time of the last attempt to fetch the files needed to answer
+    /// with it, and the number of attempts.
     tried: Mutex<BTreeMap<InstanceId, (Instant, u32)>>,
-    /// When the work of this node had moved to others, so that it can go.
+    /// When all work of this node had moved to others.
     left: Mutex<Option<Instant>>,
-    /// The battery is low: this node takes no work.
+    /// Whether the battery is low, so that this node takes no work.
     rests: AtomicBool,
     copier: Copier,
     shelf: Shelf,
     deaths: Deaths,
 }
 
-/// The service by which this node answers requests for a name.
+/// The service that answers requests for a model name on this node.
 #[derive(Clone)]
 enum Door {
-    /// Instances over the cluster.
+    /// Replicas on the cluster's nodes.
     Replicas(Arc<Replicas>),
-    /// This process.
+    /// An encoder in this process.
     Encoder,
 }
 
 /// An instance of this node, by the epoch of its record.
 struct Running {
     owned: Owned,
-    /// Once it answers.
+    /// Set once it answers.
     answers: Option<Answers>,
-    /// Of the record before, which answers until this one does.
+    /// Service of the previous record, which answers until this one does.
     former: Option<Answers>,
 }
 
-/// The service that answers for an instance on its owner.
+/// The service of an instance on its owner.
 #[derive(Clone)]
 enum Answers {
     /// Workers.
     Instance(Arc<Instance>),
-    /// This process: an encoder.
+    /// An encoder in this process.
     Encoder(Arc<EncoderService>),
 }
 
@@ -349,7 +352,7 @@ fn name_of(wanted: &Wanted) -> ModelName {
 }
 
 impl Fleet {
-    /// Serves other nodes, and looks at this node's duties from now on.
+    /// Starts the services for other nodes and the reconciling thread.
     ///
     /// # Errors
     /// What the system says when it refuses a thread.
@@ -402,12 +405,12 @@ impl Fleet {
         Ok(Self { inner, thread })
     }
 
-    /// Wants a model loaded. Returns the instance of each replica without waiting for it;
-    /// [`list`](Self::list) says how it goes. For several replicas it first measures what is not
-    /// known yet, as [`preview`](Self::preview) does.
+    /// Requests that a model is loaded. Returns the instance of each replica without waiting;
+    /// [`list`](Self::list) has the progress. For several replicas it first takes missing
+    /// measurements, as [`preview`](Self::preview) does.
     ///
     /// # Errors
-    /// A model that is not on this machine, nodes that there are not, replicas that do not fit in
+    /// The model is not on this machine, a node does not exist, or the replicas do not fit in
     /// memory. Nothing is loaded then.
     pub fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
         let loaded = self.inner.load(ask);
@@ -415,17 +418,17 @@ impl Fleet {
         loaded
     }
 
-    /// Placements of a model over living nodes, each with a prediction; loads nothing. Measures
-    /// what is not known yet, which takes a second or two the first time.
+    /// Placements of a model over live nodes, each with a prediction; loads nothing. Takes missing
+    /// measurements, a second or two the first time.
     ///
     /// # Errors
-    /// A model that is not on this machine, nodes that there are not.
+    /// The model is not on this machine, or a node does not exist.
     pub fn preview(&self, ask: &Ask) -> Result<Preview, String> {
         self.inner.preview(ask)
     }
 
-    /// Wants a model unloaded, by its name or an instance's id: all replicas, or the one with this
-    /// number. How many instances that were.
+    /// Requests that a model is unloaded, by its name or an instance's id: all replicas, or the one
+    /// with this number. Returns the number of instances.
     ///
     /// # Errors
     /// No such instance.
@@ -435,50 +438,51 @@ impl Fleet {
         unloaded
     }
 
-    /// Has an instance answer a prompt, and every rank of it record what that takes. The node that
-    /// owns the instance does so; blocks until the answer is complete, at most some minutes.
+    /// Traces one answer of an instance on all of its ranks. The owner runs it; blocks until the
+    /// answer is complete, at most some minutes.
     ///
     /// # Errors
-    /// No such instance, one that does not answer.
+    /// No such instance, or it does not answer.
     pub fn trace(&self, ask: &TraceAsk) -> Result<Recording, String> {
         traced::trace(&self.inner, ask)
     }
 
-    /// Has the node that owns an instance look for some seconds at where the time of its ranks
-    /// goes. The instance goes by its id or model. Blocks as long.
+    /// Samples for some seconds where the time of an instance's ranks goes, on its owner. `name` is
+    /// its id or model. Blocks as long.
     ///
     /// # Errors
-    /// No such instance, one that does not answer, another trace of it that runs.
+    /// No such instance, it does not answer, or another trace of it is running.
     pub fn stages(&self, name: &str) -> Result<Stages, String> {
         traced::stages(&self.inner, name)
     }
 
-    /// Moves everything that this node computes to other nodes, before it goes. The instances
-    /// answer all the while. Waits until others answer with them, at most `limit`; `wait` is called
-    /// about once a second. Returns the names of the models that could not be moved. There are none
-    /// where no other node lives, or where all that live leave as well, which is told.
+    /// Drains this node: moves its instances to other nodes while they keep answering. Waits until
+    /// others answer with them, at most `limit`; `wait` is called about once a second. Returns the
+    /// names of models that could not be moved. If no node can take over, it logs a warning and
+    /// returns none.
     pub fn leave(&self, limit: Duration, wait: &mut dyn FnMut()) -> Vec<String> {
         self.inner.leave(limit, wait)
     }
 
-    /// All wanted instances.
+    /// All instances in the shared map.
     pub fn list(&self) -> Vec<View> {
         self.inner.list()
     }
 
-    /// Has another node keep a piece of a journal; `done` hears whether one does. Does not block.
+    /// Replicates a segment of a journal to another node; `done` receives the result. Does not
+    /// block.
     pub fn keep(&self, piece: journals::Piece, done: journals::Done) {
         self.inner.copier.put(piece, done);
     }
 
-    /// The longest copy of a journal that any node has, for the holder of the key with this id. May
+    /// The longest copy of a journal on any node, for the holder of the API key with this id. May
     /// block for some seconds.
     pub fn find_journal(&self, id: &str, key: Option<&str>) -> journals::Found {
         journals::find(&self.inner, id, key)
     }
 
-    /// The idlest instance of a name or id that answers, if this node can tell its tokens. For that
-    /// it needs the beginning of the model's file, which it fetches once it knows the instance.
+    /// The least loaded ready instance of a name or id, if this node has its tokenizer. That needs
+    /// the beginning of the model file, which the node fetches once it sees the instance.
     pub fn using(&self, model: &str) -> Option<Using> {
         let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
         let all = self.list().into_iter().filter(is_it);
@@ -490,11 +494,11 @@ impl Fleet {
         Some(Using { view, path })
     }
 
-    /// An instance of the cluster, wherever it runs, as a service of this node. Other replicas of
-    /// its model answer while it does not.
+    /// An instance of the cluster, on any node, as a local service. Other replicas of its model
+    /// answer while it does not.
     ///
     /// # Errors
-    /// An id that is none, what the system says when it refuses a thread.
+    /// The id does not parse, or the system refuses a thread.
     pub fn service(&self, id: &str) -> Result<Arc<dyn Service>, String> {
         let id: InstanceId = id.parse().map_err(|_| format!("{id:?} is no instance"))?;
         if !self.inner.is_wanted(id) {
@@ -507,14 +511,14 @@ impl Fleet {
         Ok(Arc::new(service))
     }
 
-    /// How the instances that this node owns compute, by id; those that are ready.
+    /// Summaries of the ready instances that this node owns, by id.
     pub fn portraits(&self) -> BTreeMap<String, Portrait> {
         let told = self.ready().into_iter().map(|(id, it)| (id, it.portrait()));
         told.collect()
     }
 
-    /// Bytes that ranks of this node's own instances have sent each other. Waits for up to
-    /// `limit` for each; those that do not tell in time are left out.
+    /// Bytes sent between the ranks of this node's own instances. Waits up to `limit` for each
+    /// instance and leaves out late ones.
     pub fn exchanged(&self, limit: Duration) -> Vec<Exchanged> {
         let views = self.list();
         let told = self.ready().into_iter().filter_map(|(id, it)| {
@@ -552,7 +556,7 @@ impl Drop for Fleet {
 }
 
 impl Fleet {
-    /// The node that the fleet is part of.
+    /// The cluster agent of this node.
     pub fn agent(&self) -> Agent {
         self.inner.agent.clone()
     }
@@ -565,7 +569,7 @@ impl fmt::Debug for Fleet {
 }
 
 impl Inner {
-    /// Answers other nodes.
+    /// Starts the services for other nodes.
     fn serve(self: &Arc<Self>) {
         let weak = Arc::downgrade(self);
         let with = move |run: fn(&Arc<Self>, paceline_cluster::nodes::agent::Channel)| {
@@ -579,7 +583,7 @@ impl Inner {
         self.agent.serve(
             CREW,
             with(|inner, channel| {
-                // How it ended is told at the other end.
+                // The owner sees how it ended at its end of the connection.
                 let _: Result<(), _> = host(&Wire(channel), &inner.host);
             }),
         );
@@ -604,7 +608,7 @@ impl Inner {
         self.agent.serve(
             SPEED,
             with(|inner, channel| {
-                // A node that plans does without, if it is gone or this one cannot say.
+                // Optional: the planning node estimates the speed without an answer.
                 let _: Result<(), _> = say(&Wire(channel), &inner.own_speed());
             }),
         );
@@ -649,11 +653,11 @@ impl Inner {
             self.rest(&mut battery, Instant::now());
             self.tend_doors();
             self.take_back();
-            let _ = self.has_lost_some(); // so that deaths are known from their beginning
+            let _ = self.has_lost_some(); // records each death at its start
             self.stay();
             self.remove_stale(&mut stale, Instant::now());
             let began = Instant::now();
-            // In slices, so that an end is seen soon.
+            // In slices, so that shutdown is noticed soon.
             while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
                 if watch.wait(LOOK_EVERY / 10) {
                     break;
@@ -662,13 +666,14 @@ impl Inner {
         }
     }
 
-    /// Starts what this node has to own, and ends what it owns no more.
+    /// Reconciles: starts the instances that this node must own and ends those that it no longer
+    /// owns.
     fn do_duties(self: &Arc<Self>) {
         let map = self.agent.map();
         let mut own = Vec::new();
         for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
             match duty {
-                // The thread that leaves hands on what was handed to this node meanwhile.
+                // The draining thread hands over instances that arrive meanwhile.
                 Duty::Own { id, .. } if self.is_leaving() && !self.runs(id) => {}
                 Duty::TakeOver { .. } if self.is_leaving() => {}
                 Duty::Own { id, epoch, wanted } => {
@@ -687,7 +692,7 @@ impl Inner {
                 Duty::TakeOver { id, epoch, wanted } => {
                     (self.spec.tell)(&format!("{}: its owner is lost, taking over", wanted.model));
                     let wanted = self.with_room(id, &wanted);
-                    // Refused where another node was faster.
+                    // Fails if another node wrote first.
                     let _: Result<(), _> = self.want(id, epoch, Some(&wanted));
                 }
             }
@@ -702,7 +707,7 @@ impl Inner {
         drop(ended); // ends their workers, which takes a moment
     }
 
-    /// Starts an instance on a thread of its own, once for each record.
+    /// Starts an instance on its own thread, once for each record.
     fn begin(self: &Arc<Self>, mut owned: Owned) {
         let mut all = lock(&self.owned);
         let epoch = owned.epoch;
@@ -717,7 +722,7 @@ impl Inner {
         };
         let before = all.insert(owned.id, running);
         let former = before.and_then(|it| it.answers.or(it.former));
-        // Where the one before answers, that goes on if this one cannot start.
+        // If the previous one answers, it continues when this one cannot start.
         owned.goes_on &= former.is_none();
         if let Some(it) = all.get_mut(&owned.id) {
             it.former = former;
@@ -740,7 +745,7 @@ impl Inner {
             }
             drop(all);
             drop(former); // ends its workers, which takes a moment
-            // A node that leaves must hear that its part was not taken over.
+            // A draining node must learn that its part was not taken over.
             let leaves = || inner.agent.nodes().iter().any(|node| node.facts.leaving);
             if goes_on && !leaves() {
                 owned.go_on_as_before(&inner);
@@ -752,15 +757,14 @@ impl Inner {
         }
     }
 
-    /// Whether this node still brings up or has an instance of this record.
+    /// Whether this node starts or runs an instance of this record.
     fn has_begun(&self, id: InstanceId, epoch: u64) -> bool {
         let owned = lock(&self.owned);
         let is_it = owned.get(&id).is_some_and(|it| it.owned.epoch == epoch);
         is_it && !self.is_over()
     }
 
-    /// Opens a door to each model of which a replica answers, and closes those of models that are
-    /// gone.
+    /// Registers each model with a ready replica and removes the registrations of unloaded models.
     fn tend_doors(self: &Arc<Self>) {
         let map = self.agent.map();
         let mut named: BTreeMap<Name, BTreeSet<InstanceId>> = BTreeMap::new();
@@ -790,7 +794,7 @@ impl Inner {
         }
     }
 
-    /// Gives requests for a model to one of its replicas too, which is ready.
+    /// Adds a ready replica to the service of its model.
     fn admit(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
         let door = lock(&self.open).get(name).cloned();
         match door {
@@ -800,7 +804,7 @@ impl Inner {
         }
     }
 
-    /// The replicas that this node answers with, of which an instance is one.
+    /// The replica set that contains an instance, if this node answers with it.
     fn replicas_with(&self, id: InstanceId) -> Option<Arc<Replicas>> {
         let open = lock(&self.open);
         let mut all = open.values().filter_map(|door| match door {
@@ -810,9 +814,9 @@ impl Inner {
         all.find(|all| all.has(id)).cloned()
     }
 
-    /// Notes which of the instances that are ready this node answers with, or cannot.
+    /// Records the ready instances that this node answers with, or cannot.
     fn see(&self, ready: Vec<(Name, InstanceId)>) {
-        // Held throughout, so that a door that opens meanwhile adds to what is noted here.
+        // Locked throughout, so that a concurrent registration adds to this set.
         let mut seen = lock(&self.seen);
         let is_settled =
             |name: &Name| lock(&self.open).contains_key(name) || lock(&self.opening).failed(name);
@@ -820,8 +824,8 @@ impl Inner {
         *seen = settled.map(|(_, id)| id).collect();
     }
 
-    /// Opens a door on a thread of its own, unless one does so. The parts of a file that lie here
-    /// are hashed first, and duties of this node do not wait for that.
+    /// Registers a model on its own thread, unless one is running. Present parts of the file are
+    /// hashed first, and reconciliation must not wait for that.
     fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
         if !lock(&self.opening).begin(name, Instant::now()) {
             return;
@@ -841,15 +845,15 @@ impl Inner {
         }
     }
 
-    /// Opens a door; false where this node has too little of the model's file.
+    /// Registers a model; false if this node has too little of its file.
     fn try_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) -> bool {
-        // A node that computes nothing of it may lack the file.
+        // A node without a shard of it may lack the file.
         let Ok(path) = owner::part_of(self, wanted) else {
             self.get_part(id, wanted);
             return false;
         };
         if encoders::is_encoder(&path) {
-            // It computes here, with all weights.
+            // An encoder computes here, with all weights.
             let model = (&self.agent, &name_of(wanted));
             let Ok(path) = self.copies.find_right(model, copies::Extent::All) else {
                 return false;
@@ -875,8 +879,9 @@ impl Inner {
         ready.map(|(id, _, wanted)| (id, wanted)).collect()
     }
 
-    /// Fetches the beginning of a model's file on a thread of its own. With it this node can tell
-    /// the tokens of an instance that it computes nothing of. A later look opens the door.
+    /// Fetches the beginning of a model file on its own thread: it holds the tokenizer, which this
+    /// node needs to answer with another node's instance. A later reconciliation registers the
+    /// model.
     fn get_part(self: &Arc<Self>, id: InstanceId, wanted: &Wanted) {
         let (now, last) = (Instant::now(), lock(&self.tried).get(&id).copied());
         if last.is_some_and(|(at, _)| now.saturating_duration_since(at) < PART_EVERY) {
@@ -917,7 +922,7 @@ impl Inner {
         }
     }
 
-    /// Opens a door to this node's own copy of an encoder, which a thread loads.
+    /// Registers this node's own copy of an encoder, which a thread loads.
     fn open_encoder(self: &Arc<Self>, name: Name, id: InstanceId, wanted: Wanted, path: PathBuf) {
         lock(&self.open).insert(name.clone(), Door::Encoder);
         let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
@@ -931,7 +936,7 @@ impl Inner {
                 Ok(service) => inner.answer_with(&name, &wanted, &path, service),
                 Err(reason) => (inner.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
             }
-            // It may have been unloaded meanwhile, when there was no door to close.
+            // It may have been unloaded before this registration existed.
             if !lock(&inner.open).contains_key(&name) {
                 inner.spec.doors.close(&name.key());
             }
@@ -950,7 +955,7 @@ impl Inner {
         answers?.instance().cloned()
     }
 
-    /// Whether requests for an instance of this node are still for this one.
+    /// Whether this instance is still the one that answers on this node.
     fn answers_with(&self, id: InstanceId, instance: &Arc<Instance>) -> bool {
         let current = self.ready_instance(id);
         current.is_some_and(|current| Arc::ptr_eq(&current, instance))
@@ -964,7 +969,7 @@ impl Inner {
         placement::wanted(&self.agent.map()).any(|(other, ..)| other == id)
     }
 
-    /// A line to the owner of an instance, which may be this node.
+    /// Opens a connection to the owner of an instance, which may be this node.
     fn reach_owner(self: &Arc<Self>, id: InstanceId) -> Option<Arc<dyn Line>> {
         let map = self.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
@@ -972,7 +977,7 @@ impl Inner {
         if owner == self.agent.id() {
             return answers::here(self);
         }
-        // A frozen machine still accepts connections: asking it would cost the whole limit, while
+        // A frozen machine still accepts connections: a request would cost the whole limit while
         // its successor gets ready.
         if !matches!(self.agent.life(owner), Life::Alive | Life::Suspect) {
             return None;
@@ -1005,14 +1010,14 @@ impl Inner {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
         let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
-        // Once: each look at the nodes reads all of their facts.
+        // Called once, because it reads the facts of all nodes.
         let nodes = self.agent.nodes().into_iter();
         let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, Wanted)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
-                // Whoever asks for it now would hear that there is no such model.
+                // A request now would be answered with `no such model`.
                 ("ready", ..) if !lock(&self.seen).contains(&id) => ("loading", None, None),
                 told => told,
             };
@@ -1036,8 +1041,7 @@ impl Inner {
         all.into_iter().map(view).collect()
     }
 
-    /// How an instance is: its state, its progress, and why. A dead owner says nothing more, so its
-    /// last report is not believed.
+    /// State, progress and reason of an instance. The last report of a dead owner is ignored.
     fn told(
         &self,
         wanted: &Wanted,

@@ -1,4 +1,4 @@
-//! Lives of prompts: each request goes to the decoding ranks once, whatever is lost.
+//! Disaggregated prefill: each request reaches the decode ranks exactly once, under any loss.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ fn addr(port: u16) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], port))
 }
 
-/// Two decoding ranks and one for prompts, connected at time 0.
+/// Two decode ranks and one prefill rank, connected at time 0.
 fn up() -> Apart {
     let mut apart = Apart::new(Readers::predicted(Some(100.0), Some(200.0)));
     let zero = Duration::ZERO;
@@ -80,7 +80,8 @@ fn what_is_read_sooner_here_is_read_here() {
                 .contains(&Action::Go(Ticket(i)))
         })
         .collect();
-    // The second waits for the first, and is as soon there as here; the third is not.
+    // The second prompt queues behind the first and still costs no more there than here; the third
+    // does.
     assert_eq!(went, [true, true, false, false, false]);
 }
 
@@ -106,7 +107,7 @@ fn a_lost_group_costs_no_request() {
         apart.step(2 * SECOND, submit(3, 1000)),
         [Action::Go(Ticket(3))]
     );
-    // It is back, and connected anew.
+    // The prefill rank is back, and connects again.
     let again = apart.step(3 * SECOND, Event::ThereReady(1));
     assert!(matches!(again[..], [Action::Listen(_)]), "{again:?}");
 }
@@ -145,8 +146,8 @@ fn a_prompt_that_is_refused_is_read_here() {
     assert_eq!(apart.counts().fell_back, 1);
 }
 
-/// Random events in any order: each request goes on once or is forgotten, and no wait is without
-/// an end.
+/// Random events in any order: each request is submitted once or forgotten, and every wait has a
+/// deadline.
 // long: one world, its events and what must hold of each.
 #[test]
 fn every_request_goes_on_once() {

@@ -1,9 +1,8 @@
-//! Variables of the environment that workers get.
+//! The environment variables passed to workers.
 //!
-//! A worker reads files that may mean harm, of a model or a job, and needs no key of another
-//! service. It gets what locates files, and the settings of libraries that it may open: GPU
-//! drivers, MLX, NCCL, verbs. It gets nothing else of its owner's environment, tokens of hubs and
-//! clouds least of all.
+//! A worker reads untrusted model and job files and needs no credentials. It gets variables that
+//! locate files, and settings of libraries it may open: GPU drivers, MLX, NCCL, verbs. Nothing else
+//! of the owner's environment is passed on, in particular no tokens of hubs or clouds.
 
 use std::ffi::{OsStr, OsString};
 
@@ -20,8 +19,8 @@ const NAMES: [&str; 9] = [
     "USER",
 ];
 
-/// Beginnings of names that are passed on: locale, folders, dynamic loading on macOS, Rust's
-/// runtime and its sanitizers, and libraries.
+/// Prefixes of names that are passed on: locale, folders, dynamic loading on macOS, Rust's runtime
+/// and sanitizers, libraries.
 const BEGINNINGS: [&str; 23] = [
     "ASAN_",
     "CUDA",
@@ -48,7 +47,7 @@ const BEGINNINGS: [&str; 23] = [
     "XDG_",
 ];
 
-/// Names among those that are not passed on: keys of this program's own API.
+/// Exceptions to the prefixes: keys of this program's own API.
 const SECRET: [&str; 1] = ["PACELINE_API_KEY"];
 
 /// Environment of a worker: the variables of `all` that it needs.

@@ -1,4 +1,4 @@
-//! A machine's side of a worker that another machine owns.
+//! Host side of a remote worker: runs one worker process for an owner on another machine.
 //!
 //! ```text
 //! owner -> Start                    host starts one worker, a child process
@@ -6,8 +6,8 @@
 //! owner -> Worker(message), Beat    passed on to the worker
 //! owner <- Event(...), Beat         passed on from the worker
 //! ```
-//! The machine itself fetches the parts of the model's file that the worker wants. The worker ends
-//! with the line, and when the owner is silent.
+//! The host fetches the byte ranges of the model file that the worker requests. The worker ends
+//! when the connection closes or the owner misses its heartbeats.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -29,19 +29,19 @@ use super::{Crew, LocalCrew, LocalSpec};
 use crate::arriving::{self, Wish};
 use crate::messages::{FromWorker, ToWorker};
 
-/// How often each side says that it lives, as workers do to their parent.
+/// Heartbeat interval of each side, as between workers and their parent.
 pub(super) const BEAT: Duration = paceline_cluster::BEAT;
 
-/// A side that says nothing for so long is given up, as a worker by its parent.
+/// Silence after which a side counts as lost, as between workers and their parent.
 pub(super) const SILENCE: Duration = Duration::from_millis(1500);
 
-/// Longest wait for the first message of a fresh line.
+/// Longest wait for the first message of a new connection.
 const START_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a worker has to end by itself when its owner is gone.
+/// Time for a worker to exit by itself when its owner is lost.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// The model of an instance, by what all machines know of it.
+/// A model file as all machines identify it: name and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelName {
     /// The name in the store.
@@ -56,17 +56,17 @@ pub(super) enum ToHost<M = ToWorker> {
     /// The first message: start a worker.
     Start {
         model: ModelName,
-        /// Threads of it that stay on cores of their own.
+        /// Threads to pin to dedicated cores.
         pin: Option<usize>,
-        /// The model that guesses for it. Earlier versions name none.
+        /// The draft model, if there is one. Absent from earlier versions.
         #[serde(default)]
         draft: Option<ModelName>,
-        /// Adapters beside it. Earlier versions name none.
+        /// Adapters of the model. Absent from earlier versions.
         #[serde(default)]
         adapters: Vec<ModelName>,
     },
     Worker(M),
-    /// The owner lives.
+    /// Heartbeat.
     Beat,
 }
 
@@ -75,14 +75,13 @@ pub(super) enum ToHost<M = ToWorker> {
 pub(super) enum FromHost {
     /// The answer to `Start`.
     Started {
-        /// This end's address, at which the owner reaches this machine; `None` where this is the
-        /// owner's machine.
+        /// Address at which the owner reaches this machine; `None` on the owner's own machine.
         listen: Option<SocketAddr>,
-        /// Where the worker is to listen for the other ranks.
+        /// Listen address of the worker for the other ranks.
         bind: SocketAddr,
         /// The model's file here.
         model: PathBuf,
-        /// The draft model's file here; a machine without it computes without guesses.
+        /// The draft model's file here; without it the machine computes without drafts.
         #[serde(default)]
         draft: Option<PathBuf>,
         /// The files of adapters here, in the order of `Start`.
@@ -105,17 +104,17 @@ pub(super) enum FromHost {
         /// Its last lines.
         tail: Vec<String>,
     },
-    /// The worker gives no sign of life.
+    /// The worker missed its heartbeats.
     Silent {
         /// For how long.
         silence: Duration,
     },
-    /// The worker is of no use any more.
+    /// The worker is lost.
     Gone {
         /// Why.
         reason: String,
     },
-    /// The host lives.
+    /// Heartbeat.
     Beat,
 }
 
@@ -128,39 +127,40 @@ pub(super) fn parse(bytes: &[u8]) {
 /// Finds a model's file on this machine, or says why there is none.
 pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
 
-/// Parts of a file, as first bytes and ends.
+/// Byte ranges of a file: first bytes and ends.
 pub type Parts = [(u64, u64)];
 
-/// Fetches parts of a model's file as long as the function says, or says why it cannot.
+/// Fetches ranges of a model file while the callback returns true; the error is the reason of a
+/// failure.
 pub type BringParts =
     dyn Fn(&ModelName, &Parts, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
 
-/// Wishes of a worker that wait to be fetched: it waits for one before it has the next, beside
-/// those that it has announced. A range within an earlier wish is no new one.
+/// Maximum queued range requests of a worker. A worker waits for one request before it sends the
+/// next, apart from announced prefetches. A range inside an earlier request is not queued again.
 const WISHES_MAX: usize = 64;
 
-/// Earlier wishes that are remembered: more than a worker announces.
+/// Remembered earlier requests: more than a worker announces.
 const EARLIER_MAX: usize = 4096;
 
-/// How a machine starts workers for owners.
+/// Settings with which a host starts workers for remote owners.
 pub struct HostSpec {
     /// The program whose `args` run [`worker::run`](crate::worker::run).
     pub program: PathBuf,
     /// Arguments of every worker.
     pub args: Vec<OsString>,
-    /// All of every worker's environment: see [`for_workers`](super::for_workers).
+    /// The complete environment of every worker: see [`for_workers`](super::for_workers).
     pub env: Vec<(OsString, OsString)>,
     /// Folders below which workers may write.
     pub writable: Vec<PathBuf>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
-    /// Fetches parts of a model's file that the worker waits for.
+    /// Fetches ranges of the model file that the worker waits for.
     pub bring: Box<BringParts>,
-    /// Fetches again parts of a model's file that the worker has found damaged.
+    /// Fetches damaged ranges of the model file again.
     pub repair: Box<BringParts>,
-    /// The only interface that workers listen at; all without.
+    /// The only interface on which workers listen; `None` for all.
     pub interface: Option<String>,
-    /// Gets what workers write to standard error.
+    /// Receives the workers' standard error by lines.
     pub on_line: Arc<dyn Fn(&str) + Send + Sync>,
 }
 
@@ -170,11 +170,11 @@ impl fmt::Debug for HostSpec {
     }
 }
 
-/// Runs one worker for the owner at the other end of `line`. Returns when the owner closes the
-/// line or is silent, with the worker ended.
+/// Runs one worker for the owner at the other end of `line`. Returns after the worker has ended,
+/// when the owner closes the connection or falls silent.
 ///
 /// # Errors
-/// [`Broken`]: how the line ended.
+/// [`Broken`]: why the connection ended.
 pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
     let (crew, model) = match hear(line, START_LIMIT)? {
         Some(ToHost::<ToWorker>::Start {
@@ -207,7 +207,7 @@ pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
 /// A worker's model, its draft, and its adapters.
 type Files<'a> = (&'a ModelName, Option<&'a ModelName>, &'a [ModelName]);
 
-/// Starts the worker and tells where it is.
+/// Starts the worker and sends `Started`.
 fn start(
     line: &dyn Line,
     spec: &HostSpec,
@@ -249,7 +249,7 @@ fn spawn(
     pin: Option<usize>,
 ) -> Result<LocalCrew, String> {
     let path = (spec.find)(model)?;
-    // A draft is read without asking which parts of it are here.
+    // A draft is always read whole, so it must be complete here.
     let whole = |draft| {
         let found = (spec.find)(draft).ok();
         found.filter(|path| !arriving::is_partial(path))
@@ -273,13 +273,13 @@ fn spawn(
     crew.map_err(|error| error.to_string())
 }
 
-/// Passes on what the owner says, until the line ends.
+/// Forwards the owner's messages to the worker until the connection ends.
 fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<(), Broken> {
     let mut quiet = Silence::new(Instant::now(), BEAT);
     while !over.load(Ordering::SeqCst) {
         match hear(line, BEAT)? {
             Some(ToHost::Worker(message)) => {
-                // A worker that cannot be reached is found by its own silence, or has ended.
+                // An unreachable worker is detected by its silence or exit.
                 let _: Result<(), _> = crew.send(Rank(0), &message);
             }
             Some(ToHost::Beat) => {}
@@ -294,7 +294,8 @@ fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<()
     Ok(())
 }
 
-/// Fetches what the worker wants, until the line ends. A part that cannot be had ends the worker.
+/// Fetches the ranges that the worker requests until the connection ends. A failed fetch ends the
+/// worker.
 fn supply(
     line: &dyn Line,
     spec: &HostSpec,
@@ -310,15 +311,15 @@ fn supply(
             Err(RecvTimeoutError::Disconnected) => return,
         };
         if let Err(reason) = brought {
-            // An owner that is gone needs no reason.
+            // A lost owner does not receive the reason.
             let _: Result<(), _> = say(line, &FromHost::Gone { reason });
             over.store(true, Ordering::SeqCst);
         }
     }
 }
 
-/// Passes on what the worker says and does, until the line ends. Its wishes for the model's file go
-/// to `wishes`.
+/// Forwards the worker's messages and events to the owner until the connection ends. Its range
+/// requests go to `wishes`.
 fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wish>, &AtomicBool)) {
     let (mut told, mut earlier) = (Instant::now(), Vec::new());
     while !over.load(Ordering::SeqCst) {
@@ -353,8 +354,7 @@ fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wis
     }
 }
 
-/// Has those of `parts` fetched that no earlier wish has, which is fetched already, or about to be;
-/// false where too many wait.
+/// Queues those of `parts` that no earlier request covers. Returns false if the queue is full.
 fn wish(
     wishes: &SyncSender<Wish>,
     mut parts: Vec<(u64, u64)>,
@@ -385,7 +385,7 @@ impl From<Event<FromWorker>> for FromHost {
 }
 
 impl FromHost {
-    /// The event that it is for a rank; nothing for a beat.
+    /// This message as an event of `rank`; `None` for a heartbeat.
     pub(super) fn event(self, rank: Rank, place: &str) -> Option<Event<FromWorker>> {
         Some(match self {
             Self::Message(message) => Event::Message { rank, message },
@@ -404,7 +404,7 @@ impl FromHost {
 mod tests {
     use super::*;
 
-    /// The announcement is fetched for as long as the worker reads what it has announced.
+    /// The announced range is still being fetched while the worker reads it.
     #[test]
     fn what_was_announced_is_no_new_wish() {
         let (wishes, wished) = sync_channel(WISHES_MAX);

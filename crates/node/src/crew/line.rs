@@ -1,4 +1,7 @@
-//! Lines: whole messages between the owner of an instance and a machine that runs its workers.
+//! Message connections between the owner of an instance and the hosts of its workers.
+//!
+//! The owner and the host use the trait alone: `fleet` implements it over the cluster's encrypted
+//! channels, and [`pair`] inside one process.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,20 +13,21 @@ use paceline_base::{Awake, lock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Longest message, as between a parent and its children on one machine.
+/// Longest message in bytes, as between a parent and its children on one machine.
 pub const MESSAGE_BYTES_MAX: usize = paceline_cluster::LINE_BYTES_MAX;
 
-/// Messages that a line inside this process holds: its reader does nothing else.
+/// Queue length of a connection inside this process: its reader does nothing else.
 const HELD_MAX: usize = 1024;
 
-/// Longest wait for the reader of a line inside this process, as for a child that does not read.
+/// Longest wait for the reader of a connection inside this process, as for a child that does not
+/// read.
 const WRITE_LIMIT: Duration = Duration::from_millis(1500);
 
-/// A line is of no use any more.
+/// The connection is lost.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Broken {
-    /// Why, such as `the connection is closed`.
+    /// The reason, such as `the connection is closed`.
     pub reason: String,
 }
 
@@ -37,7 +41,7 @@ impl Broken {
 /// Messages in both directions, in order and each once; between machines authenticated and
 /// encrypted. All methods may be called from any thread; one thread receives.
 pub trait Line: Send + Sync + fmt::Debug {
-    /// Sends a message. Waits a bounded time for a receiver that is behind.
+    /// Sends a message. Waits a bounded time if the receiver is behind.
     ///
     /// # Errors
     /// [`Broken`].
@@ -56,8 +60,8 @@ pub trait Line: Send + Sync + fmt::Debug {
     fn own_addr(&self) -> Option<SocketAddr>;
 }
 
-/// How long nothing was heard on a line. Time in which its reader was away, as with all machines
-/// asleep together, hardly counts: see [`Awake`].
+/// Measures how long a connection has been silent. Time in which the reader itself was suspended
+/// hardly counts: see [`Awake`].
 #[derive(Debug)]
 pub(crate) struct Silence {
     awake: Awake,
@@ -65,7 +69,7 @@ pub(crate) struct Silence {
 }
 
 impl Silence {
-    /// From `now` on, of a reader that looks about every `wait`.
+    /// Starts at `now`, for a reader that polls about every `wait`.
     pub(crate) fn new(now: Instant, wait: Duration) -> Self {
         Self {
             awake: Awake::new(now, 2 * wait),
@@ -73,13 +77,13 @@ impl Silence {
         }
     }
 
-    /// Something came.
+    /// A message arrived.
     pub(crate) fn heard(&mut self, now: Instant) {
         self.awake.look(now);
         self.so_far = Duration::ZERO;
     }
 
-    /// Nothing came until `now`; the silence so far.
+    /// No message until `now`; returns the silence so far.
     pub(crate) fn pass(&mut self, now: Instant) -> Duration {
         self.so_far += self.awake.look(now);
         self.so_far
@@ -107,7 +111,7 @@ pub(crate) fn hear<T: DeserializeOwned>(
     message.map(read).transpose().map_err(Broken::new)
 }
 
-/// A direction of a line inside this process.
+/// One direction of a connection inside this process.
 #[derive(Default)]
 struct Lane {
     state: Mutex<(VecDeque<Vec<u8>>, bool)>,
@@ -115,7 +119,7 @@ struct Lane {
 }
 
 impl Lane {
-    /// Waits until `done` gives something, the lane is closed, or `wait` is over.
+    /// Waits until `done` returns a value, the queue is closed, or `wait` is over.
     fn until<T>(
         &self,
         wait: Duration,
@@ -146,13 +150,13 @@ impl Lane {
     }
 }
 
-/// An end of a line inside this process: see [`pair`].
+/// One end of a connection inside this process: see [`pair`].
 pub struct MemoryLine {
     out: Arc<Lane>,
     back: Arc<Lane>,
 }
 
-/// Both ends of a line inside this process.
+/// Both ends of a new connection inside this process.
 pub fn pair() -> (MemoryLine, MemoryLine) {
     let (a, b) = (Arc::new(Lane::default()), Arc::new(Lane::default()));
     let first = MemoryLine {

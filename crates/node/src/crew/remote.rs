@@ -1,7 +1,8 @@
-//! An owner's side of workers on several machines.
+//! Owner side of workers on several machines.
 //!
-//! Each rank has a line to the machine that runs its worker, and a thread that reads it. A rank
-//! whose machine is gone is started on another one: the split stays the same, so the answer does.
+//! Each rank has a connection to the host of its worker and a thread that reads it. A rank whose
+//! machine is lost is started on another one; the split stays the same, so the answer does too. The
+//! host side is [`host`](super::host).
 
 mod spare;
 
@@ -27,58 +28,57 @@ use spare::{Packing, Slot, Spare};
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// Events of a rank that wait to be taken before no more is read from its line.
+/// Queued events of a rank after which its connection is not read further.
 const HELD_MAX: usize = 4096;
 
-/// A machine that can run a worker.
+/// A machine that can host a worker, with an open connection.
 #[derive(Debug)]
 pub struct Place {
     /// The machine's name for people.
     pub name: String,
     pub node: NodeId,
-    /// A fresh line to it, at whose other end [`host`](super::host::host) runs.
+    /// A new connection to it, at whose other end [`host`](super::host::host) runs.
     pub line: Box<dyn Line>,
 }
 
-/// Machines for workers.
+/// Chooses the machines that host workers and the routes between them.
 pub trait Places: Send + Sync + fmt::Debug {
-    /// A fresh line to the machine of a rank. This is the machine that the placement names, or
-    /// another one in its stead where that one is gone. Called when a worker is to be started;
-    /// blocks for a bounded time.
+    /// Opens a connection to the machine of a rank: the one that the placement names, or a
+    /// replacement if it is lost. Called before a worker starts; blocks for a bounded time.
     ///
     /// # Errors
     /// Why there is none.
     fn open(&self, rank: Rank) -> Result<Place, String>;
 
-    /// A fresh line to a machine for a second worker of a rank: another one than that of the first,
-    /// with the memory for it. Blocks while the machine gets the model.
+    /// Opens a connection to a machine for a standby worker of a rank: not the machine of the first
+    /// worker, and with enough memory. Blocks while that machine gets the model.
     ///
     /// # Errors
     /// Why there is none.
     fn open_spare(&self, rank: Rank) -> Result<Place, String>;
 
-    /// Whether a node lives, as far as is known now.
+    /// Whether a node is alive by the current membership.
     fn lives(&self, node: NodeId) -> bool;
 
-    /// The second worker of a rank takes the first one's place.
+    /// The standby worker of a rank has replaced its worker.
     fn promoted(&self, rank: Rank);
-    /// Where a worker on `from` best reaches one on `to`, by what was measured; the port means
-    /// nothing.
+    /// The best measured address at which a worker on `from` reaches one on `to`; the port has no
+    /// meaning.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
 
-    /// Whether the ways between `nodes`, as [`route`](Self::route) has them, are all of networks
-    /// that their owners trust with what is not encrypted. False where there is no way to trust.
+    /// Whether all routes between `nodes`, as [`route`](Self::route) returns them, are on networks
+    /// trusted for plaintext. False if a route is missing.
     fn is_trusted(&self, nodes: &[NodeId]) -> bool {
         let _ = nodes;
         false
     }
 
-    /// The first group over `nodes` uses the ways that are known now.
+    /// The first group over `nodes` uses the routes that are known now, unverified.
     fn trust(&self, nodes: &[NodeId]);
 
-    /// Looks which ways between `nodes` answer, before a group over them follows a broken one. All
-    /// are measured anew where one of the nodes is `doubted`. Else only ways that were not measured
-    /// or used before are. Blocks for a bounded time.
+    /// Verifies the routes between `nodes` before a new group replaces a broken one. Measures all
+    /// routes again if a node is `doubted`, else only routes never measured or used. Blocks for a
+    /// bounded time.
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]);
 }
 
@@ -95,41 +95,40 @@ pub struct RemoteCrew {
     /// Number of the next spare worker.
     next_spare: AtomicU64,
     epochs: Mutex<Epochs>,
-    /// Set before the workers are ended: a spare that starts meanwhile is not kept.
+    /// Set before the workers are ended, so that a standby that starts meanwhile is ended too.
     over: AtomicBool,
 }
 
-/// Evidence that a broken group gives about the links between its nodes.
+/// Evidence from broken groups about the routes between their nodes.
 #[derive(Default)]
 struct Epochs {
-    /// The last that a rank was assigned to.
+    /// The last epoch that a rank was assigned to.
     assigned: u64,
-    /// The last whose ways were settled.
+    /// The last epoch whose routes were verified.
     settled: u64,
-    /// Whether a worker was started since: its loss broke the group, and no way did.
+    /// Whether a worker was started since: then its loss broke the group, not a route.
     started: bool,
-    /// Whether the ranks of that epoch do not encrypt what they send each other.
+    /// Whether the ranks of that epoch communicate without encryption.
     plain: bool,
 }
 
-/// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
-/// one rank ever has.
+/// Distance between the numbers of standby workers: more than the workers that one rank ever has.
 const SPARE_STEP: u64 = 1 << 32;
 
-/// A rank's worker, and the thread that hears it.
+/// A rank's worker and the thread that receives its events.
 struct Seat {
     place: String,
     node: NodeId,
     line: Arc<dyn Line>,
     post: Post,
-    /// Where the owner reaches the worker's machine; `None` where that is this one.
+    /// Address at which the owner reaches the worker's machine; `None` for this machine.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
     packing: Arc<Mutex<Packing>>,
 }
 
 impl Seat {
-    /// Has the machine end the worker, and waits for the thread that hears it.
+    /// Makes the host end the worker, and joins the receiving thread.
     fn end(mut self) {
         self.line.close();
         if let Some(reader) = self.reader.take() {
@@ -138,7 +137,7 @@ impl Seat {
     }
 }
 
-/// Events that were read and not taken yet.
+/// Received events that `receive` has not returned yet.
 #[derive(Default)]
 struct Inbox {
     state: Mutex<Held>,
@@ -148,17 +147,17 @@ struct Inbox {
 #[derive(Default)]
 struct Held {
     events: VecDeque<(u64, Event<FromWorker>)>,
-    /// By rank: of the worker that it has now. Events of earlier ones are forgotten.
+    /// By rank: number of its current worker. Events of earlier workers are dropped.
     workers: Vec<u64>,
     woken: bool,
-    /// Nodes whose line broke under a rank's worker: the ways to them may be broken too.
+    /// Nodes whose connection broke under a rank's worker: routes to them may be broken too.
     doubted: BTreeSet<NodeId>,
-    /// Whether a worker could not go on.
+    /// Whether a worker reported a failed epoch.
     failed: bool,
 }
 
 impl RemoteCrew {
-    /// A crew of `ranks` workers, none of which is started yet.
+    /// State for `ranks` workers; starts none.
     pub fn new(places: Box<dyn Places>, model: ModelName, ranks: u32, pin: Option<usize>) -> Self {
         let inbox = Inbox::default();
         lock(&inbox.state).workers = vec![0; ranks as usize];
@@ -177,15 +176,14 @@ impl RemoteCrew {
         }
     }
 
-    /// Has a draft model's files told with each [`Post`], where the machine has them.
+    /// Adds the draft model's path to each [`Post`], where the machine has the file.
     #[must_use]
     pub fn with_draft(mut self, draft: Option<ModelName>) -> Self {
         self.draft = draft;
         self
     }
 
-    /// Has the files of adapters told with each [`Post`]; a machine that lacks one starts no
-    /// worker.
+    /// Adds the adapters' paths to each [`Post`]; a machine that lacks one starts no worker.
     #[must_use]
     pub fn with_adapters(mut self, adapters: Vec<ModelName>) -> Self {
         self.adapters = adapters;
@@ -215,7 +213,7 @@ impl RemoteCrew {
         lock(self.seat(rank)).as_ref().map(|seat| seat.node)
     }
 
-    /// Has a machine start a worker.
+    /// Makes a host start a worker.
     fn begin(&self, place: Place) -> Result<Seat, Broken> {
         let Place { name, node, line } = place;
         let of = |reason: &dyn fmt::Display| Broken::new(format!("{name}: {reason}"));
@@ -260,7 +258,7 @@ impl RemoteCrew {
         }
     }
 
-    /// Starts a worker at a place, and a thread that hears it.
+    /// Starts a worker on a host, and the thread that receives its events.
     fn sit(&self, rank: Rank, worker: u64, place: Result<Place, String>) -> Result<Seat, Error> {
         let place = place.map_err(Broken::new);
         let seat = place.and_then(|place| self.begin(place));
@@ -283,8 +281,8 @@ impl RemoteCrew {
         Ok(seat)
     }
 
-    /// A spare that was told what to prepare: the earlier one, or a new one where that is of no use
-    /// any more. Nothing where no machine can.
+    /// A standby worker that has its assignment: the current one, or a new one if that is unusable.
+    /// `None` if no machine can host it.
     fn prepared(
         &self,
         rank: Rank,
@@ -309,7 +307,7 @@ impl RemoteCrew {
         Ok(Some(spare))
     }
 
-    /// Starts a spare; nothing where no machine can.
+    /// Starts a standby worker; `None` if no machine can host it.
     fn new_spare(&self, rank: Rank, tag: u64) -> Result<Option<Spare>, Error> {
         let Ok(place) = self.places.open_spare(rank) else {
             return Ok(None);
@@ -319,10 +317,11 @@ impl RemoteCrew {
         Ok(Some(Spare { seat, worker, tag }))
     }
 
-    /// Keeps a spare in its slot; one that comes after the end is ended too. Whether it is kept.
+    /// Stores a standby worker in its slot and returns true; after the end it ends the worker
+    /// instead.
     fn fill(&self, rank: Rank, spare: Option<Spare>) -> bool {
         let mut slot = lock(self.slot(rank));
-        // Read under the lock: `end` sets it first, and looks into the slots then.
+        // Read under the lock: `end` sets the flag before it empties the slots.
         let is_over = self.over.load(Ordering::SeqCst);
         let (kept, late) = match spare {
             Some(spare) if is_over => (Slot::Empty, Some(spare)),
@@ -338,8 +337,8 @@ impl RemoteCrew {
         is_kept
     }
 
-    /// Address for the worker on the owner's own machine. This is the address by which another
-    /// machine of the crew reaches it, or loopback where all ranks are here.
+    /// Listen address of the worker on the owner's machine: the one by which another worker's
+    /// machine reaches it, or loopback if all ranks are here.
     fn own_listen(&self) -> SocketAddr {
         let known = self.own_addr();
         known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
@@ -353,10 +352,10 @@ impl RemoteCrew {
         self.seats.iter().all(is_here)
     }
 
-    /// Before the ranks of an epoch meet: settles the ways between their nodes, once an epoch.
+    /// Verifies the routes between the ranks' nodes, once an epoch, before the ranks connect.
     ///
-    /// Where a worker was lost and another one started, the group broke with it: only the ways to
-    /// nodes whose line broke are doubted. Where a rank failed and all workers live, any way may
+    /// If a worker was lost and another started, that loss broke the group, so only routes to nodes
+    /// whose connection broke are doubted. If a rank failed while all workers live, any route may
     /// be the cause.
     fn settle(&self) {
         let mut epochs = lock(&self.epochs);
@@ -378,7 +377,7 @@ impl RemoteCrew {
         }
     }
 
-    /// Settles the ways to a spare's node in advance, so that no recovery waits for it.
+    /// Verifies the routes to a standby's node in advance, so that no recovery waits for it.
     fn meet(&self, node: NodeId) {
         let mut nodes = self.nodes();
         nodes.insert(node);
@@ -394,8 +393,8 @@ impl RemoteCrew {
         nodes.collect()
     }
 
-    /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
-    /// A rank that listens at one specific address is reached there.
+    /// The ranks' addresses as seen by `rank`, over the best route between the two machines. A rank
+    /// that listens at one specific address is reached there.
     fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
         let from = self.node_of(rank);
         let own = self.own_listen();
@@ -478,7 +477,7 @@ impl Crew for RemoteCrew {
                 self.settle();
                 let plain = lock(&self.epochs).plain;
                 if plain && !self.is_trusted() {
-                    // A way fell out since: what is not encrypted goes nowhere else.
+                    // A trusted route was lost since; plaintext must not use another one.
                     let source = Broken::new("the trusted way to other ranks is gone");
                     return Err(Error::Place { rank, source });
                 }
@@ -537,9 +536,8 @@ impl Crew for RemoteCrew {
         }
     }
 
-    /// Machines give their workers the grace that they have themselves. A spare that is being
-    /// started is not waited for. The thread that starts it ends it, within the time that a machine
-    /// has to start a worker.
+    /// Hosts apply their own grace period. This does not wait for a standby that is still starting:
+    /// the thread that starts it ends it, within [`START_LIMIT`].
     fn end(&self, _grace: Duration) {
         self.over.store(true, Ordering::SeqCst);
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
@@ -601,8 +599,8 @@ struct Reader {
 }
 
 impl Reader {
-    /// Passes the worker's events on until its line ends, and tells its machine that the owner
-    /// lives.
+    /// Puts the worker's events into the inbox until its connection ends, and sends heartbeats to
+    /// its host.
     fn run(&self) {
         let lost = self.hear_all();
         self.line.close();
@@ -613,7 +611,7 @@ impl Reader {
         self.inbox.put(self.worker, rank, gone);
     }
 
-    /// Why the line ended.
+    /// Receives until the connection ends; returns the reason.
     fn hear_all(&self) -> Broken {
         let mut told = Instant::now();
         let mut quiet = Silence::new(told, BEAT);
@@ -644,7 +642,7 @@ impl Reader {
     fn take(&self, news: FromHost) {
         lock(&self.packing).hear(&news);
         if matches!(news, FromHost::Message(FromWorker::Prepared)) {
-            return; // the instance has no use for it
+            return; // not for the instance
         }
         if let Some(event) = news.event(self.rank, &self.place) {
             self.inbox.put(self.worker, self.rank, event);
@@ -652,7 +650,7 @@ impl Reader {
     }
 }
 
-/// Whether a worker says that its epoch cannot go on.
+/// Whether the event is a worker's report that its epoch failed.
 const fn is_failure(event: &Event<FromWorker>) -> bool {
     let Event::Message { message, .. } = event else {
         return false;
@@ -661,7 +659,7 @@ const fn is_failure(event: &Event<FromWorker>) -> bool {
 }
 
 impl Inbox {
-    /// Forgets the events of a rank's worker; the number of the next one.
+    /// Drops the events of a rank's worker; returns the number of the next worker.
     fn next_worker(&self, rank: Rank) -> u64 {
         let mut held = lock(&self.state);
         let worker = &mut held.workers[rank.0 as usize];
@@ -673,14 +671,14 @@ impl Inbox {
         worker
     }
 
-    /// A rank's worker is another one from now on.
+    /// Replaces a rank's worker by the one with this number.
     fn adopt(&self, rank: Rank, worker: u64) {
         let mut held = lock(&self.state);
         held.workers[rank.0 as usize] = worker;
         held.events.retain(|(_, event)| event.rank() != rank);
     }
 
-    /// A node's line broke, unless it was closed because its worker was replaced.
+    /// Marks a node whose connection broke, unless it was closed because its worker was replaced.
     fn doubt(&self, worker: u64, rank: Rank, node: NodeId) {
         let mut held = lock(&self.state);
         if held.workers[rank.0 as usize] == worker {
@@ -688,14 +686,14 @@ impl Inbox {
         }
     }
 
-    /// The doubted nodes, and whether a worker could not go on, since the last call.
+    /// The doubted nodes since the last call, and whether a worker reported a failed epoch.
     fn take_doubts(&self) -> (BTreeSet<NodeId>, bool) {
         let mut held = lock(&self.state);
         let doubted = std::mem::take(&mut held.doubted);
         (doubted, std::mem::take(&mut held.failed))
     }
 
-    /// Keeps an event unless its worker was replaced. Waits while too many are held.
+    /// Queues an event unless its worker was replaced. Waits while the queue is full.
     fn put(&self, worker: u64, rank: Rank, event: Event<FromWorker>) {
         let mut held = lock(&self.state);
         while held.workers[rank.0 as usize] == worker && held.events.len() >= HELD_MAX {
@@ -738,15 +736,15 @@ mod tests {
     use super::*;
     use crate::crew::line::MemoryLine;
 
-    /// Machines, one at a time. They hand out the ends of lines whose other ends the test has.
+    /// Hosts, one at a time: each hands out a connection whose other end the test has.
     #[derive(Debug)]
     struct Lines {
         lines: Mutex<VecDeque<MemoryLine>>,
         settled: Arc<Settled>,
     }
 
-    /// By call: how many nodes were settled, and how many of them were doubted; nothing where the
-    /// ways were trusted.
+    /// By call: how many nodes were verified, and how many of them were doubted; `None` if the
+    /// routes were trusted.
     type Settled = Mutex<Vec<(usize, Option<usize>)>>;
 
     impl Places for Lines {
@@ -823,7 +821,7 @@ mod tests {
         matches!(&*lock(crew.slot(Rank(0))), Slot::Kept(spare) if spare.is_packed())
     }
 
-    /// The thread that hears a worker is to be given time.
+    /// Waits for the receiving thread.
     fn until(what: &str, done: impl Fn() -> bool) {
         let began = Instant::now();
         while !done() {
@@ -903,7 +901,7 @@ mod tests {
         };
         let heard = loop {
             match crew.receive(WAIT) {
-                // Of the time when it was a spare; it may come behind the loss.
+                // Sent while it was a standby; it may arrive after the loss.
                 Some(Event::Message {
                     message: FromWorker::Loading { .. },
                     ..

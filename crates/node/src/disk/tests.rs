@@ -1,8 +1,8 @@
-//! Pages survive restarts, and nothing that is wrong is believed.
+//! Pages survive restarts, and damaged or foreign files are ignored.
 
 use super::*;
 
-/// In another process the writer would go on; here the test waits for it.
+/// Waits for the writer thread, which a new process would not see.
 fn settle(disk: &Disk) {
     while disk.queued.load(Ordering::Relaxed) > 0 {
         std::thread::yield_now();
@@ -127,7 +127,7 @@ fn the_folder_is_private_and_foreign_files_are_left_alone() {
     let mut disk = Disk::in_space(&small, "model").unwrap();
     assert_eq!(disk.here.len(), 1);
     let another = KeptPage { pool: 9, ..page };
-    disk.put(&another, &[1; 10]); // looks at all files before it writes
+    disk.put(&another, &[1; 10]); // sweeps before it writes
     settle(&disk);
     assert!(foreign.exists());
 }

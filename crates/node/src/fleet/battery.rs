@@ -1,5 +1,5 @@
-//! A laptop whose battery runs out: its work moves to other nodes before it stops, and comes back
-//! with the current.
+//! Battery policy: a laptop with a low battery moves its work to other nodes, and takes work again
+//! on mains power.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,14 +13,14 @@ use super::Inner;
 /// be copied and loaded elsewhere.
 const LOW: f64 = 0.10;
 
-/// Between two looks, which read three small files: a battery that is low already when its machine
-/// is unplugged has no minute to lose.
+/// Poll interval; a poll reads three small files. Short, because the battery may already be low
+/// when the machine is unplugged.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 
-/// Longest time for work to move, as a signal gives it.
+/// Longest drain, as after a signal.
 const MOVE_LIMIT: Duration = Duration::from_secs(300);
 
-/// How the battery was when it was looked at.
+/// State of the battery at the last poll.
 #[derive(Debug, Default)]
 pub(super) struct Battery {
     looked: Option<Instant>,
@@ -37,8 +37,9 @@ impl Battery {
         is_due
     }
 
-    /// Takes in whether the battery is being used up, and its charge; whether it is low now, where
-    /// that changed. It is low until the current is back: a charge that wavers moves nothing.
+    /// Takes a reading: whether the battery is discharging, and its charge. Returns whether it is
+    /// low, if that changed. It stays low until mains power returns, so a wavering charge moves
+    /// nothing.
     fn judge(&mut self, found: Option<(bool, f64)>) -> Option<bool> {
         let is_low = found.is_some_and(|(used, charge)| used && (self.is_low || charge <= LOW));
         (std::mem::replace(&mut self.is_low, is_low) != is_low).then_some(is_low)
@@ -46,14 +47,13 @@ impl Battery {
 }
 
 impl Inner {
-    /// Moves the work of this node away when its battery is low, and takes work again when the
-    /// current is back.
+    /// Drains this node when its battery is low, and takes work again on mains power.
     pub(super) fn rest(self: &Arc<Self>, battery: &mut Battery, now: Instant) {
         if !battery.is_due(now) {
             return;
         }
         match battery.judge(telemetry::battery("/")) {
-            // Nobody could take the work: it goes on here, and the next look may find others.
+            // No node could take the work: it stays here, and the next poll may find one.
             Some(true) if self.is_last() => battery.is_low = false,
             Some(true) => self.go_to_rest(),
             Some(false) => {
@@ -65,7 +65,7 @@ impl Inner {
         }
     }
 
-    /// Moves all work on a thread of its own, since models may have to be copied.
+    /// Drains on its own thread, since models may have to be copied.
     fn go_to_rest(self: &Arc<Self>) {
         (self.spec.tell)("the battery is low: this machine's work moves to others");
         self.rests.store(true, Ordering::SeqCst);

@@ -1,28 +1,28 @@
-//! Chooses the replica of a model that answers a request.
+//! Request routing: chooses the replica of a model for a request.
 //!
-//! The replica that has the longest prefix of the prompt in its cache answers. The idlest replica
-//! answers instead when that one is busier by more than a margin, and when no prefix is known.
+//! The replica with the longest cached prefix of the prompt wins. The least loaded replica wins if
+//! that one is busier by more than a margin, or if no prefix is known.
 
 use std::cmp::Reverse;
 
-/// A replica as the entry of a request sees it.
+/// A replica as seen by the ingress of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
     /// Whether it answers now.
     pub(super) is_ready: bool,
-    /// Requests that it has in work, of all entries.
+    /// Its running requests, of all nodes.
     pub(super) load: usize,
-    /// Answers that it computes at the same time; more wait.
+    /// Answers that it computes concurrently; further requests wait.
     pub(super) parallel: usize,
-    /// Leading blocks of the prompt ([`BLOCK`](super::prefixes::BLOCK) tokens each) that it has
-    /// read before.
+    /// Leading blocks of the prompt ([`BLOCK`](super::prefixes::BLOCK) tokens each) in its prefix
+    /// cache.
     pub(super) blocks: usize,
-    /// Requests that this entry has given to it.
+    /// Requests that this ingress has sent to it.
     pub(super) asked: u64,
 }
 
-/// The index of the replica that is to answer; `None` where there is none. A replica that is not
-/// ready is chosen only where no replica is.
+/// The index of the chosen replica; `None` if there is none. Chooses one that is not ready only if
+/// no replica is.
 pub(super) fn choose(replicas: &[Candidate]) -> Option<usize> {
     let some_ready = replicas.iter().any(|it| it.is_ready);
     let open = || {
@@ -37,13 +37,12 @@ pub(super) fn choose(replicas: &[Candidate]) -> Option<usize> {
     }
 }
 
-/// By how many requests the replica with the longer prefix may be busier and is still chosen.
+/// How many more requests the replica with the longer prefix may have and still be chosen.
 ///
-/// A request for each block that need not be read, [`Candidate::parallel`] at most. Both bounds are
-/// estimates and not measured. To read a block holds the other answers of a replica up for one step
-/// of 64 rows. That costs them about as much as one more answer beside them. With `parallel` more
-/// requests, a request waits until a whole answer has ended: that takes longer than to read a
-/// prompt.
+/// One request for each cached block, at most [`Candidate::parallel`]. Both bounds are estimates,
+/// not measurements. Prefill of a block delays the replica's other answers by one step of 64 rows,
+/// about as much as one more concurrent answer. With `parallel` more requests, a request waits for
+/// a whole answer, which takes longer than a prefill.
 fn margin(warm: &Candidate, idle: &Candidate) -> usize {
     warm.blocks.saturating_sub(idle.blocks).min(warm.parallel)
 }

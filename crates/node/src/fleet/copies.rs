@@ -1,4 +1,4 @@
-//! Models on the machines that compute them: a node that lacks a file gets it from others.
+//! Distribution of model files: a node that lacks a file fetches it from other nodes or the hub.
 //!
 //! ```text
 //! owner -> fetch: {"model":{...},"bytes":N,"asks":false,"parts":true,"rooted":{...}}
@@ -6,17 +6,17 @@
 //! node  -> pieces: see `pieces`
 //! node  <- {"done":N} while it fetches, then {"ready":true} or {"refused":"why"}
 //! ```
-//! With `asks` a node that lacks the file refuses instead. With `parts` it fetches the groups that
-//! it needs to open the file, and its workers ask for the rest. Every group is checked by the root
-//! of the file's hash tree (`rooted`). A file whose root nobody has signed is copied whole from the
-//! owner, service `file`, and checked by its SHA-256. Bytes that no node gives come from the hub
+//! With `asks` a node that lacks the file refuses instead. With `parts` it fetches the groups
+//! needed to open the file, and its workers request the rest. Every group is verified against the
+//! root of the file's hash tree (`rooted`). A file without a signed root is copied whole from the
+//! owner, service `file`, and verified by its SHA-256. Bytes that no node has come from the hub
 //! (`hub`).
 //!
 //! A disk may damage a copy. Each start of a worker compares the file's first bytes with the hash
-//! tree, and the worker compares what it computes with (`arriving`). `pull --to` compares every
-//! byte. Damaged groups are fetched again (`mending`).
+//! tree, and the worker compares the bytes it computes with. `pull --to` compares every byte.
+//! Damaged groups are fetched again.
 //!
-//! Kept files: `SHA256.gguf`, complete copies, and the files of [`Partial`].
+//! Files on disk: `SHA256.gguf`, complete copies, and the files of [`Partial`].
 
 mod asking;
 mod files;
@@ -59,25 +59,25 @@ pub(super) use mending::Extent;
 use mending::Known;
 pub use mending::Mended;
 
-/// Longest wait for the next piece or word of another node.
+/// Longest wait for the next bytes or message of another node.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// How often a node says how far its copy is.
+/// Interval of progress reports of a copy.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 
-/// How often a node looks whether all has come.
+/// Poll interval for the end of a fetch.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// Ending of the name of the file that says what its user calls a copy.
+/// Extension of the file with the user's name for a copy.
 pub(super) const NAME: &str = "name";
 
-/// Ending of the name of a file that the hub gives in part so far, and of what tells of it.
+/// Extensions of a partial download from the hub and of its metadata.
 const PARTS_OF_HUB: [&str; 2] = ["gguf.partial", "gguf.partial.json"];
 
-/// Whether a node may have so many more bytes of models, or why not.
+/// Checks whether this node may store a number of further model bytes; the error is the reason.
 pub(super) type MayHave = dyn Fn(u64) -> Result<(), String> + Send + Sync;
 
-/// Takes a line for people; must not block.
+/// Receives a log line for people; must not block.
 type Tell = dyn Fn(&str) + Send + Sync;
 
 /// Reads `bytes` as messages about a copy, for fuzzing.
@@ -88,55 +88,55 @@ pub(super) fn parse(bytes: &[u8]) {
     rooted::parse(bytes);
 }
 
-/// A file of which parts are here, and what it is to be.
+/// A partial copy and the root it is verified against.
 pub(super) struct Held {
     pub(super) partial: Partial,
     rooted: Rooted,
-    /// The node that had this one get it.
+    /// The node on whose request it is fetched.
     from: Option<NodeId>,
 }
 
 impl Held {
-    /// The groups that any process needs to open the file and to know it.
+    /// The groups needed to open the file and to identify it.
     fn first(&self) -> Vec<Range<u64>> {
         first_groups(&self.rooted, self.partial.groups())
     }
 }
 
-/// The groups that any process needs to open a file and to know it.
+/// The groups needed to open a file and to identify it.
 fn first_groups(rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
     let parts = identity::parts(rooted.bytes as usize, rooted.header as usize);
     let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
     parts.collect()
 }
 
-/// Path, length and times of a file, or of a folder's files. Each write changes the last time, and
-/// no program can set it.
+/// Path, length and times of a file, or of a folder's files. The last time is the inode's change
+/// time, which every write updates and no program can set.
 type Stamp = (PathBuf, u64, SystemTime, (i64, i64));
 
-/// Finds models of this machine, and keeps copies.
+/// The model files of this machine: the user's store and copies from other nodes.
 pub(super) struct Copies {
-    /// A model of the user's store, by its name.
+    /// Finds a model in the user's store by its name.
     find: Box<Find>,
     /// Where copies are kept.
     pub(super) folder: PathBuf,
     may_have: Box<MayHave>,
     tell: Arc<Tell>,
-    /// SHA-256 of files, as long as they stay as they are: to read one takes a second a gigabyte.
+    /// Cached SHA-256 of unchanged files: hashing takes a second a gigabyte.
     known: Mutex<HashMap<Stamp, String>>,
-    /// Roots of copies as other nodes told them, by SHA-256: the map may come later.
+    /// Roots sent by other nodes, by SHA-256: the shared map may arrive later.
     roots: Mutex<HashMap<String, Known>>,
-    /// Held while a whole file is copied: two copies of one model would be one file.
+    /// Locked while a whole file is copied: two copies of one model would share one file.
     turn: Mutex<()>,
-    /// By SHA-256. Held while a file of which parts are here is opened, which reads them all.
+    /// By SHA-256: locked while a partial copy is opened, which reads all present bytes.
     turns: Mutex<HashMap<String, Arc<Mutex<()>>>>,
-    /// For bytes that no node gives.
+    /// Source of bytes that no node has.
     hub: Option<Arc<dyn FromHub>>,
-    /// SHA-256 of the models for which the hub was asked, which is told once.
+    /// SHA-256 of models fetched from the hub, so that each is logged once.
     of_hub: Mutex<BTreeSet<String>>,
-    /// Files of which parts are here, by SHA-256.
+    /// Partial copies, by SHA-256.
     parts: Mutex<HashMap<String, Arc<Held>>>,
-    /// Nodes that gave wrong bytes, in this process' life.
+    /// Nodes that sent wrong bytes to this process.
     liars: Mutex<BTreeSet<NodeId>>,
 }
 
@@ -163,7 +163,7 @@ impl Copies {
         }
     }
 
-    /// Takes bytes that no node gives from the hub.
+    /// Adds the hub as source of bytes that no node has.
     pub(super) fn with_hub(self, hub: Arc<dyn FromHub>) -> Self {
         Self {
             hub: Some(hub),
@@ -171,7 +171,7 @@ impl Copies {
         }
     }
 
-    /// Whether this node has a file of this SHA-256, or parts of it. Reads no file.
+    /// Whether this node has all or part of the file with this SHA-256. Reads no file.
     pub(super) fn has(&self, sha256: &str) -> bool {
         let lies = |ending: &str| {
             let copy = place_in(&self.folder, sha256, ending);
@@ -181,20 +181,19 @@ impl Copies {
         lies("gguf") || lies(partial::FILE) || lock(&self.known).iter().any(is_it)
     }
 
-    /// The lock that is held while the parts of a model are opened.
+    /// The lock for opening a partial copy.
     fn turn(&self, sha256: &str) -> Arc<Mutex<()>> {
         let mut turns = lock(&self.turns);
         turns.retain(|_, turn| Arc::strong_count(turn) > 1);
         Arc::clone(turns.entry(sha256.to_owned()).or_default())
     }
 
-    /// The file that the user means by a name: one of the store, else a whole copy that was sent
-    /// here under it.
+    /// The file for a user's model name: from the store, else a complete copy with that name.
     pub(super) fn of_user(&self, name: &str) -> Result<PathBuf, String> {
         (self.find)(name).or_else(|reason| self.named(name).ok_or(reason))
     }
 
-    /// A whole copy that its user calls `name`.
+    /// The complete copy with the user's name `name`.
     fn named(&self, name: &str) -> Option<PathBuf> {
         let entries = fs::read_dir(&self.folder).ok()?.flatten();
         let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -232,8 +231,8 @@ impl Copies {
         Ok(sum)
     }
 
-    /// SHA-256 of the model at `path`. The name of a copy has it, since the bytes of a copy are
-    /// checked when they are used. Other files are hashed.
+    /// SHA-256 of the model at `path`. A copy's file name contains it, since its bytes are verified
+    /// on use. Other files are hashed.
     ///
     /// # Errors
     /// As [`hash`](Self::hash).
@@ -244,13 +243,14 @@ impl Copies {
         }
     }
 
-    /// The SHA-256 in the name of a whole copy.
+    /// The SHA-256 in the name of a complete copy.
     fn copied<'a>(&self, path: &'a Path) -> Option<&'a str> {
         let stem = path.file_stem()?.to_str()?;
         (place_in(&self.folder, stem, "gguf").ok()? == path).then_some(stem)
     }
 
-    /// Length of the model at `path`. For a copy it is the signed length, which a cut file lacks.
+    /// Length of the model at `path` in bytes. For a copy this is the signed length, since the file
+    /// may be truncated.
     ///
     /// # Errors
     /// The system's error.
@@ -264,11 +264,11 @@ impl Copies {
         }
     }
 
-    /// Makes a file, which is in the folder of copies, a copy that its user calls `name`. Its
-    /// SHA-256, in hexadecimal digits.
+    /// Turns a file in the folder of copies into a copy with the user's name `name`. Returns its
+    /// SHA-256 in hexadecimal digits.
     ///
     /// # Errors
-    /// Why no more models may be here, and what the system says.
+    /// The disk budget's reason, or the system's error.
     pub(super) fn keep(&self, file: &Path, name: &str) -> Result<String, String> {
         let failed = |error: io::Error| format!("{}: {error}", file.display());
         (self.may_have)(fs::metadata(file).map_err(failed)?.len())?;
@@ -279,8 +279,8 @@ impl Copies {
         kept.map(|()| sum).map_err(failed)
     }
 
-    /// The whole file of a model on this machine. This is a copy of just this content, or the
-    /// store's model of this name where it has the content.
+    /// The complete file of a model on this machine: a copy with this content, or the store's model
+    /// of this name if its content matches.
     pub(super) fn find(&self, model: &ModelName) -> Result<PathBuf, String> {
         let copy = self.place(model, "gguf")?;
         if copy.is_file() {
@@ -299,7 +299,7 @@ impl Copies {
         ))
     }
 
-    /// As [`find`](Self::find), with bytes of a copy checked and mended.
+    /// As [`find`](Self::find), with the bytes of a copy verified and repaired.
     pub(super) fn find_right(
         &self,
         (agent, model): (&Agent, &ModelName),
@@ -310,8 +310,8 @@ impl Copies {
         Ok(path)
     }
 
-    /// As [`find`](Self::find), or a file of which parts are here, all that it takes to open it
-    /// among them. The bytes of a copy that it takes to open it are checked.
+    /// As [`find`](Self::find), or a partial copy that has the bytes needed to open it. Verifies
+    /// those bytes.
     pub(super) fn find_part(&self, agent: &Agent, model: &ModelName) -> Result<PathBuf, String> {
         let reason = match self.find(model) {
             Ok(_) => return self.find_right((agent, model), Extent::Start),
@@ -325,16 +325,16 @@ impl Copies {
         Ok(held.partial.path.clone())
     }
 
-    /// Where a copy is kept, by its content.
+    /// The path of a copy, by its content.
     fn place(&self, model: &ModelName, ending: &str) -> Result<PathBuf, String> {
         place_in(&self.folder, &model.sha256, ending)
     }
 
-    /// Signs the root of a model's file, which is at `path`, and tells the cluster. Reads all of
-    /// the file the first time. Models of several files have none.
+    /// Signs the root of the model file at `path` and publishes it to the cluster. Reads all of the
+    /// file the first time. Models of several files have no root.
     ///
     /// # Errors
-    /// What the system says, or why it cannot be told.
+    /// The system's error, or why the root cannot be published.
     pub(super) fn sign(&self, agent: &Agent, model: &ModelName, path: &Path) -> Result<(), String> {
         let failed = |error: &io::Error| format!("{}: {error}", path.display());
         if path.is_dir() {
@@ -358,20 +358,20 @@ impl Copies {
         signed.publish(agent, &model.sha256)
     }
 
-    /// Answers an owner that wants this node to have a model.
+    /// Serves an owner's request that this node fetches a model.
     pub(super) fn answer_fetch(&self, agent: &Agent, channel: &Channel) {
         let line = Wire(channel.clone());
         let fetched = match hear::<Fetch>(&line, SILENCE) {
             Ok(Some(fetch)) => {
                 let mut told = |bytes: u64| say(&line, &Told::Done(bytes));
                 let fetched = self.fetch(agent, Some(channel.peer()), &fetch, &mut told);
-                // Earlier versions do not ask, and would not understand.
+                // Earlier versions do not request this and would not parse it.
                 fetched.map(|mended| mended.filter(|_| fetch.checks))
             }
             Ok(None) => Err("nothing was asked for".to_owned()),
             Err(broken) => Err(broken.to_string()),
         };
-        // An owner that is gone needs no answer.
+        // A lost owner does not receive the answer.
         let _: Result<(), _> = match fetched {
             Ok(Some(mended)) => say(&line, &Told::Mended(mended)),
             Ok(None) => say(&line, &Told::Ready),
@@ -379,9 +379,8 @@ impl Copies {
         };
     }
 
-    /// Has this node have all of a model; waits until it has. It comes from all nodes that have
-    /// parts of it, or from the node `from` where nobody has signed its root. `progress` hears
-    /// bytes.
+    /// Fetches all of a model to this node and waits for it. Uses all nodes that have parts, or the
+    /// node `from` if the root is not signed. `progress` receives byte counts.
     pub(super) fn take(
         &self,
         agent: &Agent,
@@ -397,7 +396,7 @@ impl Copies {
             .map(drop)
     }
 
-    /// Has this node have what it takes to open a model's file, whose root somebody has signed.
+    /// Fetches the bytes needed to open a model file with a signed root.
     pub(super) fn take_part(&self, agent: &Agent, wanted: &Wanted) -> Result<(), String> {
         let fetch = Fetch {
             parts: true,
@@ -438,7 +437,7 @@ impl Copies {
         self.get(agent, (rooted, from), fetch, told).map(|()| None)
     }
 
-    /// Fetches a model that is not here, by its root where it is known: `None` for one of another
+    /// Fetches a missing model, by its root if that is known; `None` if the root is of another
     /// length.
     fn get(
         &self,
@@ -462,7 +461,7 @@ impl Copies {
         self.whole_from_hub(agent, fetch, &reason, told)
     }
 
-    /// Fetches groups of a model from all nodes that have some, and the hub's where none has them.
+    /// Fetches groups of a model from all nodes that have some, and from the hub if none has them.
     fn fetch_parts(
         &self,
         agent: &Agent,
@@ -483,7 +482,7 @@ impl Copies {
         }
     }
 
-    /// Fetches all of a model from the hub; `reason` says why no node gives it.
+    /// Fetches all of a model from the hub; `reason` is why no node has it.
     fn whole_from_hub(
         &self,
         agent: &Agent,
@@ -497,7 +496,7 @@ impl Copies {
         if self.find(model).is_ok() {
             return Ok(()); // copied meanwhile
         }
-        // Bytes that came before this count as spent.
+        // Bytes already downloaded count as part of the budget.
         let [begun, _] = PARTS_OF_HUB;
         let begun = fs::metadata(self.place(model, begun)?).map_or(0, |facts| facts.len());
         (self.may_have)(fetch.bytes.saturating_sub(begun))?;
@@ -510,7 +509,7 @@ impl Copies {
         had.map_err(|failed| unavailable(agent, model, reason, Some(&failed)))
     }
 
-    /// Fetches runs of groups from the hub; `reason` says why no node gives them.
+    /// Fetches runs of groups from the hub; `reason` is why no node has them.
     fn groups_from_hub(
         &self,
         (agent, model): (&Agent, &ModelName),
@@ -525,7 +524,7 @@ impl Copies {
         filled.map_err(|failed| unavailable(agent, model, reason, Some(&failed)))
     }
 
-    /// The hub, and where it has a model of so many bytes that no node gives, which is told.
+    /// The hub and the model's origin on it, if the length matches. Logs its first use for a model.
     fn on_hub(
         &self,
         (agent, model): (&Agent, &ModelName),
@@ -544,7 +543,7 @@ impl Copies {
         Ok((hub, origin))
     }
 
-    /// The file of a model of which parts are here; begins one.
+    /// The partial copy of a model; creates it if there is none.
     fn held(
         &self,
         agent: &Agent,
@@ -582,7 +581,7 @@ impl Copies {
         Ok(held)
     }
 
-    /// The leaves below a root: those that are here, or those of a node that has the file.
+    /// The leaves below a root, from this node or from one that has the file.
     fn leaves(
         &self,
         agent: &Agent,
@@ -606,8 +605,8 @@ impl Copies {
     }
 
     /// Nodes that may have parts of a model: the given nodes, the instances' nodes, their sources,
-    /// and all others. The others may have been sent a copy. Only nodes that live and gave no wrong
-    /// bytes so far count.
+    /// then all others, which may have been sent a copy. Excludes dead nodes and nodes that sent
+    /// wrong bytes.
     fn sources(
         &self,
         agent: &Agent,
@@ -638,7 +637,7 @@ impl Copies {
         sources.take(pieces::SOURCES_MAX).collect()
     }
 
-    /// Fetches what is missing of `wanted`.
+    /// Fetches the missing groups of `wanted`.
     fn fetch_groups(
         &self,
         (agent, model): (&Agent, &ModelName),
@@ -692,10 +691,10 @@ impl Copies {
         }
     }
 
-    /// Fetches parts of a model that a worker asks for, as long as `goes_on`.
+    /// Fetches ranges of a model that a worker requests, while `goes_on` returns true.
     ///
     /// # Errors
-    /// Which bytes cannot be had, and what each source did instead.
+    /// The unavailable bytes, and the failure of each source.
     pub(super) fn bring(
         &self,
         agent: &Agent,
@@ -708,8 +707,8 @@ impl Copies {
         self.fetch_groups((agent, model), &held, &wanted, &|_| goes_on())
     }
 
-    /// Makes a file all of whose groups are here a copy. Its SHA-256 is checked as well, in case
-    /// the root was signed for another file.
+    /// Turns a complete partial file into a copy. Verifies its SHA-256 as well, in case the root
+    /// was signed for another file.
     fn seal(&self, agent: &Agent, model: &ModelName, held: &Held) -> Result<(), String> {
         let path = &held.partial.path;
         let failed = |error: io::Error| format!("{}: {error}", path.display());
@@ -732,13 +731,13 @@ impl Copies {
         let copy = self.place(model, "gguf")?;
         match fs::hard_link(path, &copy) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            // A file system without links: workers that read it go on all the same.
+            // A file system without hard links: workers that have the file open are not affected.
             Err(_) => fs::rename(path, &copy).map_err(failed),
             Ok(()) => Ok(()),
         }
     }
 
-    /// Removes all files of a copy. Bytes that this freed.
+    /// Removes all files of a copy; returns the bytes freed.
     ///
     /// # Errors
     /// What the system says.
@@ -764,12 +763,12 @@ impl Copies {
         Ok(freed)
     }
 
-    /// The groups of a model that are here, while parts of it are fetched.
+    /// The partial copy of a model while it is fetched.
     pub(super) fn part(&self, sha256: &str) -> Option<Arc<Held>> {
         lock(&self.parts).get(sha256).cloned()
     }
 
-    /// Gives pieces of a model to a node that asks for them.
+    /// Serves ranges of a model to a fetching node.
     pub(super) fn answer_pieces(&self, agent: &Agent, channel: &Channel) {
         pieces::answer(channel, |model| {
             let reason = match self.find(model) {
@@ -818,7 +817,7 @@ impl Copies {
         kept.map_err(|e| format!("{}: {e}", place.display()))
     }
 
-    /// Sends a model's file to a node that asks for it.
+    /// Serves a whole model file to a fetching node.
     pub(super) fn answer_file(&self, channel: &Channel) {
         let line = Wire(channel.clone());
         let sent = match hear::<ModelName>(&line, SILENCE) {
@@ -841,7 +840,7 @@ fn unavailable(agent: &Agent, model: &ModelName, nodes: &str, hub: Option<&str>)
     hub::unavailable((model.name.as_str(), own), (nodes, hub))
 }
 
-/// Where a copy is kept in a folder, by its content.
+/// The path of a copy in a folder, by its content.
 fn place_in(folder: &Path, sha256: &str, ending: &str) -> Result<PathBuf, String> {
     let is_hash = sha256.len() == 64 && sha256.bytes().all(|b| b.is_ascii_hexdigit());
     match is_hash {
@@ -850,7 +849,7 @@ fn place_in(folder: &Path, sha256: &str, ending: &str) -> Result<PathBuf, String
     }
 }
 
-/// Runs in order, with those that overlap or touch made one: no group is fetched twice.
+/// Sorts runs and merges overlapping and adjacent ones, so that no group is fetched twice.
 fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     runs.sort_by_key(|run| (run.start, run.end));
     let mut merged: Vec<Range<u64>> = Vec::new();
@@ -863,10 +862,10 @@ fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     merged
 }
 
-/// Hears how many bytes are copied; an error ends the copying.
+/// Receives the number of copied bytes; an error ends the copy.
 type Hear<'a> = dyn FnMut(u64) -> Result<(), Broken> + 'a;
 
-/// Runs a fetch on a thread of its own, and tells how far it is until it ends.
+/// Runs a fetch on its own thread and reports its progress until it ends.
 fn watched<T: Send>(
     run: impl FnOnce(&Count<'_>) -> Result<T, String> + Send,
     told: &mut Hear<'_>,
@@ -893,7 +892,7 @@ fn watched<T: Send>(
     })
 }
 
-/// Writes a small file whole or not at all, in a folder that there is.
+/// Writes a small file atomically, in an existing folder.
 ///
 /// # Errors
 /// What the system says.
@@ -904,7 +903,7 @@ pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// Removes what is of no use to a new process: parts of files that are complete by now.
+/// Removes leftovers of earlier processes: parts of files that are complete by now.
 fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -913,7 +912,7 @@ fn sweep(folder: &Path) {
             .is_some_and(|ending| ending == partial::FILE);
         if is_part && path.with_extension("gguf").is_file() {
             let [shard, have, _] = partial::files_of(&path);
-            // What stays takes a little space.
+            // A leftover only takes space.
             let _ = (fs::remove_file(shard), fs::remove_file(have));
         }
     }

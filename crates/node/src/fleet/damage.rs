@@ -1,8 +1,8 @@
-//! Finds damage in a model's file: the groups whose bytes are not those of its hash tree.
+//! Finds damage in a model file: the groups whose bytes differ from its hash tree.
 //!
-//! A disk may lose bytes, a program may overwrite them, and a power cut may lose writes. None of it
-//! need show in the file's length or times. So the bytes themselves are compared, before a rank
-//! computes with them (`arriving`) or a node vouches for its copy (`copies`).
+//! A disk may lose bytes, a program may overwrite them, and a power cut may lose writes; the file's
+//! length and times may show none of it. So the bytes themselves are compared, before a rank
+//! computes with them or a node offers its copy (`copies`).
 
 use std::fs::File;
 use std::ops::Range;
@@ -14,18 +14,17 @@ use paceline_base::lock;
 
 use super::tree::Tree;
 
-/// Bytes that are worth one more thread: BLAKE3 takes a millisecond for them, a thread some 20 µs.
+/// Bytes per thread: BLAKE3 takes a millisecond for them, a thread start some 20 µs.
 const THREAD_BYTES: u64 = 4 << 20;
 
 /// Most threads: eight with 3 GB/s each read memory as fast as most machines can.
 const THREADS_MAX: usize = 8;
 
-/// Hears how many more bytes were compared; false ends the search.
+/// Receives the number of further bytes compared; false ends the search.
 pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
-/// Finds the groups, among `groups`, whose bytes in `file` are not those of `tree`; in runs. Bytes
-/// that cannot be read are wrong. Cost: reads all of `groups`, by several threads where they are
-/// many.
+/// Finds the groups among `groups` whose bytes in `file` differ from `tree`, as runs. Unreadable
+/// bytes count as wrong. Cost: reads all of `groups`, with several threads if they are many.
 pub(crate) fn wrong_groups(
     file: &File,
     tree: &Tree,

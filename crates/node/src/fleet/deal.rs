@@ -1,7 +1,7 @@
-//! Deals nodes to the replicas of a model.
+//! Assigns nodes to the replicas of a model.
 //!
-//! Replicas are on nodes of their own while there are enough; then they share nodes, as long as
-//! memory lasts. Pure: memory and the order of nodes are arguments.
+//! Replicas get separate nodes while there are enough; then they share nodes, within memory. Pure:
+//! memory and the order of nodes are arguments.
 
 use std::collections::BTreeMap;
 
@@ -27,8 +27,8 @@ pub(super) struct Short {
     pub(super) lacking: Vec<(NodeId, u64)>,
 }
 
-/// The nodes of each replica. `nodes` are those that may compute, the best first, with the bytes
-/// that a model may have there.
+/// The nodes of each replica. `nodes` are the eligible nodes, best first, each with the bytes that
+/// a model may use there.
 ///
 /// # Errors
 /// [`Short`]: fewer than [`Need::each`] nodes have room for a replica.
@@ -53,11 +53,11 @@ pub(super) fn deal(nodes: &[(NodeId, u64)], need: Need) -> Result<Vec<Vec<NodeId
     Ok(dealt)
 }
 
-/// The nodes that a user named, shared out to so many replicas in order. Fewer nodes than replicas
-/// have one each in turn.
+/// Divides the nodes that a user named between `replicas` replicas, in order. With fewer nodes than
+/// replicas, each replica gets one node, in turn.
 ///
 /// # Errors
-/// Why they cannot be shared out.
+/// The nodes do not divide evenly.
 pub(super) fn share_out(named: &[NodeId], replicas: usize) -> Result<Vec<Vec<NodeId>>, String> {
     let n = named.len();
     if n < replicas {
@@ -115,12 +115,12 @@ mod tests {
         NodeId([number; 16])
     }
 
-    /// Nodes 0, 1, .. with this much room.
+    /// Nodes 0, 1, .. with this much free memory.
     fn nodes(rooms: &[u64]) -> Vec<(NodeId, u64)> {
         (0..).map(node).zip(rooms.iter().copied()).collect()
     }
 
-    /// The dealt nodes by number, or the number of the replica that is short with what is lacking.
+    /// The assigned nodes by number, or the first replica without room and the missing bytes.
     fn dealt(rooms: &[u64], replicas: usize, each: usize) -> Result<Vec<Vec<u8>>, Short> {
         let need = Need {
             replicas,

@@ -1,7 +1,7 @@
 //! Encoders over the nodes of a cluster: each node that has the model computes its own requests.
 //!
-//! An encoder is small and keeps nothing between requests, so it has no workers and no owner that
-//! others ask. Vectors are the same bits on every node, by the numerics rule.
+//! An encoder is small and has no state between requests, so it needs no workers and no owner.
+//! Vectors have the same bits on every node, by the numerics rule.
 
 use std::path::Path;
 use std::sync::Arc;

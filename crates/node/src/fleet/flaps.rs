@@ -1,7 +1,7 @@
-//! Nodes whose workers are lost again and again, which are left out for a while.
+//! Flapping nodes: a node that loses workers repeatedly is excluded for a while.
 //!
-//! An epoch that fails ends on all ranks, and several of them may need another worker. Only the
-//! rank that is the cause counts against its node: its neighbours fail because of it.
+//! A failed epoch ends on all ranks, and several may need a new worker. Only the causing rank
+//! counts against its node: the others fail because of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::{InstanceId, NodeId};
 
-/// Losses of workers after which a node is left out.
+/// Lost workers after which a node is excluded.
 pub(super) const LOSSES_MAX: usize = 3;
 
-/// Losses before this count no more, and the node is taken back: a machine that was restarted
-/// meanwhile is another one.
+/// Older losses no longer count and the node is readmitted: the machine may have been restarted
+/// since.
 const FORGET_AFTER: Duration = Duration::from_secs(600);
 
-/// A wanted instance whose user named its nodes, and these.
+/// An instance whose user named its nodes, and those nodes.
 pub(super) type Named = (InstanceId, Vec<NodeId>);
 
 /// Counts the workers that each node of an instance has lost.
@@ -29,7 +29,7 @@ struct Counted {
     /// The node that runs the worker of each rank.
     at: BTreeMap<Rank, NodeId>,
     losses: BTreeMap<NodeId, Vec<Instant>>,
-    /// Loads by name that were seen.
+    /// Loads with named nodes seen so far.
     named: BTreeSet<InstanceId>,
 }
 
@@ -43,7 +43,7 @@ impl Flaps {
         let losses = counted.losses.entry(node).or_default();
         losses.retain(|at| now.saturating_duration_since(*at) < FORGET_AFTER);
         losses.push(now);
-        // Older ones say nothing more.
+        // Older ones are irrelevant.
         let first = losses.len().saturating_sub(LOSSES_MAX);
         losses.drain(..first);
     }
@@ -53,8 +53,8 @@ impl Flaps {
         lock(&self.0).at.remove(&rank);
     }
 
-    /// Takes nodes back that a load has named since the last call: a person who names a node wants
-    /// it used. `loads` are all of them.
+    /// Readmits nodes named by a load since the last call: a user who names a node wants it used.
+    /// `loads` are all loads with named nodes.
     pub(super) fn take_back(&self, loads: &[Named]) {
         let mut counted = lock(&self.0);
         for (id, nodes) in loads {
@@ -75,7 +75,7 @@ impl Flaps {
         lock(&self.0).at.get(&rank).copied()
     }
 
-    /// Whether a node is left out.
+    /// Whether a node is excluded.
     pub(super) fn is_out(&self, node: NodeId, now: Instant) -> bool {
         let counted = lock(&self.0);
         let losses = counted.losses.get(&node);
@@ -83,7 +83,7 @@ impl Flaps {
         losses.is_some_and(|all| all.iter().filter(fresh).count() >= LOSSES_MAX)
     }
 
-    /// The nodes that are left out.
+    /// The excluded nodes.
     pub(super) fn out(&self, now: Instant) -> Vec<NodeId> {
         let all: Vec<NodeId> = lock(&self.0).losses.keys().copied().collect();
         all.into_iter()

@@ -1,9 +1,9 @@
-//! Replicas that come and go by load, where the user allowed it.
+//! Replica autoscaling: adds and removes replicas by load, if the user allowed it.
 //!
-//! The owner of the instance that was loaded may add a replica. It does so when more requests are
-//! open there than it computes at a time, for [`ADD_AFTER`]. Requests go to the replica with the
-//! fewest, so the others have as many. An added replica is ended by its own owner when it had no
-//! request for [`REMOVE_AFTER`]. Nobody needs to know how the others stand, so no node is asked.
+//! The owner of the loaded instance adds a replica when its open requests exceed its concurrency
+//! for [`ADD_AFTER`]. Requests go to the least loaded replica, so the other replicas are as full.
+//! The owner of an added replica ends it after [`REMOVE_AFTER`] without a request. Each decision
+//! uses local load only, without messages to other nodes.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -16,27 +16,26 @@ use paceline_engine::{Service, Status};
 use super::deal::{Need, deal};
 use super::{Answers, Inner, naming, report};
 
-/// How long requests must wait before a replica is added: longer than a burst, shorter than people
-/// are patient.
+/// Time of overload before a replica is added: longer than a burst, shorter than users' patience.
 const ADD_AFTER: Duration = Duration::from_secs(5);
 
-/// How long a replica must be idle before it ends. A pause between two questions of a chat is
-/// shorter, and to load it again costs seconds to minutes.
+/// Idle time before an added replica ends. Longer than a pause in a chat, because a reload costs
+/// seconds to minutes.
 const REMOVE_AFTER: Duration = Duration::from_secs(120);
 
-/// Verdict on the load of an instance.
+/// Scaling decision for an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Add,
     Remove,
 }
 
-/// The load of an instance as it matters here.
+/// Load level of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Load {
-    /// Requests wait for a place.
+    /// Requests wait for a slot.
     Full,
-    /// There is none.
+    /// No open request.
     Idle,
     Some,
 }
@@ -51,13 +50,13 @@ impl Load {
     }
 }
 
-/// How long the instances of this node have been as they are.
+/// By instance of this node: load level, and since when.
 #[derive(Debug, Default)]
 pub(super) struct Growth(BTreeMap<InstanceId, (Load, Instant)>);
 
 impl Growth {
-    /// Takes in the load of an instance; returns the verdict on it by now. `added` says whether
-    /// load had added the instance.
+    /// Updates an instance's load level and returns the decision. `added`: whether autoscaling
+    /// added the instance.
     fn look(&mut self, id: InstanceId, load: Load, added: bool, now: Instant) -> Option<Verdict> {
         let (before, since) = self.0.entry(id).or_insert((load, now));
         if *before != load {
@@ -69,13 +68,13 @@ impl Growth {
             Load::Idle if added && lasted >= REMOVE_AFTER => Verdict::Remove,
             Load::Full | Load::Idle | Load::Some => return None,
         };
-        *since = now; // the next one takes as long
+        *since = now; // the next replica takes as long
         Some(verdict)
     }
 }
 
 impl Inner {
-    /// Adds and ends replicas as the load of this node's instances asks for.
+    /// Adds and ends replicas by the load of this node's instances.
     pub(super) fn grow(&self, growth: &mut Growth, now: Instant) {
         let map = self.agent.map();
         let has_failed = |id| report(&map, id).is_some_and(|it| it.state == State::Failed);
@@ -83,7 +82,7 @@ impl Inner {
         let running = owned.iter().filter_map(|(id, it)| {
             let instance = it.answers.as_ref().and_then(Answers::instance).cloned();
             let wanted = &it.owned.wanted;
-            // An added instance that cannot start ends as an idle one: until then none is added.
+            // An added instance that cannot start ends like an idle one; until then none is added.
             let counts = instance.is_some() || (wanted.added && has_failed(*id));
             (wanted.grows && counts).then(|| (*id, wanted.clone(), instance))
         });
@@ -101,7 +100,7 @@ impl Inner {
                 Some(Verdict::Add) => self.add_replica(&wanted),
                 Some(Verdict::Remove) => {
                     (self.spec.tell)(&format!("{}: a replica is idle and ends", wanted.model));
-                    // Refused where somebody unloaded it meanwhile.
+                    // Fails if the instance was unloaded meanwhile.
                     let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
                 }
                 None => {}
@@ -109,8 +108,8 @@ impl Inner {
         }
     }
 
-    /// Loads one more replica like `wanted` on nodes that compute nothing, if there are some. Does
-    /// nothing while a replica of the model is still on its way.
+    /// Loads one more replica like `wanted` on idle nodes, if there are some. Does nothing while a
+    /// replica of the model is still loading.
     fn add_replica(&self, wanted: &Wanted) {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
@@ -133,7 +132,7 @@ impl Inner {
             source: Some(self.agent.id()),
             lender: None,
             added: true,
-            prompts: Vec::new(), // they read for one instance
+            prompts: Vec::new(), // prefill nodes serve one instance
             ..wanted.clone()
         };
         let outcome = match self.want_new(&added) {
@@ -143,7 +142,7 @@ impl Inner {
         (self.spec.tell)(&format!("{}: {outcome}", wanted.model));
     }
 
-    /// As many nodes as `wanted` has, which no instance of `all` has, with room for it.
+    /// As many nodes as `wanted` has, without an instance in `all` and with memory for it.
     fn idle_nodes(
         &self,
         all: &[(InstanceId, u64, Wanted)],
@@ -169,7 +168,7 @@ impl Inner {
 mod tests {
     use super::*;
 
-    /// Verdicts on an instance whose load is `load` for so many seconds, second by second.
+    /// Decisions for an instance at a constant `load`, second by second for `seconds`.
     fn verdicts(load: Load, added: bool, seconds: u64) -> Vec<(u64, Verdict)> {
         let (mut growth, start) = (Growth::default(), Instant::now());
         let at = |second: u64| start + Duration::from_secs(second);

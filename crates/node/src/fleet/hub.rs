@@ -1,11 +1,11 @@
-//! The hub, for bytes of a model that no node of the cluster has.
+//! The model hub as the last source of bytes that no node of the cluster has.
 //!
 //! ```text
 //! hub/SHA256 -> {"repo":"owner/name","revision":"COMMIT","file":"m.gguf","bytes":N,"sha256":".."}
 //! ```
-//! A node that loads a model from its store tells the cluster where the file came from. A node that
-//! needs bytes which no other node gives reads them from the same commit. It checks them as those
-//! of any other source: groups by the hash tree, a whole file by its SHA-256.
+//! A node that loads a model from its store publishes the file's origin to the cluster. A node that
+//! finds no other source reads the bytes from the same commit. It verifies them as from any source:
+//! groups by the hash tree, a whole file by its SHA-256.
 
 use std::fmt;
 use std::ops::Range;
@@ -38,36 +38,37 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Hears how many bytes came; false ends the fetching.
+/// Receives the number of bytes fetched; false ends the fetch.
 pub type Came<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
-/// Takes the next bytes of a file; false ends the reading.
+/// Receives the next bytes of a file; false ends the read.
 pub type Take<'a> = dyn FnMut(&[u8]) -> bool + 'a;
 
-/// The hub as this machine reaches it. Its calls block, each with deadlines of its own.
+/// Client of the hub on this machine. Its calls block, each with its own deadlines.
 pub trait FromHub: Send + Sync {
-    /// Where the file at `path` came from; `None` for files of the user's own.
+    /// The origin of the file at `path`; `None` for the user's own files.
     fn origin(&self, path: &Path) -> Option<Origin>;
 
-    /// Fetches all of a file to `path`, goes on where an earlier call ended, and checks it.
+    /// Downloads a whole file to `path`, resumes an earlier download, and verifies the result.
     ///
     /// # Errors
-    /// Why it cannot be had; there is no file at `path` then.
+    /// Why the download failed; there is no file at `path` then.
     fn whole(&self, origin: &Origin, path: &Path, came: &Came<'_>) -> Result<(), String>;
 
-    /// Reads the bytes `span` of a file, in order, until `take` says false. They are not checked.
+    /// Reads the bytes `span` of a file, in order, until `take` returns false. Does not verify
+    /// them.
     ///
     /// # Errors
-    /// Why the rest cannot be had.
+    /// Why the rest is unavailable.
     fn read(&self, origin: &Origin, span: Range<u64>, take: &mut Take<'_>) -> Result<(), String>;
 }
 
-/// Register in which the origin of a file is told.
+/// Register of a file's origin.
 pub(super) fn key(sha256: &str) -> Key {
     Key::Named(format!("hub/{sha256}"))
 }
 
-/// Where a file came from, by its SHA-256, if a node has told it.
+/// The published origin of a file, by its SHA-256.
 pub(super) fn of(map: &Registers, sha256: &str) -> Option<Origin> {
     let origin: Origin = serde_json::from_str(map.get(&key(sha256))?).ok()?;
     let Origin {
@@ -76,7 +77,7 @@ pub(super) fn of(map: &Registers, sha256: &str) -> Option<Origin> {
         file,
         ..
     } = &origin;
-    // It is shown to people, and another node has written it.
+    // It is shown to people, and another node wrote it.
     let is_plain = |text: &String| !text.contains(char::is_control);
     let is_plain = [repo, revision, file].into_iter().all(is_plain);
     (is_plain && origin.sha256 == sha256).then_some(origin)
@@ -88,8 +89,8 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 impl Origin {
-    /// Tells the cluster, as [`Rooted::publish`](super::rooted::Rooted::publish) does. A full map
-    /// goes without: then only nodes help.
+    /// Publishes it to the cluster, as [`Rooted::publish`](super::rooted::Rooted::publish) does. If
+    /// the map is full it is skipped: then only nodes are sources.
     pub(super) fn publish(&self, agent: &Agent) {
         let map = agent.map();
         let is_known = of(&map, &self.sha256).as_ref() == Some(self);
@@ -102,8 +103,8 @@ impl Origin {
     }
 }
 
-/// Why neither nodes nor the hub give a model, and what brings it to the node `own`. `nodes` says
-/// why nodes do not, `hub` why the hub does not; nothing where no file of the hub is known.
+/// Message for a model without a source, with the command that brings it to the node `own`. `nodes`
+/// and `hub` are the reasons of either; `hub` is `None` if no origin is known.
 pub(super) fn unavailable(
     (model, own): (&str, &str),
     (nodes, hub): (&str, Option<&str>),
@@ -118,11 +119,11 @@ pub(super) fn unavailable(
     )
 }
 
-/// Fetches a run of groups; each is kept once the tree says that it is right. `came` hears how
-/// many bytes were kept.
+/// Fetches a run of groups and stores each after verification by the tree. `came` receives the
+/// number of bytes stored.
 ///
 /// # Errors
-/// Why the rest cannot be had. Bytes that were right are kept.
+/// Why the rest is unavailable. Verified bytes are stored.
 pub(super) fn fill(
     hub: &dyn FromHub,
     origin: &Origin,
@@ -155,17 +156,17 @@ pub(super) fn fill(
     }
 }
 
-/// Bytes of consecutive groups, as they come.
+/// Collects the bytes of consecutive groups as they arrive.
 struct Filling<'a> {
     partial: &'a Partial,
     /// The groups that are not complete yet.
     left: Range<u64>,
-    /// The bytes of the first of them that came.
+    /// Received bytes of the first incomplete group.
     group: Vec<u8>,
 }
 
 impl Filling<'_> {
-    /// Takes in the next bytes; how many bytes are kept by that.
+    /// Takes the next bytes; returns the number of bytes stored.
     fn take(&mut self, mut bytes: &[u8]) -> Result<u64, String> {
         let mut kept = 0;
         while !bytes.is_empty() && !self.left.is_empty() {

@@ -1,4 +1,5 @@
-//! Copies of journals of other nodes' streamed answers, and of this node's on another.
+//! Replication of the journals of streamed answers to other nodes, so that a client can resume at
+//! another node.
 //!
 //! ```text
 //! entry --keep:    {"id":..,"at":..}\n BYTES--> another node: Shelf
@@ -6,12 +7,12 @@
 //! any   --journal: {"id":..,"key":..}--> every node: the longest of its own and its shelf's
 //!       <-BYTES, none for nothing-
 //! ```
-//! The longest copy counts, of this node's shelf and of all others. A node that kept copies for a
-//! while, before another one was taken, has the beginning only.
+//! The longest copy of all nodes counts. A node that stored copies for a while, before another was
+//! chosen, has the beginning only.
 //!
-//! A thread sends all pieces that streams of this node want kept. Pieces that gather while it waits
-//! for an answer go out together, so the rate of tokens is bound by no round trip. Another node
-//! than the last is taken when that one is dead or silent; it answers `Gap` and gets all.
+//! One thread sends all segments of this node's streams. Segments that queue up during a round trip
+//! go out together, so the token rate does not depend on the round trip. If the storing node is
+//! dead or silent, another one is chosen; it answers `Gap` and gets everything.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
@@ -32,81 +33,81 @@ use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, hear, say};
 pub(super) const KEEP: &str = "keep";
 pub(super) const JOURNAL: &str = "journal";
 
-/// How long a journal stays after its last piece: as long as clients may take to come back.
+/// How long a journal is stored after its last segment: the time for clients to reconnect.
 const STAY: Duration = Duration::from_secs(60);
 
-/// Journals of other nodes that a node keeps: of four entries with as many streams as each takes.
+/// Maximum stored journals of other nodes: four ingress nodes with all their streams.
 const COPIES_MAX: usize = 1024;
 
-/// Bytes of memory that they take.
+/// Their maximum bytes of memory.
 const COPIES_BYTES_MAX: usize = 256 << 20;
 
-/// Longest wait for another node to keep something, half of the time for which clients wait: the
-/// rest is for the next node.
+/// Longest wait for a node to store a segment: half of the clients' wait, so that one more node can
+/// be tried.
 const KEEP_LIMIT: Duration = Duration::from_secs(1);
 
-/// A node that was dead or silent is not asked again for so long: by then a silent node counts as
-/// gone. One that only was busy keeps copies again.
+/// Time for which a dead or silent node is not used again. By then membership declares a silent
+/// node dead; a node that was only busy is used again.
 const SHUN: Duration = Duration::from_secs(2);
 
 /// Longest wait for the copy of a journal that another node has.
 const FIND_LIMIT: Duration = Duration::from_secs(2);
 
-/// Once a copy has come, a longer one is awaited for so long: nodes that live answer in some
-/// milliseconds. A shorter copy gives the same answer, computed again from there on.
+/// After a first copy, wait this much longer for a longer one: live nodes answer in some
+/// milliseconds. A shorter copy gives the same answer, recomputed from its end.
 const FIND_MORE: Duration = Duration::from_millis(100);
 
-/// Nodes that are asked for a copy.
+/// Maximum nodes queried for a copy.
 const NODES_MAX: usize = 64;
 
-/// Pieces that wait to be sent: some of each stream that a node takes.
+/// Maximum queued segments: some of each stream of a node.
 const QUEUE_MAX: usize = 1024;
 
-/// More of a journal.
+/// A segment of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The journal's name.
     pub id: String,
-    /// Bytes before this piece; 0 begins it anew.
+    /// Offset of this segment in bytes; 0 starts the journal again.
     pub at: u64,
-    /// None are a sign that it is still needed.
+    /// Empty to keep the copy from expiring.
     pub bytes: Vec<u8>,
 }
 
-/// Outcome of the request to keep a piece.
+/// Result of the request to store a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kept {
     /// Another node has it.
     Yes,
-    /// The other node lacks what came before.
+    /// The other node lacks the bytes before it.
     Gap,
-    /// No node keeps it, and why.
+    /// No node stores it; the reason.
     No(String),
 }
 
 /// Outcome of a search for a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// The longest copy that was told in time.
+    /// The longest copy received in time.
     Copy(Vec<u8>),
-    /// All nodes that live have answered, and none has it.
+    /// All live nodes have answered, and none has it.
     Nowhere,
     /// No node that answered has it. Another node, which may have it, has not answered, or died a
     /// moment ago.
     Unsure,
 }
 
-/// Hears what became of a piece.
+/// Receives the result for a segment.
 pub type Done = Box<dyn FnOnce(Kept) + Send>;
 
-/// Header of a piece: a line of JSON before its bytes.
+/// Header of a segment: a line of JSON before its bytes.
 #[derive(Serialize, Deserialize)]
 struct Label {
     id: String,
     at: u64,
 }
 
-/// Request for a journal, sent to every node that lives, at most [`NODES_MAX`].
+/// Request for a journal, sent to every live node, at most [`NODES_MAX`].
 #[derive(Serialize, Deserialize)]
 struct Wish {
     id: String,
@@ -123,7 +124,7 @@ struct Held {
 }
 
 impl Shelf {
-    /// Keeps a piece.
+    /// Stores a segment.
     fn put(&self, piece: Piece, now: Instant) -> Kept {
         let mut all = lock(&self.0);
         all.retain(|_, copy| now.saturating_duration_since(copy.touched) <= STAY);
@@ -149,7 +150,7 @@ impl Shelf {
         }
         copy.touched = now;
         if !piece.bytes.is_empty() {
-            copy.bytes.truncate(piece.at as usize); // it is told again
+            copy.bytes.truncate(piece.at as usize); // it is sent again
             copy.bytes.extend_from_slice(&piece.bytes);
         }
         Kept::Yes
@@ -169,7 +170,7 @@ pub(super) struct Copier {
 }
 
 impl Copier {
-    /// Starts a thread that ends with this.
+    /// Starts the sending thread, which ends with this value.
     ///
     /// # Errors
     /// The system's error when the thread cannot be started.
@@ -199,7 +200,7 @@ struct Sender {
     agent: Agent,
     pieces: Receiver<(Piece, Done)>,
     to: Option<(NodeId, Wire)>,
-    /// Until when nodes are not asked.
+    /// By node: until when it is not used.
     shunned: BTreeMap<NodeId, Instant>,
 }
 
@@ -218,7 +219,7 @@ impl Sender {
         }
     }
 
-    /// Has the same node as before keep them, or the next that does.
+    /// Sends the segments to the current storing node, or to the next that accepts them.
     fn keep(&mut self, mut all: Vec<(Piece, Done)>) {
         let mut reason = "no other node lives".to_owned();
         while let Some((node, line)) = self.reach(&mut reason) {
@@ -262,7 +263,8 @@ impl Sender {
     }
 }
 
-/// The other nodes in one of `states`, those after this one first, so that each keeps for another.
+/// The other nodes in one of `states`, in order after this one, so that each node stores for a
+/// different one.
 fn others(agent: &Agent, states: &[Life]) -> Vec<NodeId> {
     let own = agent.id();
     let all = agent.nodes().into_iter();
@@ -272,7 +274,7 @@ fn others(agent: &Agent, states: &[Life]) -> Vec<NodeId> {
     ids
 }
 
-/// Sends pieces and hears what becomes of each; those that were answered are gone from `all`.
+/// Sends segments and delivers each result; removes the answered ones from `all`.
 fn exchange(line: &dyn Line, all: &mut Vec<(Piece, Done)>) -> Result<(), Broken> {
     let end = Instant::now() + KEEP_LIMIT;
     let mut sent = 0;
@@ -317,7 +319,8 @@ fn unpacked(message: &[u8]) -> Option<Piece> {
     Some(Piece { id, at, bytes })
 }
 
-/// Reads `bytes` as messages about journals, for fuzzing. A piece that is read is what was packed.
+/// Reads `bytes` as messages about journals, for fuzzing. Asserts that a parsed segment packs to
+/// the same bytes.
 pub(super) fn parse(bytes: &[u8]) {
     if let Some(piece) = unpacked(bytes) {
         assert_eq!(unpacked(&packed(&piece)), Some(piece));
@@ -326,7 +329,7 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<Kept>(bytes);
 }
 
-/// Keeps what another node sends until its channel closes.
+/// Stores segments from another node until its channel closes.
 pub(super) fn answer_keep(inner: &Inner, line: &dyn Line) {
     let keep = || -> Result<(), Broken> {
         loop {
@@ -340,32 +343,32 @@ pub(super) fn answer_keep(inner: &Inner, line: &dyn Line) {
             say(line, &inner.shelf.put(piece, Instant::now()))?;
         }
     };
-    // The other end sees that the line is closed.
+    // The other end sees the closed connection.
     let _: Result<(), Broken> = keep();
     line.close();
 }
 
-/// Answers a node that looks for a journal.
+/// Serves a journal to another node.
 pub(super) fn answer_journal(inner: &Inner, line: &dyn Line) {
     let Ok(Some(Wish { id, key })) = hear(line, FIND_LIMIT) else {
         return line.close();
     };
     let own = inner.spec.doors.journal(&id, key.as_deref());
-    // This node's own may be of the time before another one went on with the answer.
+    // This node's own journal may predate the resumption at another node.
     let kept = inner.shelf.find(&id, Instant::now());
     let found = own.into_iter().chain(kept).max_by_key(Vec::len);
-    let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // it asks another one then
+    let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // else it asks another
 }
 
-/// The longest copy of a journal that comes soon. A node that was frozen just now holds nobody up
-/// where another has a copy.
+/// The longest copy of a journal that arrives soon. A node that just froze delays nothing if
+/// another node has a copy.
 pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Found {
     search(inner, id, key, 0)
 }
 
 impl Fleet {
-    /// As [`find_journal`](Self::find_journal), a copy of more than `than` bytes: a node that is
-    /// slow is waited for where faster ones have shorter copies.
+    /// As [`find_journal`](Self::find_journal), but a copy of more than `than` bytes: waits for a
+    /// slow node while faster ones have shorter copies.
     pub fn find_longer_journal(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
         match search(&self.inner, id, key, than) {
             Found::Copy(bytes) => Some(bytes),
@@ -383,13 +386,13 @@ fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Found
     }
 }
 
-/// Since when nodes are dead for this one. The others may live on, and this one be cut off.
+/// Since when this node sees others as dead. They may be alive and this node partitioned off.
 #[derive(Default)]
 pub(super) struct Deaths(Mutex<BTreeMap<NodeId, Instant>>);
 
 impl Deaths {
-    /// Takes in which nodes are dead now; whether one may still have journals that this node does
-    /// not see.
+    /// Updates the dead nodes; returns whether one may still have journals out of this node's
+    /// reach.
     fn look(&self, dead: &[NodeId], now: Instant) -> bool {
         let mut all = lock(&self.0);
         all.retain(|id, _| dead.contains(id));
@@ -402,20 +405,19 @@ impl Deaths {
 }
 
 impl Inner {
-    /// Whether a node died so short ago that journals it had would still be kept. Also called now
-    /// and then, to learn of deaths.
+    /// Whether a node died so recently that its stored journals would not have expired. Called
+    /// regularly as well, to record deaths.
     pub(super) fn has_lost_some(&self) -> bool {
         let dead = others(&self.agent, &[Life::Dead]);
         self.deaths.look(&dead, Instant::now())
     }
 }
 
-/// The answer of a node that was asked: the copy that it has, empty where it has none; `None`
-/// where it does not answer.
+/// A node's answer: its copy, empty if it has none; `None` without an answer.
 type Told = Option<Vec<u8>>;
 
-/// Asks all other nodes at once for a journal, those too that are silent of late: on a busy machine
-/// they may live. The channel closes when all have answered.
+/// Queries all other nodes at once for a journal, including suspected ones, which may just be busy.
+/// The channel closes when all have answered.
 fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Told> {
     let (tell, told) = sync_channel(NODES_MAX);
     let all = others(&inner.agent, &[Life::Alive, Life::Suspect]);
@@ -426,19 +428,18 @@ fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Told>
             key: key.map(str::to_owned),
         };
         let ask = move || {
-            // Whoever asked may have gone on with another copy.
+            // The receiver may have continued with another copy.
             let _ = tell.send(ask(&inner.agent, node, &wish));
         };
         let thread = std::thread::Builder::new().name("journal".to_owned());
         if thread.spawn(ask).is_err() {
-            break; // the system refuses more: those that were asked answer
+            break; // no further threads: the queried nodes must do
         }
     }
     told
 }
 
-/// The longest of this node's own copy and those that others tell in time, where it has more than
-/// `than` bytes.
+/// The longest of this node's own copy and those received in time, if longer than `than` bytes.
 fn longest(told: &Receiver<Told>, own: Vec<u8>, than: usize) -> Found {
     let is_long = own.len() > than;
     let mut end = Instant::now() + if is_long { FIND_MORE } else { FIND_LIMIT };
@@ -466,7 +467,7 @@ fn longest(told: &Receiver<Told>, own: Vec<u8>, than: usize) -> Found {
     }
 }
 
-/// The answer of a node.
+/// Queries one node.
 fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Told {
     let line = Wire(agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
     say(&line, wish).ok()?;

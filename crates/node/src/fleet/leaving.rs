@@ -1,4 +1,4 @@
-//! Moves the work of a node to others before the node goes.
+//! Drain: moves the work of a node to others before the node leaves.
 //!
 //! ```text
 //! leaver   says so in its facts                 others hand nothing to it
@@ -7,12 +7,12 @@
 //! leaver   answers on, if it was the owner      ... which becomes ready
 //! entries  see their line close                 hand their requests to the new owner
 //! ```
-//! The instance of the record before answers until the new one does, so that streams wait for one
-//! hand-over and not for a load.
+//! The previous record's instance answers until the new one does, so that streams wait for one
+//! handover and not for a load.
 //!
-//! Two nodes that leave at once may hand their work to each other before either reads the other's
-//! facts. So the leaver follows each instance until another node answers with it. It hands an
-//! instance on again whose owner died, and gives up at once where no node is left that stays.
+//! Two draining nodes may hand their work to each other before either reads the other's facts. So a
+//! draining node follows each instance until another node answers with it. It hands the instance
+//! over again if that owner died, and gives up at once if no staying node is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -26,21 +26,22 @@ use paceline_cluster::nodes::{InstanceId, NodeId, Registers};
 
 use super::{Inner, copies, report};
 
-/// Between two reports that it still waits.
+/// Interval of reports while it waits.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
-/// Between two looks at the map.
+/// Poll interval of the map.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// How long lines to the instance before need to be closed: entries look every 200 ms.
+/// Longest wait for connections to the previous instance to close: each ingress checks every 200
+/// ms.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
-/// Longest wait for nodes to say whether they have a model: a handshake and a look at a folder. A
-/// node that hashes a large file for that takes longer, and counts as one that lacks it.
+/// Longest wait for nodes to report whether they have a model: a handshake and a folder listing. A
+/// node that must hash a large file takes longer and counts as lacking it.
 const ASK_LIMIT: Duration = Duration::from_secs(2);
 
-/// A node whose work has moved is gone by then, since `up` gives its answers 5 s. And
-/// `paceline leave` takes the node out of its cluster at once. A node that is still there stays.
+/// A drained node has left by then: `up` gives its answers 5 s, and `paceline leave` removes the
+/// node at once. A node that is still there takes work again.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Whether a node can take work over.
@@ -51,22 +52,22 @@ enum Stand {
     Gone,
 }
 
-/// Next step for an instance that this node hands on.
+/// Next step for an instance that this node hands over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// Nothing: others answer, or nobody wants it any more.
+    /// Done: other nodes answer, or it was unloaded.
     Moved,
-    /// Wait: its owner gets it ready, or a successor takes it over.
+    /// Wait: its owner is loading it, or a successor takes it over.
     Waits,
-    /// Wait while there are nodes that stay: its owner leaves too, and hands it on.
+    /// Wait while there are staying nodes: its owner is draining too and hands it over.
     Passing,
-    /// Give it to another node.
+    /// Hand it to another node.
     Homeless,
-    /// Nothing: nobody can have it.
+    /// Give up: no node can take it.
     Stuck,
 }
 
-/// Time that is left for a leave, and what hears that it goes by.
+/// Deadline of a drain, and the callback about its progress.
 struct Patience<'a> {
     until: Instant,
     told: Instant,
@@ -78,7 +79,7 @@ impl Patience<'_> {
         self.until.saturating_duration_since(Instant::now())
     }
 
-    /// Whether time is left. Called at least once a second.
+    /// Whether time is left. Call it at least once a second.
     fn goes_on(&mut self) -> bool {
         if self.told.elapsed() >= TELL_EVERY {
             self.told = Instant::now();
@@ -114,14 +115,14 @@ impl Inner {
         let until = told + limit;
         let stuck = self.move_all(Patience { until, told, wait });
         match stuck.is_empty() {
-            // It still leaves: a node that leaves after it must not hand anything to it.
+            // It still drains: another draining node must not hand work to it.
             true => *lock(&self.left) = Some(Instant::now()),
             false => self.agent.set_leaving(false),
         }
         stuck
     }
 
-    /// Takes work again if this node is still there after its work has moved.
+    /// Takes work again if this node still runs after its drain.
     pub(super) fn stay(&self) {
         let is_late = |at: &mut Instant| at.elapsed() >= GONE_WITHIN;
         let stays = lock(&self.left).take_if(is_late).is_some();
@@ -148,7 +149,7 @@ impl Inner {
                 break;
             }
             std::thread::sleep(LOOK_EVERY);
-            // Instances that another leaving node has handed to this node meanwhile.
+            // Instances that another draining node handed to this node meanwhile.
             let work = self.work().into_iter();
             open.extend(work.filter(|(id, _)| !stuck.contains_key(id)));
         }
@@ -157,7 +158,7 @@ impl Inner {
         stuck.into_values().collect()
     }
 
-    /// Whether no other node is left to do anything. Says so if others are there and leave too.
+    /// Whether no other node can take work. Logs it if other nodes exist but drain too.
     pub(super) fn is_last(&self) -> bool {
         let own = self.agent.id();
         let mut others = self.agent.nodes();
@@ -169,14 +170,14 @@ impl Inner {
         is_last
     }
 
-    /// Instances that this node is part of, and what their users call the models.
+    /// Instances with this node, and the users' names for their models.
     fn work(&self) -> BTreeMap<InstanceId, String> {
         let (own, map) = (self.agent.id(), self.agent.map());
         let all = placement::wanted(&map).filter(|(.., wanted)| wanted.nodes.contains(&own));
         all.map(|(id, _, wanted)| (id, wanted.model)).collect()
     }
 
-    /// Does what is to be done about an instance.
+    /// Takes the next step for an instance.
     fn look_after(&self, id: InstanceId, patience: &mut Patience<'_>) -> Fate {
         let (own, map, nodes) = (self.agent.id(), self.agent.map(), self.agent.nodes());
         let found = placement::wanted(&map).find(|(other, ..)| *other == id);
@@ -195,8 +196,8 @@ impl Inner {
         }
     }
 
-    /// Other nodes that live and stay. They compute as this one does or are part of the instance
-    /// already, so that they give the same numbers.
+    /// Other live nodes that stay. They have this node's numerics or are part of the instance
+    /// already, so that answers stay the same.
     fn heirs(&self, wanted: &Wanted) -> Vec<NodeId> {
         let (own, nodes) = (self.agent.id(), self.agent.nodes());
         let (mut heirs, _) = self.ranked();
@@ -213,8 +214,8 @@ impl Inner {
         heirs
     }
 
-    /// Gives an instance to other nodes; whether there are any that can have it. Waits until the
-    /// next owner has the model.
+    /// Hands an instance to other nodes; false if none can take it. Waits until the next owner has
+    /// the model.
     fn hand_on(&self, at: (InstanceId, u64), wanted: &Wanted, patience: &mut Patience<'_>) -> bool {
         let heirs = self.heirs(wanted);
         let owner = wanted.nodes[0];
@@ -228,14 +229,14 @@ impl Inner {
             if !self.equip(*heir, wanted, patience) {
                 return false;
             }
-            // A large model takes minutes to copy: another node may have gone meanwhile.
+            // A large model takes minutes to copy: another node may have left meanwhile.
             let heirs = self.heirs(wanted);
             heirs.contains(heir) && self.give(at, wanted, &heirs, *heir)
         };
         order.iter().any(takes)
     }
 
-    /// Has a node have the model of an instance; whether it has, within the time that is left.
+    /// Makes a node fetch the model of an instance; whether it has it within the time left.
     fn equip(&self, heir: NodeId, wanted: &Wanted, patience: &mut Patience<'_>) -> bool {
         let limit = patience.left();
         if limit.is_zero() {
@@ -250,8 +251,8 @@ impl Inner {
         had.is_ok()
     }
 
-    /// Writes the record after this node goes, with an owner of the `heirs`; whether there is a
-    /// newer one now.
+    /// Writes the next record without this node, with an owner from `heirs`. Returns whether a
+    /// newer record exists now.
     fn give(
         &self,
         (id, epoch): (InstanceId, u64),
@@ -260,11 +261,11 @@ impl Inner {
         owner: NodeId,
     ) -> bool {
         if self.epoch_of(id) != Some(epoch) {
-            return true; // somebody wrote a newer one, or unloaded it, while the model was copied
+            return true; // during the copy a newer record was written, or it was unloaded
         }
         let mut before = wanted.clone();
         if before.nodes[0] != owner {
-            // In place of an owner that goes comes the first successor.
+            // The first successor replaces the departing owner.
             before.successors.retain(|other| *other != owner);
             before.successors.insert(0, owner);
         }
@@ -274,18 +275,18 @@ impl Inner {
         };
         let next = placement::without(before, self.agent.id(), &[], life);
         let written = next.map(|next| self.want(id, epoch + 1, Some(&next)));
-        // It is refused where another node was faster, whose record is looked at next.
+        // Refused if another node wrote first; its record is handled next.
         matches!(written, Some(Ok(()))) || self.epoch_of(id).is_none_or(|now| now > epoch)
     }
 
-    /// The epoch of an instance's record; `None` once it is unwanted.
+    /// The epoch of an instance's record; `None` once it is unloaded.
     fn epoch_of(&self, id: InstanceId) -> Option<u64> {
         let map = self.agent.map();
         let record = placement::wanted(&map).find(|(other, ..)| *other == id);
         record.map(|(_, epoch, _)| epoch)
     }
 
-    /// Waits until entries have left the instances that this node answered with meanwhile.
+    /// Waits until no ingress uses the instances that this node bridged.
     fn close_bridges(&self) {
         let begun = Instant::now();
         let own = self.agent.id();
@@ -300,12 +301,12 @@ impl Inner {
     }
 }
 
-/// Whether the owner of a record says that it is in this state.
+/// Whether the owner of a record reports this state.
 fn is_in(map: &Registers, id: InstanceId, epoch: u64, state: State) -> bool {
     report(map, id).is_some_and(|it| it.epoch >= epoch && it.state == state)
 }
 
-/// How the node with this id stands, by what is known of all nodes.
+/// Status of the node with this id, from the known nodes.
 fn stand(nodes: &[NodeView], id: NodeId) -> Stand {
     let lives = |node: &&NodeView| matches!(node.state, Life::Alive | Life::Suspect);
     match nodes.iter().filter(lives).find(|node| node.id == id) {
@@ -315,8 +316,8 @@ fn stand(nodes: &[NodeView], id: NodeId) -> Stand {
     }
 }
 
-/// Next step for an instance that node `own` hands on, by its record with the epoch and by
-/// what its owner says.
+/// Next step for an instance that node `own` hands over, from its record with the epoch and its
+/// owner's report.
 fn fate(
     own: NodeId,
     record: Option<(u64, &Wanted)>,
@@ -332,7 +333,7 @@ fn fate(
     let state = told.filter(|it| it.epoch >= epoch).map(|it| it.state);
     match (stand(wanted.nodes[0]), state) {
         (Stand::Gone, _) => {
-            // A successor that leaves takes nothing over.
+            // A draining successor takes nothing over.
             let mut stands = wanted.successors.iter().map(|id| stand(*id));
             match stands.find(|it| *it != Stand::Gone) {
                 Some(Stand::Stays) => Fate::Waits,
@@ -346,7 +347,7 @@ fn fate(
     }
 }
 
-/// Nodes that may own an instance, those first that have its model, then its successors in order.
+/// Possible owners of an instance: first nodes with its model, then its successors in order.
 fn by_preference(
     mut heirs: Vec<NodeId>,
     successors: &[NodeId],
@@ -398,7 +399,8 @@ mod tests {
         }
     }
 
-    /// Of what node 15 hands on at epoch 3; nodes from 8 on leave, those from 16 on are gone.
+    /// Step for an instance of node 15 at epoch 3; nodes from 8 on are draining, those from 16 on
+    /// are gone.
     fn fate_of(nodes: &[u8], successors: &[u8], told: Option<(u64, State)>) -> Fate {
         let stand = |id: NodeId| match id.0[0] {
             0..8 => Stand::Stays,

@@ -1,12 +1,14 @@
-//! Instances for programs of this machine's user, by the local socket of its node.
+//! Leased instances: programs of this machine's user use and load instances through the node's
+//! local socket.
 //!
 //! ```text
 //! program -> answer {"id":..,"request":..}   node <- a reply each, null as a sign of life
 //! program -> borrow {what to load}           node <- the instance as it is, until the program goes
 //! ```
-//! - [`AtNode`]: an instance of the node as a [`Service`] of the program.
+//! - [`AtNode`]: an instance of the node as a [`Service`] in the program.
 //! - [`answer`], [`lend`]: the node's side.
-//! - [`Lost`]: instances whose lender is dead. Their record names it, and their owner unloads them.
+//! - [`Lost`]: instances whose lending node is dead. Their record names it, and their owner unloads
+//!   them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,24 +27,24 @@ use serde_json::{Value, json};
 
 use super::{Ask, Fleet, Inner, LOOK_EVERY, new_id};
 
-/// Replies that wait for a program. A program that is behind by more loses its answer.
+/// Queued replies for a program. A program that falls further behind loses its answer.
 const REPLIES_MAX: usize = 16_384;
 
-/// How often the node says that it is still there, and so sees that the program is not.
+/// Heartbeat interval of the node, by which it also detects that the program is gone.
 const BEAT: Duration = Duration::from_millis(200);
 
-/// A node that says nothing for so long is gone.
+/// Silence after which a program takes its node for dead.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// An instance whose lender has been dead for so long is unloaded. A lender that was suspended for
-/// a moment comes back within it, and finds its program waiting: that waits for [`SILENCE`].
+/// An instance is unloaded when its lending node has been dead for this time. A briefly suspended
+/// node is back within it, and its program is still waiting: that waits for [`SILENCE`].
 const RETURN_LIMIT: Duration = Duration::from_secs(10);
 
-/// Answers a request of a program by an instance: its replies are the progress. Ends early when the
-/// program goes.
+/// Answers a program's request by an instance; the replies are sent as progress. Ends early when
+/// the program is gone.
 ///
 /// # Errors
-/// Arguments that are none, an instance that there is not.
+/// The arguments do not parse, or there is no such instance.
 pub fn answer(
     fleet: &Fleet,
     arguments: &Value,
@@ -56,7 +58,7 @@ pub fn answer(
     let (sender, replies) = sync_channel(REPLIES_MAX);
     let mut sender = Some(sender);
     let sink = Box::new(move |reply| {
-        // Once one is lost, so is the answer.
+        // One lost reply loses the answer.
         sender.take_if(|sender| sender.try_send(reply).is_err());
     });
     let ticket = match service.submit_after(request, tokens, sink) {
@@ -85,14 +87,14 @@ pub fn answer(
     }
 }
 
-/// Loads a model for as long as a program is there: how the instance is, is the progress.
+/// Loads a model for the lifetime of a program; the instance's status is sent as progress.
 ///
 /// # Errors
 /// As of [`Fleet::load`], and when the node stops.
 pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Result<Value, String> {
     let here = fleet.upgrade().ok_or("the node is stopping")?;
     let id = here.inner.load_lent(ask)?;
-    drop(here); // a loan does not keep the fleet alive
+    drop(here); // a lease does not keep the fleet alive
     let outcome = hold(fleet, id, ask, progress);
     if let Some(fleet) = fleet.upgrade() {
         lock(&fleet.inner.loans).remove(&id);
@@ -100,7 +102,7 @@ pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Resu
     outcome
 }
 
-/// Waits until the program goes, and unloads its instance.
+/// Waits until the program is gone, then unloads its instance.
 fn hold(
     fleet: &Weak<Fleet>,
     id: InstanceId,
@@ -123,10 +125,10 @@ fn hold(
     }
 }
 
-/// Instances whose lender is dead, and for how long.
+/// Instances whose lending node is dead, and for how long.
 #[derive(Debug)]
 pub(super) struct Lost {
-    /// While this node is suspended it hears of no lender.
+    /// Clock that stops while this node is suspended and receives no heartbeats.
     awake: Awake,
     since: BTreeMap<InstanceId, Duration>,
 }
@@ -139,8 +141,8 @@ impl Lost {
         }
     }
 
-    /// Instances of `abandoned` whose lender has been dead for [`RETURN_LIMIT`]. To be called about
-    /// every [`LOOK_EVERY`].
+    /// Instances of `abandoned` whose lending node has been dead for [`RETURN_LIMIT`]. Call it
+    /// about every [`LOOK_EVERY`].
     fn look(&mut self, now: Instant, abandoned: &[InstanceId]) -> Vec<InstanceId> {
         self.awake.look(now);
         let total = self.awake.total();
@@ -159,15 +161,15 @@ impl Inner {
     fn load_lent(&self, ask: &Ask) -> Result<InstanceId, String> {
         let one = Ask {
             replicas: 1,
-            spare: Some(ask.spare.unwrap_or(0)), // for one command it does not pay
+            spare: Some(ask.spare.unwrap_or(0)), // not worth it for one command
             ..ask.clone()
         };
         let records = self.asked(&one)?.into_iter().next();
         let (id, mut wanted) = (new_id()?, records.ok_or("nothing is asked for")?);
         wanted.lender = Some(self.agent.id());
-        // Nobody takes it over from a lender that is dead.
+        // No node takes over from a dead lending node.
         wanted.successors.retain(|id| wanted.nodes.contains(id));
-        // Before the record is there: this node unloads what it lends to no program.
+        // Before the record is written: this node unloads leased instances without a lease.
         lock(&self.loans).insert(id);
         let written = self.want(id, 1, Some(&wanted));
         if written.is_err() {
@@ -176,8 +178,8 @@ impl Inner {
         written.map(|()| id)
     }
 
-    /// Unloads lent instances that no program can use any more: their lender is dead, or it is this
-    /// node and was started anew since.
+    /// Unloads leased instances without a program: their lending node is dead, or it is this node
+    /// and was restarted.
     pub(super) fn reclaim(&self, lost: &mut Lost) {
         let (map, own) = (self.agent.map(), self.agent.id());
         let abandoned = placement::abandoned(&map, own, |id| self.agent.life(id));
@@ -187,24 +189,24 @@ impl Inner {
             (self.spec.tell)(&format!(
                 "unloading {id}: the command that borrowed it is gone"
             ));
-            // Refused where the map is full: tried again at the next look.
+            // Fails if the map is full; the next poll tries again.
             let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
         }
     }
 
-    /// Instances that this node lent before it was started anew.
+    /// Instances that this node leased before its restart.
     fn past_loans(&self, map: &Registers) -> Vec<InstanceId> {
         let own = Some(self.agent.id());
         let lent = placement::wanted(map).filter(|(.., wanted)| wanted.lender == own);
-        // After the map was read: a loan is noted before its record is written.
+        // After the map was read: a lease is recorded before its record is written.
         let held = lock(&self.loans);
         let past = lent.map(|(id, ..)| id).filter(|id| !held.contains(id));
         past.collect()
     }
 }
 
-/// An instance of this machine's node, as a service of another program of its user. A thread for
-/// each open answer.
+/// An instance of this machine's node as a service in another program of its user. Uses one thread
+/// for each open answer.
 #[derive(Debug)]
 pub struct AtNode {
     home: PathBuf,

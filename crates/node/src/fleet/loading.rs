@@ -1,4 +1,4 @@
-//! Loads and unloads that users ask for, as records of the shared map.
+//! Users' load and unload requests, written as specs to the shared map.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -20,8 +20,8 @@ use super::preview::Proposal;
 use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
 use crate::{adapters, texts};
 
-/// How long a load waits for the facts of nodes that were just met. They follow within
-/// milliseconds; on busy cores one node in thirty had not sent them when `load` came.
+/// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
+/// on busy cores one node in thirty had not sent them when `load` came.
 const FACTS_WAIT: Duration = Duration::from_secs(5);
 
 impl Inner {
@@ -30,7 +30,7 @@ impl Inner {
         self.want_all(&self.asked(ask)?)
     }
 
-    /// The first record of each replica of what is asked for.
+    /// The first spec of each requested replica.
     pub(super) fn asked(&self, ask: &Ask) -> Result<Vec<Wanted>, String> {
         self.await_facts();
         let groups = match ask.replicas {
@@ -62,7 +62,7 @@ impl Inner {
         self.records(ask, &path, groups)
     }
 
-    /// Whether the nodes that are to read prompts are others than those that decode.
+    /// Checks that prefill nodes and decode nodes are disjoint.
     fn check_apart(&self, readers: &[NodeId], decoding: &BTreeSet<NodeId>) -> Result<(), String> {
         match readers.iter().find(|id| decoding.contains(id)) {
             Some(both) => Err(format!(
@@ -73,8 +73,8 @@ impl Inner {
         }
     }
 
-    /// Whether these machines can have the model at `path`. A folder may be loaded on one other
-    /// machine that has it; of a split file that machine would be sent a part.
+    /// Checks whether these machines can get the model at `path`. A folder may be loaded on one
+    /// other machine that has it; of a split file that machine would get only one file.
     fn check_files(&self, path: &Path, machines: &BTreeSet<NodeId>) -> Result<(), String> {
         let are_others = machines.iter().any(|id| *id != self.agent.id());
         match copies::check_single(path) {
@@ -84,7 +84,7 @@ impl Inner {
         }
     }
 
-    /// Whether a draft model can guess for a model, and be shared with these machines.
+    /// Checks whether a draft model fits a model and can be sent to these machines.
     fn check_draft(
         &self,
         draft: &str,
@@ -101,7 +101,7 @@ impl Inner {
         Draft::check(&both.0, &both.1).map_err(|error| format!("{draft}: {error}"))
     }
 
-    /// A record for each replica, on its group of nodes.
+    /// A spec for each replica, on its group of nodes.
     fn records(
         &self,
         ask: &Ask,
@@ -134,8 +134,8 @@ impl Inner {
         Ok(records.collect())
     }
 
-    /// Waits until all living nodes have told their facts, without which they seem to compute in
-    /// another way. Blocks for [`FACTS_WAIT`] at most.
+    /// Waits until the facts of all live nodes are here; without them they seem to have other
+    /// numerics. Blocks for at most [`FACTS_WAIT`].
     pub(super) fn await_facts(&self) {
         let deadline = Instant::now() + FACTS_WAIT;
         let is_silent = |node: &NodeView| node.state == Life::Alive && !node.has_told();
@@ -144,8 +144,8 @@ impl Inner {
         }
     }
 
-    /// How a model is cut over `nodes`. An open split is the first of a preview; it stays open
-    /// where nothing can be predicted.
+    /// The split of a model over `nodes`. An automatic split is the first of a preview; it stays
+    /// automatic without a prediction.
     fn split(&self, ask: &Ask, path: &Path, nodes: &[NodeId]) -> String {
         if ask.split != SplitKind::Auto || nodes.len() < 2 {
             return ask.split.to_string();
@@ -179,8 +179,8 @@ impl Inner {
         first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
     }
 
-    /// Signs the roots of a model and its draft, so that other nodes can fetch parts of them.
-    /// Without that they copy all from this node.
+    /// Signs the roots of a model and its draft, so that other nodes can fetch ranges of them.
+    /// Otherwise they copy whole files from this node.
     fn sign(&self, record: &Wanted, path: &Path) {
         let of_draft = record.of_draft();
         let draft = of_draft
@@ -199,7 +199,7 @@ impl Inner {
         }
     }
 
-    /// Signs the root of a model that this node computes alone, on a thread of its own. Others
+    /// Signs the root of a model that this node computes alone, on its own thread. Other nodes
     /// fetch the beginning of its file to answer with it.
     fn sign_meanwhile(&self, record: &Wanted, path: &Path) {
         let (copies, agent) = (Arc::clone(&self.copies), self.agent.clone());
@@ -255,7 +255,7 @@ impl Inner {
         })
     }
 
-    /// A model of this machine as a record that no instance has, for nodes that are to have it.
+    /// A model of this machine as a spec without an instance, for copies to other nodes.
     pub(super) fn sent(&self, model: &str) -> Result<Wanted, String> {
         let path = self.copies.of_user(model)?;
         copies::check_single(&path).map_err(|several| several.to_string())?;
@@ -282,11 +282,11 @@ impl Inner {
         Ok(record)
     }
 
-    /// Tells the cluster from which file of the hub the file at `path` came, if that is known. A
-    /// node that no other node gives bytes of it asks the hub.
+    /// Publishes the hub origin of the file at `path`, if known. A node without another source then
+    /// uses the hub.
     pub(super) fn tell_origin(&self, sha256: &str, path: &Path) {
         if copies::check_single(path).is_err() {
-            return; // nodes ask the hub for one file
+            return; // the hub serves nodes single files only
         }
         let origin = self.spec.hub.origin(path);
         if let Some(origin) = origin.filter(|origin| origin.sha256 == sha256) {
@@ -307,8 +307,8 @@ impl Inner {
         })
     }
 
-    /// The adapters that are asked for, as copies that other nodes can have: in GGUF's form, one
-    /// file each. Reads them and the model's shape.
+    /// The requested adapters as copies for other nodes: one GGUF file each. Reads them and the
+    /// model's shape.
     fn adapters(&self, ask: &Ask, path: &Path) -> Result<Vec<AdapterFile>, String> {
         let (got, most) = (ask.adapters.len(), placement::ADAPTERS_MAX);
         if got > most {
@@ -341,7 +341,7 @@ impl Inner {
         Ok(all)
     }
 
-    /// Writes the first records of new instances, all or none of them.
+    /// Writes the first specs of new instances, all or none.
     fn want_all(&self, records: &[Wanted]) -> Result<Vec<InstanceId>, String> {
         let mut ids = Vec::new();
         for record in records {
@@ -363,7 +363,7 @@ impl Inner {
         self.want(id, 1, Some(record)).map(|()| id)
     }
 
-    /// The nodes that are to compute one instance, this one first if it is among them.
+    /// Chooses the nodes of one instance, this one first if it is among them.
     pub(super) fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
             true => self.best(ask.count, &self.readers(ask)?)?,
@@ -381,7 +381,7 @@ impl Inner {
         }
     }
 
-    /// So many living nodes, the best reached first, that do not read prompts.
+    /// `count` live nodes in order of their routes, without prefill nodes.
     fn best(&self, count: usize, readers: &[NodeId]) -> Result<Vec<NodeId>, String> {
         let (mut order, notes) = self.ranked();
         order.retain(|id| !readers.contains(id));
@@ -394,7 +394,7 @@ impl Inner {
         Ok(order)
     }
 
-    /// The nodes that are named, in order; one that leaves would never start what it is given.
+    /// The named nodes, in order. A draining node is an error: it would never start its part.
     pub(super) fn named(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         let find = |name: &String| {
             let node = self.agent.find(name).map_err(|error| error.to_string())?;
@@ -406,8 +406,8 @@ impl Inner {
         ask.nodes.iter().map(find).collect()
     }
 
-    /// The nodes that are to read prompts: they compute as this one does, so that the answer does
-    /// not depend on who reads a prompt.
+    /// The prefill nodes. They must have this node's numerics, so that the answer does not depend
+    /// on which node computes a prompt.
     fn readers(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         if ask.prompts.is_empty() {
             return Ok(Vec::new());
@@ -458,7 +458,7 @@ impl Inner {
             return Err(format!("no instance of {name:?} is loaded"));
         }
         if let Some(replica) = replica {
-            // An instance that is alone has no number.
+            // A single instance has no number.
             ids.retain(|id| numbers.get(id).map_or(1, |it| it.number) == replica);
         }
         if let (true, Some(replica)) = (ids.is_empty(), replica) {

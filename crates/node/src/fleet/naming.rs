@@ -1,11 +1,12 @@
-//! The instances that a model's name stands for, and how they are told apart.
+//! Model names and replica numbers: which instances a name stands for, and how replicas are
+//! numbered.
 //!
 //! ```text
 //! smollm2 ──▶ replica 1: instance 5f..   on n0     one door on every node that has the file
 //!         └─▶ replica 2: instance a1..   on n1
 //! ```
-//! Every instance of one name, file and context is a *replica* of the model. It does not matter
-//! whether one `load` made them or several. A replica keeps its number when others are unloaded.
+//! All instances of one name, file and context are *replicas* of the model, from one `load` or
+//! several. A replica keeps its number when others are unloaded.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +14,7 @@ use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::placement::Wanted;
 use serde::Serialize;
 
-/// Instances that one name stands for: they give the same answers.
+/// Key of interchangeable instances: they give the same answers.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Name {
     model: String,
@@ -24,7 +25,7 @@ pub(super) struct Name {
 }
 
 impl Name {
-    /// The name that an instance answers to.
+    /// The name of an instance.
     pub(super) fn of(wanted: &Wanted) -> Self {
         Self {
             model: wanted.model.clone(),
@@ -38,7 +39,7 @@ impl Name {
         }
     }
 
-    /// The key of its door; other names have others.
+    /// The registration key of this name; unique for each name.
     pub(super) fn key(&self) -> String {
         let context = self.context.unwrap_or(0);
         let adapters = self.adapters.iter();
@@ -47,7 +48,7 @@ impl Name {
         format!("{}/{context}/{}{adapters}", self.sha256, self.model)
     }
 
-    /// The keys of the doors of its adapters, in the order of the record.
+    /// The registration keys of its adapters, in the order of the spec.
     pub(super) fn adapter_keys(&self) -> impl Iterator<Item = String> {
         let key = self.key();
         let names = self.adapters.iter().map(|(name, _)| name);
@@ -60,12 +61,12 @@ impl Name {
 pub struct Replica {
     /// Its number, from 1.
     pub number: u16,
-    /// How many there are, or the highest number where some were unloaded.
+    /// Number of replicas, or the highest number if some were unloaded.
     pub of: u16,
 }
 
-/// Numbers of the replicas among all instances. An instance that was loaded alone, and is the only
-/// one of its model, has none.
+/// Replica numbers of all instances. An instance loaded alone and the only one of its model has
+/// none.
 pub(super) fn numbers<'a>(
     all: impl IntoIterator<Item = (InstanceId, &'a Wanted)>,
 ) -> BTreeMap<InstanceId, Replica> {
@@ -77,8 +78,8 @@ pub(super) fn numbers<'a>(
     models.into_values().flat_map(numbers_of_model).collect()
 }
 
-/// Numbers of the instances of one model, by those of their records. A record without a number, or
-/// with one that is taken, gets the lowest free one.
+/// Replica numbers of one model's instances, from their specs. A spec without a number, or with a
+/// duplicate, gets the lowest free one.
 fn numbers_of_model(all: Vec<(InstanceId, u16)>) -> Vec<(InstanceId, Replica)> {
     if matches!(all[..], [(_, 0)]) {
         return Vec::new();
@@ -106,8 +107,8 @@ fn numbers_of_model(all: Vec<(InstanceId, u16)>) -> Vec<(InstanceId, Replica)> {
     numbered.map(|(number, id)| (id, replica(number))).collect()
 }
 
-/// Numbers for `count` new instances of a model beside `all` that there are; 0 for an instance that
-/// is alone.
+/// Numbers for `count` new instances of a model, given `all` existing ones; 0 for a single
+/// instance.
 pub(super) fn next<'a>(
     model: &str,
     all: impl IntoIterator<Item = (InstanceId, &'a Wanted)>,
@@ -188,7 +189,7 @@ mod tests {
         assert_eq!(told(&[("a", 2)]), ["2/2"], "1 was unloaded");
         assert_eq!(told(&[("a", 0), ("a", 0)]), ["1/2", "2/2"]);
         assert_eq!(told(&[("a", 0), ("a", 1)]), ["2/2", "1/2"]);
-        // From two halves of a network.
+        // Written on two sides of a partition.
         assert_eq!(told(&[("a", 1), ("a", 1), ("a", 3)]), ["1/3", "2/3", "3/3"]);
     }
 

@@ -1,27 +1,27 @@
-//! Doors that are being opened, each by a thread of its own. Pure.
+//! Service starts: which models are being registered at this node, each on its own thread. Pure.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::naming::Name;
 
-/// How often a node that lacks a model's file looks for it again.
+/// Interval between attempts of a node that lacks the model file.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
-/// Tries to open doors, by name; a door that is open has none.
+/// Attempts by name; a registered model has none.
 #[derive(Debug, Default)]
 pub(super) struct Opening(BTreeMap<Name, Try>);
 
 #[derive(Clone, Copy, Debug)]
 struct Try {
-    /// Whether a thread is at it.
+    /// Whether a thread is running it.
     runs: bool,
-    /// When the last one ended without a door.
+    /// When the last attempt failed.
     failed: Option<Instant>,
 }
 
 impl Opening {
-    /// Whether the caller is to open this door now, and to call [`end`](Self::end) after that.
+    /// Whether the caller must start an attempt now, and call [`end`](Self::end) after it.
     pub(super) fn begin(&mut self, name: &Name, now: Instant) -> bool {
         let failed = match self.0.get(name) {
             Some(last) if last.runs => return false,
@@ -36,7 +36,7 @@ impl Opening {
         true
     }
 
-    /// The thread that opened a door is done.
+    /// An attempt has ended.
     pub(super) fn end(&mut self, name: &Name, opened: bool, now: Instant) {
         if opened {
             self.0.remove(name);
@@ -46,12 +46,12 @@ impl Opening {
         self.0.insert(name.clone(), Try { runs, failed });
     }
 
-    /// Whether an earlier try found no file: this node answers by others, if at all.
+    /// Whether an earlier attempt found no file: only other instances can answer here.
     pub(super) fn failed(&self, name: &Name) -> bool {
         self.0.get(name).is_some_and(|it| it.failed.is_some())
     }
 
-    /// Forgets the names that are wanted no more, but for those at which a thread is.
+    /// Drops unloaded names, except those with a running attempt.
     pub(super) fn retain(&mut self, is_wanted: impl Fn(&Name) -> bool) {
         self.0.retain(|name, it| it.runs || is_wanted(name));
     }

@@ -1,16 +1,16 @@
-//! A model's file of which some bytes are here: the others may come.
+//! A partial model file: present groups are verified against the hash tree before they are stored
+//! and announced.
 //!
 //! ```text
 //! SHA256.shard  the file at its full length, with holes; a complete one is the file
-//! SHA256.have   a byte for each group: 1 where it is here. Workers read it while they load
+//! SHA256.have   a byte for each group: 1 if present. Workers read it while they load
 //! SHA256.tree   the leaves of its hash tree
 //! ```
-//! A group is checked by the tree before it is written, and told only after that. Groups that an
-//! earlier process left are checked again: a power cut may keep the report of a group and lose its
-//! bytes.
+//! A group is verified by the tree, then written, then marked in `have`. Groups of an earlier
+//! process are verified again: a power cut may keep the mark of a group and lose its bytes.
 //!
-//! A whole copy with wrong groups is one too while they are fetched again ([`Partial::of_copy`]).
-//! It keeps its name and has no [`HAVE`].
+//! A complete copy with damaged groups is treated the same while they are fetched again
+//! ([`Partial::of_copy`]). It keeps its name and has no [`HAVE`] file.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -25,39 +25,39 @@ use paceline_base::lock;
 use super::damage::wrong_groups;
 use super::tree::{Groups, Tree};
 
-/// Ending of the file's name.
+/// Extension of the file.
 pub(crate) const FILE: &str = "shard";
 
-/// Ending of the name of the file of what is there.
+/// Extension of the record of present groups.
 pub(crate) const HAVE: &str = "have";
 
-/// Ending of the name of the file of leaves.
+/// Extension of the file of leaves.
 pub(crate) const TREE: &str = "tree";
 
-/// When the file was changed last, as its facts say. Bytes that come change no byte that was read.
-/// A worker keeps packed weights of a file as long as the file did not change.
+/// Fixed modification time of a partial file. New bytes change no byte that was read, and a worker
+/// keeps packed weights while the modification time is unchanged.
 const CHANGED: Duration = Duration::from_secs(1_000_000_000);
 
-/// Consecutive groups that are told as a whole.
+/// A run of consecutive groups: first and end.
 pub(super) type Run = (u64, u64);
 
-/// A file of which some groups are here.
+/// A file with some groups present.
 #[derive(Debug)]
 pub(super) struct Partial {
     pub(super) path: PathBuf,
     tree: Tree,
     file: File,
-    /// `None` of a whole copy that is mended.
+    /// The record of present groups; `None` for a complete copy under repair.
     have: Option<File>,
-    /// When the file was changed last, as its facts are to say.
+    /// The modification time that the file must keep.
     changed: SystemTime,
     there: Mutex<Vec<bool>>,
-    /// Held while groups are fetched: two that fetch would fetch the same.
+    /// Locked during a fetch, so that no group is fetched twice at once.
     pub(super) turn: Mutex<()>,
 }
 
 impl Partial {
-    /// Opens what there is of the file with these leaves, or begins one. `path` ends in [`FILE`].
+    /// Opens the partial file with these leaves, or creates it. `path` ends in [`FILE`].
     ///
     /// # Errors
     /// What the system says.
@@ -69,7 +69,7 @@ impl Partial {
             let options = options.read(true).write(true).create(true).truncate(false);
             options.open(path)
         };
-        // In this order: a file without an account of what is there would pass for complete.
+        // In this order: a file without its record would pass for complete.
         let have = open(&path.with_extension(HAVE))?;
         if is_new {
             have.set_len(0)?;
@@ -91,9 +91,9 @@ impl Partial {
         Ok(partial)
     }
 
-    /// Opens the whole copy at `path`, whose groups `wrong` differ from these leaves. They can be
-    /// taken in again, in place. A file of another length gets the right one. Its time of change
-    /// stays: workers keep packed weights by it.
+    /// Opens the complete copy at `path`, whose groups `wrong` differ from these leaves and can be
+    /// replaced in place. Corrects the file's length. Keeps its modification time, by which workers
+    /// keep packed weights.
     ///
     /// # Errors
     /// The system's error.
@@ -120,7 +120,7 @@ impl Partial {
         })
     }
 
-    /// Finds the groups that are told to be here and are. Cost: reads them all.
+    /// Verifies the groups marked as present. Cost: reads them all.
     fn check(&self) -> io::Result<()> {
         let mut told = vec![0; self.groups().count() as usize];
         if let Some(have) = &self.have {
@@ -132,8 +132,8 @@ impl Partial {
         self.recheck(&(0..self.groups().count())).map(drop)
     }
 
-    /// Finds the groups of `wanted` that were here and have other bytes by now, in runs. They count
-    /// as missing from now on. Cost: reads those that are here.
+    /// Finds present groups of `wanted` whose bytes are damaged, as runs, and marks them missing.
+    /// Cost: reads the present ones.
     ///
     /// # Errors
     /// The system's error.
@@ -153,22 +153,22 @@ impl Partial {
         Ok(wrong)
     }
 
-    /// Whether it is a whole copy that is mended, whose bytes the disk has already.
+    /// Whether it is a complete copy under repair, whose space on disk is already used.
     pub(super) const fn is_copy(&self) -> bool {
         self.have.is_none()
     }
 
-    /// How the file is cut.
+    /// How the file is divided into groups.
     pub(super) const fn groups(&self) -> Groups {
         self.tree.groups
     }
 
-    /// Its leaves behind each other.
+    /// Its leaves, concatenated.
     pub(super) fn leaves(&self) -> Vec<u8> {
         self.tree.to_bytes()
     }
 
-    /// Takes in the bytes of a group; false for wrong ones, of which nothing is kept.
+    /// Stores the bytes of a group; returns false and stores nothing if they do not match the tree.
     ///
     /// # Errors
     /// What the system says, such as that the disk is full.
@@ -186,13 +186,13 @@ impl Partial {
         Ok(true)
     }
 
-    /// The groups of `wanted` that are not here.
+    /// The missing groups of `wanted`.
     pub(super) fn missing(&self, wanted: &Range<u64>) -> Vec<Range<u64>> {
         let there = lock(&self.there);
         runs(&there, false, wanted)
     }
 
-    /// The groups that are here.
+    /// The present groups.
     pub(super) fn runs(&self) -> Vec<Run> {
         let there = lock(&self.there);
         let all = runs(&there, true, &(0..there.len() as u64));
@@ -208,12 +208,12 @@ impl Partial {
         bytes.sum()
     }
 
-    /// Whether all of it is here.
+    /// Whether all groups are present.
     pub(super) fn is_complete(&self) -> bool {
         lock(&self.there).iter().all(|there| *there)
     }
 
-    /// The bytes of groups, if all of them are here.
+    /// The bytes of groups, if all of them are present.
     ///
     /// # Errors
     /// What the system says.
@@ -232,7 +232,7 @@ impl Partial {
         Ok(bytes)
     }
 
-    /// Has the disk keep all that was written.
+    /// Flushes all writes to disk.
     ///
     /// # Errors
     /// What the system says.
@@ -242,7 +242,7 @@ impl Partial {
     }
 }
 
-/// Runs of groups within `wanted` that are here, or that are not.
+/// Runs of groups within `wanted` that are present (`is`) or missing.
 fn runs(there: &[bool], is: bool, wanted: &Range<u64>) -> Vec<Range<u64>> {
     let end = wanted.end.min(there.len() as u64);
     let mut runs: Vec<Range<u64>> = Vec::new();
@@ -255,9 +255,9 @@ fn runs(there: &[bool], is: bool, wanted: &Range<u64>) -> Vec<Range<u64>> {
     runs
 }
 
-/// The files of a partial one at `path`, that itself included.
+/// The three files of a partial file at `path`.
 pub(super) fn files_of(path: &Path) -> [PathBuf; 3] {
-    // In this order: what is left of it does not pass for a complete file.
+    // In this order, so that a leftover does not pass for a complete file.
     [
         path.to_owned(),
         path.with_extension(HAVE),
@@ -335,7 +335,7 @@ mod tests {
     fn what_the_disk_does_not_take_is_not_told() {
         let (_dir, path, bytes, tree) = model();
         let mut partial = Partial::open(&path, tree).unwrap();
-        partial.file = File::open(&path).unwrap(); // takes no writes, as a full disk does
+        partial.file = File::open(&path).unwrap(); // refuses writes, like a full disk
         assert!(partial.take(0, &bytes[..EACH]).is_err());
         assert!(partial.runs().is_empty());
         assert_eq!(fs::read(path.with_extension(HAVE)).unwrap(), [0; 4]);

@@ -1,13 +1,13 @@
-//! Pieces of a model's file between nodes, from several at once.
+//! Transfer of byte ranges of a model file between nodes, from several sources at once.
 //!
 //! ```text
 //! fetcher -> source: {"Model":{"name":..,"sha256":..}}
 //! fetcher <- {"Offer":[[first,end],..]} the groups that the source has, or {"Refused":"why"}
 //! fetcher -> {"Leaves":[first,end]} or {"Groups":[first,end]}, any number
-//! fetcher <- the bytes; none where the source lacks them
+//! fetcher <- the bytes; none if the source lacks them
 //! ```
-//! A fetcher checks each group by the tree before it keeps it. A source that gives wrong bytes,
-//! falls silent or goes is named and asked no more; another one gets its pieces.
+//! A fetcher verifies each group by the tree before it stores it. A source that sends wrong bytes,
+//! falls silent or disconnects is logged and dropped; another source gets its ranges.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -27,25 +27,26 @@ use super::tree::{Groups, LEAF_BYTES};
 use crate::crew::host::ModelName;
 use crate::crew::line::{hear, say};
 
-/// Bytes of a piece: a hundredth of a second at 1 Gbit/s, beside which a question costs little.
+/// Most bytes of one request: a hundredth of a second at 1 Gbit/s, so that a round trip costs
+/// little in comparison.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Longest wait for a piece: a source that reads a cold disk and sends over a slow link.
+/// Longest wait for a range: the source may read a cold disk and send over a slow link.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// How long a source waits for the next question.
+/// How long a source waits for the next request.
 const IDLE: Duration = Duration::from_secs(60);
 
 /// Longest wait for a channel to a source.
 const OPEN_LIMIT: Duration = Duration::from_secs(3);
 
-/// How often a source without work looks whether a piece came back from another one.
+/// Interval at which an idle source checks for ranges returned by another one.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Most sources of one fetch: more give no more on the link of one machine.
+/// Most sources of one fetch: more do not add speed on one machine's link.
 pub(super) const SOURCES_MAX: usize = 8;
 
-/// Runs of an offer: more than a split cuts of any file. Further ones are not offered.
+/// Most runs of an offer: more than any split produces. Further ones are not offered.
 const RUNS_MAX: usize = 4096;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -62,7 +63,7 @@ enum FromSource {
     Refused(String),
 }
 
-/// Reads `bytes` as messages about pieces, for fuzzing.
+/// Reads `bytes` as messages about byte ranges, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<ToSource>(bytes);
     if let Ok(FromSource::Offer(runs)) = serde_json::from_slice(bytes) {
@@ -72,37 +73,37 @@ pub(super) fn parse(bytes: &[u8]) {
     }
 }
 
-/// The parts of a file that a node can give.
+/// The groups of a file that a node can serve.
 pub(super) trait Stock {
-    /// Runs of groups that are here.
+    /// Runs of present groups.
     fn runs(&self) -> Vec<Run>;
 
-    /// All leaves behind each other.
+    /// All leaves, concatenated.
     ///
     /// # Errors
     /// What the system says.
     fn leaves(&self) -> io::Result<Vec<u8>>;
 
-    /// The bytes of groups; nothing where one is not here.
+    /// The bytes of groups; `None` if one is missing.
     ///
     /// # Errors
     /// What the system says.
     fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>>;
 
-    /// How the file is cut.
+    /// How the file is divided into groups.
     fn groups(&self) -> Groups;
 }
 
-/// Most groups of a question.
+/// Most groups of a request.
 fn groups_max(groups: Groups) -> u64 {
     (PIECE_BYTES / groups.each).max(1)
 }
 
-/// Most leaves of a question.
+/// Most leaves of a request.
 const LEAVES_MAX: u64 = PIECE_BYTES / LEAF_BYTES as u64;
 
-/// Answers a fetcher until it closes, or asks nothing for a while. `find` gives what this node has
-/// of a model.
+/// Serves a fetcher until it closes or is idle for [`IDLE`]. `find` returns this node's groups of a
+/// model.
 pub(super) fn answer(
     channel: &Channel,
     find: impl Fn(&ModelName) -> Result<Box<dyn Stock>, String>,
@@ -114,7 +115,7 @@ pub(super) fn answer(
     let stock = match find(&model) {
         Ok(stock) => stock,
         Err(reason) => {
-            // A fetcher that is gone needs no answer.
+            // A lost fetcher does not receive the answer.
             let _: Result<(), _> = say(&line, &FromSource::Refused(reason));
             return channel.close();
         }
@@ -133,7 +134,7 @@ pub(super) fn answer(
     channel.close();
 }
 
-/// The bytes that a fetcher asks for; nothing where they are not here, or are more than a piece.
+/// The requested bytes; `None` if they are missing or exceed [`PIECE_BYTES`].
 fn of(stock: &dyn Stock, asked: &ToSource) -> io::Result<Option<Vec<u8>>> {
     match *asked {
         ToSource::Groups(start, end) => {
@@ -165,7 +166,7 @@ pub(super) struct Source {
     pub(super) name: String,
 }
 
-/// A channel to a source, which has said what it has.
+/// A connection to a source, and its offer.
 struct Line {
     wire: Wire,
     has: Vec<Run>,
@@ -184,7 +185,7 @@ impl Line {
         }
     }
 
-    /// The answer to a question, of just `bytes`.
+    /// Sends a request; returns the answer, which must have `bytes` bytes.
     fn ask(&self, asked: &ToSource, bytes: u64) -> Result<Vec<u8>, String> {
         say(&self.wire, asked).map_err(|broken| broken.to_string())?;
         let came = self.wire.0.recv(bytes as usize, LIMIT);
@@ -197,10 +198,10 @@ impl Line {
     }
 }
 
-/// The leaves of a file's tree, from the first source whose leaves `accept` takes.
+/// The leaves of a file's tree, from the first source whose leaves `accept` accepts.
 ///
 /// # Errors
-/// What each source did instead.
+/// The failure of each source.
 pub(super) fn leaves<T>(
     agent: &Agent,
     (model, groups): (&ModelName, Groups),
@@ -234,7 +235,7 @@ fn no_source(faults: Vec<String>) -> String {
     }
 }
 
-/// A run of groups that is to be fetched, and the sources that failed at it.
+/// A run of groups to fetch, and the sources that failed at it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Piece {
     groups: Range<u64>,
@@ -245,13 +246,13 @@ struct Piece {
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
     Fetch(Piece),
-    /// Pieces that others fetch now may come back.
+    /// Ranges that other sources fetch now may be returned.
     Wait,
-    /// Nothing is left that it could give.
+    /// No range is left for this source.
     Over,
 }
 
-/// Pieces that are to be fetched. Pure.
+/// Queue of ranges to fetch. Pure.
 #[derive(Debug)]
 struct Queue {
     open: Vec<Piece>,
@@ -259,7 +260,7 @@ struct Queue {
 }
 
 impl Queue {
-    /// Of runs of groups, cut into pieces, the first first.
+    /// Divides runs of groups into requests, in order.
     fn new(groups: Groups, wanted: &[Range<u64>]) -> Self {
         let most = groups_max(groups);
         let cut = |run: &Range<u64>| {
@@ -275,7 +276,7 @@ impl Queue {
         Self { open, under_way: 0 }
     }
 
-    /// The next piece of a source that has these runs.
+    /// The next range for a source that has these runs.
     fn next(&mut self, source: NodeId, has: &[Run]) -> Next {
         let has_all = |groups: &Range<u64>| {
             let mut has = has.iter();
@@ -292,7 +293,7 @@ impl Queue {
         }
     }
 
-    /// A piece was fetched, or is for another source.
+    /// A range was fetched, or returns to the queue for another source.
     fn done(&mut self, failed: Option<(Piece, NodeId)>) {
         self.under_way -= 1;
         if let Some((mut piece, source)) = failed {
@@ -302,11 +303,11 @@ impl Queue {
     }
 }
 
-/// How a piece was not had.
+/// Why a range was not fetched.
 enum Fault {
-    /// The source is asked no more.
+    /// The source failed and is dropped.
     Source(String),
-    /// This machine cannot keep what comes.
+    /// This machine cannot store the bytes.
     Own(io::Error),
 }
 
@@ -316,18 +317,19 @@ pub(super) struct Fetching<'a> {
     pub(super) model: &'a ModelName,
     pub(super) partial: &'a Partial,
     pub(super) sources: &'a [Source],
-    /// Hears how many bytes came; false ends the fetching.
+    /// Receives the number of bytes fetched; false ends the fetch.
     pub(super) told: &'a (dyn Fn(u64) -> bool + Sync),
-    /// Hears of a source that gave wrong bytes.
+    /// Called for a source that sent wrong bytes.
     pub(super) lied: &'a (dyn Fn(&Source, &str) + Sync),
 }
 
 /// Why groups were not fetched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Short {
-    /// No node gives these bytes, and what each did instead.
+    /// No node supplied these bytes; the failure of each.
     Lacking(String),
-    /// This machine cannot keep what comes, or nobody waits any more: no other source would help.
+    /// This machine cannot store the bytes, or the fetch was cancelled: another source would not
+    /// help.
     Ended(String),
 }
 
@@ -335,15 +337,15 @@ struct Shared {
     queue: Mutex<Queue>,
     changed: Condvar,
     faults: Mutex<BTreeMap<String, String>>,
-    /// This machine's own failure, or that nobody waits any more.
+    /// This machine's own failure, or the cancellation.
     ended: Mutex<Option<String>>,
 }
 
 impl Fetching<'_> {
-    /// Fetches runs of groups from all sources side by side; returns once they are here.
+    /// Fetches runs of groups from all sources in parallel; returns once they are stored.
     ///
     /// # Errors
-    /// [`Short`]. Pieces that came are kept.
+    /// [`Short`]. Verified ranges stay stored.
     pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), Short> {
         let shared = Shared {
             queue: Mutex::new(Queue::new(self.partial.groups(), wanted)),
@@ -387,7 +389,7 @@ impl Fetching<'_> {
         )))
     }
 
-    /// Fetches pieces from one source until none is left for it.
+    /// Fetches ranges from one source until none is left for it.
     fn drain(&self, source: &Source, shared: &Shared) {
         let line = match Line::open(self.agent, source, self.model) {
             Ok(line) => line,
@@ -423,7 +425,7 @@ impl Fetching<'_> {
         line.wire.0.close();
     }
 
-    /// Fetches one piece; how many bytes it has.
+    /// Fetches one range; returns its bytes.
     fn fetch(&self, line: &Line, source: &Source, groups: &Range<u64>) -> Result<u64, Fault> {
         let cut = self.partial.groups();
         let span = cut.span(groups);
@@ -442,12 +444,12 @@ impl Fetching<'_> {
     }
 }
 
-/// Ends the fetching of all sources; the first reason counts.
+/// Ends the fetch on all sources; the first reason counts.
 fn end(shared: &Shared, reason: String) {
     lock(&shared.ended).get_or_insert(reason);
 }
 
-/// The smallest run that both are in.
+/// The smallest run that contains both.
 fn around(a: Range<u64>, b: Range<u64>) -> Range<u64> {
     a.start.min(b.start)..a.end.max(b.end)
 }

@@ -1,5 +1,5 @@
-//! The places of an instance's workers: the nodes that its record names, or others of them when one
-//! is gone.
+//! Hosts of an instance's workers: the nodes that its record names, or other nodes of the instance
+//! after a loss.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -25,17 +25,17 @@ use crate::crew::line::pair;
 use crate::crew::remote::{Place, Places};
 use crate::room::WEIGHTS;
 
-/// Share of a machine's memory that models and the spares that nobody asked for may have together.
+/// Fraction of a machine's memory for models and automatic standbys together.
 const AUTO_USABLE: f64 = 0.5;
 
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Longest wait for the measurement of a pair that nothing is known of. A way that answers takes
-/// some milliseconds. A way that does not costs a measurement 1.5 s. A recovery waits for it.
+/// Longest wait for the measurement of an unmeasured pair. A route that answers takes some
+/// milliseconds, a dead one 1.5 s. A recovery waits for it.
 const NEW_LIMIT: Duration = Duration::from_secs(2);
 
-/// The ways of pairs of nodes, as they were measured or used in this process' life.
+/// Routes of pairs of nodes that this process has measured or used.
 type Known = BTreeMap<(NodeId, NodeId), SocketAddr>;
 
 /// Nodes of an instance, by rank.
@@ -45,27 +45,27 @@ pub(super) struct Nodes {
     pub(super) wanted: Wanted,
     pub(super) nodes: Vec<NodeId>,
     pub(super) host: Arc<HostSpec>,
-    /// Workers that each node of the instance has lost so far.
+    /// Lost workers by node.
     pub(super) flaps: Arc<Flaps>,
-    /// Set where no other node of the instance has room for a rank that was lost.
+    /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
-    /// The node that holds the second worker, the spare, of each rank that has one.
+    /// By rank: the node of its standby worker, if there is one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
-    /// Ways that a recovery need not measure.
+    /// Routes that a recovery need not measure.
     pub(super) known: Mutex<Known>,
 }
 
 impl Nodes {
-    /// The nodes to try for a rank: its own, then the others that live. Each rank begins at another
-    /// one of them, so that the ranks of a lost node are shared out. Nodes that do not answer come
-    /// last: a frozen machine takes a connection, and says nothing for [`OPEN_LIMIT`]. Before them
-    /// come nodes that leave, and nodes that lose workers again and again.
+    /// Candidate nodes for a rank: its own, then the other live ones. Each rank starts at a
+    /// different one, so that the ranks of a lost node are spread. Draining and flapping nodes come
+    /// later. Suspected nodes come last: a frozen machine accepts a connection and is silent for
+    /// [`OPEN_LIMIT`].
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
-        // A node that is left out for its losses, or that goes soon, is better than none.
+        // A flapping or draining node is better than none.
         let (now, leavers) = (Instant::now(), leavers(&self.agent.nodes()));
         let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
         all.sort_by_key(|id| {
@@ -92,11 +92,11 @@ impl Nodes {
     }
 }
 
-/// This machine as a place.
+/// This machine as a host, over a connection inside the process.
 fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<Place, String> {
     let (line, there) = pair();
     let spec = Arc::clone(spec);
-    // The thread ends with the line; how is told at the other end.
+    // The thread ends with the connection; the other end reports the reason.
     let run = move || drop(host(&there, &spec));
     let started = std::thread::Builder::new()
         .name("host".to_owned())
@@ -168,14 +168,15 @@ impl Places for Nodes {
             let view = views.iter().find(|view| view.id == id);
             view.is_some_and(|view| view.facts.trusted.contains(interface))
         };
-        // Workers of a node that keeps data apart listen there, whatever way is the best.
+        // Workers of a node with a dedicated data interface listen there only, even if another
+        // route is better.
         let listens = |id: NodeId, ip: IpAddr| {
             let view = views.iter().find(|view| view.id == id);
             view.is_some_and(|view| {
                 view.facts.data.is_empty() || view.facts.data.contains(&ip.to_canonical())
             })
         };
-        // The system may use any interface that leads to an address.
+        // The operating system may use any interface that leads to an address.
         let is_trusted = |(from, to): (NodeId, NodeId)| {
             let Some(ip) = self.route(from, to).map(|route| route.ip()) else {
                 return false;
@@ -214,9 +215,9 @@ impl Places for Nodes {
 }
 
 impl Nodes {
-    /// The nodes to try for a second worker of a rank: those of the instance, those with the fewest
-    /// spares first, then idle ones. The one that had it `before` comes last: there it was lost, or
-    /// could not be started.
+    /// Candidate nodes for a rank's standby: those of the instance, fewest standbys first, then
+    /// idle ones. The node that had it `before` comes last: the standby was lost or failed to start
+    /// there.
     fn spare_candidates(&self, rank: Rank, before: Option<NodeId>) -> Vec<NodeId> {
         let (at, now) = (self.flaps.node_of(rank), Instant::now());
         let (map, views) = (self.agent.map(), self.agent.nodes());
@@ -238,8 +239,8 @@ impl Nodes {
         all
     }
 
-    /// Checks whether a node has the memory for a rank that another node was planned for. Records
-    /// say what it holds, and ranks of this instance may run there besides.
+    /// Checks whether a node has the memory for a rank planned for another node. Counts what
+    /// records place there and further ranks of this instance.
     fn room_for(
         &self,
         rank: Rank,
@@ -269,15 +270,15 @@ impl Nodes {
         }
     }
 
-    /// Whether a node has the memory for one more shard, beside the shards that records say it
-    /// holds and the spares of this instance.
+    /// Whether a node has the memory for one more shard, on top of its shards by all records and
+    /// this instance's standbys.
     fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
         let held = held(map, view.id);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = shard_bytes(&self.wanted);
         let held = held.saturating_add(spares.saturating_mul(shard));
-        // A spare that nobody asked for leaves more to other programs.
+        // An automatic standby leaves more memory to other programs.
         let memory = match self.wanted.spare {
             SPARE_AUTO => (view.facts.memory_bytes as f64 * AUTO_USABLE / USABLE) as u64,
             _ => view.facts.memory_bytes,
@@ -285,7 +286,7 @@ impl Nodes {
         fits(memory, held, shard)
     }
 
-    /// Has an idle node copy the model; those of the instance have it.
+    /// Makes an idle node copy the model; the instance's nodes have it.
     fn get_model(&self, id: NodeId) -> Result<(), String> {
         match self.nodes.contains(&id) {
             true => Ok(()),
@@ -297,7 +298,7 @@ impl Nodes {
     }
 }
 
-/// Each node with each other one, in both orders.
+/// All ordered pairs of nodes.
 fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
     nodes.iter().flat_map(move |from| {
         let from = *from;
@@ -306,8 +307,7 @@ fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '
     })
 }
 
-/// The nodes of pairs whose way is not the known one: nothing was measured, or another address is
-/// used by now.
+/// The nodes of pairs whose route is not the known one: unmeasured, or with another address now.
 fn ends_of_new(
     nodes: &[NodeId],
     known: &Known,
@@ -322,20 +322,20 @@ fn ends_of_new(
     ends.into_iter().collect()
 }
 
-/// Nodes that are about to go.
+/// Draining nodes.
 fn leavers(views: &[NodeView]) -> BTreeSet<NodeId> {
     let leavers = views.iter().filter(|node| node.facts.leaving);
     leavers.map(|node| node.id).collect()
 }
 
-/// Nodes that compute for an instance.
+/// Nodes that compute for any instance.
 fn busy(map: &Registers) -> BTreeSet<NodeId> {
     let records = placement::wanted(map);
     let nodes = records.flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts));
     nodes.collect()
 }
 
-/// Living nodes that stay, compute as this one does, the first of `views`, and are not `busy`.
+/// Live nodes that stay, have the numerics of this node (the first of `views`), and are not `busy`.
 fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
     let own = views.first().map(|view| view.facts.kind());
     let is_idle = |view: &&NodeView| {
@@ -345,17 +345,17 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
     views.iter().filter(is_idle).map(|view| view.id).collect()
 }
 
-/// Memory of a rank's part, as if all were alike.
+/// Bytes of a rank's part, as if all parts were equal.
 fn shard_bytes(wanted: &Wanted) -> u64 {
     part_bytes(wanted, wanted.nodes.len())
 }
 
-/// Memory of the part of each of so many ranks, as if all were alike.
+/// Bytes of the part of each of `ranks` ranks, as if all parts were equal.
 pub(super) fn part_bytes(wanted: &Wanted, ranks: usize) -> u64 {
     (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
 }
 
-/// Memory that a node has for one more part beside `records`; any where it does not tell.
+/// Free bytes of a node after the parts of `records`; unlimited if it does not report its memory.
 pub(super) fn room(view: &NodeView, records: &[Wanted]) -> u64 {
     let held = records.iter().map(|wanted| held_bytes(wanted, view.id));
     let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
@@ -365,13 +365,13 @@ pub(super) fn room(view: &NodeView, records: &[Wanted]) -> u64 {
     }
 }
 
-/// Memory of what a node holds by all records.
+/// Bytes of a node's parts by all records.
 fn held(map: &Registers, id: NodeId) -> u64 {
     let shards = placement::wanted(map).map(|(.., wanted)| held_bytes(&wanted, id));
     shards.fold(0, u64::saturating_add)
 }
 
-/// Memory of what a node holds by a record: it decodes, or reads prompts, or neither.
+/// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
 fn held_bytes(wanted: &Wanted, id: NodeId) -> u64 {
     let groups = [&wanted.nodes, &wanted.prompts];
     let parts = groups
@@ -381,7 +381,8 @@ fn held_bytes(wanted: &Wanted, id: NodeId) -> u64 {
     parts.fold(0, u64::saturating_add)
 }
 
-/// Whether a shard has room beside what is `held`; a node that does not tell its memory may have.
+/// Whether a shard fits in addition to `held` bytes; true for a node that does not report its
+/// memory.
 fn fits(memory_bytes: u64, held: u64, shard: u64) -> bool {
     let usable = (memory_bytes as f64 * USABLE) as u64;
     memory_bytes == 0 || held.saturating_add(shard) <= usable

@@ -1,30 +1,30 @@
-//! The beginnings of prompts that each replica has read.
+//! Prompt prefixes that each replica has computed, as far as this node knows.
 //!
-//! An entry remembers what it sent where, in blocks of [`BLOCK`] tokens. It does not know what a
-//! replica's cache still has, nor what other entries sent: a wrong guess costs the reading of a
-//! prompt.
+//! An ingress records which prompts it sent to which replica, in blocks of [`BLOCK`] tokens. It
+//! does not know evictions from a replica's cache, nor other nodes' prompts: an error costs one
+//! prefill.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use paceline_cluster::nodes::InstanceId;
 
-/// Tokens of a block: the page, which is what an engine's prefix cache shares.
+/// Tokens of a block: a KV page, the unit of an engine's prefix cache.
 pub(crate) const BLOCK: usize = paceline_tensor::PAGE;
 
-/// Most blocks of a prompt that are looked at: 65,536 tokens. Prompts that are equal up to there
-/// count as equal.
+/// Most blocks of a prompt that are compared: 65,536 tokens. Prompts equal up to there count as
+/// equal.
 const BLOCKS_OF_ONE: usize = 1024;
 
-/// Most blocks that are remembered: 4,096 requests of 1,024 tokens. Full, that is about 4 MB. The
-/// key and the number take 24 bytes in a tree that is half empty, and as much in the queue.
+/// Most recorded blocks: 4,096 requests of 1,024 tokens, about 4 MB. Key and number take 24 bytes
+/// in a half-empty tree, and as much in the queue.
 const BLOCKS_MAX: usize = 65_536;
 
-/// FNV-1a's offset and prime for 64 bits, here over tokens and not bytes. Source: RFC 9923. Equal
-/// hashes of unlike prompts cost the reading of a prompt, so nothing stronger is needed.
+/// FNV-1a's 64-bit offset and prime, over tokens instead of bytes. Source: RFC 9923. A hash
+/// collision costs one prefill, so a stronger hash is not needed.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
-/// A hash for each whole block of a prompt, of all tokens up to the block's end.
+/// A hash for each full block of a prompt, over all tokens up to the block's end.
 pub(crate) fn blocks(prompt: &[u32]) -> Vec<u64> {
     let mix = |hash: u64, token: &u32| (hash ^ u64::from(*token)).wrapping_mul(FNV_PRIME);
     let whole = prompt.chunks_exact(BLOCK).take(BLOCKS_OF_ONE);
@@ -37,7 +37,7 @@ pub(crate) fn blocks(prompt: &[u32]) -> Vec<u64> {
         .collect()
 }
 
-/// Blocks and the instances that have read them; the oldest are forgotten.
+/// Blocks and the instances that computed them; drops the oldest.
 #[derive(Debug, Default)]
 pub(crate) struct Prefixes {
     /// The number of the last mention of a block at an instance.
@@ -48,9 +48,9 @@ pub(crate) struct Prefixes {
 }
 
 impl Prefixes {
-    /// An instance reads a prompt.
+    /// Records that an instance computes a prompt.
     pub(crate) fn remember(&mut self, blocks: &[u64], id: InstanceId) {
-        // The first block is the newest: without it the others are of no use.
+        // The first block counts as newest: the others are useless without it.
         for block in blocks.iter().rev() {
             self.last += 1;
             self.known.insert((*block, id), self.last);
@@ -65,13 +65,13 @@ impl Prefixes {
         }
     }
 
-    /// Leading blocks of a prompt that an instance has read.
+    /// Number of leading blocks of a prompt that an instance has computed.
     pub(crate) fn read_by(&self, blocks: &[u64], id: InstanceId) -> usize {
         let is_known = |block: &&u64| self.known.contains_key(&(**block, id));
         blocks.iter().take_while(is_known).count()
     }
 
-    /// The cache of an instance is gone.
+    /// Drops the blocks of an instance whose cache is gone.
     pub(crate) fn forget(&mut self, id: InstanceId) {
         self.known.retain(|(_, other), _| *other != id);
     }

@@ -1,8 +1,8 @@
-//! Placements of a model over the nodes that live, each with a prediction, before anything loads.
+//! Placements of a model over the live nodes, each with a prediction, before anything loads.
 //!
-//! Candidates are this node alone and with 1, 2, .. others, the best reached first (or just the
-//! nodes that are named), in every split. [`Fleet::load`](super::Fleet::load) takes the nodes and
-//! the split of one of them.
+//! Candidates are this node alone and with 1, 2, .. others in order of their routes (or just the
+//! named nodes), in every split. [`Fleet::load`](super::Fleet::load) takes the nodes and the split
+//! of one of them.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -25,21 +25,21 @@ use crate::crew::line::hear;
 use crate::forecast::across::{Machine, best_first};
 use crate::forecast::{Forecast, Setting};
 
-/// Share of a machine's memory that a model may have: the rest is the system's and other programs'.
+/// Fraction of a machine's memory for models: the rest is for the system and other programs.
 pub(super) const USABLE: f64 = 0.8;
 
-/// Nodes of the largest placement that is proposed where no number is given.
+/// Nodes of the largest placement proposed by default.
 pub(super) const COUNT_MAX: usize = 8;
 
-/// Longest wait for what another node measured between two others to arrive.
+/// Longest wait for another node's measurements to arrive.
 const TOLD_LIMIT: Duration = Duration::from_secs(2);
 
-/// A way of loading a model.
+/// A proposed placement of a model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Proposal {
     /// Names of its nodes, the owner first, as [`Ask::nodes`] takes them.
     pub nodes: Vec<String>,
-    /// How the model is cut, as [`Ask::split`] takes it.
+    /// The split, as [`Ask::split`] takes it.
     pub split: String,
     /// Tokens a second of one answer alone.
     pub decode_tok_s: f64,
@@ -49,10 +49,10 @@ pub struct Proposal {
     pub fits: bool,
     /// Bytes that each node needs, in the order of `nodes`.
     pub bytes: Vec<u64>,
-    /// The measured way of every pair, such as `n0 to n1: eth0 (0.10 ms, 940 MB/s)`.
+    /// The measured route of every pair, such as `n0 to n1: eth0 (0.10 ms, 940 MB/s)`.
     pub paths: Vec<String>,
-    /// Of several replicas: the nodes of each, which follow one another in `nodes`. The speed is
-    /// that of the first group of nodes.
+    /// With several replicas: the nodes of each, in the order of `nodes`. The speed is that of the
+    /// first replica.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<Vec<String>>,
 }
@@ -69,21 +69,21 @@ impl Proposal {
 pub struct Preview {
     /// The user's name for the model.
     pub model: String,
-    /// All that were looked at.
+    /// All candidates.
     pub placements: Vec<Proposal>,
-    /// Why others were not: nodes of another revision, pairs that nothing was measured of.
+    /// Why nodes were left out: another numerics revision, unmeasured pairs.
     pub notes: Vec<String>,
 }
 
-/// A node that may compute, with what is known of it.
+/// An eligible node and its facts.
 struct Candidate {
     view: NodeView,
-    /// Cost of the way from this node, as of [`paths::Path::cost`]; 0 for this node itself.
+    /// Cost of the route from this node, by [`paths::Path::cost`]; 0 for this node itself.
     cost: f64,
 }
 
 impl Inner {
-    /// Placements of what is asked for.
+    /// Computes the placements of a request.
     pub(super) fn preview(self: &Arc<Self>, ask: &Ask) -> Result<Preview, String> {
         self.await_facts();
         if ask.replicas > 1 {
@@ -120,7 +120,8 @@ impl Inner {
         })
     }
 
-    /// Sets of nodes to look at, each one more than the last; why some nodes are not among them.
+    /// Candidate sets of nodes, each with one node more than the last, and why some nodes are left
+    /// out.
     fn sets(&self, ask: &Ask) -> Result<(Vec<Vec<NodeId>>, Vec<String>), String> {
         if !ask.nodes.is_empty() {
             return Ok((vec![self.choose(ask)?], Vec::new()));
@@ -136,9 +137,9 @@ impl Inner {
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }
 
-    /// Living nodes that compute as this one does and do not leave. This one is first, then the
-    /// nodes that are reached best. Of nodes that are reached alike, the one with the most memory
-    /// comes first. Also returns which were left out.
+    /// Live nodes with this node's numerics that do not drain. This node is first, then the others
+    /// by route cost; among equal routes the one with the most memory comes first. Also returns
+    /// which were left out.
     pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
         let all = self.agent.nodes();
         let own = all.first().map(|node| node.facts.kind());
@@ -165,7 +166,8 @@ impl Inner {
             };
             order.push(Candidate { view, cost });
         }
-        // Ways that differ by less than a factor of two are alike: noise chooses no node.
+        // Routes that differ by less than a factor of two count as equal, so that noise does not
+        // choose a node.
         let class = |cost: f64| cost.max(1e-9).log2().round();
         order.sort_by(|a, b| {
             let near = class(a.cost).total_cmp(&class(b.cost));
@@ -174,7 +176,7 @@ impl Inner {
         (order.into_iter().map(|it| it.view.id).collect(), notes)
     }
 
-    /// Has all of `nodes` measure their ways unless every pair is known.
+    /// Makes all of `nodes` measure their routes unless every pair is known.
     pub(super) fn measure_unknown(&self, nodes: &[NodeId]) {
         let is_known = |(from, to): (NodeId, NodeId)| self.way(from, to).is_some();
         if pairs(nodes).all(is_known) {
@@ -188,7 +190,7 @@ impl Inner {
         }
     }
 
-    /// The way that data takes from one node to another, with its bandwidth.
+    /// The route from one node to another, with its bandwidth.
     pub(super) fn way(&self, from: NodeId, to: NodeId) -> Option<paths::Path> {
         let route = self.agent.route(from, to)?;
         let there = self.agent.paths(from).into_iter();
@@ -210,7 +212,7 @@ impl Inner {
         pairs(nodes).map(told).collect()
     }
 
-    /// Threads of each worker of what is asked for.
+    /// Threads of each worker of a request.
     pub(super) fn threads(&self, ask: &Ask) -> usize {
         ask.threads.map_or(self.spec.threads, usize::from)
     }
@@ -277,12 +279,12 @@ pub(super) fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> 
     nodes.iter().enumerate().flat_map(later)
 }
 
-/// Why a node that leaves is given nothing. It also leaves while its battery is low.
+/// Message for a draining node, which takes no work. A node also drains while its battery is low.
 pub(super) fn takes_none(name: &str) -> String {
     format!("{name} takes no work: it leaves, or its battery is low")
 }
 
-/// A node's speed beside this one's: as both measured it, else by their cores.
+/// A node's speed relative to this one: by both measurements, else by their cores.
 fn machine(
     view: &NodeView,
     speed: Option<Speed>,

@@ -1,7 +1,7 @@
 //! Proposals for the ranks of an instance: how to cut a model over given nodes, best first.
 //!
-//! A preview shows them. A load with an open split takes the first, and so does the search for a
-//! better placement: what runs is what a preview names.
+//! A preview shows them. A load with an automatic split takes the first, and so does the search for
+//! a better placement: the running split is the one that a preview names.
 
 use paceline_cluster::nodes::NodeId;
 use paceline_model::{Config, SplitKind};
@@ -11,11 +11,11 @@ use super::preview::{Proposal, pairs};
 use crate::forecast::Forecast;
 use crate::forecast::across::{Machine, Machines, Ranked, Way};
 
-/// Nodes of an instance's ranks, and the machines that are known.
+/// Nodes of an instance's ranks, and the known machines.
 pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, Machine)]);
 
 impl Inner {
-    /// The ways to cut a model over `ranks`, the node of each rank, the fastest that fits first.
+    /// The splits of a model over `ranks` (the node of each rank), the fastest that fits first.
     /// Also returns why others were refused.
     pub(super) fn proposals(
         &self,
@@ -55,7 +55,7 @@ impl Inner {
         }
     }
 
-    /// The machines of `ranks`, each once, and the ways between them.
+    /// The machines of `ranks`, each once, and the links between them.
     fn machines_of(
         &self,
         ranks: &[NodeId],

@@ -1,13 +1,13 @@
 //! The replicas of a model, as one service of a node.
 //!
 //! ```text
-//! client ──▶ Replicas ──choose──▶ entry of replica 1 ──▶ its owner
-//!                └──────────────▶ entry of replica 2 ──▶ its owner
+//! client ──▶ Replicas ──choose──▶ ingress of replica 1 ──▶ its owner
+//! └──────────────▶ ingress of replica 2 ──▶ its owner
 //! ```
-//! Each request goes to one replica: [`choose`] says which. The entry of a replica that is lost, or
-//! that recovers, hands its open requests to the other replicas. These go on behind the tokens that
-//! the client has. This node keeps the data of a request (its journal, the stored response that it
-//! follows) for all replicas. So a client that comes back finds it whichever answers.
+//! [`choose`] routes each request to one replica. When a replica is lost or recovers, its ingress
+//! moves the open requests to the other replicas, which continue after the client's last token. The
+//! data of a request (its journal, the stored response that it follows) stays on this node. So a
+//! client that reconnects finds it, whichever replica answers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -24,23 +24,25 @@ use super::answers::{Asked, Entry, Relief, Remote, UNKNOWN};
 use super::choice::{Candidate, choose};
 use super::prefixes::{Prefixes, blocks};
 
-/// Hears lines for people.
+/// Receives log lines for people.
 type Tell = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// A model as this node answers with it. Dropping it loses what is open.
+/// The service of a model on this node. Dropping it loses open requests.
 pub(super) struct Replicas {
     routes: Arc<Routes>,
 }
 
-/// State that the entries of all replicas share.
+/// State shared by the ingress of all replicas.
 struct Routes {
     model: String,
     tell: Tell,
     members: Mutex<BTreeMap<InstanceId, Member>>,
-    /// Held from a choice until the chosen replica counts the request: the next choice sees it.
+    /// Locked from a choice until the chosen replica counts the request, so that the next choice
+    /// sees it.
     prefixes: Mutex<Prefixes>,
     last_ticket: AtomicU64,
-    /// Held while requests move, and by a cancel: it finds a request before or after its move.
+    /// Locked while requests move, and by a cancel, which so finds a request before or after its
+    /// move.
     moves: Mutex<()>,
 }
 
@@ -48,9 +50,9 @@ struct Routes {
 #[derive(Clone)]
 struct Member {
     remote: Arc<Remote>,
-    /// Answers that it computes at the same time.
+    /// Answers that it computes concurrently.
     parallel: usize,
-    /// Requests that this node has given to it.
+    /// Requests that this node has sent to it.
     asked: Arc<AtomicU64>,
 }
 
@@ -63,14 +65,14 @@ impl Member {
 /// Load of a replica, as far as this node knows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Use {
-    /// Requests that this node has given to it.
+    /// Requests that this node has sent to it.
     pub(super) asked: u64,
-    /// Requests that it has in work, of all nodes.
+    /// Its running requests, of all nodes.
     pub(super) load: usize,
 }
 
 impl Replicas {
-    /// None yet, of a model that its user calls `model`.
+    /// An empty set for the model that its user calls `model`.
     pub(super) fn new(model: &str, tell: Tell) -> Self {
         let routes = Routes {
             model: model.to_owned(),
@@ -84,14 +86,14 @@ impl Replicas {
         Self { routes }
     }
 
-    /// Gives requests to an instance too, from now on; nothing happens when it is known.
+    /// Adds an instance; does nothing if it is already there.
     pub(super) fn admit(&self, inner: &Arc<Inner>, id: InstanceId, wanted: &Wanted) {
         if self.has(id) {
             return;
         }
         let routes = Arc::downgrade(&self.routes);
         let relief: Weak<dyn Relief> = routes;
-        // Without a thread for it, the next look at the doors tries again.
+        // Without a thread for it, the next update of services tries again.
         let Ok(remote) = Remote::start(inner, id, Some(relief)) else {
             return;
         };
@@ -103,7 +105,7 @@ impl Replicas {
         lock(&self.routes.members).insert(id, member);
     }
 
-    /// Gives requests to these instances only. Open requests of the others move to them.
+    /// Keeps these instances only. Open requests of the others move to them.
     pub(super) fn retain(&self, wanted: &BTreeSet<InstanceId>) {
         lock(&self.routes.members).retain(|id, _| wanted.contains(id));
     }
@@ -113,7 +115,7 @@ impl Replicas {
         lock(&self.routes.members).contains_key(&id)
     }
 
-    /// How an instance is used.
+    /// Usage of an instance.
     pub(super) fn usage(&self, id: InstanceId) -> Use {
         let member = lock(&self.routes.members).get(&id).cloned();
         member.map_or_else(Use::default, |member| Use {
@@ -122,7 +124,7 @@ impl Replicas {
         })
     }
 
-    /// Gives a request to a replica: to `first` if it answers, else to the one that is chosen.
+    /// Sends a request to a replica: to `first` if it answers, else to the chosen one.
     fn submit_to(&self, asked: Asked, first: Option<InstanceId>) -> Result<Ticket, Failure> {
         let routes = &self.routes;
         let ticket = Ticket(routes.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
@@ -180,8 +182,7 @@ impl Routes {
         members.iter().map(|(id, it)| (*id, it.clone())).collect()
     }
 
-    /// Gives an open request of an entry to one of `others`; the request comes back where none of
-    /// them can go on with it.
+    /// Moves an open request to one of `others`; returns it if none of them can continue it.
     fn hand_over(
         &self,
         from: &Entry,
@@ -206,7 +207,7 @@ impl Routes {
 }
 
 impl Prefixes {
-    /// The index of the replica that is to answer a prompt with these blocks.
+    /// The index of the replica chosen for a prompt with these blocks.
     fn choose(&self, members: &[(InstanceId, Member)], hashes: &[u64]) -> Option<usize> {
         let candidate = |(id, member): &(InstanceId, Member)| Candidate {
             is_ready: member.entry().is_ready(),
@@ -220,8 +221,7 @@ impl Prefixes {
     }
 }
 
-/// Gives a request to a replica, and counts it; the request comes back where the replica does not
-/// take it.
+/// Sends a request to a replica and counts it; returns it if the replica refuses.
 fn give(member: &Member, ticket: Ticket, asked: Asked) -> Result<(), Asked> {
     member.entry().take(ticket, asked)?;
     member.asked.fetch_add(1, Ordering::Relaxed);
@@ -236,7 +236,7 @@ impl Relief for Routes {
         if others.is_empty() {
             return false;
         }
-        // Whatever comes back to it later finds an empty cache.
+        // Later requests to it find an empty cache.
         lock(&self.prefixes).forget(from.id());
         let mut moved = 0;
         for (ticket, asked) in from.give_up() {
@@ -276,7 +276,7 @@ impl Service for Replicas {
             .values()
             .filter_map(|member| member.remote.entry.cut())
             .collect();
-        // Replicas may be cut in several ways: which one a request meets is not known before.
+        // Replicas may have different splits: the one of a request is not known in advance.
         match cuts.len() {
             0 => UNKNOWN.to_owned(),
             1 => cuts.into_iter().collect(),
@@ -296,7 +296,7 @@ impl fmt::Debug for Replicas {
     }
 }
 
-/// A replica that is asked first: the others answer when it does not.
+/// A preferred replica: the others answer when it does not.
 #[derive(Debug)]
 pub(super) struct Preferred {
     pub(super) all: Arc<Replicas>,
@@ -354,7 +354,7 @@ mod tests {
         Arc::clone(&members[&InstanceId(id)].remote.entry)
     }
 
-    /// Asks with a prompt of two blocks of this token.
+    /// Sends a prompt of two blocks of this token.
     fn ask(all: &Replicas, token: u32) -> Ticket {
         let request = Request {
             prompt: vec![token; 2 * BLOCK],
@@ -375,7 +375,7 @@ mod tests {
             ask(&all, token);
             assert_eq!(at.heard().as_deref(), Some(said));
         }
-        // Requests of other entries count: two of this one and three more, against two.
+        // Other nodes' requests count: two of this node and three more, against two.
         say_stand(&entry(&all, 0), State::Ready, 5);
         ask(&all, 7);
         assert_eq!(other.heard().as_deref(), Some("submit 5 after []"));
@@ -416,7 +416,7 @@ mod tests {
         assert!(all.routes.relieve(&lost));
         assert_eq!(other.heard().as_deref(), Some("submit 1 after [5]"));
         assert!(!all.routes.relieve(&lost), "it has none left");
-        // Its prefix is forgotten, and it is avoided.
+        // Its prefix is dropped, and it is avoided.
         ask(&all, 7);
         assert_eq!(other.heard().as_deref(), Some("submit 2 after []"));
         all.cancel(ticket);

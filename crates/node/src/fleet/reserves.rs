@@ -1,11 +1,11 @@
-//! Where an instance goes on once the nodes of its record cannot compute it. They are all dead, or
-//! those that are left have too little memory.
+//! Standby nodes: where an instance continues when the nodes of its record are all dead or have too
+//! little memory left.
 //!
-//! - A new record has *reserves* as its last successors, and the first of them gets the model. Once
-//!   all other nodes are dead it takes over ([`placement::duties`]).
-//! - Where no node has room for a lost rank, the next record has the living nodes, and as few
-//!   further ones as hold the model.
-//! - Where no node helps, the owner says what is missing, and waits for nodes.
+//! - A new record has *standby* nodes as its last successors, and the first of them gets the model.
+//!   Once all other nodes are dead it takes over ([`placement::duties`]).
+//! - If no node has memory for a lost rank, the next record has the live nodes plus the fewest
+//!   further ones that hold the model.
+//! - If no node helps, the owner reports the missing memory and waits for nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -21,16 +21,16 @@ use super::places::part_bytes;
 use super::{Inner, LOOK_EVERY};
 use crate::supervisor::LONGEST_WAIT;
 
-/// Most nodes beside those of an instance that may own it next. All of its own nodes are dead then;
-/// that two of these die too before an owner has loaded it is rare.
+/// Most standby nodes of an instance. They matter once all of its own nodes are dead; two more
+/// deaths before a new owner has loaded it are rare.
 const RESERVES_MAX: usize = 3;
 
-/// Memory that each node has for an instance.
+/// Bytes available on each node for an instance.
 type Rooms = BTreeMap<NodeId, u64>;
 
 impl Inner {
-    /// Nodes that may own `wanted` when none of `nodes` is left: those that have room for all of
-    /// it, nodes without any instance first. None where its user named its nodes.
+    /// Standby nodes of `wanted` once none of `nodes` is left: those with memory for all of it,
+    /// idle nodes first. Empty if its user named the nodes.
     pub(super) fn reserves(&self, wanted: &Wanted, nodes: &BTreeSet<NodeId>) -> Vec<NodeId> {
         if wanted.named {
             return Vec::new();
@@ -42,7 +42,7 @@ impl Inner {
         all
     }
 
-    /// Nodes beside `nodes` that live and may compute `wanted`, nodes without any instance first.
+    /// Live nodes outside of `nodes` that may compute `wanted`, idle nodes first.
     fn others(&self, wanted: &Wanted, nodes: &BTreeSet<NodeId>) -> Vec<NodeId> {
         let map = self.agent.map();
         let used: BTreeSet<NodeId> = placement::wanted(&map)
@@ -51,12 +51,12 @@ impl Inner {
         let (mut all, _) = self.ranked();
         let may = |id: &NodeId| !wanted.named || wanted.successors.contains(id);
         all.retain(|id| !nodes.contains(id) && !wanted.prompts.contains(id) && may(id));
-        all.sort_by_key(|id| used.contains(id)); // stable: the nodes that are reached best first
+        all.sort_by_key(|id| used.contains(id)); // stable: keeps the order of routes
         all
     }
 
-    /// The record after a loss: over its nodes that live, with further ones where those have too
-    /// little memory. Unchanged where its nodes do, or where no node helps.
+    /// The spec after a loss: over its live nodes, plus further ones if those have too little
+    /// memory. Unchanged if its nodes suffice or no node helps.
     pub(super) fn with_room(&self, id: InstanceId, wanted: &Wanted) -> Wanted {
         let lives = |id: &NodeId| matches!(self.agent.life(*id), Life::Alive | Life::Suspect);
         let left: Vec<NodeId> = wanted.nodes.iter().copied().filter(lives).collect();
@@ -69,8 +69,8 @@ impl Inner {
         }
     }
 
-    /// Checks whether the nodes of a record have the memory for it. A record with as many nodes as
-    /// its user asked for was looked at when it was loaded.
+    /// Checks whether the nodes of a spec have the memory for it. One with the requested number of
+    /// nodes was checked when it was loaded.
     ///
     /// # Errors
     /// The machine that lacks memory, and how much.
@@ -93,8 +93,8 @@ impl Inner {
         }
     }
 
-    /// Memory that models may have on each node, beside those of all records but `without`. A node
-    /// that does not tell its memory may have any.
+    /// Bytes for models on each node after all records but `without`. Unlimited for a node that
+    /// does not report its memory.
     fn rooms_beside(&self, without: Option<InstanceId>) -> Rooms {
         let map = self.agent.map();
         let records = placement::wanted(&map).filter(|(id, ..)| Some(*id) != without);
@@ -105,7 +105,7 @@ impl Inner {
             .collect()
     }
 
-    /// Places instances of this node anew whose nodes have no room for a rank that was lost.
+    /// Places instances of this node again if their nodes have no memory for a lost rank.
     pub(super) fn place_cramped(&self) {
         let cramped: Vec<Owned> = {
             let owned = lock(&self.owned);
@@ -117,22 +117,22 @@ impl Inner {
         for owned in cramped {
             let next = self.with_room(owned.id, &owned.wanted);
             if next.nodes == owned.wanted.nodes {
-                continue; // the crew tries again, and says what is missing
+                continue; // the workers are tried again, and report what is missing
             }
             let names: Vec<String> = next.nodes.iter().map(|id| self.name(*id)).collect();
             let (model, names) = (&owned.wanted.model, names.join(", "));
             (self.spec.tell)(&format!("{model} moves to {names}, which have room for it"));
-            // It does not answer, so that nothing is left to fall back to.
+            // It does not answer, so there is no service to fall back to.
             let former = lock(&self.owned)
                 .get_mut(&owned.id)
                 .and_then(|it| it.answers.take());
             drop(former); // ends its workers, which takes a moment
-            // Refused where somebody unloaded it meanwhile.
+            // Fails if the instance was unloaded meanwhile.
             let _: Result<(), _> = self.want(owned.id, owned.epoch + 1, Some(&next));
         }
     }
 
-    /// Nodes that live.
+    /// Live nodes.
     fn living(&self) -> BTreeSet<NodeId> {
         let mut views = self.agent.nodes();
         views.retain(|view| view.state == Life::Alive);
@@ -141,8 +141,8 @@ impl Inner {
 }
 
 impl Owned {
-    /// Waits for a node that comes or goes, or [`LONGEST_WAIT`], before the next attempt to start.
-    /// False where that is of no use: another record counts now.
+    /// Waits until a node joins or leaves, at most [`LONGEST_WAIT`], before the next attempt to
+    /// start. False if a newer record makes the attempt useless.
     pub(super) fn wait_for_nodes(&self, inner: &Inner) -> bool {
         let (before, since) = (inner.living(), Instant::now());
         while inner.has_begun(self.id, self.epoch) {
@@ -161,7 +161,7 @@ impl Owned {
     }
 }
 
-/// Why a node takes no part of a model.
+/// Message for a node without memory for a part of a model.
 pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
     let (part, room) = (Bytes(part), Bytes(room));
     format!("{name}: too little memory: its part needs {part}, and {room} are free")
@@ -171,8 +171,8 @@ fn has(rooms: &Rooms, id: NodeId, bytes: u64) -> bool {
     rooms.get(&id).is_some_and(|room| *room >= bytes)
 }
 
-/// `nodes` with as few of `others` as have room for the model together. `part` gives the bytes of
-/// each of so many nodes. `None` where no number of them has.
+/// `nodes` plus the fewest of `others` that hold the model together. `part` returns the bytes per
+/// node for a number of nodes. `None` if all together are too few.
 fn filled(
     nodes: &[NodeId],
     others: &[NodeId],
@@ -188,13 +188,13 @@ fn filled(
     })
 }
 
-/// The record over other nodes; who could own it so far comes first.
+/// The spec over other nodes; its former owners and successors come first.
 fn over(wanted: &Wanted, nodes: Vec<NodeId>) -> Wanted {
     let mut next = wanted.clone();
     if nodes.len() < wanted.nodes.len() {
         next.split = split_of_fewer(next.split);
     } else if nodes.len() > wanted.nodes.len() {
-        // A layer may have too few parts for so many.
+        // A layer may have too few leaves for this number of nodes.
         next.split = SPLIT_ANY.to_owned();
     }
     let owner = nodes.first().copied();

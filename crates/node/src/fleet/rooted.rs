@@ -3,9 +3,9 @@
 //! ```text
 //! weights/SHA256 -> {"bytes":N,"header":N,"root":"..","by":"node","signature":{..}}
 //! ```
-//! The hub gives a file's SHA-256 only, which says nothing of a part. The node that has the file,
-//! and has checked it, computes the root and signs it. Every other node fetches ranges from
-//! whichever node has them, and checks each by the root.
+//! The hub only gives a file's SHA-256, which cannot verify a range. A node that has the file, and
+//! has verified it, computes the root and signs it. Every other node fetches ranges from any node
+//! and verifies each by the root.
 
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{Key, NodeId, Registers, Signature};
@@ -14,24 +14,24 @@ use serde::{Deserialize, Serialize};
 use super::stale;
 use super::tree::{Tree, shown};
 
-/// Largest file: ten times the largest model that is known. Groups stay below 128 MiB.
+/// Largest file in bytes: ten times the largest known model. Groups stay below 128 MiB.
 const BYTES_MAX: u64 = 16 << 40;
 
-/// A file's root, and who says so.
+/// A file's root with the signature of the node that computed it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rooted {
     /// Length of the file.
     pub(super) bytes: u64,
-    /// How many bytes come before its weights.
+    /// Bytes before its weights.
     pub(super) header: u64,
     /// BLAKE3 of the file, in hexadecimal digits.
     pub(super) root: String,
-    /// The node that has read it.
+    /// The node that read the file and signed the root.
     pub(super) by: NodeId,
     signature: Signature,
 }
 
-/// Register in which the root of a file is told.
+/// Register of a file's root.
 pub(super) fn key(sha256: &str) -> Key {
     Key::Named(format!("weights/{sha256}"))
 }
@@ -42,7 +42,7 @@ fn message(sha256: &str, (bytes, header): (u64, u64), root: &str) -> Vec<u8> {
 }
 
 impl Rooted {
-    /// Signs the root of a file that this node has read and found to have this SHA-256.
+    /// Signs the root of a file whose SHA-256 this node has verified.
     ///
     /// # Errors
     /// Why it cannot be signed.
@@ -63,7 +63,7 @@ impl Rooted {
         })
     }
 
-    /// Whether a node that is not revoked has signed it for the file with this SHA-256.
+    /// Verifies that a node that is not revoked signed it for the file with this SHA-256.
     ///
     /// # Errors
     /// What is wrong with it.
@@ -85,8 +85,9 @@ impl Rooted {
         }
     }
 
-    /// Tells the cluster, unless it knows this root and an instance wants the file. Else it is told
-    /// again: a root that is needed soon is not one that nobody needs any more (`stale`).
+    /// Publishes the root to the cluster, unless the map has it and an instance uses the file.
+    /// Otherwise it is written again, which protects a root that is needed soon from garbage
+    /// collection.
     ///
     /// # Errors
     /// The map is full.
@@ -106,7 +107,7 @@ impl Rooted {
 /// The root of a file, by its SHA-256.
 ///
 /// # Errors
-/// None is known, or what is wrong with it.
+/// There is none, or it is invalid.
 pub(super) fn of(map: &Registers, sha256: &str) -> Result<Rooted, String> {
     let text = map.get(&key(sha256));
     let text = text.ok_or_else(|| "no node has told the root of its weights".to_owned())?;

@@ -1,4 +1,4 @@
-//! This machine's speed of reading memory and computing, measured once, for nodes that plan.
+//! This machine's memory bandwidth and compute rate, measured once, for nodes that plan placements.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -9,14 +9,13 @@ use paceline_tensor::Kernels;
 use paceline_tensor::limits::{ReadLimit, integer_work};
 use serde::{Deserialize, Serialize};
 
-/// Memory that is read, 128 MiB: four times the last cache of the machines at hand.
+/// Bytes read, 128 MiB: four times the last-level cache of the machines at hand.
 const READ_BYTES: usize = 128 << 20;
 
-/// How far ahead lines are asked for: not at all, and a distance that helped where hardware
-/// fetches little by itself.
+/// Prefetch distances in bytes: none, and one that helped where hardware prefetches little.
 const AHEAD: [usize; 2] = [0, 2048];
 
-/// Rounds of each, of which the best counts.
+/// Rounds per distance; the best counts.
 const ROUNDS: usize = 3;
 
 /// Longest wait for another machine to measure itself.
@@ -25,13 +24,13 @@ pub(super) const LIMIT: Duration = Duration::from_secs(10);
 /// Peak rates of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Speed {
-    /// Bytes a second that all its threads read.
+    /// Bytes a second read by all threads together.
     pub(super) reads: f64,
-    /// Integer operations a second of all its threads.
+    /// Integer operations a second of all threads together.
     pub(super) computes: f64,
 }
 
-/// This machine's, once it was asked for.
+/// Cache of this machine's speed; empty before the first call.
 #[derive(Default)]
 pub(super) struct Known(Mutex<Option<Speed>>);
 

@@ -1,9 +1,9 @@
-//! Replicas over the nodes that live: placements with predictions, and whether memory has room for
-//! all of them together.
+//! Placement spread: placements of several replicas over the live nodes, with predictions, within
+//! the memory of all of them together.
 //!
-//! A replica has as many nodes as `--nodes N` says, or an equal share of the named ones. Its needs
-//! of each node are the forecast's for the first group of nodes; [`deal`](super::deal) decides by
-//! that. Weights of what is loaded already count as taken.
+//! A replica has `--nodes N` nodes, or an equal share of the named ones. The forecast for the first
+//! group gives the bytes per node; [`deal`](super::deal) assigns nodes by them. Loaded weights
+//! count as used memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,19 +19,19 @@ use super::{Ask, Inner, encoders};
 use crate::forecast::Forecast;
 use crate::room::LEAST;
 
-/// The nodes of each replica, and what is predicted of them.
+/// The nodes of each replica, and the prediction for them.
 type Placed = (Vec<Vec<NodeId>>, Proposal);
 
-/// Nodes for replicas.
+/// Nodes available to replicas.
 enum Pool {
     /// The groups that the user named.
     Named(Vec<Vec<NodeId>>),
-    /// All that live, the best first.
+    /// All live nodes, best first.
     Any(Vec<NodeId>),
 }
 
 impl Pool {
-    /// A group of so many nodes, to measure and predict with.
+    /// A group of `each` nodes, to measure and predict with.
     fn first(&self, each: usize) -> &[NodeId] {
         match self {
             Self::Named(groups) => &groups[0],
@@ -41,7 +41,7 @@ impl Pool {
 }
 
 impl Inner {
-    /// The nodes of each replica of what is asked for.
+    /// The nodes of each replica of a request.
     pub(super) fn spread(&self, ask: &Ask) -> Result<Vec<Vec<NodeId>>, String> {
         let (pool, each) = (self.pool(ask)?, ask.count);
         if matches!(pool, Pool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
@@ -53,7 +53,7 @@ impl Inner {
             .ok_or_else(|| notes.pop().unwrap_or_else(|| NO_WAY.to_owned()))
     }
 
-    /// As [`preview`](Self::preview), of several replicas.
+    /// As [`preview`](Self::preview), for several replicas.
     pub(super) fn preview_spread(&self, ask: &Ask) -> Result<(Vec<Proposal>, Vec<String>), String> {
         let pool = self.pool(ask)?;
         let most = match &pool {
@@ -68,8 +68,8 @@ impl Inner {
         Ok((proposals.into_iter().map(|it| it.1).collect(), notes))
     }
 
-    /// Groups of nodes with what is predicted of them, the fastest first. They are for replicas of
-    /// any of these numbers of nodes. Also returns why there are no others.
+    /// Groups of nodes with their predictions, fastest first, for replicas of any of these numbers
+    /// of nodes. Also returns why others were refused.
     fn spread_over(
         &self,
         ask: &Ask,
@@ -102,7 +102,7 @@ impl Inner {
         Ok((proposals, notes))
     }
 
-    /// The model's shape, with the positions that it needs, and what predicts it.
+    /// The model's shape, with the context that it needs, and its forecast.
     fn opened(&self, ask: &Ask, path: &Path) -> Result<(Config, Forecast), String> {
         if encoders::is_encoder(path) {
             return Err(format!(
@@ -113,8 +113,8 @@ impl Inner {
         let source = Source::open(path).map_err(|error| error.to_string())?;
         let mut config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
-        // An instance takes as many positions as it finds memory for: it needs those that it takes
-        // in any case.
+        // An instance uses as much context as memory allows: the requirement is the minimum that it
+        // takes in any case.
         config.context = match ask.context {
             Some(context) => context as usize * usize::from(ask.parallel.max(1)),
             None => config.context.min(LEAST),
@@ -122,7 +122,7 @@ impl Inner {
         Ok((config, forecast))
     }
 
-    /// The nodes that replicas may have.
+    /// The nodes available to the replicas.
     fn pool(&self, ask: &Ask) -> Result<Pool, String> {
         if !ask.nodes.is_empty() {
             let named = self.named(ask)?;
@@ -138,7 +138,8 @@ impl Inner {
         Ok(Pool::Any(order))
     }
 
-    /// Whether nodes compute alike: an answer goes on at another replica with the same bits.
+    /// Checks that nodes have equal numerics, so that an answer continues at another replica with
+    /// the same bits.
     fn check_alike(&self, named: &[NodeId]) -> Result<(), String> {
         let mut views = self.agent.nodes();
         views.retain(|view| named.contains(&view.id));
@@ -158,7 +159,7 @@ impl Inner {
         }
     }
 
-    /// Deals replicas out, with `said` predicted for the first group of nodes.
+    /// Assigns nodes to replicas; `said` is the prediction for the first group.
     fn place(&self, ask: &Ask, pool: &Pool, said: Proposal) -> Result<Placed, String> {
         let need = Need {
             replicas: usize::from(ask.replicas),
@@ -198,7 +199,7 @@ impl Inner {
         rooms
     }
 
-    /// The proposal for all groups, where `said` is that of one.
+    /// The proposal for all groups; `said` is that of one group.
     fn of_groups(&self, said: Proposal, groups: &[Vec<NodeId>]) -> Proposal {
         let names = |group: &Vec<NodeId>| group.iter().map(|id| self.name(*id)).collect();
         let replicas: Vec<Vec<String>> = groups.iter().map(names).collect();
@@ -227,5 +228,5 @@ impl Inner {
     }
 }
 
-/// Why nothing is proposed where nothing else is known.
+/// Default reason when there is no proposal.
 const NO_WAY: &str = "no split fits the model and so many nodes";

@@ -1,12 +1,12 @@
-//! Removes records of the shared map that no node needs any more: the map is bounded.
+//! Garbage collection of the shared map: removes unused records, since the map is bounded.
 //!
-//! - `weights/SHA256` and `hub/SHA256`, roots and origins of files that no instance wants and no
-//!   node that lives has. A node that comes back with the file tells them again when it loads it.
-//! - Reports on instances that are unloaded.
+//! - `weights/SHA256` and `hub/SHA256`: roots and origins of files that no instance uses and no
+//!   live node has. A node that returns with the file publishes them again when it loads it.
+//! - Reports of unloaded instances.
 //!
-//! The first node that lives looks some times an hour. A record goes only if it was as useless, and
-//! the same write, at the look before. A load tells roots first, and its record is wanted a moment
-//! later.
+//! The live node with the lowest id checks some times an hour. It removes a record only if the
+//! previous check already found the same write unused, because a load publishes roots before its
+//! spec.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, TryLockError};
@@ -18,17 +18,17 @@ use paceline_cluster::nodes::{InstanceId, Key, Register, Registers, Stamp, place
 
 use super::Inner;
 
-/// Time between two looks, and so the least age of what is removed. A load takes some seconds from
-/// its roots to its record, most of them for signing.
+/// Interval of checks, and so the least age of removed records. A load takes some seconds from its
+/// roots to its spec, mostly for signing.
 const LOOK_EVERY: Duration = Duration::from_secs(600);
 
-/// Most files that nodes are asked for at once: 17 kB of SHA-256.
+/// Most files in a query to nodes: 17 kB of SHA-256.
 const FILES_MAX: usize = 256;
 
-/// Identity of a write to a record: its epoch and stamp.
+/// Identity of a write to a record: its epoch and timestamp.
 type Write = (u64, Stamp);
 
-/// SHA-256 of the files that instances want, those of their drafts and adapters too.
+/// SHA-256 of the files that instances use, including drafts and adapters.
 pub(super) fn wanted(map: &Registers) -> BTreeSet<String> {
     let all = placement::wanted(map).map(|(.., wanted)| wanted);
     all.flat_map(Wanted::files)
@@ -36,21 +36,21 @@ pub(super) fn wanted(map: &Registers) -> BTreeSet<String> {
         .collect()
 }
 
-/// The SHA-256 that a record of a file is about.
+/// The SHA-256 of the file of a record.
 fn file_of(key: &Key) -> Option<&str> {
     let Key::Named(name) = key else { return None };
     let file = name.strip_prefix("weights/");
     file.or_else(|| name.strip_prefix("hub/"))
 }
 
-/// The instance of a record, which may be one that this version cannot read.
+/// The instance of a record, even if this version cannot parse the record.
 fn instance_of((key, register): (&Key, &Register)) -> Option<InstanceId> {
     let Key::Instance(id) = key else { return None };
     register.value.is_some().then_some(*id)
 }
 
-/// Records that no instance needs now. Where this version cannot read the record of one, it does
-/// not know that instance's files, and takes all for wanted.
+/// Records that no instance uses now. If this version cannot parse an instance's spec, it does not
+/// know that instance's files and treats all files as used.
 fn idle(map: &Registers) -> BTreeMap<Key, Write> {
     let wanted = wanted(map);
     let instances: BTreeSet<InstanceId> = map.iter().filter_map(instance_of).collect();
@@ -65,19 +65,19 @@ fn idle(map: &Registers) -> BTreeMap<Key, Write> {
         .collect()
 }
 
-/// Looks for records that nobody needs.
+/// Collector of unused records.
 #[derive(Debug, Default)]
 pub(super) struct Stale {
     last: Option<Instant>,
     seen: Arc<Mutex<Seen>>,
 }
 
-/// Records that no instance needed at the last look.
+/// Records unused at the last check.
 #[derive(Debug, Default)]
 struct Seen(BTreeMap<Key, Write>);
 
 impl Seen {
-    /// Records that are idle now and were so before; the others are remembered for the next look.
+    /// Returns records unused now and at the previous check; stores the others for the next one.
     fn look(&mut self, map: &Registers) -> BTreeMap<Key, Write> {
         let before = std::mem::replace(&mut self.0, idle(map));
         let now = self.0.iter();
@@ -87,7 +87,7 @@ impl Seen {
 }
 
 impl Inner {
-    /// Removes records that nobody needs, on a thread of its own: nodes are asked for files.
+    /// Removes unused records on its own thread, since it queries nodes for files.
     pub(super) fn remove_stale(self: &Arc<Self>, stale: &mut Stale, now: Instant) {
         let is_early = |last: Instant| now.saturating_duration_since(last) < LOOK_EVERY;
         if stale.last.is_some_and(is_early) {
@@ -99,7 +99,7 @@ impl Inner {
             let mut seen = match seen.try_lock() {
                 Ok(seen) => seen,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return, // the last look still waits for a node
+                Err(TryLockError::WouldBlock) => return, // the last check still waits for a node
             };
             let due = seen.look(&inner.agent.map());
             if inner.is_first() {
@@ -112,7 +112,7 @@ impl Inner {
         }
     }
 
-    /// Whether no other node that lives has a lower id.
+    /// Whether this is the live node with the lowest id.
     fn is_first(&self) -> bool {
         let own = self.agent.id();
         let nodes = self.agent.nodes().into_iter();
@@ -123,7 +123,7 @@ impl Inner {
     fn remove_records(&self, mut due: BTreeMap<Key, Write>) {
         let files: BTreeSet<String> = due.keys().filter_map(file_of).map(str::to_owned).collect();
         let files: Vec<String> = files.into_iter().take(FILES_MAX).collect();
-        // A node that does not say may have all of them.
+        // A node that does not answer may have all of them.
         let held = match files.is_empty() {
             true => Some(BTreeSet::new()),
             false => self.held_anywhere(&files),
@@ -138,7 +138,7 @@ impl Inner {
         let still = idle(&self.agent.map());
         due.retain(|key, write| still.get(key) == Some(write));
         for (key, (epoch, _)) in due {
-            // Written anew meanwhile: then it is needed.
+            // Fails if it was written again meanwhile: then it is used.
             let _: Result<(), _> = self.agent.write(key, epoch, None);
         }
     }

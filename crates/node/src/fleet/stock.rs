@@ -1,4 +1,4 @@
-//! Models that a node gives to others: whole files, and files of which parts are here.
+//! Inventory: the complete and partial model files that a node serves to others.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,17 +12,17 @@ use super::partial::Run;
 use super::pieces::Stock;
 use super::tree::{Groups, Tree};
 
-/// A whole file.
+/// A complete file.
 pub(super) struct Whole {
     path: PathBuf,
-    /// Where its leaves are kept.
+    /// Path of its stored leaves.
     kept: PathBuf,
     file: File,
     groups: Groups,
 }
 
 impl Whole {
-    /// The file at `path`, whose leaves are or will be kept at `kept`.
+    /// Opens the file at `path`, whose leaves are or will be stored at `kept`.
     ///
     /// # Errors
     /// What the system says.
@@ -39,8 +39,8 @@ impl Whole {
     }
 }
 
-/// The hash tree of the whole file at `path`, whose leaves are kept at `kept`: computed the first
-/// time, which reads all of it.
+/// The hash tree of the complete file at `path`, with leaves stored at `kept`. Computed the first
+/// time, which reads all of the file.
 ///
 /// # Errors
 /// What the system says.

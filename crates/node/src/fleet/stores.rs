@@ -1,10 +1,11 @@
-//! The stores of models on all nodes: their contents, their limits, and removal on demand.
+//! Model stores of all nodes: contents, disk budgets, and removal on request.
 //!
 //! ```text
 //! asker -> stores: "List", {"Remove":"name"} or {"Has":["SHA256",..]}
 //! asker <- {"Store":{..}}, {"Removed":bytes}, {"Has":["SHA256",..]} or {"Refused":"why"}
 //! ```
-//! Nothing is removed unasked: a node whose disk budget is spent says what would free how much.
+//! Nothing is removed without a request: a node with a spent disk budget reports which removals
+//! would free how much.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -27,13 +28,13 @@ use super::places::Wire;
 use super::{Fleet, Inner, STORES, hub, partial};
 use crate::crew::line::{Line, hear, say};
 
-/// Longest wait for what another node has: it reads records of its store.
+/// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// Models that an advice names.
+/// Most models named in an advice.
 const ADVICE_MAX: usize = 3;
 
-/// How often it is told how far copies are.
+/// Interval of progress reports of copies.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 
 /// A model, or a part of it, on a node.
@@ -43,21 +44,21 @@ pub struct Holding {
     pub name: String,
     /// Length of its files.
     pub bytes: u64,
-    /// How many of these are here.
+    /// Bytes of these that are present.
     pub here_bytes: u64,
-    /// Of a file that is here in parts: their first bytes and ends.
+    /// For a partial file: its ranges as first bytes and ends.
     #[serde(default)]
     pub parts: Vec<(u64, u64)>,
-    /// Of copies: SHA-256 of the file, in hexadecimal digits.
+    /// For copies: SHA-256 of the file, in hexadecimal digits.
     #[serde(default)]
     pub sha256: Option<String>,
-    /// Whether other nodes sent it, and not this machine's user fetched it.
+    /// Whether it was copied from other nodes and not fetched by this machine's user.
     #[serde(default)]
     pub is_copy: bool,
     /// Whether an instance uses it on this node.
     #[serde(default)]
     pub is_loaded: bool,
-    /// Seconds since it was used last, where that is known.
+    /// Seconds since its last use, if known.
     #[serde(default)]
     pub unused_s: Option<u64>,
 }
@@ -69,23 +70,23 @@ pub struct Store {
     pub node: String,
     /// Its models, by name.
     pub models: Vec<Holding>,
-    /// Bytes that its disk has free.
+    /// Free bytes of its disk.
     pub free_bytes: Option<u64>,
-    /// Most bytes of models that it takes.
+    /// Disk budget for models in bytes.
     pub budget_bytes: Option<u64>,
-    /// Why nothing is known of it.
+    /// Why its contents are unknown.
     #[serde(default)]
     pub problem: Option<String>,
 }
 
-/// The outcome of a node's copy.
+/// Result of an operation on a node's copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Outcome {
     /// The node's name.
     pub node: String,
-    /// Bytes that were freed, or that the node has now.
+    /// Bytes freed, or bytes that the node has now.
     pub bytes: Option<u64>,
-    /// The part of the node's copy that was damaged, and is right now.
+    /// The repaired part of the node's copy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mended: Option<Mended>,
     /// Why nothing was done.
@@ -95,18 +96,18 @@ pub struct Outcome {
 /// Lists the user's models.
 pub(super) type ListModels = dyn Fn() -> Vec<Holding> + Send + Sync;
 
-/// Removes one by its name; bytes that this freed, or nothing where there is none.
+/// Removes one by its name; returns the bytes freed, or `None` if there is none.
 pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send + Sync;
 
-/// The user's models of this machine, and what its disk may hold.
+/// The user's models on this machine, and the disk budget.
 pub struct OwnStore {
     pub list: Box<ListModels>,
     /// SHA-256 of the files of its models, in hexadecimal digits.
     pub hashes: Box<dyn Fn() -> Vec<String> + Send + Sync>,
     pub remove: Box<RemoveModel>,
-    /// Bytes that the disk has free.
+    /// Free bytes of the disk.
     pub free: Box<dyn Fn() -> Option<u64> + Send + Sync>,
-    /// Most bytes of models, copies included.
+    /// Disk budget for models and copies in bytes.
     pub budget_bytes: Option<u64>,
 }
 
@@ -120,7 +121,7 @@ impl fmt::Debug for OwnStore {
 enum Asked {
     List,
     Remove(String),
-    /// Which of these files it has, or parts of them.
+    /// Which of these files it has, completely or partly.
     Has(Vec<String>),
 }
 
@@ -138,7 +139,7 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<Told>(bytes);
 }
 
-/// Answers another node.
+/// Serves another node.
 pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
     let told = match hear::<Asked>(line, LIMIT) {
         Ok(Some(Asked::List)) => Told::Store(inner.own_store()),
@@ -149,11 +150,11 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
         Ok(Some(Asked::Has(files))) => Told::Has(inner.have(&files)),
         _ => return line.close(),
     };
-    // A node that is gone needs no answer.
+    // A lost node does not receive the answer.
     let _: Result<(), _> = say(line, &told);
 }
 
-/// Whether this node may have so many more bytes, by its disk budget.
+/// The check of this node's disk budget.
 pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<MayHave> {
     let (store, folder, agent) = (Arc::clone(store), folder.to_owned(), agent.clone());
     Box::new(move |more| {
@@ -167,8 +168,8 @@ pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<
     })
 }
 
-/// Whether `more` bytes fit in the budget beside these models; the error says what would free how
-/// much, what was not used for longest first. Pure.
+/// Whether `more` bytes fit in the budget in addition to these models. The error lists removals and
+/// the bytes they free, least recently used first. Pure.
 fn may_have(more: u64, budget: u64, models: &[Holding], node: &str) -> Result<(), String> {
     let held: u64 = models.iter().map(|it| it.here_bytes).sum();
     if held.saturating_add(more) <= budget {
@@ -217,13 +218,13 @@ fn all(store: &OwnStore, folder: &Path, used: &[(String, String)]) -> Vec<Holdin
     models
 }
 
-/// Copies that lie in a folder.
+/// The copies in a folder.
 fn copies_in(folder: &Path) -> Vec<Holding> {
     let mut found: BTreeMap<String, Holding> = BTreeMap::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let mut path = entry.path();
         if path.extension().is_some_and(|ending| ending == "partial") {
-            path.set_extension(""); // the hub gives it, and had not given all of it
+            path.set_extension(""); // a partial download from the hub
             if path.is_file() {
                 continue;
             }
@@ -240,7 +241,7 @@ fn copies_in(folder: &Path) -> Vec<Holding> {
         }
         let sha256 = stem.to_string_lossy().into_owned();
         let name = fs::read_to_string(path.with_extension(NAME));
-        // What a file with holes takes of the disk, in units of 512 bytes.
+        // Disk usage of a sparse file, in units of 512 bytes.
         let on_disk = facts.blocks().saturating_mul(512).min(facts.len());
         let copy = Holding {
             name: name.unwrap_or_else(|_| sha256.clone()),
@@ -264,7 +265,7 @@ impl Inner {
         for model in &mut models {
             let origin = model.sha256.as_ref();
             if let Some(origin) = origin.and_then(|sha256| hub::of(&map, sha256)) {
-                model.bytes = origin.bytes; // a file that the hub gives grows to that
+                model.bytes = origin.bytes; // the full size of a download
             }
             let held = model
                 .sha256
@@ -286,7 +287,7 @@ impl Inner {
         }
     }
 
-    /// Removes a model of the user's store and all copies of this name. Bytes that this freed.
+    /// Removes a model of the user's store and all copies of this name. Returns the bytes freed.
     fn remove_here(&self, name: &str) -> Result<u64, String> {
         let models = self.own_store().models.into_iter();
         let models: Vec<Holding> = models.filter(|it| it.name == name).collect();
@@ -306,14 +307,14 @@ impl Inner {
         freed.ok_or_else(|| format!("it has no model {name:?}"))
     }
 
-    /// The files of this list that this node has, or parts of them, by their SHA-256.
+    /// The files of this list that this node has, completely or partly, by SHA-256.
     fn have(&self, files: &[String]) -> Vec<String> {
         let own: BTreeSet<String> = (self.spec.store.hashes)().into_iter().collect();
         let has = |file: &&String| own.contains(*file) || self.copies.has(file);
         files.iter().filter(has).cloned().collect()
     }
 
-    /// The files of this list that some living node has; `None` where one does not say.
+    /// The files of this list that some live node has; `None` if a node does not answer.
     pub(super) fn held_anywhere(&self, files: &[String]) -> Option<BTreeSet<String>> {
         let nodes = self.nodes_named(&[]).ok()?;
         let asked = Asked::Has(files.to_vec());
@@ -328,7 +329,7 @@ impl Inner {
         Some(held)
     }
 
-    /// Asks a node, which may be this one.
+    /// Queries a node, which may be this one.
     fn ask_store(&self, node: NodeId, asked: &Asked) -> Result<Told, String> {
         if node == self.agent.id() {
             return match asked {
@@ -340,7 +341,7 @@ impl Inner {
         let opened = self.agent.open(node, STORES, LIMIT);
         let line = Wire(opened.map_err(|error| error.to_string())?);
         say(&line, asked).map_err(|broken| broken.to_string())?;
-        // To remove a large file takes seconds on some disks.
+        // Removing a large file takes seconds on some disks.
         match hear(&line, LIMIT * 4).map_err(|broken| broken.to_string())? {
             Some(Told::Refused(reason)) => Err(reason),
             Some(told) => Ok(told),
@@ -348,7 +349,7 @@ impl Inner {
         }
     }
 
-    /// Asks nodes side by side; each with its name, in order.
+    /// Queries nodes in parallel; returns each with its name, in order.
     fn ask_stores<T: Send>(
         &self,
         nodes: &[NodeId],
@@ -366,7 +367,7 @@ impl Inner {
         })
     }
 
-    /// The nodes of these names; all that live without.
+    /// The nodes of these names; all live ones if there are no names.
     fn nodes_named(&self, names: &[String]) -> Result<Vec<NodeId>, String> {
         if names.is_empty() {
             let nodes = self.agent.nodes().into_iter();
@@ -384,13 +385,13 @@ impl Inner {
 }
 
 impl Fleet {
-    /// The models of each node that lives, this one first.
+    /// The models of each live node, this one first.
     pub fn stores(&self) -> Vec<Store> {
         let inner = &self.inner;
         let nodes = inner.nodes_named(&[]).unwrap_or_default();
         let ask = |node| inner.ask_store(node, &Asked::List);
         let store = |(node, told): (String, Result<Told, String>)| match told {
-            // Its own name for itself may be that of another one too.
+            // The node's own name may not be unique.
             Ok(Told::Store(store)) => Store { node, ..store },
             told => Store {
                 node,
@@ -409,10 +410,10 @@ impl Fleet {
             .collect()
     }
 
-    /// Removes a model on the nodes of these names, or on all that live and have it.
+    /// Removes a model on the nodes of these names, or on all live nodes that have it.
     ///
     /// # Errors
-    /// Nodes that there are not.
+    /// A name without a node.
     pub fn remove(&self, model: &str, names: &[String]) -> Result<Vec<Outcome>, String> {
         let inner = &self.inner;
         let mut nodes = inner.nodes_named(names)?;
@@ -436,13 +437,12 @@ impl Fleet {
         Ok(told.into_iter().map(outcome).collect())
     }
 
-    /// Has the nodes of these names, or all that live, get all of a model of this machine. Each
-    /// gets it from all that have parts of it. A copy that one has is checked to its last byte, and
-    /// mended. `progress` hears bytes done and of how many, some
-    /// times a second.
+    /// Makes the nodes of these names, or all live ones, fetch all of a model of this machine, each
+    /// from all nodes with parts of it. Verifies every byte of existing copies and repairs them.
+    /// `progress` receives bytes done and total, some times a second.
     ///
     /// # Errors
-    /// A model that is not on this machine, nodes that there are not.
+    /// The model is not on this machine, or a name has no node.
     pub fn send(
         &self,
         model: &str,

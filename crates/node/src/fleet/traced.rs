@@ -1,4 +1,4 @@
-//! Traces of an answer of a loaded model: the owner traces it, whichever node asks.
+//! Traces of one answer of a loaded model: recorded by the owner, requested by any node.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,21 +17,21 @@ use crate::interpreter::Program;
 use crate::texts;
 use crate::trace::{Recording, Stages};
 
-/// Longest wait for an owner's recording: its longest answer, and the recording's way.
+/// Longest wait for an owner's recording: its longest answer plus the transfer.
 const RECORDING_LIMIT: Duration = Duration::from_secs(280);
 
-/// Longest wait for an owner's look: its longest time, and what its ranks need to tell.
+/// Longest wait for an owner's sample: its longest duration plus the ranks' reports.
 const STAGES_LIMIT: Duration = Duration::from_secs(29);
 
-/// Longest wait for an entry's question on its open channel.
+/// Longest wait for the request on an open channel.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 
-/// Request for an answer that is traced. It is decoded greedily.
+/// Request for a traced answer, decoded greedily.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TraceAsk {
     /// Name of the model, or id of the instance.
     pub model: String,
-    /// The user's words; in the model's chat template where it has one.
+    /// The prompt; put into the model's chat template if it has one.
     pub prompt: String,
     /// Most tokens of the answer.
     pub max_tokens: usize,
@@ -53,18 +53,18 @@ pub(super) fn trace(inner: &Arc<Inner>, ask: &TraceAsk) -> Result<Recording, Str
     answer.unwrap_or_else(|| Err(format!("{} does not answer", inner.name(owner))))
 }
 
-/// Answers another node on its line.
+/// Serves another node's trace request.
 pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
     if let Ok(Some(ask)) = hear::<TraceAsk>(line, ASK_LIMIT) {
         let found = find(inner, &ask.model);
         let recorded = found.and_then(|(id, wanted)| record(inner, id, &wanted, &ask));
-        // An entry that left hears nothing.
+        // An ingress that left does not receive it.
         let _: Result<(), _> = say(line, &recorded);
     }
     line.close();
 }
 
-/// Looks at the stages of an instance, on the node that owns it.
+/// Samples the stages of an instance, on the node that owns it.
 pub(super) fn stages(inner: &Arc<Inner>, name: &str) -> Result<Stages, String> {
     let (id, wanted) = find(inner, name)?;
     let owner = wanted.nodes[0];
@@ -80,12 +80,12 @@ pub(super) fn stages(inner: &Arc<Inner>, name: &str) -> Result<Stages, String> {
     answer.unwrap_or_else(|| Err(format!("{} does not answer", inner.name(owner))))
 }
 
-/// Answers another node's question for stages on its line.
+/// Serves another node's request for stages.
 pub(super) fn answer_stages(inner: &Arc<Inner>, line: &dyn Line) {
     if let Ok(Some(name)) = hear::<String>(line, ASK_LIMIT) {
         let found = find(inner, &name);
         let looked = found.and_then(|(id, wanted)| look(inner, id, &wanted));
-        // An entry that left hears nothing.
+        // An ingress that left does not receive it.
         let _: Result<(), _> = say(line, &looked);
     }
     line.close();
@@ -134,7 +134,7 @@ fn record(
     Recording::of(&instance, &config, request)
 }
 
-/// The tokens of a prompt, in the chat template where there is one.
+/// The tokens of a prompt, in the chat template if there is one.
 fn encode(source: &Source, program: &Program, prompt: &str) -> Result<Vec<u32>, String> {
     let tokenizer = texts::tokenizer(source).map_err(|error| error.to_string())?;
     let encoded = match texts::template(source, program) {

@@ -1,16 +1,16 @@
-//! The hash tree of a model's file: which bytes are the right ones, range by range.
+//! The hash tree of a model file, which verifies it range by range.
 //!
 //! A file's root is its BLAKE3 hash, as `b3sum` prints it. The leaves here are *groups* of a power
-//! of two of bytes, each the root of the subtree below it. A node that trusts the root can check
-//! the list of leaves at once. Then it can check each group by itself, in any order.
+//! of two of bytes, each the root of the subtree below it. A node that trusts the root verifies the
+//! list of leaves first, then each group by itself, in any order.
 //!
 //! ```text
 //!                 root                  signed into the shared map
 //!              /        \
 //!          .               .            computed from the leaves
 //!        /   \           /   \
-//!    leaf     leaf   leaf     leaf      32 bytes each; a file of them beside the model's
-//!    64 KiB   64 KiB 64 KiB   the rest  what nodes send each other, and check
+//! leaf     leaf   leaf     leaf      32 bytes each; stored in a file next to the model
+//! 64 KiB   64 KiB 64 KiB   the rest  unit of transfer and verification
 //! ```
 //! Pure: no files, no clock. Source: the BLAKE3 paper, section 2.1 (tree) and 5.1.2 (subtrees).
 
@@ -32,7 +32,7 @@ pub(super) const LEAF_BYTES: usize = 32;
 /// A subtree's hash, or the root where the file has one group.
 type Leaf = [u8; LEAF_BYTES];
 
-/// How a file of some length is cut into groups.
+/// Division of a file of some length into groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
     /// Length of the file.
@@ -42,19 +42,19 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// The cut of a file of `bytes`: every node cuts alike.
+    /// The division of a file of `bytes`, the same on every node.
     pub(crate) fn of(bytes: u64) -> Self {
         let least = bytes.div_ceil(GROUPS_MAX).next_power_of_two();
         let each = least.max(GROUP_BYTES_MIN);
         Self { bytes, each }
     }
 
-    /// How many groups; one for an empty file.
+    /// Number of groups; 1 for an empty file.
     pub(crate) fn count(self) -> u64 {
         self.bytes.div_ceil(self.each).max(1)
     }
 
-    /// The groups that a range of bytes touches; bytes outside of the file are left out.
+    /// The groups that a byte range touches, within the file.
     pub(crate) fn around(self, range: &Range<u64>) -> Range<u64> {
         let end = range.end.min(self.bytes);
         if range.start >= end {
@@ -78,10 +78,10 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// Of a file of `bytes`, all of which `file` gives.
+    /// Computes the leaves of a file of `bytes` bytes. Reads all of it.
     ///
     /// # Errors
-    /// A file that cannot be read, or that is shorter.
+    /// The file cannot be read, or is shorter.
     pub(crate) fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
         let groups = Groups::of(bytes);
         let mut leaves = Vec::with_capacity(groups.count() as usize);
@@ -95,8 +95,8 @@ impl Tree {
         Ok(Self { groups, leaves })
     }
 
-    /// Of leaves behind each other, as [`to_bytes`](Self::to_bytes) gives them; `None` for another
-    /// number than a file of `bytes` has.
+    /// Parses concatenated leaves, as of [`to_bytes`](Self::to_bytes); `None` if their number does
+    /// not match a file of `bytes`.
     pub(crate) fn from_bytes(bytes: u64, leaves: &[u8]) -> Option<Self> {
         let groups = Groups::of(bytes);
         let is_whole = leaves.len() as u64 == groups.count() * LEAF_BYTES as u64;
@@ -111,7 +111,7 @@ impl Tree {
         })
     }
 
-    /// The leaves behind each other.
+    /// The concatenated leaves.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         self.leaves.concat()
     }
@@ -127,7 +127,7 @@ impl Tree {
         }
     }
 
-    /// Whether these are the bytes of a group.
+    /// Whether `bytes` match the leaf of a group.
     pub(crate) fn holds(&self, index: u64, bytes: &[u8]) -> bool {
         let span = self.groups.span(&(index..index + 1));
         let own = self.leaves.get(index as usize);
@@ -163,7 +163,7 @@ fn halves(leaves: &[Leaf]) -> (&[Leaf], &[Leaf]) {
     leaves.split_at(left.max(1))
 }
 
-/// A root as people write it.
+/// A root in hexadecimal digits.
 pub(super) fn shown(root: Leaf) -> String {
     Hash::from_bytes(root).to_hex().to_string()
 }

@@ -1,4 +1,4 @@
-//! Gives instances new nodes, or nodes that came back, at the next quiet moment.
+//! Expansion: moves instances to new or returned nodes when they are idle.
 //!
 //! ```text
 //! a node dies      its ranks run on the nodes that are left    it comes back, or an idle one is
@@ -6,10 +6,10 @@
 //! an owner dies,   the next record has fewer nodes than the    nodes come that compute nothing:
 //! a node leaves    user asked for                              they are added
 //! ```
-//! The owner of an instance looks once a second. Once no request was open for [`QUIET`], and the
-//! planner says that the other placement is faster by [`GAIN`], it writes the next record. The
-//! instance of the record before answers until the new one does: a request that comes meanwhile
-//! waits for one hand-over, not for a load. Both need memory at the same time.
+//! The owner of an instance checks once a second. If no request was open for [`QUIET`] and the
+//! predicted gain of another placement is at least [`GAIN`], it writes the next record. The
+//! previous instance answers until the new one does, so a request waits for one handover and not
+//! for a load. Both need memory at the same time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -31,34 +31,35 @@ use super::{Inner, proposals};
 use crate::Instance;
 use crate::forecast::Forecast;
 
-/// How long no request is open before a placement changes. The next question of a chat may take
-/// longer, and then it waits for a hand-over.
+/// Idle time before a placement changes. The next question of a chat may take longer and then waits
+/// for a handover.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// How long a node lives before it is used: one that starts again and again is no gain.
+/// Uptime before a node is used: one that restarts repeatedly is no gain.
 const LIVED: Duration = Duration::from_secs(30);
 
-/// How much faster the other placement must be, as predicted: predictions are off by as much.
+/// Minimum predicted speedup: predictions are off by as much.
 const GAIN: f64 = 1.15;
 
-/// Before another placement of the same instance is looked at: to load costs seconds to minutes.
+/// Time before another placement of the same instance is evaluated: a load costs seconds to
+/// minutes.
 const AGAIN_AFTER: Duration = Duration::from_secs(300);
 
-/// State that the owner of instances keeps from look to look.
+/// The owner's state between checks.
 #[derive(Debug, Default)]
 pub(super) struct Widening {
-    /// Since when each instance has had no request.
+    /// Since when each instance is idle.
     quiet: BTreeMap<InstanceId, Instant>,
     /// Since when each node has been seen alive.
     alive: BTreeMap<NodeId, Instant>,
-    /// When another placement was looked at last.
+    /// When another placement was last evaluated.
     tried: BTreeMap<InstanceId, Instant>,
-    /// A thread is looking at one.
+    /// Whether a thread is evaluating one.
     busy: Arc<AtomicBool>,
 }
 
 impl Widening {
-    /// Takes in which nodes live and stay.
+    /// Updates which nodes are live and stay.
     fn saw(&mut self, views: &[NodeView], now: Instant) {
         let stays = |view: &&NodeView| view.state == Life::Alive && !view.facts.leaving;
         let there: BTreeSet<NodeId> = views.iter().filter(stays).map(|view| view.id).collect();
@@ -68,14 +69,14 @@ impl Widening {
         }
     }
 
-    /// Nodes that have lived for a while.
+    /// Nodes with an uptime of [`LIVED`].
     fn settled(&self, now: Instant) -> BTreeSet<NodeId> {
         let lived = |since: &Instant| now.saturating_duration_since(*since) >= LIVED;
         let all = self.alive.iter().filter(|(_, since)| lived(since));
         all.map(|(id, _)| *id).collect()
     }
 
-    /// Takes in how many requests an instance has open; whether it has had none for a while.
+    /// Updates an instance's open requests; returns whether it has been idle for [`QUIET`].
     fn is_quiet(&mut self, id: InstanceId, open: usize, now: Instant) -> bool {
         if open > 0 {
             self.quiet.remove(&id);
@@ -85,7 +86,7 @@ impl Widening {
         now.saturating_duration_since(since) >= QUIET
     }
 
-    /// Whether another placement of an instance may be looked at.
+    /// Whether another placement of an instance may be evaluated.
     fn is_due(&self, id: InstanceId, now: Instant) -> bool {
         let last = self.tried.get(&id);
         let last = last.map(|at| now.saturating_duration_since(*at));
@@ -98,7 +99,7 @@ impl Widening {
     }
 }
 
-/// An instance that answers, and the nodes that could compute it instead.
+/// A ready instance and alternative nodes for it.
 struct Chance {
     owned: Owned,
     instance: Arc<Instance>,
@@ -106,7 +107,7 @@ struct Chance {
 }
 
 impl Inner {
-    /// Looks whether nodes are there that would make an instance of this node faster.
+    /// Checks whether other nodes would make an instance of this node faster.
     pub(super) fn widen(self: &Arc<Self>, widening: &mut Widening, now: Instant) {
         if self.is_leaving() {
             return;
@@ -134,7 +135,7 @@ impl Inner {
         }
     }
 
-    /// The instances of this node that answer by the record that counts.
+    /// The ready instances of this node whose record is current.
     fn answering(&self) -> Vec<(Owned, Arc<Instance>)> {
         let owned = lock(&self.owned);
         let answering = owned.values().filter_map(|it| {
@@ -144,8 +145,8 @@ impl Inner {
         answering.collect()
     }
 
-    /// Nodes that could compute an instance in place of its present nodes. A rank's own node may be
-    /// back, an idle node may replace a dead one, or fewer nodes compute than were asked for.
+    /// Alternative nodes of an instance: a rank's own node that is back, an idle node for a dead
+    /// one, or further nodes up to the requested number.
     fn chance(
         &self,
         owned: &Owned,
@@ -154,7 +155,7 @@ impl Inner {
     ) -> Option<Vec<NodeId>> {
         let wanted = &owned.wanted;
         if wanted.nodes.iter().any(|id| owned.flaps.is_out(*id, now)) {
-            return None; // a new record would take it back
+            return None; // a new record would include it again
         }
         let at = |rank: u32| owned.flaps.node_of(Rank(rank));
         let mut homes = (0..).zip(&wanted.nodes);
@@ -171,7 +172,7 @@ impl Inner {
             .flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts))
             .collect();
         let (order, _) = self.ranked();
-        // Where its user named nodes it moves to no others.
+        // If its user named nodes, it moves to no others.
         let may = |id: &NodeId| !wanted.named || wanted.successors.contains(id);
         let idle = order.into_iter();
         let mut idle = idle.filter(|id| settled.contains(id) && !used.contains(id) && may(id));
@@ -187,7 +188,7 @@ impl Inner {
         (nodes != wanted.nodes).then_some(nodes)
     }
 
-    /// Looks at a chance on a thread of its own: predictions measure, which takes a moment.
+    /// Evaluates a chance on its own thread, since predictions take measurements.
     fn take(self: &Arc<Self>, chance: Chance, busy: Arc<AtomicBool>) {
         let (inner, done) = (Arc::clone(self), Arc::clone(&busy));
         let run = move || {
@@ -204,7 +205,7 @@ impl Inner {
         }
     }
 
-    /// Writes the next record where that is worth it.
+    /// Writes the next record if the gain is sufficient.
     fn try_take(&self, chance: &Chance) -> Result<(), String> {
         let (owned, nodes) = (&chance.owned, &chance.nodes);
         let (gain, then) = self.gain(owned, nodes)?;
@@ -224,8 +225,7 @@ impl Inner {
         Ok(())
     }
 
-    /// How many times as fast an instance would be on `nodes`, as predicted; and how it would be
-    /// cut.
+    /// The predicted speedup of an instance on `nodes`, and its split there.
     fn gain(&self, owned: &Owned, nodes: &[NodeId]) -> Result<(f64, Proposal), String> {
         let wanted = &owned.wanted;
         let path = owner::path_of(self, wanted)?;
@@ -268,7 +268,7 @@ impl Inner {
     }
 }
 
-/// Requests that an instance has open; one that does not answer has too many.
+/// Open requests of an instance; `usize::MAX` if it does not answer.
 fn open(instance: &Instance) -> usize {
     let status = instance.status();
     match status.state {
@@ -283,7 +283,7 @@ fn open_model(path: &Path) -> Result<(Source, Config), String> {
     Ok((source, config))
 }
 
-/// The record with these nodes; who could own it so far comes first.
+/// The spec with these nodes; its former owners and successors come first.
 fn next_record(wanted: &Wanted, nodes: &[NodeId], split: String) -> Wanted {
     let mut next = wanted.clone();
     next.split = split;

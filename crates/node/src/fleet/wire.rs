@@ -1,4 +1,4 @@
-//! Channels between nodes as lines.
+//! The cluster's channels between nodes as message connections of workers.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -1,8 +1,8 @@
-//! Second workers of ranks, the spares.
+//! Standby workers: a second worker of each rank, on another machine, with packed weights.
 //!
-//! A spare may take its rank's place once its weights are packed: before that a new worker is as
-//! good. It is lost when its machine is silent, its process ended or is silent, or its weights
-//! cannot be packed.
+//! A standby may replace its rank's worker once its weights are packed; before that a new worker is
+//! as good. It is lost when its machine falls silent, its process ends or falls silent, or its
+//! weights cannot be packed.
 
 use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
@@ -11,18 +11,17 @@ use super::super::host::FromHost;
 use super::Seat;
 use crate::messages::FromWorker;
 
-/// A worker's reports about the weights that it was told to pack. Kept for every worker; it means
-/// something for spares only.
+/// Progress of the orders to pack weights. Kept for every worker, but used for standbys only.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Packing {
-    /// Times that it was told to.
+    /// Orders sent so far.
     pub(super) asked: u32,
     done: u32,
     is_lost: bool,
 }
 
 impl Packing {
-    /// Takes news in.
+    /// Updates the state from a host's message.
     pub(super) const fn hear(&mut self, news: &FromHost) {
         match news {
             FromHost::Message(FromWorker::Prepared) => self.done += 1,
@@ -37,30 +36,28 @@ impl Packing {
         }
     }
 
-    /// Whether it has packed all that it was told to: an answer to an earlier message is not
-    /// enough.
+    /// Whether all orders are done: an answer to an earlier order is not enough.
     const fn is_done(self) -> bool {
         self.asked > 0 && self.done == self.asked && !self.is_lost
     }
 }
 
-/// Where the spare of a rank is kept. Its lock is held for moments only: to start a spare takes
-/// seconds.
+/// The standby of a rank. Its lock is never held while a standby starts, which takes seconds.
 #[derive(Default)]
 pub(super) enum Slot {
     /// There is none.
     #[default]
     Empty,
-    /// It is being started or told what to prepare, outside of the lock.
+    /// It is being started or prepared, outside of the lock.
     Starting,
-    /// It waits.
+    /// It is ready to replace the worker.
     Kept(Box<Spare>),
 }
 
 /// A second worker of a rank.
 pub(super) struct Spare {
     pub(super) seat: Seat,
-    /// Its events are forgotten until the rank's worker has this number.
+    /// Its events are dropped until the rank's worker has this number.
     pub(super) worker: u64,
     pub(super) tag: u64,
 }
@@ -72,7 +69,7 @@ impl Spare {
         hears && !lock(&self.seat.packing).is_lost
     }
 
-    /// Whether it may take the place of a worker at that node, at once or later.
+    /// Whether it may replace a worker at that node, now or after it is packed.
     pub(super) fn is_of_use(&self, worker_at: Option<NodeId>) -> bool {
         self.lives() && worker_at != Some(self.seat.node)
     }
@@ -83,7 +80,7 @@ impl Spare {
 }
 
 impl Slot {
-    /// Takes the spare out, if one waits.
+    /// Removes and returns the standby, if there is one.
     pub(super) fn take(&mut self) -> Option<Spare> {
         match std::mem::take(self) {
             Self::Kept(spare) => Some(*spare),
@@ -91,8 +88,8 @@ impl Slot {
         }
     }
 
-    /// Takes a spare out that can take its rank's place now; `lives` says so of its node. A spare
-    /// that cannot stays.
+    /// Removes and returns the standby if it is packed and its node lives by `lives`; else it
+    /// stays.
     pub(super) fn take_packed(&mut self, lives: impl Fn(NodeId) -> bool) -> Option<Spare> {
         let is_packed = |spare: &Spare| spare.is_packed() && lives(spare.seat.node);
         let is_ready = match self {
@@ -102,8 +99,8 @@ impl Slot {
         if is_ready { self.take() } else { None }
     }
 
-    /// Whether a spare is to be started, or to be told to prepare for `tag`. A spare at the node of
-    /// the rank's worker would be lost with it.
+    /// Whether a standby must be started, or prepared for `tag`. One at the node of the rank's
+    /// worker does not count: it would be lost with that node.
     pub(super) fn lacks(&self, tag: u64, worker_at: Option<NodeId>) -> bool {
         match self {
             Self::Empty => true,

@@ -15,23 +15,23 @@ use crate::fleet::places::Wire;
 use crate::fleet::rooted::{self, Rooted};
 use crate::fleet::{FETCH, name_of};
 
-/// A model that a node is to have.
+/// Request that a node fetches a model.
 #[derive(Debug, Serialize, Deserialize)]
 pub(in crate::fleet) struct Fetch {
     pub(in crate::fleet) model: ModelName,
     pub(in crate::fleet) bytes: u64,
-    /// A node that lacks it is to say so, and copies nothing. Earlier versions copy it.
+    /// A node that lacks the model only says so. Earlier versions copy it.
     #[serde(default)]
     pub(in crate::fleet) asks: bool,
-    /// The parts that its workers need are enough. Earlier versions copy all of it.
+    /// The parts that its workers need are sufficient. Earlier versions copy all of it.
     #[serde(default)]
     pub(in crate::fleet) parts: bool,
-    /// The root of its hash tree, as the map of the asking node has it: that of the node that is
-    /// asked may be older. Earlier versions copy the file from the asking node.
+    /// The root of its hash tree in the requesting node's map; the receiver's map may be older.
+    /// Earlier versions copy the file from the requesting node.
     #[serde(default)]
     pub(in crate::fleet) rooted: Option<Rooted>,
-    /// Every byte of its copy is to be compared, not just those that it takes to open it. Earlier
-    /// versions compare none.
+    /// Verify every byte of the copy, not only those needed to open it. Earlier versions verify
+    /// none.
     #[serde(default)]
     pub(in crate::fleet) checks: bool,
 }
@@ -39,7 +39,7 @@ pub(in crate::fleet) struct Fetch {
 /// A node's report of its copy.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Told {
-    /// Bytes that it has.
+    /// Bytes fetched so far.
     Done(u64),
     Ready,
     /// It was damaged, and is ready now.
@@ -53,7 +53,8 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<Told>(bytes);
 }
 
-/// Has another node have the model of an instance; waits until it has. `progress` hears bytes.
+/// Makes another node fetch the model of an instance and waits for it. `progress` receives byte
+/// counts.
 pub(in crate::fleet) fn ensure(
     agent: &Agent,
     node: NodeId,
@@ -64,8 +65,7 @@ pub(in crate::fleet) fn ensure(
     follow(&line, progress).map(drop)
 }
 
-/// As [`ensure`], but a copy that the node has is checked to its last byte. Returns what of it was
-/// mended.
+/// As [`ensure`], but verifies every byte of an existing copy. Returns what was repaired.
 pub(in crate::fleet) fn ensure_right(
     agent: &Agent,
     node: NodeId,
@@ -79,8 +79,8 @@ pub(in crate::fleet) fn ensure_right(
     follow(&request(agent, node, &fetch, SILENCE)?, progress)
 }
 
-/// As [`ensure`], but the node fetches what it needs to open the file: its workers ask for the
-/// rest while they load.
+/// As [`ensure`], but the node only fetches the bytes needed to open the file: its workers request
+/// the rest while they load.
 pub(in crate::fleet) fn ensure_part(
     agent: &Agent,
     node: NodeId,
@@ -94,10 +94,10 @@ pub(in crate::fleet) fn ensure_part(
     follow(&request(agent, node, &fetch, SILENCE)?, progress).map(drop)
 }
 
-/// Waits until a node that was told to have a model has it.
+/// Waits until a node has fetched the requested model.
 fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<Option<Mended>, String> {
     loop {
-        // To hash a file of 100 GB on a slow disk takes minutes, in which nothing is said.
+        // Hashing a file of 100 GB on a slow disk takes minutes without a message.
         let told = hear::<Told>(line, SILENCE * 20).map_err(|broken| broken.to_string())?;
         match told {
             Some(Told::Done(bytes)) => progress(bytes),
@@ -109,8 +109,8 @@ fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<Option<Mended>, String>
     }
 }
 
-/// As [`ensure`], but waits only as long as `goes_on`, which is asked some times a second. The node
-/// has `limit` to answer at all.
+/// As [`ensure`], but waits only while `goes_on` returns true; it is called some times a second.
+/// `limit` bounds the first answer.
 pub(in crate::fleet) fn ensure_while(
     agent: &Agent,
     node: NodeId,
@@ -129,8 +129,8 @@ pub(in crate::fleet) fn ensure_while(
     Err("its copy of the model is not complete in time".to_owned())
 }
 
-/// The nodes, of those given, that have the model of an instance. A node that does not say so
-/// within `limit` counts as one that lacks it.
+/// The given nodes that have the model of an instance. A node that does not confirm it within
+/// `limit` counts as lacking it.
 pub(in crate::fleet) fn holders(
     agent: &Agent,
     nodes: &[NodeId],
@@ -160,7 +160,7 @@ pub(in crate::fleet) fn holders(
     })
 }
 
-/// Asks for a copy of an instance's model.
+/// The request for an instance's model.
 pub(super) fn fetch(agent: &Agent, wanted: &Wanted) -> Fetch {
     Fetch {
         model: name_of(wanted),
@@ -172,7 +172,7 @@ pub(super) fn fetch(agent: &Agent, wanted: &Wanted) -> Fetch {
     }
 }
 
-/// A line to a node that was told which model it is to have.
+/// Opens a connection to a node and sends it the request.
 fn request(agent: &Agent, node: NodeId, fetch: &Fetch, limit: Duration) -> Result<Wire, String> {
     let opened = agent.open(node, FETCH, limit);
     let line = Wire(opened.map_err(|error| error.to_string())?);

@@ -13,7 +13,8 @@ use super::{Fetch, Hear, SILENCE, TELL_EVERY};
 use crate::crew::line::Broken;
 use crate::fleet::places::Wire;
 
-/// Bytes of a piece: large enough that sealing and system calls cost nothing beside the copying.
+/// Bytes per message: large enough that encryption and system calls are negligible next to the
+/// copy.
 const PIECE_BYTES: usize = 1 << 20;
 
 pub(super) fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
@@ -28,7 +29,7 @@ pub(super) fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Writes the pieces that come to `place`; the SHA-256 of what was written.
+/// Writes received bytes to `place`; returns their SHA-256.
 pub(super) fn copy(
     from: &Wire,
     place: &Path,
@@ -92,7 +93,7 @@ pub(super) fn hash(path: &Path) -> std::io::Result<String> {
 /// Most files of a model's folder: some hundreds of shards in the largest known.
 const FILES_MAX: usize = 4096;
 
-/// The file itself, or the files of a folder and its folders, in order of their names.
+/// The file itself, or all files below a folder, in order of their names.
 ///
 /// # Errors
 /// A folder that cannot be read, or that has more than [`FILES_MAX`] files.
@@ -118,7 +119,8 @@ pub(super) fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// A model of several files. Copies are of one, so that no other machine can be given it.
+/// A model of several files. Copies consist of one file, so such a model cannot be sent to another
+/// machine.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::fleet) enum Several {
     #[error("{} is a folder: over several machines only models of one GGUF file can be loaded", path.display())]
@@ -133,7 +135,7 @@ pub(in crate::fleet) enum Several {
 }
 
 /// Checks whether the model at `path` is one file. Reads the file's header. A file that is not GGUF
-/// passes: its reader names what is wrong with it.
+/// passes: its reader reports the error.
 ///
 /// # Errors
 /// [`Several`].

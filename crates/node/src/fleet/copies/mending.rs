@@ -1,4 +1,5 @@
-//! Whole copies whose bytes are not those of their model any more: found and fetched again.
+//! Repair of complete copies: finds groups that differ from the model's hash tree and fetches them
+//! again.
 
 use std::fs::{self, File};
 use std::io;
@@ -19,19 +20,19 @@ use crate::fleet::partial::Partial;
 use crate::fleet::rooted::{self, Rooted};
 use crate::fleet::tree::{Groups, Tree, shown};
 
-/// Most damaged ranges that an error or a warning lists: a line for people.
+/// Most damaged ranges listed in an error or warning.
 const RANGES_MAX: usize = 3;
 
-/// A damaged copy up to this size is compared whole, so that one message lists all its damage.
-/// A worker waits meanwhile; at 1 GB/s it takes four seconds.
+/// A damaged copy up to this size is compared whole, so that one message lists all damage. The
+/// worker waits four seconds for it at 1 GB/s.
 const WHOLE_BYTES: u64 = 4 << 30;
 
-/// Bytes of a copy that are compared.
+/// Which bytes of a copy to compare.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::fleet) enum Extent<'a> {
-    /// The bytes that opening and identifying the file takes.
+    /// The bytes needed to open and identify the file.
     Start,
-    /// These.
+    /// Only these ranges.
     Parts(&'a [Part]),
     /// Every byte.
     All,
@@ -60,17 +61,17 @@ pub struct Mended {
     pub bytes: u64,
 }
 
-/// The root of a model's file, and the node that said so.
+/// The root of a model file, and the node it came from.
 pub(super) type Known = (Rooted, Option<NodeId>);
 
 impl Copies {
     /// Compares bytes of a whole copy with the model's hash tree. Groups that differ are fetched
     /// from other nodes or the hub, and written in place. A copy whose root no node has signed is
-    /// compared by its SHA-256. `count` hears how many bytes were compared or fetched. Returns the
-    /// part that was fetched; `None` of a right copy, and where this node has none.
+    /// compared by its SHA-256. `count` receives the number of bytes compared or fetched. Returns
+    /// the repaired part; `None` for an intact copy, and if this node has none.
     ///
     /// # Errors
-    /// The damaged bytes, and why no source has given them.
+    /// The damaged bytes, and why no source supplied them.
     pub(in crate::fleet) fn check(
         &self,
         (agent, model): (&Agent, &ModelName),
@@ -96,7 +97,7 @@ impl Copies {
         }
         let turn = self.turn(&model.sha256);
         let _turn = lock(&turn);
-        // Perhaps mended meanwhile, for another worker.
+        // Perhaps repaired meanwhile, for another worker.
         let extent = match tree.groups.bytes <= WHOLE_BYTES {
             true => Extent::All,
             false => extent,
@@ -110,7 +111,7 @@ impl Copies {
         }
     }
 
-    /// The root of a model, as the map has it or as a node that asked for a check said.
+    /// The root of a model, from the map or from the node that requested the check.
     fn root(&self, agent: &Agent, model: &ModelName) -> Option<Known> {
         let map = agent.map();
         let told = || {
@@ -121,8 +122,8 @@ impl Copies {
         of_map.map(|rooted| (rooted, None)).or_else(told)
     }
 
-    /// Refuses a copy with another SHA-256 than its name says. Reads all of it, unless it is as it
-    /// was when this process last did.
+    /// Refuses a copy whose SHA-256 differs from its name. Reads all of it, unless it is unchanged
+    /// since this process last did.
     pub(super) fn check_sum(&self, copy: &Path, model: &ModelName) -> Result<(), String> {
         let sum = self.hash(copy);
         let sum = sum.map_err(|error| format!("{}: {error}", copy.display()))?;
@@ -136,7 +137,7 @@ impl Copies {
         }
     }
 
-    /// The leaves below a copy's root: kept here, of another node, or of the copy itself where its
+    /// The leaves below a copy's root: from disk, from another node, or from the copy itself if its
     /// SHA-256 is right.
     fn tree_of_copy(
         &self,
@@ -159,7 +160,7 @@ impl Copies {
         Ok(tree)
     }
 
-    /// Fetches the groups `wrong` of a copy in place.
+    /// Fetches the groups `wrong` of a copy and writes them in place.
     fn mend(
         &self,
         (agent, model): (&Agent, &ModelName),
@@ -195,8 +196,8 @@ impl Copies {
         Ok(mended)
     }
 
-    /// As [`check`](Self::check), for a worker that found damage in its part of the file, whole or
-    /// not.
+    /// As [`check`](Self::check), for a worker that found damage in its ranges of a complete or
+    /// partial file.
     ///
     /// # Errors
     /// As of `check`, and the system's.
@@ -227,7 +228,7 @@ impl Copies {
     }
 }
 
-/// Groups of a copy that differ from its tree, of these and of those that its length cuts off.
+/// Those of the given groups that differ from the tree, plus those beyond a truncated end.
 fn compare(
     copy: &Path,
     tree: &Tree,
@@ -239,7 +240,7 @@ fn compare(
     let groups: Vec<u64> = merged(groups).into_iter().flatten().collect();
     let mut wrong = wrong_groups(&file, tree, &groups, count);
     if wrong.is_empty() && fs::metadata(copy)?.len() > tree.groups.bytes {
-        // Its groups are right, and more follows them.
+        // Its groups are right, but the file is too long.
         let last = tree.groups.count() - 1;
         wrong.push(last..last + 1);
     }
@@ -251,7 +252,7 @@ fn bytes_of(groups: Groups, run: &Range<u64>) -> u64 {
     span.end - span.start
 }
 
-/// Runs of groups as ranges of bytes for people.
+/// Runs of groups as byte ranges, for messages.
 fn ranges(groups: Groups, runs: &[Range<u64>]) -> String {
     let span = |run: &Range<u64>| groups.span(run);
     let first = runs.iter().take(RANGES_MAX).map(span);

@@ -1,4 +1,4 @@
-//! Copies between two nodes, and what is found of them.
+//! Model copies between two nodes, and the lookup of copies.
 
 use std::os::unix::fs::FileExt;
 
@@ -9,7 +9,7 @@ use paceline_cluster::nodes::{ClusterKey, InstanceId, Key};
 use super::*;
 use crate::fleet::{FETCH, PIECES};
 
-/// Unless something hangs.
+/// Reached only if something hangs.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn copies(folder: &Path, model: PathBuf) -> Copies {
@@ -150,7 +150,7 @@ fn model(folder: &Path) -> (PathBuf, Vec<u8>, ModelName) {
     (path, bytes, ModelName { name, sha256 })
 }
 
-/// Serves pieces, as a fleet does.
+/// Serves byte ranges, as a fleet does.
 fn gives(agent: &Agent, copies: &Arc<Copies>) {
     let (own, copies) = (agent.clone(), Arc::clone(copies));
     agent.serve(PIECES, move |channel| copies.answer_pieces(&own, &channel));
@@ -166,7 +166,7 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     let liar = agent(homes[1].path(), &key, Some(one.port()));
     let two = agent(homes[2].path(), &key, Some(one.port()));
 
-    // The liar has the right hashes, and a bit of every piece is another one.
+    // The bad source has the right hashes and flips a bit of every range.
     let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
     let mut wrong = bytes.clone();
     wrong.chunks_mut(64 << 10).for_each(|group| group[100] ^= 2);
@@ -270,7 +270,7 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     }
     one.stop();
     let gone = own.bring(&two, &name, &[(2 << 20, 3 << 20)], &|| true);
-    // Samples lie in every group of so small a file: all of it has come by now.
+    // The samples cover every group of this small file, so all of it is here.
     assert_eq!(gone, Ok(()));
     two.stop();
 }
@@ -385,7 +385,7 @@ fn damage(copy: &Path, change: impl FnOnce(&fs::File)) {
     file.set_modified(changed).unwrap();
 }
 
-/// A node with a copy of [`model`], beside one that has the file itself.
+/// Two nodes: one with a copy of [`model`], one with the file itself.
 struct Pair {
     _homes: [tempfile::TempDir; 2],
     agents: [Agent; 2],
@@ -412,7 +412,7 @@ impl Pair {
         let heard = Arc::clone(&told);
         let tell = move |line: &str| lock(&heard).push(line.to_owned());
         let find: Box<Find> = Box::new(|_| Err("there is none".to_owned()));
-        // A mended copy takes no more of the disk than before.
+        // A repaired copy takes no more disk than before.
         let full = Box::new(|bytes| Err(format!("{bytes} bytes are too many")));
         Self {
             _homes: homes,
@@ -488,7 +488,7 @@ fn a_damaged_copy_is_mended_from_another_node() {
         assert!(lines.contains(part), "{part}: {lines}");
     }
 
-    // A damaged tree damns no right copy.
+    // A damaged tree does not invalidate an intact copy.
     fs::write(pair.copy.with_extension(partial::TREE), [7; 48 * 32]).unwrap();
     assert_eq!(pair.check(Extent::All), Ok(None));
 
@@ -528,7 +528,7 @@ fn groups_that_were_damaged_after_they_came_are_fetched_again() {
     let there = fs::read(&shard).unwrap();
     assert_eq!(there[..1 << 20], pair.bytes[..1 << 20]);
 
-    // The SHA-256 of the whole finds it too, and a second try mends it.
+    // The SHA-256 of the whole file detects it too, and a second attempt repairs it.
     damage(&shard, |file| file.write_all_at(b"wrong", 7).unwrap());
     let mut record = wanted(pair.name.clone(), pair.bytes.len() as u64);
     record.source = Some(pair.agents[0].id());
